@@ -1,0 +1,1 @@
+"""Layer 6: commands, rendering, probing the machine."""

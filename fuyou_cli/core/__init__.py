@@ -1,0 +1,1 @@
+"""Layer 0: errors and units. Imports nothing of ours."""

@@ -1,0 +1,50 @@
+"""What fuyou says when something is wrong.
+
+Every error a person may see is a `FuyouError`: what happened, where, and what to do. The command line maps the class to
+an exit code in one place; nothing below it exits or prints.
+"""
+
+from __future__ import annotations
+
+
+class FuyouError(Exception):
+    """An error with a remedy. `exit_code` follows the table in the README."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class UsageError(FuyouError):
+    """The recipe, an argument, the data or the checkpoint is not usable as given. Nothing was written."""
+
+    exit_code = 2
+
+
+class PlanError(FuyouError):
+    """The run does not fit the memory or the disk it was given."""
+
+    exit_code = 3
+
+
+class OutOfSpaceError(FuyouError):
+    """Memory or disk ran out during the run; the last saved state is kept."""
+
+    exit_code = 4
+
+
+class SwapError(FuyouError):
+    """The store or the daemon failed: an I/O error, a short file, a wrong checksum."""
+
+
+class NumericsError(FuyouError):
+    """A loss, gradient or weight is not finite."""
+
+
+class Interrupted(FuyouError):
+    """The run was stopped on request and its state was saved."""
+
+    exit_code = 130

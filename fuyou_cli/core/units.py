@@ -1,0 +1,72 @@
+"""Bytes, rates and times: the only place that parses or prints a size.
+
+Memory is shown in binary units (GiB), traffic and drive wear in decimal ones (GB, TB), as vendors rate them.
+"""
+
+from __future__ import annotations
+
+import re
+
+KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
+
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGTP]i?B|B)?\s*$")
+_FACTOR = {None: 1, "B": 1}
+for _power, _letter in enumerate("KMGTP", start=1):
+    _FACTOR[f"{_letter}B"] = 1000**_power
+    _FACTOR[f"{_letter}iB"] = 1024**_power
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of "2GiB", "1.5TB", "4096" or a plain number. Raises ValueError naming the accepted forms."""
+    if isinstance(text, int) and not isinstance(text, bool):
+        if text < 0:
+            raise ValueError("a size is not negative")
+        return text
+    match = _SIZE.match(text) if isinstance(text, str) else None
+    if match is None:
+        raise ValueError(f"{text!r} is not a size: write 2GiB, 512MiB, 1.5TB or a number of bytes")
+    return int(float(match[1]) * _FACTOR[match[2]])
+
+
+def align_up(value: int, unit: int) -> int:
+    """The smallest multiple of `unit` that is at least `value`."""
+    return -(-value // unit) * unit
+
+
+def gib(size: int | float) -> str:
+    """Memory: "1.84 GiB", or "612 MiB" below one GiB."""
+    if abs(size) >= GiB:
+        return f"{size / GiB:.2f} GiB"
+    return f"{size / MiB:.0f} MiB"
+
+
+def gb(size: int | float) -> str:
+    """Traffic and wear, decimal: "28.6 GB", "1.49 TB", "512 MB"."""
+    for factor, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if abs(size) >= factor:
+            return f"{size / factor:.3g} {name}" if abs(size) < 1000 * factor else f"{size / factor:,.0f} {name}"
+    return f"{size:.0f} B"
+
+
+def count(value: int | float) -> str:
+    """Parameters: "1.10 B", "44.0 M"."""
+    for factor, name in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if abs(value) >= factor:
+            return f"{value / factor:.3g} {name}"
+    return f"{value:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """"850 ms", "12.3 s", "4m 05s", "3h 12m", "5d 19h"."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, secs = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d {hours:02d}h"
+    if hours:
+        return f"{hours}h {minutes:02d}m"
+    return f"{minutes}m {secs:02d}s"

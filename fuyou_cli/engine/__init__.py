@@ -1,0 +1,1 @@
+"""Layer 4: stages, devices and the executor: one training step."""

@@ -1,0 +1,1 @@
+"""Layer 2: pure functions from spec to plan, schedule and timeline. Imports no torch."""

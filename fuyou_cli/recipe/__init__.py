@@ -1,0 +1,1 @@
+"""Layer 1: the recipe, what a person wants. Imports no torch."""

@@ -1,0 +1,141 @@
+"""`Plan`: every decision about one run, as data. Derived quantities (the schedule, the timeline) are computed from it.
+
+Sizes are bytes, offsets are bytes from the start of the arena or of the store's address space.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .model import Dtype
+
+Tier = Literal["gpu", "cpu", "ssd"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Numerics:
+    """What the result depends on. Stored with the run, kept on resume, never changed to save memory."""
+
+    compute_dtype: Dtype
+    accumulate_dtype: Dtype  # gradients summed over micro-batches
+    batch_size: int  # sequences per step
+    micro_batch_size: int
+    max_seq_len: int
+    head_chunk_tokens: int  # 0: a whole micro-batch at once
+    torch_threads: int
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StagePlan:
+    """Homes of one stage's tensors and the spans they occupy.
+
+    Extents come in pairs (A, B): generation g of a tensor is in extent g % 2. RAM spans are None unless the home is cpu.
+    """
+
+    stage: int
+    weights: Tier
+    states: Tier
+    gradients: Tier  # where they rest between backward and a two-phase update; cpu when the update follows at once
+    boundary: Tier  # the stage's input, kept for backward; cpu when the stage keeps none
+    slot_class: int  # which weight and gradient slots it uses
+    weights_extents: tuple[Span, Span]
+    remainder_extents: tuple[Span, Span] | None
+    momentum_extents: tuple[Span, Span]
+    variance_extents: tuple[Span, Span]
+    gradients_extent: Span | None
+    boundary_extent: Span | None
+    weights_ram: Span | None
+    remainder_ram: Span | None
+    momentum_ram: Span | None
+    variance_ram: Span | None
+    gradients_ram: Span | None
+    boundary_ram: Span | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotClass:
+    """Interchangeable arena spans for stages of similar size: weights being computed with or updated, and gradients
+    being summed or updated."""
+
+    weight_size: int
+    gradient_size: int
+    weight_slots: tuple[Span, ...]
+    gradient_slots: tuple[Span, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IoPlan:
+    backend: Literal["auto", "io_uring", "threads"]
+    read_depth: int
+    write_depth: int
+    block_size: int
+    stripe: int
+    update_threads: int
+    chunk_params: int
+    scratch: Span
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryLine:
+    """One line of the memory table: what, where, how many bytes."""
+
+    what: str
+    tier: Tier
+    size: int
+    total: int  # of this kind over all tiers, 0 when the line is not part of a state
+    policy: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Predicted:
+    """What the plan promises; the report puts the measurement beside each."""
+
+    cpu_peaks: dict[str, int]  # phase (load, train, export) -> anonymous + kernel bytes of the process
+    gpu_peak: int
+    ssd_bytes: int  # disk taken by the store
+    export_bytes: int
+    read_per_step: int
+    written_per_step: int
+    read_by: dict[str, int]  # weights, states, gradients, boundaries
+    written_by: dict[str, int]
+    step_flops: float  # 6 N per token
+    compute_flops: float  # with recompute
+    seconds: dict[str, float]  # resource -> busy seconds per step
+    step_seconds: float
+    bottleneck: str
+
+    @property
+    def cpu_peak(self) -> int:
+        return max(self.cpu_peaks.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    version: int
+    model: str
+    device: str
+    numerics: Numerics
+    clip_grad_norm: float | None
+    stages: tuple[StagePlan, ...]
+    slot_classes: tuple[SlotClass, ...]
+    boundary_slots: tuple[Span, ...]  # in flight to and from the ssd
+    lookahead: int
+    io: IoPlan
+    arena_size: int
+    store_size: int
+    cpu_budget: int
+    memory: tuple[MemoryLine, ...]
+    predicted: Predicted
+
+    @property
+    def two_phase(self) -> bool:
+        """Gradients rest until the global norm is known; updates run in the next forward."""
+        return self.clip_grad_norm is not None
