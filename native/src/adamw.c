@@ -1,0 +1,295 @@
+/*
+ * adamw.c - AdamW, and the lossless split of a float32 master into bfloat16 weights and an int16 remainder.
+ *
+ * The update is elementwise and written once, as plain C that the compiler vectorises; the four pairs of dtypes are
+ * four instances of the same inline body. The operations and their order are those of torch.optim.AdamW with
+ * foreach=False: scalars are computed in double and rounded to float once, everything else is float. (torch's own
+ * kernels fuse some multiply-adds where the machine can; this file never does, so that every machine agrees.)
+ *
+ * Contract of the loops: weights, remainder, momentum, variance and gradients do not overlap; only that is what
+ * `restrict` says here, and only this file says it.
+ */
+#include <assert.h>
+#include <errno.h>
+#include <math.h>
+#include <stddef.h>
+#include <string.h>
+
+#include "kernels.h"
+
+#define INLINE static inline __attribute__((always_inline))
+
+_Static_assert(sizeof(float) == 4 && sizeof(double) == 8, "IEEE 754 binary32 and binary64");
+
+/* The scalars of one segment, rounded as torch rounds them. */
+struct scalars {
+    float scale;         /* multiplies the gradient */
+    float decay;         /* 1 - lr * weight_decay */
+    float blend;         /* lerp weight: 1 - beta1, or -beta1 when from_gradient */
+    int from_gradient;   /* lerp starts at the gradient (beta1 <= 0.5), as torch's does, to stay monotonic */
+    float beta2;
+    float one_less_beta2;
+    float correction;    /* sqrt(1 - beta2^step) */
+    float epsilon;
+    float negative_step; /* -lr / (1 - beta1^step) */
+};
+
+INLINE float float_of(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+INLINE uint32_t bits_of(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+/* 1 when the master is not finite, or becomes infinite when rounded to bfloat16. */
+INLINE uint32_t lost_in_bfloat16(uint32_t bits)
+{
+    return ((bits & 0x7FFFFFFFu) + 0x8000u) >= 0x7F800000u;
+}
+
+INLINE uint32_t lost_in_float32(uint32_t bits)
+{
+    return (bits & 0x7F800000u) == 0x7F800000u;
+}
+
+INLINE uint32_t joined(uint16_t weight, int16_t remainder)
+{
+    return ((uint32_t)weight << 16) + (uint32_t)(int32_t)remainder;
+}
+
+/* `narrow_weights` and `narrow_gradients` are constants in every instance: the branches on them are gone before the
+ * loop is vectorised. */
+INLINE uint64_t adamw_span(const struct scalars *s, uint64_t count, int narrow_weights, uint16_t *restrict weights,
+                           int16_t *restrict remainder, float *restrict master, float *restrict momentum,
+                           float *restrict variance, int narrow_gradients, const uint16_t *restrict gradients16,
+                           const float *restrict gradients32)
+{
+    const struct scalars k = *s;
+    uint32_t lost = 0; /* 32 bits keep the loop in 32-bit lanes; spans are shorter than 2^32 */
+    for (uint64_t i = 0; i < count; i++) {
+        float p = narrow_weights ? float_of(joined(weights[i], remainder[i])) : master[i];
+        float g = (narrow_gradients ? float_of((uint32_t)gradients16[i] << 16) : gradients32[i]) * k.scale;
+        float m = momentum[i];
+        float v = variance[i];
+
+        p = p * k.decay;
+        m = (k.from_gradient ? g : m) + k.blend * (g - m);
+        v = v * k.beta2 + (k.one_less_beta2 * g) * g;
+        p = p + (k.negative_step * m) / (sqrtf(v) / k.correction + k.epsilon);
+
+        momentum[i] = m;
+        variance[i] = v;
+        uint32_t bits = bits_of(p);
+        if (narrow_weights) {
+            weights[i] = (uint16_t)((bits + 0x8000u) >> 16);
+            remainder[i] = (int16_t)(uint16_t)bits;
+            lost += lost_in_bfloat16(bits);
+        } else {
+            master[i] = p;
+            lost += lost_in_float32(bits);
+        }
+    }
+    return lost;
+}
+
+/* The instances. Weights first, gradients second. Each is compiled once per instruction set. */
+FY__CLONES static uint64_t adamw_16_16(const struct scalars *s, uint64_t n, uint16_t *w, int16_t *r, float *m, float *v,
+                                       const uint16_t *g)
+{
+    return adamw_span(s, n, 1, w, r, NULL, m, v, 1, g, NULL);
+}
+
+FY__CLONES static uint64_t adamw_16_32(const struct scalars *s, uint64_t n, uint16_t *w, int16_t *r, float *m, float *v,
+                                       const float *g)
+{
+    return adamw_span(s, n, 1, w, r, NULL, m, v, 0, NULL, g);
+}
+
+FY__CLONES static uint64_t adamw_32_16(const struct scalars *s, uint64_t n, float *p, float *m, float *v,
+                                       const uint16_t *g)
+{
+    return adamw_span(s, n, 0, NULL, NULL, p, m, v, 1, g, NULL);
+}
+
+FY__CLONES static uint64_t adamw_32_32(const struct scalars *s, uint64_t n, float *p, float *m, float *v,
+                                       const float *g)
+{
+    return adamw_span(s, n, 0, NULL, NULL, p, m, v, 0, NULL, g);
+}
+
+static struct scalars segment_scalars(const fy_update *update, const fy_segment *segment)
+{
+    const double lr = update->lr * (double)segment->lr_scale;
+    const double step = (double)update->step;
+    const double blend = 1.0 - update->beta1;
+    const int from_gradient = fabs(blend) >= 0.5;
+    return (struct scalars){
+        .scale = (float)update->gradient_scale,
+        .decay = (float)(1.0 - lr * (double)segment->weight_decay),
+        .blend = from_gradient ? (float)blend - 1.0f : (float)blend,
+        .from_gradient = from_gradient,
+        .beta2 = (float)update->beta2,
+        .one_less_beta2 = (float)(1.0 - update->beta2),
+        .correction = (float)sqrt(1.0 - pow(update->beta2, step)),
+        .epsilon = (float)update->epsilon,
+        .negative_step = (float)-(lr / (1.0 - pow(update->beta1, step))),
+    };
+}
+
+/* Parameters [at, at + count) of the chunk's own arrays, all in one segment. */
+static uint64_t adamw_run(const fy_update *update, const struct scalars *s, const struct fy__chunk *chunk, uint64_t at,
+                          uint64_t count)
+{
+    float *momentum = chunk->momentum + at;
+    float *variance = chunk->variance + at;
+    const int narrow_gradients = update->gradients_dtype == FY_BFLOAT16;
+    const uint16_t *gradients16 = (const uint16_t *)chunk->gradients + at;
+    const float *gradients32 = (const float *)chunk->gradients + at;
+
+    if (update->weights_dtype == FY_BFLOAT16) {
+        uint16_t *weights = (uint16_t *)chunk->weights + at;
+        int16_t *remainder = chunk->remainder + at;
+        return narrow_gradients ? adamw_16_16(s, count, weights, remainder, momentum, variance, gradients16)
+                                : adamw_16_32(s, count, weights, remainder, momentum, variance, gradients32);
+    }
+    float *master = (float *)chunk->weights + at;
+    return narrow_gradients ? adamw_32_16(s, count, master, momentum, variance, gradients16)
+                            : adamw_32_32(s, count, master, momentum, variance, gradients32);
+}
+
+uint64_t fy__adamw_chunk(const fy_update *update, const fy_segment *segments, const struct fy__chunk *chunk)
+{
+    const uint64_t begin = chunk->first;
+    const uint64_t end = chunk->first + chunk->count;
+    assert(end >= begin);
+    assert(chunk->count < UINT32_MAX); /* the loops count in 32 bits */
+
+    uint64_t lost = 0;
+    for (uint32_t i = 0; i < update->segment_count; i++) {
+        const fy_segment *segment = &segments[i];
+        const uint64_t from = segment->first > begin ? segment->first : begin;
+        const uint64_t segment_end = segment->first + segment->count;
+        const uint64_t to = segment_end < end ? segment_end : end;
+        if (segment->first >= end) {
+            break; /* sorted: nothing further overlaps */
+        }
+        if (from >= to || (segment->flags & FY_SEGMENT_FROZEN)) {
+            continue;
+        }
+        const struct scalars s = segment_scalars(update, segment);
+        lost += adamw_run(update, &s, chunk, from - begin, to - from);
+    }
+    return lost;
+}
+
+/* What fy__adamw_chunk() relies on: known dtypes, sorted segments inside the stage, arrays that exist. */
+static int check_update(const fy_update *update, const fy_segment *segments)
+{
+    if (update->weights_dtype > FY_BFLOAT16 || update->gradients_dtype > FY_BFLOAT16 || update->step == 0) {
+        return -EINVAL;
+    }
+    if (update->segment_count > 0 && !segments) {
+        return -EINVAL;
+    }
+    uint64_t previous_end = 0;
+    for (uint32_t i = 0; i < update->segment_count; i++) {
+        const fy_segment *segment = &segments[i];
+        if (segment->first < previous_end || segment->first > update->params ||
+            segment->count > update->params - segment->first) {
+            return -EINVAL;
+        }
+        previous_end = segment->first + segment->count;
+    }
+    return 0;
+}
+
+FY_API int fy_adamw(const fy_update *update, const fy_segment *segments, void *weights, int16_t *remainder,
+                    float *momentum, float *variance, const void *gradients, uint64_t *nonfinite)
+{
+    if (!update || !weights || !momentum || !variance || !gradients || !nonfinite) {
+        return -EINVAL;
+    }
+    if (update->weights_dtype == FY_BFLOAT16 && !remainder) {
+        return -EINVAL;
+    }
+    const int invalid = check_update(update, segments);
+    if (invalid) {
+        return invalid;
+    }
+
+    const uint64_t chunk_params = 1u << 30; /* any size gives the same bits; this one fits the loops' counters */
+    const uint64_t weight_bytes = update->weights_dtype == FY_BFLOAT16 ? 2 : 4;
+    const uint64_t gradient_bytes = update->gradients_dtype == FY_BFLOAT16 ? 2 : 4;
+    const uint64_t mode = fy__denormals_keep();
+    uint64_t lost = 0;
+    for (uint64_t first = 0; first < update->params; first += chunk_params) {
+        const uint64_t left = update->params - first;
+        const struct fy__chunk chunk = {
+            .first = first,
+            .count = left < chunk_params ? left : chunk_params,
+            .weights = (char *)weights + first * weight_bytes,
+            .remainder = remainder ? remainder + first : NULL,
+            .momentum = momentum + first,
+            .variance = variance + first,
+            .gradients = (const char *)gradients + first * gradient_bytes,
+        };
+        lost += fy__adamw_chunk(update, segments, &chunk);
+    }
+    fy__denormals_restore(mode);
+    *nonfinite = lost;
+    return 0;
+}
+
+FY__CLONES static uint64_t split_span(const float *restrict master, uint16_t *restrict weights,
+                                      int16_t *restrict remainder, uint64_t count)
+{
+    uint32_t lost = 0;
+    for (uint64_t i = 0; i < count; i++) {
+        const uint32_t bits = bits_of(master[i]);
+        weights[i] = (uint16_t)((bits + 0x8000u) >> 16);
+        remainder[i] = (int16_t)(uint16_t)bits;
+        lost += lost_in_bfloat16(bits);
+    }
+    return lost;
+}
+
+FY__CLONES static void join_span(const uint16_t *restrict weights, const int16_t *restrict remainder,
+                                 float *restrict master, uint64_t count)
+{
+    for (uint64_t i = 0; i < count; i++) {
+        master[i] = float_of(joined(weights[i], remainder[i]));
+    }
+}
+
+FY_API int fy_split(const float *master, uint16_t *weights, int16_t *remainder, uint64_t count, uint64_t *nonfinite)
+{
+    if (count > 0 && (!master || !weights || !remainder)) {
+        return -EINVAL;
+    }
+    if (!nonfinite) {
+        return -EINVAL;
+    }
+    const uint64_t run = 1u << 30;
+    uint64_t lost = 0;
+    for (uint64_t at = 0; at < count; at += run) {
+        lost += split_span(master + at, weights + at, remainder + at, count - at < run ? count - at : run);
+    }
+    *nonfinite = lost;
+    return 0;
+}
+
+FY_API int fy_join(const uint16_t *weights, const int16_t *remainder, float *master, uint64_t count)
+{
+    if (count > 0 && (!master || !weights || !remainder)) {
+        return -EINVAL;
+    }
+    join_span(weights, remainder, master, count);
+    return 0;
+}
