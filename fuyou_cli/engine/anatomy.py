@@ -1,0 +1,194 @@
+"""Finding the stages of a model: which modules are streamed, in which order they run, and which parameters they own.
+
+Blocks are found by `GradientCheckpointingLayer` (or `_no_split_modules`), never by attribute names of one family. Every
+other module of the base model that owns parameters directly is a stage of its own (embedding, final norm, a projection);
+what the base model does not own (the language-model head) is the head stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..core.errors import UsageError
+from ..core.units import align_up
+from ..spec.model import STAGE_ALIGN, TENSOR_ALIGN, StageKind, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Slotted:
+    """One parameter of a stage: its specification and every place in the module tree that reads it."""
+
+    spec: TensorSpec
+    places: tuple[tuple[nn.Module, str], ...]
+
+
+@dataclass(slots=True)
+class Anatomy:
+    """The stages of one model in running order; `modules[i]` is None for the head, which is the causal model itself."""
+
+    model: PreTrainedModel
+    names: list[str] = field(default_factory=list)
+    kinds: list[StageKind] = field(default_factory=list)
+    modules: list[nn.Module | None] = field(default_factory=list)
+    parameters: list[tuple[Slotted, ...]] = field(default_factory=list)
+    params: list[int] = field(default_factory=list)  # elements with padding
+    tied_head: bool = False
+
+    @property
+    def base(self) -> nn.Module:
+        return self.model.base_model
+
+
+def is_block(module: nn.Module, model: PreTrainedModel) -> bool:
+    names = getattr(model, "_no_split_modules", None) or ()
+    return isinstance(module, GradientCheckpointingLayer) or type(module).__name__ in names
+
+
+def dissect(model: PreTrainedModel) -> Anatomy:
+    """Stages of `model`, in the order its own forward runs them; the head last.
+
+    Raises UsageError when the model has no blocks or a block is nested in another.
+    """
+    anatomy = Anatomy(model=model)
+    units = list(_units(model.base_model, model))
+    if not any(is_block(module, model) for _, module in units):
+        raise UsageError(f"{type(model).__name__} has no decoder blocks that can be streamed")
+    places = _places(model)
+    owned: set[int] = set()
+    for name, module in _running_order(units, model):
+        kind: StageKind = "block" if is_block(module, model) else "embedding" if _is_input(module) else "norm"
+        _add(anatomy, kind, name, module, module, places, owned)
+    _add(anatomy, "head", "head", None, model, places, owned)
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    anatomy.tied_head = head is not None and embedding is not None and head.weight is embedding.weight
+    return anatomy
+
+
+def _is_input(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding)
+
+
+def _units(base: nn.Module, model: PreTrainedModel, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Topmost modules that are blocks or own parameters themselves, in registration order."""
+    for name, child in base.named_children():
+        path = f"{prefix}{name}"
+        if is_block(child, model) or any(True for _ in child.named_parameters(recurse=False)):
+            yield path, child
+        else:
+            yield from _units(child, model, path + ".")
+
+
+def _running_order(units: list[tuple[str, nn.Module]], model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    """The units in the order the base model's own forward calls them, found by running it on two tokens with every unit
+    replaced by a stand-in of the right output shape. A unit called twice, or never, is refused by name."""
+    called: list[str] = []
+    names = {id(module): name for name, module in units}
+    with replaced_forwards({module: _stand_in(module, names[id(module)], called) for _, module in units}):
+        with torch.no_grad(), one_row_masks(model):
+            model.base_model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
+    for name, _ in units:
+        if called.count(name) != 1:
+            times = "never" if name not in called else f"{called.count(name)} times"
+            raise UsageError(f"{type(model).__name__}: {name} runs {times} in a forward pass; fuyou streams it once")
+    modules = dict(units)
+    return [(name, modules[name]) for name in called]
+
+
+def _stand_in(module: nn.Module, name: str, called: list[str]) -> Callable[..., object]:
+    def forward(*args: object, **kwargs: object) -> torch.Tensor:
+        called.append(name)
+        first = args[0] if args else next(value for value in kwargs.values() if isinstance(value, torch.Tensor))
+        if isinstance(module, nn.Embedding):
+            ids = kwargs.get("position_ids", first)
+            return torch.zeros(*ids.shape, module.embedding_dim, dtype=module.weight.dtype)
+        if isinstance(module, nn.Linear):
+            return first.new_zeros(*first.shape[:-1], module.out_features)
+        return first
+
+    return forward
+
+
+@contextmanager
+def replaced_forwards(forwards: dict[nn.Module, Callable[..., object]]) -> Iterator[None]:
+    """Set `forward` on instances and undo it. Parameter names and classes stay as they are."""
+    for module, forward in forwards.items():
+        module.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for module in forwards:
+            module.__dict__.pop("forward", None)
+
+
+def _places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str, str]]]:
+    """Parameter identity -> every (module, attribute, full name) that holds it. Tied weights have several."""
+    found: dict[int, list[tuple[nn.Module, str, str]]] = {}
+    for module_name, module in model.named_modules(remove_duplicate=True):
+        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            name = f"{module_name}.{attribute}" if module_name else attribute
+            found.setdefault(id(parameter), []).append((module, attribute, name))
+    return found
+
+
+def _add(
+    anatomy: Anatomy,
+    kind: StageKind,
+    name: str,
+    module: nn.Module | None,
+    owner: nn.Module,
+    places: dict[int, list[tuple[nn.Module, str, str]]],
+    owned: set[int],
+) -> None:
+    slotted: list[Slotted] = []
+    offset = 0
+    for parameter in owner.parameters():
+        if id(parameter) in owned:
+            continue
+        owned.add(id(parameter))
+        where = places[id(parameter)]
+        numel = prod(parameter.shape)
+        spec = TensorSpec(
+            name=where[0][2], shape=tuple(parameter.shape), offset=offset, numel=numel, decay=parameter.dim() >= 2
+        )
+        slotted.append(Slotted(spec, tuple((holder, attribute) for holder, attribute, _ in where)))
+        offset = align_up(offset + numel, TENSOR_ALIGN)
+    anatomy.names.append(name)
+    anatomy.kinds.append(kind)
+    anatomy.modules.append(module)
+    anatomy.parameters.append(tuple(slotted))
+    anatomy.params.append(align_up(offset, STAGE_ALIGN))
+
+
+@contextmanager
+def one_row_masks(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, attention masks are built for one row and broadcast. Rows are padded on the right and causal, so every
+    row's mask is the same; a mask of the whole step's batch could be gigabytes."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    name = model.config._attn_implementation
+    if name not in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys():
+        yield
+        return
+    build_mask = ALL_MASK_ATTENTION_FUNCTIONS[name]
+
+    def build_one_row(*args: object, **kwargs: object) -> object:
+        if args:
+            args = (1, *args[1:])
+        else:
+            kwargs["batch_size"] = 1
+        return build_mask(*args, **kwargs)
+
+    ALL_MASK_ATTENTION_FUNCTIONS[name] = build_one_row
+    try:
+        yield
+    finally:
+        del ALL_MASK_ATTENTION_FUNCTIONS[name]

@@ -1,0 +1,75 @@
+"""Weights where compute can use them: the arena itself on device cpu, uploaded copies on a device with its own memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..spec.model import ITEM_SIZE, ModelSpec
+from ..spec.plan import Plan, Span
+from .devices.base import Device, Event
+from .host_memory import HostMemory
+from .skeleton import TORCH_DTYPE
+
+
+@dataclass(slots=True)
+class _Uploaded:
+    memory: torch.Tensor
+    owner: int | None = None
+    generation: int = -1
+    arrived: Event | None = None
+
+
+class ComputeWeights:
+    """Two device spans take turns, so that one stage's upload runs beside another's compute; stages whose weights have
+    their home on the device keep a span of their own and are uploaded again only when a new generation exists."""
+
+    def __init__(self, *, model: ModelSpec, plan: Plan, memory: HostMemory, device: Device) -> None:
+        self.model, self.memory, self.device = model, memory, device
+        self.dtype = TORCH_DTYPE[model.compute_dtype]
+        item = ITEM_SIZE[model.compute_dtype]
+        self.homes: dict[int, _Uploaded] = {}
+        self.turns: list[_Uploaded] = []
+        if device.separate:
+            streamed = [s.params for s, p in zip(model.stages, plan.stages, strict=True) if p.weights != "gpu"]
+            largest = max(streamed, default=0)
+            self.turns = [_Uploaded(device.empty(largest * item)) for _ in range(2 if largest else 0)]
+            for stage, stage_plan in zip(model.stages, plan.stages, strict=True):
+                if stage_plan.weights == "gpu":
+                    self.homes[stage.index] = _Uploaded(device.empty(stage.params * item))
+
+    def flat(self, owner: int, span: Span, generation: int) -> torch.Tensor:
+        """The weights of `owner` (1-D, compute dtype) for compute submitted from now on."""
+        params = self.model.stages[owner].params
+        host = self.memory.tensor(span, self.dtype, params)
+        if not self.device.separate:
+            return host
+        uploaded = self._upload(owner, host, generation)
+        assert uploaded.arrived is not None
+        uploaded.arrived.wait()
+        return uploaded.memory.view(self.dtype)[:params]
+
+    def begin(self, owner: int, span: Span, generation: int) -> None:
+        """Starts the upload for the next visit while this one computes."""
+        if self.device.separate:
+            self._upload(owner, self.memory.tensor(span, self.dtype, self.model.stages[owner].params), generation)
+
+    def _upload(self, owner: int, host: torch.Tensor, generation: int) -> _Uploaded:
+        target = self.homes.get(owner)
+        if target is None:
+            target = next((turn for turn in self.turns if turn.owner == owner), None)
+        if target is not None and target.owner == owner and target.generation == generation:
+            return target
+        if target is None:
+            target = self.turns.pop(0)  # the one used longest ago
+            self.turns.append(target)
+        target.owner, target.generation = owner, generation
+        target.arrived = self.device.upload(host, target.memory.view(self.dtype)[: host.numel()])
+        return target
+
+    def uploaded(self, owner: int, generation: int) -> bool:
+        """Whether the host copy may be given up: compute has, or is getting, a copy of its own."""
+        return any(
+            turn.owner == owner and turn.generation == generation for turn in (*self.turns, *self.homes.values())
+        )

@@ -1,0 +1,60 @@
+"""The interface between the executor and a device.
+
+Host memory is always ordinary (pinned, where that means something) CPU tensors. A device with memory of its own
+(`separate`) computes on copies: uploads and downloads are ordered after what they depend on and run beside compute. On
+device cpu host memory is device memory and nothing is copied.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Event(Protocol):
+    """A point in a device's work."""
+
+    def wait(self) -> None:
+        """Compute submitted from now on runs after this point."""
+
+    def synchronize(self) -> None:
+        """Returns when this point has passed."""
+
+    def done(self) -> bool:
+        """Whether it has passed already; never waits."""
+
+
+class Device(Protocol):
+    """One place to compute."""
+
+    name: str
+    torch_device: torch.device
+    separate: bool
+
+    def empty(self, size: int) -> torch.Tensor:
+        """`size` bytes of device memory (uint8, 1-D), to be viewed by dtype."""
+
+    def upload(self, host: torch.Tensor, device: torch.Tensor) -> Event:
+        """Host to device, after the compute submitted so far (it may still read `device`)."""
+
+    def download(self, device: torch.Tensor, host: torch.Tensor) -> Event:
+        """Device to host, after the compute submitted so far (it produces `device`)."""
+
+    def pin(self, host: torch.Tensor) -> None:
+        """Registers host memory for direct transfers, for as long as the device is open."""
+
+    def seed(self, seed: int) -> None:
+        """Seeds the generators that compute on this device draws from."""
+
+    def random_state(self) -> object: ...
+
+    def restore_random_state(self, state: object) -> None: ...
+
+    def peak_memory(self) -> int:
+        """Bytes of device memory in use at most so far; 0 on device cpu."""
+
+    def synchronize(self) -> None:
+        """Returns when all compute and copies submitted so far have finished."""
+
+    def close(self) -> None: ...

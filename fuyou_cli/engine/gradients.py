@@ -1,0 +1,89 @@
+"""Summing a stage's gradients over micro-batches, where the plan says they are summed.
+
+Each parameter's gradient is added the moment autograd has it and dropped at once, so that only one tensor's gradient
+exists beside the sum. The order of additions is the order of micro-batches: it is part of the numerics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..core.errors import NumericsError
+from ..spec.model import StageSpec
+from ..swap.kernels import sum_squares
+
+
+@dataclass(slots=True)
+class GradientSum:
+    """The gradients of one stage in one flat tensor (host or device memory), laid out like its weights."""
+
+    stage: StageSpec
+    flat: torch.Tensor
+    touched: set[int] = field(default_factory=set)
+
+    def add(self, index: int, gradient: torch.Tensor) -> None:
+        """Adds a whole tensor's gradient (any float dtype) to parameter `index`."""
+        spec = self.stage.tensors[index]
+        target = self.flat[spec.offset : spec.offset + spec.numel].view(spec.shape)
+        if index in self.touched:
+            target.add_(gradient)
+        else:
+            target.copy_(gradient)
+            self.touched.add(index)
+
+    def add_rows(self, index: int, rows: torch.Tensor, values: torch.Tensor) -> None:
+        """Adds `values` (len(rows), ...) to the distinct rows of parameter `index`."""
+        spec = self.stage.tensors[index]
+        target = self.flat[spec.offset : spec.offset + spec.numel].view(spec.shape)
+        if index not in self.touched:
+            target.zero_()
+            self.touched.add(index)
+        target.index_add_(0, rows, values.to(target.dtype))
+
+    @contextmanager
+    def collecting(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Inside, gradients of the stage's installed parameters go to the sum instead of `.grad`."""
+
+        def collect(index: int) -> object:
+            def hook(parameter: torch.Tensor) -> None:
+                assert parameter.grad is not None
+                self.add(index, parameter.grad)
+                parameter.grad = None
+
+            return parameters[index].register_post_accumulate_grad_hook(hook)
+
+        hooks = [collect(index) for index in range(len(parameters))]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()  # type: ignore[attr-defined]
+
+    def complete(self) -> None:
+        """Parameters no gradient came for get zeros: the update reads every one."""
+        for index, spec in enumerate(self.stage.tensors):
+            if index not in self.touched:
+                self.flat[spec.offset : spec.offset + spec.numel].zero_()
+
+
+def squared_norm(stage: StageSpec, flat: torch.Tensor, *, dtype: str, step: int) -> float:
+    """Sum of squares of a stage's host-resident gradients, tensor by tensor in order (a fixed tree). Raises NumericsError
+    naming the tensor when a value is not finite."""
+    item = flat.element_size()
+    memory = memoryview(flat.view(torch.uint8).numpy())
+    total = 0.0
+    for spec in stage.tensors:
+        view = memory[spec.offset * item : (spec.offset + spec.numel) * item]
+        squares, nonfinite = sum_squares(view, dtype)
+        if nonfinite:
+            raise NumericsError(
+                f"step {step}: {nonfinite} gradients of {spec.name} ({stage.name}) are not finite",
+                hint="nothing was updated in this step; lower optimizer.lr or look at the data of this step",
+            )
+        total += squares
+    return total

@@ -1,0 +1,257 @@
+"""`inspect(anatomy, ...)`: the ModelSpec of a skeleton at one batch shape, without weights and without computing.
+
+Every stage is run forward and backward on fake tensors of one micro-batch; a dispatch mode follows which storages are
+alive, so that the peak of what a stage allocates is known in advance to the byte (what kernels allocate inside is not).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..spec.model import ModelSpec, StageSpec
+from .anatomy import Anatomy, Slotted, one_row_masks, replaced_forwards
+from .head import Head, pieces
+from .skeleton import TORCH_DTYPE
+from .stage import Stage
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Bytes of storages created inside and still alive; `peak` is their maximum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._known: set[int] = set()
+
+    def _dropped(self, key: int, size: int) -> None:
+        self.live -= size
+        self._known.discard(key)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in tree_leaves(out):
+            if isinstance(value, torch.Tensor):
+                storage = value.untyped_storage()
+                key = storage._cdata
+                if key not in self._known:
+                    self._known.add(key)
+                    self.live += storage.nbytes()
+                    weakref.finalize(storage, self._dropped, key, storage.nbytes())
+        self.peak = max(self.peak, self.live)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    forward_peak: int
+    backward_peak: int
+    flops: float
+
+
+def inspect(
+    anatomy: Anatomy, *, dtype: str, micro_batch_size: int, max_seq_len: int, head_chunk_tokens: int
+) -> ModelSpec:
+    """The specification at micro-batches of (micro_batch_size, max_seq_len)."""
+    model = anatomy.model
+    text = model.config.get_text_config()
+    shape = (micro_batch_size, max_seq_len)
+    costs = _costs(anatomy, dtype=dtype, shape=shape, head_chunk_tokens=head_chunk_tokens)
+    stages = tuple(
+        StageSpec(
+            index=index,
+            kind=kind,
+            name=anatomy.names[index],
+            params=anatomy.params[index],
+            tensors=tuple(slotted.spec for slotted in anatomy.parameters[index]),
+            forward_flops=costs[index].flops,
+            forward_peak=costs[index].forward_peak,
+            backward_peak=costs[index].backward_peak,
+        )
+        for index, kind in enumerate(anatomy.kinds)
+    )
+    return ModelSpec(
+        architecture=type(model).__name__,
+        compute_dtype="bfloat16" if dtype == "bfloat16" else "float32",
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+        stages=stages,
+        tied_head=anatomy.tied_head,
+        boundary_bytes_per_token=text.hidden_size * TORCH_DTYPE[dtype].itemsize,
+        choreography_bytes_per_token=_choreography(anatomy, text.hidden_size * TORCH_DTYPE[dtype].itemsize),
+    )
+
+
+def _choreography(anatomy: Anatomy, boundary: int) -> int:
+    """What the model's own forward keeps between stages for its own backward, per token: sums of several embeddings and
+    dropout on them keep a boundary-sized tensor and its mask."""
+    embeddings = anatomy.kinds.count("embedding")
+    return boundary * (2 if embeddings > 1 else 1)
+
+
+def _costs(anatomy: Anatomy, *, dtype: str, shape: tuple[int, int], head_chunk_tokens: int) -> list[_Cost]:
+    """One entry per stage; blocks of the same shapes are run once."""
+    calls = _capture(anatomy, dtype=dtype, shape=shape)
+    seen: dict[object, _Cost] = {}
+    costs: list[_Cost] = []
+    for index, kind in enumerate(anatomy.kinds):
+        slotted = anatomy.parameters[index]
+        key = (kind, type(anatomy.modules[index]), tuple(item.spec.shape for item in slotted), _layer_type(anatomy, index))
+        if key not in seen:
+            flops = _matmul_flops(slotted, kind, shape)
+            if kind == "head":
+                seen[key] = _head_cost(anatomy, dtype=dtype, shape=shape, chunk=head_chunk_tokens)
+            elif kind == "embedding":
+                rows = shape[0] * shape[1] * (slotted[0].spec.shape[-1]) * TORCH_DTYPE[dtype].itemsize
+                seen[key] = _Cost(rows, 3 * rows, 0.0)
+            else:
+                seen[key] = _stage_cost(anatomy, index, calls[index], dtype=dtype, flops=flops)
+        costs.append(seen[key])
+    return costs
+
+
+def _layer_type(anatomy: Anatomy, index: int) -> object:
+    """Models alternating attention types have blocks of equal shapes and unequal masks."""
+    module = anatomy.modules[index]
+    for holder in (module, getattr(module, "self_attn", None)):
+        for attribute in ("attention_type", "layer_type", "sliding_window"):
+            value = getattr(holder, attribute, None)
+            if isinstance(value, (str, int)):
+                return value
+    return None
+
+
+def _matmul_flops(slotted: tuple[Slotted, ...], kind: str, shape: tuple[int, int]) -> float:
+    tokens = shape[0] * shape[1]
+    return float(sum(2 * item.spec.numel * tokens for item in slotted if len(item.spec.shape) == 2))
+
+
+def _capture(anatomy: Anatomy, *, dtype: str, shape: tuple[int, int]) -> dict[int, Callable[[], tuple[Any, ...]]]:
+    """How the model's own forward calls each stage: (args, kwargs) with fake tensors, by stage."""
+    calls: dict[int, Any] = {}
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def stand_in(index: int, module: nn.Module) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            calls[index] = (mode, args, kwargs)
+            first = args[0] if args else next(v for v in kwargs.values() if isinstance(v, torch.Tensor))
+            if isinstance(module, nn.Embedding):
+                ids = kwargs.get("position_ids", first)
+                return torch.zeros(*ids.shape, module.embedding_dim, dtype=TORCH_DTYPE[dtype])
+            if isinstance(module, nn.Linear):
+                return first.new_zeros(*first.shape[:-1], module.out_features)
+            return first
+
+        return forward
+
+    forwards = {m: stand_in(i, m) for i, m in enumerate(anatomy.modules) if m is not None}
+    with torch.no_grad(), replaced_forwards(forwards), one_row_masks(anatomy.model), mode:
+        ids = torch.zeros(shape, dtype=torch.long)
+        positions = torch.arange(shape[1]).unsqueeze(0)
+        anatomy.base(input_ids=ids, position_ids=positions, use_cache=False)
+    return calls
+
+
+def _stage_cost(anatomy: Anatomy, index: int, call: Any, *, dtype: str, flops: float) -> _Cost:
+    mode, args, kwargs = call
+    module = anatomy.modules[index]
+    assert module is not None
+    original = type(module).forward.__get__(module)
+    keyword = None if args else next(k for k, v in kwargs.items() if isinstance(v, torch.Tensor))
+    with mode:
+        x = (args[0] if keyword is None else kwargs[keyword]).detach()
+        flat = torch.empty(anatomy.params[index], dtype=TORCH_DTYPE[dtype])
+
+        def run(value: torch.Tensor) -> torch.Tensor:
+            if keyword is None:
+                out = original(value, *args[1:], **kwargs)
+            else:
+                out = original(**{**kwargs, keyword: value})
+            return out if isinstance(out, torch.Tensor) else out[0]
+
+        forward_peak = _peak(anatomy, index, flat, lambda parameters: run(x), trainable=False)
+
+        def both(parameters: list[nn.Parameter]) -> None:
+            leaf = x.clone().requires_grad_(True)
+            y = run(leaf)
+            _backward(y, torch.empty_like(y), [leaf, *parameters])
+
+        backward_peak = _peak(anatomy, index, flat, both, trainable=True)
+    attention = _attention_flops(anatomy, x.shape) if anatomy.kinds[index] == "block" else 0.0
+    return _Cost(forward_peak, backward_peak, flops + attention)
+
+
+def _attention_flops(anatomy: Anatomy, shape: torch.Size) -> float:
+    """Scores and their product with the values, half of it for causality."""
+    text = anatomy.model.config.get_text_config()
+    heads = text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return 2.0 * shape[0] * shape[1] * shape[1] * heads * size
+
+
+def _head_cost(anatomy: Anatomy, *, dtype: str, shape: tuple[int, int], chunk: int) -> _Cost:
+    """Loss and its gradients for one piece; the head's own parameters or, tied, the embedding's."""
+    text = anatomy.model.config.get_text_config()
+    owner = 0 if anatomy.tied_head else len(anatomy.kinds) - 1
+    head = Head(anatomy.model)
+    output = anatomy.model.get_output_embeddings()
+    rows, tokens = next(pieces(*shape, chunk))
+    size = (len(range(*rows.indices(shape[0]))), len(range(*tokens.indices(shape[1]))))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        flat = torch.empty(anatomy.params[owner], dtype=TORCH_DTYPE[dtype])
+        hidden = torch.empty(*size, output.in_features, dtype=TORCH_DTYPE[dtype])
+        targets = torch.zeros(size, dtype=torch.long)
+
+        def both(parameters: list[nn.Parameter]) -> None:
+            leaf = hidden.clone().requires_grad_(True)
+            with head.stubbed():
+                loss = head.loss(leaf, targets, normaliser=1)
+                _backward(loss, None, [leaf, *parameters])
+
+        peak = _peak(anatomy, owner, flat, both, trainable=True)
+    return _Cost(peak, peak, 2.0 * text.vocab_size * output.in_features * shape[0] * shape[1])
+
+
+def _backward(y: torch.Tensor, grad: torch.Tensor | None, leaves: list[torch.Tensor]) -> None:
+    """As the executor does it: a parameter's gradient is dropped as soon as it exists."""
+
+    def drop(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+    for leaf in leaves:
+        if isinstance(leaf, nn.Parameter):
+            leaf.register_post_accumulate_grad_hook(drop)
+    torch.autograd.backward([y], None if grad is None else [grad], inputs=leaves)
+
+
+def _peak(
+    anatomy: Anatomy, owner: int, flat: torch.Tensor, run: Callable[[list[nn.Parameter]], object], *, trainable: bool
+) -> int:
+    stage = Stage(anatomy, _bare(anatomy, owner))
+    with stage.installed(flat, trainable=trainable) as parameters, torch.set_grad_enabled(trainable):
+        with _LiveBytes() as live:
+            run(parameters)
+    return live.peak
+
+
+def _bare(anatomy: Anatomy, index: int) -> StageSpec:
+    """Enough of a StageSpec to install parameters with."""
+    return StageSpec(
+        index=index,
+        kind=anatomy.kinds[index],
+        name=anatomy.names[index],
+        params=anatomy.params[index],
+        tensors=tuple(slotted.spec for slotted in anatomy.parameters[index]),
+        forward_flops=0.0,
+        forward_peak=0,
+        backward_peak=0,
+    )

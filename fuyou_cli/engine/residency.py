@@ -1,0 +1,249 @@
+"""The residency ledger: which stage's weights are where, of which generation, and what is on its way.
+
+One record per stage. Weights of a stage carry the number of the step whose update they contain; a visit gets exactly
+the generation it asks for or waits for it, and nothing else waits. Only the training thread uses the ledger: it looks
+for finished requests whenever it waits and between micro-batches (`advance`), which never blocks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..core.errors import NumericsError
+from ..planner.schedule import Visit
+from ..spec.model import ITEM_SIZE, ModelSpec
+from ..spec.plan import Plan, Span
+from ..swap.daemon import Result, SwapDaemon, Update
+from .updates import Scalars, build_update
+
+FETCH_PRIORITY = 0  # before any update: compute waits for it
+UPDATE_PRIORITY = 1 << 16  # plus the stage's place in the next forward
+_FIRST_POLL_SECONDS, _POLL_SECONDS = 50e-6, 0.002  # a wait looks around often at first, then less often
+
+
+@dataclass(slots=True)
+class Record:
+    """One stage. At most one of `fetch` and `update` is under way."""
+
+    stage: int
+    generation: int = 0  # of the weights, once `update` has finished
+    zero_moments: bool = True  # momentum and variance were never written
+    zero_remainder: bool = True
+    span: Span | None = None  # where the weights are in the arena
+    slotted: bool = False  # span is a slot, not a home
+    fetch: int | None = None
+    update: int | None = None
+    due: Scalars | None = None  # a two-phase update to run before the next visit's compute
+    held: int = 0  # visits, prefetches and updates that need the span
+    gradient_slot: Span | None = None  # freed when the update has finished
+    gradient_write: int | None = None  # gradients on their way to rest on the ssd
+
+
+class Residency:
+    """Fetches, updates and releases weights as the schedule asks. `stalls` sums what compute waited for, by cause."""
+
+    def __init__(self, *, model: ModelSpec, plan: Plan, daemon: SwapDaemon, tick: Callable[[], None]) -> None:
+        self.model, self.plan, self.daemon, self._tick = model, plan, daemon, tick
+        self.item = ITEM_SIZE[model.compute_dtype]
+        self.records = [Record(stage=stage.index) for stage in model.stages]
+        self.free_weights = [list(slots.weight_slots) for slots in plan.slot_classes]
+        self.free_gradients = [list(slots.gradient_slots) for slots in plan.slot_classes]
+        self.stalls: dict[str, float] = {}
+            for record, stage in zip(self.records, plan.stages, strict=True):
+            if stage.weights_ram is not None:
+                record.span = stage.weights_ram
+
+    # ---- waiting -------------------------------------------------------------------------------------------------
+
+    def wait_until(self, done: Callable[[], bool], cause: str) -> None:
+        """Returns when `done()`; meanwhile keeps the ledger moving. The time is a stall of `cause`."""
+        self.advance()
+        if done():
+            return
+        begin = time.perf_counter()
+        pause = _FIRST_POLL_SECONDS
+        while not done():
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_SECONDS)
+            self.advance()
+            self._tick()
+        self.stalls[cause] = self.stalls.get(cause, 0.0) + time.perf_counter() - begin
+
+    def advance(self) -> None:
+        """Notices what has finished and starts what has become possible. Never waits."""
+        for record in self.records:
+            if record.gradient_write is not None and self.daemon.poll(record.gradient_write) is not None:
+                record.gradient_write = None
+                self._free_gradient_slot(record)
+            if record.fetch is not None and self.daemon.poll(record.fetch) is not None:
+                record.fetch = None
+            if record.update is not None:
+                result = self.daemon.poll(record.update)
+                if result is not None:
+                    self._finish_update(record, result)
+            if record.due is not None and self._may_update(record):
+                self._submit_due(record)
+
+    # ---- weights -------------------------------------------------------------------------------------------------
+
+    def try_prefetch(self, visit: Visit) -> bool:
+        """Starts what `visit` needs, if a slot is free now. False: nothing was started, try later."""
+        if visit.owner is None or self.model.stages[visit.owner].params == 0:
+            return True
+        record = self.records[visit.owner]
+        if record.span is None and not self._take_slot(record):
+            return False
+        record.held += 1
+        return True
+
+    def acquire(self, visit: Visit, *, prefetched: bool) -> Span | None:
+        """The span holding the weights this visit computes with, of the right generation."""
+        if visit.owner is None or self.model.stages[visit.owner].params == 0:
+            return None
+        record = self.records[visit.owner]
+        name = self.model.stages[visit.owner].kind
+        if not prefetched:
+            self.wait_until(lambda: self.try_prefetch(visit), f"a slot for the weights of the {name}")
+        self.wait_until(lambda: record.fetch is None, f"weights of the {name}")
+        self.wait_until(lambda: record.update is None and record.due is None, f"update of the {name}")
+        return record.span
+
+    def release(self, visit: Visit) -> None:
+        """The visit is over. A kept span stays for the next visit's prefetch."""
+        if visit.owner is None or self.model.stages[visit.owner].params == 0:
+            return
+        record = self.records[visit.owner]
+        record.held -= 1
+        if not visit.keep:
+            self._free_if_idle(record)
+
+    def _take_slot(self, record: Record) -> bool:
+        plan = self.plan.stages[record.stage]
+        free = self.free_weights[plan.slot_class]
+        if not free:
+            return False
+        record.span = free.pop()
+        record.slotted = True
+        extent = plan.weights_extents[record.generation % 2]
+        record.fetch = self.daemon.read(
+            record.span.offset, extent.offset, extent.size, priority=FETCH_PRIORITY, label=record.stage
+        )
+        return True
+
+    def _free_if_idle(self, record: Record) -> None:
+        if record.slotted and record.held == 0 and record.update is None and record.fetch is None:
+            assert record.span is not None
+            self.free_weights[self.plan.stages[record.stage].slot_class].append(record.span)
+            record.span, record.slotted = None, False
+
+    # ---- gradients -----------------------------------------------------------------------------------------------
+
+    def acquire_gradients(self, stage: int) -> Span:
+        """Where the gradients of `stage` are summed: their home in RAM, or a slot."""
+        record, plan = self.records[stage], self.plan.stages[stage]
+        if plan.gradients_ram is not None:
+            return plan.gradients_ram
+        if record.gradient_slot is None:
+            free = self.free_gradients[plan.slot_class]
+            self.wait_until(lambda: bool(free), "a slot for gradients")
+            record.gradient_slot = free.pop()
+        return record.gradient_slot
+
+    def rest_gradients(self, stage: int) -> None:
+        """Two-phase: gradients go to their home until the norm is known."""
+        record, plan = self.records[stage], self.plan.stages[stage]
+        if plan.gradients_extent is None or record.gradient_slot is None:
+            return
+        record.gradient_write = self.daemon.write(
+            record.gradient_slot.offset,
+            plan.gradients_extent.offset,
+            plan.gradients_extent.size,
+            priority=FETCH_PRIORITY + 1,
+            label=stage,
+        )
+
+    def _free_gradient_slot(self, record: Record) -> None:
+        if record.gradient_slot is not None:
+            self.free_gradients[self.plan.stages[record.stage].slot_class].append(record.gradient_slot)
+            record.gradient_slot = None
+
+    # ---- updates -------------------------------------------------------------------------------------------------
+
+    def update_now(self, stage: int, scalars: Scalars) -> None:
+        """One-phase: the stage's gradients are complete and its weights are in RAM; AdamW starts in the daemon."""
+        record = self.records[stage]
+        record.due = scalars
+        record.held += 1
+        self._submit_due(record)
+        record.held -= 1
+
+    def update_later(self, scalars: Scalars) -> None:
+        """Two-phase: every stage is updated before its first visit of the next step (or when drained)."""
+        for record, stage in zip(self.records, self.model.stages, strict=True):
+            if stage.params:
+                record.due = scalars
+
+    def _may_update(self, record: Record) -> bool:
+        return (
+            record.held > 0
+            and record.span is not None
+            and record.fetch is None
+            and record.update is None
+            and record.gradient_write is None
+        )
+
+    def _submit_due(self, record: Record) -> None:
+        assert record.due is not None and record.span is not None
+        request, segments = build_update(
+            stage=self.model.stages[record.stage],
+            plan=self.plan.stages[record.stage],
+            model=self.model,
+            accumulate_dtype=self.plan.numerics.accumulate_dtype,
+            generation=record.generation,
+            zero_moments=record.zero_moments,
+            zero_remainder=record.zero_remainder,
+            weights=record.span,
+            gradients=record.gradient_slot,
+            scalars=record.due,
+            priority=UPDATE_PRIORITY + record.stage,
+        )
+        record.update = self.daemon.update(Update(**request, segments=segments))
+        record.due = None
+
+    def _finish_update(self, record: Record, result: Result) -> None:
+        if result.nonfinite:
+            name = self.model.stages[record.stage].name
+            raise NumericsError(
+                f"step {record.generation + 1}: {result.nonfinite} weights of {name} are not finite after the update",
+                hint="lower optimizer.lr or set train.clip_grad_norm; the last saved state is kept",
+            )
+        record.update = None
+        record.generation += 1
+        record.zero_moments = False
+        record.zero_remainder = False
+        self._free_gradient_slot(record)
+        self._free_if_idle(record)
+
+    def drain(self) -> None:
+        """Every update that is due or under way has finished; every slot is free again."""
+        for visit_owner, record in enumerate(self.records):
+            if record.due is None or self.model.stages[visit_owner].params == 0:
+                continue
+            if record.span is None:
+                self.wait_until(lambda record=record: self._take_slot(record), "a slot for the weights")
+            record.held += 1
+            self.wait_until(lambda record=record: record.due is None and record.update is None, "updates at the end")
+            record.held -= 1
+            self._free_if_idle(record)
+        self.wait_until(
+            lambda: all(
+                record.update is None and record.fetch is None and record.gradient_write is None
+                for record in self.records
+            ),
+            "updates at the end",
+        )
+        for record in self.records:
+            self._free_if_idle(record)
+

@@ -1,0 +1,125 @@
+"""A streamed stage: one autograd.Function that hands forward and backward of a stage to the executor.
+
+The model's own forward stays the choreography. Its stages get their `forward` replaced on the instance (undone on
+close); what flows between them are whole-batch tensors in host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ..core.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a stage's own forward, to be repeated per micro-batch: `run(x)` with the other arguments bound."""
+
+    stage: int
+    run: Callable[[torch.Tensor], Any]
+
+
+class Passes(Protocol):
+    """What the executor offers to a streamed stage. Tensors are whole-batch, in host memory."""
+
+    def forward(self, call: Call, x: torch.Tensor) -> torch.Tensor: ...
+
+    def backward(self, call: Call, x: torch.Tensor | None, grad_y: torch.Tensor) -> torch.Tensor | None: ...
+
+
+class StreamedStage(torch.autograd.Function):
+    """`anchor` requires grad so that a stage whose input is integer ids has a backward at all."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, x: torch.Tensor, call: Call, passes: Passes) -> torch.Tensor:
+        ctx.call, ctx.passes = call, passes
+        ctx.ids = None if x.is_floating_point() else x
+        return passes.forward(call, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[None, torch.Tensor | None, None, None]:  # type: ignore[override]
+        return None, ctx.passes.backward(ctx.call, ctx.ids, grad_y), None, None
+
+
+def streamed_forward(
+    stage: int,
+    name: str,
+    original: Callable[..., Any],
+    passes: Passes,
+    anchor: torch.Tensor,
+    device: torch.device,
+) -> Callable[..., Any]:
+    """The replacement for one stage's `forward`. The stage's input is its first argument (or `hidden_states`, or the
+    ids of an embedding); every other tensor must be the same for all rows."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs, key = _find_input(args, kwargs, name)
+        x = args[0] if key is None else kwargs[key]
+        rest = args[1:] if key is None else args
+        others = {k: v for k, v in kwargs.items() if k != key}
+        _check_shared(rest, name)
+        _check_shared(others, name)
+        if device.type != "cpu":
+            rest, others = _placed(rest, device), _placed(others, device)
+        structure: list[Any] = []
+
+        def run(part: torch.Tensor) -> torch.Tensor:
+            out = original(part, *rest, **others) if key is None else original(*rest, **{key: part}, **others)
+            if isinstance(out, torch.Tensor):
+                return out
+            if not isinstance(out, tuple) or any(value is not None for value in out[1:]):
+                raise UsageError(f"{name} returns more than its boundary ({type(out).__name__}); fuyou cannot stream it")
+            structure[:] = [out]
+            return out[0]
+
+        y = StreamedStage.apply(anchor, x, Call(stage, run), passes)
+        return (y, *structure[0][1:]) if structure else y
+
+    return forward
+
+
+def _find_input(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> tuple[tuple[Any, ...], dict[str, Any], str | None]:
+    """Which argument is the stage's input: None for the first positional one, else a keyword."""
+    if isinstance(kwargs.get("position_ids"), torch.Tensor) and name.rsplit(".", 1)[-1] == "embed_positions":
+        return args, kwargs, "position_ids"
+    if args and isinstance(args[0], torch.Tensor):
+        return args, kwargs, None
+    for key in ("hidden_states", "input", "input_ids", "x"):
+        if isinstance(kwargs.get(key), torch.Tensor):
+            return args, kwargs, key
+    raise UsageError(f"{name} is called without a tensor fuyou recognises as its input")
+
+
+def _check_shared(value: Any, name: str) -> None:
+    """Tensors beside the input (positions, masks) are made once for all rows; one that is cut along the batch, or needs
+    a gradient, would be wrong silently, so it is refused."""
+    if isinstance(value, dict):
+        for item in value.values():
+            _check_shared(item, name)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            _check_shared(item, name)
+    elif isinstance(value, torch.Tensor):
+        if value.requires_grad:
+            raise UsageError(f"{name} takes a second tensor that needs a gradient; fuyou cannot stream it")
+        per_row = value.dim() >= 2 and value.shape[0] != 1
+        if per_row and not (value.dim() == 2 and name.rsplit(".", 1)[-1] == "embed_positions"):
+            raise UsageError(f"{name} takes a tensor of shape {tuple(value.shape)} that differs between rows")
+    elif value is not None and not isinstance(value, (bool, int, float, str)):
+        if type(value).__name__.endswith("Cache"):
+            raise UsageError(f"{name} is called with a cache; fuyou trains with use_cache=False")
+
+
+def _placed(value: Any, device: torch.device) -> Any:
+    """The same arguments with every tensor on `device`."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _placed(item, device) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_placed(item, device) for item in value)
+    return value

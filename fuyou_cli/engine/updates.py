@@ -1,0 +1,122 @@
+"""From a stage and a step to one update request: homes, segments, scalars. And the learning rate of a step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from ..spec.model import Dtype, ModelSpec, StageSpec
+from ..spec.plan import Span, StagePlan
+from ..swap.daemon import Home, Segment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Optimizer:
+    """AdamW as the recipe asks for it."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    epsilon: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearningRate:
+    """Linear warmup, then constant, linear, cosine or wsd (constant, then linear decay over the last `decay_steps`)."""
+
+    name: str
+    peak: float
+    warmup_steps: int
+    total_steps: int
+    min_ratio: float
+    decay_steps: int = 0
+
+    def at(self, step: int) -> float:
+        """The rate of step `step` (1 for the first)."""
+        if step <= self.warmup_steps:
+            return self.peak * step / self.warmup_steps
+        progress = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
+        progress = min(1.0, progress)
+        if self.name == "constant":
+            factor = 1.0
+        elif self.name == "linear":
+            factor = 1.0 - (1.0 - self.min_ratio) * progress
+        elif self.name == "cosine":
+            factor = self.min_ratio + (1.0 - self.min_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))
+        else:
+            into_decay = step - (self.total_steps - self.decay_steps)
+            decayed = max(0.0, into_decay / self.decay_steps) if self.decay_steps else 0.0
+            factor = 1.0 - (1.0 - self.min_ratio) * min(1.0, decayed)
+        return self.peak * factor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scalars:
+    """What one step's AdamW needs besides tensors."""
+
+    optimizer: Optimizer
+    lr: float
+    step: int  # 1 for the first: bias corrections
+    gradient_scale: float = 1.0  # the clipping factor
+
+
+def build_update(
+    *,
+    stage: StageSpec,
+    plan: StagePlan,
+    model: ModelSpec,
+    accumulate_dtype: Dtype,
+    generation: int,
+    zero_moments: bool,
+    zero_remainder: bool,
+    weights: Span,
+    gradients: Span | None,
+    scalars: Scalars,
+    priority: int,
+) -> tuple[dict[str, Any], list[Segment]]:
+    """The fields of an `Update` and its segments. `gradients` is the slot they were summed in; None when they rest in
+    their RAM home or on the ssd."""
+
+    def home(ram: Span | None, extents: tuple[Span, Span] | None, *, zero: bool) -> Home:
+        if ram is not None:
+            return Home(arena=ram.offset, source=None, target=None)
+        if extents is None:
+            return Home(arena=None, source=None, target=None)
+        source = None if zero else extents[generation % 2].offset
+        return Home(arena=None, source=source, target=extents[(generation + 1) % 2].offset)
+
+    summed_in = gradients if gradients is not None else plan.gradients_ram
+    optimizer = scalars.optimizer
+    fields: dict[str, Any] = dict(
+        params=stage.params,
+        weights_dtype=model.compute_dtype,
+        gradients_dtype=accumulate_dtype,
+        weights=weights.offset,
+        weights_target=plan.weights_extents[(generation + 1) % 2].offset if plan.weights == "ssd" else None,
+        gradients=None if summed_in is None else summed_in.offset,
+        gradients_source=plan.gradients_extent.offset if summed_in is None and plan.gradients_extent else None,
+        remainder=home(plan.remainder_ram, plan.remainder_extents, zero=zero_remainder),
+        momentum=home(plan.momentum_ram, plan.momentum_extents, zero=zero_moments),
+        variance=home(plan.variance_ram, plan.variance_extents, zero=zero_moments),
+        lr=scalars.lr,
+        beta1=optimizer.beta1,
+        beta2=optimizer.beta2,
+        epsilon=optimizer.epsilon,
+        gradient_scale=scalars.gradient_scale,
+        step=scalars.step,
+        priority=priority,
+        label=stage.index,
+    )
+    segments = [
+        Segment(
+            first=tensor.offset,
+            count=tensor.numel,
+            weight_decay=optimizer.weight_decay if tensor.decay else 0.0,
+            lr_scale=1.0,
+            frozen=False,
+        )
+        for tensor in stage.tensors
+    ]
+    return fields, segments

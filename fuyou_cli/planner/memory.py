@@ -1,0 +1,201 @@
+"""How much memory a placement takes: slots, homes, what compute allocates, and the process itself.
+
+`layout` is the single place where spans are handed out, for the arena and for the store; what it hands out is what the
+run uses, so the sums here are the plan's peaks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..core.units import MiB, align_up
+from ..spec.model import ITEM_SIZE, ModelSpec
+from ..spec.plan import IoPlan, SlotClass, Span, StagePlan, Tier
+from .wishes import Wishes
+
+ARENA_UNIT = 2 * MiB  # hugepages round what is touched to this
+STORE_UNIT = 4096
+BASE_SLACK = 40 * MiB  # daemon threads, log, batch tensors, allocator rounding; measured, see CHANGELOG.md
+COMPUTE_SLACK = 0.06  # of what compute allocates: kernels' own workspaces
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Homes:
+    """Where each stage's tensors rest: one tier per stage and kind."""
+
+    weights: tuple[Tier, ...]
+    states: tuple[Tier, ...]
+    gradients: tuple[Tier, ...]
+    boundaries: tuple[Tier, ...]
+
+
+@dataclass(slots=True)
+class _Room:
+    """Hands out spans one after the other."""
+
+    unit: int
+    used: int = 0
+
+    def take(self, size: int) -> Span:
+        span = Span(offset=self.used, size=size)
+        self.used += align_up(size, self.unit)
+        return span
+
+    def take_if(self, wanted: bool, size: int) -> Span | None:
+        return self.take(size) if wanted and size else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    stages: tuple[StagePlan, ...]
+    slot_classes: tuple[SlotClass, ...]
+    boundary_slots: tuple[Span, ...]
+    io: IoPlan
+    arena_size: int
+    store_size: int
+
+
+def boundary_size(model: ModelSpec, wishes: Wishes) -> int:
+    """One boundary of the whole step's batch."""
+    numerics = wishes.numerics
+    return align_up(model.boundary_bytes_per_token * numerics.batch_size * numerics.max_seq_len, STORE_UNIT)
+
+
+def classes_of(model: ModelSpec) -> list[int]:
+    """A slot class per stage: stages within a factor of two of a class's largest share its slots. Class 0 is the largest."""
+    by_size = sorted(range(len(model.stages)), key=lambda i: (-model.stages[i].params, i))
+    classes = [0] * len(model.stages)
+    largest, current = 0, -1
+    for index in by_size:
+        params = model.stages[index].params
+        if current < 0 or 2 * params < largest:
+            current, largest = current + 1, params
+        classes[index] = current
+    return classes
+
+
+def layout(model: ModelSpec, wishes: Wishes, homes: Homes, *, lookahead: int, gradient_slots: int) -> Layout:
+    """Every span of arena and store for this placement."""
+    arena, store = _Room(ARENA_UNIT), _Room(STORE_UNIT)
+    classes = classes_of(model)
+    slot_classes = tuple(
+        _slot_class(arena, model, wishes, homes, classes, number, lookahead=lookahead, gradient_slots=gradient_slots)
+        for number in range(max(classes) + 1)
+    )
+    on_ssd = sum(tier == "ssd" for tier in homes.boundaries)
+    slots = min(lookahead + 2, on_ssd + 1) if on_ssd else 0
+    boundary_slots = tuple(arena.take(boundary_size(model, wishes)) for _ in range(slots))
+    scratch = arena.take(wishes.scratch_size)
+    stages = tuple(_stage(arena, store, model, wishes, homes, index, classes[index]) for index in range(len(model.stages)))
+    return Layout(
+        stages=stages,
+        slot_classes=slot_classes,
+        boundary_slots=boundary_slots,
+        io=IoPlan(
+            backend=wishes.io_backend,  # type: ignore[arg-type]
+            read_depth=wishes.read_depth,
+            write_depth=wishes.write_depth,
+            block_size=wishes.block_size,
+            stripe=wishes.stripe,
+            update_threads=wishes.update_threads,
+            chunk_params=wishes.chunk_params,
+            scratch=scratch,
+        ),
+        arena_size=arena.used,
+        store_size=align_up(store.used, wishes.stripe),
+    )
+
+
+def _slot_class(
+    arena: _Room,
+    model: ModelSpec,
+    wishes: Wishes,
+    homes: Homes,
+    classes: list[int],
+    number: int,
+    *,
+    lookahead: int,
+    gradient_slots: int,
+) -> SlotClass:
+    """Weights: one computing, `lookahead` on their way, and one per update under way. Gradients: one being summed, the
+    others being updated or written; one more where a tied head's gradients stay through backward."""
+    members = [i for i, c in enumerate(classes) if c == number and model.stages[i].params]
+    two_phase = wishes.clip_grad_norm is not None
+    largest = max((model.stages[i].params for i in members), default=0)
+    weight_size = largest * ITEM_SIZE[model.compute_dtype]
+    gradient_size = largest * ITEM_SIZE[wishes.numerics.accumulate_dtype]
+    streamed = sum(homes.weights[i] == "ssd" for i in members)
+    in_update = 0 if two_phase else gradient_slots - 1
+    weights = min(streamed, 1 + lookahead + in_update)
+    passing = sum(not two_phase or homes.gradients[i] == "ssd" for i in members)
+    gradients = min(passing, gradient_slots)
+    if model.tied_head and 0 in members and passing > gradients and gradients:
+        gradients += 1
+    return SlotClass(
+        weight_size=weight_size,
+        gradient_size=gradient_size,
+        weight_slots=tuple(arena.take(weight_size) for _ in range(weights)),
+        gradient_slots=tuple(arena.take(gradient_size) for _ in range(gradients)),
+    )
+
+
+def _stage(
+    arena: _Room, store: _Room, model: ModelSpec, wishes: Wishes, homes: Homes, index: int, slot_class: int
+) -> StagePlan:
+    stage = model.stages[index]
+    two_phase = wishes.clip_grad_norm is not None
+    bf16 = model.compute_dtype == "bfloat16"
+    item = ITEM_SIZE[model.compute_dtype]
+    gradient_size = stage.params * ITEM_SIZE[wishes.numerics.accumulate_dtype]
+    weights_home, states_home = homes.weights[index], homes.states[index]
+    keeps_boundary = stage.kind in ("block", "norm")
+    boundary = boundary_size(model, wishes) if keeps_boundary else 0
+
+    def pair(size: int) -> tuple[Span, Span]:
+        return store.take(size), store.take(size)
+
+    return StagePlan(
+        stage=index,
+        weights=weights_home,
+        states=states_home,
+        gradients=homes.gradients[index],
+        boundary=homes.boundaries[index],
+        slot_class=slot_class,
+        weights_extents=pair(item * stage.params),
+        remainder_extents=pair(2 * stage.params) if bf16 else None,
+        momentum_extents=pair(4 * stage.params),
+        variance_extents=pair(4 * stage.params),
+        gradients_extent=store.take_if(two_phase and homes.gradients[index] == "ssd", gradient_size),
+        boundary_extent=store.take_if(homes.boundaries[index] == "ssd", boundary),
+        weights_ram=arena.take_if(weights_home != "ssd", item * stage.params),
+        remainder_ram=arena.take_if(bf16 and states_home != "ssd", 2 * stage.params),
+        momentum_ram=arena.take_if(states_home != "ssd", 4 * stage.params),
+        variance_ram=arena.take_if(states_home != "ssd", 4 * stage.params),
+        gradients_ram=arena.take_if(two_phase and homes.gradients[index] != "ssd", gradient_size),
+        boundary_ram=arena.take_if(homes.boundaries[index] != "ssd", boundary),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComputeMemory:
+    """Bytes compute allocates at most, beside the arena, on the host."""
+
+    whole_batch: int
+    stage: int
+    name: str = field(default="")
+
+    @property
+    def total(self) -> int:
+        return self.whole_batch + int(self.stage * (1 + COMPUTE_SLACK))
+
+
+def compute_memory(model: ModelSpec, wishes: Wishes) -> ComputeMemory:
+    """On device cpu: two whole-batch boundaries (in and out, or their gradients) with the hungriest stage; on a device
+    with its own memory the stage's part is there, not here."""
+    numerics = wishes.numerics
+    tokens = numerics.batch_size * numerics.max_seq_len
+    boundary = model.boundary_bytes_per_token * tokens
+    whole = 2 * boundary + (model.choreography_bytes_per_token - model.boundary_bytes_per_token) * tokens + 64 * tokens
+    hungriest = max(model.stages, key=lambda stage: (stage.backward_peak, stage.index))
+    stage = 0 if wishes.device == "cuda" else hungriest.backward_peak
+    return ComputeMemory(whole_batch=whole, stage=stage, name=hungriest.name)

@@ -1,0 +1,175 @@
+"""`expand(model, plan)`: one training step as an ordered list of visits. The executor follows it and the simulator runs it;
+no other description of a step exists.
+
+A visit is one pass over one stage. The order is forward through all stages, the head (forward and backward at once),
+then backward through all stages. Weights come from the ssd unless they rest in RAM or were kept since the visit before;
+updates run after a stage's backward, or, when the gradient norm must be known first, before its forward in the next step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..spec.model import ITEM_SIZE, ModelSpec
+from ..spec.plan import Plan, StagePlan
+
+Pass = Literal["forward", "head", "backward"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Visit:
+    """One pass over one stage in a steady-state step. `owner` is the stage whose weights are computed with (the embedding
+    for a tied head). Byte counts are store traffic."""
+
+    index: int
+    phase: Pass
+    stage: int
+    owner: int | None  # None: no weights needed at all
+    fetch: bool  # weights are read from the store for this visit
+    keep: bool  # weights stay in their slot until the owner's next visit
+    update: Literal["none", "before", "after"]
+    stash: bool  # the input boundary is kept for backward
+    take: bool  # the input boundary is needed again
+    sum_gradients: bool
+    flops: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """Store bytes of one step by kind."""
+
+    read: dict[str, int]
+    written: dict[str, int]
+
+    @property
+    def read_total(self) -> int:
+        return sum(self.read.values())
+
+    @property
+    def written_total(self) -> int:
+        return sum(self.written.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    visits: tuple[Visit, ...]
+    traffic: Traffic
+
+
+def expand(model: ModelSpec, *, stages: tuple[StagePlan, ...], two_phase: bool, lookahead: int, micro_batches: int) -> Schedule:
+    """The steady-state step (states no longer all zero, gradients of every stage present)."""
+    order = _order(model, two_phase=two_phase)
+    visits: list[Visit] = []
+    for index, (phase, stage, owner) in enumerate(order):
+        distance = _distance(order, index)
+        held_since = _distance_back(order, index)
+        on_ssd = owner is not None and stages[owner].weights == "ssd" and model.stages[owner].params > 0
+        visits.append(
+            Visit(
+                index=index,
+                phase=phase,
+                stage=stage,
+                owner=owner,
+                fetch=on_ssd and held_since > lookahead,
+                keep=on_ssd and distance <= lookahead,
+                update=_update(model, order, index, two_phase=two_phase),
+                stash=phase == "forward" and _keeps_boundary(model, stage),
+                take=phase == "backward" and _keeps_boundary(model, stage),
+                sum_gradients=phase != "forward",
+                flops=_flops(model, phase, stage) * micro_batches,
+            )
+        )
+    return Schedule(visits=tuple(visits), traffic=_traffic(model, stages, visits, two_phase=two_phase))
+
+
+def plan_schedule(model: ModelSpec, plan: Plan) -> Schedule:
+    numerics = plan.numerics
+    return expand(
+        model,
+        stages=plan.stages,
+        two_phase=plan.two_phase,
+        lookahead=plan.lookahead,
+        micro_batches=-(-numerics.batch_size // numerics.micro_batch_size),
+    )
+
+
+def _keeps_boundary(model: ModelSpec, stage: int) -> bool:
+    return model.stages[stage].kind in ("block", "norm")
+
+
+def _order(model: ModelSpec, *, two_phase: bool) -> list[tuple[Pass, int, int | None]]:
+    """(phase, stage, owner of the weights) in running order. An embedding's backward needs no weights, but its update
+    does, so it is visited with them when the update follows at once."""
+    head = len(model.stages) - 1
+    head_owner = 0 if model.tied_head else head
+    order: list[tuple[Pass, int, int | None]] = [("forward", stage.index, stage.index) for stage in model.stages[:-1]]
+    order.append(("head", head, head_owner))
+    for stage in reversed(model.stages[:-1]):
+        needs_weights = stage.kind != "embedding" or not two_phase
+        order.append(("backward", stage.index, stage.index if needs_weights else None))
+    return order
+
+
+def _distance(order: list[tuple[Pass, int, int | None]], index: int) -> int:
+    """Visits until the same owner's weights are needed again, counted over the step's end."""
+    owner = order[index][2]
+    for ahead in range(1, len(order) + 1):
+        if order[(index + ahead) % len(order)][2] == owner:
+            return ahead
+    return len(order)
+
+
+def _distance_back(order: list[tuple[Pass, int, int | None]], index: int) -> int:
+    owner = order[index][2]
+    for back in range(1, len(order) + 1):
+        if order[(index - back) % len(order)][2] == owner:
+            return back
+    return len(order)
+
+
+def _update(
+    model: ModelSpec, order: list[tuple[Pass, int, int | None]], index: int, *, two_phase: bool
+) -> Literal["none", "before", "after"]:
+    """Where the owner's AdamW happens relative to this visit: before its first visit of the step (two-phase), or after
+    its last one."""
+    owner = order[index][2]
+    if owner is None or model.stages[owner].params == 0:
+        return "none"
+    uses = [position for position, visit in enumerate(order) if visit[2] == owner]
+    if two_phase:
+        return "before" if index == uses[0] else "none"
+    return "after" if index == uses[-1] else "none"
+
+
+def _flops(model: ModelSpec, phase: Pass, stage: int) -> float:
+    forward = model.stages[stage].forward_flops
+    if model.stages[stage].kind == "embedding":
+        return 0.0
+    return {"forward": 1, "head": 3, "backward": 3}[phase] * forward  # backward = recompute + twice forward
+
+
+def _traffic(model: ModelSpec, stages: tuple[StagePlan, ...], visits: list[Visit], *, two_phase: bool) -> Traffic:
+    read = dict.fromkeys(("weights", "states", "gradients", "boundaries"), 0)
+    written = dict.fromkeys(read, 0)
+    item = ITEM_SIZE[model.compute_dtype]
+    state_item = 8 if model.compute_dtype == "float32" else 10
+    for visit in visits:
+        if visit.fetch and visit.owner is not None:
+            read["weights"] += item * model.stages[visit.owner].params
+        plan = stages[visit.stage]
+        if visit.stash and plan.boundary == "ssd" and plan.boundary_extent is not None:
+            written["boundaries"] += plan.boundary_extent.size
+            read["boundaries"] += plan.boundary_extent.size
+    for stage, plan in zip(model.stages, stages, strict=True):
+        if stage.params == 0:
+            continue
+        if plan.weights == "ssd":
+            written["weights"] += item * stage.params
+        if plan.states == "ssd":
+            read["states"] += state_item * stage.params
+            written["states"] += state_item * stage.params
+        if two_phase and plan.gradients == "ssd" and plan.gradients_extent is not None:
+            read["gradients"] += plan.gradients_extent.size
+            written["gradients"] += plan.gradients_extent.size
+    return Traffic(read=read, written=written)
