@@ -1,0 +1,339 @@
+"""`fuyou plan`: what was understood, the machine, where everything rests, and what one step costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fuyou_cli.core.units import count, duration, gb, gib
+from fuyou_cli.spec.hardware import HardwareProfile
+from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec
+from fuyou_cli.spec.plan import MemoryLine, Plan, StagePlan, Tier
+
+from .theme import (
+    RESOURCE_STYLE,
+    Symbols,
+    bar,
+    column,
+    heading,
+    memory_unit,
+    ordered,
+    pairs,
+    percent,
+    rate,
+    ruled,
+    say,
+    show,
+    symbols,
+    tera,
+)
+
+SCHEMA_VERSION = 1
+TIER_TITLE: dict[Tier, str] = {"gpu": "GPU", "cpu": "RAM", "ssd": "SSD"}
+POLICY_WIDTH = 96  # columns from which the policy column is shown
+
+
+def show_plan(
+    console: Console,
+    plan: Plan,
+    model: ModelSpec,
+    hardware: HardwareProfile,
+    *,
+    verbose: bool,
+    command: str = "fuyou finetune recipe.yaml",
+) -> None:
+    """The whole plan; `command` is what the last line says to run when it fits."""
+    shapes = symbols(console)
+    say(console, Text.assemble(("fuyou plan", "bold"), "  ", plan.model))
+    pairs(console, _understood(plan, model, shapes) + _machine(plan, hardware, shapes))
+    _placement(console, plan, hardware, shapes)
+    _phase_peaks(console, plan, shapes)
+    _step(console, plan, model, shapes)
+    _traffic(console, plan, hardware, shapes)
+    if verbose:
+        _stages(console, plan, model, shapes)
+    _verdict(console, plan, hardware, command)
+
+
+def plan_problems(plan: Plan, hardware: HardwareProfile) -> list[str]:
+    """Why the plan does not fit, one sentence each; empty when it fits."""
+    predicted, problems = plan.predicted, []
+    for phase, peak in predicted.cpu_peaks.items():
+        if peak > plan.cpu_budget:
+            problems.append(f"{phase} needs {gib(peak)} of RAM, {gib(peak - plan.cpu_budget)} more than its budget")
+    if hardware.device_memory and predicted.gpu_peak > hardware.device_memory:
+        problems.append(
+            f"the step needs {gib(predicted.gpu_peak)} of GPU memory, there are {gib(hardware.device_memory)}"
+        )
+    if predicted.ssd_bytes > hardware.disk_free:
+        problems.append(f"the store needs {gib(predicted.ssd_bytes)} of disk, {gib(hardware.disk_free)} are free")
+    return problems
+
+
+def plan_json(plan: Plan, model: ModelSpec, hardware: HardwareProfile) -> dict[str, object]:
+    """The same as data: bytes are integers, times seconds, rates per second."""
+    problems = plan_problems(plan, hardware)
+    numerics, predicted = plan.numerics, plan.predicted
+    tokens = numerics.batch_size * numerics.max_seq_len
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "fits": not problems,
+        "problems": problems,
+        "model": {
+            "name": plan.model,
+            "architecture": model.architecture,
+            "parameters": model.parameters,
+            "stored_parameters": model.stored_parameters,
+            "stages": len(model.stages),
+            "tied_head": model.tied_head,
+        },
+        "hardware": asdict(hardware),
+        "tokens_per_step": tokens,
+        "tokens_per_second": tokens / predicted.step_seconds if predicted.step_seconds > 0 else None,
+        "tflops_6n": predicted.step_flops / predicted.step_seconds / 1e12 if predicted.step_seconds > 0 else None,
+        "cpu_peak": predicted.cpu_peak,
+        "plan": asdict(plan),
+    }
+
+
+def _understood(plan: Plan, model: ModelSpec, shapes: Symbols) -> list[tuple[str, str]]:
+    numerics = plan.numerics
+    tokens = numerics.batch_size * numerics.max_seq_len
+    if numerics.compute_dtype == "bfloat16":
+        dtypes = "bfloat16 weights + int16 remainder = exact float32 master"
+    else:
+        dtypes = "float32 weights"
+    blocks = sum(stage.kind == "block" for stage in model.stages)
+    tied = ", head tied to the embedding" if model.tied_head else ""
+    chunk = f", head in chunks of {numerics.head_chunk_tokens:,} tokens" if numerics.head_chunk_tokens else ""
+    clip = (
+        f"clipping at norm {plan.clip_grad_norm:g}, exact: updates wait for the last gradient"
+        if plan.two_phase
+        else "no clipping: every update overlaps backward"
+    )
+    return [
+        ("model", f"{model.architecture}, {count(model.parameters)} parameters, {blocks} blocks{tied}"),
+        ("method", f"full fine-tuning, {dtypes}, float32 AdamW; {clip}"),
+        (
+            "batch",
+            f"{numerics.batch_size} {shapes.times} {numerics.max_seq_len:,} = {tokens:,} tokens per step, "
+            f"micro-batch {numerics.micro_batch_size}{chunk}",
+        ),
+    ]
+
+
+def _machine(plan: Plan, hardware: HardwareProfile, shapes: Symbols) -> list[tuple[str, str]]:
+    device = f"{hardware.device} ({hardware.device_name})"
+    if hardware.device_memory:
+        device += f" {gib(hardware.device_memory)}"
+    facts = [
+        device,
+        f"{hardware.cores} cores",
+        f"{gib(hardware.ram_total)} RAM, {gib(hardware.ram_available)} available",
+        f"{gb(hardware.disk_free)} of disk free",
+    ]
+    rates = [f"matmul {tera(hardware.matmul_flops)} TFLOPS"] if hardware.matmul_flops else []
+    if hardware.store_read:
+        rates.append(f"store read {rate(hardware.store_read)}, write {rate(hardware.store_write)}")
+    if hardware.store_read_mixed:
+        rates.append(f"at once {rate(hardware.store_read_mixed)} + {rate(hardware.store_write_mixed)}")
+    if hardware.adamw_bytes:
+        rates.append(f"AdamW {rate(hardware.adamw_bytes)} per thread")
+    if hardware.h2d:
+        rates.append(f"to GPU {rate(hardware.h2d)}, back {rate(hardware.d2h)}")
+    dot = f" {shapes.dot} "
+    threads = "1 update thread" if plan.io.update_threads == 1 else f"{plan.io.update_threads} update threads"
+    source = "assumed, not measured" if hardware.measured == "assumed" else f"measured {hardware.measured}"
+    return [
+        ("machine", dot.join(facts)),
+        ("rates", f"{dot.join(rates) or 'none'} ({source})"),
+        (
+            "engine",
+            f"lookahead {plan.lookahead} {shapes.dot} {threads} {shapes.dot} "
+            f"I/O {plan.io.backend}, {gib(plan.io.block_size)} blocks, {plan.io.read_depth} reads and "
+            f"{plan.io.write_depth} writes in flight",
+        ),
+    ]
+
+
+def _placement(console: Console, plan: Plan, hardware: HardwareProfile, shapes: Symbols) -> None:
+    tiers: tuple[Tier, ...] = ("gpu", "cpu", "ssd") if hardware.device_memory else ("cpu", "ssd")
+    peak = {"gpu": plan.predicted.gpu_peak, "cpu": plan.predicted.cpu_peak, "ssd": plan.predicted.ssd_bytes}
+    limit = {"gpu": hardware.device_memory, "cpu": plan.cpu_budget, "ssd": hardware.disk_free}
+    unit, name = memory_unit(max(*peak.values(), *(line.size for line in plan.memory), 0))
+
+    def number(size: int) -> str:
+        return f"{size / unit:,.2f}" if size else shapes.none
+
+    with_policy = console.width >= POLICY_WIDTH
+    heading(console, f"Placement ({name})")
+    content = ruled(shapes)
+    column(content, "what", wrap=True)
+    for title in ("total", *(TIER_TITLE[tier] for tier in tiers)):
+        column(content, title, right=True)
+    if with_policy:
+        column(content, "policy", wrap=True, style="dim")
+    for what, lines in _by_kind(plan.memory).items():
+        total = max(line.total for line in lines)
+        sizes = [number(sum(line.size for line in lines if line.tier == tier)) for tier in tiers]
+        policy = ", ".join(dict.fromkeys(line.policy for line in lines if line.policy))
+        content.add_row(
+            Text(what), f"{total / unit:,.2f}" if total else "", *sizes, *([Text(policy)] if with_policy else [])
+        )
+    content.add_section()
+    last = [""] if with_policy else []
+    content.add_row("peak", "", *(number(peak[tier]) for tier in tiers), *last, style="bold")
+    content.add_row("available", "", *(number(limit[tier]) for tier in tiers), *last)
+    content.add_row("used", "", *(_used(peak[tier], limit[tier]) for tier in tiers), *last)
+    show(console, content, indent=2)
+
+
+def _by_kind(lines: Sequence[MemoryLine]) -> dict[str, list[MemoryLine]]:
+    groups: dict[str, list[MemoryLine]] = {}
+    for line in lines:
+        groups.setdefault(line.what, []).append(line)
+    return groups
+
+
+def _used(peak: int, limit: int) -> Text:
+    over = peak > limit
+    return Text(percent(peak, limit) + (" over" if over else ""), style="red" if over else "")
+
+
+def _phase_peaks(console: Console, plan: Plan, shapes: Symbols) -> None:
+    heading(console, "RAM peak per phase", f"whole process, budget {gib(plan.cpu_budget)}")
+    content = Table.grid(padding=(0, 2, 0, 0))
+    for right in (False, True, True, False):
+        column(content, right=right)
+    for phase, peak in plan.predicted.cpu_peaks.items():
+        over = peak > plan.cpu_budget
+        drawn = Text(bar(peak / plan.cpu_budget if plan.cpu_budget else 1, 24, shapes), style="red" if over else "cyan")
+        if over:
+            drawn.append("  over budget")
+        content.add_row(Text(phase), gib(peak), percent(peak, plan.cpu_budget), drawn)
+    show(console, content, indent=2)
+
+
+def _step(console: Console, plan: Plan, model: ModelSpec, shapes: Symbols) -> None:
+    predicted = plan.predicted
+    step, tokens = predicted.step_seconds, plan.numerics.batch_size * plan.numerics.max_seq_len
+    heading(console, "One optimizer step", "predicted; resources work at the same time")
+    content = ruled(shapes)
+    column(content, "resource")
+    for title in ("work", "rate", "busy", "share"):
+        column(content, title, right=True)
+    column(content)
+    width = 20 if console.width >= POLICY_WIDTH else 10
+    for name in ordered(list(predicted.seconds)):
+        seconds = predicted.seconds[name]
+        work, speed = _work(name, seconds, plan, model)
+        drawn = Text(bar(seconds / step if step > 0 else 0, width, shapes), style=RESOURCE_STYLE.get(name, ""))
+        if name == predicted.bottleneck:
+            drawn.append("  bottleneck", style="bold default")
+        content.add_row(Text(name), work, speed, duration(seconds), percent(seconds, step), drawn)
+    show(console, content, indent=2)
+    parts = [f"step {duration(step)}"]
+    if step > 0:
+        parts.append(f"{tokens / step:,.3g} tokens/s" if tokens / step < 1000 else f"{tokens / step:,.0f} tokens/s")
+        parts.append(
+            f"{tera(predicted.step_flops / step)} TFLOPS (6N: 6 {shapes.times} parameters {shapes.times} tokens/s)"
+        )
+    say(console, f" {shapes.dot} ".join([*parts, f"bottleneck: {predicted.bottleneck}"]), style="bold", indent=2)
+
+
+def _work(name: str, seconds: float, plan: Plan, model: ModelSpec) -> tuple[str, str]:
+    """Amount and speed of one resource: floating-point work of compute, bytes of the ssd, parameters of the update."""
+    predicted = plan.predicted
+    if seconds <= 0:
+        return "", ""
+    if name == "compute":
+        return f"{tera(predicted.compute_flops)} TFLOP", f"{tera(predicted.compute_flops / seconds)} TFLOPS"
+    if name in ("ssd read", "ssd write"):
+        moved = predicted.read_per_step if name == "ssd read" else predicted.written_per_step
+        return gb(moved), rate(moved / seconds)
+    if name == "update":
+        return f"{count(model.stored_parameters)}", f"{count(model.stored_parameters / seconds)}/s"
+    return "", ""
+
+
+def _traffic(console: Console, plan: Plan, hardware: HardwareProfile, shapes: Symbols) -> None:
+    predicted = plan.predicted
+    heading(console, "SSD traffic per step")
+    content = ruled(shapes)
+    column(content, "what", wrap=True)
+    column(content, "read", right=True)
+    column(content, "written", right=True)
+    for kind in dict.fromkeys((*predicted.read_by, *predicted.written_by)):
+        read, written = predicted.read_by.get(kind, 0), predicted.written_by.get(kind, 0)
+        content.add_row(Text(kind), gb(read) if read else shapes.none, gb(written) if written else shapes.none)
+    content.add_section()
+    content.add_row("total", gb(predicted.read_per_step), gb(predicted.written_per_step), style="bold")
+    show(console, content, indent=2)
+    wear = f"1,000 steps write {gb(1000 * predicted.written_per_step)}" if predicted.written_per_step else "no wear"
+    pairs(
+        console,
+        [
+            ("wear", f"{wear} (1 TB = 1e12 bytes, as drives are rated)"),
+            (
+                "disk",
+                f"store {gb(predicted.ssd_bytes)} + export {gb(predicted.export_bytes)}; {gb(hardware.disk_free)} free",
+            ),
+        ],
+    )
+
+
+def _stages(console: Console, plan: Plan, model: ModelSpec, shapes: Symbols) -> None:
+    heading(console, "Stages", "where weights, states, resting gradients and the kept input rest")
+    item = ITEM_SIZE[model.compute_dtype]
+    state_item = 10 if model.compute_dtype == "bfloat16" else 8  # remainder and both moments; both moments
+    content = ruled(shapes)
+    for title in ("stage", "kind", "params", "weights", "", "states", "", "grads", "input"):
+        column(content, title, right=title in ("params", "weights", "states"))
+    for first, last in _ranges(plan.stages, model):
+        homes, spec = plan.stages[first], model.stages[first]
+        number = f"{first}" if first == last else f"{first}-{last}"
+        kind = spec.kind if first == last else f"{spec.kind} {shapes.times}{last - first + 1}"
+        content.add_row(
+            number,
+            kind,
+            count(spec.params),
+            gib(spec.params * item),
+            TIER_TITLE[homes.weights],
+            gib(spec.params * state_item),
+            TIER_TITLE[homes.states],
+            TIER_TITLE[homes.gradients],
+            TIER_TITLE[homes.boundary],
+        )
+    show(console, content, indent=2)
+    say(console, "Sizes are of one stage.", style="dim", indent=2)
+
+
+def _ranges(stages: Sequence[StagePlan], model: ModelSpec) -> list[tuple[int, int]]:
+    """First and last of every run of stages with the same kind, size and homes."""
+    ranges: list[tuple[int, int]] = []
+    previous: object = None
+    for position, stage in enumerate(stages):
+        spec = model.stages[position]
+        same = (spec.kind, spec.params, stage.weights, stage.states, stage.gradients, stage.boundary)
+        if same == previous:
+            ranges[-1] = (ranges[-1][0], position)
+        else:
+            ranges.append((position, position))
+        previous = same
+    return ranges
+
+
+def _verdict(console: Console, plan: Plan, hardware: HardwareProfile, command: str) -> None:
+    console.print()
+    problems = plan_problems(plan, hardware)
+    if not problems:
+        margin = f"RAM {gib(plan.predicted.cpu_peak)} of {gib(plan.cpu_budget)}"
+        say(console, Text.assemble(("fits", "bold green"), f": {margin}. Run: ", (command, "bold")))
+        return
+    say(console, Text.assemble(("does not fit", "bold red"), ":"))
+    for problem in problems:
+        say(console, f"- {problem}", indent=2)

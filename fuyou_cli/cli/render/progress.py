@@ -1,0 +1,184 @@
+"""Progress of a run: a live block of lines on a terminal, one plain line per step anywhere else.
+
+The block never loses a line and fields have some room to grow, so nothing jumps. Between reports only
+the clock and the share of the running step change.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime
+from types import TracebackType
+
+from rich.cells import set_cell_size
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.text import Text
+
+from fuyou_cli.core.units import GiB, duration, gb
+from fuyou_cli.spec.plan import Plan
+from fuyou_cli.training.report import StepReport
+
+from .theme import bar, symbols, tera
+
+RECENT_STEPS = 20  # steps the pace is taken from
+MIN_STEP_SECONDS = 1e-9
+
+
+class RunDisplay:
+    """Shows every `StepReport` of one run; use as a context manager.
+
+    `resumed` counts the steps done before this process: the bar starts there. `clock` gives seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        *,
+        total_steps: int,
+        plan: Plan,
+        resumed: int = 0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._console = console
+        self._total = total_steps
+        self._plan = plan
+        self._clock = clock
+        self._done = resumed
+        self._pace: list[float] = []  # seconds of recent steps, the warm-up step left out
+        self._seen = 0
+        self._written = 0
+        self._report: StepReport | None = None
+        self._since = clock()
+        self._live: Live | None = None
+        self._rows = 0  # lines of the block so far at most: it never shrinks
+
+    def __enter__(self) -> RunDisplay:
+        self._since = self._clock()
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            # Text printed on stdout moves above the block when both are the terminal, and stays out of it in a pipe.
+            self._live = Live(
+                _Block(self),
+                console=self._console,
+                refresh_per_second=4,
+                vertical_overflow="crop",
+                redirect_stdout=sys.stdout.isatty(),
+            )
+            self._live.start(refresh=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def step(self, report: StepReport) -> None:
+        """A finished step."""
+        self._seen += 1
+        self._done = report.step
+        self._written += report.written_bytes
+        if self._seen > 1:  # the first step of a process also warms up
+            self._pace = [*self._pace[1 - RECENT_STEPS :], report.seconds]
+        self._report = report
+        self._since = self._clock()
+        if self._live is not None:
+            self._live.refresh()
+        else:
+            line = "  ".join([f"step {report.step}/{self._total}", *self._facts(report), self._eta()])
+            self._console.print(Text(_encodable(line, self._console)), soft_wrap=True, highlight=False)
+
+    def step_seconds(self) -> float:
+        """Seconds one more step will take: the recent mean, before that the first step's or the plan's."""
+        if self._pace:
+            return sum(self._pace) / len(self._pace)
+        if self._report is not None:
+            return self._report.seconds
+        return self._plan.predicted.step_seconds
+
+    def lines(self, width: int) -> list[Text]:
+        """The live block at this width: a bar, then the fields packed into lines."""
+        shapes = symbols(self._console)
+        elapsed = max(self._clock() - self._since, 0.0)
+        pace = max(self.step_seconds(), MIN_STEP_SECONDS)
+        running = min(elapsed / pace, 0.99) if self._done < self._total else 0.0
+        share = (self._done + running) / self._total if self._total else 1.0
+        head, tail = f"step {self._done}/{self._total}  ", f" {100 * share:4.0f}%  {self._eta(elapsed)}"
+        drawn = max(width - len(head) - len(tail), 0)
+        full = bar(share, drawn, shapes)
+        first = Text(head, style="bold")
+        first.append(full, style="not bold cyan")
+        first.append((shapes.none if not shapes.utf8 else shapes.rule) * (drawn - len(full)), style="not bold dim")
+        first.append(tail, style="not bold")
+        facts = self._facts(self._report) if self._report else [f"first step running, {duration(elapsed)} so far"]
+        rows = [first, *(Text(row) for row in _packed([fact.ljust(field) for fact, field in _widths(facts)], width))]
+        for row in rows:
+            row.truncate(width, overflow="crop")
+        self._rows = max(self._rows, len(rows))
+        return rows + [Text()] * (self._rows - len(rows))
+
+    def _eta(self, elapsed: float = 0.0) -> str:
+        left = self._total - self._done
+        if left <= 0:
+            return "done"
+        seconds = max(left * self.step_seconds() - elapsed, 0.0)
+        now = self._clock()
+        finish = datetime.fromtimestamp(now + seconds)
+        shown = finish.strftime("%H:%M" if finish.date() == datetime.fromtimestamp(now).date() else "%a %d %b %H:%M")
+        return f"eta {duration(seconds)} (at {shown})"
+
+    def _facts(self, report: StepReport) -> list[str]:
+        seconds = max(report.seconds, MIN_STEP_SECONDS)
+        facts = [f"loss {report.loss:.4f}", f"lr {report.lr:.2e}"]
+        if report.grad_norm is not None:
+            facts.append(f"gnorm {report.grad_norm:.3g}")
+        facts.append(f"{report.batch_tokens / seconds:,.4g} tok/s")
+        facts.append(f"{tera(report.tflops * 1e12) if math.isfinite(report.tflops) else '?'} TFLOPS (6N)")
+        facts.append(f"{duration(report.seconds)}/step")
+        facts.append(
+            f"ram {report.ram_now / GiB:.2f} peak {report.ram_peak / GiB:.2f} of {self._plan.cpu_budget / GiB:.2f} GiB"
+        )
+        facts.append(f"ssd r {report.read_bytes / seconds / 1e9:.2f} w {report.written_bytes / seconds / 1e9:.2f} GB/s")
+        facts.append(f"wrote {gb(self._written)}")
+        cause = max(report.stalls, key=lambda name: report.stalls[name], default=None)
+        if cause is not None and report.stalls[cause] > 0:
+            facts.append(f"waited {duration(report.stalls[cause])} for {cause}")
+        else:
+            facts.append("no waiting")
+        return facts
+
+
+class _Block:
+    """What `Live` draws: computed anew at each refresh, cut to the width of that moment."""
+
+    def __init__(self, display: RunDisplay) -> None:
+        self._display = display
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in self._display.lines(options.max_width):
+            line.plain = _encodable(line.plain, console)
+            line.no_wrap = True
+            yield line
+
+
+def _widths(facts: list[str]) -> list[tuple[str, int]]:
+    """Each fact with a width that the next step's value will not exceed in general."""
+    return [(fact, -(-(len(fact) + 1) // 4) * 4) for fact in facts]
+
+
+def _packed(fields: list[str], width: int) -> list[str]:
+    """Fields side by side, on as many lines as they need."""
+    rows = [""]
+    for field in fields:
+        if rows[-1] and len(rows[-1]) + len(field.rstrip()) > width:
+            rows.append("")
+        rows[-1] += field + " "
+    return [set_cell_size(row.rstrip(), min(len(row.rstrip()), width)) for row in rows]
+
+
+def _encodable(text: str, console: Console) -> str:
+    return text.encode(console.encoding, "replace").decode(console.encoding)

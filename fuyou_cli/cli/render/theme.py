@@ -1,0 +1,185 @@
+"""Symbols, bars and tables shared by all the views.
+
+A console that cannot encode UTF-8 gets plain ASCII throughout. Colour only repeats what the text already says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.box import Box
+from rich.console import Console, RenderableType
+from rich.segment import Segment, Segments
+from rich.table import Table
+from rich.text import Text
+
+from fuyou_cli.core.units import GiB, MiB
+
+RESOURCES = ("compute", "update", "ssd read", "ssd write", "h2d", "d2h")  # top to bottom, in every view
+
+RESOURCE_STYLE = {
+    "compute": "blue",
+    "update": "magenta",
+    "ssd read": "green",
+    "ssd write": "yellow",
+    "h2d": "cyan",
+    "d2h": "bright_cyan",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Symbols:
+    """The characters of one console."""
+
+    utf8: bool
+    none: str
+    rule: str
+    times: str
+    arrow: str
+    dot: str  # between items of a list
+    bars: str  # growing parts of one cell, the last one full
+    shades: str  # from idle to busy
+    newline: str
+    mark: str  # under text that is trained on
+
+
+_UNICODE = Symbols(
+    utf8=True,
+    none="·",
+    rule="─",
+    times="×",
+    arrow="→",
+    dot="·",
+    bars="▏▎▍▌▋▊▉█",
+    shades=" ░▒▓█",
+    newline="↵",
+    mark="▔",
+)
+_ASCII = Symbols(
+    utf8=False,
+    none="-",
+    rule="-",
+    times="x",
+    arrow="->",
+    dot="|",
+    bars="#",
+    shades=" .:=#",
+    newline="\\n",
+    mark="^",
+)
+
+_RULED = "    \n    \n{0}\n    \n{0}\n{0}\n    \n    \n"
+
+
+def symbols(console: Console) -> Symbols:
+    """Unicode where the console can encode it, else ASCII."""
+    return _UNICODE if console.encoding.lower().startswith("utf") else _ASCII
+
+
+def show(console: Console, content: RenderableType, *, indent: int = 0) -> None:
+    """Print indented, without trailing blanks; characters the console cannot encode become question marks."""
+    options = console.options.update(width=max(console.width - indent, 8), highlight=False)
+    for line in console.render_lines(content, options, pad=False):
+        segments = [segment for segment in line if not segment.is_control]
+        while segments and not segments[-1].text.strip():
+            segments.pop()
+        if segments:
+            text, style, control = segments[-1]
+            segments[-1] = Segment(text.rstrip(), style, control)
+            segments.insert(0, Segment(" " * indent))
+        encoded = [Segment(_encodable(segment.text, console.encoding), segment.style) for segment in segments]
+        console.print(Segments([*encoded, Segment.line()]), end="", highlight=False)
+
+
+def _encodable(text: str, encoding: str) -> str:
+    return text.encode(encoding, "replace").decode(encoding)
+
+
+def say(console: Console, line: str | Text = "", *, style: str = "", indent: int = 0) -> None:
+    """One paragraph without markup, highlighting or emoji codes: the text may come from a file."""
+    text = Text(line) if isinstance(line, str) else line.copy()
+    text.overflow = "fold"
+    if style:
+        text.stylize_before(style)
+    show(console, text, indent=indent)
+
+
+def heading(console: Console, title: str, note: str = "") -> None:
+    """A blank line, then the title of a section, with a dim note behind it."""
+    console.print()
+    line = Text(title, style="bold")
+    if note:
+        line.append(f"  {note}", style="not bold dim")
+    say(console, line)
+
+
+def bar(share: float, width: int, shapes: Symbols) -> str:
+    """`share` of `width` cells, at least a trace when it is not zero."""
+    share = min(max(share, 0.0), 1.0) if math.isfinite(share) else 0.0
+    steps = len(shapes.bars)
+    filled = math.ceil(share * width * steps) if share > 0 else 0
+    whole, part = divmod(filled, steps)
+    return shapes.bars[-1] * whole + (shapes.bars[part - 1] if part else "")
+
+
+def ruled(shapes: Symbols, *, header: bool = True) -> Table:
+    """A table with a rule under its header and between sections, and no frame."""
+    box = Box(_RULED.format(shapes.rule * 4), ascii=not shapes.utf8)
+    return Table(
+        box=box,
+        show_edge=False,
+        show_header=header,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        header_style="dim",
+        border_style="dim",
+    )
+
+
+def column(content: Table, title: str = "", *, right: bool = False, wrap: bool = False, style: str = "") -> None:
+    """A column that is cut rather than given an ellipsis, which ASCII has not."""
+    content.add_column(
+        title, justify="right" if right else "left", no_wrap=not wrap, overflow="fold" if wrap else "crop", style=style
+    )
+
+
+def pairs(console: Console, rows: Sequence[tuple[str, str]], *, indent: int = 2) -> None:
+    """Name and text, side by side; the text wraps under itself."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    column(grid, style="dim")
+    column(grid, wrap=True)
+    for name, value in rows:
+        grid.add_row(Text(name), Text(value))
+    show(console, grid, indent=indent)
+
+
+def memory_unit(largest: int) -> tuple[int, str]:
+    """The unit a whole table is shown in: GiB, or MiB when everything in it is small."""
+    return (GiB, "GiB") if largest >= GiB else (MiB, "MiB")
+
+
+def percent(part: float, whole: float) -> str:
+    """ "89%"; "?" when the whole is not known."""
+    return f"{100 * part / whole:.0f}%" if whole > 0 else "?"
+
+
+def rate(bytes_per_second: float) -> str:
+    """ "2.10 GB/s", "84 MB/s"."""
+    if bytes_per_second >= 1e8:
+        return f"{bytes_per_second / 1e9:.2f} GB/s"
+    return f"{bytes_per_second / 1e6:.0f} MB/s"
+
+
+def tera(flops: float) -> str:
+    """TFLOP with three digits, without the unit: "0.861", "49.2", "989"."""
+    value = flops / 1e12
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.3g}" if value >= 0.001 else f"{value:.1e}"
+
+
+def ordered(resources: Sequence[str]) -> list[str]:
+    """The known resources in their usual order, then any others as given."""
+    return [name for name in RESOURCES if name in resources] + [name for name in resources if name not in RESOURCES]

@@ -1,0 +1,102 @@
+"""The log for machines: one JSON object per line and step, appended as the run goes.
+
+A crash can cut the last line short. Opening the log again removes such a rest, so that every line is whole.
+A run that resumes at an earlier commit logs some steps again: the last record of a step is the valid one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+
+from fuyou_cli.core.errors import UsageError
+
+from .busy import busy_seconds
+from .report import StepReport
+
+SCHEMA_VERSION = 1
+_BLOCK = 1 << 16
+
+
+class JsonlLog:
+    """An open log; use as a context manager. Raises UsageError when the file cannot be opened."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise UsageError(
+                f"cannot open the log {path}: {error.strerror}", hint="choose another output_dir"
+            ) from error
+        _drop_torn_line(self._file)
+
+    def __enter__(self) -> JsonlLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def step(self, report: StepReport) -> None:
+        """A finished step: every field, with the timeline condensed to busy seconds per resource."""
+        fields = asdict(report)
+        del fields["timeline"]
+        self.write("step", {**fields, "busy": busy_seconds(report.timeline)})
+
+    def write(self, event: str, fields: Mapping[str, object]) -> None:
+        """One line: schema_version, event, then `fields`. Numbers that are not finite become null."""
+        record = {"schema_version": SCHEMA_VERSION, "event": event, **fields}
+        line = json.dumps(_finite(record), allow_nan=False, ensure_ascii=False, separators=(",", ":")) + "\n"
+        data = line.encode()
+        if self._file is None:
+            raise ValueError(f"the log {self.path} is closed")
+        while data:
+            data = data[os.write(self._file, data) :]
+
+    def close(self) -> None:
+        """Put everything on stable storage. Closing twice is fine."""
+        if self._file is None:
+            return
+        file, self._file = self._file, None
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+
+def read_log(path: Path) -> list[dict[str, object]]:
+    """Every whole record of the log, in the order written; a torn last line is left out."""
+    whole, _, _ = path.read_bytes().rpartition(b"\n")
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def _drop_torn_line(file: int) -> None:
+    """Cut the file after its last line end."""
+    end = os.fstat(file).st_size
+    while end > 0:
+        begin = max(end - _BLOCK, 0)
+        found = os.pread(file, end - begin, begin).rfind(b"\n")
+        if found >= 0:
+            end = begin + found + 1
+            break
+        end = begin
+    if end < os.fstat(file).st_size:
+        os.ftruncate(file, end)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

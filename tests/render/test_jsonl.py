@@ -1,0 +1,84 @@
+"""The step log: whole lines only, numbers JSON knows, appended to on resume."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.training.jsonl import JsonlLog, read_log
+from fuyou_cli.training.report import Busy, StepReport
+
+
+def report(step: int, loss: float = 2.0) -> StepReport:
+    return StepReport(
+        step=step,
+        total_steps=9,
+        loss=loss,
+        lr=1e-5,
+        grad_norm=None,
+        tokens=100,
+        batch_tokens=128,
+        seconds=1.5,
+        tflops=math.inf,
+        ram_now=1,
+        ram_peak=2,
+        read_bytes=3,
+        written_bytes=4,
+        stalls={"ssd read": 0.25},
+        timeline=(
+            Busy(resource="compute", label="forward", begin=0.0, end=1.0),
+            Busy(resource="compute", label="forward", begin=0.5, end=1.25),
+        ),
+    )
+
+
+def test_records_are_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "steps.jsonl"
+    with JsonlLog(path) as log:
+        log.step(report(1))
+        log.step(report(2, loss=math.nan))
+        log.write("saved", {"path": "outputs/é"})
+    lines = path.read_text().splitlines()
+    assert len(lines) == 3 and "NaN" not in path.read_text() and "Infinity" not in path.read_text()
+    first, second, third = map(json.loads, lines)
+    assert first["schema_version"] == 1 and first["event"] == "step" and first["step"] == 1
+    assert first["loss"] == 2.0 and first["tflops"] is None and first["grad_norm"] is None
+    assert first["busy"] == {"compute": 1.25} and "timeline" not in first
+    assert second["loss"] is None
+    assert third == {"schema_version": 1, "event": "saved", "path": "outputs/é"}
+    assert read_log(path) == [first, second, third]
+
+
+@pytest.mark.parametrize("keep", [1, 40, 150_000])
+def test_a_torn_line_is_dropped_on_resume(tmp_path: Path, keep: int) -> None:
+    path = tmp_path / "steps.jsonl"
+    with JsonlLog(path) as log:
+        log.step(report(1))
+    whole = path.read_bytes()
+    path.write_bytes(whole + (b'{"schema_version":1,"event":"step",' + b"x" * 200_000)[:keep])
+    assert [record["step"] for record in read_log(path)] == [1]
+    with JsonlLog(path) as log:
+        log.step(report(2))
+    assert path.read_bytes().startswith(whole)
+    assert [record["step"] for record in read_log(path)] == [1, 2]
+
+
+def test_a_file_of_one_torn_line_starts_over(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    path.write_bytes(b'{"schema')
+    JsonlLog(path).close()
+    assert path.read_bytes() == b""
+
+
+def test_errors_are_for_people(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot open the log"):
+        JsonlLog(tmp_path)
+    log = JsonlLog(tmp_path / "a.jsonl")
+    log.close()
+    log.close()
+    with pytest.raises(ValueError, match="closed"):
+        log.step(report(1))

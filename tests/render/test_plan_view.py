@@ -1,0 +1,108 @@
+"""`fuyou plan` on the terminal and as JSON: the figures are there, nothing is too wide, ASCII stays ASCII."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from fuyou_cli.cli.render.plan import plan_json, plan_problems, show_plan
+from fuyou_cli.core.units import GiB, MiB
+from fuyou_cli.spec.hardware import HardwareProfile
+from fuyou_cli.spec.model import ModelSpec
+from fuyou_cli.spec.plan import MemoryLine, Plan
+
+Printer = Callable[..., tuple[Console, Callable[[], str]]]
+
+
+def row(text: str, first: str) -> list[str]:
+    """The cells of the first line that begins with this word."""
+    return next(line for line in text.splitlines() if line.strip().startswith(first + " ")).split()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("ascii", [False, True])
+def test_figures_fit_the_width(
+    printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile, width: int, ascii: bool
+) -> None:
+    console, printed = printer(width, ascii=ascii)
+    show_plan(console, plan, model, hardware, verbose=True)
+    text = printed()
+    assert max(map(len, text.splitlines())) <= width
+    assert text.isascii() == ascii
+    assert "8,192 tokens per step" in text.replace("\n", " ")
+    assert row(text, "weights")[:4] == ["weights", "2.15", "0.41", "4.30"]
+    assert row(text, "peak") == ["peak", "1.84", "27.93"]
+    assert row(text, "used") == ["used", "92%", "37%"]
+    assert row(text, "compute")[1:7] == ["72.0", "TFLOP", "0.857", "TFLOPS", "84.0", "s"]
+    assert row(text, "compute")[-1] == "bottleneck"
+    assert row(text, "total") == ["total", "17.6", "GB", "15.4", "GB"]
+    assert "92.7 tokens/s" in text and "0.612 TFLOPS (6N" in text
+    assert ("rest until the norm is known" in text) == (width == 120)  # the policy column needs room
+    assert text.splitlines()[-1].startswith("fits") and "fuyou finetune recipe.yaml" in text
+
+
+def test_bars_grow_with_time(printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile) -> None:
+    console, printed = printer(120, ascii=True)
+    show_plan(console, plan, model, hardware, verbose=False)
+    bars = {name: row(printed(), name) for name in ("compute", "update")}
+    assert bars["compute"][-2] == "#" * 20  # 95 %, rounded up
+    assert bars["update"][-1] == "#"
+
+
+def test_what_does_not_fit_is_said_in_words(
+    printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile
+) -> None:
+    small = replace(plan, cpu_budget=GiB)
+    tight = replace(hardware, disk_free=10 * GiB)
+    problems = plan_problems(small, tight)
+    assert len(problems) == 2
+    assert problems[0].startswith("train needs 1.84 GiB of RAM, 860 MiB more")
+    assert "27.93 GiB of disk" in problems[1] and "10.00 GiB are free" in problems[1]
+    console, printed = printer(80)
+    show_plan(console, small, model, tight, verbose=False)
+    assert "does not fit" in printed() and "over budget" in printed() and "fuyou finetune" not in printed()
+    assert plan_problems(plan, hardware) == []
+
+
+def test_a_separate_device_gets_a_column(
+    printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile
+) -> None:
+    lines = (*plan.memory, MemoryLine(what="weights", tier="gpu", size=512 * MiB, total=2_200 * MiB, policy="slots"))
+    shown = replace(plan, memory=lines, predicted=replace(plan.predicted, gpu_peak=3 * GiB))
+    console, printed = printer(80)
+    show_plan(console, shown, model, replace(hardware, device="cuda", device_memory=24 * GiB), verbose=False)
+    assert row(printed(), "weights")[:5] == ["weights", "2.15", "0.50", "0.41", "4.30"]
+    assert row(printed(), "peak") == ["peak", "3.00", "1.84", "27.93"]
+    problems = plan_problems(shown, replace(hardware, device_memory=2 * GiB))
+    assert problems == ["the step needs 3.00 GiB of GPU memory, there are 2.00 GiB"]
+
+
+def test_equal_stages_share_a_line(printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile) -> None:
+    console, printed = printer(100, ascii=True)
+    show_plan(console, plan, model, hardware, verbose=True)
+    assert row(printed(), "1-22")[:6] == ["1-22", "block", "x22", "44", "M", "84"]
+    quiet, terse = printer(100, ascii=True)
+    show_plan(quiet, plan, model, hardware, verbose=False)
+    assert "1-22" not in terse()
+
+
+def test_names_cannot_break_an_ascii_console(
+    printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile
+) -> None:
+    console, printed = printer(80, ascii=True)
+    show_plan(console, replace(plan, model="模型 [bold]x[/bold]"), model, hardware, verbose=False)
+    assert "?? [bold]x[/bold]" in printed()
+
+
+def test_json_keeps_bytes_whole(plan: Plan, model: ModelSpec, hardware: HardwareProfile) -> None:
+    data = json.loads(json.dumps(plan_json(plan, model, hardware)))
+    assert data["schema_version"] == 1 and data["fits"] is True and data["problems"] == []
+    assert data["cpu_peak"] == 1_884 * MiB and isinstance(data["cpu_peak"], int)
+    assert data["tokens_per_second"] == pytest.approx(8192 / 88.4)
+    assert data["plan"]["predicted"]["written_by"]["states"] == 11_000_000_000
+    assert data["hardware"]["store_read_mixed"] == 1.2e9
+    assert len(data["plan"]["stages"]) == data["model"]["stages"] == 25

@@ -1,0 +1,80 @@
+"""A sample shows what is trained on without colour; the summary sets the measurement beside the promise."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from fuyou_cli.cli.render.sample import show_sample
+from fuyou_cli.cli.render.summary import show_summary
+from fuyou_cli.core.units import GiB
+from fuyou_cli.training.report import RunReport
+
+Printer = Callable[..., tuple[Console, Callable[[], str]]]
+
+PIECES = (("Question: how much is 2 + 2?\n", False), ("It is 4.\n", True), ("</s>", True), (" padding", False))
+
+
+@pytest.mark.parametrize(("ascii", "mark"), [(False, "▔"), (True, "^")])
+def test_marks_stand_under_trained_text(printer: Printer, ascii: bool, mark: str) -> None:
+    console, printed = printer(80, ascii=ascii)
+    show_sample(console, PIECES)
+    lines = printed().splitlines()
+    answer = next(index for index, line in enumerate(lines) if "It is 4." in line)
+    shown = lines[answer].strip()
+    assert lines[answer + 1] == "    " + mark * len(shown)  # the trained line end is visible and marked
+    assert shown in ("It is 4.↵", "It is 4.\\n")
+    assert lines[answer + 2] == "    </s> padding" and lines[answer + 3] == "    " + mark * 4
+    assert mark not in lines[answer - 1]  # the question
+    assert "13 of 50 characters" in lines[1]
+
+
+def test_a_terminal_underlines(printer: Printer) -> None:
+    console, printed = printer(80, tty=True)
+    show_sample(console, PIECES)
+    assert re.search(r"\x1b\[1;4mIt is 4\.", printed()) and "▔" not in printed()
+
+
+@pytest.mark.parametrize("ascii", [False, True])
+def test_samples_cannot_steer_or_overflow(printer: Printer, ascii: bool) -> None:
+    console, printed = printer(40, ascii=ascii)
+    show_sample(console, [("\x1b[31mred 日本語 " * 20, True), ("x" * 100 + " [bold]\n", False)], max_lines=100)
+    assert "\\x1b[31mred" in printed() and "[bold]" in printed()
+    assert not re.search("[\x00-\x09\x0b-\x1f]", printed())
+    assert max(cell_len(line) for line in printed().splitlines()) <= 40
+    assert not ascii or printed().isascii()
+
+
+def test_long_samples_lose_their_middle(printer: Printer) -> None:
+    console, printed = printer(80)
+    show_sample(console, [("".join(f"line {number}\n" for number in range(100)), False)], max_lines=10)
+    text = printed()
+    assert "line 0" in text and "line 99" in text and "line 50" not in text
+    assert "91 lines left out" in text
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("ascii", [False, True])
+def test_summary_compares(printer: Printer, run_report: RunReport, width: int, ascii: bool) -> None:
+    console, printed = printer(width, ascii=ascii)
+    show_summary(console, run_report)
+    text = printed()
+    assert max(map(len, text.splitlines())) <= width and text.isascii() == ascii
+    rows = {line.strip()[:9]: line.split() for line in text.splitlines()}
+    assert rows["peak RAM "][-5:] == ["1.84", "GiB", "1.81", "GiB", "-1.8%"]
+    assert rows["seconds p"][-5:] == ["88.4", "s", "86.2", "s", "-2.5%"]
+    assert rows["ssd writt"][-1] == "0%"
+    assert f"4.2137 {'->' if ascii else '→'} 1.8342" in text
+    assert "616 GB" in text and "outputs/run" in text and "within the budget of 2.00 GiB" in text
+    assert "Loss" in text and "ssd write |" in text.replace("│", "|")
+
+
+def test_a_broken_budget_is_said(printer: Printer, run_report: RunReport) -> None:
+    console, printed = printer(80)
+    show_summary(console, replace(run_report, ram_peak=3 * GiB, ram_predicted=0))
+    assert "over the budget of 2.00 GiB" in printed() and "not predicted" in printed()
