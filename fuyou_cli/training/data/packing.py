@@ -1,0 +1,113 @@
+"""From tokenised samples to rows of at most `max_seq_len` tokens. Pure: arrays in, arrays out, counts on the side.
+
+A sample is (tokens int32 [n], mask uint8 [n]); mask 1 means that the token is a label. The first token of a row is
+predicted by nothing, so its mask never counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fuyou_cli.core.errors import UsageError
+
+Tokens = NDArray[np.int32]
+Mask = NDArray[np.uint8]
+Row = tuple[Tokens, Mask]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One tokenised sample; `place` is where it came from; `ends` is False for all but the last piece of a document."""
+
+    tokens: Tokens
+    mask: Mask
+    place: str
+    ends: bool = True
+
+
+@dataclass(kw_only=True, slots=True)
+class Counts:
+    """What became of the samples; filled while the rows are made, always shown."""
+
+    samples: int = 0
+    truncated: int = 0  # cut at max_seq_len, the rest lost
+    dropped: int = 0  # left out as too long
+    split: int = 0  # spread over several rows, nothing lost
+    without_loss: int = 0  # rows left out because no label of theirs carries loss
+
+
+def has_loss(mask: Mask) -> bool:
+    """Whether any label of the row counts."""
+    return bool(mask[1:].any())
+
+
+def lay_out(
+    samples: Iterable[Sample], *, packing: str | bool, overlong: str, max_seq_len: int, counts: Counts
+) -> Iterator[Row]:
+    """Rows in the order of the samples; rows without a label are left out and counted.
+
+    With `packing: concat` truncate and split are the same: the stream is cut at row ends and nothing is lost."""
+    fitting = _fit(samples, packing=bool(packing), overlong=overlong, max_seq_len=max_seq_len, counts=counts)
+    rows = concat(fitting, max_seq_len=max_seq_len, counts=counts) if packing else _separate(fitting)
+    for tokens, mask in rows:
+        if has_loss(mask):
+            yield tokens, mask
+        else:
+            counts.without_loss += 1
+
+
+def _separate(samples: Iterable[Sample]) -> Iterator[Row]:
+    return ((sample.tokens, sample.mask) for sample in samples)
+
+
+def _fit(
+    samples: Iterable[Sample], *, packing: bool, overlong: str, max_seq_len: int, counts: Counts
+) -> Iterator[Sample]:
+    for sample in samples:
+        counts.samples += sample.ends
+        size = len(sample.tokens)
+        if size <= max_seq_len or (packing and overlong in ("truncate", "split")):
+            yield sample
+        elif overlong == "drop":
+            counts.dropped += 1
+        elif overlong == "error":
+            raise UsageError(
+                f"{sample.place}: {size:,} tokens, more than dataset.max_seq_len ({max_seq_len:,})",
+                hint="raise max_seq_len, or set dataset.overlong to truncate, drop or split",
+            )
+        else:
+            counts.truncated += overlong == "truncate"
+            counts.split += overlong == "split"
+            for begin in range(0, max_seq_len if overlong == "truncate" else size, max_seq_len):
+                end = begin + max_seq_len
+                yield Sample(tokens=sample.tokens[begin:end], mask=sample.mask[begin:end], place=sample.place)
+
+
+def concat(samples: Iterable[Sample], *, max_seq_len: int, counts: Counts) -> Iterator[Row]:
+    """The samples as one stream cut into rows of exactly `max_seq_len` tokens; the last may be shorter.
+
+    At a cut the next row's first token loses its label: one in max_seq_len."""
+    tokens = np.empty(max_seq_len, np.int32)
+    mask = np.empty(max_seq_len, np.uint8)
+    filled = 0
+    begun = cut = False  # of the current document: has it tokens in a row, and did a row end inside it
+    for sample in samples:
+        taken = 0
+        while taken < len(sample.tokens):
+            if filled == max_seq_len:
+                yield tokens.copy(), mask.copy()
+                filled = 0
+                cut |= begun
+            step = min(max_seq_len - filled, len(sample.tokens) - taken)
+            tokens[filled : filled + step] = sample.tokens[taken : taken + step]
+            mask[filled : filled + step] = sample.mask[taken : taken + step]
+            filled, taken, begun = filled + step, taken + step, True
+        if sample.ends:
+            counts.split += cut
+            begun = cut = False
+    if filled:
+        yield tokens[:filled].copy(), mask[:filled].copy()

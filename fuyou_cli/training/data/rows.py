@@ -1,0 +1,219 @@
+"""Tokenised rows on disk: made once by the worker, found again by what they depend on, mapped into the trainer.
+
+A directory `<fingerprint>` below the caller's `cache_dir` holds tokens.bin (int32), mask.bin (uint8: 1 = the label
+carries loss), offsets.npy (int64 [rows + 1]) and summary.json. It appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import fuyou_cli
+from fuyou_cli.core.errors import FuyouError, UsageError
+
+from .preview import Pieces
+from .sources import Source, content_of, find_sources, tokenizer_content
+
+LAYOUT_VERSION = 1  # raise when the same data and options would give other rows
+OVERLONG = ("truncate", "drop", "split", "error")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataSummary:
+    """What the data became. `formats` pairs every path of the recipe with its format; `preview` is one decoded sample
+    as (text, carries loss) pieces."""
+
+    rows: int
+    tokens: int
+    label_tokens: int  # labels that carry loss, first tokens of rows excluded
+    samples: int
+    truncated: int
+    dropped: int
+    split: int
+    without_loss: int
+    longest_row: int
+    highest_token_id: int
+    pad_id: int
+    formats: tuple[tuple[str, str], ...]
+    preview: Pieces
+
+
+class Rows:
+    """Memory-mapped rows: the pages are the file's, not the process's."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.fingerprint = directory.name
+        try:
+            self.summary = _read_summary(directory / "summary.json")
+            self._tokens: NDArray[np.int32] = np.memmap(directory / "tokens.bin", np.int32, mode="r")
+            self._mask: NDArray[np.uint8] = np.memmap(directory / "mask.bin", np.uint8, mode="r")
+            self._offsets: NDArray[np.int64] = np.load(directory / "offsets.npy", mmap_mode="r")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise _damaged(directory) from error
+        sizes = (len(self._offsets) - 1, int(self._offsets[-1]), len(self._tokens), len(self._mask))
+        if sizes != (self.summary.rows, *[self.summary.tokens] * 3):
+            raise _damaged(directory)
+
+    def __len__(self) -> int:
+        return self.summary.rows
+
+    def length(self, index: int) -> int:
+        """Tokens of row `index`."""
+        begin, end = self._bounds(index)
+        return end - begin
+
+    def tokens(self, index: int) -> NDArray[np.int32]:
+        """int32 [n], read-only."""
+        begin, end = self._bounds(index)
+        return self._tokens[begin:end]
+
+    def mask(self, index: int) -> NDArray[np.uint8]:
+        """uint8 [n], read-only: 1 where the token, as a label, carries loss."""
+        begin, end = self._bounds(index)
+        return self._mask[begin:end]
+
+    def _bounds(self, index: int) -> tuple[int, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        return int(self._offsets[index]), int(self._offsets[index + 1])
+
+
+def _read_summary(file: Path) -> DataSummary:
+    found = json.loads(file.read_text(encoding="utf-8"))
+    for name in ("formats", "preview"):
+        found[name] = tuple((text, value) for text, value in found[name])
+    return DataSummary(**found)
+
+
+def _damaged(directory: Path) -> UsageError:
+    return UsageError(f"the tokenised data in {directory} is damaged", hint="remove that directory and start again")
+
+
+def prepare(
+    *, dataset: object, tokenizer_dir: Path, chat_template: Path | None, pad_token: str | None, cache_dir: Path
+) -> Rows:
+    """The rows of `dataset` (the recipe's section), tokenised now or found from an earlier run.
+
+    Call it before the arena is mapped: it starts a process. Raises UsageError for data that cannot be used."""
+    sources = find_sources(dataset)
+    template = _read_template(chat_template)
+    request = _request(dataset, sources, tokenizer_dir, template, pad_token)
+    final = cache_dir / _fingerprint(request, sources, tokenizer_dir)
+    if not final.is_dir():
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache_dir, prefix=".rows-") as scratch:
+            out = Path(scratch, "rows")
+            out.mkdir()
+            workers = int(getattr(dataset, "num_workers", 0) or 1)
+            _serve({**request, "out": str(out)}, scratch=Path(scratch), workers=workers)
+            _put_in_place(out, final)
+    return Rows(final)
+
+
+def _put_in_place(out: Path, final: Path) -> None:
+    try:
+        out.rename(final)
+    except OSError:
+        if not final.is_dir():  # otherwise another run made the same rows meanwhile
+            raise
+
+
+def _read_template(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"tokenizer.chat_template: {path}: {error.strerror}") from error
+
+
+def _request(
+    dataset: object, sources: tuple[Source, ...], tokenizer_dir: Path, template: str | None, pad_token: str | None
+) -> dict[str, Any]:
+    packing = getattr(dataset, "packing", False) or False
+    if packing not in (False, "concat"):
+        raise UsageError(f"dataset.packing: {packing} is not built yet", hint="use false or concat")
+    overlong = getattr(dataset, "overlong", "truncate")
+    if overlong not in OVERLONG:
+        raise UsageError(f"dataset.overlong: {overlong} is unknown", hint=f"use one of {', '.join(OVERLONG)}")
+    max_seq_len = int(getattr(dataset, "max_seq_len", 0))
+    if max_seq_len < 2:
+        raise UsageError(f"dataset.max_seq_len: {max_seq_len} leaves nothing to predict", hint="use at least 2")
+    return {
+        "sources": [
+            {
+                "path": source.path,
+                "files": [str(file) for file in source.files],
+                "format": source.format,
+                "columns": source.columns,
+                "max_samples": source.max_samples,
+            }
+            for source in sources
+        ],
+        "tokenizer_dir": str(tokenizer_dir),
+        "chat_template": template,
+        "pad_token": pad_token,
+        "max_seq_len": max_seq_len,
+        "overlong": overlong,
+        "packing": packing,
+        "loss_on": getattr(dataset, "loss_on", "auto"),
+    }
+
+
+def _fingerprint(request: dict[str, Any], sources: tuple[Source, ...], tokenizer_dir: Path) -> str:
+    """32 hexadecimal digits of everything the rows depend on: contents, options, library versions. Not where the files
+    are or when they changed."""
+    described = {name: value for name, value in request.items() if name not in ("sources", "tokenizer_dir")}
+    described["layout"] = LAYOUT_VERSION
+    described["libraries"] = {name: version(name) for name in ("datasets", "tokenizers", "transformers")}
+    described["tokenizer"] = tokenizer_content(tokenizer_dir)
+    described["sources"] = [
+        {
+            "contents": [(file.suffix.lower(), content_of(file)) for file in source.files],
+            "format": source.format,
+            "columns": source.columns,
+            "max_samples": source.max_samples,
+        }
+        for source in sources
+    ]
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _serve(request: dict[str, Any], *, scratch: Path, workers: int) -> None:
+    """Runs the worker to its end. Its errors for people come back as UsageError with the same words."""
+    package_root = str(Path(fuyou_cli.__file__).resolve().parents[1])
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH")))),
+        "HF_DATASETS_CACHE": str(scratch / "datasets"),
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "USE_TORCH": "0",
+        "TOKENIZERS_PARALLELISM": "true",
+        "RAYON_NUM_THREADS": str(min(workers, os.cpu_count() or 1)),
+    }
+    # -P: a file datasets.py in the current directory must not stand in for the library.
+    command = [sys.executable, "-P", "-m", "fuyou_cli.training.data.worker"]
+    done = subprocess.run(command, input=json.dumps(request), env=environment, capture_output=True, text=True)
+    if done.returncode < 0:
+        raise FuyouError(
+            f"reading the data was ended by signal {-done.returncode}",
+            hint="signal 9 usually means that memory ran out" if done.returncode == -9 else None,
+        )
+    if done.returncode != 0:
+        raise FuyouError(f"reading the data failed:\n{done.stderr[-2000:].strip()}")
+    reply = json.loads(done.stdout)
+    if "error" in reply:
+        raise UsageError(reply["error"], hint=reply["hint"])

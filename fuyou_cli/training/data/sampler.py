@@ -1,0 +1,66 @@
+"""Which rows make up step n. The position in the data is the step number: nothing is replayed on resume."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Sampler:
+    """Row indices of every global step.
+
+    Epochs follow each other without a seam: the permutation of epoch e fills positions [e * rows, (e + 1) * rows) of
+    one endless sequence and step n takes positions [n * batch_size, (n + 1) * batch_size). So every step has
+    `batch_size` rows, every row comes once per epoch, and the batch in which an epoch ends is filled from the start of
+    the next.
+
+    The permutation is the stable sort order of Philox's raw output for (seed, epoch), which numpy keeps the same
+    between releases (`Generator.permutation` it does not). One permutation is held: 8 bytes per row.
+    """
+
+    def __init__(self, rows: int, *, batch_size: int, shuffle: bool, seed: int) -> None:
+        if rows < 1 or batch_size < 1:
+            raise ValueError(f"a sampler needs rows and a batch size of at least 1, not {rows} and {batch_size}")
+        self.rows = rows
+        self.batch_size = batch_size
+        self._shuffle = shuffle
+        self._seed = seed % (1 << 64)
+        self._epoch: int | None = None
+        self._order: NDArray[np.int64] = np.arange(0)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps until every row has been seen once; the last of them may reach into the next epoch."""
+        return self.steps(1)
+
+    def steps(self, epochs: float) -> int:
+        """Steps until every row has been seen `epochs` times (a fraction counts rows, rounded up)."""
+        positions = -int(-(self.rows * epochs) // 1)
+        return -(-positions // self.batch_size)
+
+    def epoch(self, step: int) -> float:
+        """How many times the data has been seen before global step `step`."""
+        return step * self.batch_size / self.rows
+
+    def batch(self, step: int) -> list[int]:
+        """Row indices of global step `step` (0 is the first), a function of the constructor's arguments and `step`."""
+        if step < 0:
+            raise ValueError(f"step {step} is negative")
+        chosen: list[int] = []
+        position, end = step * self.batch_size, (step + 1) * self.batch_size
+        while position < end:
+            epoch, begin = divmod(position, self.rows)
+            part = self._permutation(epoch)[begin : begin + end - position].tolist()
+            chosen += part
+            position += len(part)
+        return chosen
+
+    def _permutation(self, epoch: int) -> NDArray[np.int64]:
+        if self._epoch is None or (self._shuffle and self._epoch != epoch):
+            if self._shuffle:
+                drawn = np.random.Philox(key=np.array([self._seed, epoch], np.uint64)).random_raw(self.rows)
+                self._order = np.argsort(drawn, kind="stable")
+            else:
+                self._order = np.arange(self.rows)
+            self._epoch = epoch
+        return self._order

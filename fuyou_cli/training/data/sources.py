@@ -1,0 +1,116 @@
+"""Where the data is: paths of the recipe to files, and what the tokenised rows depend on.
+
+Runs in the trainer before the worker starts: standard library only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from fuyou_cli.core.errors import UsageError
+
+KINDS = {".jsonl": "json", ".json": "json", ".txt": "text", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+TOKENIZER_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+_SPLIT_WORDS = {
+    "train": "train", "training": "train", "validation": "validation", "valid": "validation", "val": "validation",
+    "dev": "validation", "test": "test", "testing": "test", "eval": "test",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """One entry of `dataset.train`, its files found."""
+
+    path: str
+    files: tuple[Path, ...]
+    format: str
+    columns: dict[str, str]
+    max_samples: int | None
+
+
+def locate(path: str, split: str) -> tuple[Path, ...]:
+    """The data files of a file, a directory or a glob, sorted. In a directory whose file names say their split, only
+    those of `split` are taken. Raises UsageError naming the path."""
+    here = Path(path).expanduser()
+    if here.is_file():
+        found = [here]
+        if here.suffix.lower() not in KINDS:
+            raise UsageError(f"{path}: unknown kind of file {here.suffix or '(no suffix)'}", hint=_known_kinds())
+    elif here.is_dir():
+        inside = (file for file in here.rglob("*") if not any(part[0] == "." for part in file.relative_to(here).parts))
+        found = [file for file in inside if file.is_file() and file.suffix.lower() in KINDS]
+        found = _of_split(found, split, path)
+    else:
+        matches = Path(here.anchor).glob(str(here.relative_to(here.anchor)))
+        found = [file for file in matches if file.is_file() and file.suffix.lower() in KINDS]
+    if not found:
+        hint = "give an existing file, directory or glob; data sets of the hub must be downloaded first"
+        raise UsageError(f"dataset.train: no data files at {path}", hint=f"{hint}. {_known_kinds()}")
+    return tuple(sorted(found))
+
+
+def _of_split(files: list[Path], split: str, path: str) -> list[Path]:
+    named = {file: _split_in_name(file) for file in files}
+    if not any(named.values()):
+        return files
+    chosen = [file for file, name in named.items() if name == _SPLIT_WORDS.get(split, split)]
+    if not chosen:
+        present = ", ".join(sorted({name for name in named.values() if name}))
+        raise UsageError(f"dataset.train: {path} has no files of split {split}", hint=f"its splits are: {present}")
+    return chosen
+
+
+def _split_in_name(file: Path) -> str | None:
+    words = re.split(r"[^a-z]+", file.stem.lower())
+    return next((_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS), None)
+
+
+def _known_kinds() -> str:
+    return f"files end in {', '.join(KINDS)}"
+
+
+def find_sources(dataset: object) -> tuple[Source, ...]:
+    """The entries of `dataset.train` with their files. Raises UsageError for what is missing or not built yet."""
+    entries = getattr(dataset, "train", None) or ()
+    if not entries:
+        raise UsageError("dataset.train is empty", hint="name at least one file, directory or glob")
+    sources = []
+    for entry in entries:
+        split = getattr(entry, "split", None) or "train"
+        if getattr(entry, "name", None) is not None:
+            raise UsageError("dataset.train.name: hub subsets are not built yet", hint="point path at local files")
+        if getattr(entry, "weight", 1.0) != 1.0:
+            raise UsageError("dataset.train.weight: mixing by weight is not built yet", hint="leave it at 1.0")
+        if not split.isalpha():
+            raise UsageError(f"dataset.train.split: {split} is not built yet", hint="use max_samples for a part")
+        max_samples = getattr(entry, "max_samples", None)
+        if max_samples is not None and max_samples < 1:
+            raise UsageError(f"dataset.train.max_samples: {max_samples} leaves no data", hint="null takes all")
+        sources.append(
+            Source(
+                path=str(entry.path),
+                files=locate(str(entry.path), split),
+                format=getattr(entry, "format", "auto"),
+                columns=dict(getattr(entry, "columns", None) or {}),
+                max_samples=max_samples,
+            )
+        )
+    return tuple(sources)
+
+
+def content_of(file: Path) -> str:
+    """The SHA-256 of a file. Content alone: a copied or touched file gives the same rows."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def tokenizer_content(tokenizer_dir: Path) -> dict[str, str]:
+    """Name to SHA-256 of every file beside the weights that may shape the tokens."""
+    if not tokenizer_dir.is_dir():
+        raise UsageError(f"tokenizer: {tokenizer_dir} is not a directory")
+    files = sorted(file for file in tokenizer_dir.rglob("*") if file.is_file() and file.suffix in TOKENIZER_SUFFIXES)
+    kept = (file for file in files if not file.name.endswith(".index.json"))
+    return {str(file.relative_to(tokenizer_dir)): content_of(file) for file in kept}

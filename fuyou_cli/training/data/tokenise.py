@@ -1,0 +1,176 @@
+"""Examples to tokens with a loss mask, by the checkpoint's own tokenizer.
+
+Runs in the worker only. Prompt and completion are tokenised apart, as they meet at generation; a conversation is
+rendered and tokenised whole, and its mask is found by characters.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fuyou_cli.core.errors import UsageError
+
+from .formats import Chat, Example, Pair, RowError, Text
+from .packing import Row
+
+_GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
+
+
+def load_tokenizer(directory: Path, *, chat_template: str | None, pad_token: str | None) -> Any:
+    """The tokenizer of a checkpoint directory; nothing is fetched and no code of the checkpoint runs."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().split("\n", 1)[0]
+        raise UsageError(f"tokenizer: {directory} cannot be loaded: {reason}") from error
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    if pad_token is not None:
+        pad_id = tokenizer.convert_tokens_to_ids(pad_token)
+        if pad_id is None or (pad_id == tokenizer.unk_token_id and pad_token != tokenizer.unk_token):
+            raise UsageError(f"tokenizer.pad_token: {pad_token!r} is not in the vocabulary of {directory}")
+        tokenizer.pad_token = pad_token
+    return tokenizer
+
+
+class Tokeniser:
+    """Examples to tokens and mask. A `target` is what carries loss: all, completion, assistant, last_assistant."""
+
+    def __init__(self, tokenizer: Any, *, directory: Path) -> None:
+        self._tokenizer = tokenizer
+        self.eos_id: int | None = tokenizer.eos_token_id
+        self.stop_ids = frozenset(_stop_ids(tokenizer, directory))
+        self._starts = self._start_tokens()
+
+    @property
+    def pad_id(self) -> int:
+        """What fills short rows; it never carries loss, so any id serves where the tokenizer names none."""
+        known = (self._tokenizer.pad_token_id, self.eos_id, 0)
+        return next(value for value in known if value is not None)
+
+    def encode(self, examples: Sequence[Example], *, target: str) -> list[Row]:
+        """Tokens int32 [n] and mask uint8 [n] of each example (all of one kind). Raises RowError on a conversation the
+        template cannot render, with the example's position as `args[1]`."""
+        if isinstance(examples[0], Chat):
+            chats = [example for example in examples if isinstance(example, Chat)]
+            return self._chats(chats, target=target)
+        if isinstance(examples[0], Pair):
+            pairs = [example for example in examples if isinstance(example, Pair)]
+            return self._pairs(pairs, target=target)
+        return self._texts([example for example in examples if isinstance(example, Text)])
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        encoded: list[list[int]] = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        return encoded
+
+    def _start_tokens(self) -> list[int]:
+        """What this tokenizer puts before a text: its start token, or nothing."""
+        plain, framed = (self._tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+        for begin in range(len(framed) - len(plain) + 1):
+            if framed[begin : begin + len(plain)] == plain:
+                return list(framed[:begin])
+        return []
+
+    def _end_tokens(self) -> list[int]:
+        return [] if self.eos_id is None else [self.eos_id]
+
+    def _texts(self, texts: list[Text]) -> list[Row]:
+        rows = []
+        for example, ids in zip(texts, self._ids([text.text for text in texts]), strict=True):
+            whole = (self._starts if example.begins else []) + ids + (self._end_tokens() if example.ends else [])
+            rows.append(_row(whole, [1] * len(whole)))
+        return rows
+
+    def _pairs(self, pairs: list[Pair], *, target: str) -> list[Row]:
+        if self.eos_id is None:
+            raise UsageError("the tokenizer has no end token (eos_token): completions would never learn to stop")
+        prompts = self._ids([pair.prompt for pair in pairs])
+        completions = self._ids([pair.completion for pair in pairs])
+        rows = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            before, after = self._starts + prompt, [*completion, self.eos_id]
+            rows.append(_row(before + after, [int(target == "all")] * len(before) + [1] * len(after)))
+        return rows
+
+    def _chats(self, chats: list[Chat], *, target: str) -> list[Row]:
+        if not self._tokenizer.chat_template:
+            raise UsageError(
+                "the tokenizer has no chat template, which data of format messages needs",
+                hint="set tokenizer.chat_template to a .jinja file, or use a tokenizer that has one",
+            )
+        marked = _GENERATION.search(self._tokenizer.get_chat_template()) is not None
+        if not self._tokenizer.is_fast and not marked:
+            raise UsageError("masking conversations needs a fast tokenizer (a tokenizer.json)")
+        rows = []
+        for number, chat in enumerate(chats):
+            try:
+                rows.append(self._marked(chat, target) if marked else self._by_prefixes(chat, target))
+            except RowError as error:
+                raise RowError(str(error), number) from error
+        return rows
+
+    def _render(self, chat: Chat, messages: Sequence[dict[str, object]], **options: Any) -> Any:
+        from jinja2.exceptions import TemplateError
+
+        options = {"tokenize": False} | options
+        try:
+            return self._tokenizer.apply_chat_template(list(messages), tools=list(chat.tools) or None, **options)
+        except (TemplateError, TypeError) as error:
+            raise RowError(f"the chat template refuses this conversation: {error}") from error
+
+    def _marked(self, chat: Chat, target: str) -> Row:
+        """The template itself says what the assistant generates."""
+        encoded = self._render(chat, chat.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        ids, mask = encoded["input_ids"], np.asarray(encoded["assistant_masks"], np.uint8)
+        if target == "all":
+            mask = np.ones(len(ids), np.uint8)
+        elif target == "last_assistant" and mask.any():
+            begins = np.flatnonzero(np.diff(mask, prepend=0) == 1)
+            mask[: begins[-1]] = 0
+        return _row(ids, mask)
+
+    def _by_prefixes(self, chat: Chat, target: str) -> Row:
+        whole: str = self._render(chat, chat.messages)
+        encoded = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        begins = np.asarray([begin for begin, _ in encoded["offset_mapping"]], np.int64)
+        mask = np.full(len(begins), int(target == "all"), np.uint8)
+        if target != "all":
+            for begin, end in self._spans(chat, whole, last_only=target == "last_assistant"):
+                mask[(begins >= begin) & (begins < end)] = 1
+        return _row(encoded["input_ids"], mask)
+
+    def _spans(self, chat: Chat, whole: str, *, last_only: bool) -> Iterator[tuple[int, int]]:
+        """Characters [begin, end) of `whole` that the assistant writes, end-of-turn token included: what a turn adds to
+        the rendering up to it with the generation prompt. Refused where the pieces are not prefixes of the whole."""
+        turns = [number for number, message in enumerate(chat.messages) if message["role"] == "assistant"]
+        for turn in turns[-1:] if last_only else turns:
+            if turn == 0:
+                raise RowError("the conversation begins with the assistant, which this chat template cannot mask")
+            before = self._render(chat, chat.messages[:turn], add_generation_prompt=True)
+            after = self._render(chat, chat.messages[: turn + 1])
+            if not (after.startswith(before) and whole.startswith(after)):
+                hint = "set dataset.loss_on to last_assistant, or mark the turns with {% generation %} in a template"
+                raise RowError(f"the chat template renders message {turn + 1} differently as the chat grows; {hint}")
+            yield len(before), len(after)
+
+
+def _row(ids: Sequence[int], mask: Any) -> Row:
+    return np.asarray(ids, np.int32), np.asarray(mask, np.uint8)
+
+
+def _stop_ids(tokenizer: Any, directory: Path) -> Iterator[int]:
+    """Tokens that end a generation: the tokenizer's, and those the checkpoint adds (end of turn is often one)."""
+    if tokenizer.eos_token_id is not None:
+        yield tokenizer.eos_token_id
+    file = directory / "generation_config.json"
+    if file.is_file():
+        named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        yield from named if isinstance(named, list) else [] if named is None else [named]

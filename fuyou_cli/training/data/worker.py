@@ -1,0 +1,223 @@
+"""The process that reads and tokenises: `python -m fuyou_cli.training.data.worker`, request on stdin, reply on stdout.
+
+It exists so that the datasets library and the tokenizer leave no memory behind in the trainer. The request is one JSON
+object (see `rows._request`); the rows go to files in its `out`, and the reply is {"ok": true} or {"error", "hint"}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from array import array
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from fuyou_cli.core.errors import UsageError
+
+from .formats import Example, RowError, Text, choose_format, loss_target, read_example
+from .packing import Counts, Row, Sample, has_loss, lay_out
+from .preview import decode_pieces
+from .reading import read_document, read_rows
+from .tokenise import Tokeniser, load_tokenizer
+
+BATCH_EXAMPLES = 256  # tokenised together: the tokenizer's threads share a batch
+
+
+class RowWriter:
+    """Rows appended to tokens.bin and mask.bin, their bounds to offsets.npy, everything synced on close."""
+
+    def __init__(self, directory: Path, stop_ids: frozenset[int]) -> None:
+        self._directory = directory
+        self._tokens = (directory / "tokens.bin").open("wb")
+        self._mask = (directory / "mask.bin").open("wb")
+        self._offsets = array("q", [0])
+        self._stop_ids = np.asarray(sorted(stop_ids), np.int32)
+        self.label_tokens = self.longest = self.highest_id = 0
+        self.learns_to_stop = False
+
+    def append(self, row: Row) -> None:
+        tokens, mask = row
+        self._tokens.write(tokens.tobytes())
+        self._mask.write(mask.tobytes())
+        self._offsets.append(self._offsets[-1] + len(tokens))
+        self.label_tokens += int(np.count_nonzero(mask[1:]))
+        self.longest = max(self.longest, len(tokens))
+        self.highest_id = max(self.highest_id, int(tokens.max()))
+        if not self.learns_to_stop:
+            self.learns_to_stop = bool(np.isin(tokens[1:][mask[1:] != 0], self._stop_ids).any())
+
+    @property
+    def rows(self) -> int:
+        return len(self._offsets) - 1
+
+    @property
+    def tokens(self) -> int:
+        return self._offsets[-1]
+
+    def __enter__(self) -> RowWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is None:
+            with (self._directory / "offsets.npy").open("wb") as file:
+                np.save(file, np.frombuffer(self._offsets, np.int64))
+                file.flush()
+                os.fsync(file.fileno())
+        for stream in (self._tokens, self._mask):
+            stream.flush()
+            os.fsync(stream.fileno())
+            stream.close()
+
+
+def build(request: dict[str, Any]) -> None:
+    """Files of the finished rows in `out`: tokens.bin, mask.bin, offsets.npy, summary.json. Raises UsageError."""
+    out, directory = Path(request["out"]), Path(request["tokenizer_dir"])
+    tokenizer = load_tokenizer(directory, chat_template=request["chat_template"], pad_token=request["pad_token"])
+    tokeniser = Tokeniser(tokenizer, directory=directory)
+    counts, formats = Counts(), dict[int, str]()
+    shown: list[Row] = []
+    samples = _watched(_samples(request, tokeniser, formats), shown, request["max_seq_len"])
+    with RowWriter(out, tokeniser.stop_ids) as writer:
+        options = {name: request[name] for name in ("packing", "overlong", "max_seq_len")}
+        for row in lay_out(samples, counts=counts, **options):
+            writer.append(row)
+        _check(writer, counts, formats, request, tokeniser)
+    summary = {
+        "rows": writer.rows,
+        "tokens": writer.tokens,
+        "label_tokens": writer.label_tokens,
+        "longest_row": writer.longest,
+        "highest_token_id": writer.highest_id,
+        "pad_id": tokeniser.pad_id,
+        "formats": [(request["sources"][number]["path"], name) for number, name in sorted(formats.items())],
+        "preview": decode_pieces(tokenizer, shown[0]) if shown else (),
+        **asdict(counts),
+    }
+    with (out / "summary.json").open("w", encoding="utf-8") as file:
+        json.dump(summary, file, indent=1, ensure_ascii=False)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _samples(request: dict[str, Any], tokeniser: Tokeniser, formats: dict[int, str]) -> Iterator[Sample]:
+    whole_documents = bool(request["packing"]) and request["overlong"] in ("truncate", "split")
+    for number, source in enumerate(request["sources"]):
+        left = source["max_samples"]
+        for name in source["files"]:
+            if left == 0:
+                break
+            file = Path(name)
+            if file.suffix.lower() == ".txt" and whole_documents:
+                examples = _document(file)
+                formats[number] = "text"
+                loss_target(request["loss_on"], "text")
+            else:
+                examples = _examples(file, source, formats, number)
+            for batch in _batches(examples, left):
+                target = loss_target(request["loss_on"], formats[number])
+                yield from _encoded(batch, tokeniser, target)
+                if left is not None:
+                    left -= sum(not isinstance(example, Text) or example.ends for _, example in batch)
+
+
+def _document(file: Path) -> Iterator[tuple[str, Example]]:
+    for text, begins, ends in read_document(file):
+        yield str(file), Text(text=text, begins=begins, ends=ends)
+
+
+def _examples(
+    file: Path, source: dict[str, Any], formats: dict[int, str], number: int
+) -> Iterator[tuple[str, Example]]:
+    """Rows of one file read as the source's format, which its first row decides when it is `auto`."""
+    for place, row in read_rows(file):
+        try:
+            if number not in formats:
+                formats[number] = choose_format(source["format"], frozenset(row), source["columns"])
+            example = read_example(row, formats[number], source["columns"])
+        except RowError as error:
+            raise UsageError(f"{place}: {error}", hint=_hint(row)) from error
+        yield place, example
+
+
+def _hint(row: dict[str, Any]) -> str | None:
+    if {"question", "answer"} <= set(row):
+        return "name the columns in the recipe: columns: {prompt: question, completion: answer}"
+    return None
+
+
+def _batches(examples: Iterator[tuple[str, Example]], limit: int | None) -> Iterator[list[tuple[str, Example]]]:
+    batch: list[tuple[str, Example]] = []
+    samples = 0
+    for placed in examples:
+        batch.append(placed)
+        samples += not isinstance(placed[1], Text) or placed[1].ends
+        if samples == limit:
+            break
+        if len(batch) == BATCH_EXAMPLES:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _encoded(batch: list[tuple[str, Example]], tokeniser: Tokeniser, target: str) -> Iterator[Sample]:
+    try:
+        rows = tokeniser.encode([example for _, example in batch], target=target)
+    except RowError as error:
+        raise UsageError(f"{batch[error.args[1]][0]}: {error.args[0]}") from error
+    for (place, example), (tokens, mask) in zip(batch, rows, strict=True):
+        ends = not isinstance(example, Text) or example.ends
+        yield Sample(tokens=tokens, mask=mask, place=place, ends=ends)
+
+
+def _watched(samples: Iterator[Sample], shown: list[Row], max_seq_len: int) -> Iterator[Sample]:
+    """The samples unchanged; the first whose labels carry loss within a row is kept to be shown."""
+    for sample in samples:
+        if not shown and has_loss(sample.mask[:max_seq_len]):
+            shown.append((sample.tokens[:max_seq_len], sample.mask[:max_seq_len]))
+        yield sample
+
+
+def _check(
+    writer: RowWriter, counts: Counts, formats: dict[int, str], request: dict[str, Any], tokeniser: Tokeniser
+) -> None:
+    """Refuses data that would train nothing, or never teach the model to stop."""
+    limit = f"dataset.max_seq_len is {request['max_seq_len']:,}"
+    if counts.samples == 0:
+        raise UsageError("the data has no samples", hint="check dataset.train.path and max_samples")
+    if writer.label_tokens == 0:
+        lost = f"{counts.samples:,} samples, {counts.truncated:,} truncated, {counts.dropped:,} dropped"
+        raise UsageError(f"no token of the data carries loss ({lost}; {limit})", hint="raise it, or check loss_on")
+    targets = {loss_target(request["loss_on"], name) for name in formats.values()}
+    if targets - {"all"} and not writer.learns_to_stop:
+        names = ", ".join(str(number) for number in sorted(tokeniser.stop_ids)) or "none"
+        cut = f"{counts.truncated:,} of {counts.samples:,} samples were truncated; {limit}"
+        raise UsageError(
+            f"the stop token (id {names}) never carries loss: the model would not learn to stop ({cut})",
+            hint="raise max_seq_len, or use a chat template that ends every assistant turn with the stop token",
+        )
+
+
+def main() -> int:
+    """Serve one request. Libraries may print: their standard output goes to standard error."""
+    reply_to = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    reply: dict[str, Any]
+    try:
+        build(json.load(sys.stdin))
+        reply = {"ok": True}
+    except UsageError as error:
+        reply = {"error": error.message, "hint": error.hint}
+    with reply_to:
+        json.dump(reply, reply_to)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
