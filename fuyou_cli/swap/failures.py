@@ -1,0 +1,66 @@
+"""From what the library reports to an error a person can act on."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import FuyouError, OutOfSpaceError, SwapError
+from .native import lib
+
+_DOING = {
+    lib.FY_OP_OPEN: "opening",
+    lib.FY_OP_READ: "reading",
+    lib.FY_OP_WRITE: "writing",
+    lib.FY_OP_SYNC: "syncing",
+    lib.FY_OP_UPDATE: "updating",
+    lib.FY_OP_ALLOCATE: "allocating",
+    lib.FY_OP_SETUP: "setting up",
+}
+_ON_FILES = {lib.FY_OP_OPEN, lib.FY_OP_READ, lib.FY_OP_WRITE, lib.FY_OP_SYNC, lib.FY_OP_ALLOCATE}
+_HINTS = {
+    errno.ENOSPC: "free space on that disk, or point offload.dir at a larger one",
+    errno.EDQUOT: "your disk quota is used up: free space or point offload.dir elsewhere",
+    errno.EIO: "the disk reported an error: see `dmesg` and the drive's health; the last saved state is kept",
+    errno.ENODATA: "the file ends too early: it was truncated or copied incompletely",
+    errno.EWOULDBLOCK: "another process uses these files: stop it, or give this run its own offload.dir",
+    errno.EACCES: "check the permissions of the directory",
+    errno.ENOENT: "check that the directory exists and is mounted",
+    errno.EROFS: "the file system is read-only",
+    errno.ENOMEM: "not enough memory, or a locked-memory limit (`ulimit -l`) that is too small",
+    errno.EMFILE: "too many open files: raise `ulimit -n`",
+    errno.ECANCELED: "the daemon was stopped before this request was done",
+}
+
+
+def errno_text(code: int) -> str:
+    """`Input/output error (EIO)` of a positive or negative errno."""
+    code = abs(code)
+    return f"{os.strerror(code)} ({errno.errorcode.get(code, code)})"
+
+
+def failure_error(
+    why: Any, *, paths: Sequence[Path], label_names: Mapping[int, str] | None = None, code: int | None = None
+) -> FuyouError:
+    """The error for a filled `fy_failure`. `code` stands in where the library refused before it could fill one."""
+    error = abs(why.error or code or 0)
+    doing = _DOING.get(why.operation, "using the store")
+    parts = [doing]
+    if why.operation in (lib.FY_OP_READ, lib.FY_OP_WRITE, lib.FY_OP_UPDATE):
+        parts.append((label_names or {}).get(why.label, f"request labelled {why.label}"))
+    text = " ".join(parts) + " failed"
+    if why.operation in _ON_FILES and why.file < len(paths):
+        text += f": {paths[why.file]}"
+        if why.operation in (lib.FY_OP_READ, lib.FY_OP_WRITE, lib.FY_OP_ALLOCATE):
+            text += f" at byte {why.file_offset}: wanted {why.wanted} bytes, got {why.got}"
+    text += f": {errno_text(error)}"
+    kind = OutOfSpaceError if error in (errno.ENOSPC, errno.EDQUOT) else SwapError
+    return kind(text, hint=_HINTS.get(error))
+
+
+def refusal_error(what: str, code: int, hint: str | None = None) -> SwapError:
+    """The error for a call that was refused before anything happened."""
+    return SwapError(f"{what}: {errno_text(code)}", hint=hint or _HINTS.get(abs(code)))

@@ -1,0 +1,171 @@
+"""What is asked of the daemon and what comes back: the header's structs as frozen data.
+
+Offsets are bytes from the start of the arena or of the store; None stands for the header's FY_NOWHERE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from ..spec.model import Dtype
+from .native import DTYPES, NOWHERE, ffi, lib
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DaemonOptions:
+    """How the daemon is sized. Nothing grows after start."""
+
+    backend: Literal["auto", "io_uring", "threads"] = "auto"
+    read_depth: int = 8  # reads in flight at most
+    write_depth: int = 8
+    update_threads: int = 1
+    requests: int = 256  # accepted and not yet waited for, at most
+    chunk_params: int = 1 << 18  # parameters of one update chunk; a multiple of 16384
+    block_size: int = 1 << 20  # bytes of one I/O at most; a multiple of 4096
+    scratch_offset: int = 0  # arena span of the update chunks
+    scratch_size: int = 0  # from kernels.scratch_size(); 0: no updates
+    data_sums: bool = False  # Result.data_sum of reads and writes, computed by the thread that waits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Home:
+    """Where one state tensor rests: in RAM at `arena`, else read from `source` (None: all zero) and written to
+    `target`. With `arena` a `target` names a copy to be written as well."""
+
+    arena: int | None = None
+    source: int | None = None
+    target: int | None = None
+
+
+NO_HOME = Home()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """Parameters [first, first + count) and what AdamW does to them."""
+
+    first: int
+    count: int
+    weight_decay: float
+    lr_scale: float = 1.0
+    frozen: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Update:
+    """One AdamW step over one stage; see fuyou.h. Parameters of no segment keep every value they have."""
+
+    params: int  # a multiple of 2048
+    weights_dtype: Dtype
+    gradients_dtype: Dtype
+    weights: int  # arena offset: old on entry, new when the ticket completes
+    weights_target: int | None = None
+    gradients: int | None = None  # arena offset, or None and gradients_source
+    gradients_source: int | None = None
+    remainder: Home = NO_HOME
+    momentum: Home = NO_HOME
+    variance: Home = NO_HOME
+    lr: float
+    beta1: float
+    beta2: float
+    epsilon: float
+    gradient_scale: float = 1.0
+    step: int  # 1 for the first
+    priority: int = 0  # lower runs first
+    label: int = 0
+    segments: Sequence[Segment] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """What a finished request leaves behind. Sums are of the bytes written to the store, 0 where nothing was."""
+
+    nonfinite: int
+    weights_sum: int
+    remainder_sum: int
+    momentum_sum: int
+    variance_sum: int
+    data_sum: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counters:
+    """Totals since start. Nanoseconds are sums over threads; `*_busy_ns` is time with at least one I/O in flight."""
+
+    read_bytes: int
+    written_bytes: int
+    reads: int
+    writes: int
+    read_busy_ns: int
+    write_busy_ns: int
+    update_params: int
+    update_cpu_ns: int
+    ring_cpu_ns: int
+    short_resubmitted: int
+    in_flight: int
+    queued: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """One finished request on the clock of `time.monotonic_ns`."""
+
+    operation: Literal["read", "write", "update"]
+    label: int
+    begin_ns: int
+    end_ns: int
+    bytes: int
+
+
+def _place(offset: int | None) -> int:
+    return NOWHERE if offset is None else offset
+
+
+def _home(home: Home) -> dict[str, int]:
+    return {"arena": _place(home.arena), "source": _place(home.source), "target": _place(home.target)}
+
+
+def native_update(update: Update) -> tuple[Any, Any]:
+    """`fy_update *` and `fy_segment *`; the second owns memory and must outlive the call."""
+    segments = ffi.new("fy_segment[]", max(1, len(update.segments)))
+    for target, segment in zip(segments, update.segments, strict=False):  # one spare entry where there are none
+        target.first, target.count = segment.first, segment.count
+        target.weight_decay, target.lr_scale = segment.weight_decay, segment.lr_scale
+        target.flags = lib.FY_SEGMENT_FROZEN if segment.frozen else 0
+    request = ffi.new(
+        "fy_update *",
+        {
+            "params": update.params,
+            "weights_dtype": DTYPES[update.weights_dtype],
+            "gradients_dtype": DTYPES[update.gradients_dtype],
+            "weights": update.weights,
+            "weights_target": _place(update.weights_target),
+            "gradients": _place(update.gradients),
+            "gradients_source": _place(update.gradients_source),
+            "remainder": _home(update.remainder),
+            "momentum": _home(update.momentum),
+            "variance": _home(update.variance),
+            "lr": update.lr,
+            "beta1": update.beta1,
+            "beta2": update.beta2,
+            "epsilon": update.epsilon,
+            "gradient_scale": update.gradient_scale,
+            "step": update.step,
+            "priority": update.priority,
+            "label": update.label,
+            "segment_count": len(update.segments),
+        },
+    )
+    return request, segments
+
+
+def result_of(native: Any) -> Result:
+    """The Python form of a filled `fy_result`."""
+    return Result(**{field.name: getattr(native, field.name) for field in fields(Result)})
+
+
+def counters_of(native: Any) -> Counters:
+    """The Python form of a filled `fy_counters`."""
+    return Counters(**{field.name: getattr(native, field.name) for field in fields(Counters)})

@@ -1,0 +1,139 @@
+/*
+ * test_levels - the arithmetic gives the same bits on every instruction set this machine has: the library as built
+ * (clones or not) against copies of its sources compiled for one x86-64 level each. CMakeLists.txt renames their
+ * public functions.
+ */
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "kernels.h"
+
+#define COUNT 20479u /* odd: bodies and tails of every vector width */
+#define STEPS 4u
+
+struct level {
+    const char *name;
+    int usable;
+    int (*adamw)(const fy_update *, const fy_segment *, void *, int16_t *, float *, float *, const void *, uint64_t *);
+    int (*sum_squares)(const void *, uint64_t, uint32_t, double *, uint64_t *);
+    int (*split)(const float *, uint16_t *, int16_t *, uint64_t, uint64_t *);
+    int (*join)(const uint16_t *, const int16_t *, float *, uint64_t);
+    uint64_t (*checksum)(const void *, uint64_t);
+};
+
+#define DECLARE(level)                                                                                                \
+    int fy_adamw_##level(const fy_update *, const fy_segment *, void *, int16_t *, float *, float *, const void *,    \
+                         uint64_t *);                                                                                 \
+    int fy_sum_squares_##level(const void *, uint64_t, uint32_t, double *, uint64_t *);                               \
+    int fy_split_##level(const float *, uint16_t *, int16_t *, uint64_t, uint64_t *);                                 \
+    int fy_join_##level(const uint16_t *, const int16_t *, float *, uint64_t);                                        \
+    uint64_t fy_checksum_##level(const void *, uint64_t)
+
+#define LEVEL(label, level, test)                                                                                     \
+    {                                                                                                                 \
+        .name = label, .usable = test, .adamw = fy_adamw_##level, .sum_squares = fy_sum_squares_##level,              \
+        .split = fy_split_##level, .join = fy_join_##level, .checksum = fy_checksum_##level                           \
+    }
+
+#ifdef FY_TEST_LEVELS
+DECLARE(v2);
+DECLARE(v3);
+DECLARE(v4);
+#endif
+
+/* Everything the kernels wrote, in one place to compare. */
+struct outcome {
+    float master[COUNT];
+    uint16_t weights[COUNT];
+    int16_t remainder16[COUNT];
+    float momentum[2][COUNT];
+    float variance[2][COUNT];
+    double sums[2];
+    uint64_t checksum;
+    uint64_t lost;
+};
+
+static float gradients32[COUNT];
+static uint16_t gradients16[COUNT];
+
+/* A fixed sequence of floats of many sizes, signs and exponents. */
+static float next_float(uint64_t *state)
+{
+    *state = *state * UINT64_C(6364136223846793005) + UINT64_C(1442695040888963407);
+    const uint32_t mantissa = (uint32_t)(*state >> 40);
+    const int exponent = (int)((*state >> 33) % 24);
+    const float value = (float)mantissa / 16777216.0f / (float)(1u << exponent);
+    return (*state >> 32) & 1 ? -value : value;
+}
+
+static int run(const struct level *level, struct outcome *out)
+{
+    uint64_t state = 42;
+    memset(out, 0, sizeof *out);
+    for (uint32_t i = 0; i < COUNT; i++) {
+        out->master[i] = next_float(&state);
+    }
+    int bad = level->split(out->master, out->weights, out->remainder16, COUNT, &out->lost);
+    const fy_segment segments[2] = {
+        {.first = 0, .count = 1001, .weight_decay = 0.1f, .lr_scale = 1.0f},
+        {.first = 1002, .count = COUNT - 1002, .weight_decay = 0.0f, .lr_scale = 0.3f},
+    };
+    for (uint64_t step = 1; step <= STEPS; step++) {
+        for (uint32_t i = 0; i < COUNT; i++) {
+            gradients32[i] = next_float(&state);
+            gradients16[i] = (uint16_t)(0x3C00u + (i * 7u) % 1024u + (i % 2 ? 0x8000u : 0u));
+        }
+        fy_update update = {.params = COUNT, .weights_dtype = FY_FLOAT32, .gradients_dtype = FY_FLOAT32, .lr = 1e-2,
+                            .beta1 = 0.9, .beta2 = 0.999, .epsilon = 1e-8, .gradient_scale = 0.7, .step = step,
+                            .segment_count = 2};
+        uint64_t lost = 0;
+        bad |= level->adamw(&update, segments, out->master, NULL, out->momentum[0], out->variance[0], gradients32,
+                            &lost);
+        update.weights_dtype = FY_BFLOAT16;
+        update.gradients_dtype = step % 2 ? FY_BFLOAT16 : FY_FLOAT32;
+        bad |= level->adamw(&update, segments, out->weights, out->remainder16, out->momentum[1], out->variance[1],
+                            step % 2 ? (const void *)gradients16 : (const void *)gradients32, &lost);
+        out->lost += lost;
+    }
+    uint64_t lost = 0;
+    bad |= level->sum_squares(gradients32, COUNT, FY_FLOAT32, &out->sums[0], &lost);
+    bad |= level->sum_squares(gradients16, COUNT, FY_BFLOAT16, &out->sums[1], &lost);
+    out->checksum = level->checksum(out->momentum, sizeof out->momentum);
+    return bad;
+}
+
+int main(void)
+{
+#ifdef FY_TEST_LEVELS
+    const struct level levels[] = {
+        LEVEL("x86-64-v2", v2, __builtin_cpu_supports("sse4.2") != 0),
+        LEVEL("x86-64-v3", v3, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2")),
+        LEVEL("x86-64-v4", v4, __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd")),
+    };
+    const struct level built = {.name = "as built", .usable = 1, .adamw = fy_adamw, .sum_squares = fy_sum_squares,
+                                .split = fy_split, .join = fy_join, .checksum = fy_checksum};
+    static struct outcome expected;
+    static struct outcome got;
+    if (run(&built, &expected) != 0 || expected.sums[0] <= 0.0) {
+        fprintf(stderr, "the library as built refused\n");
+        return 1;
+    }
+    int compared = 0;
+    for (size_t i = 0; i < sizeof levels / sizeof levels[0]; i++) {
+        if (!levels[i].usable) {
+            continue;
+        }
+        if (run(&levels[i], &got) != 0 || memcmp(&expected, &got, sizeof got) != 0) {
+            fprintf(stderr, "%s differs from the library as built\n", levels[i].name);
+            return 1;
+        }
+        compared++;
+    }
+    return compared > 0 ? 0 : 77;
+#else
+    return 77; /* not x86-64, or a compiler without the levels */
+#endif
+}
