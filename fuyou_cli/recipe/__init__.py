@@ -1,1 +1,1 @@
-"""Layer 1: the recipe, what a person wants. Imports no torch."""
+"""Layer 1: what the user asks for. A recipe is data: it is checked without torch, and every error names its place."""

@@ -1,0 +1,126 @@
+"""Plain data to `Recipe`, or everything that is wrong with it in our own words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from .marks import Path, show_path
+from .rules import broken_rules
+from .schema import Recipe
+from .suggest import suggest_choice, suggest_key
+from .unbuilt import unbuilt_keys
+from .view import Finding, Written, show_value
+
+_NEEDED = {"model": "model.name_or_path", "dataset": "dataset.train"}  # a section that is missing lacks this key
+_EXAMPLES = {
+    "output_dir": "write `output_dir: outputs/my-run`",
+    "model.name_or_path": "write the folder of a model, or its hub id",
+    "dataset.train": "write a list of files: `train: [{path: data.jsonl}]`",
+}
+_EXPECTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "model_type": "a section: keys, indented below it",
+    "dict_type": "a section: keys, indented below it",
+    "tuple_type": "a list",
+    "finite_number": "a finite number",
+}
+_BOUNDS = {
+    "greater_than": ("above", "gt"),
+    "greater_than_equal": ("at least", "ge"),
+    "less_than": ("below", "lt"),
+    "less_than_equal": ("at most", "le"),
+}
+
+
+def check(data: dict[str, Any], *, ignore: frozenset[Path] = frozenset()) -> tuple[Recipe | None, list[Finding]]:
+    """The recipe, or None and the findings. Keys at or below `ignore` were reported before and are not again."""
+    findings: list[Finding] = []
+    recipe = None
+    try:
+        recipe = Recipe.model_validate(data)
+    except ValidationError as error:
+        findings += [_finding(detail) for detail in error.errors(include_url=False)]
+    written = Written(data)
+    findings += [*broken_rules(written), *unbuilt_keys(written)]
+    findings = [finding for finding in findings if not any(finding.path[: len(path)] == path for path in ignore)]
+    return (None if findings else recipe), findings
+
+
+def _finding(detail: ErrorDetails) -> Finding:
+    path: Path = tuple(part for part in detail["loc"] if part != "[key]")
+    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
+    shown = show_path(path)
+    if kind == "extra_forbidden":
+        dotted = ".".join(part for part in path if isinstance(part, str))
+        return Finding(
+            path=path,
+            code="unknown-key",
+            message=f"unknown key `{shown}`",
+            help=suggest_key(dotted, shown_section=show_path(path[:-1])),
+            at_key=True,
+        )
+    if kind == "missing":
+        return _missing(path)
+    if kind == "literal_error":
+        return _choice(path, value, str(context["expected"]))
+    if kind in _EXPECTED:
+        return Finding(
+            path=path,
+            code="wrong-type",
+            message=f"`{shown}`: expected {_EXPECTED[kind]}, got {show_value(value)}",
+            help=_type_help(kind, value),
+        )
+    if kind in _BOUNDS:
+        word, bound = _BOUNDS[kind]
+        message = f"`{shown}`: must be {word} {show_value(context[bound])}, got {show_value(value)}"
+        return Finding(path=path, code="out-of-range", message=message)
+    if kind in ("too_short", "string_too_short"):
+        return Finding(path=path, code="out-of-range", message=f"`{shown}` is empty")
+    if kind == "too_long":
+        message = f"`{shown}`: expected {context['max_length']} values, got {show_value(context['actual_length'])}"
+        return Finding(path=path, code="out-of-range", message=message)
+    got = "" if isinstance(value, (list, dict)) else f", got {show_value(value)}"
+    return Finding(
+        path=path,
+        code=kind.replace("_", "-"),
+        message=f"`{shown}`: {detail['msg']}{got}",
+        help=_type_help(kind, value),
+    )
+
+
+def _missing(path: Path) -> Finding:
+    if path and isinstance(path[-1], int):  # a pair of which only one is there
+        shown = show_path(path[:-1])
+        return Finding(path=path[:-1], code="out-of-range", message=f"`{shown}`: expected more values")
+    key = _NEEDED.get(show_path(path), show_path(path))
+    return Finding(path=path, code="missing-key", message=f"`{key}` is missing", help=_EXAMPLES.get(key), at_key=True)
+
+
+def _choice(path: Path, value: Any, expected: str) -> Finding:
+    choices = [choice.strip("'") for choice in expected.replace(" or ", ", ").split(", ")]
+    choices = [choice.lower() if choice in ("True", "False") else choice for choice in choices]
+    listed = choices[0] if len(choices) == 1 else f"{', '.join(choices[:-1])} or {choices[-1]}"
+    return Finding(
+        path=path,
+        code="not-a-choice",
+        message=f"`{show_path(path)}`: expected {listed}, got {show_value(value)}",
+        help=suggest_choice(value, choices) or _type_help("literal_error", value),
+    )
+
+
+def _type_help(kind: str, value: Any) -> str | None:
+    if isinstance(value, bool) and kind in ("string_type", "literal_error"):
+        return "YAML reads yes, no, on and off as true and false; quote the word"
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and kind == "string_type":
+        return "quote it"
+    if isinstance(value, str) and value.lower() == "none":
+        return "in YAML, nothing is written `null`"
+    if isinstance(value, str) and kind == "tuple_type":
+        return "a list is written [a, b]"
+    return None

@@ -1,0 +1,104 @@
+"""What is wrong with a recipe, shown as compilers show it: place, source line, caret, and what to write instead."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fuyou_cli.core.errors import UsageError
+
+COMMAND_LINE = "<command line>"
+SHOWN_AT_MOST = 40  # diagnostics; a file of another program would otherwise scroll away what matters
+_WIDTH = 96  # columns of a source line
+_LEAD = 32  # columns kept left of the caret when a long line is cut
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Columns [column, end) of one line, all from 0. `file` is a path, or COMMAND_LINE with the override as source."""
+
+    file: str
+    line: int = 0
+    column: int = 0
+    end: int = 0
+    source: str | None = None  # None: the place is the whole file
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Diagnostic:
+    place: Place
+    code: str
+    message: str
+    help: str | None = None
+    path: str = ""  # dotted, empty when it concerns no key
+
+    def as_dict(self) -> dict[str, object]:
+        """For --json: lines and columns count from 1, null where there are none."""
+        located = self.place.source is not None and self.place.file != COMMAND_LINE
+        return {
+            "file": self.place.file,
+            "line": self.place.line + 1 if located else None,
+            "column": self.place.column + 1 if located else None,
+            "code": self.code,
+            "key": self.path or None,
+            "message": self.message,
+            "help": self.help,
+        }
+
+
+class RecipeErrors(UsageError):
+    """Everything that is wrong with a recipe, at once."""
+
+    def __init__(self, diagnostics: Sequence[Diagnostic], *, name: str) -> None:
+        self.diagnostics = tuple(diagnostics)
+        self.name = name
+        super().__init__(render(self.diagnostics, name=name))
+
+
+def render(diagnostics: Sequence[Diagnostic], *, name: str) -> str:
+    shown = [_render_one(diagnostic) for diagnostic in diagnostics[:SHOWN_AT_MOST]]
+    hidden = len(diagnostics) - len(shown)
+    count = "1 error" if len(diagnostics) == 1 else f"{len(diagnostics)} errors"
+    more = f" ({hidden} more not shown)" if hidden else ""
+    return "\n".join([*shown, "", f"Found {count} in {printable(name)}{more}. Nothing was run."])
+
+
+def _render_one(diagnostic: Diagnostic) -> str:
+    place = diagnostic.place
+    text = f"error[{diagnostic.code}]: {printable(diagnostic.message)}"
+    file = printable(place.file)
+    if place.source is None:
+        lines = [f"{file}: {text}"]
+    elif place.file == COMMAND_LINE:
+        lines = [f"{file}: {text}", f"    {_crop(printable(place.source), 0)[0]}"]
+    else:
+        lines = [f"{file}:{place.line + 1}:{place.column + 1}: {text}", *_snippet(place, place.source)]
+    if diagnostic.help:
+        lines.append(f"  help: {printable(diagnostic.help)}")
+    return "\n".join(lines)
+
+
+def _snippet(place: Place, source: str) -> list[str]:
+    number = str(place.line + 1)
+    shown, cut = _crop(printable(source), place.column)
+    before = shown[: place.column - cut]
+    marked = shown[place.column - cut : max(place.end, place.column + 1) - cut]
+    carets = "^" * max(1, _columns(marked))
+    gutter = " " * len(number)
+    return [f" {gutter} |", f" {number} | {shown}".rstrip(), f" {gutter} | {' ' * _columns(before)}{carets}"]
+
+
+def _crop(text: str, column: int) -> tuple[str, int]:
+    """A window of a long line that contains `column`, and how many characters were cut from its left."""
+    cut = max(0, column - _LEAD) if len(text) > _WIDTH else 0
+    return text[cut : cut + _WIDTH], cut
+
+
+def _columns(text: str) -> int:
+    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
+
+
+def printable(text: str) -> str:
+    """One character for each: what a terminal would obey or could not encode is replaced, tabs become spaces."""
+    return "".join(character if character.isprintable() else " " if character == "\t" else "�" for character in text)

@@ -1,0 +1,176 @@
+"""The value types of a recipe that YAML has no word for: sizes, memory limits, `auto`.
+
+Each is checked by one function, so that a wrong value gives one error and not one per member of a union.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator, model_validator
+from pydantic_core import PydanticCustomError
+
+from fuyou_cli.core.units import parse_size
+
+Auto = Literal["auto"]
+
+_LARGEST = 1 << 62  # bytes; anything above is a slip of the pen, and overflows the store's addresses
+
+
+def wrong(code: str, reason: str) -> PydanticCustomError:
+    """An error of ours: `code` is what the diagnostic shows, `reason` completes "`key`: ..."."""
+    return PydanticCustomError(code, "{reason}", {"reason": reason})
+
+
+def _size(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise wrong("wrong_type", "expected a size such as 2GiB, 512MiB or 1.5TB")
+    try:
+        size = parse_size(value)
+    except (ValueError, OverflowError):
+        raise wrong("wrong_type", "expected a size such as 2GiB, 512MiB or 1.5TB") from None
+    if not 0 < size <= _LARGEST:
+        raise wrong("out_of_range", f"a size is between 1 byte and {format_size(_LARGEST)}")
+    return size
+
+
+def format_size(size: int) -> str:
+    """The shortest text that `parse_size` reads back as exactly `size`: 5000000000 is "5GB"."""
+    for power in range(5, 0, -1):
+        for base, suffix in ((1024, "iB"), (1000, "B")):
+            if size % base**power == 0 and size > 0:
+                return f"{size // base**power}{'KMGTP'[power - 1]}{suffix}"
+    return str(size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryLimit:
+    """`auto`, a number of bytes, or a share of what there is."""
+
+    text: str  # as written; shown again by --show-config
+    size: int | None = None
+    share: float | None = None
+
+    @property
+    def is_auto(self) -> bool:
+        return self.size is None and self.share is None
+
+    def resolve(self, *, total: int, auto: int) -> int:
+        """Bytes, when there are `total` of them and `auto` stands for `auto` bytes."""
+        if self.size is not None:
+            return self.size
+        return auto if self.share is None else int(total * self.share)
+
+
+def _memory_limit(value: object) -> MemoryLimit:
+    if isinstance(value, MemoryLimit):
+        return value
+    if value == "auto":
+        return MemoryLimit(text="auto")
+    if isinstance(value, str) and value.rstrip().endswith("%"):
+        return MemoryLimit(text=value.strip(), share=_percentage(value))
+    try:
+        size = _size(value)
+    except PydanticCustomError as error:
+        if error.type == "out_of_range":
+            raise
+        raise wrong("wrong_type", "expected auto, a size such as 24GiB, or a share such as 90%") from None
+    return MemoryLimit(text=value.strip() if isinstance(value, str) else format_size(size), size=size)
+
+
+def _percentage(text: str) -> float:
+    try:
+        share = float(text.strip().removesuffix("%")) / 100
+    except ValueError:
+        raise wrong("wrong_type", "expected a share such as 90%") from None
+    if not 0 < share <= 1:
+        raise wrong("out_of_range", "a share is above 0% and at most 100%")
+    return share
+
+
+def _auto_or_whole(least: int) -> Callable[[object], object]:
+    def check(value: object) -> object:
+        if value == "auto":
+            return value
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise wrong("wrong_type", "expected auto or a whole number")
+        if not least <= value < 2**31:
+            raise wrong("out_of_range", f"must be auto or a whole number of at least {least}")
+        return value
+
+    return check
+
+
+def _auto_or_share(value: object) -> object:
+    if value == "auto":
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise wrong("wrong_type", "expected auto or a number from 0 to 1")
+    if not 0 <= value <= 1:
+        raise wrong("out_of_range", "must be auto or a number from 0 to 1")
+    return float(value)
+
+
+def _auto_or_block(value: object) -> object:
+    if value == "auto":
+        return value
+    size = _size(value)
+    if size % 4096:
+        raise wrong("out_of_range", "must be a multiple of 4KiB: direct I/O moves whole blocks")
+    return size
+
+
+def _folders(value: object) -> tuple[str, ...]:
+    folders = [value] if isinstance(value, str) else value
+    if not isinstance(folders, (list, tuple)) or not all(isinstance(folder, str) and folder for folder in folders):
+        raise wrong("wrong_type", "expected a folder or a list of folders")
+    if len(set(folders)) != len(folders):
+        raise wrong("conflict", "names the same folder twice")
+    if len(folders) > 16:
+        raise wrong("out_of_range", "at most 16 folders can be striped")
+    return tuple(folders)
+
+
+Size = Annotated[int, PlainValidator(_size), PlainSerializer(format_size)]
+Limit = Annotated[MemoryLimit, PlainValidator(_memory_limit), PlainSerializer(lambda limit: limit.text)]
+AutoPositive = Annotated[int | Auto, PlainValidator(_auto_or_whole(1))]
+AutoCount = Annotated[int | Auto, PlainValidator(_auto_or_whole(0))]
+AutoShare = Annotated[float | Auto, PlainValidator(_auto_or_share)]
+AutoBlock = Annotated[
+    int | Auto, PlainValidator(_auto_or_block), PlainSerializer(lambda v: v if v == "auto" else format_size(v))
+]
+Folders = Annotated[tuple[str, ...], PlainValidator(_folders)]
+
+
+class Section(BaseModel):
+    """A part of the recipe: unknown keys are errors, values are not converted, nothing changes after loading.
+
+    `key: null` stands for "not written" wherever null is not itself a value of the key, so that an override
+    `key=null` brings the default back and a section whose lines are all commented out is an empty section.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_cleared(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return cls._fill({key: value for key, value in data.items() if value is not None or cls._takes_null(key)})
+
+    @classmethod
+    def _fill(cls, data: dict[Any, Any]) -> dict[Any, Any]:
+        """Defaults that depend on which other keys were written."""
+        return data
+
+    @classmethod
+    def _takes_null(cls, key: object) -> bool:
+        field = cls.model_fields.get(key) if isinstance(key, str) else None
+        return field is None or type(None) in get_args(field.annotation)
+
+
+def sections_of(model: type[Section]) -> dict[str, Any]:
+    """Field name -> its bare annotation, for walking the schema."""
+    return get_type_hints(model)

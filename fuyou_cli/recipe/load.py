@@ -1,0 +1,210 @@
+"""`load_recipe`: a file and overrides to a checked `Recipe`. Whatever is in the file, it answers with a recipe or with
+`RecipeErrors`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from . import marks
+from .check import check
+from .diagnostics import Diagnostic, Place, RecipeErrors
+from .marks import Source, scan, show_path, syntax_error
+from .overrides import Override, apply_override, first_line, parse_overrides
+from .schema import Recipe
+from .view import Finding
+
+_MOST_REFERENCES = 16  # `${...}`: enough for any recipe, too few to multiply a text beyond memory
+_MOST_VALUES = 20_000
+_DEEPEST = 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedRecipe:
+    """A recipe with where it came from: its text as written, and the overrides applied to it."""
+
+    recipe: Recipe
+    path: Path
+    text: str
+    overrides: tuple[str, ...] = ()
+
+
+def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> LoadedRecipe:
+    """Raises RecipeErrors with everything that is wrong, each with its place."""
+    name = os.fspath(path)
+    source = Source(file=name, text=_read(name))
+    parsed, wrong = parse_overrides(overrides)
+    structure = scan(source)
+    if structure:
+        raise RecipeErrors([*structure, *wrong], name=name)
+    data, unread = _build(source)
+    if unread:
+        raise RecipeErrors([*unread, *wrong], name=name)
+    applied = []
+    for override in parsed:
+        problem = apply_override(data, override)
+        wrong += [problem] if problem is not None else []
+        applied += [override] if problem is None else []
+    resolved, references = _resolve(data)
+    recipe, findings = check(resolved, ignore=frozenset(finding.path for finding in references))
+    located = [_locate(finding, source, applied) for finding in [*references, *findings]]
+    wrong = sorted({diagnostic: None for diagnostic in located}, key=lambda found: _order(found, name)) + wrong
+    if recipe is None or wrong:
+        raise RecipeErrors(wrong, name=name)
+    return LoadedRecipe(recipe=recipe, path=Path(path), text=source.text, overrides=tuple(overrides))
+
+
+def _order(diagnostic: Diagnostic, name: str) -> tuple[bool, int, int]:
+    return (diagnostic.place.file != name, diagnostic.place.line, diagnostic.place.column)
+
+
+def _read(name: str) -> str:
+    """The text of the file, or a RecipeErrors that says why it is none."""
+    try:
+        with Path(name).open("rb") as file:
+            raw = file.read(marks.MAX_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a null character in the name
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise _refused(name, "not-found", f"cannot be read: {reason}") from None
+    if len(raw) > marks.MAX_BYTES:
+        raise _refused(name, "too-large", f"this is not a recipe: more than {marks.MAX_BYTES // 1024} KiB")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        raise _refused(
+            name,
+            "encoding",
+            f"byte {raw[error.start]:#04x} in line {line} is not UTF-8",
+            "save the recipe as UTF-8 text",
+        ) from None
+    if "\0" in text:
+        raise _refused(name, "encoding", "this is a binary file, not a recipe")
+    return text
+
+
+def _refused(name: str, code: str, message: str, remedy: str | None = None) -> RecipeErrors:
+    return RecipeErrors([Diagnostic(place=Place(file=name), code=code, message=message, help=remedy)], name=name)
+
+
+def _build(source: Source) -> tuple[dict[str, Any], list[Diagnostic]]:
+    """The text as plain data, references unresolved. OmegaConf reads numbers as people write them (1e-5)."""
+    root = source.marks.get(())
+    if root is None:
+        return {}, []
+    try:
+        loaded = yaml_to_data(source.text)
+    except yaml.YAMLError as error:
+        return {}, [syntax_error(source, error)]
+    except OmegaConfBaseException as error:
+        place = source.place(None)
+        key = getattr(error, "full_key", None)
+        for path, mark in source.marks.items():
+            place = mark.value if key and show_path(path) == key else place
+        return {}, [Diagnostic(place=place, code="reference", message=first_line(error))]
+    except (ValueError, OverflowError, RecursionError) as error:
+        return {}, [Diagnostic(place=source.place(None), code="syntax", message=f"not readable: {first_line(error)}")]
+    if not isinstance(loaded, dict):
+        message = "a recipe is sections and keys, such as `output_dir: outputs/my-run`"
+        return {}, [Diagnostic(place=root.value, code="wrong-type", message=message)]
+    return loaded, []
+
+
+def yaml_to_data(text: str) -> Any:
+    """What OmegaConf reads, None when the text is a single value. `???` and `${...}` stay as they are."""
+    if isinstance(yaml.compose(text, Loader=yaml.SafeLoader), yaml.ScalarNode):
+        return None
+    return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+
+
+def _resolve(data: dict[str, Any]) -> tuple[dict[str, Any], list[Finding]]:
+    """`${...}` replaced by what it refers to; where that fails, None and a finding."""
+    references = _count_references(data)
+    if references > _MOST_REFERENCES:
+        message = f"a recipe has at most {_MOST_REFERENCES} references `${{...}}`, this one has {references}"
+        return {}, [Finding(path=(), code="too-large", message=message)]
+    findings: list[Finding] = []
+    budget = [_MOST_VALUES]
+    try:
+        config = OmegaConf.create(data)
+        resolved = _resolved(config, (), findings, budget)
+    except (OmegaConfBaseException, RecursionError) as error:
+        return {}, [Finding(path=(), code="reference", message=first_line(error))]
+    return resolved, findings
+
+
+def _resolved(node: Any, path: marks.Path, findings: list[Finding], budget: list[int]) -> Any:
+    budget[0] -= 1
+    if budget[0] < 0 or len(path) > _DEEPEST:
+        findings.append(Finding(path=path[:1], code="reference", message=f"`{show_path(path[:1])}` contains itself"))
+        return None
+    if isinstance(node, DictConfig):
+        keys: list[Any] = list(node.keys())
+        return {
+            key: _resolved(_value(node, key, (*path, key), findings), (*path, key), findings, budget) for key in keys
+        }
+    if isinstance(node, ListConfig):
+        items = range(len(node))
+        return [_resolved(_value(node, i, (*path, i), findings), (*path, i), findings, budget) for i in items]
+    return node
+
+
+def _value(node: Any, key: Any, path: marks.Path, findings: list[Finding]) -> Any:
+    shown = show_path(path)
+    try:
+        if OmegaConf.is_missing(node, key):
+            findings.append(Finding(path=path, code="missing-key", message=f"`{shown}` is still to be filled in: ???"))
+            return None
+        return node[key]
+    except (OmegaConfBaseException, RecursionError, ValueError, TypeError, KeyError, AttributeError) as error:
+        # resolvers (oc.decode and the like) raise what they please about a text the user wrote
+        reason = "it refers to itself" if isinstance(error, RecursionError) else first_line(error)
+        findings.append(Finding(path=path, code="reference", message=f"`{shown}`: {reason}"))
+        return None
+
+
+def _count_references(value: Any) -> int:
+    if isinstance(value, dict):
+        return sum(_count_references(item) for item in value.values())
+    if isinstance(value, list):
+        return sum(_count_references(item) for item in value)
+    return value.count("${") if isinstance(value, str) else 0
+
+
+def _locate(finding: Finding, source: Source, overrides: list[Override]) -> Diagnostic:
+    return Diagnostic(
+        place=_place(finding, source, overrides),
+        code=finding.code.replace("_", "-"),
+        message=finding.message,
+        help=finding.help,
+        path=show_path(finding.path),
+    )
+
+
+def _place(finding: Finding, source: Source, overrides: list[Override]) -> Place:
+    """The override that wrote it, else the file's line, else the override that is nearest, else the nearest section."""
+    path = finding.path
+    for override in reversed(overrides):
+        if _same(override.path, path[: len(override.path)]):
+            return override.place
+    if mark := source.marks.get(path) if path else None:
+        return mark.key if finding.at_key and mark.key is not None else mark.value
+    for override in reversed(overrides):
+        if path and _same(override.path[: len(path)], path):
+            return override.place
+    for end in range(len(path) - 1, 0, -1):
+        if mark := source.marks.get(path[:end]):
+            return mark.key or mark.value
+    return Place(file=source.file)
+
+
+def _same(one: marks.Path, other: marks.Path) -> bool:
+    """Overrides spell list indices as keys: train.0.path."""
+    return tuple(map(str, one)) == tuple(map(str, other))

@@ -1,0 +1,214 @@
+"""Where everything in a YAML text stands, and a first look at its structure before anything is built from it.
+
+The look is over parser events, which costs no recursion: hostile nesting, anchors that multiply and tags that name
+Python objects are refused before a loader sees them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import yaml
+
+from .diagnostics import COMMAND_LINE, Diagnostic, Place
+
+Path = tuple[str | int, ...]
+
+MAX_BYTES = 256 * 1024
+_MAX_DEPTH = 24
+_MAX_NODES = 20_000
+_MERGE = "tag:yaml.org,2002:merge"
+_STRING = "tag:yaml.org,2002:str"
+_LINE_ENDS = re.compile("\r\n|[\n\r\x85\u2028\u2029]")  # what YAML counts as the end of a line
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mark:
+    key: Place | None  # None for entries of a list
+    value: Place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A YAML text and the places of its keys and values. `file` is what diagnostics call it."""
+
+    file: str
+    text: str
+    marks: dict[Path, Mark] = field(default_factory=dict)
+
+    def lines(self) -> list[str]:
+        return _LINE_ENDS.split(self.text)
+
+    def place(self, start: yaml.Mark | None, end: yaml.Mark | None = None) -> Place:
+        """The part of the first line between two of the parser's marks."""
+        if self.file == COMMAND_LINE:
+            return Place(file=COMMAND_LINE, source=self.text)
+        if start is None:
+            return Place(file=self.file)
+        lines = self.lines()
+        line = min(start.line, len(lines) - 1)  # "end of text" may stand after the last line
+        source = lines[line]
+        column = min(start.column, len(source))
+        stop = column + 1 if end is None else end.column if end.line == start.line else len(source.rstrip())
+        return Place(file=self.file, line=line, column=column, end=stop, source=source)
+
+
+def scan(source: Source) -> list[Diagnostic]:
+    """Fill `source.marks`; return what makes the text unusable as a recipe, all of it where possible."""
+    try:
+        found = list(_scan_events(source))
+        if found:
+            return found
+        root = yaml.compose(source.text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        return [syntax_error(source, error)]
+    except (ValueError, OverflowError, RecursionError) as error:  # escapes such as "\UFFFFFFFF" end up in chr()
+        return [Diagnostic(place=Place(file=source.file), code="syntax", message=f"not readable as YAML: {error}")]
+    if root is None:
+        return []
+    return list(_walk(source, root, (), None))
+
+
+def syntax_error(source: Source, error: yaml.YAMLError) -> Diagnostic:
+    """OmegaConf's fast loader gives no snippet, so the place is taken from the mark and drawn by us."""
+    if isinstance(error, yaml.MarkedYAMLError):
+        mark = error.problem_mark or error.context_mark
+        message = ", ".join(part for part in (error.problem, error.context) if part) or "not readable as YAML"
+        return Diagnostic(place=source.place(mark), code="syntax", message=message, help=_syntax_help(source, mark))
+    if isinstance(error, yaml.reader.ReaderError):
+        before = source.text[: error.position]
+        line = len(_LINE_ENDS.split(before)) - 1
+        column = len(_LINE_ENDS.split(before)[-1])
+        mark = yaml.Mark(source.file, error.position, line, column, None, None)
+        code = ord(error.character) if isinstance(error.character, str) else error.character
+        return Diagnostic(
+            place=source.place(mark),
+            code="syntax",
+            message=f"character U+{code:04X} is not allowed in YAML",
+            help="save the recipe as plain UTF-8 text",
+        )
+    return Diagnostic(place=source.place(None), code="syntax", message="not readable as YAML")
+
+
+def _syntax_help(source: Source, mark: yaml.Mark | None) -> str | None:
+    lines = source.lines()
+    if mark is not None and mark.line < len(lines) and "\t" in lines[mark.line][: mark.column + 1]:
+        return "YAML does not indent with tabs; use spaces"
+    return None
+
+
+@dataclass(kw_only=True)
+class _Open:
+    """A list or mapping being read: nodes so far and depth below it, aliases unfolded."""
+
+    anchor: str | None
+    nodes: int = 1
+    depth: int = 1
+
+
+def _scan_events(source: Source) -> Iterator[Diagnostic]:
+    anchors: dict[str, tuple[int, int]] = {}
+    stack = [_Open(anchor=None)]
+    for event in yaml.parse(source.text, Loader=yaml.SafeLoader):
+        if not isinstance(event, (yaml.NodeEvent, yaml.CollectionEndEvent)):
+            continue
+        place = source.place(event.start_mark, event.end_mark)
+        nodes, depth = 1, 1
+        tag = getattr(event, "tag", None)
+        if tag not in (None, "!"):
+            yield Diagnostic(place=place, code="syntax", message=f"a recipe has no YAML tags, found {tag}")
+        if isinstance(event, yaml.CollectionStartEvent):
+            if len(stack) > _MAX_DEPTH:
+                yield _too_large(place, f"nested more than {_MAX_DEPTH} deep")
+                return
+            stack.append(_Open(anchor=event.anchor))
+            continue
+        if isinstance(event, yaml.AliasEvent):
+            if any(event.anchor == collection.anchor for collection in stack):
+                yield Diagnostic(place=place, code="syntax", message=f"`*{event.anchor}` refers to itself")
+                return
+            nodes, depth = anchors.get(event.anchor, (1, 1))
+        elif isinstance(event, yaml.CollectionEndEvent):
+            closed = stack.pop()
+            nodes, depth = closed.nodes, closed.depth
+            if closed.anchor is not None:
+                anchors[closed.anchor] = (nodes, depth)
+        stack[-1].nodes += nodes
+        stack[-1].depth = max(stack[-1].depth, depth + 1)
+        if stack[-1].nodes > _MAX_NODES or len(stack) + depth > _MAX_DEPTH + 2:
+            yield _too_large(place, f"more than {_MAX_NODES} values or {_MAX_DEPTH} levels")
+            return
+
+
+def _too_large(place: Place, what: str) -> Diagnostic:
+    return Diagnostic(place=place, code="too-large", message=f"this is not a recipe: {what}")
+
+
+def _walk(source: Source, node: yaml.Node, path: Path, key: Place | None) -> Iterator[Diagnostic]:
+    """Record the place of `node` and of everything below it, reporting duplicate and unusable keys on the way."""
+    source.marks[path] = Mark(key=key, value=_value_place(source, node, key))
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield from _walk(source, item, (*path, index), None)
+    elif isinstance(node, yaml.MappingNode):
+        yield from _walk_mapping(source, node, path)
+    elif isinstance(node, yaml.ScalarNode) and any("\ud800" <= character <= "\udfff" for character in node.value):
+        yield Diagnostic(
+            place=source.marks[path].value, code="syntax", message="half of a surrogate pair is not a character"
+        )
+
+
+def _walk_mapping(source: Source, node: yaml.MappingNode, path: Path) -> Iterator[Diagnostic]:
+    for name, value in node.value:
+        if name.tag == _MERGE:
+            yield from _walk_merge(source, value, path)
+    first: dict[str, Place] = {}
+    for name, value in node.value:
+        place = source.place(name.start_mark, name.end_mark)
+        if name.tag == _MERGE:
+            continue
+        if not isinstance(name, yaml.ScalarNode) or name.tag != _STRING:
+            shown = f"`{name.value}`" if isinstance(name, yaml.ScalarNode) else "this"
+            yield Diagnostic(place=place, code="bad-key", message=f"{shown} is not a key: keys are words")
+        elif name.value in first:
+            earlier = f"first written in line {first[name.value].line + 1}; keep one of them"
+            yield Diagnostic(
+                place=place,
+                code="duplicate-key",
+                message=f"`{show_path((*path, name.value))}` is written twice",
+                help=earlier if source.file != COMMAND_LINE else None,
+                path=show_path((*path, name.value)),
+            )
+        else:
+            first[name.value] = place
+            yield from _walk(source, value, (*path, name.value), place)
+
+
+def _walk_merge(source: Source, value: yaml.Node, path: Path) -> Iterator[Diagnostic]:
+    """`<<: *anchor`: the keys come from elsewhere, and so do their places. Keys written here win, so they go last."""
+    merged = value.value if isinstance(value, yaml.SequenceNode) else [value]
+    for mapping in reversed(merged):
+        if isinstance(mapping, yaml.MappingNode):
+            yield from _walk_mapping(source, mapping, path)
+        else:
+            place = source.place(value.start_mark, value.end_mark)
+            yield Diagnostic(place=place, code="syntax", message="`<<` merges sections, and this is not one")
+
+
+def _value_place(source: Source, node: yaml.Node, key: Place | None) -> Place:
+    """A block of lines is shown by its key, and so is a value that is not there."""
+    block = isinstance(node, yaml.CollectionNode) and not node.flow_style
+    empty = isinstance(node, yaml.ScalarNode) and node.start_mark.index == node.end_mark.index
+    if key is not None and (block or empty):
+        return key
+    return source.place(node.start_mark, node.end_mark)
+
+
+def show_path(path: Path) -> str:
+    """`dataset.train[0].path`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text

@@ -1,0 +1,124 @@
+"""`key=value` on the command line: `optimizer.lr=3e-6`, `dataset.train[0].path=rows.jsonl`, `train.max_steps=null`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from .diagnostics import COMMAND_LINE, Diagnostic, Place
+from .marks import Path, Source, scan, show_path, syntax_error
+
+_KEY = re.compile(r"[A-Za-z_][\w-]*(?:\.[\w-]+|\[\d{1,6}\])*")
+_PART = re.compile(r"[\w-]+")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Override:
+    text: str
+    path: Path
+    value: Any
+
+    @property
+    def place(self) -> Place:
+        return Place(file=COMMAND_LINE, source=self.text)
+
+
+def parse_overrides(texts: Sequence[str]) -> tuple[list[Override], list[Diagnostic]]:
+    """Those that can be read, and what is wrong with the others."""
+    overrides, wrong = [], []
+    for text in texts:
+        found = _parse(text)
+        if isinstance(found, Override):
+            overrides.append(found)
+        else:
+            wrong += found
+    return overrides, wrong
+
+
+def _parse(text: str) -> Override | list[Diagnostic]:
+    key, separator, value = text.partition("=")
+    if not separator or not _KEY.fullmatch(key):
+        return [_problem(text, "expected key=value, such as optimizer.lr=3e-6", _help(text))]
+    source = Source(file=COMMAND_LINE, text=value)
+    if wrong := scan(source):
+        return [
+            _problem(
+                text, f"the value is not readable: {problem.message}", 'quote it for YAML: key="text"', problem.code
+            )
+            for problem in wrong
+        ]
+    try:
+        loaded = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)
+    except yaml.YAMLError as error:
+        return [_problem(text, f"the value is not readable: {syntax_error(source, error).message}")]
+    except (OmegaConfBaseException, ValueError, OverflowError, RecursionError) as error:
+        return [_problem(text, f"the value is not readable: {first_line(error)}")]
+    path = tuple(int(part) if part.isdecimal() and part.isascii() else part for part in _PART.findall(key))
+    return Override(text=text, path=path, value=loaded["value"] if isinstance(loaded, dict) else None)
+
+
+def _problem(text: str, message: str, remedy: str | None = None, code: str = "override") -> Diagnostic:
+    return Diagnostic(place=Place(file=COMMAND_LINE, source=text), code=code, message=message, help=remedy)
+
+
+def _help(text: str) -> str | None:
+    bare = text.lstrip("-")
+    if bare != text and "=" in bare:
+        return f"overrides have no dashes: {bare}"
+    if ":" in text and "=" not in text:
+        return f"write {text.replace(': ', '=').replace(':', '=', 1)}"
+    return None
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def apply_override(data: dict[str, Any], override: Override) -> Diagnostic | None:
+    """Change `data` in place. Sections are merged, lists and values replaced, sections on the way created."""
+    at: Any = data
+    for depth, part in enumerate(override.path[:-1], start=1):
+        if isinstance(at, dict) and at.get(str(part)) is None:
+            at[str(part)] = {}
+        below = _step(at, part)
+        if not isinstance(below, (dict, list)):
+            return _no_way(override, depth, at, below)
+        at = below
+    last = override.path[-1]
+    if isinstance(at, list) and (not isinstance(last, int) or last >= len(at)):
+        return _no_way(override, len(override.path), at, None)
+    here: Any = last if isinstance(at, list) else str(last)
+    old = _step(at, last)
+    at[here] = (
+        _merged(old, override.value) if isinstance(old, dict) and isinstance(override.value, dict) else override.value
+    )
+    return None
+
+
+def _step(at: Any, part: str | int) -> Any:
+    if isinstance(at, list):
+        return at[part] if isinstance(part, int) and part < len(at) else None
+    return at.get(str(part))
+
+
+def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(old)
+    for key, value in new.items():
+        before = merged.get(key)
+        merged[key] = _merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _no_way(override: Override, depth: int, at: Any, below: Any) -> Diagnostic:
+    shown = show_path(override.path[:depth])
+    if isinstance(at, list):
+        message = f"`{show_path(override.path[: depth - 1])}` is a list of {len(at)}, counted from 0"
+        remedy = f"write `{show_path((*override.path[: depth - 1], 0))}` for the first" if at else None
+        return _problem(override.text, message, remedy)
+    return _problem(override.text, f"`{shown}` is a value, nothing is below it")

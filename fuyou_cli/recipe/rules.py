@@ -1,0 +1,136 @@
+"""Rules between keys: pairs that exclude each other, numbers that must divide, places a device does not have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+from .view import Finding, Written, default_of
+
+_SENSIBLE = 1 << 31
+_TIERS = ("weights", "gradients", "optimizer_states", "boundaries")
+
+
+def _at(dotted: str) -> tuple[str, ...]:
+    return tuple(dotted.split("."))
+
+
+def _conflict(dotted: str, message: str, remedy: str | None = None) -> Finding:
+    return Finding(path=_at(dotted), code="conflict", message=message, help=remedy)
+
+
+def _data(written: Written) -> Iterator[Finding]:
+    if any(value == [] for _, value in written.matches("dataset.train")):
+        yield Finding(path=_at("dataset.train"), code="out-of-range", message="`dataset.train` is empty")
+
+
+def _length(written: Written) -> Iterator[Finding]:
+    if written.has("train.epochs") and written.has("train.max_steps"):
+        yield _conflict(
+            "train.max_steps",
+            "`train.max_steps` and `train.epochs` both say how long to train",
+            "keep one; `key=null` clears the other on the command line",
+        )
+    cleared = any(True for _ in written.matches("train.epochs")) and not written.has("train.epochs")
+    if cleared and not written.has("train.max_steps"):
+        yield _conflict("train.epochs", "nothing says how long to train", "write `train.epochs` or `train.max_steps`")
+
+
+def _warmup(written: Written) -> Iterator[Finding]:
+    steps, last = written.whole("lr_scheduler.warmup_steps"), written.whole("train.max_steps")
+    if written.has("lr_scheduler.warmup_steps") and written.has("lr_scheduler.warmup_ratio"):
+        yield _conflict(
+            "lr_scheduler.warmup_steps",
+            "`lr_scheduler.warmup_steps` and `lr_scheduler.warmup_ratio` both say how long to warm up",
+            "keep one; `key=null` clears the other on the command line",
+        )
+    if steps is not None and last is not None and steps > last:
+        yield _conflict(
+            "lr_scheduler.warmup_steps",
+            f"a warm-up of {steps} steps does not end within `train.max_steps: {last}`",
+        )
+
+
+def _decay(written: Written) -> Iterator[Finding]:
+    ratio = written.get("lr_scheduler.min_lr_ratio")
+    if written.get("lr_scheduler.name") == "constant" and ratio not in (
+        None,
+        1,
+        default_of("lr_scheduler.min_lr_ratio"),
+    ):
+        yield _conflict(
+            "lr_scheduler.min_lr_ratio",
+            "a constant schedule never decays, so `lr_scheduler.min_lr_ratio` says nothing",
+            "leave it out, or use linear, cosine or wsd",
+        )
+
+
+def _batch(written: Written) -> Iterator[Finding]:
+    batch, micro = written.whole("train.batch_size"), written.whole("train.micro_batch_size")
+    if batch is not None and micro is not None and 0 < micro < _SENSIBLE and 0 < batch < _SENSIBLE and batch % micro:
+        yield _conflict(
+            "train.micro_batch_size",
+            f"`train.batch_size: {batch}` is not a multiple of `train.micro_batch_size: {micro}`",
+            f"use {_divisor_near(batch, micro)}, or auto",
+        )
+
+
+def _divisor_near(batch: int, micro: int) -> int:
+    """The largest divisor of `batch` that is at most `micro`."""
+    small = [divisor for divisor in range(1, math.isqrt(batch) + 1) if batch % divisor == 0]
+    return max(divisor for pair in small for divisor in (pair, batch // pair) if divisor <= max(micro, 1))
+
+
+def _device(written: Written) -> Iterator[Finding]:
+    if written.get("offload.device") != "cpu":
+        return
+    for tier in _TIERS:
+        if written.get(f"offload.{tier}") == "gpu":
+            yield _conflict(
+                f"offload.{tier}", f"`offload.{tier}: gpu` on `offload.device: cpu`, which has no gpu tier", "use cpu"
+            )
+    if written.has("offload.max_memory.gpu") and written.get("offload.max_memory.gpu") != "auto":
+        yield _conflict("offload.max_memory.gpu", "`offload.device: cpu` has no gpu memory to limit", "leave it auto")
+    if written.get("model.attn_implementation") == "flash_attention_2":
+        yield _conflict(
+            "model.attn_implementation", "flash_attention_2 does not run on `offload.device: cpu`", "use sdpa"
+        )
+
+
+def _strategy(written: Written) -> Iterator[Finding]:
+    strategy = written.get("offload.strategy")
+    for tier in _TIERS:
+        home = written.get(f"offload.{tier}")
+        if strategy == "none" and home == "ssd":
+            yield _conflict(
+                f"offload.{tier}", f"`offload.{tier}: ssd` although `offload.strategy: none` keeps the ssd out"
+            )
+        if strategy == "manual" and home == "auto" and tier in ("weights", "optimizer_states"):
+            yield _conflict(
+                "offload.strategy",
+                f"`offload.strategy: manual` needs `offload.{tier}` to be gpu, cpu or ssd",
+                "name the tier, or use auto and name only the tiers you care about",
+            )
+
+
+def _backends(written: Written) -> Iterator[Finding]:
+    backends = written.get("logging.backends")
+    if isinstance(backends, list) and len(set(map(str, backends))) != len(backends):
+        yield _conflict("logging.backends", "`logging.backends` names one backend twice")
+
+
+RULES: tuple[Callable[[Written], Iterator[Finding]], ...] = (
+    _data,
+    _length,
+    _warmup,
+    _decay,
+    _batch,
+    _device,
+    _strategy,
+    _backends,
+)
+
+
+def broken_rules(written: Written) -> Iterator[Finding]:
+    for rule in RULES:
+        yield from rule(written)

@@ -1,0 +1,218 @@
+"""`Recipe`: the whole schema, its types, ranges and defaults.
+
+Rules between keys are in `rules`, keys whose feature does not exist yet in `unbuilt`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from .fields import AutoBlock, AutoCount, AutoPositive, AutoShare, Folders, Limit, MemoryLimit, Section, Size
+
+Text = Annotated[str, Field(min_length=1)]
+Positive = Annotated[int, Field(ge=1, lt=2**31)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+Share = Annotated[float, Field(ge=0, le=1)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+AnyTier = Literal["auto", "gpu", "cpu", "ssd"]
+
+_AUTO = MemoryLimit(text="auto")
+
+
+class ModelSection(Section):
+    name_or_path: Text
+    revision: Text | None = None
+    attn_implementation: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa"
+    trust_remote_code: bool = False
+
+
+class TokenizerSection(Section):
+    name_or_path: Text | None = None
+    chat_template: Text | None = None
+    pad_token: Text | None = None
+
+
+class AdapterSection(Section):
+    type: Literal["lora"]
+    r: Positive = 16
+    alpha: PositiveFloat = 32.0
+    dropout: Share = 0.0
+    target_modules: Text = "all-linear"
+    quantize: Literal["nf4", "int8"] | None = None
+
+
+class DatasetEntry(Section):
+    path: Text
+    name: Text | None = None
+    split: Text = "train"
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized"] = "auto"
+    columns: dict[str, str] = Field(default_factory=dict)
+    weight: PositiveFloat = 1.0
+    max_samples: Positive | None = None
+
+
+class DatasetSection(Section):
+    train: Annotated[tuple[DatasetEntry, ...], Field(strict=False)]
+    eval: Annotated[tuple[DatasetEntry, ...] | None, Field(strict=False)] = None
+    eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    max_seq_len: Annotated[int, Field(ge=2, lt=2**31)] = 4096
+    overlong: Literal["truncate", "drop", "split", "error"] = "truncate"
+    packing: Literal[False, "concat", "isolated"] = False
+    loss_on: Literal["auto", "all", "assistant", "last_assistant", "completion"] = "auto"
+    shuffle: bool = True
+    num_workers: Annotated[int, Field(ge=0, le=1024)] = 4
+    cache_dir: Text | None = None
+
+
+class OptimizerSection(Section):
+    name: Text = "adamw"
+    lr: PositiveFloat = 1e-5
+    betas: Annotated[
+        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Field(strict=False)
+    ] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+
+
+class LrSchedulerSection(Section):
+    name: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    warmup_ratio: Share | None = None  # 0.03 unless one of the two is written
+    warmup_steps: Count | None = None
+    min_lr_ratio: Share = 0.1
+
+    @classmethod
+    def _fill(cls, data: dict[Any, Any]) -> dict[Any, Any]:
+        if "warmup_ratio" not in data and data.get("warmup_steps") is None:
+            data["warmup_ratio"] = 0.03
+        return data
+
+
+class EarlyStopping(Section):
+    metric: Text = "eval_loss"
+    patience: Positive = 3
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+
+
+class TrainSection(Section):
+    epochs: Positive | None = None  # 1 unless it or max_steps is written
+    max_steps: Positive | None = None
+    max_time: Text | None = None
+    batch_size: Positive = 64
+    micro_batch_size: AutoPositive = "auto"
+    head_chunk_tokens: AutoCount = "auto"  # 0: a whole micro-batch at once
+    threads: AutoPositive = "auto"
+    clip_grad_norm: PositiveFloat | None = 1.0
+    compile: bool = False
+    early_stopping: EarlyStopping | None = None
+
+    @classmethod
+    def _fill(cls, data: dict[Any, Any]) -> dict[Any, Any]:
+        if "epochs" not in data and data.get("max_steps") is None:
+            data["epochs"] = 1
+        return data
+
+
+class PrecisionSection(Section):
+    compute: Literal["bfloat16", "float32", "float16"] = "bfloat16"
+    master: Literal["float32", "bfloat16"] = "float32"
+    grad_accum: Literal["float32", "bfloat16"] = "float32"
+    allow_tf32: bool = True
+
+
+class MaxMemory(Section):
+    gpu: Limit = _AUTO
+    cpu: Limit = _AUTO
+    ssd: Limit = _AUTO
+
+
+class IoSection(Section):
+    backend: Literal["auto", "io_uring", "threads"] = "auto"
+    queue_depth: AutoPositive = "auto"
+    block_size: AutoBlock = "auto"
+
+
+class OffloadSection(Section):
+    strategy: Literal["auto", "none", "manual"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "emulated"] = "auto"
+    dir: Folders = ()  # empty: see directories()
+    max_memory: MaxMemory = MaxMemory()
+    weights: AnyTier = "auto"
+    gradients: AnyTier = "auto"
+    optimizer_states: AnyTier = "auto"
+    activations: Literal["auto", "keep", "swap", "recompute"] = "auto"
+    boundaries: AnyTier = "auto"
+    lookahead: AutoPositive = "auto"
+    defer_updates: AutoShare = "auto"
+    io: IoSection = IoSection()
+    ssd_write_limit: Size | None = None
+
+
+class CheckpointSection(Section):
+    mode: Literal["auto", "in_place", "redo", "snapshot"] = "auto"
+    commit_every_steps: Positive | None = None  # null: the state is saved when a run stops and at its end
+    snapshot_every_steps: Positive | None = None
+    keep_last: Positive = 2
+    resume: Text = "auto"  # auto | never | a path
+
+
+class EvalSection(Section):
+    every_steps: Positive = 200
+    at_start: bool = False
+    max_batches: Positive | None = 50
+
+
+class ExportSection(Section):
+    at_end: bool = True
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    max_shard_size: Size = 5_000_000_000
+    push_to_hub: Text | None = None
+    private: bool = True
+
+
+class WandbSection(Section):
+    project: Text | None = None
+    name: Text | None = None
+    mode: Literal["online", "offline"] = "online"
+
+
+class LoggingSection(Section):
+    every_steps: Positive = 1
+    backends: Annotated[tuple[Literal["console", "jsonl", "tensorboard", "wandb"], ...], Field(strict=False)] = (
+        "console",
+        "jsonl",
+    )
+    wandb: WandbSection = WandbSection()
+
+
+class Recipe(Section):
+    """A run as asked for. Only `output_dir`, `model.name_or_path` and `dataset.train` have no default."""
+
+    version: Literal[1] = 1
+    output_dir: Text
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 42
+    model: ModelSection
+    tokenizer: TokenizerSection = TokenizerSection()
+    adapter: AdapterSection | None = None
+    freeze: Annotated[tuple[Text, ...], Field(strict=False)] = ()
+    dataset: DatasetSection
+    optimizer: OptimizerSection = OptimizerSection()
+    lr_scheduler: LrSchedulerSection = LrSchedulerSection(warmup_ratio=0.03)
+    train: TrainSection = TrainSection(epochs=1)
+    precision: PrecisionSection = PrecisionSection()
+    offload: OffloadSection = OffloadSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    eval: EvalSection | None = None
+    export: ExportSection = ExportSection()
+    logging: LoggingSection = LoggingSection()
+
+    def offload_directories(self, environment: Mapping[str, str]) -> tuple[Path, ...]:
+        """Where the store goes: `offload.dir`, else FUYOU_OFFLOAD_DIR, else a folder beside the outputs."""
+        if self.offload.dir:
+            return tuple(Path(folder).expanduser() for folder in self.offload.dir)
+        named = environment.get("FUYOU_OFFLOAD_DIR")
+        return (Path(named).expanduser(),) if named else (Path(self.output_dir).expanduser() / "store",)

@@ -1,0 +1,23 @@
+"""The recipes that come with fuyou: in the wheel inside the package, in a checkout beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Name -> file, sorted by name. Empty when the installation has none."""
+    for folder in (_PACKAGE / "recipes", _PACKAGE / "shipped_recipes", _PACKAGE.parent / "recipes"):
+        if folder.is_dir():
+            return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    return {}
+
+
+def summary(path: Path) -> str:
+    """The first comment line of a shipped recipe: what it is for."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("# "):
+            return line.removeprefix("# ").strip()
+    return ""

@@ -1,0 +1,139 @@
+"""Keys of the schema whose feature does not exist yet, in one table: building a feature deletes its row.
+
+Such a key is an error that names it. It is never accepted and ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .view import Finding, Written, show_value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unbuilt:
+    """`path` with a value for which `asks` holds needs `feature`; `instead` says what works today."""
+
+    path: str  # dotted; * is each entry of a list
+    asks: Callable[[Any], bool]
+    feature: str
+    instead: str
+
+
+def _set(value: Any) -> bool:
+    return value is not None
+
+
+def _one_of(*values: object) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and value in values
+
+
+def _any_of(*values: str) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and any(item in values for item in value if isinstance(item, str))
+
+
+def _other_than(*values: object) -> Callable[[Any], bool]:
+    return lambda value: value is not None and value not in values
+
+
+UNBUILT: tuple[Unbuilt, ...] = (
+    Unbuilt(path="adapter", asks=_set, feature="LoRA and other adapters", instead="leave it null: full fine-tuning"),
+    Unbuilt(
+        path="freeze", asks=_other_than([]), feature="frozen parameters", instead="leave it out: everything is trained"
+    ),
+    Unbuilt(path="eval", asks=_set, feature="evaluation during training", instead="leave the section out"),
+    Unbuilt(path="dataset.eval", asks=_set, feature="evaluation during training", instead="leave it null"),
+    Unbuilt(
+        path="dataset.eval_fraction",
+        asks=_other_than(0),
+        feature="evaluation during training",
+        instead="leave it 0",
+    ),
+    Unbuilt(path="dataset.train.*.name", asks=_set, feature="hub data sets with subsets", instead="use a local file"),
+    Unbuilt(
+        path="dataset.train.*.weight",
+        asks=_other_than(1),
+        feature="weighted mixing of data sets",
+        instead="leave it 1: entries are taken whole, one after the other",
+    ),
+    Unbuilt(
+        path="dataset.train.*.format",
+        asks=_one_of("sharegpt", "tokenized"),
+        feature="this format",
+        instead="use messages, alpaca, prompt_completion or text",
+    ),
+    Unbuilt(
+        path="dataset.packing",
+        asks=_one_of("isolated"),
+        feature="packing that keeps documents apart",
+        instead="use concat or false",
+    ),
+    Unbuilt(path="optimizer.name", asks=_other_than("adamw"), feature="this optimizer", instead="use adamw"),
+    Unbuilt(
+        path="optimizer.state_dtype",
+        asks=_one_of("bfloat16", "int8"),
+        feature="smaller optimizer states",
+        instead="use float32",
+    ),
+    Unbuilt(path="train.compile", asks=_other_than(False), feature="compiled stages", instead="leave it false"),
+    Unbuilt(path="train.max_time", asks=_set, feature="stopping after a time", instead="use max_steps"),
+    Unbuilt(path="train.early_stopping", asks=_set, feature="early stopping", instead="leave it null"),
+    Unbuilt(
+        path="precision.compute",
+        asks=_one_of("float16"),
+        feature="fp16 with loss scaling",
+        instead="use bfloat16 or float32",
+    ),
+    Unbuilt(
+        path="precision.master", asks=_one_of("bfloat16"), feature="a bf16 master copy", instead="leave it float32"
+    ),
+    Unbuilt(
+        path="offload.activations",
+        asks=_one_of("keep", "swap"),
+        feature="kept or swapped activations",
+        instead="use auto or recompute",
+    ),
+    Unbuilt(
+        path="offload.defer_updates",
+        asks=_other_than("auto", 0),
+        feature="updates deferred by a chosen fraction",
+        instead="leave it auto",
+    ),
+    Unbuilt(path="offload.ssd_write_limit", asks=_set, feature="stopping at a write limit", instead="leave it null"),
+    Unbuilt(
+        path="checkpoint.mode",
+        asks=_one_of("redo", "snapshot"),
+        feature="this checkpoint mode",
+        instead="use auto",
+    ),
+    Unbuilt(
+        path="checkpoint.commit_every_steps",
+        asks=_set,
+        feature="commits during the run",
+        instead="leave it null: the state is saved when the run stops and at its end",
+    ),
+    Unbuilt(path="checkpoint.snapshot_every_steps", asks=_set, feature="snapshots", instead="leave it null"),
+    Unbuilt(path="checkpoint.keep_last", asks=_other_than(2), feature="snapshots", instead="leave it out"),
+    Unbuilt(path="export.push_to_hub", asks=_set, feature="uploading", instead="upload the exported folder yourself"),
+    Unbuilt(
+        path="logging.backends",
+        asks=_any_of("tensorboard", "wandb"),
+        feature="this logger",
+        instead="use console and jsonl",
+    ),
+    Unbuilt(path="logging.wandb.project", asks=_set, feature="the wandb logger", instead="leave it null"),
+    Unbuilt(path="logging.wandb.name", asks=_set, feature="the wandb logger", instead="leave it null"),
+)
+
+
+def unbuilt_keys(written: Written) -> Iterator[Finding]:
+    for row in UNBUILT:
+        for path, value in written.matches(row.path):
+            if row.asks(value):
+                key = row.path.replace(".*", "")
+                shown = key if isinstance(value, (list, dict)) else f"{key}: {show_value(value)}"
+                yield Finding(
+                    path=path, code="not-built", message=f"`{shown}` is not built yet: {row.feature}", help=row.instead
+                )
