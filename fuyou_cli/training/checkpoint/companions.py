@@ -1,0 +1,77 @@
+"""The small files beside the weights: configuration, tokenizer, licence. Copied as they are, save for the dtype."""
+
+from __future__ import annotations
+
+import json
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from fuyou_cli.core.errors import UsageError
+
+from .files import inside, read_json
+
+CONFIG_NAME = "config.json"
+
+# Everything a tokenizer of transformers may consist of, and the terms that have to travel with some weights.
+PATTERNS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model*",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "*.tiktoken",
+    "tekken.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
+CODE_PATTERN = "*.py"  # only beside a configuration that names code of its own
+
+
+def companion_files(source: Path, *, dtype: str) -> dict[str, bytes | Path]:
+    """File name -> content or path, of what `write_checkpoint` puts beside weights of `dtype`.
+
+    Raises UsageError when config.json is missing or a file leads out of the directory.
+    """
+    if not (source / CONFIG_NAME).is_file():
+        raise UsageError(f"{source}: has no {CONFIG_NAME}", hint="Give a directory as save_pretrained writes it.")
+    config = read_json(inside(source, CONFIG_NAME))
+    companions: dict[str, bytes | Path] = {CONFIG_NAME: config_bytes(config, dtype=dtype)}
+    patterns = (*PATTERNS, CODE_PATTERN) if "auto_map" in config else PATTERNS
+    for name in sorted(file.name for file in source.iterdir()):
+        if any(fnmatchcase(name, pattern) for pattern in patterns) and (source / name).is_file():
+            companions[name] = inside(source, name)
+    return companions
+
+
+def is_companion(name: str) -> bool:
+    """Whether this is the name of a file that may stand beside weights that we wrote."""
+    return name == CONFIG_NAME or any(fnmatchcase(name, pattern) for pattern in (*PATTERNS, CODE_PATTERN))
+
+
+def config_bytes(config: dict[str, Any], *, dtype: str) -> bytes:
+    """config.json for weights of `dtype`, also in the configurations of parts that state one."""
+    adjusted = _with_dtype(config, dtype)
+    adjusted["dtype"] = dtype
+    return (json.dumps(adjusted, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    adjusted: dict[str, Any] = {}
+    for key, value in config.items():
+        if key in ("dtype", "torch_dtype"):  # the second is the name before transformers 5
+            adjusted["dtype"] = dtype
+        elif key.endswith("_config") and key != "quantization_config" and isinstance(value, dict):
+            adjusted[key] = _with_dtype(value, dtype)
+        else:
+            adjusted[key] = value
+    return adjusted

@@ -1,0 +1,190 @@
+"""Which files make up a checkpoint, and which tensor is in which.
+
+Everything is checked before a byte of data is used: a directory that passes `open_checkpoint` has every shard its index
+names, inside the directory, each with a valid header and its full length, and every tensor exactly once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from fuyou_cli.core.errors import UsageError
+
+from .header import TensorEntry, parse_file, shown
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+JSON_LIMIT = 64 << 20  # bytes; the index of the largest mixtures is a tenth of it
+NAMES_SHOWN = 8
+
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth", "model.pt")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """A checked set of safetensors files. `entries` is by key in the file, in the order of shards and data."""
+
+    directory: Path
+    shards: tuple[Path, ...]
+    entries: dict[str, TensorEntry]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries.values())
+
+
+def open_checkpoint(directory: Path) -> Checkpoint:
+    """The checkpoint in `directory`: one model.safetensors, or an index with its shards.
+
+    Raises UsageError naming the file or tensor: nothing there, only pickled weights, a shard that is missing, named
+    twice, damaged or outside the directory, a tensor in two shards, in none, or in another than the index says.
+    """
+    if not directory.is_dir():
+        raise UsageError(f"{directory}: there is no such directory", hint="Give the directory that holds config.json.")
+    if os.path.lexists(directory / SINGLE_NAME):
+        file = inside(directory, SINGLE_NAME)
+        return Checkpoint(directory=directory, shards=(file,), entries=parse_file(file).entries)
+    if os.path.lexists(directory / INDEX_NAME):
+        return _open_sharded(directory, shard_map(directory))
+    raise _no_weights(directory)
+
+
+def shard_map(directory: Path) -> dict[str, str]:
+    """The index's map from tensor to shard name. Raises UsageError when it is not such a map."""
+    index = inside(directory, INDEX_NAME)
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UsageError(f"{index}: has no weight_map", hint="Download the index again.")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str):
+            raise UsageError(f"{index}: tensor {shown(name)} has no shard name")
+    return weight_map
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a small JSON file. Raises UsageError: unreadable, too large, no JSON object, or a key twice."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(JSON_LIMIT + 1)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(raw) > JSON_LIMIT:
+        raise UsageError(f"{path}: is larger than {JSON_LIMIT >> 20} MiB, which no such file is")
+    try:
+        value = json.loads(raw, object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        raise UsageError(f"{path}: is not valid JSON: {str(error)[:200]}", hint="Fetch the file again.") from error
+    if not isinstance(value, dict):
+        raise UsageError(f"{path}: holds no JSON object")
+    return value
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"the key {shown(name)} appears twice")
+            seen.add(name)
+    return values
+
+
+def _open_sharded(directory: Path, weight_map: dict[str, str]) -> Checkpoint:
+    index = directory / INDEX_NAME
+    shard_names = sorted(set(weight_map.values()))
+    shards = {name: inside(directory, name, missing_ok=True) for name in shard_names}
+    missing = [name for name in shard_names if not shards[name].is_file()]
+    if missing:
+        raise UsageError(
+            f"{directory}: {len(missing)} of {len(shard_names)} shards are missing: {name_list(missing)}",
+            hint="Download the rest of the model.",
+        )
+    _refuse_one_file_twice(index, shards)
+    entries: dict[str, TensorEntry] = {}
+    flaws: list[str] = []
+    for shard_name, file in shards.items():
+        for name, entry in parse_file(file).entries.items():
+            if name in entries:
+                flaws.append(f"{shown(name)} is in {entries[name].file.name} and in {shard_name}")
+            elif weight_map.get(name, shard_name) != shard_name:
+                flaws.append(f"{shown(name)} is in {shard_name}, the index says {shown(weight_map[name])}")
+            entries.setdefault(name, entry)
+    flaws += [f"{shown(name)} is not in {shard}" for name, shard in weight_map.items() if name not in entries]
+    if flaws:
+        listed = "\n  ".join([*flaws[:NAMES_SHOWN], *(["..."] if len(flaws) > NAMES_SHOWN else [])])
+        raise UsageError(
+            f"{index}: {len(flaws)} tensors are not where it says:\n  {listed}",
+            hint="Index and shards are from different versions: download them again.",
+        )
+    return Checkpoint(directory=directory, shards=tuple(shards.values()), entries=entries)
+
+
+def _refuse_one_file_twice(index: Path, shards: dict[str, Path]) -> None:
+    real_paths: dict[str, str] = {}
+    for name, file in shards.items():
+        real = os.path.realpath(file)
+        if real in real_paths:
+            raise UsageError(f"{index}: shards {shown(real_paths[real])} and {shown(name)} are one and the same file")
+        real_paths[real] = name
+
+
+def inside(directory: Path, name: str, *, missing_ok: bool = False) -> Path:
+    """The path of a file of the checkpoint. Refused when it leads out of the directory, by its name or by a link.
+
+    A snapshot of the hub's cache is the one layout made of links: snapshots/<commit>/<file> points into blobs/.
+    """
+    parts = PurePosixPath(name).parts
+    plain = bool(parts) and not name.startswith("/") and ".." not in parts and "\0" not in name and "\\" not in name
+    refusal = UsageError(
+        f"{directory}: the file {shown(name)} leads out of the directory",
+        hint="Copy the model's files into one directory, without links to other places.",
+    )
+    if not plain:
+        raise refusal
+    path = directory / name
+    try:
+        root = directory.resolve()
+        real = path.resolve(strict=not missing_ok)
+    except FileNotFoundError as error:
+        raise UsageError(f"{path}: is a link to a file that does not exist", hint="Download it again.") from error
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
+        raise UsageError(f"{path}: cannot be resolved: {error}") from error
+    allowed = [root]
+    for parent in root.parents:
+        if parent.name == "snapshots":
+            allowed.append(parent.parent / "blobs")
+            break
+    if not any(real.is_relative_to(place) for place in allowed):
+        raise refusal
+    return path
+
+
+def _no_weights(directory: Path) -> UsageError:
+    names = sorted(file.name for file in directory.iterdir())
+    pickled = [name for name in names if name in _PICKLED or name.endswith((".bin", ".pth", ".pt"))]
+    if pickled:
+        return UsageError(
+            f"{directory}: has only pickled weights ({name_list(pickled)}); reading those would run code from the file",
+            hint="Use a revision with safetensors, or convert once on a machine you trust: "
+            "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR).",
+        )
+    if "adapter_model.safetensors" in names:
+        return UsageError(
+            f"{directory}: holds an adapter, not a whole model",
+            hint="Merge it into its base model first (merge_and_unload), or give the base model.",
+        )
+    return UsageError(
+        f"{directory}: has neither {SINGLE_NAME} nor {INDEX_NAME}",
+        hint="Give a directory as save_pretrained writes it, or a hub id.",
+    )
+
+
+def name_list(names: list[str]) -> str:
+    """Up to eight names, and how many more there are."""
+    listed = ", ".join(shown(name) for name in names[:NAMES_SHOWN])
+    return listed if len(names) <= NAMES_SHOWN else f"{listed} and {len(names) - NAMES_SHOWN} more"

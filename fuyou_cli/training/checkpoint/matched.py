@@ -1,0 +1,37 @@
+"""A model and a checkpoint, brought together: one call that checks everything before the first weight is used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fuyou_cli.core.errors import UsageError
+
+from .files import Checkpoint
+from .header import TensorEntry, shown
+from .names import architecture_renames, match, tied_copies, tied_names
+from .reader import TensorReader
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def entries_for(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, TensorEntry]:
+    """The file's tensor for every name of the model's state dict; the model may be on the meta device.
+
+    Names of tied weights get the same entry. Reads data only where a tied tensor is stored twice: both copies must be
+    equal, since training keeps one. Raises UsageError naming every tensor that does not fit.
+    """
+    names = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    tied = tied_names(model)
+    prefix = model.base_model_prefix
+    renames = architecture_renames(model, checkpoint.entries)
+    matched = match(names, checkpoint.entries, base_model_prefix=prefix, tied=tied, renames=renames)
+    with TensorReader() as reader:
+        for one, other in tied_copies(checkpoint.entries, base_model_prefix=prefix, tied=tied, renames=renames):
+            if not reader.equal(one, other):
+                raise UsageError(
+                    f"{checkpoint.directory}: {shown(one.name)} and {shown(other.name)} are tied in the model "
+                    "but differ in the file",
+                    hint='Set "tie_word_embeddings": false in config.json if they are meant to differ.',
+                )
+    return matched

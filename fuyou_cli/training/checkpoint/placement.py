@@ -1,0 +1,173 @@
+"""Puts a finished model directory in its place in one step, and never in the place of something that is not ours."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+
+from fuyou_cli.core.errors import UsageError
+
+from .companions import is_companion
+from .files import INDEX_NAME, SINGLE_NAME, name_list
+from .header import parse_file
+
+_WRITER = {"written_by": "fuyou"}
+_COMPANIONS = "companions"
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+def mark(companions: Iterable[str]) -> dict[str, str]:
+    """Metadata for every safetensors file that we write: that it is ours, and which files beside it are."""
+    return {**_WRITER, _COMPANIONS: json.dumps(sorted(companions))}
+
+
+class PartialDirectory:
+    """A directory under construction, named .<target>.partial beside its target. Left empty-handed, it is removed.
+
+    It is locked while it is used, so that what a killed run left behind can be told from what another run is writing.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.path = target.parent / f".{target.name}.partial"
+        self._descriptor = -1
+        self._published = False
+
+    def __enter__(self) -> PartialDirectory:
+        refuse_foreign(self.target)
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(exist_ok=True)
+        self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove_files(self.path)
+        except BlockingIOError as error:
+            self._close()
+            raise UsageError(
+                f"{self.target}: another process is writing a model there",
+                hint="Wait for it to finish, or choose another output directory.",
+            ) from error
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            if not self._published:
+                _remove_directory(self.path)
+        finally:
+            self._close()
+
+    def publish(self) -> None:
+        """Gives the directory its name. What was there before, which we wrote, is gone afterwards."""
+        refuse_foreign(self.target)  # again: writing may have taken an hour
+        replaces = self.target.is_dir() and any(self.target.iterdir())
+        if not replaces:
+            self.path.rename(self.target)
+            self._published = True
+        else:
+            old = _exchange(self.path, self.target)
+            self._published = True
+            _remove_directory(old)
+        sync_directory(self.target.parent)
+
+    def _close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+
+def refuse_foreign(directory: Path) -> None:
+    """Raises UsageError unless the directory is absent, empty, or holds only a model that we wrote."""
+    try:
+        names = sorted(file.name for file in directory.iterdir())
+    except FileNotFoundError:
+        return
+    except NotADirectoryError as error:
+        raise UsageError(f"{directory}: is a file", hint="Choose another output directory.") from error
+    if not names:
+        return
+    ours: set[str] = set()
+    for name in names:
+        if _is_weights(name):
+            ours |= _claimed(directory / name)
+    foreign = [name for name in names if name not in ours or not stat.S_ISREG((directory / name).lstat().st_mode)]
+    if foreign:
+        raise UsageError(
+            f"{directory}: holds files that fuyou did not write: {name_list(foreign)}",
+            hint="Choose an empty or new output directory; nothing was changed.",
+        )
+
+
+def sync_directory(path: Path) -> None:
+    """Makes the names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_weights(name: str) -> bool:
+    return name == SINGLE_NAME or (name.startswith("model-") and name.endswith(".safetensors"))
+
+
+def _claimed(file: Path) -> set[str]:
+    """The names of its directory that a weights file says we wrote; none when it is damaged or not ours."""
+    try:
+        metadata = parse_file(file).metadata
+        companions = json.loads(metadata.get(_COMPANIONS, "[]"))
+    except (UsageError, ValueError, RecursionError):
+        return set()
+    if not _WRITER.items() <= metadata.items() or not isinstance(companions, list):
+        return set()
+    return {file.name, *(name for name in companions if isinstance(name, str))}
+
+
+def _remove_files(directory: Path) -> None:
+    """Removes the files that we write, and only those: an unfinished shard has no valid header to tell it by."""
+    names = sorted(file.name for file in directory.iterdir())
+    foreign = [name for name in names if not (_is_weights(name) or name == INDEX_NAME or is_companion(name))]
+    if foreign:
+        raise UsageError(
+            f"{directory}: holds files that fuyou did not write: {name_list(foreign)}",
+            hint="Move that directory out of the way.",
+        )
+    for name in names:
+        (directory / name).unlink()
+
+
+def _remove_directory(directory: Path) -> None:
+    _remove_files(directory)
+    directory.rmdir()
+
+
+def _exchange(new: Path, target: Path) -> Path:
+    """Swaps two directories and returns where the old one is now."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "renameat2"):
+        result = libc.renameat2(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE)
+        if result == 0:
+            return new
+        code = ctypes.get_errno()
+        if code not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise OSError(code, os.strerror(code), str(target))
+    # A file system without exchange: for an instant there is only the old model, under its second name.
+    old = target.parent / f".{target.name}.replaced"
+    target.rename(old)
+    try:
+        new.rename(target)
+    except OSError:
+        old.rename(target)
+        raise
+    return old

@@ -1,0 +1,160 @@
+"""Reads tensors out of safetensors files with little memory.
+
+Data is read with pread straight into the tensor that wants it, or through one piece of fixed size where the dtype
+changes, and the page cache is told at once that it will not be needed again: a model larger than memory must not push
+everything else out while it is imported.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.units import MiB
+
+from .header import BYTES_PER_ELEMENT, TensorEntry, shown
+
+if TYPE_CHECKING:
+    import torch
+
+PIECE = 16 * MiB  # bytes of the file per read
+FLOATS = ("float32", "bfloat16", "float16")
+
+
+class TensorReader:
+    """Owns one open file, the one read last, and one piece of memory, made when the first conversion needs it.
+
+    Tensors are best asked for in the order of their files. Not for several threads at once.
+    """
+
+    def __init__(self) -> None:
+        self._file: Path | None = None
+        self._descriptor = -1
+        self._piece: torch.Tensor | None = None  # uint8[PIECE]
+
+    def __enter__(self) -> TensorReader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor, self._file, self._piece = -1, None, None
+
+    def read(self, entry: TensorEntry) -> torch.Tensor:
+        """One whole tensor, in the file's dtype and shape, in memory of its own."""
+        import torch
+
+        tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        self._read_bytes(entry, 0, _bytes_of(tensor))
+        return tensor
+
+    def read_into(self, entry: TensorEntry, destination: torch.Tensor, *, first_element: int = 0) -> None:
+        """Fills `destination` (contiguous, in host memory) with the tensor's elements from `first_element` on.
+
+        Between float32, bfloat16 and float16 the values are converted as torch converts them; a finite value that the
+        destination cannot hold is a UsageError. Other dtypes have to agree.
+        """
+        import torch
+
+        count = destination.numel()
+        if not destination.is_contiguous() or destination.device.type != "cpu":
+            raise ValueError(f"{entry.name}: the destination is not contiguous host memory")
+        if first_element < 0 or first_element + count > entry.numel:
+            raise ValueError(f"{entry.name}: elements {first_element} to {first_element + count} of {entry.numel}")
+        item_size = BYTES_PER_ELEMENT[entry.dtype]
+        source_dtype = getattr(torch, entry.dtype)
+        flat = destination.detach().reshape(-1)
+        if source_dtype == destination.dtype:
+            self._read_bytes(entry, first_element * item_size, _bytes_of(flat))
+            return
+        wanted = str(destination.dtype).removeprefix("torch.")
+        if entry.dtype not in FLOATS or wanted not in FLOATS:
+            raise UsageError(f"{entry.file}: tensor {shown(entry.name)} is {entry.dtype} and cannot become {wanted}")
+        step = PIECE // item_size
+        for begin in range(0, count, step):
+            length = min(step, count - begin)
+            piece = self._staging()[: length * item_size]
+            self._read_bytes(entry, (first_element + begin) * item_size, _bytes_of(piece))
+            values = piece.view(source_dtype)
+            part = flat[begin : begin + length]
+            part.copy_(values)
+            # float32 holds every value of the other two; anything else may be too narrow.
+            if destination.dtype != torch.float32 and bool((part.isinf() & values.isfinite()).any()):
+                raise UsageError(
+                    f"{entry.file}: tensor {shown(entry.name)} has values too large for {wanted}",
+                    hint="Train with dtype: float32 or bfloat16.",
+                )
+
+    def equal(self, one: TensorEntry, other: TensorEntry) -> bool:
+        """Whether two tensors of the files have the same dtype, shape and bytes. Costs two pieces of memory."""
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            return False
+        halves = bytearray(PIECE // 2), bytearray(PIECE // 2)
+        for begin in range(0, one.nbytes, PIECE // 2):
+            length = min(PIECE // 2, one.nbytes - begin)
+            for entry, half in zip((one, other), halves, strict=True):
+                self._read_bytes(entry, begin, memoryview(half)[:length])
+            if halves[0][:length] != halves[1][:length]:
+                return False
+        return True
+
+    def _staging(self) -> torch.Tensor:
+        import torch
+
+        if self._piece is None:
+            self._piece = torch.empty(PIECE, dtype=torch.uint8)
+        return self._piece
+
+    def _open(self, entry: TensorEntry) -> int:
+        if self._file != entry.file:
+            self.close_file()
+            try:
+                self._descriptor = os.open(entry.file, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise UsageError(f"{entry.file}: cannot be opened: {error.strerror}") from error
+            self._file = entry.file
+        return self._descriptor
+
+    def close_file(self) -> None:
+        """Closes the file read last; the next read opens it again."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor, self._file = -1, None
+
+    def _read_bytes(self, entry: TensorEntry, offset: int, destination: memoryview) -> None:
+        """Fills `destination` with the tensor's bytes from `offset` on. Raises UsageError when the file ends first."""
+        descriptor = self._open(entry)
+        position, done = entry.begin + offset, 0
+        while done < len(destination):
+            part = destination[done : done + PIECE]
+            try:
+                got = os.preadv(descriptor, [part], position)
+            except OSError as error:
+                raise UsageError(
+                    f"{entry.file}: tensor {shown(entry.name)}: reading {len(part)} bytes at {position} failed: "
+                    f"{error.strerror}"
+                ) from error
+            if got == 0:
+                raise UsageError(
+                    f"{entry.file}: is truncated: tensor {shown(entry.name)} ends at byte {entry.end}, "
+                    f"the file at {position}",
+                    hint="Something changed the file while it was read: fetch it again.",
+                )
+            os.posix_fadvise(descriptor, position, got, os.POSIX_FADV_DONTNEED)
+            done += got
+            position += got
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous host tensor, writable in place."""
+    import torch
+
+    if tensor.numel() == 0:
+        return memoryview(bytearray())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data

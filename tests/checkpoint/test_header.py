@@ -1,0 +1,193 @@
+"""A safetensors header is either understood exactly or refused with a UsageError that names file and tensor."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.training.checkpoint.header import HEADER_LIMIT, parse_file, read_header
+
+from .tiny_models import safetensors_bytes, write_file
+
+GOOD = {"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
+
+
+def refusal(path: Path, content: bytes) -> str:
+    path.write_bytes(content)
+    with pytest.raises(UsageError) as caught:
+        read_header(path)
+    assert str(path) in caught.value.message
+    return caught.value.message
+
+
+def test_reads_what_the_reference_library_writes(tmp_path: Path) -> None:
+    tensors = {
+        "weights": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
+        'odd "name" \\ é\n': torch.arange(5, dtype=torch.float32),
+        "scalar": torch.tensor(7.0, dtype=torch.float16),
+        "empty": torch.empty(0, 4),
+        "whole": torch.arange(3),
+    }
+    save_file(tensors, tmp_path / "x.safetensors", metadata={"format": "pt", "note": "ü"})
+    header = parse_file(tmp_path / "x.safetensors")
+    assert header.metadata == {"format": "pt", "note": "ü"}
+    assert header.entries.keys() == tensors.keys()
+    raw = (tmp_path / "x.safetensors").read_bytes()
+    for name, tensor in tensors.items():
+        entry = header.entries[name]
+        assert (entry.shape, entry.numel) == (tuple(tensor.shape), tensor.numel())
+        assert entry.dtype == str(tensor.dtype).removeprefix("torch.")
+        assert raw[entry.begin : entry.end] == tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def entry_text(**changes: object) -> bytes:
+    return json.dumps({"a": {**GOOD["a"], **changes}}).encode()
+
+
+@pytest.mark.parametrize(
+    ("table", "data", "says"),
+    [
+        ({"a": {"dtype": "F32", "shape": [2, 3]}}, 24, "lacks one of"),
+        ({"a": {**GOOD["a"], "extra": 1}}, 24, "'extra'"),
+        (entry_text(dtype="F4"), 24, "dtype 'F4'"),
+        (entry_text(dtype=["F32"]), 24, "string"),
+        (entry_text(shape=[-2, -3]), 24, "negative"),
+        (entry_text(shape=[2.0, 3]), 24, "not valid JSON"),
+        (entry_text(shape=[2, True]), 24, "not valid JSON"),
+        (entry_text(shape=[2, "3"]), 24, "not a whole number"),
+        (entry_text(shape=[2, [3]]), 24, "not a whole number"),
+        (entry_text(shape=[1 << 40, 1 << 40]), 24, "larger than any file"),
+        (entry_text(shape=[0, 1 << 40, 1 << 40]), 24, "larger than any file"),
+        (entry_text(shape=[1] * 65), 24, "more than 64"),
+        (entry_text(shape=[2, 4]), 24, "takes 32 bytes"),
+        (entry_text(data_offsets=[24, 0]), 24, "data_offsets are"),
+        (entry_text(data_offsets=[0, 24, 24]), 24, "more than 2"),
+        (entry_text(data_offsets=[0]), 24, "lacks one of"),
+        (entry_text(data_offsets=[-24, 0]), 24, "negative"),
+        (entry_text(data_offsets=[9223372036854775800, 9223372036854775807]), 24, "data_offsets are"),
+        (entry_text(data_offsets=[10**30, 10**30 + 24]), 24, "not valid JSON"),
+        (entry_text(data_offsets=[4, 28]), 28, "a hole"),
+        ({**GOOD, "b": {"dtype": "F32", "shape": [2], "data_offsets": [20, 28]}}, 28, "overlaps"),
+        ({**GOOD, "b": GOOD["a"]}, 24, "overlaps"),
+        (GOOD, 23, "truncated"),
+        (GOOD, 25, "1 bytes after the last tensor"),
+        (b'{"a": {"dtype": "F32", "dtype": "F32"}}', 0, "twice"),
+        (b'{"__metadata__": {"k": "v", "k": "w"}}', 0, "twice"),
+        (b'{"__metadata__": {}, "__metadata__": {}}', 0, "two __metadata__"),
+        (b'{"__metadata__": {"k": 1}}', 0, "string"),
+        (b'{"a\\ud800": {}}', 0, "escape"),
+        (b'{"\\x41": {}}', 0, "escape"),
+        (b'{"\xff": {}}', 0, "UTF-8"),
+        (b'{"a\nb": {}}', 0, "not valid JSON"),
+        (b'{"' + b"n" * 2000 + b'": {}}', 0, "2000 characters"),
+        (b"[]", 0, "where {"),
+        (b"", 0, "where {"),
+        (b"{} {}", 0, "goes on"),
+        (b"{},", 0, "goes on"),
+        (b'{"a" {}}', 0, "where : belongs"),
+        (b'{"__metadata__": {"k": "v",}}', 0, "string belongs"),
+        (b"[" * 100_000, 0, "where {"),
+        (b'{"a":' * 100_000, 0, "'a'"),
+        (b'{"a": {"shape": ' + b"[" * 100_000, 0, "not a whole number"),
+    ],
+)
+def test_refuses_by_name(tmp_path: Path, table: dict[str, object] | bytes, data: int, says: str) -> None:
+    assert says in refusal(tmp_path / "x.safetensors", safetensors_bytes(table, bytes(data)))
+
+
+def test_names_the_tensor_twice_in_the_file(tmp_path: Path) -> None:
+    entry = json.dumps({"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}).encode()
+    text = b'{"lm_head.weight": ' + entry + b', "lm_head.weight": ' + entry + b"}"
+    assert "'lm_head.weight' twice" in refusal(tmp_path / "x.safetensors", safetensors_bytes(text, b""))
+
+
+@pytest.mark.parametrize("length", [0xFFFF_FFFF_FFFF_FFFF, 1 << 63, HEADER_LIMIT + 1])
+def test_refuses_an_absurd_header_length_without_reading_it(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "x.safetensors"
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", length))
+        file.truncate(1 << 30)  # sparse: long enough that only the limit can refuse it
+    with pytest.raises(UsageError, match="says its header has"):
+        read_header(path)
+
+
+@pytest.mark.parametrize("size", range(0, 8))
+def test_refuses_files_shorter_than_the_length(tmp_path: Path, size: int) -> None:
+    assert "too few" in refusal(tmp_path / "x.safetensors", bytes(size))
+
+
+def test_refuses_what_is_not_a_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name, says in (("pipe", "not a regular file"), ("", "not a regular file"), ("absent", "cannot be opened")):
+        with pytest.raises(UsageError, match=says):
+            read_header(tmp_path / name)
+    with pytest.raises(UsageError, match="cannot be opened"):
+        read_header(tmp_path / "nul\0nul")
+
+
+def test_every_truncation_is_refused(tmp_path: Path) -> None:
+    path = write_file(tmp_path / "x.safetensors", [("a", "F32", [2, 3], 24), ("b", "BF16", [4], 8)])
+    whole = path.read_bytes()
+    assert read_header(path).keys() == {"a", "b"}
+    for size in range(len(whole)):
+        refusal(path, whole[:size])
+
+
+SEED_FILE = safetensors_bytes(
+    {
+        "__metadata__": {"format": "pt"},
+        "model.norm.weight": {"dtype": "BF16", "shape": [4], "data_offsets": [0, 8]},
+        "lm_head.weight": {"dtype": "F32", "shape": [2, 2], "data_offsets": [8, 24]},
+    },
+    bytes(24),
+)
+PIECES = [b"{", b"}", b"[", b"]", b'"', b",", b":", b"-", b"0", b"9" * 25, b"1e9", b"\\u0000", b"\xc3", b"null", b" "]
+EDIT = st.tuples(st.integers(0, len(SEED_FILE)), st.integers(0, 12), st.sampled_from(PIECES) | st.binary(max_size=8))
+
+
+@settings(max_examples=600, deadline=None)
+@given(edits=st.lists(EDIT, min_size=1, max_size=4), keep_length=st.booleans())
+def test_mutated_files_give_entries_or_a_usage_error(
+    tmp_path_factory: pytest.TempPathFactory, edits: list[tuple[int, int, bytes]], keep_length: bool
+) -> None:
+    content = SEED_FILE
+    for position, cut, inserted in edits:
+        content = content[:position] + inserted + content[position + cut :]
+    if not keep_length and len(content) > 32:  # mend the length, so that the mutations reach the parser
+        content = struct.pack("<Q", len(content) - 32) + content[8:]
+    path = tmp_path_factory.getbasetemp() / "mutated.safetensors"
+    path.write_bytes(content)
+    try:
+        entries = read_header(path)
+    except UsageError as error:
+        error.message.encode("ascii")  # printable anywhere, whatever the file holds
+        assert path.name in error.message
+    else:
+        position = 8 + int.from_bytes(content[:8], "little")
+        for entry in entries.values():
+            assert entry.begin == position
+            position = entry.end
+        assert position == len(content)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.binary(max_size=200), data=st.binary(max_size=16))
+def test_arbitrary_headers_give_entries_or_a_usage_error(
+    tmp_path_factory: pytest.TempPathFactory, text: bytes, data: bytes
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "arbitrary.safetensors"
+    path.write_bytes(safetensors_bytes(text, data))
+    try:
+        read_header(path)
+    except UsageError:
+        return
+    assert json.loads(text) is not None and data == b""
