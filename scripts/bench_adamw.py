@@ -1,0 +1,273 @@
+#!/usr/bin/env python3
+"""AdamW: ours beside torch's fused AdamW and DeepSpeed's CPU Adam.
+
+Two comparisons, in one process, every side in memory advised to huge pages, samples interleaved (A B C, A B C, ...):
+
+  float32   one AdamW step of float32 weights and gradients, 28 bytes per parameter on every side
+  one pass  bfloat16 weights, remainder, bfloat16 gradients and moments in one pass (26 bytes per parameter), beside
+            torch's upcast of the gradients + fused step on float32 masters + copy back to bfloat16 weights
+
+A sample counts as quiet when other processes used less than 0.15 cores during it; medians are over quiet samples where
+there are enough of them. Bars: 0.95 of the others' rate in float32, 1.3 times torch's in one pass.
+
+--peers DIR: where DeepSpeed's operators were built (DIR/.bench/torch_ext); without DeepSpeed that side is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+QUIET_CORES = 0.15
+SAMPLE_SECONDS = 0.15
+UNIT = 16384
+Step = Callable[[], None]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, nargs="+", default=sorted({1, os.cpu_count() or 1}))
+    parser.add_argument("--params", type=int, default=50_003_968)
+    parser.add_argument("--good", type=int, default=9, help="quiet samples wanted of each side")
+    parser.add_argument("--max-seconds", type=float, default=120, help="per thread count and comparison")
+    parser.add_argument("--peers", type=Path, help="folder with .bench/torch_ext, where DeepSpeed's operators are")
+    parser.add_argument("--data", type=Path, help="unused here; accepted like by the other comparisons")
+    parser.add_argument("--json", type=Path, help="append one line per result")
+    return parser.parse_args()
+
+
+class Memory:
+    """Tensors in one huge-page arena, given out from its start."""
+
+    def __init__(self, size: int) -> None:
+        from fuyou_cli.swap.arena import Arena
+
+        self.arena, self.used = Arena(size), 0
+
+    def tensor(self, count: int, dtype: object, scale: float) -> object:
+        import torch
+
+        size = count * torch.empty(0, dtype=dtype).element_size()
+        flat = torch.frombuffer(self.arena.view(self.used, size), dtype=dtype)
+        self.used += -(-size // (2 << 20)) * (2 << 20)
+        flat.zero_()
+        if scale:
+            flat.copy_(torch.randn(count) * scale)
+        return flat
+
+
+def bytes_of(tensor: object) -> memoryview:
+    import torch
+
+    return memoryview(tensor.view(torch.uint8).numpy())
+
+
+def our_step(threads: int, params: int, tensors: dict[str, object], weights: str, gradients: str) -> Step:
+    """One step over `threads` parts of the arrays, each on its own thread of this process."""
+    from fuyou_cli.swap import kernels
+    from fuyou_cli.swap.requests import Segment, Update
+
+    pool = ThreadPoolExecutor(threads)
+    share = -(-params // threads // UNIT) * UNIT
+    jobs = []
+    for first in range(0, params, share):
+        count = min(share, params - first)
+        update = Update(
+            params=count, weights_dtype=weights, gradients_dtype=gradients, weights=0, lr=1e-4, beta1=0.9, beta2=0.999,
+            epsilon=1e-8, step=1, segments=(Segment(first=0, count=count, weight_decay=0.01),),
+        )  # fmt: skip
+        views = {name: bytes_of(tensor[first : first + count]) for name, tensor in tensors.items()}
+        jobs.append((update, views))
+    steps = iter(range(1, 1 << 62))
+
+    def step() -> None:
+        number = next(steps)
+        done = [pool.submit(kernels.adamw, replace(update, step=number), **views) for update, views in jobs]
+        for future in done:
+            if future.result():
+                raise SystemExit("the benchmark's own weights went to infinity")
+
+    return step
+
+
+def peer_optimizer(kind: str, parameter: object) -> object:
+    import torch
+
+    if kind == "torch fused":
+        return torch.optim.AdamW([parameter], lr=1e-4, weight_decay=0.01, fused=True)
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam([parameter], lr=1e-4, weight_decay=0.01, adamw_mode=True)
+
+
+def move_state(memory: Memory, optimizer: object, parameter: object) -> None:
+    """The optimizer's moments, made by its first step, into huge pages as well."""
+    state = optimizer.state[parameter]
+    for name in ("exp_avg", "exp_avg_sq"):
+        moved = memory.tensor(parameter.numel(), state[name].dtype, 0)
+        moved.copy_(state[name])
+        state[name] = moved
+
+
+def float32_sides(threads: int, params: int, peers: list[str]) -> tuple[Memory, dict[str, Step]]:
+    import torch
+
+    memory = Memory((len(peers) + 1) * 4 * (4 * params + (2 << 20)))
+    f32 = torch.float32
+    tensors = {
+        "weights": memory.tensor(params, f32, 0.01),
+        "gradients": memory.tensor(params, f32, 0.001),
+        "momentum": memory.tensor(params, f32, 0),
+        "variance": memory.tensor(params, f32, 0),
+    }
+    sides = {"fuyou": our_step(threads, params, tensors, "float32", "float32")}
+    for kind in peers:
+        parameter = torch.nn.Parameter(memory.tensor(params, f32, 0.01))
+        parameter.grad = memory.tensor(params, f32, 0.001)
+        optimizer = peer_optimizer(kind, parameter)
+        optimizer.step()
+        move_state(memory, optimizer, parameter)
+        sides[kind] = optimizer.step
+    return memory, sides
+
+
+def one_pass_sides(threads: int, params: int) -> tuple[Memory, dict[str, Step]]:
+    import torch
+
+    memory = Memory(14 * params + 22 * params + 16 * (2 << 20))
+    f32, bf16 = torch.float32, torch.bfloat16
+    tensors = {
+        "weights": memory.tensor(params, bf16, 0.01),
+        "remainder": memory.tensor(params, torch.int16, 0),
+        "gradients": memory.tensor(params, bf16, 0.001),
+        "momentum": memory.tensor(params, f32, 0),
+        "variance": memory.tensor(params, f32, 0),
+    }
+    sides = {"fuyou": our_step(threads, params, tensors, "bfloat16", "bfloat16")}
+    weights, gradients = memory.tensor(params, bf16, 0.01), memory.tensor(params, bf16, 0.001)
+    master = torch.nn.Parameter(memory.tensor(params, f32, 0.01))
+    master.grad = memory.tensor(params, f32, 0)
+    optimizer = peer_optimizer("torch fused", master)
+    optimizer.step()
+    move_state(memory, optimizer, master)
+
+    def step() -> None:
+        master.grad.copy_(gradients)
+        optimizer.step()
+        with torch.no_grad():
+            weights.copy_(master)
+
+    sides["torch upcast + fused + copy back"] = step
+    return memory, sides
+
+
+def cpu_clock() -> tuple[float, float]:
+    """Busy seconds of the whole machine and of this process."""
+    ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    user, nice, system, _, _, irq, softirq, _ = ticks
+    mine = resource.getrusage(resource.RUSAGE_SELF)
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK"), mine.ru_utime + mine.ru_stime
+
+
+def sample(step: Step) -> tuple[float, float]:
+    """Seconds per step and the cores that others used meanwhile."""
+    machine, mine = cpu_clock()
+    begin = time.perf_counter()
+    steps = 0
+    while steps < 2 or time.perf_counter() - begin < SAMPLE_SECONDS:
+        step()
+        steps += 1
+    seconds = time.perf_counter() - begin
+    machine_after, mine_after = cpu_clock()
+    others = max(0.0, (machine_after - machine) - (mine_after - mine)) / seconds
+    return seconds / steps, others
+
+
+def measure(sides: dict[str, Step], good: int, max_seconds: float) -> dict[str, list[tuple[float, float]]]:
+    """Rounds of one sample per side until each has `good` quiet ones or time is up."""
+    for step in sides.values():
+        step()
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    end = time.perf_counter() + max_seconds
+    while time.perf_counter() < end and any(len(quiet_of(taken)) < good for taken in samples.values()):
+        for name, step in sides.items():
+            samples[name].append(sample(step))
+    return samples
+
+
+def quiet_of(samples: list[tuple[float, float]]) -> list[float]:
+    return [seconds for seconds, others in samples if others < QUIET_CORES]
+
+
+def report(title: str, threads: int, params: int, sizes: dict[str, int], bar: float, args: argparse.Namespace) -> None:
+    import torch
+
+    torch.set_num_threads(threads)
+    if title == "one pass":
+        memory, sides = one_pass_sides(threads, params)
+    else:
+        memory, sides = float32_sides(threads, params, [name for name in sizes if name != "fuyou"])
+    samples = measure(sides, args.good, args.max_seconds)
+    rates = {}
+    print(f"\n{title}, {threads} thread{'s' if threads > 1 else ''}, {params / 1e6:.0f} M parameters")
+    for name, taken in samples.items():
+        quiet = quiet_of(taken)
+        chosen = quiet if len(quiet) >= 3 else [seconds for seconds, _ in taken]
+        rates[name] = params / statistics.median(chosen)
+        low, high = params / max(chosen), params / min(chosen)
+        size = sizes[name]
+        gigabytes = f"{rates[name] * size / 1e9:6.1f} GB/s at {size} B" if size else " " * 18
+        note = "" if len(quiet) >= 3 else "  NOT QUIET: other processes were busy"
+        print(
+            f"  {name:34s} {rates[name] / 1e9:5.2f} Gparam/s ({low / 1e9:.2f} to {high / 1e9:.2f})  {gigabytes}"
+            f"  {len(quiet)} of {len(taken)} samples quiet{note}"
+        )
+    for name, rate in rates.items():
+        if name == "fuyou":
+            continue
+        ratio = rates["fuyou"] / rate
+        verdict = "holds" if ratio >= bar else "MISSED"
+        print(f"  fuyou / {name}: {ratio:.2f}x (bar {bar}: {verdict})")
+        if args.json:
+            line = dict(comparison=title, threads=threads, params=params, peer=name, ratio=ratio, rates=rates, bar=bar)
+            with args.json.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+    del sides
+    _ = memory  # views end with the function; the arena goes with the process
+
+
+def main() -> None:
+    args = arguments()
+    if args.peers:
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(args.peers / ".bench" / "torch_ext"))
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    from importlib.util import find_spec
+
+    from fuyou_cli.swap import kernels
+
+    print(kernels.build_info())
+    peers = ["torch fused"]
+    if find_spec("deepspeed"):
+        peers.append("DeepSpeed CPU Adam")
+    else:
+        print("DeepSpeed is not installed: compared with torch alone")
+    params = args.params // UNIT * UNIT
+    for threads in args.threads:
+        report("float32", threads, params, dict.fromkeys(["fuyou", *peers], 28), 0.95, args)
+        sizes = {"fuyou": 26, "torch upcast + fused + copy back": 0}
+        report("one pass", threads, params, sizes, 1.3, args)
+
+
+if __name__ == "__main__":
+    main()
