@@ -56,7 +56,7 @@ def read_document(file: Path) -> Iterator[tuple[str, bool, bool]]:
 
 def _stream(kind: str, file: Path, **options: Any) -> Iterator[dict[str, Any]]:
     import datasets  # 0.8 s, 84 MiB: in the worker only
-    from pyarrow import ArrowException
+    from pyarrow import ArrowException  # type: ignore[import-untyped,unused-ignore]
 
     if file.stat().st_size == 0:
         raise UsageError(f"{file}: the file is empty")

@@ -108,9 +108,9 @@ def prepare(
     """The rows of `dataset` (the recipe's section), tokenised now or found from an earlier run.
 
     Call it before the arena is mapped: it starts a process. Raises UsageError for data that cannot be used."""
+    options = _options(dataset)
     sources = find_sources(dataset)
-    template = _read_template(chat_template)
-    request = _request(dataset, sources, tokenizer_dir, template, pad_token)
+    request = _request(sources, tokenizer_dir, _read_template(chat_template), pad_token) | options
     final = cache_dir / _fingerprint(request, sources, tokenizer_dir)
     if not final.is_dir():
         cache_dir.mkdir(parents=True, exist_ok=True)
@@ -140,9 +140,8 @@ def _read_template(path: Path | None) -> str | None:
         raise UsageError(f"tokenizer.chat_template: {path}: {error.strerror}") from error
 
 
-def _request(
-    dataset: object, sources: tuple[Source, ...], tokenizer_dir: Path, template: str | None, pad_token: str | None
-) -> dict[str, Any]:
+def _options(dataset: object) -> dict[str, Any]:
+    """The section's options that shape rows. Raises UsageError for a value that is unknown or not built yet."""
     packing = getattr(dataset, "packing", False) or False
     if packing not in (False, "concat"):
         raise UsageError(f"dataset.packing: {packing} is not built yet", hint="use false or concat")
@@ -152,6 +151,13 @@ def _request(
     max_seq_len = int(getattr(dataset, "max_seq_len", 0))
     if max_seq_len < 2:
         raise UsageError(f"dataset.max_seq_len: {max_seq_len} leaves nothing to predict", hint="use at least 2")
+    loss_on = getattr(dataset, "loss_on", "auto")
+    return {"packing": packing, "overlong": overlong, "max_seq_len": max_seq_len, "loss_on": loss_on}
+
+
+def _request(
+    sources: tuple[Source, ...], tokenizer_dir: Path, template: str | None, pad_token: str | None
+) -> dict[str, Any]:
     return {
         "sources": [
             {
@@ -166,10 +172,6 @@ def _request(
         "tokenizer_dir": str(tokenizer_dir),
         "chat_template": template,
         "pad_token": pad_token,
-        "max_seq_len": max_seq_len,
-        "overlong": overlong,
-        "packing": packing,
-        "loss_on": getattr(dataset, "loss_on", "auto"),
     }
 
 

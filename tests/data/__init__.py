@@ -1,0 +1,1 @@
+"""Data: reading, formats, packing, sampling and batches."""

@@ -1,0 +1,130 @@
+"""A small tokenizer made on the spot, and a way to tokenise in this process (the worker's own entry) where starting the
+worker's process is not the point: loading the libraries takes seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fuyou_cli.training.data import Rows
+from fuyou_cli.training.data.worker import build
+
+SAMPLE_TEXT = [
+    "The ferry leaves the northern harbour at nine and reaches the island before noon.",
+    "A baker needs flour, water, salt and time; the oven does the rest.",
+    "Question: how many apples are left? Answer: 7 apples. user assistant system tool",
+    "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich. 漢字かな交じり文 🙂",
+]
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}\n"
+    "{% else %}{{ message['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHATML_UNMARKED = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+
+
+@dataclass(kw_only=True)
+class Entry:
+    """One entry of `dataset.train`, as in a recipe."""
+
+    path: str
+    name: str | None = None
+    split: str = "train"
+    format: str = "auto"
+    columns: dict[str, str] = field(default_factory=dict)
+    weight: float = 1.0
+    max_samples: int | None = None
+
+
+@dataclass(kw_only=True)
+class Section:
+    """The `dataset` section of a recipe."""
+
+    train: list[Entry]
+    max_seq_len: int = 64
+    overlong: str = "truncate"
+    packing: str | bool = False
+    loss_on: str = "auto"
+    num_workers: int = 1
+
+
+@pytest.fixture(scope="session")
+def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    special = ["<|bos|>", "<|im_end|>", "<|im_start|>", "<|pad|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    inner.train_from_iterator(SAMPLE_TEXT, trainer)
+    inner.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 0)])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<|bos|>", eos_token="<|im_end|>", pad_token="<|pad|>"
+    )
+    tokenizer.chat_template = CHATML
+    directory = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_dir: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tokenizer_dir)
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str, list[dict[str, Any]]], Path]:
+    """Writes rows as JSON lines and gives the file."""
+
+    def to_file(name: str, rows: list[dict[str, Any]]) -> Path:
+        file = tmp_path / name
+        file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+        return file
+
+    return to_file
+
+
+@pytest.fixture
+def tokenise(tokenizer_dir: Path, tmp_path: Path) -> Iterator[Callable[..., Rows]]:
+    """The rows of one source, made by the worker's entry in this process."""
+    made = 0
+
+    def rows_of(*files: Path, chat_template: str | None = None, pad_token: str | None = None, **options: Any) -> Rows:
+        nonlocal made
+        made += 1
+        out = tmp_path / f"rows-{made}"
+        out.mkdir()
+        source = {"path": str(files[0]), "files": [str(file) for file in files]}
+        source |= {name: options.pop(name, value) for name, value in SOURCE_DEFAULTS.items()}
+        request = {"sources": [source], "tokenizer_dir": str(tokenizer_dir), "out": str(out)}
+        request |= {"chat_template": chat_template, "pad_token": pad_token}
+        request |= {name: options.pop(name, value) for name, value in OPTION_DEFAULTS.items()}
+        assert not options, options
+        build(request)
+        return Rows(out)
+
+    earlier = os.environ.get("HF_DATASETS_CACHE")
+    os.environ["HF_DATASETS_CACHE"] = str(tmp_path / "datasets")
+    yield rows_of
+    if earlier is None:
+        del os.environ["HF_DATASETS_CACHE"]
+    else:
+        os.environ["HF_DATASETS_CACHE"] = earlier
+
+
+SOURCE_DEFAULTS: dict[str, Any] = {"format": "auto", "columns": {}, "max_samples": None}
+OPTION_DEFAULTS: dict[str, Any] = {"max_seq_len": 64, "overlong": "truncate", "packing": False, "loss_on": "auto"}

@@ -1,0 +1,150 @@
+"""Formats are found by their columns; prompts carry no loss, completions and assistant turns do, their stop token too.
+Expected token streams are spelled with the test's own tokenizer calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.training.data import Rows
+from fuyou_cli.training.data.formats import RowError, choose_format
+
+from .conftest import CHATML_UNMARKED
+
+Write = Callable[[str, list[dict[str, Any]]], Path]
+Tokenise = Callable[..., Rows]
+
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "How many apples?"},
+    {"role": "assistant", "content": "7 apples"},
+    {"role": "user", "content": "And now?"},
+    {"role": "assistant", "content": "4 apples 🙂"},
+]
+
+
+def learnt(rows: Rows, tokenizer: Any, index: int = 0) -> str:
+    """The text of the tokens that carry loss."""
+    return str(tokenizer.decode(rows.tokens(index)[rows.mask(index) == 1].tolist()))
+
+
+def whole(rows: Rows, tokenizer: Any, index: int = 0) -> str:
+    return str(tokenizer.decode(rows.tokens(index).tolist()))
+
+
+@pytest.mark.parametrize(
+    ("columns", "mapping", "expected"),
+    [
+        ({"text"}, {}, "text"),
+        ({"text", "prompt", "completion"}, {}, "prompt_completion"),
+        ({"instruction", "input", "output"}, {}, "alpaca"),
+        ({"messages", "prompt", "completion"}, {}, "messages"),
+        ({"question", "answer"}, {"prompt": "question", "completion": "answer"}, "prompt_completion"),
+        ({"body", "text"}, {"text": "body"}, "text"),
+    ],
+)
+def test_auto_finds_the_format(columns: set[str], mapping: dict[str, str], expected: str) -> None:
+    assert choose_format("auto", frozenset(columns), mapping) == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "columns", "mapping", "words"),
+    [
+        ("auto", {"foo"}, {}, "no format fits the columns found"),
+        ("alpaca", {"instruction"}, {}, "needs the column output"),
+        ("sharegpt", {"conversations"}, {}, "sharegpt is not built yet"),
+        ("csv", {"text"}, {}, "unknown"),
+        ("text", {"text"}, {"prompt": "text"}, "prompt is no column of format text"),
+    ],
+)
+def test_what_fits_no_format_is_refused(asked: str, columns: set[str], mapping: dict[str, str], words: str) -> None:
+    with pytest.raises(RowError, match=words):
+        choose_format(asked, frozenset(columns), mapping)
+
+
+def test_prompt_and_completion(write: Write, tokenise: Tokenise, tokenizer: Any) -> None:
+    file = write("qa.jsonl", [{"question": "How many?", "answer": "7 apples"}])
+    rows = tokenise(file, columns={"prompt": "question", "completion": "answer"})
+    assert whole(rows, tokenizer) == "<|bos|>How many?\n7 apples<|im_end|>"
+    assert learnt(rows, tokenizer) == "7 apples<|im_end|>"
+    assert rows.summary.label_tokens == int(rows.mask(0).sum())
+    assert rows.summary.preview == (("<|bos|>How many?\n", False), ("7 apples<|im_end|>", True))
+    assert rows.summary.formats == ((str(file), "prompt_completion"),)
+
+
+def test_loss_on_all_includes_the_prompt(write: Write, tokenise: Tokenise, tokenizer: Any) -> None:
+    rows = tokenise(write("qa.jsonl", [{"prompt": "a ", "completion": "b"}]), loss_on="all")
+    assert learnt(rows, tokenizer) == whole(rows, tokenizer) == "<|bos|>a b<|im_end|>"
+
+
+def test_alpaca_sections(write: Write, tokenise: Tokenise, tokenizer: Any) -> None:
+    row = {"instruction": "Count.", "input": "apples", "output": "7"}
+    rows = tokenise(write("a.jsonl", [row, {"instruction": "Stop.", "input": "", "output": "ok"}]))
+    prompt = "<|bos|>### Instruction:\nCount.\n\n### Input:\napples\n\n### Response:\n"
+    assert whole(rows, tokenizer) == prompt + "7<|im_end|>"
+    assert learnt(rows, tokenizer) == "7<|im_end|>"
+    assert whole(rows, tokenizer, 1) == "<|bos|>### Instruction:\nStop.\n\n### Response:\nok<|im_end|>"
+
+
+@pytest.mark.parametrize("template", [None, CHATML_UNMARKED], ids=["generation marks", "prefixes"])
+def test_messages_carry_loss_on_assistant_turns(
+    write: Write, tokenise: Tokenise, tokenizer: Any, template: str | None
+) -> None:
+    file = write("chat.jsonl", [{"messages": TURNS}])
+    end = "" if template is None else "\n"  # what the turn adds, where the template marks nothing
+    rows = tokenise(file, chat_template=template, max_seq_len=256)
+    assert whole(rows, tokenizer) == tokenizer.apply_chat_template(TURNS, chat_template=template, tokenize=False)
+    assert learnt(rows, tokenizer) == f"7 apples<|im_end|>{end}4 apples 🙂<|im_end|>{end}"
+    last = tokenise(file, chat_template=template, max_seq_len=256, loss_on="last_assistant")
+    assert learnt(last, tokenizer) == f"4 apples 🙂<|im_end|>{end}"
+    everything = tokenise(file, chat_template=template, max_seq_len=256, loss_on="all")
+    assert everything.mask(0).all()
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(write: Write, tokenise: Tokenise, tokenizer: Any) -> None:
+    answer = "{{ message['content'] }}"
+    template = CHATML_UNMARKED.replace(answer, answer + "{{ '!' if loop.last }}", 1)  # the assistant's
+    file = write("chat.jsonl", [{"messages": TURNS}])
+    with pytest.raises(UsageError, match=r"chat.jsonl:1: .*message 3 differently"):
+        tokenise(file, chat_template=template, max_seq_len=256)
+    rows = tokenise(file, chat_template=template, max_seq_len=256, loss_on="last_assistant")
+    assert learnt(rows, tokenizer) == "4 apples 🙂!<|im_end|>\n"
+
+
+def test_a_template_without_the_stop_token_is_refused(write: Write, tokenise: Tokenise) -> None:
+    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    with pytest.raises(UsageError, match=r"stop token .* never carries loss"):
+        tokenise(write("chat.jsonl", [{"messages": TURNS}]), chat_template=template, max_seq_len=256)
+
+
+def test_completions_cut_before_their_end_are_refused(write: Write, tokenise: Tokenise) -> None:
+    file = write("qa.jsonl", [{"prompt": "a ", "completion": "apples " * 50}] * 3)
+    with pytest.raises(UsageError, match=r"never carries loss.*3 of 3 samples were truncated"):
+        tokenise(file, max_seq_len=16)
+
+
+def test_data_without_any_label_is_refused(write: Write, tokenise: Tokenise) -> None:
+    file = write("qa.jsonl", [{"prompt": "apples " * 50, "completion": "b"}])
+    with pytest.raises(UsageError, match="no token of the data carries loss"):
+        tokenise(file, max_seq_len=16)
+
+
+def test_a_loss_that_means_nothing_is_refused(write: Write, tokenise: Tokenise) -> None:
+    with pytest.raises(UsageError, match="loss_on: assistant does not fit data of format text"):
+        tokenise(write("t.jsonl", [{"text": "a b c"}]), loss_on="assistant")
+
+
+def test_a_start_token_the_tokenizer_adds_and_a_pad_token_of_the_recipe(
+    write: Write, tokenise: Tokenise, tokenizer: Any
+) -> None:
+    file = write("t.jsonl", [{"text": "Answer: 7"}])
+    rows = tokenise(file, pad_token="<|im_start|>")
+    expected = tokenizer("Answer: 7")["input_ids"] + [tokenizer.eos_token_id]
+    assert rows.tokens(0).tolist() == expected and expected[0] == tokenizer.bos_token_id
+    assert rows.summary.pad_id == tokenizer.convert_tokens_to_ids("<|im_start|>")
+    with pytest.raises(UsageError, match="<nope>"):
+        tokenise(file, pad_token="<nope>")

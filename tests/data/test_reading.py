@@ -1,0 +1,152 @@
+"""Files of every kind give the same rows; a broken one gives one error with its place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.training.data import Rows
+from fuyou_cli.training.data.reading import PIECE_CHARS, read_document, read_rows
+from fuyou_cli.training.data.sources import locate
+
+Tokenise = Callable[..., Rows]
+
+PAIRS = [
+    {"prompt": "How many?", "completion": "1.10"},  # a number, a date and "NA" to a reader that guesses types
+    {"prompt": 'a "quoted",\nlong one', "completion": "2024-01-01 00:00:00"},
+    {"prompt": "漢字\u2028🙂", "completion": "NA"},
+]
+
+
+def written(folder: Path, kind: str) -> Path:
+    import datasets
+
+    file = folder / f"data.{kind}"
+    table = datasets.Dataset.from_list(PAIRS)
+    if kind == "jsonl":
+        file.write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in PAIRS), encoding="utf-8-sig")
+    elif kind == "json":
+        file.write_text(json.dumps(PAIRS, indent=2), encoding="utf-8")
+    elif kind == "csv":
+        table.to_csv(str(file))
+    else:
+        table.to_parquet(str(file))
+    return file
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
+def test_every_kind_of_file_gives_the_same_text(tmp_path: Path, kind: str) -> None:
+    assert [row for _, row in read_rows(written(tmp_path, kind))] == PAIRS
+
+
+def test_places_are_lines(tmp_path: Path) -> None:
+    places = [place.rsplit("/", 1)[1] for place, _ in read_rows(written(tmp_path, "csv"))]
+    assert places == ["data.csv:2", "data.csv:3", "data.csv:5"]
+    places = [place.rsplit("/", 1)[1] for place, _ in read_rows(written(tmp_path, "jsonl"))]
+    assert places == ["data.jsonl:1", "data.jsonl:3", "data.jsonl:5"]
+
+
+GOOD = '{"prompt": "a", "completion": "b"}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (GOOD + '{"prompt": "a", "completion": "b"\n' + GOOD, r":2: not valid JSON: .* \(column"),
+        (GOOD + "\n" + '["a", "b"]\n', ":3: not a JSON object but list"),
+        (GOOD + '{"prompt": "a", "completion": 3}\n', ":2: the column completion is of type int"),
+        (GOOD + '{"prompt": "a"}\n', ":2: the column completion is missing"),
+        (GOOD + '{"prompt": null, "completion": "b"}\n', ":2: the column prompt is null"),
+        (GOOD.encode() + b'{"prompt": "\xff", "completion": "b"}\n', ":2: not UTF-8 text"),
+        ('{"messages": [{"role": "user"}]}\n', ":1: message 1 of messages has no content"),
+        ('{"messages": [{"from": "human", "value": "x"}]}\n', ":1: .*sharegpt"),
+        ('{"question": "a", "answer": "b"}\n', ":1: no format fits"),
+        ("", "the file is empty"),
+    ],
+)
+def test_a_broken_row_is_one_error_with_its_place(
+    tmp_path: Path, tokenise: Tokenise, content: str | bytes, words: str
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UsageError, match=words) as caught:
+        tokenise(file)
+    assert str(file) in caught.value.message and "\n" not in caught.value.message
+
+
+def test_other_broken_files(tmp_path: Path, tokenise: Tokenise) -> None:
+    for name, content, words in [
+        ("a.json", '{\n "prompt": "a"\n}', ":1: one object spread over several lines"),
+        ("b.json", '[{"prompt": "a"},\n{"prompt"]', ":2: not valid JSON"),
+        ("c.csv", "prompt,completion\na,b\nc\n", ":3: 1 cells, but the header has 2"),
+        ("d.parquet", "no parquet", "not readable as parquet"),
+    ]:
+        file = tmp_path / name
+        file.write_text(content)
+        with pytest.raises(UsageError, match=words):
+            tokenise(file)
+
+
+def test_a_text_file_is_one_document_when_packed(tmp_path: Path, tokenise: Tokenise, tokenizer: Any) -> None:
+    lines = [f"Line {number}: the ferry leaves at nine.\n" + "\n" * (number % 3 == 0) for number in range(4000)]
+    file = tmp_path / "book.txt"
+    file.write_text("".join(lines))
+    pieces = list(read_document(file))
+    assert "".join(text for text, _, _ in pieces) == "".join(lines) and len(pieces) > 2
+    assert all(text.endswith("\n") and len(text) < PIECE_CHARS + 100 for text, _, _ in pieces)
+    rows = tokenise(file, packing="concat", max_seq_len=512)
+    stream = [token for index in range(len(rows)) for token in rows.tokens(index).tolist()]
+    assert stream == tokenizer("".join(lines))["input_ids"] + [tokenizer.eos_token_id]
+    assert (rows.summary.samples, rows.summary.split) == (1, 1)
+
+
+def test_paragraphs_of_a_text_file_otherwise(tmp_path: Path, tokenise: Tokenise, tokenizer: Any) -> None:
+    file = tmp_path / "book.txt"
+    file.write_text("First one,\ntwo lines.\n\n\n\nSecond.\n\nThird.")
+    rows = tokenise(file, max_samples=2)
+    texts = [tokenizer.decode(rows.tokens(index).tolist()) for index in range(len(rows))]
+    assert texts == ["<|bos|>First one,\ntwo lines.<|im_end|>", "<|bos|>Second.<|im_end|>"]
+
+
+def test_max_samples_counts_over_the_files_of_a_source(tmp_path: Path, tokenise: Tokenise) -> None:
+    files = []
+    for number in range(3):
+        files.append(tmp_path / f"{number}.jsonl")
+        files[-1].write_text(GOOD * 300)
+    assert tokenise(*files, max_samples=500).summary.samples == 500
+    assert tokenise(*files).summary.samples == 900
+
+
+def test_files_directories_and_globs(tmp_path: Path) -> None:
+    for name in (
+        "a/train-1.jsonl",
+        "a/train-0.jsonl",
+        "a/test.jsonl",
+        "b/x.json",
+        "b/y.txt",
+        "b/.hidden.json",
+        "b/R.md",
+    ):
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("{}")
+
+    def names(path: str, split: str = "train") -> list[str]:
+        return [str(file.relative_to(tmp_path)) for file in locate(str(tmp_path / path), split)]
+
+    assert names("a") == ["a/train-0.jsonl", "a/train-1.jsonl"]
+    assert names("a", "test") == ["a/test.jsonl"]
+    assert names("b") == ["b/x.json", "b/y.txt"]
+    assert names("*/*.json*") == ["a/test.jsonl", "a/train-0.jsonl", "a/train-1.jsonl", "b/.hidden.json", "b/x.json"]
+    assert names("a/test.jsonl") == ["a/test.jsonl"]
+    for path, words in (("c", "no data files"), ("b/R.md", "unknown kind of file .md"), ("*.csv", "no data files")):
+        with pytest.raises(UsageError, match=words):
+            names(path)
+    with pytest.raises(UsageError, match="no files of split validation") as caught:
+        names("a", "validation")
+    assert "test, train" in (caught.value.hint or "")

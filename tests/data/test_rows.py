@@ -1,0 +1,192 @@
+"""`prepare` end to end through the worker's process, and batches made of its rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as some
+
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.training.data import NO_LOSS, Rows, Sampler, collate, prepare
+
+from .conftest import Entry, Section
+
+Write = Callable[[str, list[dict[str, Any]]], Path]
+
+
+def prepared(section: Section, tokenizer_dir: Path, cache_dir: Path) -> Rows:
+    return prepare(
+        dataset=section, tokenizer_dir=tokenizer_dir, chat_template=None, pad_token=None, cache_dir=cache_dir
+    )
+
+
+def test_rows_are_made_once_and_found_by_content(write: Write, tokenizer_dir: Path, tmp_path: Path) -> None:
+    file = write("qa.jsonl", [{"prompt": f"{n} apples, less one?", "completion": f"{n - 1} apples"} for n in range(9)])
+    store = tmp_path / "store"
+    rows = prepared(Section(train=[Entry(path=str(file))]), tokenizer_dir, store)
+    assert len(rows) == rows.summary.samples == 9
+    assert sorted(item.name for item in store.iterdir()) == [rows.fingerprint]
+    made = (rows.directory / "tokens.bin").stat().st_mtime_ns
+
+    os.utime(file)  # touched or moved, but the same
+    moved = file.rename(tmp_path / "moved.jsonl")
+    again = prepared(Section(train=[Entry(path=str(moved))]), tokenizer_dir, store)
+    assert again.fingerprint == rows.fingerprint
+    assert (again.directory / "tokens.bin").stat().st_mtime_ns == made
+
+    moved.write_text(moved.read_text().replace("7 apples", "8 apples"))
+    changed = prepared(Section(train=[Entry(path=str(moved))]), tokenizer_dir, store)
+    longer = prepared(Section(train=[Entry(path=str(moved))], max_seq_len=65), tokenizer_dir, store)
+    assert len({rows.fingerprint, changed.fingerprint, longer.fingerprint}) == 3
+
+
+def test_damage_is_noticed(write: Write, tokenizer_dir: Path, tmp_path: Path) -> None:
+    section = Section(train=[Entry(path=str(write("t.jsonl", [{"text": "seven apples"}])))])
+    rows = prepared(section, tokenizer_dir, tmp_path / "store")
+    with (rows.directory / "mask.bin").open("ab") as file:
+        file.write(b"\0")
+    with pytest.raises(UsageError, match="damaged"):
+        prepared(section, tokenizer_dir, tmp_path / "store")
+
+
+def test_errors_cross_the_process_with_their_words(tokenizer_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "qa.jsonl"
+    file.write_text('{"question": "a", "answer": "b"}\n')
+    with pytest.raises(UsageError, match=r"qa.jsonl:1: no format fits") as caught:
+        prepared(Section(train=[Entry(path=str(file))]), tokenizer_dir, tmp_path / "store")
+    assert "columns: {prompt: question, completion: answer}" in (caught.value.hint or "")
+    assert list((tmp_path / "store").iterdir()) == []  # nothing half-made stays
+
+
+def test_a_folder_of_the_user_does_not_stand_in_for_the_library(
+    write: Write, tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("datasets.py").write_text("raise SystemExit('the wrong datasets')")
+    rows = prepared(Section(train=[Entry(path=str(write("t.jsonl", [{"text": "x y z"}])))]), tokenizer_dir, tmp_path)
+    assert len(rows) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"packing": "isolated"}, "isolated is not built yet"),
+        ({"overlong": "cut"}, "overlong: cut"),
+        ({"max_seq_len": 1}, "max_seq_len: 1"),
+        ({"train": []}, "dataset.train is empty"),
+        ({"train": [Entry(path="x", weight=2.0)]}, "weight"),
+        ({"train": [Entry(path="x", name="main")]}, "name"),
+        ({"train": [Entry(path="x", split="train[:10%]")]}, "split"),
+        ({"train": [Entry(path="no/such/data")]}, "no data files at no/such/data"),
+    ],
+)
+def test_what_is_not_built_or_missing_is_refused_at_once(
+    change: dict[str, Any], words: str, tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    section = Section(**({"train": [Entry(path=str(tmp_path))]} | change))
+    with pytest.raises(UsageError, match=words):
+        prepared(section, tokenizer_dir, tmp_path / "store")
+
+
+def test_the_trainer_side_imports_no_heavy_library() -> None:
+    heavy = "('torch', 'datasets', 'transformers', 'tokenizers')"
+    check = f"import sys, fuyou_cli.training.data; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def rows_on_disk(directory: Path, samples: list[tuple[list[int], list[int]]]) -> Rows:
+    """Rows as the worker would leave them, of known content."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir()
+    lengths = [len(tokens) for tokens, _ in samples]
+    (directory / "tokens.bin").write_bytes(b"".join(np.array(tokens, np.int32).tobytes() for tokens, _ in samples))
+    (directory / "mask.bin").write_bytes(b"".join(np.array(mask, np.uint8).tobytes() for _, mask in samples))
+    np.save(directory / "offsets.npy", np.cumsum([0, *lengths]).astype(np.int64))
+    zeros = ("label_tokens", "samples", "truncated", "dropped", "split", "without_loss", "highest_token_id", "pad_id")
+    summary = {"rows": len(samples), "tokens": sum(lengths), "longest_row": max(lengths), "formats": [], "preview": []}
+    (directory / "summary.json").write_text(json.dumps(summary | dict.fromkeys(zeros, 0)))
+    return Rows(directory)
+
+
+row = some.integers(2, 30).flatmap(
+    lambda n: some.tuples(
+        some.lists(some.integers(0, 99), min_size=n, max_size=n),
+        some.lists(some.integers(0, 1), min_size=n, max_size=n),
+    )
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(samples=some.lists(row, min_size=1, max_size=6), multiple=some.sampled_from([1, 8]))
+def test_a_batch_gives_its_rows_back(tmp_path: Path, samples: list[tuple[list[int], list[int]]], multiple: int) -> None:
+    rows = rows_on_disk(tmp_path / "rows", samples)
+    indices = list(range(len(samples)))[::-1]
+    batch = collate(rows, indices, pad_id=7, multiple=multiple, max_len=32)
+    longest = max(len(tokens) for tokens, _ in samples)
+    assert batch.input_ids.dtype == batch.labels.dtype == np.int64
+    assert batch.input_ids.shape == batch.labels.shape == (len(samples), -(-longest // multiple) * multiple)
+    labels = 0
+    for number, index in enumerate(indices):
+        tokens, mask = samples[index]
+        assert batch.input_ids[number].tolist() == tokens + [7] * (batch.input_ids.shape[1] - len(tokens))
+        expected = [token if kept else NO_LOSS for token, kept in zip(tokens, mask, strict=True)]
+        assert batch.labels[number].tolist() == expected + [NO_LOSS] * (batch.labels.shape[1] - len(tokens))
+        labels += sum(mask[1:])
+    assert (batch.tokens, batch.label_tokens) == (sum(len(tokens) for tokens, _ in samples), labels)
+
+
+def test_padding_stops_at_max_len(tmp_path: Path) -> None:
+    rows = rows_on_disk(tmp_path / "rows", [([1] * 13, [1] * 13), ([2] * 3, [0] * 3)])
+    assert collate(rows, [0, 1], pad_id=0, max_len=13).input_ids.shape == (2, 13)
+    assert collate(rows, [1], pad_id=0, max_len=13).input_ids.shape == (1, 8)
+    with pytest.raises(ValueError, match="13 tokens does not fit max_len 12"):
+        collate(rows, [0], pad_id=0, max_len=12)
+    with pytest.raises(IndexError):
+        rows.tokens(2)
+
+
+def test_labels_count_as_the_shifted_loss_counts_them(tmp_path: Path) -> None:
+    import torch
+
+    rows = rows_on_disk(tmp_path / "rows", [([1, 2, 3, 4], [1, 0, 1, 1]), ([5, 6], [1, 1])])
+    ids, labels = collate(rows, [0, 1], pad_id=0, max_len=8).tensors()
+    logits = torch.zeros(*ids.shape, 10)
+    total = torch.nn.functional.cross_entropy(
+        logits[:, :-1].reshape(-1, 10), labels[:, 1:].reshape(-1), ignore_index=NO_LOSS, reduction="sum"
+    )
+    assert total.item() / np.log(10) == pytest.approx(collate(rows, [0, 1], pad_id=0, max_len=8).label_tokens)
+
+
+@pytest.mark.skipif("FUYOU_TEST_DATA" not in os.environ, reason="FUYOU_TEST_DATA does not name the data folder")
+def test_real_questions_and_answers(tokenizer_dir: Path, tokenizer: Any, tmp_path: Path) -> None:
+    """The packed stream decodes to the file's text, every answer carrying loss, and one epoch visits all of it. (No
+    question fills a row, so none is left out for want of labels.)"""
+    folder = Path(os.environ["FUYOU_TEST_DATA"], "gsm8k")
+    columns = {"prompt": "question", "completion": "answer"}
+    section = Section(train=[Entry(path=str(folder), columns=columns)], packing="concat", max_seq_len=1024)
+    rows = prepared(section, tokenizer_dir, tmp_path)
+    lines = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    assert rows.summary.samples == len(lines)
+    tokens = np.concatenate([rows.tokens(index) for index in range(len(rows))])
+    mask = np.concatenate([rows.mask(index) for index in range(len(rows))])
+    expected = "".join(f"<|bos|>{line['question']}\n{line['answer']}<|im_end|>" for line in lines)
+    assert tokenizer.decode(tokens.tolist()).split("<|im_end|>") == expected.split("<|im_end|>")
+    learnt = tokenizer.decode(tokens[mask == 1].tolist())
+    assert learnt == "".join(f"{line['answer']}<|im_end|>" for line in lines)
+    sampler = Sampler(len(rows), batch_size=16, shuffle=True, seed=42)
+    batches = [
+        collate(rows, sampler.batch(step), pad_id=rows.summary.pad_id, max_len=1024)
+        for step in range(sampler.steps_per_epoch)
+    ]
+    assert sum(batch.label_tokens for batch in batches) >= rows.summary.label_tokens
