@@ -25,9 +25,11 @@
 /* cffi: begin */
 #define FY_ABI_VERSION 1
 #define FY_MAX_DIRECTORIES 16
+#define FY_MAX_SEGMENTS 1024
 #define FY_SEGMENT_FROZEN 1
 #define FY_STORE_CREATE 1
 #define FY_STORE_BUFFERED 2
+#define FY_DAEMON_DATA_SUMS 1
 
 typedef struct fy_arena fy_arena;
 typedef struct fy_store fy_store;
@@ -76,7 +78,9 @@ typedef struct {
     uint32_t chunk_params;    /* parameters of one update chunk; a multiple of 16384 */
     uint64_t block_size;      /* bytes of one I/O at most; a multiple of 4096 */
     uint64_t scratch_offset;  /* arena span for update chunks, the daemon's own until stop; size from */
-    uint64_t scratch_size;    /*   fy_scratch_size(); two chunks at least, more overlap better */
+    uint64_t scratch_size;    /*   fy_scratch_size(); two chunks at least, more overlap better. 0 and 0: no updates */
+    uint32_t flags;           /* FY_DAEMON_DATA_SUMS: fy_wait() sums what a read or write moved, on the waiting thread */
+    uint32_t reserved;
 } fy_options;
 
 /* Bytes of scratch that `chunks` chunks of `chunk_params` parameters take, all states and a float32 gradient included. */
@@ -142,6 +146,7 @@ typedef struct {
     uint32_t label;
     uint32_t segment_count;
 } fy_update;
+/* The update and its segments (at most FY_MAX_SEGMENTS, else -E2BIG) are copied: both may go once this returns. */
 int fy_submit_update(fy_daemon *daemon, const fy_update *update, const fy_segment *segments, fy_ticket *out);
 
 /* What a finished request leaves behind. Sums are of the bytes written to the store (0 where nothing was). */
@@ -152,7 +157,7 @@ typedef struct {
     uint64_t remainder_sum;
     uint64_t momentum_sum;
     uint64_t variance_sum;
-    uint64_t data_sum;  /* reads and writes: fy_checksum() of the span when asked for at start, else 0 */
+    uint64_t data_sum; /* reads and writes that worked: fy_checksum() of the span with FY_DAEMON_DATA_SUMS, else 0 */
 } fy_result;
 
 /* 0: done, `result` filled. -ETIME: not yet, the ticket stays valid. Any other negative: the request failed, `result`
@@ -172,8 +177,8 @@ typedef struct {
     uint64_t update_cpu_ns; /* CPU time of the update threads */
     uint64_t ring_cpu_ns;   /* CPU time of the ring thread, or of the pool's threads */
     uint64_t short_resubmitted;
-    uint64_t in_flight;
-    uint64_t queued;
+    uint64_t in_flight; /* I/Os with the kernel now */
+    uint64_t queued;    /* spans with I/Os still to be issued */
 } fy_counters;
 int fy_daemon_counters(fy_daemon *daemon, fy_counters *out);
 

@@ -1,0 +1,277 @@
+/*
+ * internal.h - what the files of the daemon share.
+ *
+ * One mutex guards all of the scheduler: requests, channels, blocks, slots. It is held for bookkeeping only, never
+ * across a system call that moves data; a block is at least 4 KiB and usually 1 MiB, so the lock is taken some thousand
+ * times a second and is not where time goes. A thread that ends up with a block in its hand (the ring thread, a pool
+ * thread) or with a slot (an update thread) owns that datum until it gives it back under the lock.
+ *
+ * Life of a byte: a request is one span, or for updates a series of slots with up to four spans to read and four to
+ * write. A span waits in the heap of its channel (one per direction, each with its own bound, so that neither starves
+ * the other) and is cut into blocks when the backend asks for work. Blocks come back with a result; when all of a
+ * span's blocks are back the span settles; when all of a request's parts have settled its ticket is done.
+ */
+#ifndef FUYOU_INTERNAL_H
+#define FUYOU_INTERNAL_H
+
+#include <assert.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+#include "fuyou.h"
+#include "kernels.h"
+#include "system.h"
+
+#ifdef NDEBUG
+#error "asserts stay on: build without NDEBUG"
+#endif
+
+/* ---- bounds: every queue, loop and retry of the library has one here ---- */
+#define FY__PAGE 4096u                 /* what O_DIRECT, extents and blocks are aligned to */
+#define FY__HUGE_PAGE (2u << 20)
+#define FY__SPAN_MAX (UINT64_C(1) << 48)
+#define FY__DEPTH_MAX 256u             /* I/Os in flight per direction */
+#define FY__BLOCK_MAX (UINT64_C(1) << 30)
+#define FY__REQUESTS_MAX 4096u
+#define FY__SLOTS_MAX 1024u
+#define FY__UPDATE_THREADS_MAX 64u
+#define FY__POOL_THREADS_MAX 32u       /* per direction; a deeper queue does not make more threads */
+#define FY__RETRIES_MAX 256u           /* of one block without any progress, on EAGAIN, EINTR or a sliver */
+#define FY__EVENTS_MAX 4096u
+#define FY__DESCRIPTION_MAX 512u
+#define FY__SLOT_SPANS 4u              /* weights or gradients, remainder, momentum, variance */
+#define FY__CHUNK_UNIT 16384u
+#define FY__PARAMS_UNIT 2048u
+#define FY__SCRATCH_PER_PARAM 14u      /* remainder 2, momentum 4, variance 4, gradient up to 4 */
+#define FY__WAIT_MAX_NS (UINT64_C(1000000000) * 86400 * 365)
+
+_Static_assert((FY__PAGE & (FY__PAGE - 1)) == 0, "pages are a power of two");
+_Static_assert(FY__CHUNK_UNIT * 2 % FY__PAGE == 0, "the smallest state of a chunk fills pages");
+_Static_assert(FY__PARAMS_UNIT * 2 % FY__PAGE == 0, "the smallest state of a stage fills pages");
+_Static_assert(sizeof(off_t) == 8, "files are larger than 2 GiB");
+
+/* ---- arena and store ---- */
+struct fy_arena {
+    void *mapping;
+    unsigned char *base;
+    uint64_t size;
+    pid_t process;
+    atomic_uint users; /* daemons; start adds and stop takes away, nothing else is ordered by it */
+};
+
+struct fy__file {
+    char *path;
+    int fd; /* -1: not open */
+    bool direct;
+    bool created; /* by this open, and so to be unlinked if it fails */
+};
+
+struct fy_store {
+    struct fy__file files[FY_MAX_DIRECTORIES];
+    uint32_t count;
+    uint64_t stripe;
+    uint64_t size;
+    pid_t process;
+    atomic_uint users;
+};
+
+/* Where a logical offset lies, and how many bytes follow before the next file's turn. */
+struct fy__place {
+    uint32_t file;
+    uint64_t offset;
+    uint64_t room;
+};
+struct fy__place fy__store_place(const fy_store *store, uint64_t offset);
+
+/* ---- heap: items by (priority, sequence, position), least first; bounded, no allocation after start ---- */
+struct fy__order {
+    uint64_t priority;
+    uint64_t sequence; /* of acceptance */
+    uint64_t position; /* within one request */
+};
+struct fy__heap_item {
+    struct fy__order order;
+    void *item;
+};
+struct fy__heap {
+    struct fy__heap_item *items;
+    uint32_t count;
+    uint32_t capacity;
+};
+int fy__heap_create(struct fy__heap *heap, uint32_t capacity);
+void fy__heap_destroy(struct fy__heap *heap);
+void fy__heap_push(struct fy__heap *heap, struct fy__order order, void *item);
+void *fy__heap_top(const struct fy__heap *heap); /* NULL when empty */
+void *fy__heap_pop(struct fy__heap *heap);       /* NULL when empty */
+void fy__heap_remove(struct fy__heap *heap, uint32_t index);
+
+/* ---- requests, spans, blocks, slots ---- */
+struct fy__request;
+struct fy__slot;
+
+/* A contiguous piece of arena to move from or to the store. Lives in its request or slot. */
+struct fy__span {
+    uint32_t operation; /* FY_OP_READ or FY_OP_WRITE */
+    uint32_t blocks;    /* with the backend now */
+    uint64_t arena;
+    uint64_t store;
+    uint64_t size;
+    uint64_t issued;
+    struct fy__request *request;
+    struct fy__slot *slot; /* NULL: the span is the whole request */
+};
+
+/* One I/O. Owned by the backend between take and finish. */
+struct fy__block {
+    struct fy__span *span;
+    struct fy__block *next; /* in a free or a retry list */
+    uint32_t operation;
+    uint32_t file;
+    uint32_t retries; /* since the last progress */
+    uint32_t index;   /* in the daemon's table: io_uring's user_data */
+    uint64_t arena;
+    uint64_t offset; /* in the file */
+    uint64_t wanted;
+    uint64_t done;
+};
+
+/* One direction. */
+struct fy__channel {
+    struct fy__heap spans;   /* with bytes still to issue */
+    struct fy__block *free;
+    struct fy__block *retry; /* still counted in flight */
+    struct fy__block *retry_last;
+    uint32_t in_flight;
+    uint32_t depth;
+    uint64_t busy_since_ns;
+    uint64_t busy_ns;
+    uint64_t bytes;
+    uint64_t finished;
+};
+
+enum fy__phase { FY__FREE = 0, FY__READING, FY__READY, FY__COMPUTING, FY__WRITING };
+
+/* One chunk of one update on its way through: read, computed, written. Its scratch is its own by index. */
+struct fy__slot {
+    enum fy__phase phase;
+    uint32_t index;
+    uint32_t spans_left;
+    struct fy__request *request;
+    struct fy__slot *next; /* free list */
+    uint64_t first;        /* parameter */
+    uint64_t count;
+    struct fy__span spans[FY__SLOT_SPANS];
+};
+
+struct fy__request {
+    fy_ticket ticket; /* 0: free */
+    uint32_t index;
+    uint32_t operation;
+    uint32_t label;
+    uint64_t generation; /* of the place in the table: an old ticket never fits a new request */
+    bool done;
+    uint32_t parts; /* not yet settled; 0 means done */
+    struct fy__request *next_free;
+    struct fy__order order;
+    uint64_t begin_ns; /* 0: nothing begun */
+    uint64_t bytes;
+    fy_result result;
+    struct fy__span span; /* reads and writes */
+    fy_update update;     /* updates: as submitted, */
+    fy_segment *segments; /*   FY_MAX_SEGMENTS of room, */
+    uint64_t next_param;  /*   first parameter not yet in a slot */
+    pthread_cond_t finished;
+};
+
+struct fy__ring;
+
+struct fy__events {
+    fy_event *entries; /* FY__EVENTS_MAX */
+    uint32_t first;
+    uint32_t count;
+    uint64_t dropped;
+};
+
+struct fy_daemon {
+    fy_options options;
+    fy_arena *arena;
+    fy_store *store;
+    pid_t process;
+    uint32_t backend;
+    uint32_t slots_count;
+    char description[FY__DESCRIPTION_MAX];
+
+    pthread_mutex_t lock; /* everything below, but for what says otherwise */
+    pthread_cond_t idle;  /* the last waiter has left, or the last request has settled while stopping */
+    pthread_cond_t ready; /* a slot to compute, or stopping */
+    pthread_cond_t work[2]; /* pool: a block to move, by channel */
+    struct fy__channel channels[2];
+    struct fy__block *blocks;
+    struct fy__request *requests;
+    struct fy__request *requests_free;
+    fy_segment *segments;
+    struct fy__slot *slots;
+    struct fy__slot *slots_free;
+    struct fy__heap updates;   /* requests with chunks not yet in a slot */
+    struct fy__heap computing; /* slots whose reads are done */
+    struct fy__events events;
+    uint64_t sequence;
+    uint32_t outstanding; /* tickets neither done nor failed */
+    uint32_t waiters;
+    uint32_t pool_idle[2];
+    bool stopping;
+    bool closing; /* all requests have settled: threads leave */
+    bool ring_asleep;
+    uint64_t update_params;
+    uint64_t short_resubmitted;
+
+    struct fy__ring *ring; /* written before its thread runs */
+    pthread_t update_threads[FY__UPDATE_THREADS_MAX];
+    uint32_t update_threads_count;
+    pthread_t io_threads[2 * FY__POOL_THREADS_MAX]; /* the ring's one thread, or the pool's */
+    uint32_t io_threads_count;
+};
+
+/* ---- queue.c: spans in, blocks out, results in. All under the lock. ---- */
+void fy__queue_push(fy_daemon *daemon, struct fy__span *span, struct fy__order order);
+struct fy__block *fy__queue_take(fy_daemon *daemon, uint32_t channel); /* NULL: nothing to do, or the bound is reached */
+bool fy__queue_has_work(const fy_daemon *daemon, uint32_t channel);
+/* `result`: bytes moved or negative errno, as the kernel said it. */
+void fy__queue_finish(fy_daemon *daemon, struct fy__block *block, int64_t result);
+/* First error wins; unissued parts are dropped, what is with the backend drains. */
+void fy__request_fail(fy_daemon *daemon, struct fy__request *request, const fy_failure *failure);
+/* Takes one part off; the last one finishes the ticket. */
+void fy__request_settle(fy_daemon *daemon, struct fy__request *request);
+
+/* ---- update.c: the read-update-write chain ---- */
+int fy__update_check(const fy_daemon *daemon, const fy_update *update, const fy_segment *segments);
+void fy__update_begin(fy_daemon *daemon, struct fy__request *request);
+void fy__update_span_settled(fy_daemon *daemon, struct fy__slot *slot);
+void fy__update_drop(fy_daemon *daemon, struct fy__request *request); /* of a failed request: what has not begun */
+void *fy__update_thread(void *daemon);
+
+/* ---- request.c: the edge where requests come in and results go out ---- */
+bool fy__inside(uint64_t offset, uint64_t size, uint64_t limit);
+
+/* ---- daemon.c ---- */
+uint64_t fy__now_ns(void);
+void fy__lock(fy_daemon *daemon);
+void fy__unlock(fy_daemon *daemon); /* and wakes the backend when there is work it does not know of */
+
+/* ---- pool.c and ring.c: the two backends ---- */
+int fy__pool_start(fy_daemon *daemon);
+int fy__ring_start(fy_daemon *daemon, char *note, size_t note_size); /* note: features in use, or why not */
+void fy__ring_doorbell(fy_daemon *daemon);                           /* without the lock */
+void fy__ring_destroy(fy_daemon *daemon);                            /* after its thread was joined */
+
+static inline uint32_t fy__channel_of(uint32_t operation)
+{
+    assert(operation == FY_OP_READ || operation == FY_OP_WRITE);
+    return operation == FY_OP_READ ? 0 : 1;
+}
+
+#endif

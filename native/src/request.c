@@ -1,0 +1,201 @@
+/*
+ * request.c - the edge: requests come in and are checked once, results go out.
+ *
+ * Any thread may call. Everything a caller passes is copied or named by offset, and every offset is checked here, so
+ * that the inside may assert instead of checking. A request is one row of a table sized at start; its ticket carries
+ * the row and how often the row was used, so that a ticket waited for twice is unknown and never somebody else's.
+ */
+#include "internal.h"
+
+#include <errno.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#define INDEX_BITS 16u
+
+_Static_assert(FY__REQUESTS_MAX < (1u << INDEX_BITS), "a ticket's low bits hold the row plus one");
+
+bool fy__inside(uint64_t offset, uint64_t size, uint64_t limit)
+{
+    return size <= limit && offset <= limit - size;
+}
+
+static bool overlaps(uint64_t a, uint64_t a_size, uint64_t b, uint64_t b_size)
+{
+    return a < b + b_size && b < a + a_size; /* both were found inside the arena: no overflow */
+}
+
+static struct fy__request *request_of(fy_daemon *daemon, fy_ticket ticket)
+{
+    const uint64_t row = ticket & ((1u << INDEX_BITS) - 1);
+    if (row == 0 || row > daemon->options.requests)
+        return NULL;
+    struct fy__request *request = &daemon->requests[row - 1];
+    return request->ticket == ticket ? request : NULL;
+}
+
+/* Under the lock. NULL: *error says why. */
+static struct fy__request *request_take(fy_daemon *daemon, uint32_t operation, uint64_t priority, uint32_t label,
+                                        int *error)
+{
+    struct fy__request *request = daemon->requests_free;
+    *error = daemon->stopping ? -ECANCELED : request == NULL ? -EAGAIN : 0;
+    if (*error != 0)
+        return NULL;
+    daemon->requests_free = request->next_free;
+    assert(request->ticket == 0);
+    request->generation++;
+    request->ticket = (request->generation << INDEX_BITS) | (request->index + 1);
+    request->operation = operation;
+    request->label = label;
+    request->done = false;
+    request->parts = 1;
+    request->next_free = NULL;
+    request->order = (struct fy__order){.priority = priority, .sequence = daemon->sequence++};
+    request->begin_ns = 0;
+    request->bytes = 0;
+    request->result = (fy_result){0};
+    daemon->outstanding++;
+    return request;
+}
+
+static int submit_span(fy_daemon *daemon, const struct fy__span *span, uint64_t priority, uint32_t label,
+                       fy_ticket *out)
+{
+    if (daemon == NULL || out == NULL)
+        return -EINVAL;
+    if (daemon->process != getpid())
+        return -EPERM;
+    const fy_options *options = &daemon->options;
+    if (span->size == 0 || span->size % FY__PAGE != 0 || span->arena % FY__PAGE != 0 || span->store % FY__PAGE != 0)
+        return -EINVAL;
+    if (!fy__inside(span->arena, span->size, daemon->arena->size) ||
+        !fy__inside(span->store, span->size, daemon->store->size))
+        return -ERANGE;
+    if (overlaps(span->arena, span->size, options->scratch_offset, options->scratch_size))
+        return -EINVAL;
+    int error;
+    fy__lock(daemon);
+    struct fy__request *request = request_take(daemon, span->operation, priority, label, &error);
+    if (request != NULL) {
+        request->span = *span;
+        request->span.request = request;
+        fy__queue_push(daemon, &request->span, request->order);
+        *out = request->ticket;
+    }
+    fy__unlock(daemon);
+    return error;
+}
+
+FY_API int fy_submit_read(fy_daemon *daemon, uint64_t arena_offset, uint64_t store_offset, uint64_t size,
+                          uint64_t priority, uint32_t label, fy_ticket *out)
+{
+    const struct fy__span span = {
+        .operation = FY_OP_READ, .arena = arena_offset, .store = store_offset, .size = size};
+    return submit_span(daemon, &span, priority, label, out);
+}
+
+FY_API int fy_submit_write(fy_daemon *daemon, uint64_t arena_offset, uint64_t store_offset, uint64_t size,
+                           uint64_t priority, uint32_t label, fy_ticket *out)
+{
+    const struct fy__span span = {
+        .operation = FY_OP_WRITE, .arena = arena_offset, .store = store_offset, .size = size};
+    return submit_span(daemon, &span, priority, label, out);
+}
+
+FY_API int fy_submit_update(fy_daemon *daemon, const fy_update *update, const fy_segment *segments, fy_ticket *out)
+{
+    if (daemon == NULL || update == NULL || out == NULL)
+        return -EINVAL;
+    if (daemon->process != getpid())
+        return -EPERM;
+    int error = fy__update_check(daemon, update, segments);
+    if (error != 0)
+        return error;
+    fy__lock(daemon);
+    struct fy__request *request = request_take(daemon, FY_OP_UPDATE, update->priority, update->label, &error);
+    if (request != NULL) {
+        request->update = *update;
+        if (update->segment_count > 0)
+            memcpy(request->segments, segments, update->segment_count * sizeof *segments);
+        fy__update_begin(daemon, request);
+        *out = request->ticket;
+    }
+    fy__unlock(daemon);
+    return error;
+}
+
+static struct timespec deadline_after(uint64_t timeout_ns)
+{
+    if (timeout_ns > FY__WAIT_MAX_NS)
+        timeout_ns = FY__WAIT_MAX_NS;
+    const uint64_t at_ns = fy__now_ns() + timeout_ns;
+    return (struct timespec){.tv_sec = (time_t)(at_ns / 1000000000), .tv_nsec = (long)(at_ns % 1000000000)};
+}
+
+/* Under the lock. 0: the request is done. */
+static int wait_done(fy_daemon *daemon, struct fy__request *request, fy_ticket ticket, uint64_t timeout_ns)
+{
+    if (request->done)
+        return 0;
+    if (timeout_ns == 0)
+        return -ETIME;
+    const struct timespec deadline = deadline_after(timeout_ns);
+    int late = 0;
+    daemon->waiters++;
+    while (request->ticket == ticket && !request->done && late == 0)
+        late = pthread_cond_timedwait(&request->finished, &daemon->lock, &deadline);
+    daemon->waiters--;
+    if (daemon->waiters == 0 && daemon->stopping)
+        pthread_cond_broadcast(&daemon->idle);
+    if (request->ticket != ticket)
+        return -ENOENT; /* another thread waited for it too, and was first */
+    return request->done ? 0 : -ETIME;
+}
+
+FY_API int fy_wait(fy_daemon *daemon, fy_ticket ticket, uint64_t timeout_ns, fy_result *result)
+{
+    if (daemon == NULL || result == NULL)
+        return -EINVAL;
+    if (daemon->process != getpid())
+        return -EPERM;
+    fy__lock(daemon);
+    struct fy__request *request = request_of(daemon, ticket);
+    const int error = request != NULL ? wait_done(daemon, request, ticket, timeout_ns) : -ENOENT;
+    if (error != 0) {
+        fy__unlock(daemon);
+        return error;
+    }
+    *result = request->result;
+    const struct fy__span span = request->span;
+    const bool sums = request->operation != FY_OP_UPDATE && result->failure.error == 0 &&
+                      (daemon->options.flags & FY_DAEMON_DATA_SUMS) != 0;
+    request->ticket = 0;
+    request->next_free = daemon->requests_free;
+    daemon->requests_free = request;
+    fy__unlock(daemon);
+    if (sums)
+        result->data_sum = fy_checksum(daemon->arena->base + span.arena, span.size);
+    return result->failure.error;
+}
+
+FY_API int fy_daemon_events(fy_daemon *daemon, fy_event *out, uint32_t capacity, uint32_t *count, uint64_t *dropped)
+{
+    if (daemon == NULL || count == NULL || dropped == NULL || (out == NULL && capacity > 0))
+        return -EINVAL;
+    if (daemon->process != getpid())
+        return -EPERM;
+    fy__lock(daemon);
+    struct fy__events *events = &daemon->events;
+    const uint32_t taken = events->count < capacity ? events->count : capacity;
+    for (uint32_t i = 0; i < taken; i++)
+        out[i] = events->entries[(events->first + i) % FY__EVENTS_MAX];
+    events->first = (events->first + taken) % FY__EVENTS_MAX;
+    events->count -= taken;
+    *count = taken;
+    *dropped = events->dropped;
+    events->dropped = 0;
+    fy__unlock(daemon);
+    return 0;
+}

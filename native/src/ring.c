@@ -1,0 +1,424 @@
+/*
+ * ring.c - the io_uring backend, and the only file that sees liburing.
+ *
+ * One thread owns the ring: it alone makes submissions and reaps completions, so the kernel can be told so
+ * (SINGLE_ISSUER), completions are run when we ask and not by interrupting us (DEFER_TASKRUN), and the ring needs no
+ * lock. Kernels without those flags get fewer; never SQPOLL, which burns a core and is not faster. A pass of the loop
+ * is: under the daemon's lock judge what came back and take what may leave; outside it fill submissions and enter the
+ * kernel once, for all of them and for at least one answer.
+ *
+ * Other threads wake it by writing to an eventfd whose read is kept armed in the ring, and only when it sleeps although
+ * there is something it could send: under load its own completions wake it and the doorbell stays silent.
+ *
+ * Registered files save a reference count per I/O. Registered buffers pin the arena, so they are tried only when
+ * RLIMIT_MEMLOCK covers all of it; unregistered buffers are the ordinary case. At most 1 GiB fits one registration.
+ */
+#define _GNU_SOURCE
+#include "internal.h"
+
+#include <errno.h>
+
+#ifndef FY_WITH_URING
+#define FY_WITH_URING 1
+#endif
+
+#if FY_WITH_URING
+
+#include <liburing.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/resource.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+#define BUFFER_SIZE (UINT64_C(1) << 30)
+#define BUFFERS_MAX 1024u
+#define BLOCKS_MAX (2 * FY__DEPTH_MAX)
+#define DOORBELL UINT64_MAX          /* user_data of the doorbell's read; blocks use their index */
+#define ENTER_FAILURES_MAX 2000u     /* in a row, a millisecond apart, before the ring is given up */
+#define ENTER_PAUSE_NS 1000000
+#define FEATURES_NEEDED (IORING_FEAT_NODROP | IORING_FEAT_RW_CUR_POS) /* 5.6: no lost completions, plain READ and WRITE */
+
+_Static_assert(FY__BLOCK_MAX <= BUFFER_SIZE, "an I/O crosses at most one boundary between registered buffers");
+
+struct completion {
+    uint32_t block;
+    int32_t result;
+};
+
+/* Owned by the ring thread, but for `doorbell` (written by all) and the fields of the handshake (under the lock). */
+struct fy__ring {
+    struct io_uring uring;
+    int doorbell;
+    uint64_t doorbell_value;
+    bool doorbell_armed;
+    bool files_fixed;
+    uint32_t buffers_fixed;
+    uint32_t enter_failures;
+    bool with_kernel[BLOCKS_MAX];
+    struct completion completions[BLOCKS_MAX];
+    uint32_t completions_count;
+    struct fy__block *batch[BLOCKS_MAX];
+    struct iovec buffers[BUFFERS_MAX];
+    /* handshake */
+    pthread_cond_t started;
+    bool setup_done;
+    int setup_error;
+    char *note;
+    size_t note_size;
+};
+
+static void note_add(struct fy__ring *ring, const char *text)
+{
+    const size_t used = strlen(ring->note);
+    if (used < ring->note_size)
+        (void)snprintf(ring->note + used, ring->note_size - used, "%s%s", used > 0 ? ", " : "", text);
+}
+
+static int try_flags(struct fy__ring *ring, unsigned entries, unsigned flags)
+{
+    const int refused = fy__system.ring_setup(flags);
+    if (refused != 0)
+        return refused;
+    struct io_uring_params params = {.flags = flags};
+    const int error = io_uring_queue_init_params(entries, &ring->uring, &params);
+    if (error != 0)
+        return error;
+    if ((params.features & FEATURES_NEEDED) != FEATURES_NEEDED) {
+        io_uring_queue_exit(&ring->uring);
+        return -ENOSYS;
+    }
+    return 0;
+}
+
+/* The ladder: each rung asks for less of the kernel. Only "I do not know these flags" (EINVAL) leads to the next. */
+static int ring_setup(struct fy__ring *ring, unsigned entries)
+{
+    static const struct {
+        unsigned flags;
+        const char *note;
+    } rungs[] = {
+        {IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN, "single issuer, deferred task work"},
+        {IORING_SETUP_COOP_TASKRUN, "cooperative task work (the kernel has no deferred task work)"},
+        {0, "plain ring (the kernel has no cooperative task work)"},
+    };
+    int error = -EINVAL;
+    for (size_t i = 0; i < sizeof rungs / sizeof rungs[0] && error == -EINVAL; i++) {
+        error = try_flags(ring, entries, rungs[i].flags);
+        if (error == 0)
+            note_add(ring, rungs[i].note);
+    }
+    return error;
+}
+
+static void register_files(const fy_daemon *daemon, struct fy__ring *ring)
+{
+    int fds[FY_MAX_DIRECTORIES];
+    for (uint32_t i = 0; i < daemon->store->count; i++)
+        fds[i] = daemon->store->files[i].fd;
+    ring->files_fixed = io_uring_register_files(&ring->uring, fds, daemon->store->count) == 0;
+    note_add(ring, ring->files_fixed ? "registered files" : "unregistered files (refused by the kernel)");
+}
+
+static void register_buffers(const fy_daemon *daemon, struct fy__ring *ring)
+{
+    const uint64_t size = daemon->arena->size;
+    char text[128];
+    struct rlimit limit;
+    if (getrlimit(RLIMIT_MEMLOCK, &limit) != 0)
+        limit.rlim_cur = 0;
+    const uint64_t count = (size + BUFFER_SIZE - 1) / BUFFER_SIZE;
+    if (size > limit.rlim_cur || count > BUFFERS_MAX) {
+        (void)snprintf(text, sizeof text, "unregistered buffers (arena of %llu MiB, RLIMIT_MEMLOCK %llu MiB)",
+                       (unsigned long long)(size >> 20), (unsigned long long)(limit.rlim_cur >> 20));
+        note_add(ring, text);
+        return;
+    }
+    for (uint64_t i = 0; i < count; i++) {
+        const uint64_t left = size - i * BUFFER_SIZE;
+        ring->buffers[i] = (struct iovec){
+            .iov_base = daemon->arena->base + i * BUFFER_SIZE,
+            .iov_len = (size_t)(left < BUFFER_SIZE ? left : BUFFER_SIZE),
+        };
+    }
+    const int error = io_uring_register_buffers(&ring->uring, ring->buffers, (unsigned)count);
+    ring->buffers_fixed = error == 0 ? (uint32_t)count : 0;
+    (void)snprintf(text, sizeof text, error == 0 ? "registered buffers" : "unregistered buffers (refused: errno %d)",
+                   -error);
+    note_add(ring, text);
+}
+
+static struct io_uring_sqe *next_sqe(struct fy__ring *ring)
+{
+    struct io_uring_sqe *sqe = io_uring_get_sqe(&ring->uring);
+    assert(sqe != NULL); /* the ring has room for every block and the doorbell */
+    return sqe;
+}
+
+static void submit_block(const fy_daemon *daemon, struct fy__ring *ring, const struct fy__block *block)
+{
+    struct io_uring_sqe *sqe = next_sqe(ring);
+    const uint64_t at = block->arena + block->done;
+    const unsigned size = (unsigned)(block->wanted - block->done);
+    const uint64_t offset = block->offset + block->done;
+    const uint64_t buffer = at / BUFFER_SIZE;
+    const bool fixed = ring->buffers_fixed > 0 && (at + size - 1) / BUFFER_SIZE == buffer;
+    const int fd = ring->files_fixed ? (int)block->file : daemon->store->files[block->file].fd;
+    void *data = daemon->arena->base + at;
+    assert(size > 0 && size % FY__PAGE == 0);
+    if (block->operation == FY_OP_READ && fixed)
+        io_uring_prep_read_fixed(sqe, fd, data, size, offset, (int)buffer);
+    else if (block->operation == FY_OP_READ)
+        io_uring_prep_read(sqe, fd, data, size, offset);
+    else if (fixed)
+        io_uring_prep_write_fixed(sqe, fd, data, size, offset, (int)buffer);
+    else
+        io_uring_prep_write(sqe, fd, data, size, offset);
+    if (ring->files_fixed)
+        io_uring_sqe_set_flags(sqe, IOSQE_FIXED_FILE);
+    io_uring_sqe_set_data64(sqe, block->index);
+    assert(!ring->with_kernel[block->index]);
+    ring->with_kernel[block->index] = true;
+}
+
+static void arm_doorbell(struct fy__ring *ring)
+{
+    if (ring->doorbell_armed)
+        return;
+    struct io_uring_sqe *sqe = next_sqe(ring);
+    io_uring_prep_read(sqe, ring->doorbell, &ring->doorbell_value, sizeof ring->doorbell_value, 0);
+    io_uring_sqe_set_data64(sqe, DOORBELL);
+    ring->doorbell_armed = true;
+}
+
+static void collect(const fy_daemon *daemon, struct fy__ring *ring)
+{
+    struct io_uring_cqe *cqe;
+    unsigned head;
+    unsigned seen = 0;
+    io_uring_for_each_cqe(&ring->uring, head, cqe) { /* at most what is in flight */
+        seen++;
+        const uint64_t data = io_uring_cqe_get_data64(cqe);
+        if (data == DOORBELL) {
+            ring->doorbell_armed = false; /* whatever its result: it is armed again and rings again */
+            continue;
+        }
+        assert(data < BLOCKS_MAX && ring->with_kernel[data]);
+        assert(ring->completions_count < BLOCKS_MAX);
+        const struct fy__block *block = &daemon->blocks[data];
+        ring->with_kernel[data] = false;
+        ring->completions[ring->completions_count++] = (struct completion){
+            .block = (uint32_t)data,
+            .result = fy__system.ring_result(block->operation, cqe->res, (uint32_t)(block->wanted - block->done)),
+        };
+    }
+    io_uring_cq_advance(&ring->uring, seen);
+}
+
+/* Sends what is filled in and sleeps until something comes back. False: the kernel refuses for good. */
+static bool enter(struct fy__ring *ring, int *error)
+{
+    int result = fy__system.ring_enter();
+    if (result == 0)
+        result = io_uring_submit_and_wait(&ring->uring, 1);
+    if (result >= 0) {
+        ring->enter_failures = 0;
+        return true;
+    }
+    *error = result;
+    if (result == -EINTR)
+        return true; /* a signal; the next pass goes on */
+    ring->enter_failures++;
+    /* Short of memory or of room (EAGAIN, EBUSY, ENOMEM) passes with time; anything else will not. */
+    if ((result != -EAGAIN && result != -EBUSY && result != -ENOMEM) || ring->enter_failures > ENTER_FAILURES_MAX)
+        return false;
+    const struct timespec pause = {.tv_nsec = ENTER_PAUSE_NS};
+    (void)nanosleep(&pause, NULL); /* woken early is as good */
+    return true;
+}
+
+/* Under the lock: judges what came back, takes what may leave. */
+static uint32_t exchange(fy_daemon *daemon, struct fy__ring *ring)
+{
+    for (uint32_t i = 0; i < ring->completions_count; i++)
+        fy__queue_finish(daemon, &daemon->blocks[ring->completions[i].block], ring->completions[i].result);
+    ring->completions_count = 0;
+    uint32_t count = 0;
+    for (uint32_t channel = 0; channel < 2; channel++) {
+        struct fy__block *block = fy__queue_take(daemon, channel);
+        while (block != NULL) { /* the channel's bound ends it */
+            assert(count < BLOCKS_MAX);
+            ring->batch[count++] = block;
+            block = fy__queue_take(daemon, channel);
+        }
+    }
+    return count;
+}
+
+/* The kernel does not let us in any more. The ring is closed, which cancels what it can; what the kernel still does
+ * goes to pages it holds itself. Everything in flight and everything to come fails with the kernel's own error. */
+static void refuse_everything(fy_daemon *daemon, struct fy__ring *ring, int error)
+{
+    io_uring_queue_exit(&ring->uring);
+    fy__lock(daemon);
+    for (uint32_t i = 0; i < BLOCKS_MAX; i++) {
+        if (ring->with_kernel[i])
+            ring->completions[ring->completions_count++] = (struct completion){.block = i, .result = -EIO};
+        ring->with_kernel[i] = false;
+    }
+    while (!daemon->closing) { /* until stop */
+        const uint32_t count = exchange(daemon, ring);
+        for (uint32_t i = 0; i < count; i++)
+            fy__queue_finish(daemon, ring->batch[i], error == -EAGAIN ? -EIO : error);
+        if (count > 0)
+            continue;
+        daemon->ring_asleep = true;
+        fy__unlock(daemon);
+        uint64_t value;
+        (void)!read(ring->doorbell, &value, sizeof value); /* wakes; what it says does not matter */
+        fy__lock(daemon);
+        daemon->ring_asleep = false;
+    }
+    fy__unlock(daemon);
+}
+
+static void ring_loop(fy_daemon *daemon, struct fy__ring *ring)
+{
+    for (;;) { /* until stop: a pass sleeps in the kernel or moves blocks */
+        fy__lock(daemon);
+        daemon->ring_asleep = false;
+        const uint32_t count = exchange(daemon, ring);
+        const bool leave = daemon->closing;
+        daemon->ring_asleep = true;
+        fy__unlock(daemon);
+        if (leave) {
+            assert(count == 0);
+            io_uring_queue_exit(&ring->uring);
+            return;
+        }
+        for (uint32_t i = 0; i < count; i++)
+            submit_block(daemon, ring, ring->batch[i]);
+        arm_doorbell(ring);
+        int error = 0;
+        const bool usable = enter(ring, &error);
+        collect(daemon, ring);
+        if (!usable) {
+            refuse_everything(daemon, ring, error);
+            return;
+        }
+    }
+}
+
+static void *ring_thread(void *argument)
+{
+    fy_daemon *daemon = argument;
+    struct fy__ring *ring = daemon->ring;
+    const unsigned entries = daemon->options.read_depth + daemon->options.write_depth + 1;
+    const int error = ring_setup(ring, entries);
+    if (error == 0) {
+        (void)io_uring_ring_dontfork(&ring->uring);      /* a child may not call us anyway */
+        (void)io_uring_register_ring_fd(&ring->uring);   /* saves a descriptor lookup; older kernels lack it */
+        register_files(daemon, ring);
+        register_buffers(daemon, ring);
+    }
+    fy__lock(daemon);
+    ring->setup_done = true;
+    ring->setup_error = error;
+    pthread_cond_signal(&ring->started);
+    fy__unlock(daemon);
+    if (error == 0)
+        ring_loop(daemon, ring);
+    return NULL;
+}
+
+/* Makes the ring's thread and hears from it how the set-up went: a single issuer must be the one who sets up. */
+static int launch(fy_daemon *daemon, struct fy__ring *ring)
+{
+    const int error = fy__system.thread_create(&daemon->io_threads[0], NULL, ring_thread, daemon);
+    if (error != 0)
+        return -error;
+    fy__lock(daemon);
+    while (!ring->setup_done)
+        pthread_cond_wait(&ring->started, &daemon->lock);
+    fy__unlock(daemon);
+    if (ring->setup_error != 0)
+        (void)pthread_join(daemon->io_threads[0], NULL); /* it is leaving */
+    else
+        daemon->io_threads_count = 1;
+    return ring->setup_error;
+}
+
+int fy__ring_start(fy_daemon *daemon, char *note, size_t note_size)
+{
+    assert(note_size > 0 && daemon->io_threads_count == 0);
+    struct fy__ring *ring = fy__system.calloc(1, sizeof *ring);
+    if (ring == NULL)
+        return -ENOMEM;
+    ring->note = note;
+    ring->note_size = note_size;
+    /* Not EFD_NONBLOCK: an armed read of a non-blocking eventfd would come back with EAGAIN at once. */
+    ring->doorbell = fy__system.eventfd(0, EFD_CLOEXEC);
+    int error = ring->doorbell < 0 ? -errno : 0;
+    if (error != 0) {
+        free(ring);
+        return error;
+    }
+    error = -pthread_cond_init(&ring->started, NULL);
+    if (error != 0) {
+        (void)fy__system.close(ring->doorbell); /* already failing */
+        free(ring);
+        return error;
+    }
+    daemon->ring = ring;
+    error = launch(daemon, ring);
+    if (error != 0)
+        fy__ring_destroy(daemon);
+    return error;
+}
+
+void fy__ring_doorbell(fy_daemon *daemon)
+{
+    const uint64_t one = 1;
+    ssize_t written = -1;
+    for (uint32_t attempt = 0; attempt < FY__RETRIES_MAX && written < 0; attempt++)
+        written = write(daemon->ring->doorbell, &one, sizeof one); /* fails only when a signal comes first */
+    assert(written == (ssize_t)sizeof one);
+}
+
+void fy__ring_destroy(fy_daemon *daemon)
+{
+    struct fy__ring *ring = daemon->ring;
+    if (ring == NULL)
+        return;
+    (void)fy__system.close(ring->doorbell); /* an eventfd has nothing to lose */
+    (void)pthread_cond_destroy(&ring->started);
+    free(ring);
+    daemon->ring = NULL;
+}
+
+#else /* built without io_uring */
+
+#include <stdio.h>
+
+int fy__ring_start(fy_daemon *daemon, char *note, size_t note_size)
+{
+    (void)daemon;
+    (void)snprintf(note, note_size, "%s", "built without io_uring");
+    return -ENOSYS;
+}
+
+void fy__ring_doorbell(fy_daemon *daemon)
+{
+    (void)daemon;
+    assert(false); /* there is no ring to wake */
+}
+
+void fy__ring_destroy(fy_daemon *daemon)
+{
+    (void)daemon;
+}
+
+#endif

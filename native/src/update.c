@@ -1,0 +1,392 @@
+/*
+ * update.c - the read-update-write chain: one AdamW step over a stage whose states rest on the store.
+ *
+ * A stage is cut into chunks of parameters. A chunk on its way occupies a slot, whose scratch holds its states: it is
+ * read, computed on an update thread, and written from where it lies (weights from their own span of the arena). There
+ * are several slots, so chunk c + 1 is being read while c computes and c - 1 is written; reads and writes have their own
+ * channels, and the read of the next chunk has always been queued before the write of this one.
+ *
+ * Slots belong to nobody in particular: a free slot goes to the most urgent update that still has chunks, so the reads
+ * of the next update begin while the last chunks of this one are still written, and neither direction of the disk idles
+ * between updates. States that rest in the arena are updated where they are; states never written are zeros, made by
+ * the update thread.
+ *
+ * The arithmetic is elementwise and the sums add up in any order, so the result does not depend on chunks or threads.
+ *
+ * Everything but fy__update_check() and slot_compute() runs under the daemon's lock. A slot being computed belongs to
+ * its update thread alone.
+ */
+#include "internal.h"
+
+#include <errno.h>
+#include <string.h>
+
+/* The four tensors that a chunk may read or write, in the order of the scratch. GRADIENTS are only read; their place
+ * among a slot's spans is the weights' when it comes to writing. */
+enum { REMAINDER = 0, MOMENTUM, VARIANCE, GRADIENTS, TENSORS };
+_Static_assert(TENSORS == FY__SLOT_SPANS, "a slot has a span per tensor");
+
+static uint64_t weight_bytes(const fy_update *update)
+{
+    return update->weights_dtype == FY_BFLOAT16 ? 2 : 4;
+}
+
+static uint64_t gradient_bytes(const fy_update *update)
+{
+    return update->gradients_dtype == FY_BFLOAT16 ? 2 : 4;
+}
+
+/* Where a tensor of the update rests, its bytes per parameter and its place in a slot's scratch, per parameter. */
+struct tensor {
+    fy_home home;
+    uint64_t bytes;
+    uint64_t scratch;
+    bool used;
+};
+
+static struct tensor tensor_of(const fy_update *update, uint32_t which)
+{
+    switch (which) {
+    case REMAINDER:
+        return (struct tensor){update->remainder, 2, 0, update->weights_dtype == FY_BFLOAT16};
+    case MOMENTUM:
+        return (struct tensor){update->momentum, 4, 2, true};
+    case VARIANCE:
+        return (struct tensor){update->variance, 4, 6, true};
+    default:
+        assert(which == GRADIENTS);
+        return (struct tensor){
+            {update->gradients, update->gradients_source, FY_NOWHERE}, gradient_bytes(update), 10, true};
+    }
+}
+
+/* ---- the edge ---- */
+
+static bool arena_span_good(const fy_daemon *daemon, uint64_t offset, uint64_t size, uint64_t unit)
+{
+    const uint64_t scratch = daemon->options.scratch_offset;
+    if (offset % unit != 0 || !fy__inside(offset, size, daemon->arena->size))
+        return false;
+    return offset + size <= scratch || offset >= scratch + daemon->options.scratch_size;
+}
+
+static bool store_span_good(const fy_daemon *daemon, uint64_t offset, uint64_t size)
+{
+    return offset % FY__PAGE == 0 && fy__inside(offset, size, daemon->store->size);
+}
+
+static bool home_good(const fy_daemon *daemon, const fy_home *home, uint64_t size)
+{
+    const bool in_arena = home->arena != FY_NOWHERE;
+    const bool has_source = home->source != FY_NOWHERE;
+    const bool has_target = home->target != FY_NOWHERE;
+    /* Written from the arena, a span is under direct I/O and must lie on pages. */
+    if (in_arena && (has_source || !arena_span_good(daemon, home->arena, size, has_target ? FY__PAGE : 64)))
+        return false;
+    if (!in_arena && !has_target)
+        return false; /* the new state would rest nowhere */
+    if (has_source && !store_span_good(daemon, home->source, size))
+        return false;
+    if (has_target && !store_span_good(daemon, home->target, size))
+        return false;
+    return !has_source || home->source + size <= home->target || home->target + size <= home->source;
+}
+
+static bool segments_good(const fy_update *update, const fy_segment *segments)
+{
+    uint64_t end = 0;
+    for (uint32_t i = 0; i < update->segment_count; i++) {
+        if (segments[i].first < end || !fy__inside(segments[i].first, segments[i].count, update->params))
+            return false;
+        end = segments[i].first + segments[i].count;
+    }
+    return true;
+}
+
+int fy__update_check(const fy_daemon *daemon, const fy_update *update, const fy_segment *segments)
+{
+    if (daemon->slots_count == 0)
+        return -EINVAL; /* started without update threads */
+    if (update->params == 0 || update->params % FY__PARAMS_UNIT != 0 || update->params > FY__SPAN_MAX / 4)
+        return -EINVAL;
+    if (update->weights_dtype > FY_BFLOAT16 || update->gradients_dtype > FY_BFLOAT16 || update->step == 0)
+        return -EINVAL;
+    if (update->segment_count > FY_MAX_SEGMENTS)
+        return -E2BIG;
+    if ((update->segment_count > 0 && segments == NULL) || !segments_good(update, segments))
+        return -EINVAL;
+    const uint64_t weights_size = update->params * weight_bytes(update);
+    const bool written = update->weights_target != FY_NOWHERE;
+    if (!arena_span_good(daemon, update->weights, weights_size, written ? FY__PAGE : 64))
+        return -EINVAL;
+    if (written && !store_span_good(daemon, update->weights_target, weights_size))
+        return -EINVAL;
+    const uint64_t gradients_size = update->params * gradient_bytes(update);
+    if ((update->gradients == FY_NOWHERE) == (update->gradients_source == FY_NOWHERE))
+        return -EINVAL;
+    if (update->gradients != FY_NOWHERE ? !arena_span_good(daemon, update->gradients, gradients_size, 64)
+                                        : !store_span_good(daemon, update->gradients_source, gradients_size))
+        return -EINVAL;
+    for (uint32_t i = REMAINDER; i <= VARIANCE; i++) {
+        const struct tensor tensor = tensor_of(update, i);
+        if (tensor.used && !home_good(daemon, &tensor.home, update->params * tensor.bytes))
+            return -EINVAL;
+    }
+    return 0;
+}
+
+/* ---- the chain ---- */
+
+static bool request_failed(const struct fy__request *request)
+{
+    return request->result.failure.error != 0;
+}
+
+static uint64_t scratch_of(const fy_daemon *daemon, const struct fy__slot *slot, const struct tensor *tensor)
+{
+    const uint64_t chunk_params = daemon->options.chunk_params;
+    return daemon->options.scratch_offset + fy_scratch_size((uint32_t)chunk_params, 1) * slot->index +
+           chunk_params * tensor->scratch;
+}
+
+/* The arena offset of a chunk's part of a tensor: where it rests, or its scratch. */
+static uint64_t place_of(const fy_daemon *daemon, const struct fy__slot *slot, const struct tensor *tensor)
+{
+    if (tensor->home.arena != FY_NOWHERE)
+        return tensor->home.arena + slot->first * tensor->bytes;
+    return scratch_of(daemon, slot, tensor);
+}
+
+static struct fy__order order_of(const struct fy__slot *slot)
+{
+    struct fy__order order = slot->request->order;
+    order.position = slot->first;
+    return order;
+}
+
+static void span_push(fy_daemon *daemon, struct fy__slot *slot, uint32_t operation, uint64_t arena, uint64_t store,
+                      uint64_t size)
+{
+    assert(slot->spans_left < FY__SLOT_SPANS);
+    struct fy__span *span = &slot->spans[slot->spans_left++];
+    *span = (struct fy__span){
+        .operation = operation,
+        .arena = arena,
+        .store = store,
+        .size = size,
+        .request = slot->request,
+        .slot = slot,
+    };
+    fy__queue_push(daemon, span, order_of(slot));
+}
+
+static void slot_ready(fy_daemon *daemon, struct fy__slot *slot)
+{
+    slot->phase = FY__READY;
+    fy__heap_push(&daemon->computing, order_of(slot), slot);
+    pthread_cond_signal(&daemon->ready);
+}
+
+static void slot_read(fy_daemon *daemon, struct fy__slot *slot)
+{
+    const fy_update *update = &slot->request->update;
+    slot->phase = FY__READING;
+    slot->spans_left = 0;
+    for (uint32_t i = 0; i < TENSORS; i++) {
+        const struct tensor tensor = tensor_of(update, i);
+        if (!tensor.used || tensor.home.source == FY_NOWHERE)
+            continue;
+        span_push(daemon, slot, FY_OP_READ, scratch_of(daemon, slot, &tensor),
+                  tensor.home.source + slot->first * tensor.bytes, slot->count * tensor.bytes);
+    }
+    if (slot->spans_left == 0)
+        slot_ready(daemon, slot);
+}
+
+/* Gives free slots to the updates that want them, most urgent first. */
+static void slots_fill(fy_daemon *daemon)
+{
+    while (daemon->slots_free != NULL && daemon->updates.count > 0) { /* every round uses up a slot */
+        struct fy__request *request = fy__heap_top(&daemon->updates);
+        struct fy__slot *slot = daemon->slots_free;
+        const uint64_t left = request->update.params - request->next_param;
+        assert(left > 0 && slot->phase == FY__FREE);
+        daemon->slots_free = slot->next;
+        slot->next = NULL;
+        slot->request = request;
+        slot->first = request->next_param;
+        slot->count = left < daemon->options.chunk_params ? left : daemon->options.chunk_params;
+        request->next_param += slot->count;
+        request->parts++;
+        if (slot->count == left) {
+            (void)fy__heap_pop(&daemon->updates); /* it is `request` */
+            request->parts--;                     /* its place among the updates; the slot's part is left */
+        }
+        assert(request->parts > 0);
+        slot_read(daemon, slot);
+    }
+}
+
+static void slot_free(fy_daemon *daemon, struct fy__slot *slot)
+{
+    struct fy__request *request = slot->request;
+    assert(slot->phase != FY__FREE && slot->spans_left == 0);
+    slot->phase = FY__FREE;
+    slot->request = NULL;
+    slot->next = daemon->slots_free;
+    daemon->slots_free = slot;
+    fy__request_settle(daemon, request);
+    slots_fill(daemon);
+}
+
+void fy__update_begin(fy_daemon *daemon, struct fy__request *request)
+{
+    assert(request->operation == FY_OP_UPDATE && request->parts == 1);
+    request->next_param = 0;
+    fy__heap_push(&daemon->updates, request->order, request);
+    slots_fill(daemon);
+}
+
+void fy__update_span_settled(fy_daemon *daemon, struct fy__slot *slot)
+{
+    assert(slot->spans_left > 0);
+    assert(slot->phase == FY__READING || slot->phase == FY__WRITING);
+    slot->spans_left--;
+    if (slot->spans_left > 0)
+        return;
+    if (slot->phase == FY__READING && !request_failed(slot->request))
+        slot_ready(daemon, slot);
+    else
+        slot_free(daemon, slot);
+}
+
+void fy__update_drop(fy_daemon *daemon, struct fy__request *request)
+{
+    assert(request_failed(request));
+    for (uint32_t i = 0; i < daemon->updates.count; i++) {
+        if (daemon->updates.items[i].item != request)
+            continue;
+        fy__heap_remove(&daemon->updates, i);
+        fy__request_settle(daemon, request);
+        break; /* it is there once */
+    }
+    uint32_t index = 0;
+    while (index < daemon->computing.count) { /* every round passes an item or removes one */
+        struct fy__slot *slot = daemon->computing.items[index].item;
+        if (slot->request != request) {
+            index++;
+            continue;
+        }
+        fy__heap_remove(&daemon->computing, index);
+        index = 0; /* the item that took its place may have risen */
+        slot_free(daemon, slot);
+    }
+}
+
+/* ---- the update threads ---- */
+
+/* Sums of what the chunk will write, and its non-finite masters. */
+struct outcome {
+    uint64_t nonfinite;
+    uint64_t weights_sum;
+    uint64_t sums[TENSORS];
+};
+
+/* Without the lock: the slot and its arena spans are this thread's. */
+static struct outcome slot_compute(const fy_daemon *daemon, const struct fy__slot *slot)
+{
+    const fy_update *update = &slot->request->update;
+    unsigned char *base = daemon->arena->base;
+    void *data[TENSORS] = {NULL};
+    for (uint32_t i = 0; i < TENSORS; i++) {
+        const struct tensor tensor = tensor_of(update, i);
+        if (!tensor.used)
+            continue;
+        data[i] = base + place_of(daemon, slot, &tensor);
+        if (tensor.home.arena == FY_NOWHERE && tensor.home.source == FY_NOWHERE)
+            memset(data[i], 0, (size_t)(slot->count * tensor.bytes));
+    }
+    unsigned char *weights = base + update->weights + slot->first * weight_bytes(update);
+    struct outcome outcome = {0};
+    outcome.nonfinite = fy__adamw_chunk(update, slot->request->segments, &(struct fy__chunk){
+        .first = slot->first,
+        .count = slot->count,
+        .weights = weights,
+        .remainder = data[REMAINDER],
+        .momentum = data[MOMENTUM],
+        .variance = data[VARIANCE],
+        .gradients = data[GRADIENTS],
+    });
+    if (update->weights_target != FY_NOWHERE)
+        outcome.weights_sum = fy__checksum_update(0, slot->first * weight_bytes(update), weights,
+                                                  slot->count * weight_bytes(update));
+    for (uint32_t i = REMAINDER; i <= VARIANCE; i++) {
+        const struct tensor tensor = tensor_of(update, i);
+        if (tensor.used && tensor.home.target != FY_NOWHERE)
+            outcome.sums[i] =
+                fy__checksum_update(0, slot->first * tensor.bytes, data[i], slot->count * tensor.bytes);
+    }
+    return outcome;
+}
+
+static void slot_write(fy_daemon *daemon, struct fy__slot *slot)
+{
+    const fy_update *update = &slot->request->update;
+    slot->phase = FY__WRITING;
+    slot->spans_left = 0;
+    if (update->weights_target != FY_NOWHERE) {
+        const uint64_t bytes = weight_bytes(update);
+        span_push(daemon, slot, FY_OP_WRITE, update->weights + slot->first * bytes,
+                  update->weights_target + slot->first * bytes, slot->count * bytes);
+    }
+    for (uint32_t i = REMAINDER; i <= VARIANCE; i++) {
+        const struct tensor tensor = tensor_of(update, i);
+        if (!tensor.used || tensor.home.target == FY_NOWHERE)
+            continue;
+        span_push(daemon, slot, FY_OP_WRITE, place_of(daemon, slot, &tensor),
+                  tensor.home.target + slot->first * tensor.bytes, slot->count * tensor.bytes);
+    }
+    if (slot->spans_left == 0)
+        slot_free(daemon, slot);
+}
+
+static void slot_computed(fy_daemon *daemon, struct fy__slot *slot, const struct outcome *outcome)
+{
+    assert(slot->phase == FY__COMPUTING);
+    fy_result *result = &slot->request->result;
+    result->nonfinite += outcome->nonfinite;
+    result->weights_sum += outcome->weights_sum;
+    result->remainder_sum += outcome->sums[REMAINDER];
+    result->momentum_sum += outcome->sums[MOMENTUM];
+    result->variance_sum += outcome->sums[VARIANCE];
+    daemon->update_params += slot->count;
+    if (request_failed(slot->request))
+        slot_free(daemon, slot); /* failed while computing: nothing more of it is written */
+    else
+        slot_write(daemon, slot);
+}
+
+void *fy__update_thread(void *argument)
+{
+    fy_daemon *daemon = argument;
+    fy__flush_denormals_off();
+    fy__lock(daemon);
+    while (!daemon->closing) { /* until stop: a pass sleeps or computes a chunk */
+        struct fy__slot *slot = fy__heap_pop(&daemon->computing);
+        if (slot == NULL) {
+            pthread_cond_wait(&daemon->ready, &daemon->lock);
+            continue;
+        }
+        assert(slot->phase == FY__READY && !request_failed(slot->request));
+        slot->phase = FY__COMPUTING;
+        slot->spans_left = 0;
+        if (slot->request->begin_ns == 0)
+            slot->request->begin_ns = fy__now_ns();
+        fy__unlock(daemon);
+        const struct outcome outcome = slot_compute(daemon, slot);
+        fy__lock(daemon);
+        slot_computed(daemon, slot, &outcome);
+    }
+    fy__unlock(daemon);
+    return NULL;
+}
