@@ -141,7 +141,7 @@ AutoShare = Annotated[float | Auto, PlainValidator(_auto_or_share)]
 AutoBlock = Annotated[
     int | Auto, PlainValidator(_auto_or_block), PlainSerializer(lambda v: v if v == "auto" else format_size(v))
 ]
-Folders = Annotated[tuple[str, ...], PlainValidator(_folders)]
+Folders = Annotated[tuple[str, ...], PlainValidator(_folders), PlainSerializer(list)]
 
 
 class Section(BaseModel):

@@ -1,0 +1,261 @@
+"""The `fuyou` command. Every command is a few lines that import what they need, so that --help stays quick."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fuyou_cli import __version__
+from fuyou_cli.core.errors import FuyouError
+
+from . import errors
+from .console import prepare_streams, write_result, write_status
+
+if TYPE_CHECKING:
+    from fuyou_cli.recipe.load import LoadedRecipe
+
+_EPILOG = """
+\b
+Exit codes:
+  0 ok   1 failed   2 usage or recipe error   3 does not fit
+  4 out of memory or disk   130 interrupted, state saved
+
+\b
+Environment:
+  FUYOU_OFFLOAD_DIR     where stores go unless the recipe says
+  FUYOU_DEBUG=1         show tracebacks
+  HF_TOKEN, HF_HOME     access to the hub, and its local cache
+  NO_COLOR              plain text
+  CUDA_VISIBLE_DEVICES  which GPU
+"""
+
+# Rich help costs as much to import as everything else together.
+app = typer.Typer(
+    name="fuyou",
+    help="Fine-tune Hugging Face models that do not fit the machine: fully, exactly, on one device.",
+    epilog=_EPILOG,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+recipes = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, show and copy the shipped recipes.")
+app.add_typer(recipes, name="recipes")
+
+_RECIPE_HELP = "A recipe file, or the name of a shipped one (default: ./recipe.yaml)."
+_OVERRIDES_HELP = "key=value ... changes keys of the recipe, e.g. optimizer.lr=3e-6; key=null clears."
+
+RecipeArgument = Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped one.")]
+OptionalRecipe = Annotated[str | None, typer.Argument(help=_RECIPE_HELP, show_default=False)]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="key=value", help=_OVERRIDES_HELP, show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Write the result as JSON.")]
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    if version:
+        write_result(f"fuyou {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def finetune(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan and show, then stop.")] = False,
+) -> None:
+    """Fine-tune a model as a recipe says.
+
+    A run that was stopped is resumed by the same command.
+    """
+    loaded = _load(recipe, overrides)
+    from .finetune import run_finetune
+
+    run_finetune(loaded, dry_run=dry_run)
+
+
+@app.command()
+def plan(
+    recipe: OptionalRecipe = None,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Accepted for symmetry: a plan never runs.")] = False,
+    json_output: Json = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Stage by stage.")] = False,
+) -> None:
+    """Show what a run would do and need.
+
+    Where everything would rest, what a step costs, and whether it fits. Nothing is run.
+    """
+    loaded = _load(recipe, overrides)
+    from .plan import run_plan
+
+    run_plan(loaded, dry_run=dry_run, json_output=json_output, verbose=verbose)
+
+
+@app.command()
+def bench(
+    quick: Annotated[bool, typer.Option("--quick/--full", help="Under 15 s and 2 GB written, or longer.")] = True,
+    json_output: Json = False,
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="The folder whose drive is measured.", show_default=False)
+    ] = None,
+) -> None:
+    """Measure this machine.
+
+    Matrix products, the drive, the update and one training step.
+    """
+    from .bench import run_bench
+
+    run_bench(directory, quick=quick, json_output=json_output)
+
+
+@app.command()
+def validate(
+    recipe: OptionalRecipe = None,
+    overrides: Overrides = None,
+    json_output: Json = False,
+    show_config: Annotated[bool, typer.Option("--show-config", help="Print the recipe with every default.")] = False,
+) -> None:
+    """Check a recipe; all errors at once.
+
+    Neither the model nor the data is read.
+    """
+    from .validate import run_validate
+
+    run_validate(recipe, overrides or [], json_output=json_output, show_config=show_config)
+
+
+@app.command()
+def doctor(
+    json_output: Json = False,
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="The folder a store would use.", show_default=False)
+    ] = None,
+) -> None:
+    """Check this machine.
+
+    What works, what does not, and what to do about it. Exit code 1 when something has to be done.
+    """
+    from .doctor import run_doctor
+
+    if not run_doctor(directory, json_output=json_output):
+        raise typer.Exit(errors.FAILED)
+
+
+@app.command()
+def export(
+    source: Annotated[Path, typer.Argument(metavar="STORE|RECIPE", help="A run's store, or its recipe.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write.")],
+) -> None:
+    """Write a trained model for transformers.
+
+    Safetensors that `from_pretrained` loads, streamed from the store.
+    """
+    from .export import run_export
+
+    run_export(source, out)
+
+
+@app.command()
+def clean(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of stores (offload.dir), or one store.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Remove what stores left on a drive.
+
+    Lists the files that manifests in DIR name and asks before it removes them. Nothing else is ever removed.
+    """
+    from .clean import run_clean
+
+    run_clean(directory, yes=yes)
+
+
+@recipes.command("ls")
+def recipes_ls(json_output: Json = False) -> None:
+    """List the shipped recipes."""
+    from .recipes_cmd import run_ls
+
+    run_ls(json_output=json_output)
+
+
+@recipes.command("show")
+def recipes_show(name: Annotated[str, typer.Argument(help="Its name, as in `recipes ls`.")]) -> None:
+    """Print a shipped recipe."""
+    from .recipes_cmd import run_show
+
+    run_show(name)
+
+
+@recipes.command("cp")
+def recipes_cp(
+    name: Annotated[str, typer.Argument(help="Its name, as in `recipes ls`.")],
+    target: Annotated[Path, typer.Argument(help="The file to write; it must not exist.")] = Path("recipe.yaml"),
+) -> None:
+    """Copy a shipped recipe, to be edited."""
+    from .recipes_cmd import run_cp
+
+    run_cp(name, target)
+
+
+def _load(recipe: str | None, overrides: Sequence[str] | None) -> LoadedRecipe:
+    from fuyou_cli.recipe.load import load_recipe
+
+    from .recipes_cmd import find_recipe
+
+    path, texts = find_recipe(recipe, overrides or [])
+    return load_recipe(path, texts)
+
+
+# typer brings its own copy of click, so the error's class is taken from its public subclass
+_BadUsage: type[Exception] = typer.BadParameter.__bases__[0]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The entry point: run a command and exit with its code. No traceback reaches a person unless asked for."""
+    prepare_streams()
+    sys.excepthook = errors.excepthook
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = app(args=words, prog_name="fuyou", standalone_mode=False) or 0
+        sys.stdout.flush()
+        if code == errors.INTERRUPTED:
+            write_status("interrupted")
+    except _BadUsage as error:
+        code = _usage(error, words)
+    except OSError as error:
+        if error.errno == errno.EPIPE:  # the reader (head, less) has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = errors.FAILED
+        else:
+            code = errors.report(error)
+    except (FuyouError, KeyboardInterrupt, MemoryError) as error:
+        code = errors.report(error)
+    except RuntimeError as error:
+        if not errors.is_device_memory(error):
+            raise
+        code = errors.report(error)
+    sys.exit(code)
+
+
+def _usage(error: Exception, words: Sequence[str]) -> int:
+    message = getattr(error, "format_message", lambda: str(error))()
+    context = getattr(error, "ctx", None)
+    if type(error).__name__ == "NoArgsIsHelpError":
+        write_status(message)
+        return errors.USAGE
+    write_status(f"error: {message}")
+    if dashed := next((word for word in words if word.startswith("--") and "." in word.partition("=")[0]), None):
+        key, _, value = dashed.lstrip("-").partition("=")
+        write_status(f"  help: keys of the recipe have no dashes: {key}={value or 'value'}")
+    if context is not None:
+        write_status(f"{context.get_usage()}\nTry '{context.command_path} --help'.")
+    return errors.USAGE

@@ -1,0 +1,169 @@
+"""`fuyou clean`: remove the store files a manifest names, and nothing else.
+
+A store is `<folder>/<run>/manifest.json` with `{"fuyou_store": 1, "files": [...]}`; its files lie in folders named
+`<run>`, one per drive it is striped over. No folder is ever removed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import stat
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fuyou_cli.core.errors import FuyouError, UsageError
+from fuyou_cli.core.units import gib
+
+from .console import confirm, write_result, write_status
+
+MANIFEST = "manifest.json"
+_LARGEST_MANIFEST = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remnant:
+    """A file that may go: `size` bytes long, `taken` of the disk."""
+
+    path: Path
+    size: int
+    taken: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreFiles:
+    """One manifest and what it names. Nothing of a store with refusals is removed."""
+
+    manifest: Path
+    files: tuple[Remnant, ...]
+    missing: int
+    refused: tuple[str, ...]
+
+
+def run_clean(directory: Path, *, yes: bool) -> None:
+    stores = [read_store(manifest) for manifest in find_manifests(directory)]
+    if not stores:
+        raise UsageError(f"no store under {directory}: no {MANIFEST} in it or one level below")
+    for store in stores:
+        _show(store)
+    removable = [store for store in stores if not store.refused]
+    total = sum(file.taken for store in removable for file in store.files)
+    if removable and _agreed(total, yes):
+        freed = sum(remove_store(store) for store in removable)
+        write_result(f"removed {gib(freed)} ({freed:,} bytes)")
+    if len(removable) < len(stores):
+        raise FuyouError(f"{len(stores) - len(removable)} of {len(stores)} stores were left as they are, see above")
+
+
+def find_manifests(directory: Path) -> list[Path]:
+    """Of the folder itself when it is a store, else of the stores in it."""
+    if not directory.is_dir():
+        raise UsageError(f"{directory} is not a folder")
+    own = directory / MANIFEST
+    if own.is_file():
+        return [own]
+    return sorted(path for path in directory.glob(f"*/{MANIFEST}") if path.is_file())
+
+
+def read_store(manifest: Path) -> StoreFiles:
+    """What the manifest names, looked at without following a link."""
+    named, problem = _named(manifest)
+    home = manifest.parent.resolve()
+    files, refused, missing = [], [problem] if problem else [], 0
+    if manifest.is_symlink() or manifest.parent.is_symlink():
+        refused.append("the store's folder or manifest is a symbolic link")
+    for text in named:
+        reason, remnant = _look(text, home)
+        if reason:
+            refused.append(f"{text}: {reason}")
+        elif remnant is None:
+            missing += 1
+        else:
+            files.append(remnant)
+    return StoreFiles(manifest=manifest, files=tuple(files), missing=missing, refused=tuple(refused))
+
+
+def _named(manifest: Path) -> tuple[list[str], str]:
+    try:
+        if manifest.stat().st_size > _LARGEST_MANIFEST:
+            return [], "the manifest is too large to be one"
+        content: Any = json.loads(manifest.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        return [], f"the manifest cannot be read: {error}"
+    if not isinstance(content, dict) or content.get("fuyou_store") != 1:
+        return [], "not the manifest of a fuyou store"
+    files = content.get("files")
+    if not isinstance(files, list) or not all(isinstance(file, str) and "\0" not in file for file in files):
+        return [], "the manifest does not list its files"
+    return list(dict.fromkeys(files)), ""
+
+
+def _look(text: str, home: Path) -> tuple[str, Remnant | None]:
+    """Why this file is left alone, or what it takes; neither when it is gone already."""
+    path = Path(text)
+    if not path.is_absolute() or ".." in path.parts:
+        return "not a plain absolute path", None
+    folder = path.parent
+    if folder.resolve() != home and (folder.name != home.name or folder.is_symlink()):
+        return f"not in a folder named {home.name}", None
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return "", None
+    except OSError as error:
+        return error.strerror or "cannot be looked at", None
+    if not stat.S_ISREG(status.st_mode):
+        return "a symbolic link or not a file", None
+    if status.st_nlink > 1:
+        return "has a second name (hard link)", None
+    return "", Remnant(path=path, size=status.st_size, taken=status.st_blocks * 512)
+
+
+def _show(store: StoreFiles) -> None:
+    write_result(f"{store.manifest.parent}")
+    for file in store.files:
+        write_result(f"  {gib(file.taken):>12}  {file.path}  ({file.taken:,} bytes)")
+    if store.missing:
+        write_result(f"  {store.missing} named files are gone already")
+    for reason in store.refused:
+        write_status(f"  refused: {reason}")
+
+
+def _agreed(total: int, yes: bool) -> bool:
+    if yes:
+        return True
+    answer = confirm(f"Remove these files and their manifests, {gib(total)}?")
+    if answer is None:
+        raise UsageError("nothing was removed: there is no terminal to ask at", hint="add --yes")
+    if not answer:
+        write_status("nothing was removed")
+    return answer
+
+
+def remove_store(store: StoreFiles) -> int:
+    """Files first, the manifest last, so that an interrupted removal can be repeated. Returns the bytes freed.
+
+    Raises FuyouError when a run has the store open.
+    """
+    freed = 0
+    with ExitStack() as held:
+        for path in [store.manifest, *(file.path for file in store.files)]:
+            _hold(path, held)
+        for file in store.files:
+            file.path.unlink()
+            freed += file.taken
+        store.manifest.unlink()
+    return freed
+
+
+def _hold(path: Path, held: ExitStack) -> None:
+    """Lock what a run would have locked."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    held.callback(os.close, descriptor)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise FuyouError(f"{path} is in use by a running fuyou", hint="stop that run first (Ctrl-C saves it)") from None

@@ -1,0 +1,237 @@
+"""`fuyou doctor`: one line for each thing a run depends on, with what to do where it is not right."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from fuyou_cli import __version__
+from fuyou_cli.core.units import MiB, gb, gib
+
+from . import drives, probe
+from .console import styled, write_json, write_result
+
+Status = Literal["ok", "note", "problem"]
+_COLOUR = {"ok": "32", "note": "33", "problem": "1;31"}
+_OLDEST = {"torch": (2, 10), "transformers": (5, 0)}
+_ROOM = 10 * 10**9  # bytes of disk below which even a small run is tight
+_IN_MEMORY = ("tmpfs", "ramfs")
+_REMOTE = ("nfs", "nfs4", "cifs", "9p", "drvfs", "fuse.sshfs", "virtiofs", "vboxsf")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """`problem`: a run will fail. `note`: it will run, but worth knowing."""
+
+    name: str
+    status: Status
+    found: str
+    advice: str = ""
+
+
+def run_doctor(directory: Path | None, *, json_output: bool) -> bool:
+    """Print the checks; True when nothing is a problem."""
+    folder = directory or Path(os.environ.get("FUYOU_OFFLOAD_DIR") or ".")
+    checks = examine(folder)
+    fine = not any(check.status == "problem" for check in checks)
+    if json_output:
+        write_json({"ok": fine, "fuyou": __version__, "checks": [asdict(check) for check in checks]})
+        return fine
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        status = styled(f"{check.status:<7}", _COLOUR[check.status], sys.stdout)
+        write_result(f"{status}  {check.name:<{width}}  {check.found}")
+        if check.advice:
+            write_result(f"{'':<{width + 11}}-> {check.advice}")
+    return fine
+
+
+def examine(folder: Path) -> list[Check]:
+    """Every check, in the order of the things it is about: software, memory, drive."""
+    about: tuple[Callable[[], Iterator[Check]], ...] = (
+        _python,
+        lambda: _package("torch", "pip install 'torch>=2.10'"),
+        lambda: _package("transformers", "pip install 'transformers>=5'"),
+        _gpu,
+        _extension,
+        _io_uring,
+        _memory,
+        _memlock,
+        lambda: _drive(folder),
+        _wsl,
+    )
+    return [check for section in about for check in section()]
+
+
+def _python() -> Iterator[Check]:
+    system = f"{platform.system()} {platform.release()} {platform.machine()}"
+    fine = sys.version_info >= (3, 11)
+    yield Check(
+        name="python",
+        status="ok" if fine else "problem",
+        found=f"{platform.python_version()}, {system}, {os.cpu_count()} cores",
+        advice="" if fine else "fuyou needs Python 3.11 or newer",
+    )
+
+
+def _package(name: str, remedy: str) -> Iterator[Check]:
+    """A package's version without importing it; torch is imported for its build, which takes a second or two."""
+    try:
+        version = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        yield Check(name=name, status="problem", found="not installed", advice=remedy)
+        return
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdecimal())
+    if numbers < _OLDEST[name]:
+        yield Check(name=name, status="problem", found=f"{version} is too old", advice=remedy)
+    elif name == "torch":
+        yield _torch_build(version)
+    else:
+        yield Check(name=name, status="ok", found=version)
+
+
+def _torch_build(version: str) -> Check:
+    try:
+        torch = importlib.import_module("torch")
+    except (ImportError, OSError) as error:  # OSError: a shared library that does not load
+        return Check(name="torch", status="problem", found=f"{version} does not import: {error}", advice="reinstall it")
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    return Check(name="torch", status="ok", found=f"{version}, {build}, {torch.get_num_threads()} threads")
+
+
+def _gpu() -> Iterator[Check]:
+    try:
+        import pynvml
+    except ImportError:
+        yield Check(name="gpu", status="note", found="not looked for", advice="pip install nvidia-ml-py")
+        return
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        yield Check(name="gpu", status="ok", found=f"none ({error}); device cpu works without one")
+        return
+    try:
+        driver = _text(pynvml.nvmlSystemGetDriverVersion())
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+            name = _text(pynvml.nvmlDeviceGetName(handle))
+            yield _gpu_check(index, f"{name}, {gib(memory.free)} of {gib(memory.total)} free, driver {driver}")
+    except pynvml.NVMLError as error:
+        yield Check(name="gpu", status="note", found=f"cannot be asked: {error}")
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _gpu_check(index: int, found: str) -> Check:
+    torch = sys.modules.get("torch")
+    usable = torch is not None and torch.cuda.is_available()
+    return Check(
+        name=f"gpu {index}",
+        status="ok" if usable else "note",
+        found=found,
+        advice="" if usable else "this torch cannot use it: install a CUDA build of torch to train on the GPU",
+    )
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def _extension() -> Iterator[Check]:
+    try:
+        kernels = importlib.import_module("fuyou_cli.swap.kernels")
+    except (ImportError, OSError) as error:
+        remedy = "build it: scripts/quickstart does, or `pip install .` with liburing-dev and cmake"
+        yield Check(name="native extension", status="problem", found=f"does not load: {error}", advice=remedy)
+        return
+    info = str(kernels.build_info())
+    built = "no io_uring" not in info
+    advice = (
+        "" if built else "built without io_uring: install liburing-dev and build again; threads are used until then"
+    )
+    yield Check(name="native extension", status="ok" if built else "note", found=info, advice=advice)
+
+
+def _io_uring() -> Iterator[Check]:
+    refusal = drives.io_uring_refusal()
+    if refusal is None:
+        yield Check(name="io_uring", status="ok", found="usable")
+        return
+    yield Check(
+        name="io_uring", status="note", found=refusal, advice="a thread pool is used instead; it takes more CPU"
+    )
+
+
+def _memory() -> Iterator[Check]:
+    total, free = probe.physical_memory(), probe.memory_available()
+    yield Check(name="ram", status="ok", found=f"{gib(total)}, {gib(free)} available")
+    groups = probe.cgroup_limits()
+    if not groups:
+        yield Check(name="cgroup limit", status="ok", found="none")
+    for group in groups:
+        found = f"{gib(group.limit)} (v{group.version}, {group.path}), {gib(group.in_use)} in use"
+        yield Check(name="cgroup limit", status="ok", found=f"{found}; max_memory.cpu: auto stays inside")
+
+
+def _memlock() -> Iterator[Check]:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        yield Check(name="memlock", status="ok", found="unlimited")
+        return
+    found = f"{gib(soft)}: I/O uses memory that is not registered" if soft < 64 * MiB else gib(soft)
+    yield Check(name="memlock", status="ok", found=found)
+
+
+def _drive(folder: Path) -> Iterator[Check]:
+    place = probe.existing(folder)
+    mount = probe.mount_of(place)
+    kind = mount.kind if mount is not None else "unknown"
+    advice = ""
+    if kind in _IN_MEMORY:
+        advice = "this is memory, not a drive: a store here saves nothing"
+    elif kind in _REMOTE or kind.startswith("fuse"):
+        advice = "not a local drive: slow, and O_DIRECT may not mean what it says"
+    yield Check(name="store folder", status="note" if advice else "ok", found=f"{place} ({kind})", advice=advice)
+    free = probe.free_space(place)
+    low = free < _ROOM
+    remedy = "little room: use another folder (--dir, FUYOU_OFFLOAD_DIR); `fuyou clean` frees old stores"
+    yield Check(name="free space", status="note" if low else "ok", found=gb(free), advice=remedy if low else "")
+    direct = drives.direct_io(place)
+    if direct.alignment is None:
+        remedy = "use a folder on a local drive (ext4 or xfs)"
+        yield Check(
+            name="O_DIRECT",
+            status="problem" if "written" in direct.reason else "note",
+            found=direct.reason,
+            advice=remedy,
+        )
+    else:
+        yield Check(name="O_DIRECT", status="ok", found=f"works, aligned to {direct.alignment} bytes")
+    yield _drive_model(place)
+
+
+def _drive_model(place: Path) -> Check:
+    device = drives.block_device(place)
+    if device is None:
+        return Check(name="drive", status="ok", found="unknown: the file system hides it")
+    model = drives.drive_model(device) or "model unknown"
+    wear = drives.nvme_wear(device)
+    used = f", {wear.percent_used}% of its endurance used, {gb(wear.written)} written" if wear is not None else ""
+    worn = wear is not None and wear.percent_used >= 90
+    advice = "near the end of its rated life: training writes terabytes" if worn else ""
+    return Check(name="drive", status="note" if worn else "ok", found=f"{device.name}, {model}{used}", advice=advice)
+
+
+def _wsl() -> Iterator[Check]:
+    if probe.is_wsl():
+        advice = "keep stores in the Linux file system, not under /mnt/c; raise `memory` in .wslconfig if RAM is short"
+        yield Check(name="wsl", status="note", found="running under WSL2", advice=advice)

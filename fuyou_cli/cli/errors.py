@@ -1,0 +1,78 @@
+"""Errors to exit codes and to text, in one place.
+
+0 ok, 1 failed, 2 usage or recipe, 3 does not fit, 4 out of memory or disk, 130 interrupted. Errors of ours carry their
+code; a traceback is shown only with FUYOU_DEBUG=1, for errors nobody foresaw as well.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import traceback
+from types import TracebackType
+
+from fuyou_cli.core.errors import FuyouError, OutOfSpaceError
+
+from .console import styled, write_status
+
+FAILED, USAGE, OUT_OF_SPACE, INTERRUPTED = 1, 2, 4, 130
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def report(error: BaseException) -> int:
+    """Say on stderr what happened and what to do. Returns the exit code."""
+    if debugging():
+        traceback.print_exception(error, file=sys.stderr)
+    if isinstance(error, FuyouError):
+        _say(error.message, error.hint)
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        write_status("interrupted")
+        return INTERRUPTED
+    if isinstance(error, MemoryError) or is_device_memory(error):
+        _say(f"out of memory: {_text(error)}", "lower offload.max_memory or train.micro_batch_size; see `fuyou plan`")
+        return OUT_OF_SPACE
+    if isinstance(error, OSError):
+        full = error.errno in _DISK_FULL
+        _say(_text(error), "free some space; `fuyou clean DIR` lists what old runs left" if full else None)
+        return OutOfSpaceError.exit_code if full else FAILED
+    return report_unforeseen(error)
+
+
+def report_unforeseen(error: BaseException) -> int:
+    """A bug: one line, and how to see the rest."""
+    hint = None if debugging() else "this is a bug in fuyou; set FUYOU_DEBUG=1 to see the traceback"
+    _say(f"internal error: {type(error).__name__}: {_text(error)}", hint)
+    return FAILED
+
+
+def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """For `sys.excepthook`: what no command expected ends here, not in a page of frames."""
+    if debugging():
+        sys.__excepthook__(kind, error, trace)
+    report_unforeseen(error)
+
+
+def is_device_memory(error: BaseException) -> bool:
+    """torch's out-of-memory error, recognised without importing torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(error, getattr(torch, "OutOfMemoryError", ()))
+
+
+def debugging() -> bool:
+    return os.environ.get("FUYOU_DEBUG", "") not in ("", "0")
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename is not None else error.strerror
+    return (str(error).strip().splitlines() or ["no details"])[0]
+
+
+def _say(message: str, hint: str | None) -> None:
+    # messages that bring their own place and code (recipes) are shown as they are
+    prefixed = "error[" in message.partition("\n")[0]
+    write_status(message if prefixed else f"{styled('error', '1;31', sys.stderr)}: {message}")
+    if hint:
+        write_status(f"  help: {hint}")

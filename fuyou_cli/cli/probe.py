@@ -1,0 +1,156 @@
+"""Readings of this machine: memory, disk, kernel. Every function takes the root of the file system, so that it can be
+tried on a copy of somebody else's /proc and /sys."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path("/")
+_UNLIMITED = 1 << 60  # cgroup v1 says "no limit" with a number near 2**63
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CgroupMemory:
+    """The memory limit that binds this process: of its cgroup or of one above it."""
+
+    version: int
+    path: Path
+    limit: int
+    in_use: int  # without the page cache, which the kernel gives back
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mount:
+    point: Path
+    kind: str  # ext4, tmpfs, overlay, 9p ...
+    source: str
+    root: str  # the part of the file system that is mounted
+    options: str
+
+
+def memory_limit(root: Path = ROOT) -> int:
+    """Bytes this process can have at most: physical memory or the tightest cgroup limit, whichever is less."""
+    return min([physical_memory(root), *(group.limit for group in cgroup_limits(root))])
+
+
+def memory_available(root: Path = ROOT) -> int:
+    """Bytes that can still be taken now without swapping or being killed; page cache counts as free."""
+    free = _kib(root / "proc/meminfo", "MemAvailable") or physical_memory(root)
+    return max(0, min([free, *(group.limit - group.in_use for group in cgroup_limits(root))]))
+
+
+def physical_memory(root: Path = ROOT) -> int:
+    return _kib(root / "proc/meminfo", "MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def process_bytes(root: Path = ROOT) -> int:
+    """Anonymous memory and page tables of this process: what a memory limit counts, files left out."""
+    status = root / "proc/self/status"
+    return _kib(status, "RssAnon") + _kib(status, "VmPTE")
+
+
+def free_space(path: Path) -> int:
+    """Bytes an ordinary user can still write where `path` is or would be. Raises OSError."""
+    return shutil.disk_usage(existing(path)).free
+
+
+def existing(path: Path) -> Path:
+    """`path`, or the nearest folder above it that exists."""
+    absolute = path.expanduser().absolute()
+    return next((place for place in (absolute, *absolute.parents) if place.exists()), Path("/"))
+
+
+def is_wsl(root: Path = ROOT) -> bool:
+    return "microsoft" in (_text(root / "proc/sys/kernel/osrelease") or "").lower()
+
+
+def mount_of(path: Path, root: Path = ROOT) -> Mount | None:
+    """The mount `path` is on, the deepest one when several contain it."""
+    resolved = existing(path).resolve()
+    on = [mount for mount in mounts(root) if resolved.is_relative_to(mount.point)]
+    return max(reversed(on), key=lambda mount: len(mount.point.parts), default=None)
+
+
+def mounts(root: Path = ROOT) -> list[Mount]:
+    found = []
+    for line in (_text(root / "proc/self/mountinfo") or "").splitlines():
+        before, separator, after = line.partition(" - ")
+        left, right = before.split(" "), after.split(" ")
+        if separator and len(left) >= 6 and len(right) >= 2:
+            point = Path(left[4].replace("\\040", " "))
+            options = right[2] if len(right) > 2 else ""
+            found.append(Mount(point=point, kind=right[0], source=right[1], root=left[3], options=options))
+    return found
+
+
+def cgroup_limits(root: Path = ROOT) -> list[CgroupMemory]:
+    """Every limit on the way from this process's cgroup to the top, unlimited ones left out."""
+    found = []
+    for line in (_text(root / "proc/self/cgroup") or "").splitlines():
+        hierarchy, controllers, path = ([*line.split(":", 2), "", ""])[:3]
+        if hierarchy == "0" and not controllers:
+            found += _limits(root, version=2, path=path)
+        elif "memory" in controllers.split(","):
+            found += _limits(root, version=1, path=path)
+    return found
+
+
+def _limits(root: Path, *, version: int, path: str) -> list[CgroupMemory]:
+    mount = next((mount for mount in mounts(root) if _holds_memory(mount, version)), None)
+    if mount is None:
+        return []
+    # A container sees its cgroup's path from outside while its own folder is mounted at the top.
+    inside = path.removeprefix(mount.root) if mount.root != "/" else path
+    top = root / mount.point.relative_to("/")
+    folder = top / inside.strip("/")
+    found = []
+    while folder.is_relative_to(top) and ".." not in folder.parts:
+        group = _read_group(folder, version)
+        found += [group] if group is not None else []
+        if folder == top:
+            break
+        folder = folder.parent
+    return found
+
+
+def _holds_memory(mount: Mount, version: int) -> bool:
+    return mount.kind == "cgroup2" if version == 2 else mount.kind == "cgroup" and "memory" in mount.options.split(",")
+
+
+def _read_group(folder: Path, version: int) -> CgroupMemory | None:
+    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    limit, used = (_text(folder / name) or "" for name in names)
+    if not limit.isdecimal() or int(limit) >= _UNLIMITED:
+        return None
+    prefix = "" if version == 2 else "total_"
+    cached = sum(_stat(folder / "memory.stat", f"{prefix}{kind}_file") for kind in ("inactive", "active"))
+    in_use = max(0, int(used) - cached) if used.isdecimal() else 0
+    return CgroupMemory(version=version, path=folder, limit=int(limit), in_use=in_use)
+
+
+def _stat(path: Path, name: str) -> int:
+    for line in (_text(path) or "").splitlines():
+        key, _, value = line.partition(" ")
+        if key == name and value.isdecimal():
+            return int(value)
+    return 0
+
+
+def _kib(path: Path, name: str) -> int:
+    """Bytes of a line such as "RssAnon:    1234 kB"; 0 where there is none."""
+    for line in (_text(path) or "").splitlines():
+        key, _, value = line.partition(":")
+        if key == name and value.split()[:1] and value.split()[0].isdecimal():
+            return int(value.split()[0]) * 1024
+    return 0
+
+
+def _text(path: Path) -> str | None:
+    """A short file of the kernel's, None where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None
