@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from .arena import Arena
-from .failures import errno_text, failure_error, refusal_error
+from .failures import failure_error, refusal_error
 from .native import ffi, lib
 from .requests import (
     Counters,
@@ -44,7 +44,9 @@ _OPERATIONS: dict[int, Literal["read", "write", "update"]] = {
 }
 _SUBMIT_HINTS = {
     errno.EAGAIN: "more requests are waiting to be collected than DaemonOptions.requests allows",
-    errno.EINVAL: "offsets and sizes must lie inside arena and store and be multiples of the store's alignment",
+    errno.EINVAL: "offsets and sizes must be multiples of the store's alignment and keep clear of the scratch",
+    errno.ERANGE: "the request reaches beyond the arena or the store",
+    errno.E2BIG: f"an update has at most {lib.FY_MAX_SEGMENTS} segments: join neighbours with the same settings",
 }
 
 
@@ -69,7 +71,7 @@ class SwapDaemon:
                 "backend": _BACKENDS[options.backend],
                 "read_depth": options.read_depth,
                 "write_depth": options.write_depth,
-                "update_threads": options.update_threads,
+                "update_threads": options.update_threads if options.scratch_size else 0,
                 "requests": options.requests,
                 "chunk_params": options.chunk_params,
                 "block_size": options.block_size,
@@ -80,9 +82,7 @@ class SwapDaemon:
         )
         code = lib.fy_daemon_start(native_options, arena.handle, store.handle, out, why)
         if code:
-            if why.operation == lib.FY_OP_NONE:
-                raise refusal_error("the swap daemon cannot start", code, _start_hint(code, options))
-            raise failure_error(why, paths=self._paths, code=code)
+            raise refusal_error("the swap daemon cannot start", code, _start_hint(code, options))
         self._handle: Any = out[0]
         self._owners = (arena, store)  # both outlive the daemon
 
@@ -199,7 +199,9 @@ def _event(native: Any) -> Event:
     )
 
 
-def _start_hint(code: int, options: DaemonOptions) -> str:
+def _start_hint(code: int, options: DaemonOptions) -> str | None:
+    if code == -errno.EINVAL:
+        return f"sizes, alignment or bounds are wrong in {options}"
     if options.backend == "io_uring":
         return "io_uring may be forbidden here (containers often do): use backend `threads` or `auto`"
-    return f"check the options ({errno_text(code)}): {options}"
+    return None
