@@ -13,7 +13,7 @@ from .host_memory import HostMemory
 from .skeleton import TORCH_DTYPE
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Uploaded:
     memory: torch.Tensor
     owner: int | None = None
@@ -59,6 +59,9 @@ class ComputeWeights:
         target = self.homes.get(owner)
         if target is None:
             target = next((turn for turn in self.turns if turn.owner == owner), None)
+            if target is not None:  # now the one used last: the other turn is the one to give up next
+                self.turns.remove(target)
+                self.turns.append(target)
         if target is not None and target.owner == owner and target.generation == generation:
             return target
         if target is None:
@@ -67,9 +70,3 @@ class ComputeWeights:
         target.owner, target.generation = owner, generation
         target.arrived = self.device.upload(host, target.memory.view(self.dtype)[: host.numel()])
         return target
-
-    def uploaded(self, owner: int, generation: int) -> bool:
-        """Whether the host copy may be given up: compute has, or is getting, a copy of its own."""
-        return any(
-            turn.owner == owner and turn.generation == generation for turn in (*self.turns, *self.homes.values())
-        )

@@ -342,7 +342,7 @@ class Executor:
                     with torch.enable_grad():
                         piece_loss = self.head.loss(piece, part_targets[cut], normaliser=max(1, normaliser))
                         self._differentiate(piece_loss, None, [piece, *parameters], total)
-                    loss += float(piece_loss)  # sync: reads the loss of one piece
+                    loss += float(piece_loss.detach())  # sync: reads the loss of one piece
                     gradient[rows][cut] = piece.grad
                     del piece, piece_loss
                     self._between()
@@ -426,9 +426,9 @@ class Executor:
         record.held += 1
 
         def arrived() -> None:
-            record.held -= 1
             self._device_sums.append(_whole(total.flat))
             self._hand_over(owner, host)
+            self.residency.let_go(record)
 
         self._downloads.append((event, arrived))
 

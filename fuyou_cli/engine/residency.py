@@ -36,7 +36,8 @@ class Record:
     fetch: int | None = None
     update: int | None = None
     due: Scalars | None = None  # a two-phase update to run before the next visit's compute
-    held: int = 0  # visits, prefetches and updates that need the span
+    held: int = 0  # visits, prefetches and downloads that need the span
+    kept: bool = False  # the schedule keeps the span for the stage's next visit
     gradient_slot: Span | None = None  # freed when the update has finished
     gradient_write: int | None = None  # gradients on their way to rest on the ssd
 
@@ -51,7 +52,7 @@ class Residency:
         self.free_weights = [list(slots.weight_slots) for slots in plan.slot_classes]
         self.free_gradients = [list(slots.gradient_slots) for slots in plan.slot_classes]
         self.stalls: dict[str, float] = {}
-            for record, stage in zip(self.records, plan.stages, strict=True):
+        for record, stage in zip(self.records, plan.stages, strict=True):
             if stage.weights_ram is not None:
                 record.span = stage.weights_ram
 
@@ -96,6 +97,7 @@ class Residency:
         if record.span is None and not self._take_slot(record):
             return False
         record.held += 1
+        record.kept = False
         return True
 
     def acquire(self, visit: Visit, *, prefetched: bool) -> Span | None:
@@ -115,9 +117,13 @@ class Residency:
         if visit.owner is None or self.model.stages[visit.owner].params == 0:
             return
         record = self.records[visit.owner]
+        record.kept = visit.keep
+        self.let_go(record)
+
+    def let_go(self, record: Record) -> None:
+        """One need of the span less."""
         record.held -= 1
-        if not visit.keep:
-            self._free_if_idle(record)
+        self._free_if_idle(record)
 
     def _take_slot(self, record: Record) -> bool:
         plan = self.plan.stages[record.stage]
@@ -133,7 +139,8 @@ class Residency:
         return True
 
     def _free_if_idle(self, record: Record) -> None:
-        if record.slotted and record.held == 0 and record.update is None and record.fetch is None:
+        needed = record.held or record.kept or record.update is not None or record.fetch is not None
+        if record.slotted and not needed:
             assert record.span is not None
             self.free_weights[self.plan.stages[record.stage].slot_class].append(record.span)
             record.span, record.slotted = None, False
@@ -175,9 +182,7 @@ class Residency:
         """One-phase: the stage's gradients are complete and its weights are in RAM; AdamW starts in the daemon."""
         record = self.records[stage]
         record.due = scalars
-        record.held += 1
         self._submit_due(record)
-        record.held -= 1
 
     def update_later(self, scalars: Scalars) -> None:
         """Two-phase: every stage is updated before its first visit of the next step (or when drained)."""
@@ -228,15 +233,17 @@ class Residency:
 
     def drain(self) -> None:
         """Every update that is due or under way has finished; every slot is free again."""
-        for visit_owner, record in enumerate(self.records):
-            if record.due is None or self.model.stages[visit_owner].params == 0:
+        for record in self.records:
+            record.kept = False
+            self._free_if_idle(record)
+        for record in self.records:
+            if record.due is None:
                 continue
             if record.span is None:
                 self.wait_until(lambda record=record: self._take_slot(record), "a slot for the weights")
             record.held += 1
             self.wait_until(lambda record=record: record.due is None and record.update is None, "updates at the end")
-            record.held -= 1
-            self._free_if_idle(record)
+            self.let_go(record)
         self.wait_until(
             lambda: all(
                 record.update is None and record.fetch is None and record.gradient_write is None
@@ -244,6 +251,4 @@ class Residency:
             ),
             "updates at the end",
         )
-        for record in self.records:
-            self._free_if_idle(record)
 
