@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import glob
+import logging
 import re
 import shutil
 import threading
@@ -90,13 +91,21 @@ def resolve(
             announce=announce,
             progress=progress,
         )
-        patterns = _small_files(trust_remote_code)
-        directory = _cached(request, patterns, need_weights) or _download(request, patterns, need_weights)
+        found = _cached(request, need_weights)
+        directory = found or _fetch(request, _small_files(trust_remote_code))
+        _check_config(name_or_path, directory, trust_remote_code)  # before gigabytes are fetched in vain
+        if found is None and need_weights:
+            _fetch_weights(request, directory)
+        return directory
+    _check_config(name_or_path, directory, trust_remote_code)
+    return directory
+
+
+def _check_config(name_or_path: str, directory: Path, trust_remote_code: bool) -> None:
     if not (directory / CONFIG_NAME).is_file():
         raise UsageError(f"{name_or_path}: has no {CONFIG_NAME}", hint="Give a model in the transformers format.")
     if not trust_remote_code:
         refuse_remote_code(directory)
-    return directory
 
 
 def refuse_remote_code(directory: Path) -> None:
@@ -130,7 +139,7 @@ def _weight_names(directory: Path) -> list[str]:
     return [SINGLE_NAME]
 
 
-def _cached(request: _Request, patterns: list[str], need_weights: bool) -> Path | None:
+def _cached(request: _Request, need_weights: bool) -> Path | None:
     """The snapshot in the local cache, if it has what is needed."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -158,14 +167,9 @@ def _has_tokenizer(directory: Path) -> bool:
     return any(file.name.startswith(beginnings) for file in directory.iterdir())
 
 
-def _download(request: _Request, patterns: list[str], need_weights: bool) -> Path:
-    """Small files first, then exactly the weights that the index names."""
-    directory = _fetch(request, patterns)
-    if not need_weights:
-        return directory
+def _fetch_weights(request: _Request, directory: Path) -> None:
+    """Exactly the weights that the index of the snapshot names, into the same snapshot."""
     names = _weight_names(directory)
-    if all((directory / name).is_file() for name in names):
-        return directory
     weights = _fetch(request, [glob.escape(name) for name in names])
     missing = [name for name in names if not (weights / name).is_file()]
     if missing:
@@ -175,7 +179,6 @@ def _download(request: _Request, patterns: list[str], need_weights: bool) -> Pat
         )
     if weights != directory:
         raise UsageError(f"{request.name}: changed while it was downloaded", hint="Run the same command again.")
-    return directory
 
 
 def _fetch(request: _Request, patterns: list[str]) -> Path:
@@ -188,7 +191,7 @@ def _fetch(request: _Request, patterns: list[str]) -> Path:
         "endpoint": request.endpoint,
         "allow_patterns": patterns,
     }
-    with _explained(request), _silent_bars():
+    with _explained(request), _quiet_client():
         planned: list[DryRunFileInfo] = [
             file for file in snapshot_download(dry_run=True, **where) if file.will_download
         ]
@@ -257,70 +260,75 @@ def _bytes_in(directory: Path) -> int:
 
 
 @contextmanager
-def _silent_bars() -> Iterator[None]:
-    """The client's own progress bars off: they would write over ours."""
+def _quiet_client() -> Iterator[None]:
+    """The client's own progress bars and warnings off: they would write over ours."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    if are_progress_bars_disabled():
-        yield
-        return
-    disable_progress_bars()
+    logger, had_bars = logging.getLogger("huggingface_hub"), not are_progress_bars_disabled()
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    if had_bars:
+        disable_progress_bars()
     try:
         yield
     finally:
-        enable_progress_bars()
+        logger.setLevel(level)
+        if had_bars:
+            enable_progress_bars()
 
 
 @contextmanager
 def _explained(request: _Request) -> Iterator[None]:
     """Turns what the hub's client raises into one error that says what to do."""
-    from huggingface_hub import errors
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    at = request.name if request.revision is None else f"{request.name}@{request.revision}"
+    # The client has changed its HTTP library before; whichever it is, its errors are a base of the client's own.
+    # RuntimeError is all that the client of the hub's faster transport raises.
+    expected: tuple[type[Exception], ...] = (HFValidationError, RuntimeError, OSError, *HfHubHTTPError.__bases__)
     try:
         yield
     except FuyouError:
         raise
-    except errors.GatedRepoError as error:
-        raise UsageError(
-            f"{at}: access is restricted by its owner",
-            hint="Accept the terms on the model's page, then log in: hf auth login (or set HF_TOKEN).",
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise UsageError(f"{at}: there is no such revision", hint="Check model.revision in the recipe.") from error
-    except errors.RepositoryNotFoundError as error:
-        raise UsageError(
-            f"{at}: no such directory here and no such model on the hub",
-            hint="Check the spelling. A private model needs a login: hf auth login (or set HF_TOKEN).",
-        ) from error
-    except errors.HFValidationError as error:
-        raise UsageError(f"{at}: is neither a directory nor a hub id") from error
-    except (errors.LocalEntryNotFoundError, errors.DryRunError, errors.OfflineModeIsEnabled) as error:
-        raise _unreachable(at, error) from error
-    except errors.HfHubHTTPError as error:
-        status = error.response.status_code
-        if status in (401, 403):
-            raise UsageError(
-                f"{at}: the hub refuses access ({status})",
+    except expected as error:
+        raise _explanation(request, error) from error
+
+
+def _explanation(request: _Request, error: BaseException) -> FuyouError:
+    """The client wraps the answer of the hub in what it was doing at the time: the innermost one it knows counts."""
+    from huggingface_hub import errors
+
+    at = request.name if request.revision is None else f"{request.name}@{request.revision}"
+    chain = [error]
+    while (cause := chain[-1].__cause__) is not None and len(chain) < 16:
+        chain.append(cause)
+    for one in chain:
+        if isinstance(one, errors.GatedRepoError):
+            return UsageError(
+                f"{at}: access is restricted by its owner",
+                hint="Accept the terms on the model's page, then log in: hf auth login (or set HF_TOKEN).",
+            )
+        if isinstance(one, errors.RevisionNotFoundError):
+            return UsageError(f"{at}: there is no such revision", hint="Check model.revision in the recipe.")
+        if isinstance(one, errors.RepositoryNotFoundError):
+            return UsageError(
+                f"{at}: no such directory here and no such model on the hub",
+                hint="Check the spelling. A private model needs a login: hf auth login (or set HF_TOKEN).",
+            )
+        if isinstance(one, errors.HfHubHTTPError) and one.response.status_code in (401, 403):
+            return UsageError(
+                f"{at}: the hub refuses access ({one.response.status_code})",
                 hint="The token is wrong or lacks the right: hf auth login (or set HF_TOKEN).",
-            ) from error
-        raise _unreachable(at, error) from error
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise OutOfSpaceError(
+            )
+        if isinstance(one, errors.HFValidationError):
+            return UsageError(
+                f"{at}: is neither a directory nor a hub id", hint="Write a hub id as organisation/model."
+            )
+        if isinstance(one, OSError) and one.errno in (errno.ENOSPC, errno.EDQUOT):
+            return OutOfSpaceError(
                 f"{at}: the disk of {request.cache} became full during the download",
                 hint="Free some space and run the same command: what has arrived is kept.",
-            ) from error
-        raise _unreachable(at, error) from error
-    except RuntimeError as error:  # the client of the hub's faster transport knows no narrower class
-        raise _unreachable(at, error) from error
-
-
-def _unreachable(at: str, error: BaseException) -> UsageError:
-    cause: BaseException = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
-    kind, text = type(cause).__name__, str(cause).partition("\n")[0][:160]
+            )
+    kind, text = type(chain[-1]).__name__, str(chain[-1]).partition("\n")[0][:160]
     why = "HF_HUB_OFFLINE is set" if kind == "OfflineModeIsEnabled" else f"{kind}: {text}"
     return UsageError(
         f"{at}: is not in the local cache and cannot be downloaded ({why})",

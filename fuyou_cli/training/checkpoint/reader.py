@@ -85,7 +85,10 @@ class TensorReader:
             part = flat[begin : begin + length]
             part.copy_(values)
             # float32 holds every value of the other two; anything else may be too narrow.
-            if destination.dtype != torch.float32 and bool((part.isinf() & values.isfinite()).any()):
+            if destination.dtype == torch.float32:
+                continue
+            too_large = part.isinf()
+            if bool(too_large.any()) and bool(values[too_large].isfinite().any()):
                 raise UsageError(
                     f"{entry.file}: tensor {shown(entry.name)} has values too large for {wanted}",
                     hint="Train with dtype: float32 or bfloat16.",

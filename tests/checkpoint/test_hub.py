@@ -1,0 +1,252 @@
+"""What is fetched from the hub and what each refusal says; a small HTTP server answers as the real one does."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from fuyou_cli.core.errors import OutOfSpaceError, UsageError
+from fuyou_cli.training.checkpoint import hub
+from fuyou_cli.training.checkpoint.files import INDEX_NAME, SINGLE_NAME, open_checkpoint
+from fuyou_cli.training.checkpoint.hub import Download, resolve
+
+from .tiny_models import write_file
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+GATED = b"only after the terms are accepted"
+
+
+class Hub(ThreadingHTTPServer):
+    """Repositories by name, each a table of file name -> content; `refusals` answers for a repository instead."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Answers)
+        self.repositories: dict[str, dict[str, bytes]] = {}
+        self.refusals: dict[str, tuple[int, str]] = {}
+        self.sent: list[str] = []  # files fetched
+        self.requests = 0
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Answers(BaseHTTPRequestHandler):
+    server: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        self.server.requests += 1
+        parts = unquote(urlsplit(self.path).path).strip("/").split("/")
+        api = parts[:2] == ["api", "models"]
+        name = "/".join(parts[2:4] if api else parts[:2])
+        rest = parts[4:] if api else parts[2:]
+        status, code = self.server.refusals.get(name, (200, ""))
+        files = self.server.repositories.get(name)
+        if status == 200 and files is None:
+            status, code = 404, "RepoNotFound"
+        elif status == 200 and len(rest) > 1 and rest[1] not in ("main", COMMIT):
+            status, code = 404, "RevisionNotFound"
+        if status != 200:
+            self._send(status, b"{}", {"X-Error-Code": code, "Content-Type": "application/json"})
+        elif api:
+            self._api(name, rest, files or {})
+        else:
+            self._file("/".join(rest[2:]), files or {})
+
+    def _api(self, name: str, rest: list[str], files: dict[str, bytes]) -> None:
+        answer: object = {"id": name, "sha": COMMIT, "siblings": [{"rfilename": file} for file in files]}
+        if rest[:1] == ["tree"]:
+            answer = [
+                {"type": "file", "path": file, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+                for file, content in files.items()
+            ]
+        self._send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
+
+    def _file(self, file: str, files: dict[str, bytes]) -> None:
+        if files.get(file) == GATED:
+            self._send(403, b"", {"X-Error-Code": "GatedRepo"})
+            return
+        if file not in files:
+            self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
+            return
+        if self.command == "GET":
+            self.server.sent.append(file)
+        tag = hashlib.sha1(files[file]).hexdigest()
+        self._send(200, files[file], {"ETag": f'"{tag}"', "X-Repo-Commit": COMMIT})
+
+    def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for key, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Hub]:
+    hub_server = Hub()
+    thread = threading.Thread(target=hub_server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    one = write_file(tmp_path / "one", [("a", "F32", [2000], 8000)]).read_bytes()
+    two = write_file(tmp_path / "two", [("b", "BF16", [3], 6)]).read_bytes()
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    common = {"config.json": b'{"model_type": "llama"}', "tokenizer.json": b"{}", "README.md": b"#"}
+    hub_server.repositories = {
+        "o/sharded": {
+            **common,
+            "run.py": b"print()",
+            INDEX_NAME: json.dumps(index).encode(),
+            "model-1.safetensors": one,
+            "model-2.safetensors": two,
+            "pytorch_model.bin": b"pickle",
+            "consolidated.safetensors": one,
+            "original/model-1.safetensors": one,
+        },
+        "o/single": {**common, SINGLE_NAME: one},
+        "o/pickled": {**common, "pytorch_model.bin": b"pickle"},
+        "o/foreign": {
+            **common,
+            SINGLE_NAME: one,
+            "config.json": b'{"model_type": "new", "auto_map": {"AutoModel": "run.Model"}}',
+        },
+        "o/known": {**common, "config.json": b'{"model_type": "phi3", "auto_map": {"AutoModel": "run.Model"}}'},
+        "o/files-gated": {**common, "config.json": GATED},
+        "o/empty": {"README.md": b"#"},
+    }
+    yield hub_server
+    hub_server.shutdown()
+    thread.join()
+    hub_server.server_close()
+
+
+def get(server: Hub, cache: Path, name: str, **options: object) -> Path:
+    return resolve(name, cache_dir=cache, endpoint=server.address, **options)  # type: ignore[arg-type]
+
+
+def refusal(server: Hub, cache: Path, name: str, **options: object) -> UsageError:
+    with pytest.raises(UsageError) as caught:
+        get(server, cache, name, **options)
+    return caught.value
+
+
+def test_downloads_what_training_needs_and_nothing_else(server: Hub, tmp_path: Path) -> None:
+    announced: list[Download] = []
+    heard: list[tuple[int, int]] = []
+    directory = get(
+        server,
+        tmp_path / "cache",
+        "o/sharded",
+        announce=announced.append,
+        progress=lambda done, total: heard.append((done, total)),
+    )
+    wanted = ["config.json", "model-1.safetensors", "model-2.safetensors", INDEX_NAME, "tokenizer.json"]
+    assert sorted(server.sent) == wanted
+    assert list(open_checkpoint(directory).entries) == ["a", "b"]
+    sizes = {name: len(content) for name, content in server.repositories["o/sharded"].items()}
+    assert announced[-1].files == 2
+    assert announced[-1].total == sizes["model-1.safetensors"] + sizes["model-2.safetensors"]
+    assert sum(one.total for one in announced) == sum(sizes[name] for name in wanted)
+    assert heard[-1] == (announced[-1].total, announced[-1].total)
+
+
+def test_the_cache_answers_without_the_network(server: Hub, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    first = get(server, cache, "o/single")
+    server.requests = 0
+    assert get(server, cache, "o/single") == first
+    assert get(server, cache, "o/single", revision=COMMIT) == first
+    assert server.requests == 0
+    (first / SINGLE_NAME).unlink()  # an incomplete snapshot is completed, and only that
+    server.sent.clear()
+    assert get(server, cache, "o/single", need_weights=False) == first
+    assert server.requests == 0
+    assert get(server, cache, "o/single") == first
+    assert (first / SINGLE_NAME).exists()
+
+
+def test_weights_only_when_needed(server: Hub, tmp_path: Path) -> None:
+    directory = get(server, tmp_path / "cache", "o/single", need_weights=False)
+    assert sorted(server.sent) == ["config.json", "tokenizer.json"]
+    assert get(server, tmp_path / "cache", "o/single") == directory
+    assert sorted(server.sent) == ["config.json", SINGLE_NAME, "tokenizer.json"]
+
+
+def test_says_what_to_do(server: Hub, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    server.refusals = {
+        "o/gated": (403, "GatedRepo"),
+        "o/private": (401, "RepoNotFound"),
+        "o/bad-token": (403, ""),
+    }
+    for name, says, hint in (
+        ("o/gated", "access is restricted", "hf auth login"),
+        ("o/files-gated", "access is restricted", "hf auth login"),
+        ("o/private", "no such model", "hf auth login"),
+        ("o/bad-token", "refuses access", "hf auth login"),
+        ("o/absent", "no such model", "spelling"),
+        ("o/pickled", f"has no {SINGLE_NAME}", "safetensors"),
+        ("o/empty", "has no config.json", "transformers"),
+    ):
+        error = refusal(server, cache, name)
+        assert name in error.message and says in error.message, error.message
+        assert hint in str(error.hint), error.hint
+    assert (
+        "o/single@nowhere: there is no such revision" in refusal(server, cache, "o/single", revision="nowhere").message
+    )
+
+
+def test_says_that_the_hub_cannot_be_reached(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match=r"o/m: is not in the local cache and cannot be downloaded \(") as caught:
+        resolve("o/m", cache_dir=tmp_path, endpoint="http://127.0.0.1:9")
+    assert "local directory" in str(caught.value.hint)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "(HF_HUB_OFFLINE is set)" in refusal(server, tmp_path, "o/single").message
+    assert server.requests == 0
+
+
+def test_checks_the_space_before_it_downloads(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = hub.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(hub.shutil, "disk_usage", lambda path: usage._replace(free=5000))
+    with pytest.raises(OutOfSpaceError, match=r"takes 8\.\d+ kB, 5 kB are free"):
+        get(server, tmp_path / "cache", "o/single")
+    assert SINGLE_NAME not in server.sent
+
+
+def test_code_of_the_repository_is_refused_unless_asked_for(server: Hub, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    error = refusal(server, cache, "o/foreign", need_weights=False)
+    assert "code from its own repository" in error.message and "trust_remote_code" in str(error.hint)
+    assert "code from its own" in refusal(server, cache, "o/foreign").message
+    assert SINGLE_NAME not in server.sent  # refused before the weights are fetched
+    assert get(server, cache, "o/foreign", need_weights=False, trust_remote_code=True).is_dir()
+    assert get(server, cache, "o/known", need_weights=False).is_dir()  # transformers has this one itself
+
+
+def test_directories_are_taken_as_they_are(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"has no config\.json"):
+        resolve(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert resolve(str(tmp_path)) == tmp_path
+    with pytest.raises(UsageError, match="is a file"):
+        resolve(str(tmp_path / "config.json"))
+    for name in ("./absent", "/absent/model", "a/b/c", "../x", "o/", ""):
+        with pytest.raises(UsageError):
+            resolve(name)

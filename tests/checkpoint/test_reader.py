@@ -1,0 +1,143 @@
+"""Reading: every dtype, any part of a tensor, conversions as torch does them, little memory, no silent short read."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.training.checkpoint import reader as reader_module
+from fuyou_cli.training.checkpoint.header import read_header
+from fuyou_cli.training.checkpoint.reader import TensorReader
+
+from .tiny_models import assert_same_bits, read_all, same_bits
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_module, "PIECE", 64)
+
+
+def test_reads_every_dtype(tmp_path: Path) -> None:
+    tensors = {
+        str(dtype): torch.arange(24).to(dtype).reshape(2, 3, 4)
+        for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int16,
+                      torch.int32, torch.int64, torch.bool, torch.uint16, torch.uint32, torch.float8_e4m3fn)
+    }  # fmt: skip
+    tensors |= {"scalar": torch.tensor(3.5), "empty": torch.empty(0, 3)}
+    save_file(tensors, tmp_path / "x.safetensors")
+    entries = read_header(tmp_path / "x.safetensors")
+    assert_same_bits({name: read_all(entries)[name] for name in tensors}, tensors)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("source", FLOATS)
+@pytest.mark.parametrize("wanted", FLOATS)
+def test_converts_as_torch_does(tmp_path: Path, source: torch.dtype, wanted: torch.dtype) -> None:
+    torch.manual_seed(0)
+    tensor = torch.randn(7, 31).to(source)
+    tensor[0, :3] = torch.tensor([float("nan"), float("inf"), -0.0])
+    save_file({"before": torch.zeros(3, dtype=source), "w": tensor}, tmp_path / "x.safetensors")
+    entry = read_header(tmp_path / "x.safetensors")["w"]
+    with TensorReader() as reader:
+        whole = torch.full((7, 31), 9, dtype=wanted)
+        reader.read_into(entry, whole)
+        assert same_bits(whole, tensor.to(wanted))
+        for first, count in ((0, 217), (5, 100), (216, 1), (217, 0)):
+            part = torch.full((count,), 9, dtype=wanted)
+            reader.read_into(entry, part, first_element=first)
+            assert same_bits(part, tensor.to(wanted).reshape(-1)[first : first + count])
+
+
+def test_writes_nothing_outside_the_destination(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(10)}, tmp_path / "x.safetensors")
+    entry = read_header(tmp_path / "x.safetensors")["w"]
+    slot = torch.full((30,), 9, dtype=torch.bfloat16)
+    with TensorReader() as reader:
+        reader.read_into(entry, slot[10:20])
+        assert slot.tolist() == [9.0] * 10 + [1.0] * 10 + [9.0] * 10
+        for wrong in (torch.empty(11), torch.empty(20)[::2]):
+            with pytest.raises(ValueError, match="w"):
+                reader.read_into(entry, wrong)
+        with pytest.raises(ValueError, match="elements 1 to 11 of 10"):
+            reader.read_into(entry, torch.empty(10), first_element=1)
+
+
+def test_refuses_values_that_do_not_fit(tmp_path: Path) -> None:
+    save_file({"big": torch.tensor([1.0, 1e6]), "whole": torch.arange(2)}, tmp_path / "x.safetensors")
+    entries = read_header(tmp_path / "x.safetensors")
+    with TensorReader() as reader:
+        with pytest.raises(UsageError, match="'big' has values too large for float16"):
+            reader.read_into(entries["big"], torch.empty(2, dtype=torch.float16))
+        reader.read_into(entries["big"], torch.empty(2, dtype=torch.bfloat16))
+        with pytest.raises(UsageError, match="'whole' is int64 and cannot become float32"):
+            reader.read_into(entries["whole"], torch.empty(2))
+
+
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
+def test_a_file_that_shrinks_is_named(tmp_path: Path, wanted: torch.dtype) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"w": torch.ones(1000)}, path)
+    entry = read_header(path)["w"]
+    path.write_bytes(path.read_bytes()[:-1])
+    with TensorReader() as reader:
+        with pytest.raises(UsageError, match=r"x\.safetensors: is truncated: tensor 'w'"):
+            reader.read_into(entry, torch.empty(1000, dtype=wanted))
+        with pytest.raises(UsageError, match="truncated"):
+            reader.read(entry)
+    path.unlink()
+    with TensorReader() as reader, pytest.raises(UsageError, match="cannot be opened"):
+        reader.read(entry)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_compares_stored_tensors(tmp_path: Path) -> None:
+    one = torch.arange(50, dtype=torch.float32)
+    other = one.clone()
+    other[49] = 0
+    save_file({"a": one, "b": one.clone(), "c": other, "d": one.clone()[:49]}, tmp_path / "x.safetensors")
+    entries = read_header(tmp_path / "x.safetensors")
+    with TensorReader() as reader:
+        assert reader.equal(entries["a"], entries["b"])
+        assert not reader.equal(entries["a"], entries["c"])
+        assert not reader.equal(entries["a"], entries["d"])
+
+
+MEMORY_PROGRAM = """
+import json, os, resource, struct, sys
+from pathlib import Path
+import torch
+from fuyou_cli.training.checkpoint.header import read_header
+from fuyou_cli.training.checkpoint.reader import TensorReader
+
+path, elements = Path(sys.argv[1]), 48 << 20
+table = json.dumps({"w": {"dtype": "F32", "shape": [elements], "data_offsets": [0, 4 * elements]}}).encode()
+with path.open("wb") as file:
+    file.write(struct.pack("<Q", len(table)) + table)
+    file.truncate(8 + len(table) + 4 * elements)
+destination = torch.ones(elements, dtype=torch.bfloat16)
+part = torch.empty(1 << 20)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+with TensorReader() as reader:
+    entry = read_header(path)["w"]
+    reader.read_into(entry, destination)
+    for first in range(0, elements, 1 << 20):
+        reader.read_into(entry, part, first_element=first)
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+assert not destination.any()
+print((after - before) >> 10)
+"""
+
+
+def test_a_large_tensor_costs_one_piece_of_memory(tmp_path: Path) -> None:
+    """192 MiB of file through conversion: the process grows by the 16 MiB piece and little else."""
+    arguments = [sys.executable, "-c", MEMORY_PROGRAM, str(tmp_path / "x.safetensors")]
+    run = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    assert int(run.stdout) <= 32
