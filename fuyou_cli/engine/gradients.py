@@ -65,10 +65,14 @@ class GradientSum:
                 hook.remove()  # type: ignore[attr-defined]
 
     def complete(self) -> None:
-        """Parameters no gradient came for get zeros: the update reads every one."""
+        """Parameters no gradient came for, and the padding between tensors, get zeros: the update reads them all."""
+        end = 0
         for index, spec in enumerate(self.stage.tensors):
+            self.flat[end : spec.offset].zero_()
+            end = spec.offset + spec.numel
             if index not in self.touched:
-                self.flat[spec.offset : spec.offset + spec.numel].zero_()
+                self.flat[spec.offset : end].zero_()
+        self.flat[end:].zero_()
 
 
 def squared_norm(stage: StageSpec, flat: torch.Tensor, *, dtype: str, step: int) -> float:

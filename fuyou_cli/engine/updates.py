@@ -109,14 +109,18 @@ def build_update(
         priority=priority,
         label=stage.index,
     )
-    segments = [
-        Segment(
-            first=tensor.offset,
-            count=tensor.numel,
-            weight_decay=optimizer.weight_decay if tensor.decay else 0.0,
-            lr_scale=1.0,
-            frozen=False,
-        )
-        for tensor in stage.tensors
-    ]
-    return fields, segments
+    return fields, segments_of(stage, weight_decay=optimizer.weight_decay)
+
+
+def segments_of(stage: StageSpec, *, weight_decay: float) -> list[Segment]:
+    """Runs of parameters with the same settings. Padding between tensors joins a run: its gradients are zero, so that
+    its weights and moments stay zero."""
+    segments: list[Segment] = []
+    for tensor in stage.tensors:
+        decay = weight_decay if tensor.decay else 0.0
+        if segments and segments[-1].weight_decay == decay:
+            first = segments[-1].first
+            segments[-1] = Segment(first=first, count=tensor.offset + tensor.numel - first, weight_decay=decay)
+        else:
+            segments.append(Segment(first=tensor.offset, count=tensor.numel, weight_decay=decay))
+    return segments

@@ -76,7 +76,10 @@ def classes_of(model: ModelSpec) -> list[int]:
 
 def layout(model: ModelSpec, wishes: Wishes, homes: Homes, *, lookahead: int, gradient_slots: int) -> Layout:
     """Every span of arena and store for this placement."""
-    arena, store = _Room(ARENA_UNIT), _Room(STORE_UNIT)
+    arena = _Room(ARENA_UNIT)
+    # What survives a run comes first and depends on the model alone: a resumed run may place everything else anew.
+    durable = _Room(STORE_UNIT)
+    transient = _Room(STORE_UNIT, used=durable_size(model))
     classes = classes_of(model)
     slot_classes = tuple(
         _slot_class(arena, model, wishes, homes, classes, number, lookahead=lookahead, gradient_slots=gradient_slots)
@@ -86,7 +89,10 @@ def layout(model: ModelSpec, wishes: Wishes, homes: Homes, *, lookahead: int, gr
     slots = min(lookahead + 2, on_ssd + 1) if on_ssd else 0
     boundary_slots = tuple(arena.take(boundary_size(model, wishes)) for _ in range(slots))
     scratch = arena.take(wishes.scratch_size)
-    stages = tuple(_stage(arena, store, model, wishes, homes, index, classes[index]) for index in range(len(model.stages)))
+    stages = tuple(
+        _stage(arena, durable, transient, model, wishes, homes, index, classes[index])
+        for index in range(len(model.stages))
+    )
     return Layout(
         stages=stages,
         slot_classes=slot_classes,
@@ -102,7 +108,16 @@ def layout(model: ModelSpec, wishes: Wishes, homes: Homes, *, lookahead: int, gr
             scratch=scratch,
         ),
         arena_size=arena.used,
-        store_size=align_up(store.used, wishes.stripe),
+        store_size=align_up(transient.used, wishes.stripe),
+    )
+
+
+def durable_size(model: ModelSpec) -> int:
+    """Bytes of the two extents of weights and states of every stage."""
+    item = ITEM_SIZE[model.compute_dtype]
+    remainder = 2 if model.compute_dtype == "bfloat16" else 0
+    return sum(
+        2 * align_up(size * stage.params, STORE_UNIT) for stage in model.stages for size in (item, remainder, 4, 4)
     )
 
 
@@ -140,7 +155,14 @@ def _slot_class(
 
 
 def _stage(
-    arena: _Room, store: _Room, model: ModelSpec, wishes: Wishes, homes: Homes, index: int, slot_class: int
+    arena: _Room,
+    durable: _Room,
+    transient: _Room,
+    model: ModelSpec,
+    wishes: Wishes,
+    homes: Homes,
+    index: int,
+    slot_class: int,
 ) -> StagePlan:
     stage = model.stages[index]
     two_phase = wishes.clip_grad_norm is not None
@@ -152,7 +174,7 @@ def _stage(
     boundary = boundary_size(model, wishes) if keeps_boundary else 0
 
     def pair(size: int) -> tuple[Span, Span]:
-        return store.take(size), store.take(size)
+        return durable.take(size), durable.take(size)
 
     return StagePlan(
         stage=index,
@@ -165,8 +187,8 @@ def _stage(
         remainder_extents=pair(2 * stage.params) if bf16 else None,
         momentum_extents=pair(4 * stage.params),
         variance_extents=pair(4 * stage.params),
-        gradients_extent=store.take_if(two_phase and homes.gradients[index] == "ssd", gradient_size),
-        boundary_extent=store.take_if(homes.boundaries[index] == "ssd", boundary),
+        gradients_extent=transient.take_if(two_phase and homes.gradients[index] == "ssd", gradient_size),
+        boundary_extent=transient.take_if(homes.boundaries[index] == "ssd", boundary),
         weights_ram=arena.take_if(weights_home != "ssd", item * stage.params),
         remainder_ram=arena.take_if(bf16 and states_home != "ssd", 2 * stage.params),
         momentum_ram=arena.take_if(states_home != "ssd", 4 * stage.params),

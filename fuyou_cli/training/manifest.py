@@ -1,0 +1,123 @@
+"""The manifest of a run's store: which extents hold which generation of which stage, and where the run stands.
+
+It is written to a temporary file, synced, renamed and its directory synced; the data it names is on stable storage
+before. While a run is under way the manifest says so: a store whose run did not stop in order is refused, because its
+extents may belong to different steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ..core.errors import FuyouError, UsageError
+
+NAME = "manifest.json"
+VERSION = 1
+_LARGEST = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTensor:
+    name: str
+    shape: tuple[int, ...]
+    offset: int  # elements within the stage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredStage:
+    """One stage at rest. `weights`, `remainder` are the (offset, size) of the valid extents; None where every value is
+    zero or there is none."""
+
+    name: str
+    params: int
+    generation: int
+    zero_moments: bool
+    zero_remainder: bool
+    weights: tuple[int, int]
+    remainder: tuple[int, int] | None
+    tensors: tuple[StoredTensor, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    files: tuple[str, ...]  # absolute paths of the store's files: what `fuyou clean` may remove
+    stripe: int
+    store_size: int
+    state: Literal["committed", "running"]
+    step: int  # finished steps
+    written_total: int
+    model_dir: str
+    architecture: str
+    compute_dtype: Literal["float32", "bfloat16"]
+    numerics: dict[str, Any]
+    fingerprints: dict[str, str]  # model, data, recipe: what a resumed run must agree on
+    losses: tuple[float, ...]
+    stages: tuple[StoredStage, ...]
+
+
+def write(directory: Path, manifest: Manifest) -> None:
+    """Replaces the manifest of `directory` in one step."""
+    text = json.dumps({"fuyou_store": VERSION, **asdict(manifest)}, indent=1, sort_keys=True) + "\n"
+    temporary = directory / f".{NAME}.{os.getpid()}"
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, directory / NAME)
+        sync_directory(directory)
+    except OSError as error:
+        raise FuyouError(f"cannot write {directory / NAME}: {error.strerror}") from error
+
+
+def sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read(directory: Path) -> Manifest | None:
+    """The manifest of `directory`, None when there is none. Raises UsageError when it is not one."""
+    path = directory / NAME
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise UsageError(f"{path} is too large to be a manifest")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path} cannot be read: {error}", hint="start over with checkpoint.resume=never") from None
+    return _parsed(path, content)
+
+
+def _parsed(path: Path, content: Any) -> Manifest:
+    if not isinstance(content, dict) or content.get("fuyou_store") != VERSION:
+        raise UsageError(f"{path} is not a manifest of version {VERSION}", hint="it was written by another version")
+    fields = {key: value for key, value in content.items() if key != "fuyou_store"}
+    try:
+        fields["stages"] = tuple(_stage(stage) for stage in fields["stages"])
+        fields["files"] = tuple(str(name) for name in fields["files"])
+        fields["losses"] = tuple(float(loss) for loss in fields["losses"])
+        return Manifest(**fields)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{path} is damaged: {error}", hint="start over with checkpoint.resume=never") from None
+
+
+def _stage(content: dict[str, Any]) -> StoredStage:
+    tensors = tuple(
+        StoredTensor(name=item["name"], shape=tuple(item["shape"]), offset=item["offset"]) for item in content["tensors"]
+    )
+    weights, remainder = content["weights"], content["remainder"]
+    return StoredStage(
+        **{key: content[key] for key in ("name", "params", "generation", "zero_moments", "zero_remainder")},
+        weights=(int(weights[0]), int(weights[1])),
+        remainder=None if remainder is None else (int(remainder[0]), int(remainder[1])),
+        tensors=tensors,
+    )

@@ -1,0 +1,192 @@
+"""A run's store on disk: opening it, filling it from a checkpoint, and saving everything that rests in RAM.
+
+Loading streams tensor by tensor: each is read into a weight slot (or the stage's home in RAM) and the stage is written
+to its extent; peak memory is one slot and one piece, whatever the model's size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..core.errors import OutOfSpaceError, UsageError
+from ..core.units import gb
+from ..engine.host_memory import HostMemory
+from ..engine.residency import Record
+from ..engine.skeleton import TORCH_DTYPE
+from ..spec.model import ModelSpec, StageSpec
+from ..spec.plan import Plan, Span, StagePlan
+from ..swap.daemon import SwapDaemon
+from ..swap.kernels import split
+from .checkpoint.header import TensorEntry
+from .checkpoint.reader import TensorReader
+from .manifest import StoredStage, StoredTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+STORE_FILE = "store.bin"
+_PIECE = 1 << 22  # elements of a float32 checkpoint split at a time
+
+
+def store_paths(directories: Sequence[Path], run: str) -> list[Path]:
+    """One file per directory, in a folder named after the run."""
+    return [directory / run / STORE_FILE for directory in directories]
+
+
+def run_name(output_dir: Path) -> str:
+    """A folder name for a run's store: readable, and different for different output directories."""
+    digest = hashlib.sha256(str(output_dir.resolve()).encode()).hexdigest()[:8]
+    return f"{output_dir.resolve().name}-{digest}"
+
+
+def check_space(paths: Sequence[Path], size: int, free_space: Callable[[Path], int]) -> None:
+    """Raises OutOfSpaceError before anything is written when the store would not fit its disks."""
+    share = -(-size // len(paths))
+    for path in paths:
+        have = path.stat().st_size if path.exists() else 0
+        needed = max(0, share - have)
+        available = free_space(path.parent)
+        if needed > available:
+            raise OutOfSpaceError(
+                f"the store needs {gb(needed)} more in {path.parent}, {gb(available)} are free",
+                hint="free some space, or name another directory in offload.dir; several are striped",
+            )
+
+
+class StageFiles:
+    """Moves whole stages between arena and store, outside of training."""
+
+    def __init__(self, *, model: ModelSpec, plan: Plan, daemon: SwapDaemon, memory: HostMemory) -> None:
+        self.model, self.plan, self.daemon, self.memory = model, plan, daemon, memory
+        self.dtype = TORCH_DTYPE[model.compute_dtype]
+
+    def load(self, entries: Mapping[str, TensorEntry], records: Sequence[Record], progress: Callable[[int], None]) -> None:
+        """Generation 0 of every stage from a checkpoint's tensors. `progress` hears parameters loaded."""
+        with TensorReader() as reader:
+            for stage, plan, record in zip(self.model.stages, self.plan.stages, records, strict=True):
+                if stage.params:
+                    self._load_stage(stage, plan, record, entries, reader)
+                    progress(stage.trainable)
+
+    def _load_stage(
+        self,
+        stage: StageSpec,
+        plan: StagePlan,
+        record: Record,
+        entries: Mapping[str, TensorEntry],
+        reader: TensorReader,
+    ) -> None:
+        slot = plan.weights_ram or self.plan.slot_classes[plan.slot_class].weight_slots[0]
+        flat = self.memory.tensor(slot, self.dtype, stage.params)
+        flat.zero_()
+        exact = all(_fits(entries[tensor.name].dtype, self.model.compute_dtype) for tensor in stage.tensors)
+        remainder = None if exact else self._remainder_span(plan)
+        if remainder is not None:
+            self.memory.tensor(remainder, torch.int16, stage.params).zero_()
+        for tensor in stage.tensors:
+            view = flat[tensor.offset : tensor.offset + tensor.numel].view(tensor.shape)
+            entry = entries[tensor.name]
+            if remainder is None:
+                reader.read_into(entry, view)
+            else:
+                rest = self.memory.tensor(remainder, torch.int16, stage.params)
+                _read_split(reader, entry, view.view(-1), rest[tensor.offset : tensor.offset + tensor.numel])
+        record.generation, record.zero_moments, record.zero_remainder = 0, True, remainder is None
+        if plan.weights == "ssd":
+            self.daemon.wait(self._write(slot, plan.weights_extents[0], stage.index))
+        if remainder is not None and plan.remainder_ram is None:
+            assert plan.remainder_extents is not None
+            self.daemon.wait(self._write(remainder, plan.remainder_extents[0], stage.index))
+
+    def _remainder_span(self, plan: StagePlan) -> Span:
+        """Where a stage's remainder is put together while loading: its home, or a gradient slot (never smaller)."""
+        if plan.remainder_ram is not None:
+            return plan.remainder_ram
+        slots = self.plan.slot_classes[plan.slot_class]
+        candidates = slots.gradient_slots or slots.weight_slots[1:]
+        spare = candidates[0] if candidates else plan.gradients_ram
+        if spare is None:
+            raise UsageError(
+                "a float32 checkpoint trained in bfloat16 needs its remainders in RAM here",
+                hint="set offload.optimizer_states=cpu, or convert the checkpoint to bfloat16",
+            )
+        return spare
+
+    def _write(self, span: Span, extent: Span, label: int) -> int:
+        return self.daemon.write(span.offset, extent.offset, extent.size, label=label)
+
+    def save_resident(self, records: Sequence[Record]) -> int:
+        """Writes everything that rests in RAM to the extents of its generation; the bytes written."""
+        written = 0
+        for plan, record in zip(self.plan.stages, records, strict=True):
+            pairs = [(plan.weights_ram, plan.weights_extents)]
+            if not record.zero_remainder:
+                pairs.append((plan.remainder_ram, plan.remainder_extents))
+            if not record.zero_moments:
+                pairs += [(plan.momentum_ram, plan.momentum_extents), (plan.variance_ram, plan.variance_extents)]
+            for ram, extents in pairs:
+                if ram is not None and extents is not None:
+                    extent = extents[record.generation % 2]
+                    self.daemon.wait(self._write(ram, extent, record.stage))
+                    written += extent.size
+        return written
+
+    def restore(self, stored: Sequence[StoredStage], records: Sequence[Record]) -> None:
+        """Generations as saved; what rests in RAM is read back."""
+        for plan, record, stage in zip(self.plan.stages, records, stored, strict=True):
+            record.generation = stage.generation
+            record.zero_moments, record.zero_remainder = stage.zero_moments, stage.zero_remainder
+            pairs = [(plan.weights_ram, plan.weights_extents)]
+            if not stage.zero_remainder:
+                pairs.append((plan.remainder_ram, plan.remainder_extents))
+            if not stage.zero_moments:
+                pairs += [(plan.momentum_ram, plan.momentum_extents), (plan.variance_ram, plan.variance_extents)]
+            for ram, extents in pairs:
+                if ram is not None and extents is not None:
+                    extent = extents[record.generation % 2]
+                    self.daemon.wait(self.daemon.read(ram.offset, extent.offset, extent.size, label=record.stage))
+
+    def describe(self, records: Sequence[Record]) -> tuple[StoredStage, ...]:
+        """Every stage as it rests in its extents now (after `save_resident`)."""
+        return tuple(_stored(stage, plan, record) for stage, plan, record in zip(self.model.stages, self.plan.stages, records, strict=True))
+
+
+def _stored(stage: StageSpec, plan: StagePlan, record: Record) -> StoredStage:
+    parity = record.generation % 2
+    weights = plan.weights_extents[parity]
+    remainder = plan.remainder_extents[parity] if plan.remainder_extents and not record.zero_remainder else None
+    return StoredStage(
+        name=stage.name,
+        params=stage.params,
+        generation=record.generation,
+        zero_moments=record.zero_moments,
+        zero_remainder=record.zero_remainder,
+        weights=(weights.offset, weights.size),
+        remainder=(remainder.offset, remainder.size) if remainder else None,
+        tensors=tuple(StoredTensor(name=t.name, shape=t.shape, offset=t.offset) for t in stage.tensors),
+    )
+
+
+def _fits(stored: str, compute: str) -> bool:
+    """Whether a checkpoint's values need no remainder beside weights of the compute dtype."""
+    return compute == "float32" or stored == "bfloat16"
+
+
+def _read_split(reader: TensorReader, entry: TensorEntry, weights: torch.Tensor, remainder: torch.Tensor) -> None:
+    """A tensor wider than bfloat16 becomes weights and remainder, piece by piece."""
+    piece = torch.empty(min(_PIECE, entry.numel), dtype=torch.float32)
+    for begin in range(0, entry.numel, _PIECE):
+        count = min(_PIECE, entry.numel - begin)
+        reader.read_into(entry, piece[:count], first_element=begin)
+        nonfinite = split(
+            memoryview(piece[:count].numpy()),
+            memoryview(weights[begin : begin + count].view(torch.int16).numpy()),
+            memoryview(remainder[begin : begin + count].numpy()),
+        )
+        if nonfinite:
+            raise UsageError(f"{entry.file}: {nonfinite} values of {entry.name} do not fit bfloat16")
