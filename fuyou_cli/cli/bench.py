@@ -1,0 +1,42 @@
+"""`fuyou bench`: measure this machine and print what was found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from .console import result_console, status_console
+from .measure import BenchReport, measure
+from .render.bench import bench_json, show_bench
+
+
+def run_bench(
+    directory: Path | None,
+    *,
+    quick: bool,
+    json_output: bool,
+    device: str = "auto",
+    out: Console | None = None,
+    err: Console | None = None,
+) -> BenchReport:
+    """Measures in `directory` (default: the current one) and prints to `out`, as a table or as one JSON object.
+
+    What is being measured appears on `err`, on one line that is gone at the end, if that is a terminal.
+    """
+    out = out or result_console()
+    err = err or status_console()
+    place = directory or Path.cwd()
+    if err.is_terminal:
+        with err.status("starting", spinner="line") as status:
+            report = measure(
+                place, quick=quick, device=device, progress=lambda what: status.update(f"measuring: {what}")
+            )
+    else:
+        report = measure(place, quick=quick, device=device)
+    if json_output:
+        out.file.write(json.dumps(bench_json(report), indent=2) + "\n")
+    else:
+        show_bench(out, report)
+    return report

@@ -1,0 +1,102 @@
+"""Hardware profiles that are not measured: assumed for this machine, or read from a file. Imports neither torch nor the
+native extension."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.units import GiB, MiB
+from fuyou_cli.spec.hardware import HardwareProfile
+
+from . import probe
+
+SCHEMA_VERSION = 1
+
+# What `assumed_hardware` takes for granted: a plain server with one NVMe drive.
+ASSUMED_FLOPS_PER_CORE = 40e9
+ASSUMED_GPU_FLOPS = 100e12
+ASSUMED_READ, ASSUMED_WRITE = 2.0e9, 1.2e9
+ASSUMED_READ_MIXED, ASSUMED_WRITE_MIXED = 1.2e9, 0.8e9
+ASSUMED_ADAMW = 10e9
+ASSUMED_PCIE = 12e9
+ASSUMED_PROCESS = 450 * MiB
+
+
+def core_count() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def cpu_name() -> str:
+    """The processor's name for people."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        return platform.machine()
+    found = re.search(r"^model name\s*: *(.+)$", text, re.MULTILINE)
+    return found[1].strip() if found else platform.machine()
+
+
+def usable_memory() -> int:
+    """Bytes this process may have in all: what is free and what it holds already, within its control groups' limits."""
+    return min(probe.memory_available() + probe.process_bytes(), probe.memory_limit())
+
+
+def assumed_hardware(
+    directory: Path | None = None,
+    *,
+    device: str = "cpu",
+    device_name: str | None = None,
+    device_memory: int = 0,
+) -> HardwareProfile:
+    """This machine's memory and disk with assumed rates: for planning without measuring. `measured` says so."""
+    cores = core_count()
+    on_gpu = device == "cuda"
+    return HardwareProfile(
+        device=device,
+        device_name=device_name or cpu_name(),
+        cores=cores,
+        ram_total=probe.physical_memory(),
+        ram_available=usable_memory(),
+        process_bytes=ASSUMED_PROCESS + (2 * GiB if on_gpu else 0),
+        device_memory=device_memory,
+        disk_free=probe.free_space(directory or Path()),
+        matmul_flops=ASSUMED_GPU_FLOPS if on_gpu else ASSUMED_FLOPS_PER_CORE * cores,
+        store_read=ASSUMED_READ,
+        store_write=ASSUMED_WRITE,
+        store_read_mixed=ASSUMED_READ_MIXED,
+        store_write_mixed=ASSUMED_WRITE_MIXED,
+        adamw_bytes=ASSUMED_ADAMW,
+        h2d=ASSUMED_PCIE if device_memory else 0.0,
+        d2h=ASSUMED_PCIE if device_memory else 0.0,
+        measured="assumed",
+    )
+
+
+def write_profile(profile: HardwareProfile, path: Path) -> None:
+    """The profile as JSON, for planning elsewhere or later."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"schema_version": SCHEMA_VERSION, **asdict(profile)}, indent=2) + "\n")
+
+
+def read_profile(path: Path) -> HardwareProfile:
+    """A profile written by `write_profile` or by hand. Raises UsageError naming what is missing or wrong."""
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read the hardware profile {path}: {error}", hint="make one: fuyou bench") from error
+    if not isinstance(data, dict) or data.pop("schema_version", None) != SCHEMA_VERSION:
+        raise UsageError(f"{path} is not a hardware profile of version {SCHEMA_VERSION}", hint="make one: fuyou bench")
+    kinds = {field.name: str(field.type) for field in fields(HardwareProfile)}
+    wrong = sorted(kinds.keys() ^ data.keys())
+    accepted: dict[str, type | tuple[type, ...]] = {"str": str, "int": int, "float": (int, float)}
+    wrong += [name for name, kind in kinds.items() if name in data and not isinstance(data[name], accepted[kind])]
+    if wrong:
+        raise UsageError(f"{path}: missing, unknown or of the wrong type: {', '.join(wrong)}", hint="see fuyou bench")
+    return HardwareProfile(**data)

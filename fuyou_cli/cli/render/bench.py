@@ -1,0 +1,101 @@
+"""`fuyou bench`: rates with their spread, and how the update scales over threads."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.text import Text
+
+from fuyou_cli.core.units import duration, gb, gib
+
+from ..measure import BenchReport, Rate
+from .theme import Symbols, bar, column, heading, pairs, ruled, say, show, symbols
+
+SCHEMA_VERSION = 1
+NOTE_WIDTH = 110  # columns from which it is said beside each rate what it was measured on
+
+
+def show_bench(console: Console, report: BenchReport) -> None:
+    """The machine, then every rate: median, range of the repeats, and its share of the greatest of its unit."""
+    shapes = symbols(console)
+    profile = report.profile
+    say(console, Text.assemble(("fuyou bench", "bold"), f"  {'quick' if report.quick else 'full'}"))
+    device = f"{profile.device} ({profile.device_name})"
+    if profile.device_memory:
+        device += f", {gib(profile.device_memory)}"
+    dot = f" {shapes.dot} "
+    facts = (f"{profile.cores} cores", f"{gib(profile.ram_total)} RAM, {gib(profile.ram_available)} available")
+    pairs(
+        console,
+        [
+            ("device", device),
+            ("host", dot.join([*facts, f"{gb(profile.disk_free)} of disk free"])),
+            ("process", f"{gib(profile.process_bytes)} with torch and transformers loaded, before any of the model"),
+        ],
+    )
+    _rates(console, report, "Arithmetic", "FLOP/s", shapes)
+    _rates(console, report, "Moving bytes", "B/s", shapes)
+    if report.notes:
+        heading(console, "Notes")
+        for note in report.notes:
+            say(console, f"- {note}", indent=2)
+    console.print()
+    say(console, f"{duration(report.seconds)}, {gb(report.written_bytes)} written, nothing left behind", style="dim")
+
+
+def bench_json(report: BenchReport) -> dict[str, object]:
+    """The same as data: rates per second, `profile` as `fuyou plan` takes it."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "quick": report.quick,
+        "seconds": report.seconds,
+        "written_bytes": report.written_bytes,
+        "profile": asdict(report.profile),
+        "rates": [asdict(rate) for rate in report.rates],
+        "notes": list(report.notes),
+    }
+
+
+def _rates(console: Console, report: BenchReport, title: str, unit: str, shapes: Symbols) -> None:
+    rates = [rate for rate in report.rates if rate.unit == unit]
+    factor, name = (1e12, "TFLOPS") if unit == "FLOP/s" else (1e9, "GB/s")
+    least = min((rate.repeats for rate in rates), default=0)
+    most = max((rate.value for rate in rates), default=0.0)
+    heading(console, f"{title} ({name})", f"median of at least {least} repeats, and their range")
+    content = ruled(shapes)
+    column(content, "what", wrap=True)
+    column(content, "rate", right=True)
+    column(content, "range", right=True)
+    column(content)
+    if console.width >= NOTE_WIDTH:
+        column(content, "measured on", wrap=True, style="dim")
+    for rate in rates:
+        row: list[Text | str] = [
+            Text(rate.name),
+            Text(_number(rate.value / factor), style="bold"),
+            f"{_number(rate.low / factor)} to {_number(rate.high / factor)}",
+            Text(bar(rate.value / most if most else 0, 16, shapes), style="cyan"),
+        ]
+        if console.width >= NOTE_WIDTH:
+            row.append(Text(rate.note))
+        content.add_row(*row)
+    show(console, content, indent=2)
+    if console.width < NOTE_WIDTH:
+        for note, names in _by_note(rates).items():
+            say(console, f"{', '.join(names)}: {note}", style="dim", indent=2)
+
+
+def _by_note(rates: list[Rate]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
+    for rate in rates:
+        if rate.note:
+            groups.setdefault(rate.note, []).append(rate.name)
+    return groups
+
+
+def _number(value: float) -> str:
+    """Three digits: "0.861", "12.4", "989"."""
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 1 else f"{value:.3f}"

@@ -1,0 +1,121 @@
+"""`fuyou bench` measures for real, on little data, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import io
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fuyou_cli.cli import measure_store, profile
+from fuyou_cli.cli.bench import run_bench
+from fuyou_cli.cli.measure import BenchReport, Rate, measure_adamw, rate_of
+from fuyou_cli.cli.render.bench import bench_json, show_bench
+from fuyou_cli.core.errors import OutOfSpaceError, UsageError
+from fuyou_cli.core.units import MiB
+
+
+def check(rate: Rate) -> None:
+    assert 0 < rate.low <= rate.value <= rate.high and rate.repeats >= 1, rate
+
+
+def test_the_median_and_its_range() -> None:
+    rate = rate_of("x", "B/s", [3.0, 12.0, 6.0])
+    assert (rate.value, rate.low, rate.high, rate.repeats) == (6.0, 3.0, 12.0, 3)
+
+
+def test_a_short_disk_is_measured_on_less(tmp_path: Path) -> None:
+    rates = measure_store.measure_store(tmp_path, quick=True, free=measure_store.SPARE_DISK + 65 * MiB)
+    for rate in rates.rates:
+        check(rate)
+        assert 1e6 < rate.value < 1e11
+    assert rates.read.value != rates.write.value  # measured one by one
+    assert 64 * MiB < rates.written_bytes <= 5.5 * 64 * MiB  # filled, written three times, half of it three times
+    assert any("64 MiB instead of 320 MiB" in note for note in rates.notes)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_room_and_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(OutOfSpaceError, match="too little to measure"):
+        measure_store.measure_store(tmp_path, quick=True, free=measure_store.SPARE_DISK)
+    file = tmp_path / "file"
+    file.write_text("mine")
+    with pytest.raises(UsageError, match="cannot write to"):
+        measure_store.measure_store(file, quick=True, free=1 << 40)
+    assert file.read_text() == "mine"
+
+
+def test_files_go_when_measuring_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_store, "QUICK_REPEATS", 0)  # nothing to take the median of
+    with pytest.raises(statistics.StatisticsError):
+        measure_store.measure_store(tmp_path, quick=True, free=measure_store.SPARE_DISK + 40 * MiB)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_adamw_is_measured_per_thread_count() -> None:
+    rates = measure_adamw(3, repeats=2)
+    assert [rate.name for rate in rates] == ["AdamW, 1 thread", "AdamW, 2 threads"]
+    for rate in rates:
+        check(rate)
+        assert 1e8 < rate.value < 1e12  # bytes, not elements or gigabytes
+
+
+def test_the_whole_bench_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_store, "QUICK_SPAN", 64 * MiB)
+    text = io.StringIO()
+    report = run_bench(tmp_path, quick=True, json_output=True, device="cpu", out=Console(file=text, width=40))
+    data = json.loads(text.getvalue())
+    assert data == json.loads(json.dumps(bench_json(report)))
+    assert data["schema_version"] == 1 and data["written_bytes"] <= 2_000_000_000
+    names = [rate["name"] for rate in data["rates"]]
+    for name in ("matmul bfloat16", "matmul float32", "training step bfloat16", "store read while writing"):
+        assert name in names
+    for rate in report.rates:
+        check(rate)
+    rates = {rate.name: rate.value for rate in report.rates}
+    found = report.profile
+    assert found.matmul_flops == rates["matmul bfloat16"] and found.adamw_bytes == rates["AdamW, 1 thread"]
+    assert found.store_write_mixed == rates["store write while reading"] and found.h2d == 0.0
+    assert found.process_bytes > 50 * MiB and found.measured != "assumed"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def report() -> BenchReport:
+    rates = (
+        Rate(
+            name="matmul bfloat16",
+            unit="FLOP/s",
+            value=0.861e12,
+            low=0.8e12,
+            high=0.9e12,
+            repeats=3,
+            note="2048 x 2048",
+        ),
+        Rate(name="store read", unit="B/s", value=2.1e9, low=1.9e9, high=2.2e9, repeats=3, note="io_uring, O_DIRECT"),
+        Rate(name="store write", unit="B/s", value=1.05e9, low=1.0e9, high=1.1e9, repeats=3, note="io_uring, O_DIRECT"),
+    )
+    return BenchReport(
+        profile=profile.assumed_hardware(), rates=rates, notes=("bursts: [red]x[/red]",), quick=True, seconds=9.5,
+        written_bytes=1_500_000_000,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_the_table_fits(report: BenchReport, width: int, encoding: str) -> None:
+    raw = io.BytesIO()
+    console = Console(file=io.TextIOWrapper(raw, encoding=encoding, write_through=True), width=width)
+    show_bench(console, report)
+    text = raw.getvalue().decode(encoding)
+    assert max(map(len, text.splitlines())) <= width
+    assert text.isascii() == (encoding == "ascii")
+    rows = {name: line for name in ("matmul", "store read", "store write") for line in text.splitlines()
+            if line.startswith(f"  {name} ") and "to" in line}  # fmt: skip
+    assert rows["matmul"].split()[2:6] == ["0.861", "0.800", "to", "0.900"]
+    mark = "#" if encoding == "ascii" else "█"
+    assert [rows[name].count(mark) for name in rows] == [16, 16, 8]
+    assert "io_uring, O_DIRECT" in text and "[red]x[/red]" in text and "1.5 GB written" in text

@@ -1,0 +1,45 @@
+"""Profiles without measuring: assumed for this machine, and kept on disk."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fuyou_cli.cli import profile
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.units import GiB, MiB
+
+
+def test_figures_of_this_machine_are_sane() -> None:
+    facts = profile.assumed_hardware()
+    assert facts.cores >= 1 and facts.device_name
+    assert 64 * MiB < facts.ram_available <= facts.ram_total
+    assert facts.disk_free > 0
+
+
+def test_assumed_rates_say_so(tmp_path: Path) -> None:
+    found = profile.assumed_hardware(tmp_path)
+    assert found.measured == "assumed" and found.device_memory == 0 and found.h2d == 0.0
+    assert min(found.matmul_flops, found.store_read, found.store_write_mixed, found.adamw_bytes) > 0
+    on_gpu = profile.assumed_hardware(tmp_path, device="cuda", device_name="card", device_memory=24 * GiB)
+    assert on_gpu.h2d > 0 and on_gpu.device_name == "card" and on_gpu.matmul_flops > found.matmul_flops
+
+
+def test_a_profile_survives_the_disk(tmp_path: Path) -> None:
+    found = replace(profile.assumed_hardware(tmp_path), measured="2026-01-02", store_read=2.5e9)
+    path = tmp_path / "profiles" / "here.json"
+    profile.write_profile(found, path)
+    assert profile.read_profile(path) == found
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps({**data, "cores": "two", "speed": 1}))
+    with pytest.raises(UsageError, match=r"speed, cores"):
+        profile.read_profile(path)
+    for text in ("{", "[]", '{"schema_version": 99}'):
+        path.write_text(text)
+        with pytest.raises(UsageError, match="profile"):
+            profile.read_profile(path)
+    with pytest.raises(UsageError, match="cannot read"):
+        profile.read_profile(tmp_path / "none.json")
