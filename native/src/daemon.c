@@ -29,24 +29,43 @@ void fy__lock(fy_daemon *daemon)
     assert(error == 0);
 }
 
-void fy__unlock(fy_daemon *daemon)
+/* Under the lock: does the backend have work that it does not know of? The pool is told here; true: ring the bell. */
+static bool backend_wake(fy_daemon *daemon)
 {
-    bool bell = false;
     if (daemon->ring != NULL) {
-        bell = daemon->ring_asleep &&
-               (daemon->closing || fy__queue_has_work(daemon, 0) || fy__queue_has_work(daemon, 1));
+        const bool bell = daemon->ring_asleep && (daemon->closing || fy__queue_has_work(daemon, 0) ||
+                                                  fy__queue_has_work(daemon, 1));
         if (bell)
             daemon->ring_asleep = false; /* rung once; it says itself when it sleeps again */
-    } else {
-        for (uint32_t channel = 0; channel < 2; channel++) {
-            if (daemon->pool_idle[channel] > 0 && fy__queue_has_work(daemon, channel))
-                pthread_cond_signal(&daemon->work[channel]);
-        }
+        return bell;
     }
+    for (uint32_t channel = 0; channel < 2; channel++) {
+        if (daemon->pool_idle[channel] > 0 && fy__queue_has_work(daemon, channel))
+            pthread_cond_signal(&daemon->work[channel]);
+    }
+    return false;
+}
+
+void fy__unlock(fy_daemon *daemon)
+{
+    const bool bell = backend_wake(daemon);
     const int error = pthread_mutex_unlock(&daemon->lock);
     assert(error == 0);
     if (bell)
         fy__ring_doorbell(daemon);
+}
+
+void fy__sleep(fy_daemon *daemon, pthread_cond_t *condition)
+{
+    if (backend_wake(daemon)) {
+        const int error = pthread_mutex_unlock(&daemon->lock);
+        assert(error == 0);
+        fy__ring_doorbell(daemon);
+        fy__lock(daemon);
+        return; /* things may have changed meanwhile: the caller looks again */
+    }
+    const int error = pthread_cond_wait(condition, &daemon->lock);
+    assert(error == 0);
 }
 
 FY_API uint64_t fy_scratch_size(uint32_t chunk_params, uint32_t chunks)
@@ -326,7 +345,7 @@ FY_API int fy_daemon_stop(fy_daemon *daemon)
     }
     /* The kernel and the update threads give back what they hold; threads in fy_wait() take their results and go. */
     while (daemon->outstanding > 0 || daemon->waiters > 0)
-        pthread_cond_wait(&daemon->idle, &daemon->lock);
+        fy__sleep(daemon, &daemon->idle);
     fy__unlock(daemon);
     threads_join(daemon);
     atomic_fetch_sub(&daemon->arena->users, 1);

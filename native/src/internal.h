@@ -261,6 +261,9 @@ bool fy__inside(uint64_t offset, uint64_t size, uint64_t limit);
 uint64_t fy__now_ns(void);
 void fy__lock(fy_daemon *daemon);
 void fy__unlock(fy_daemon *daemon); /* and wakes the backend when there is work it does not know of */
+/* Lets go of the lock until `condition` is signalled, or for no reason. Wakes the backend like fy__unlock(): whoever
+ * pushed work and then waits must not keep it to himself. */
+void fy__sleep(fy_daemon *daemon, pthread_cond_t *condition);
 
 /* ---- pool.c and ring.c: the two backends ---- */
 int fy__pool_start(fy_daemon *daemon);

@@ -26,7 +26,7 @@ static void *pool_thread(fy_daemon *daemon, uint32_t channel)
         struct fy__block *block = fy__queue_take(daemon, channel);
         if (block == NULL) {
             daemon->pool_idle[channel]++;
-            pthread_cond_wait(&daemon->work[channel], &daemon->lock);
+            fy__sleep(daemon, &daemon->work[channel]);
             daemon->pool_idle[channel]--;
             continue;
         }

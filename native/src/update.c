@@ -374,7 +374,7 @@ void *fy__update_thread(void *argument)
     while (!daemon->closing) { /* until stop: a pass sleeps or computes a chunk */
         struct fy__slot *slot = fy__heap_pop(&daemon->computing);
         if (slot == NULL) {
-            pthread_cond_wait(&daemon->ready, &daemon->lock);
+            fy__sleep(daemon, &daemon->ready);
             continue;
         }
         assert(slot->phase == FY__READY && !request_failed(slot->request));

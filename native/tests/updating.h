@@ -1,0 +1,236 @@
+/*
+ * updating.h - a small stage with states on plain memory beside the same stage in an arena and a store, for the tests
+ * of the update chain. The plain side runs fy_adamw(), the other goes through a daemon, and both must agree bit for bit.
+ */
+#ifndef FUYOU_UPDATING_H
+#define FUYOU_UPDATING_H
+
+#include "testing.h"
+
+#define PARAMS (UINT64_C(16384) * 5 + 2048 * 3)
+#define EXTENT (PARAMS * 4) /* room for any tensor */
+#define TENSOR_COUNT 5
+
+_Static_assert(EXTENT % FY__PAGE == 0, "extents are aligned");
+
+enum { W = 0, R, M, V, G }; /* weights, remainder, momentum, variance, gradients */
+enum home { HOME_ARENA, HOME_COMMIT, HOME_STORE, HOME_ZERO }; /* COMMIT: in the arena, and written as well */
+
+/* Arena: the five tensors, a place to read back to, scratch. Store: two extents per tensor. */
+#define READ_BACK (TENSOR_COUNT * EXTENT)
+#define SCRATCH ((TENSOR_COUNT + 1) * EXTENT)
+
+struct stage {
+    uint32_t weights_dtype;
+    uint32_t gradients_dtype;
+    enum home remainder;
+    enum home momentum;
+    enum home variance;
+    bool gradients_on_store;
+    bool weights_written;
+    unsigned char *plain[TENSOR_COUNT];
+};
+
+static inline uint64_t stage_bytes(const struct stage *stage, int tensor)
+{
+    if (tensor == W)
+        return PARAMS * (stage->weights_dtype == FY_BFLOAT16 ? 2 : 4);
+    if (tensor == G)
+        return PARAMS * (stage->gradients_dtype == FY_BFLOAT16 ? 2 : 4);
+    return PARAMS * (tensor == R ? 2 : 4);
+}
+
+static inline uint64_t extent_of(int tensor, uint32_t side)
+{
+    return ((uint64_t)tensor * 2 + side) * EXTENT;
+}
+
+/* Boundaries off any vector, a frozen tensor, gaps between, and the end left to no segment. */
+static const fy_segment stage_segments[] = {
+    {.first = 0, .count = 1000, .weight_decay = 0.1f, .lr_scale = 1.0f},
+    {.first = 1003, .count = 30011, .weight_decay = 0.0f, .lr_scale = 0.5f},
+    {.first = 31014, .count = 777, .weight_decay = 0.1f, .lr_scale = 1.0f, .flags = FY_SEGMENT_FROZEN},
+    {.first = 32000, .count = PARAMS - 32000 - 33, .weight_decay = 0.01f, .lr_scale = 2.0f},
+};
+#define STAGE_SEGMENTS ((uint32_t)(sizeof stage_segments / sizeof stage_segments[0]))
+
+static inline void fill_floats(float *values, double scale, uint64_t seed)
+{
+    for (uint64_t i = 0; i < PARAMS; i++)
+        values[i] = (float)(((double)(testing_random(&seed) >> 11) / 9007199254740992.0 - 0.5) * scale);
+}
+
+static inline void fill_gradients(struct stage *stage, uint64_t seed)
+{
+    float *values = malloc(PARAMS * 4);
+    int16_t *ignored = malloc(PARAMS * 2);
+    uint64_t nonfinite = 0;
+    CHECK(values != NULL && ignored != NULL);
+    fill_floats(values, 0.02, seed);
+    if (stage->gradients_dtype == FY_FLOAT32)
+        memcpy(stage->plain[G], values, PARAMS * 4);
+    else
+        CHECK_EQUAL(fy_split(values, (uint16_t *)(void *)stage->plain[G], ignored, PARAMS, &nonfinite), 0);
+    free(ignored);
+    free(values);
+}
+
+static inline void stage_create(struct stage *stage, uint64_t seed)
+{
+    float *master = malloc(PARAMS * 4);
+    uint64_t nonfinite = 0;
+    CHECK(master != NULL);
+    for (int i = 0; i < TENSOR_COUNT; i++) {
+        stage->plain[i] = calloc(PARAMS, 4);
+        CHECK(stage->plain[i] != NULL);
+    }
+    fill_floats(master, 0.2, seed);
+    if (stage->weights_dtype == FY_FLOAT32)
+        memcpy(stage->plain[W], master, PARAMS * 4);
+    else
+        CHECK_EQUAL(fy_split(master, (uint16_t *)(void *)stage->plain[W], (int16_t *)(void *)stage->plain[R], PARAMS,
+                             &nonfinite), 0);
+    if (stage->remainder == HOME_ZERO)
+        memset(stage->plain[R], 0, PARAMS * 4);
+    if (stage->momentum != HOME_ZERO)
+        fill_floats((float *)(void *)stage->plain[M], 0.01, seed + 1);
+    if (stage->variance != HOME_ZERO) {
+        fill_floats((float *)(void *)stage->plain[V], 0.0001, seed + 2);
+        for (uint64_t i = 0; i < PARAMS; i++)
+            stage->plain[V][4 * i + 3] &= 0x7F; /* a variance is not negative */
+    }
+    fill_gradients(stage, seed + 3);
+    free(master);
+}
+
+static inline void stage_destroy(struct stage *stage)
+{
+    for (int i = 0; i < TENSOR_COUNT; i++)
+        free(stage->plain[i]);
+}
+
+static inline fy_home home_of(enum home home, int tensor, uint32_t side)
+{
+    const uint64_t arena = (uint64_t)tensor * EXTENT;
+    switch (home) {
+    case HOME_ARENA: return (fy_home){arena, FY_NOWHERE, FY_NOWHERE};
+    case HOME_COMMIT: return (fy_home){arena, FY_NOWHERE, extent_of(tensor, 1 - side)};
+    case HOME_STORE: return (fy_home){FY_NOWHERE, extent_of(tensor, side), extent_of(tensor, 1 - side)};
+    default: return (fy_home){FY_NOWHERE, FY_NOWHERE, extent_of(tensor, 1 - side)};
+    }
+}
+
+static inline enum home home_kind(const struct stage *stage, int tensor)
+{
+    return tensor == R ? stage->remainder : tensor == M ? stage->momentum : stage->variance;
+}
+
+/* The update that reads extents `side` and writes the other ones. */
+static inline fy_update stage_update(const struct stage *stage, uint64_t step, uint32_t side)
+{
+    return (fy_update){
+        .params = PARAMS,
+        .weights_dtype = stage->weights_dtype,
+        .gradients_dtype = stage->gradients_dtype,
+        .weights = 0,
+        .weights_target = stage->weights_written ? extent_of(W, 1 - side) : FY_NOWHERE,
+        .gradients = stage->gradients_on_store ? FY_NOWHERE : G * EXTENT,
+        .gradients_source = stage->gradients_on_store ? extent_of(G, 0) : FY_NOWHERE,
+        .remainder = home_of(stage->remainder, R, side),
+        .momentum = home_of(stage->momentum, M, side),
+        .variance = home_of(stage->variance, V, side),
+        .lr = 1e-3,
+        .beta1 = 0.9,
+        .beta2 = 0.95,
+        .epsilon = 1e-8,
+        .gradient_scale = 0.7,
+        .step = step,
+        .priority = 3,
+        .label = 42,
+        .segment_count = STAGE_SEGMENTS,
+    };
+}
+
+static inline void put_on_store(fy_daemon *daemon, const unsigned char *data, uint64_t bytes, uint64_t extent)
+{
+    memcpy((unsigned char *)fy_arena_base(daemon->arena) + READ_BACK, data, bytes);
+    CHECK_EQUAL(testing_write(daemon, READ_BACK, extent, bytes, NULL), 0);
+}
+
+/* Puts the stage where its homes say, side 0; the arena's unused tensors get bytes that would show. */
+static inline void stage_place(const struct stage *stage, fy_daemon *daemon)
+{
+    unsigned char *base = fy_arena_base(daemon->arena);
+    memset(base, 0x5A, SCRATCH);
+    memcpy(base, stage->plain[W], stage_bytes(stage, W));
+    for (int i = R; i <= V; i++) {
+        if (home_kind(stage, i) == HOME_STORE)
+            put_on_store(daemon, stage->plain[i], stage_bytes(stage, i), extent_of(i, 0));
+        else if (home_kind(stage, i) != HOME_ZERO)
+            memcpy(base + (uint64_t)i * EXTENT, stage->plain[i], stage_bytes(stage, i));
+    }
+}
+
+static inline void stage_place_gradients(const struct stage *stage, fy_daemon *daemon)
+{
+    unsigned char *base = fy_arena_base(daemon->arena);
+    if (stage->gradients_on_store)
+        put_on_store(daemon, stage->plain[G], stage_bytes(stage, G), extent_of(G, 0));
+    else
+        memcpy(base + G * EXTENT, stage->plain[G], stage_bytes(stage, G));
+}
+
+static inline uint64_t stage_step_plain(struct stage *stage, const fy_update *update)
+{
+    uint64_t nonfinite = 0;
+    CHECK_EQUAL(fy_adamw(update, stage_segments, stage->plain[W], (int16_t *)(void *)stage->plain[R],
+                         (float *)(void *)stage->plain[M], (float *)(void *)stage->plain[V], stage->plain[G],
+                         &nonfinite), 0);
+    return nonfinite;
+}
+
+static inline void check_extent(fy_daemon *daemon, const struct stage *stage, int tensor, uint32_t side, uint64_t sum)
+{
+    const uint64_t bytes = stage_bytes(stage, tensor);
+    unsigned char *base = fy_arena_base(daemon->arena);
+    CHECK(sum == fy_checksum(stage->plain[tensor], bytes));
+    CHECK_EQUAL(testing_read(daemon, READ_BACK, extent_of(tensor, side), bytes, NULL), 0);
+    CHECK(memcmp(base + READ_BACK, stage->plain[tensor], bytes) == 0);
+}
+
+/* After a step whose target was `side`: arena, store and sums equal the plain side. */
+static inline void stage_check(const struct stage *stage, fy_daemon *daemon, uint32_t side, const fy_result *result)
+{
+    const unsigned char *base = fy_arena_base(daemon->arena);
+    const uint64_t sums[] = {result->weights_sum, result->remainder_sum, result->momentum_sum, result->variance_sum};
+    CHECK(memcmp(base, stage->plain[W], stage_bytes(stage, W)) == 0);
+    if (stage->weights_written)
+        check_extent(daemon, stage, W, side, sums[W]);
+    else
+        CHECK_EQUAL(sums[W], 0);
+    for (int i = R; i <= V; i++) {
+        const enum home home = home_kind(stage, i);
+        if (i == R && stage->weights_dtype == FY_FLOAT32) {
+            CHECK_EQUAL(sums[i], 0);
+            continue;
+        }
+        if (home == HOME_ARENA || home == HOME_COMMIT)
+            CHECK(memcmp(base + (uint64_t)i * EXTENT, stage->plain[i], stage_bytes(stage, i)) == 0);
+        if (home == HOME_ARENA)
+            CHECK_EQUAL(sums[i], 0);
+        else
+            check_extent(daemon, stage, i, side, sums[i]);
+    }
+}
+
+static inline fy_options update_options(uint32_t backend, uint32_t threads, uint32_t chunk_params, uint32_t chunks)
+{
+    fy_options options = testing_options(backend);
+    options.update_threads = threads;
+    options.chunk_params = chunk_params;
+    options.scratch_offset = SCRATCH;
+    options.scratch_size = fy_scratch_size(chunk_params, chunks);
+    return options;
+}
+
+#endif
