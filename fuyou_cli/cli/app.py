@@ -225,7 +225,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.excepthook = errors.excepthook
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = app(args=words, prog_name="fuyou", standalone_mode=False) or 0
+        # not app(...): that puts an exception hook of its own over ours
+        command = typer.main.get_command(app)
+        code = command.main(args=words, prog_name="fuyou", standalone_mode=False) or 0
         sys.stdout.flush()
         if code == errors.INTERRUPTED:
             write_status("interrupted")

@@ -68,7 +68,6 @@ ALIASES: dict[str, str] = {
     "gpu_memory_limit": "offload.max_memory.gpu",
     "nvme_path": "offload.dir",
     "offload_folder": "offload.dir",
-    "device": "offload.device",
     "resume_from_checkpoint": "checkpoint.resume",
     "auto_resume_from_checkpoints": "checkpoint.resume",
     "save_steps": "checkpoint.commit_every_steps",

@@ -1,0 +1,168 @@
+"""Machine readings, on this machine and on trees laid out like other machines' /proc and /sys."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fuyou_cli.cli import drives, probe
+
+from .conftest import environment
+
+GIB = 1 << 30
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+MEMINFO = f"MemTotal: {16 * GIB // 1024} kB\nMemAvailable: {12 * GIB // 1024} kB\n"
+V2_MOUNT = "30 20 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw\n"
+V1_MOUNT = "35 31 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n"
+
+
+def test_no_limit_is_physical_memory(tmp_path):
+    root = tree(tmp_path, {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/user\n", "proc/self/mountinfo": V2_MOUNT,
+                           "sys/fs/cgroup/user/memory.max": "max\n"})  # fmt: skip
+    assert probe.memory_limit(root) == 16 * GIB
+    assert probe.memory_available(root) == 12 * GIB
+    assert probe.cgroup_limits(root) == []
+
+
+def test_the_tightest_limit_above_a_v2_cgroup_counts_and_page_cache_is_free(tmp_path):
+    root = tree(tmp_path, {
+        "proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/user/job\n", "proc/self/mountinfo": V2_MOUNT,
+        "sys/fs/cgroup/user/job/memory.max": f"{8 * GIB}\n", "sys/fs/cgroup/user/job/memory.current": f"{GIB}\n",
+        "sys/fs/cgroup/user/memory.max": f"{4 * GIB}\n", "sys/fs/cgroup/user/memory.current": f"{3 * GIB}\n",
+        "sys/fs/cgroup/user/memory.stat": f"anon {GIB}\ninactive_file {GIB}\nactive_file {GIB // 2}\n",
+    })  # fmt: skip
+    assert probe.memory_limit(root) == 4 * GIB
+    assert probe.memory_available(root) == 4 * GIB - (3 * GIB - GIB - GIB // 2)
+
+
+def test_v1_inside_a_container_whose_own_cgroup_is_mounted_at_the_top(tmp_path):
+    mount = V1_MOUNT.replace("0:32 / ", "0:32 /docker/abc ")
+    root = tree(tmp_path, {
+        "proc/meminfo": MEMINFO, "proc/self/cgroup": "5:memory:/docker/abc\n0::/\n", "proc/self/mountinfo": mount,
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2 * GIB}\n",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}\n",
+        "sys/fs/cgroup/memory/memory.stat": f"total_inactive_file {GIB // 4}\ntotal_active_file 0\n",
+    })  # fmt: skip
+    (group,) = probe.cgroup_limits(root)
+    assert (group.version, group.limit, group.in_use) == (1, 2 * GIB, GIB - GIB // 4)
+
+
+def test_v1_unlimited_is_no_limit(tmp_path):
+    root = tree(tmp_path, {
+        "proc/meminfo": MEMINFO, "proc/self/cgroup": "5:memory:/\n", "proc/self/mountinfo": V1_MOUNT,
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+    })  # fmt: skip
+    assert probe.memory_limit(root) == 16 * GIB
+
+
+def test_a_system_without_any_of_these_files(tmp_path):
+    assert probe.memory_limit(tmp_path) == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert probe.mount_of(tmp_path, tmp_path) is None
+    assert probe.process_bytes(tmp_path) == 0
+
+
+def test_this_machine():
+    assert 0 < probe.memory_available() <= probe.memory_limit() <= probe.physical_memory()
+    mount = probe.mount_of(Path("/proc/self"))
+    assert mount is not None and mount.kind == "proc"
+
+
+def test_a_real_limit_is_seen_by_a_process_inside_it():
+    """In a memory cgroup made for this test; where none can be made, the trees above have to do."""
+    limit = 512 << 20
+    mount = next((mount for mount in probe.mounts() if probe._holds_memory(mount, 1)), None)
+    folder = mount.point / f"fuyou-test-{os.getpid()}" if mount is not None else None
+    try:
+        if folder is None:
+            pytest.skip("no cgroup v1 memory controller")
+        folder.mkdir()
+        (folder / "memory.limit_in_bytes").write_text(str(limit))
+    except OSError as error:
+        pytest.skip(f"no cgroup can be made: {error}")
+    try:
+        enter = "import sys; open(sys.argv[1], 'w').write('0')"
+        code = f"{enter}; from fuyou_cli.cli import probe; print(probe.memory_limit())"
+        command = [sys.executable, "-c", code, str(folder / "cgroup.procs")]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+        assert int(done.stdout) == limit
+    finally:
+        folder.rmdir()
+
+
+def test_process_bytes_counts_what_is_touched():
+    before = probe.process_bytes()
+    block = ctypes.create_string_buffer(64 << 20)
+    ctypes.memset(block, 1, len(block))
+    grown = probe.process_bytes() - before
+    assert 63 << 20 <= grown <= 72 << 20
+
+
+def test_free_space_of_a_folder_that_is_not_there_yet(tmp_path):
+    assert probe.free_space(tmp_path / "a" / "b") > 0
+    assert probe.existing(tmp_path / "a" / "b") == tmp_path
+
+
+def test_wsl_is_recognised_by_its_kernel(tmp_path):
+    assert probe.is_wsl(tree(tmp_path / "w", {"proc/sys/kernel/osrelease": "5.15.90.1-microsoft-standard-WSL2\n"}))
+    assert not probe.is_wsl(tree(tmp_path / "l", {"proc/sys/kernel/osrelease": "6.8.0-45-generic\n"}))
+
+
+def test_direct_io_is_tried_and_leaves_nothing(tmp_path):
+    found = drives.direct_io(tmp_path)
+    assert found.alignment in (512, 4096) or found.reason
+    assert list(tmp_path.iterdir()) == []
+    assert drives.direct_io(Path("/proc")).alignment is None
+
+
+def test_a_partition_leads_to_its_drive(tmp_path):
+    number = tmp_path.stat().st_dev
+    drive = tmp_path / "sys" / "devices" / "nvme0n1"
+    tree(drive, {"device/model": "Some Drive   2TB \n", "nvme0n1p2/partition": "2\n"})
+    link = tmp_path / "sys" / "dev" / "block" / f"{os.major(number)}:{os.minor(number)}"
+    link.parent.mkdir(parents=True)
+    link.symlink_to(drive / "nvme0n1p2")
+    device = drives.block_device(tmp_path, tmp_path / "sys")
+    assert device == drive
+    assert drives.drive_model(device) == "Some Drive 2TB"
+    assert drives.nvme_wear(device, tmp_path) is None
+
+
+def test_a_smart_log_page():
+    log = bytearray(512)
+    log[5] = 37
+    log[48:64] = (2_000_000).to_bytes(16, "little")
+    assert drives.parse_smart(bytes(log)) == drives.Wear(percent_used=37, written=1_024_000_000_000)
+
+
+def test_doctor_as_lines_and_as_json(fuyou, tmp_path):
+    done = fuyou("doctor", "--json")
+    result = json.loads(done.stdout)
+    names = [check["name"] for check in result["checks"]]
+    for name in ("python", "torch", "transformers", "native extension", "io_uring", "ram", "memlock", "free space"):
+        assert name in names
+    problems = [check for check in result["checks"] if check["status"] == "problem"]
+    assert (done.returncode, result["ok"]) == ((1, False) if problems else (0, True))
+    assert all(check["advice"] for check in problems)
+
+
+def test_doctor_names_a_folder_in_memory(fuyou):
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("no /dev/shm")
+    text = fuyou("doctor", "--dir", "/dev/shm").stdout
+    assert "this is memory, not a drive" in text
+    assert "\x1b" not in text

@@ -1,0 +1,54 @@
+"""A small valid recipe as text, and loading variations of it from a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fuyou_cli.recipe.diagnostics import Diagnostic, RecipeErrors
+from fuyou_cli.recipe.load import load_recipe
+from fuyou_cli.recipe.schema import Recipe
+
+VALID = """\
+output_dir: out
+model:
+  name_or_path: tiny
+dataset:
+  train:
+    - path: rows.jsonl
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str], Path]:
+    def _write(text: str) -> Path:
+        path = tmp_path / "recipe.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return _write
+
+
+@pytest.fixture
+def load(write: Callable[[str], Path]) -> Callable[..., Recipe]:
+    """The recipe of VALID, then `text`, then overrides."""
+
+    def _load(text: str = "", *overrides: str) -> Recipe:
+        return load_recipe(write(VALID + text), overrides).recipe
+
+    return _load
+
+
+@pytest.fixture
+def refused(write: Callable[[str], Path]) -> Callable[..., dict[str, Diagnostic]]:
+    """What is wrong with VALID, then `text`, then overrides: by key, or by code where no key is concerned."""
+
+    def _refused(text: str = "", *overrides: str) -> dict[str, Diagnostic]:
+        with pytest.raises(RecipeErrors) as caught:
+            load_recipe(write(VALID + text), overrides)
+        assert caught.value.exit_code == 2
+        return {found.path or found.code: found for found in caught.value.diagnostics}
+
+    return _refused

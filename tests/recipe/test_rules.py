@@ -1,0 +1,109 @@
+"""Keys that exclude each other, and keys whose feature does not exist yet."""
+
+from __future__ import annotations
+
+import pytest
+
+from fuyou_cli.recipe.suggest import known_keys
+from fuyou_cli.recipe.unbuilt import UNBUILT
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("train: {epochs: 2, max_steps: 3}\n", "train.max_steps"),
+        ("train: {epochs: null}\n", "train.epochs"),
+        ("lr_scheduler: {warmup_ratio: 0.1, warmup_steps: 3}\n", "lr_scheduler.warmup_steps"),
+        ("train: {max_steps: 3}\nlr_scheduler: {warmup_steps: 4}\n", "lr_scheduler.warmup_steps"),
+        ("lr_scheduler: {name: constant, min_lr_ratio: 0.5}\n", "lr_scheduler.min_lr_ratio"),
+        ("train: {batch_size: 64, micro_batch_size: 7}\n", "train.micro_batch_size"),
+        ("train: {batch_size: 2, micro_batch_size: 4}\n", "train.micro_batch_size"),
+        ("offload: {device: cpu, weights: gpu}\n", "offload.weights"),
+        ("offload: {device: cpu, max_memory: {gpu: 1GiB}}\n", "offload.max_memory.gpu"),
+        ("offload: {strategy: none, optimizer_states: ssd}\n", "offload.optimizer_states"),
+        ("offload: {strategy: manual, weights: cpu}\n", "offload.strategy"),
+        ("offload: {dir: [/a, /a]}\n", "offload.dir"),
+        ("logging: {backends: [jsonl, jsonl]}\n", "logging.backends"),
+    ],
+)
+def test_impossible_pairs(refused, text, key):
+    found = refused(text)
+    assert {path: diagnostic.code for path, diagnostic in found.items()} == {key: "conflict"}
+
+
+def test_flash_attention_needs_a_gpu(write):
+    from fuyou_cli.recipe.diagnostics import RecipeErrors
+    from fuyou_cli.recipe.load import load_recipe
+
+    from .conftest import VALID
+
+    path = write(VALID)
+    flash = "model.attn_implementation=flash_attention_2"
+    with pytest.raises(RecipeErrors, match="does not run on"):
+        load_recipe(path, [flash, "offload.device=cpu"])
+    assert load_recipe(path, [flash, "offload.device=cuda"]).recipe.model.attn_implementation == "flash_attention_2"
+
+
+def test_a_divisor_is_suggested(refused):
+    assert refused("train: {batch_size: 60, micro_batch_size: 8}\n")["train.micro_batch_size"].help == "use 6, or auto"
+
+
+def test_an_empty_list_of_data_sets(write):
+    from fuyou_cli.recipe.diagnostics import RecipeErrors
+    from fuyou_cli.recipe.load import load_recipe
+
+    with pytest.raises(RecipeErrors, match=r"`dataset.train` is empty"):
+        load_recipe(write("output_dir: o\nmodel: {name_or_path: m}\ndataset: {train: []}\n"))
+
+
+NOT_BUILT = {
+    "adapter": "adapter={type: lora}",
+    "freeze": "freeze=[embed]",
+    "eval": "eval={every_steps: 5}",
+    "dataset.eval": "dataset.eval=[{path: x.jsonl}]",
+    "dataset.eval_fraction": "dataset.eval_fraction=0.1",
+    "dataset.train[0].name": "dataset.train[0].name=sub",
+    "dataset.train[0].weight": "dataset.train.0.weight=0.5",
+    "dataset.train[0].format": "dataset.train[0].format=sharegpt",
+    "dataset.packing": "dataset.packing=isolated",
+    "optimizer.name": "optimizer.name=sgd",
+    "optimizer.state_dtype": "optimizer.state_dtype=int8",
+    "train.compile": "train.compile=true",
+    "train.max_time": "train.max_time=8h",
+    "train.early_stopping": "train.early_stopping={patience: 2}",
+    "precision.compute": "precision.compute=float16",
+    "precision.master": "precision.master=bfloat16",
+    "offload.activations": "offload.activations=swap",
+    "offload.defer_updates": "offload.defer_updates=0.5",
+    "offload.ssd_write_limit": "offload.ssd_write_limit=50TB",
+    "checkpoint.mode": "checkpoint.mode=redo",
+    "checkpoint.commit_every_steps": "checkpoint.commit_every_steps=1",
+    "checkpoint.snapshot_every_steps": "checkpoint.snapshot_every_steps=10",
+    "checkpoint.keep_last": "checkpoint.keep_last=5",
+    "export.push_to_hub": "export.push_to_hub=me/model",
+    "logging.backends": "logging.backends=[console,wandb]",
+    "logging.wandb.project": "logging.wandb.project=p",
+    "logging.wandb.name": "logging.wandb.name=n",
+}
+
+
+def test_every_row_of_the_table_has_an_example_here():
+    assert {row.path.replace("*", "0") for row in UNBUILT} == {key.replace("[0]", ".0") for key in NOT_BUILT}
+    assert {row.path.replace(".*", "") for row in UNBUILT} <= set(known_keys())
+
+
+@pytest.mark.parametrize(("key", "override"), NOT_BUILT.items())
+def test_keys_whose_feature_is_not_built_are_errors_that_name_them(refused, key, override):
+    found = refused("", override)
+    assert {path: diagnostic.code for path, diagnostic in found.items()} == {key: "not-built"}
+    assert key.replace("[0]", "") in found[key].message
+    assert found[key].help
+
+
+def test_neutral_values_of_such_keys_are_fine(load):
+    neutral = [
+        "adapter=null", "freeze=[]", "eval=null", "dataset.eval=null", "dataset.eval_fraction=0", "train.compile=false",
+        "offload.activations=recompute", "offload.defer_updates=0", "checkpoint.mode=auto", "train.max_time=null",
+        "precision.compute=float32", "dataset.packing=concat", "dataset.train[0].weight=1",
+    ]  # fmt: skip
+    assert load("", *neutral).precision.compute == "float32"

@@ -1,0 +1,120 @@
+"""Types, defaults and sizes: what a value may be, and what it means once loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fuyou_cli.core.units import parse_size
+from fuyou_cli.recipe.fields import format_size
+from fuyou_cli.recipe.load import load_recipe
+from fuyou_cli.recipe.shipped import shipped_recipes, summary
+
+
+def test_three_keys_are_enough(load):
+    recipe = load()
+    assert (recipe.output_dir, recipe.model.name_or_path, recipe.dataset.train[0].path) == ("out", "tiny", "rows.jsonl")
+    assert (recipe.train.epochs, recipe.train.max_steps, recipe.lr_scheduler.warmup_ratio) == (1, None, 0.03)
+    assert recipe.optimizer.lr == 1e-5
+    assert recipe.offload.max_memory.cpu.is_auto
+
+
+def test_max_steps_and_warmup_steps_replace_the_default_they_exclude(load):
+    recipe = load("train: {max_steps: 9}\nlr_scheduler: {warmup_steps: 2}\n")
+    assert (recipe.train.epochs, recipe.train.max_steps) == (None, 9)
+    assert (recipe.lr_scheduler.warmup_ratio, recipe.lr_scheduler.warmup_steps) == (None, 2)
+
+
+def test_numbers_are_read_as_people_write_them(load):
+    recipe = load("optimizer: {lr: 1e-5, eps: 1e-8, betas: [0, 0.99]}\n")
+    assert (recipe.optimizer.lr, recipe.optimizer.eps, recipe.optimizer.betas) == (1e-5, 1e-8, (0.0, 0.99))
+
+
+def test_memory_limits(load):
+    limits = load("offload: {max_memory: {cpu: 2GiB, gpu: 90%, ssd: 1.5TB}}\n").offload.max_memory
+    assert limits.cpu.resolve(total=0, auto=0) == 2 << 30
+    assert limits.gpu.resolve(total=1000, auto=0) == 900
+    assert limits.ssd.resolve(total=0, auto=0) == 1_500_000_000_000
+    assert load().offload.max_memory.cpu.resolve(total=5, auto=3) == 3
+
+
+@pytest.mark.parametrize(
+    "value", ["2 gigs", "0", "-1", "0%", "101%", "x%", "1e3GiB", "true", "[1]", "{a: 1}", "9999999PB"]
+)
+def test_limits_that_are_none(refused, value):
+    assert "offload.max_memory.cpu" in refused(f"offload: {{max_memory: {{cpu: {value}}}}}\n")
+
+
+@pytest.mark.parametrize("size", [1, 512, 1000, 1024, 4096, 5 * 10**9, 3 << 30, 1536, 10**15, (1 << 50) - 1])
+def test_sizes_are_shown_as_what_reads_back(size):
+    assert parse_size(format_size(size)) == size
+
+
+def test_one_folder_or_several(load):
+    assert load("offload: {dir: /a}\n").offload.dir == ("/a",)
+    assert load("offload: {dir: [/a, /b]}\n").offload_directories({}) == (Path("/a"), Path("/b"))
+    assert load().offload_directories({"FUYOU_OFFLOAD_DIR": "/c"}) == (Path("/c"),)
+    assert load().offload_directories({}) == (Path("out/store"),)
+
+
+def test_null_brings_the_default_back(load):
+    recipe = load("train:\n  batch_size: 8\noffload:\n", "train.batch_size=null", "train.clip_grad_norm=null")
+    assert recipe.train.batch_size == 64
+    assert recipe.train.clip_grad_norm is None
+
+
+def test_references_inside_the_recipe(load):
+    recipe = load("seed: 7\nexport: {max_shard_size: 1GB}\ntrain: {batch_size: '${seed}'}\n")
+    assert recipe.train.batch_size == 7
+
+
+def test_anchors_and_merged_sections(load):
+    recipe = load(
+        "optimizer: &o {lr: 2e-5, eps: 1e-6}\n".replace("&o ", "") + "offload: {io: &io {backend: threads}}\n"
+    )
+    assert (recipe.optimizer.lr, recipe.offload.io.backend) == (2e-5, "threads")
+
+
+def test_a_loaded_recipe_does_not_change(load):
+    with pytest.raises(ValueError, match="frozen"):
+        load().seed = 3
+
+
+def test_the_whole_configuration_loads_again(load, write):
+    recipe = load(
+        "train: {max_steps: 4, clip_grad_norm: null, micro_batch_size: 8}\n"
+        "lr_scheduler: {name: constant, warmup_steps: 1}\n"
+        "offload: {max_memory: {cpu: 90%}, dir: [/a, /b], io: {block_size: 1MiB}}\n"
+    )
+    shown = yaml.safe_dump(recipe.model_dump(mode="json"))
+    assert load_recipe(write(shown)).recipe == recipe
+
+
+def test_every_shipped_recipe_is_valid_and_says_how_to_run_it():
+    shipped = shipped_recipes()
+    assert set(shipped) == {"quickstart", "llama31-8b-full-24gb", "llama31-70b-full-24gb", "qwen3-14b-full-24gb"}
+    for name, path in shipped.items():
+        text = path.read_text()
+        recipe = load_recipe(path).recipe
+        assert recipe.output_dir == f"outputs/{name}"
+        assert summary(path)
+        assert any(f"fuyou {verb} {name}" in text for verb in ("finetune", "recipes cp"))
+
+
+def test_overrides_in_shipped_headers_are_valid():
+    for path in shipped_recipes().values():
+        shown = [
+            line.split("   ")[0] for line in path.read_text().splitlines() if line.startswith("#   ") and "=" in line
+        ]
+        words = [
+            word.strip("'")
+            for line in path.read_text().splitlines()
+            if line.startswith("#   ")
+            for word in line.split()
+        ]
+        overrides = [word for word in words if "=" in word]
+        assert shown and overrides
+        for override in overrides:
+            load_recipe(path, [override])
