@@ -192,6 +192,16 @@ def test_a_short_piece_is_named(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_reads_back_what_it_wrote_before_it_shows_it(tmp_path: Path) -> None:
+    def read(tensor: OutTensor, first: int, count: int) -> memoryview:
+        os.truncate(tmp_path / ".out.partial" / SINGLE_NAME, 10_000)  # something else writes to the file
+        return reading(TENSORS)(tensor, first, count)
+
+    with pytest.raises(UsageError, match="after the last tensor"):
+        write_checkpoint(tmp_path / "out", out_tensors(TENSORS), read, max_shard_size=1 << 20, metadata={})
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_checks_the_space_before_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     status = namedtuple("status", ["f_bavail", "f_frsize"])
     monkeypatch.setattr(os, "statvfs", lambda path: status(10, 4096))
@@ -206,7 +216,7 @@ def test_what_a_killed_run_left_is_cleared_but_not_what_another_writes(tmp_path:
     (partial / "model-00001-of-00002.safetensors").write_bytes(b"half")
     (partial / "config.json").write_bytes(b"{}")
     descriptor = os.open(partial, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)  # even so weak a lock shows that it is in use
     with pytest.raises(UsageError, match="another process"):
         write(tmp_path / "out")
     assert len(snapshot(partial)) == 2

@@ -42,9 +42,8 @@ class TensorReader:
         self.close()
 
     def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor, self._file, self._piece = -1, None, None
+        self.close_file()
+        self._piece = None
 
     def read(self, entry: TensorEntry) -> torch.Tensor:
         """One whole tensor, in the file's dtype and shape, in memory of its own."""
@@ -127,6 +126,7 @@ class TensorReader:
     def close_file(self) -> None:
         """Closes the file read last; the next read opens it again."""
         if self._descriptor >= 0:
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # what was read ahead, too
             os.close(self._descriptor)
         self._descriptor, self._file = -1, None
 
@@ -149,9 +149,10 @@ class TensorReader:
                     f"the file at {position}",
                     hint="Something changed the file while it was read: fetch it again.",
                 )
-            os.posix_fadvise(descriptor, position, got, os.POSIX_FADV_DONTNEED)
             done += got
             position += got
+            # From the start of the file: pages that were too young or reached over the end of a piece go with the next.
+            os.posix_fadvise(descriptor, 0, position, os.POSIX_FADV_DONTNEED)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
