@@ -96,6 +96,14 @@ class Boundaries:
             assert kept.span is not None
             self.free.append(kept.span)
 
+    def forget(self, wait_until: Callable[[Callable[[], bool], str], None]) -> None:
+        """Drops every boundary once nothing moves any more."""
+        wait_until(lambda: all(kept.write is None and kept.read is None for kept in self.kept.values()), "boundaries")
+        for stage in list(self.kept):
+            kept = self.kept.pop(stage)
+            if self.plan.stages[stage].boundary_ram is None and kept.span is not None:
+                self.free.append(kept.span)
+
     def _view(self, kept: _Kept) -> torch.Tensor:
         assert kept.span is not None
         return self.memory.tensor(kept.span, kept.dtype, kept.shape.numel()).view(kept.shape)

@@ -53,6 +53,10 @@ class StepOutcome:
     intervals: list[Interval] = field(default_factory=list)
 
 
+class StepAbandoned(Exception):
+    """Raised between micro-batches to give up a step of which nothing has been applied."""
+
+
 class Executor:
     """Owns the stages of one model and runs steps. Close it to give the model its own forwards back."""
 
@@ -149,6 +153,25 @@ class Executor:
         self._settled = False
         self._give_up_prefetches()
         self.residency.drain()
+
+    def may_abandon(self) -> bool:
+        """Whether the step under way can be given up: no update of it has begun."""
+        backward_begun = self._cursor >= 0 and self.schedule.visits[self._cursor].phase != "forward"
+        return self.plan.two_phase or not backward_begun
+
+    def abandon(self) -> None:
+        """Forgets the step under way (or what was prefetched for the next). Updates of earlier steps stay due."""
+        for event, _ in self._downloads:
+            event.synchronize()
+        self._downloads.clear()
+        for total in self._sums.values():
+            if self.device.separate:
+                self._device_sums.append(_whole(total.flat))
+        self._sums.clear()
+        self._settled = False
+        self._prefetched.clear()
+        self.boundaries.forget(self.residency.wait_until)
+        self.residency.let_go_of_all()
 
     def _decide_updates(self) -> None:
         """All gradients rest and their squares are known: the clipping factor, then updates in the next forward."""

@@ -231,6 +231,18 @@ class Residency:
         self._free_gradient_slot(record)
         self._free_if_idle(record)
 
+    def let_go_of_all(self) -> None:
+        """A step was given up: nobody needs a span or its gradients. Updates due or under way go on."""
+        self.wait_until(
+            lambda: all(record.fetch is None and record.gradient_write is None for record in self.records),
+            "transfers of a step given up",
+        )
+        for record in self.records:
+            record.held, record.kept = 0, False
+            if record.update is None:
+                self._free_gradient_slot(record)
+            self._free_if_idle(record)
+
     def drain(self) -> None:
         """Every update that is due or under way has finished; every slot is free again."""
         for record in self.records:

@@ -1,0 +1,21 @@
+"""glibc's allocator, told once how to behave in a process whose memory is planned."""
+
+from __future__ import annotations
+
+import ctypes
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_MMAP_THRESHOLD = 4 << 20  # larger blocks are mapped on their own and go back to the system when freed
+_TRIM_THRESHOLD = 64 << 20
+
+
+def settle_allocator() -> None:
+    """Fixes the thresholds (glibc would move them as it goes) and the number of arenas, so that memory in use and memory
+    taken stay close. Elsewhere than on glibc nothing happens: there is no mallopt."""
+    libc = ctypes.CDLL(None)
+    mallopt = getattr(libc, "mallopt", None)
+    if mallopt is None:
+        return
+    mallopt(_M_ARENA_MAX, 2)
+    mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
+    mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD)

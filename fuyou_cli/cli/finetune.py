@@ -1,0 +1,141 @@
+"""`fuyou finetune`: plan, show, load, train, export, report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fuyou_cli.core.errors import PlanError
+from fuyou_cli.core.units import gb
+
+from . import probe
+from .console import status_console, write_result, write_status
+
+if TYPE_CHECKING:
+    from fuyou_cli.recipe.load import LoadedRecipe
+    from fuyou_cli.training.prepare import Prepared
+    from fuyou_cli.training.report import RunReport, StepReport
+    from fuyou_cli.training.run import Run
+
+
+def run_finetune(loaded: LoadedRecipe, *, dry_run: bool) -> None:
+    from .allocator import settle_allocator
+
+    settle_allocator()  # before torch takes its first block
+    prepared = _prepare(loaded)
+    _introduce(loaded, prepared)
+    if dry_run:
+        return
+    report, source = _train(prepared)
+    _export(prepared, source)
+    _conclude(prepared, report)
+
+
+def _prepare(loaded: LoadedRecipe) -> Prepared:
+    from fuyou_cli.training.prepare import prepare, run_directories
+
+    from .machine import hardware_for
+
+    directory = run_directories(loaded.recipe)[0]
+    return prepare(
+        loaded.recipe, probe=lambda device: hardware_for(directory, device=device, measured=True), say=write_status
+    )
+
+
+def _introduce(loaded: LoadedRecipe, prepared: Prepared) -> None:
+    """The plan, then one decoded sample with its mask."""
+    from .render.plan import plan_problems, show_plan
+    from .render.sample import show_sample
+
+    console = status_console()
+    show_plan(
+        console,
+        prepared.plan,
+        prepared.model,
+        prepared.hardware,
+        verbose=False,
+        command=f"fuyou finetune {loaded.path}",
+    )
+    if problems := plan_problems(prepared.plan, prepared.hardware):
+        raise PlanError("the run does not fit: " + "; ".join(problems))
+    rows = prepared.rows
+    assert rows is not None
+    summary = rows.summary
+    formats = ", ".join(f"{Path(path).name}: {name}" for path, name in summary.formats)
+    write_status(
+        f"data: {summary.samples:,} samples ({formats}) in {summary.rows:,} rows, {summary.tokens:,} tokens, "
+        f"{summary.label_tokens:,} learnt from; {summary.truncated} truncated, {summary.dropped} dropped"
+    )
+    show_sample(console, summary.preview)
+    if prepared.manifest is not None:
+        write_status(f"resuming after step {prepared.manifest.step}: weights, states, schedule and data position")
+
+
+def _train(prepared: Prepared) -> tuple[RunReport, Path]:
+    """Runs to the end and saves; the report and the store's folder."""
+    from fuyou_cli.training.jsonl import JsonlLog
+    from fuyou_cli.training.run import Run
+
+    out = Path(prepared.recipe.output_dir).expanduser()
+    out.mkdir(parents=True, exist_ok=True)
+    with Run(prepared, memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+        write_status(f"swap daemon: {run.daemon.description}")
+        _load(prepared, run)
+        with JsonlLog(out / "log.jsonl") as log:
+            _steps(prepared, run, log)
+            report = run.report()
+        return report, run.paths[0].parent
+
+
+def _load(prepared: Prepared, run: Run) -> None:
+    from rich.progress import Progress
+
+    total = prepared.model.parameters
+    what = "loading weights" if prepared.manifest is None else "restoring the saved state"
+    with Progress(console=status_console(), transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        run.load(lambda count: progress.advance(task, count))
+    write_status(f"{what}: done, {gb(run.daemon.counters().written_bytes)} written")
+
+
+def _steps(prepared: Prepared, run: Run, log: object) -> None:
+    from fuyou_cli.training.jsonl import JsonlLog
+
+    from .render.progress import RunDisplay
+
+    assert isinstance(log, JsonlLog)
+    every = prepared.recipe.logging.every_steps
+    with RunDisplay(
+        status_console(), total_steps=prepared.total_steps, plan=prepared.plan, resumed=run.step
+    ) as display:
+
+        def on_step(report: StepReport) -> None:
+            log.step(report)
+            if report.step % every == 0 or report.step == prepared.total_steps:
+                display.step(report)
+
+        run.train(on_step)
+
+
+def _export(prepared: Prepared, source: Path) -> None:
+    if not prepared.recipe.export.at_end:
+        return
+    from fuyou_cli.training.exporting import export_store
+
+    out = Path(prepared.recipe.output_dir).expanduser() / "model"
+    if out.resolve() == prepared.model_dir.resolve():
+        out = out.with_name("model-finetuned")
+    export_store(
+        source, out, dtype=prepared.recipe.export.dtype, max_shard_size=prepared.recipe.export.max_shard_size
+    )
+    write_result(f"exported to {out}")
+
+
+def _conclude(prepared: Prepared, report: RunReport) -> None:
+    from .render.summary import show_summary
+    from .render.timeline_svg import timeline_svg
+
+    show_summary(status_console(), report)
+    out = Path(prepared.recipe.output_dir).expanduser() / "timeline.svg"
+    out.write_text(timeline_svg(report.timeline, title="One training step", stalls=report.stalls), encoding="utf-8")
+    write_status(f"timeline: {out}")

@@ -1,0 +1,111 @@
+"""From a committed store to a directory `from_pretrained` loads: weights streamed extent by extent through one window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ..core.errors import UsageError
+from ..core.units import MiB, align_up
+from ..swap.arena import Arena
+from ..swap.daemon import DaemonOptions, SwapDaemon
+from ..swap.kernels import join
+from ..swap.store import Store
+from . import manifest as manifests
+from .checkpoint.companions import companion_files
+from .checkpoint.writer import OutTensor, write_checkpoint
+from .manifest import Manifest, StoredStage, StoredTensor
+
+_WINDOW = 17 * MiB  # one piece of at most 16 MiB with the store's alignment around it
+
+
+class StoreWeights:
+    """Reads the weights a manifest names. Elements come as bytes of the asked dtype."""
+
+    def __init__(self, manifest: Manifest, daemon: SwapDaemon, arena: Arena, *, dtype: str) -> None:
+        self.manifest, self.daemon, self.arena, self.dtype = manifest, daemon, arena, dtype
+        self._places: dict[str, tuple[StoredStage, StoredTensor]] = {
+            tensor.name: (stage, tensor) for stage in manifest.stages for tensor in stage.tensors
+        }
+
+    def tensors(self) -> list[OutTensor]:
+        return [OutTensor(name=t.name, dtype=self.dtype, shape=t.shape) for s in self.manifest.stages for t in s.tensors]
+
+    def read(self, tensor: OutTensor, first: int, count: int) -> memoryview:
+        """Elements [first, first + count) of a tensor, valid until the next call."""
+        stage, stored = self._places[tensor.name]
+        begin = stored.offset + first
+        compute = self.manifest.compute_dtype
+        weights = self._elements(stage.weights, begin, count, 2 if compute == "bfloat16" else 4, 0)
+        if compute == self.dtype:
+            return weights
+        if compute == "float32":
+            return _bytes_of(torch.frombuffer(weights, dtype=torch.float32).to(torch.bfloat16))
+        if stage.remainder is None:
+            return _bytes_of(torch.frombuffer(weights, dtype=torch.bfloat16).float())
+        remainder = self._elements(stage.remainder, begin, count, 2, _WINDOW)
+        master = torch.empty(count, dtype=torch.float32)
+        join(weights, remainder, memoryview(master.numpy()))
+        return _bytes_of(master)
+
+    def _elements(self, extent: tuple[int, int], begin: int, count: int, item: int, window: int) -> memoryview:
+        """Bytes of `count` elements of an extent, through the arena window at `window`."""
+        align = 4096
+        first = begin * item // align * align
+        size = min(align_up(begin * item + count * item, align), extent[1]) - first
+        self.daemon.wait(self.daemon.read(window, extent[0] + first, size))
+        inside = begin * item - first
+        return self.arena.view(window + inside, count * item)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.view(torch.uint8).numpy())
+
+
+def find_store(source: Path) -> Path:
+    """The folder of the one store `source` is, or holds."""
+    if (source / manifests.NAME).is_file():
+        return source
+    found = sorted(path.parent for path in source.glob(f"*/{manifests.NAME}")) if source.is_dir() else []
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UsageError(f"{source} holds {len(found)} stores", hint="name one: " + ", ".join(map(str, found[:4])))
+    raise UsageError(f"there is no store in {source}", hint="give a run's store folder, or the recipe of the run")
+
+
+def export_store(
+    source: Path,
+    out: Path,
+    *,
+    dtype: str,
+    max_shard_size: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Path]:
+    """Writes the committed weights of the store in `source` to `out`; the shards' paths."""
+    manifest = manifests.read(source)
+    if manifest is None:
+        raise UsageError(f"there is no store in {source}")
+    if manifest.state != "committed":
+        raise UsageError(
+            f"the run in {source} did not stop in order: its store holds parts of different steps",
+            hint="run it again with checkpoint.resume=never",
+        )
+    paths = [Path(name) for name in manifest.files]
+    with (
+        Arena(2 * _WINDOW) as arena,
+        Store.open(paths, stripe=manifest.stripe, size=manifest.store_size) as store,
+        SwapDaemon(arena, store, DaemonOptions(update_threads=0)) as daemon,
+    ):
+        weights = StoreWeights(manifest, daemon, arena, dtype=dtype)
+        return write_checkpoint(
+            out,
+            weights.tensors(),
+            weights.read,
+            max_shard_size=max_shard_size,
+            metadata={"fuyou_step": str(manifest.step)},
+            companions=companion_files(Path(manifest.model_dir), dtype=dtype),
+            progress=progress,
+        )

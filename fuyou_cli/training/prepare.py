@@ -1,0 +1,298 @@
+"""From a recipe to everything a run needs before the first byte is written: model, data, specification, plan."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from ..core.errors import UsageError
+from ..core.units import MiB
+from ..planner.place import plan
+from ..planner.wishes import Wishes
+from ..spec.hardware import HardwareProfile
+from ..spec.model import Dtype, ModelSpec
+from ..spec.plan import Numerics, Plan, Tier
+from .manifest import Manifest
+from .manifest import read as read_manifest
+from .storage import run_name
+
+if TYPE_CHECKING:
+    from ..engine.anatomy import Anatomy
+    from ..recipe.schema import Recipe
+    from .checkpoint.files import Checkpoint
+    from .checkpoint.header import TensorEntry
+    from .data import Rows, Sampler
+
+MICRO_BATCH_TOKENS = 2048  # what `auto` computes at once: enough to fill two cores' matmuls
+HEAD_PIECE_BYTES = 256 * MiB  # what `auto` lets one piece of logits and their gradients take
+_LOGIT_BYTES = 16  # per token and vocabulary entry: logits, float32 copy, softmax, gradient
+UPDATE_CHUNKS = 6  # in the daemon's scratch: reading, computing and writing overlap
+CHUNK_PARAMS = 1 << 19
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    recipe: Recipe
+    model_dir: Path
+    tokenizer_dir: Path
+    anatomy: Anatomy
+    model: ModelSpec
+    hardware: HardwareProfile
+    plan: Plan
+    total_steps: int
+    rows: Rows | None  # None when only planning
+    sampler: Sampler | None
+    checkpoint: Checkpoint | None
+    entries: Mapping[str, TensorEntry]
+    directories: tuple[Path, ...]  # one folder of this run per striped directory
+    manifest: Manifest | None  # of a stopped run to resume
+    fingerprints: dict[str, str]
+
+
+Probe = Callable[[str], HardwareProfile]
+
+
+def prepare(recipe: Recipe, *, probe: Probe, planning_only: bool = False, say: Callable[[str], None]) -> Prepared:
+    """Checks and reads what the recipe names. `probe` measures the machine for a device once libraries are loaded;
+    `say` hears what takes a while. Raises UsageError or PlanError; nothing of the run is written before."""
+    from .checkpoint.hub import resolve
+
+    directories = run_directories(recipe)
+    manifest = _resumable(recipe, directories[0]) if not planning_only else None
+    model_dir = resolve(
+        recipe.model.name_or_path,
+        revision=recipe.model.revision,
+        need_weights=not planning_only,
+        trust_remote_code=recipe.model.trust_remote_code,
+        announce=lambda download: say(f"downloading {download.name}: {download.files} files, {download.total:,} bytes"),
+    )
+    tokenizer_dir = model_dir
+    if recipe.tokenizer.name_or_path is not None:
+        tokenizer_dir = resolve(recipe.tokenizer.name_or_path, need_weights=False)
+    rows = None if planning_only else _rows(recipe, tokenizer_dir, say)
+    anatomy = _anatomy(recipe, model_dir)
+    checkpoint, entries = (None, {}) if planning_only else _entries(anatomy, model_dir)
+    device = device_name(recipe)
+    hardware = probe(device)
+    numerics = _numerics(recipe, anatomy, hardware, manifest)
+    model = _specification(anatomy, numerics)
+    chosen = plan(model, hardware, wishes(recipe, numerics, hardware, device=device))
+    sampler, total = _steps(recipe, rows)
+    return Prepared(
+        recipe=recipe,
+        model_dir=model_dir,
+        tokenizer_dir=tokenizer_dir,
+        anatomy=anatomy,
+        model=model,
+        hardware=hardware,
+        plan=chosen,
+        total_steps=total,
+        rows=rows,
+        sampler=sampler,
+        checkpoint=checkpoint,
+        entries=entries,
+        directories=directories,
+        manifest=manifest,
+        fingerprints=_fingerprints(recipe, model, rows),
+    )
+
+
+def run_directories(recipe: Recipe) -> tuple[Path, ...]:
+    """The folders of this run's store, one per striped directory."""
+    name = run_name(Path(recipe.output_dir).expanduser())
+    return tuple(directory.resolve() / name for directory in recipe.offload_directories(os.environ))
+
+
+def device_name(recipe: Recipe) -> str:
+    """cuda where there is one, else cpu, unless the recipe says."""
+    if recipe.offload.device != "auto":
+        return recipe.offload.device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _resumable(recipe: Recipe, directory: Path) -> Manifest | None:
+    if recipe.checkpoint.resume == "never":
+        return None
+    source = directory if recipe.checkpoint.resume == "auto" else Path(recipe.checkpoint.resume).expanduser()
+    manifest = read_manifest(source)
+    if manifest is None and recipe.checkpoint.resume != "auto":
+        raise UsageError(f"checkpoint.resume: there is no saved run in {source}")
+    if manifest is not None and manifest.state == "running":
+        raise UsageError(
+            f"the run in {source} did not stop in order: its store holds parts of different steps",
+            hint="start over with checkpoint.resume=never (this replaces that store)",
+        )
+    return manifest
+
+
+def _rows(recipe: Recipe, tokenizer_dir: Path, say: Callable[[str], None]) -> Rows:
+    from .data import prepare as prepare_data
+
+    say("reading and tokenising the data")
+    template = recipe.tokenizer.chat_template
+    cache = recipe.dataset.cache_dir or Path(recipe.output_dir).expanduser() / "data"
+    return prepare_data(
+        dataset=recipe.dataset,
+        tokenizer_dir=tokenizer_dir,
+        chat_template=None if template is None else Path(template).expanduser(),
+        pad_token=recipe.tokenizer.pad_token,
+        cache_dir=Path(cache).expanduser(),
+    )
+
+
+def _anatomy(recipe: Recipe, model_dir: Path) -> Anatomy:
+    from ..engine.anatomy import dissect
+    from ..engine.skeleton import build, load_config
+
+    config = load_config(model_dir, trust_remote_code=recipe.model.trust_remote_code)
+    model = build(
+        config,
+        dtype=recipe.precision.compute,
+        attention=recipe.model.attn_implementation,
+        trust_remote_code=recipe.model.trust_remote_code,
+    )
+    return dissect(model)
+
+
+def _entries(anatomy: Anatomy, model_dir: Path) -> tuple[Checkpoint, Mapping[str, TensorEntry]]:
+    from .checkpoint.files import open_checkpoint
+    from .checkpoint.matched import entries_for
+
+    checkpoint = open_checkpoint(model_dir)
+    return checkpoint, entries_for(anatomy.model, checkpoint)
+
+
+def _numerics(recipe: Recipe, anatomy: Anatomy, hardware: HardwareProfile, manifest: Manifest | None) -> Numerics:
+    """What the recipe says, `auto` resolved by fixed rules; a resumed run keeps what it started with."""
+    train, length = recipe.train, recipe.dataset.max_seq_len
+    micro = train.micro_batch_size
+    if micro == "auto":
+        most = max(1, MICRO_BATCH_TOKENS // length)
+        micro = max(size for size in range(1, train.batch_size + 1) if size <= most and train.batch_size % size == 0)
+    chunk = train.head_chunk_tokens
+    if chunk == "auto":
+        vocabulary = anatomy.model.config.get_text_config().vocab_size
+        most = max(64, HEAD_PIECE_BYTES // (_LOGIT_BYTES * vocabulary))
+        chunk = 0 if micro * length <= most else 1 << (most.bit_length() - 1)
+    compute = cast(Dtype, recipe.precision.compute)
+    accumulate: Dtype = compute if train.batch_size == micro else cast(Dtype, recipe.precision.grad_accum)
+    numerics = Numerics(
+        compute_dtype=compute,
+        accumulate_dtype="float32" if compute == "float32" else accumulate,
+        batch_size=train.batch_size,
+        micro_batch_size=micro,
+        max_seq_len=length,
+        head_chunk_tokens=chunk,
+        torch_threads=hardware.cores if train.threads == "auto" else train.threads,
+        seed=recipe.seed,
+    )
+    if manifest is None:
+        return numerics
+    kept = Numerics(**manifest.numerics)
+    _refuse_changed(recipe, kept, numerics)
+    return kept
+
+
+def _refuse_changed(recipe: Recipe, kept: Numerics, asked: Numerics) -> None:
+    """`auto` keeps what the run started with; a number that differs is an error."""
+    names = {
+        "compute_dtype": ("precision.compute", True),
+        "batch_size": ("train.batch_size", True),
+        "micro_batch_size": ("train.micro_batch_size", recipe.train.micro_batch_size != "auto"),
+        "max_seq_len": ("dataset.max_seq_len", True),
+        "head_chunk_tokens": ("train.head_chunk_tokens", recipe.train.head_chunk_tokens != "auto"),
+        "torch_threads": ("train.threads", recipe.train.threads != "auto"),
+        "seed": ("seed", True),
+    }
+    before, now = asdict(kept), asdict(asked)
+    changed = [f"{key} was {before[k]}, is {now[k]}" for k, (key, fixed) in names.items() if fixed and before[k] != now[k]]
+    if changed:
+        raise UsageError(
+            "the saved run cannot be resumed, its numerics changed: " + "; ".join(changed),
+            hint="put the old values back, or start over with checkpoint.resume=never",
+        )
+
+
+def _specification(anatomy: Anatomy, numerics: Numerics) -> ModelSpec:
+    from ..engine.inspect import inspect
+
+    return inspect(
+        anatomy,
+        dtype=numerics.compute_dtype,
+        micro_batch_size=numerics.micro_batch_size,
+        max_seq_len=numerics.max_seq_len,
+        head_chunk_tokens=numerics.head_chunk_tokens,
+    )
+
+
+def wishes(recipe: Recipe, numerics: Numerics, hardware: HardwareProfile, *, device: str) -> Wishes:
+    """The recipe's placement keys as numbers."""
+    from ..swap.kernels import scratch_size
+
+    offload = recipe.offload
+    limit = offload.max_memory
+
+    def tier(value: str) -> Tier | None:
+        if value == "gpu" and device == "cpu":
+            raise UsageError("a tensor is pinned to gpu, but offload.device is cpu", hint="use cpu, ssd or auto")
+        return None if value == "auto" else cast(Tier, value)
+
+    everything: Tier | None = "cpu" if offload.strategy == "none" else None
+    block = offload.io.block_size
+    depth = 16 if offload.io.queue_depth == "auto" else offload.io.queue_depth
+    return Wishes(
+        numerics=numerics,
+        model_name=recipe.model.name_or_path,
+        device=device,
+        clip_grad_norm=recipe.train.clip_grad_norm,
+        cpu_budget=limit.cpu.resolve(total=hardware.ram_total, auto=int(hardware.ram_available * 0.9)),
+        gpu_budget=limit.gpu.resolve(total=hardware.device_memory, auto=int(hardware.device_memory * 0.95)),
+        weights=tier(offload.weights) or everything,
+        states=tier(offload.optimizer_states) or everything,
+        gradients=tier(offload.gradients) or everything,
+        boundaries=tier(offload.boundaries) or everything,
+        lookahead=None if offload.lookahead == "auto" else offload.lookahead,
+        io_backend=offload.io.backend,
+        read_depth=depth,
+        write_depth=depth,
+        block_size=1 << 20 if block == "auto" else block,
+        chunk_params=CHUNK_PARAMS,
+        scratch_size=scratch_size(CHUNK_PARAMS, UPDATE_CHUNKS),
+        export_item=2 if recipe.export.dtype == "bfloat16" else 4,
+    )
+
+
+def _steps(recipe: Recipe, rows: Rows | None) -> tuple[Sampler | None, int]:
+    """The sampler and the number of steps: `max_steps`, or as many as the epochs take."""
+    if rows is None:
+        return None, recipe.train.max_steps or 0
+    from .data import Sampler
+
+    sampler = Sampler(
+        len(rows), batch_size=recipe.train.batch_size, shuffle=recipe.dataset.shuffle, seed=recipe.seed
+    )
+    if recipe.train.max_steps is not None:
+        return sampler, recipe.train.max_steps
+    return sampler, sampler.steps(recipe.train.epochs or 1)
+
+
+def _fingerprints(recipe: Recipe, model: ModelSpec, rows: Rows | None) -> dict[str, str]:
+    """Digests of what a resumed run must agree on."""
+    described: dict[str, Any] = {
+        "model": [[s.name, s.params, [[t.name, list(t.shape)] for t in s.tensors]] for s in model.stages],
+        "optimizer": recipe.optimizer.model_dump(mode="json"),
+        "schedule": recipe.lr_scheduler.model_dump(mode="json"),
+        "clipping": recipe.train.clip_grad_norm,
+        "shuffle": recipe.dataset.shuffle,
+    }
+    digests = {
+        name: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest() for name, value in described.items()
+    }
+    return {**digests, "data": rows.fingerprint if rows is not None else ""}
