@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import yaml
 
@@ -38,6 +39,7 @@ class Source:
     text: str
     marks: dict[Path, Mark] = field(default_factory=dict)
 
+    @cached_property
     def lines(self) -> list[str]:
         return _LINE_ENDS.split(self.text)
 
@@ -47,7 +49,7 @@ class Source:
             return Place(file=COMMAND_LINE, source=self.text)
         if start is None:
             return Place(file=self.file)
-        lines = self.lines()
+        lines = self.lines
         line = min(start.line, len(lines) - 1)  # "end of text" may stand after the last line
         source = lines[line]
         column = min(start.column, len(source))
@@ -93,7 +95,7 @@ def syntax_error(source: Source, error: yaml.YAMLError) -> Diagnostic:
 
 
 def _syntax_help(source: Source, mark: yaml.Mark | None) -> str | None:
-    lines = source.lines()
+    lines = source.lines
     if mark is not None and mark.line < len(lines) and "\t" in lines[mark.line][: mark.column + 1]:
         return "YAML does not indent with tabs; use spaces"
     return None
