@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
@@ -169,8 +169,3 @@ class Section(BaseModel):
     def _takes_null(cls, key: object) -> bool:
         field = cls.model_fields.get(key) if isinstance(key, str) else None
         return field is None or type(None) in get_args(field.annotation)
-
-
-def sections_of(model: type[Section]) -> dict[str, Any]:
-    """Field name -> its bare annotation, for walking the schema."""
-    return get_type_hints(model)
