@@ -82,9 +82,27 @@ def _train(prepared: Prepared) -> tuple[RunReport, Path]:
         write_status(f"swap daemon: {run.daemon.description}")
         _load(prepared, run)
         with JsonlLog(out / "log.jsonl") as log:
+            log.write("plan", _promises(prepared))
             _steps(prepared, run, log)
             report = run.report()
         return report, run.paths[0].parent
+
+
+def _promises(prepared: Prepared) -> dict[str, object]:
+    """What this very run's plan predicts, beside which its measurements are read."""
+    plan = prepared.plan
+    return {
+        "budget": plan.cpu_budget,
+        "arena": plan.arena_size,
+        "process_bytes": prepared.hardware.process_bytes,
+        "parameters": prepared.model.parameters,
+        "predicted_cpu_peak": plan.predicted.cpu_peak,
+        "predicted_read_per_step": plan.predicted.read_per_step,
+        "predicted_written_per_step": plan.predicted.written_per_step,
+        "predicted_read_by": plan.predicted.read_by,
+        "predicted_written_by": plan.predicted.written_by,
+        "predicted_step_seconds": plan.predicted.step_seconds,
+    }
 
 
 def _load(prepared: Prepared, run: Run) -> None:

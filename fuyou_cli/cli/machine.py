@@ -27,7 +27,8 @@ def hardware_for(directory: Path, *, device: str, measured: bool) -> HardwarePro
     path = profile_path(directory)
     profile = read_profile(path) if measured and path.exists() else None
     if profile is None or profile.device != ("cpu" if device == "emulated" else device):
-        profile = assumed_hardware(directory, device=device, **_device_facts(device))
+        name, memory = _device_facts(device)
+        profile = assumed_hardware(directory, device=device, device_name=name, device_memory=memory)
     return replace(
         profile,
         device=device,
@@ -47,10 +48,10 @@ def keep(profile: HardwareProfile, directory: Path) -> None:
         write_status(f"note: the profile could not be kept in {path}: {error.strerror}")
 
 
-def _device_facts(device: str) -> dict[str, object]:
+def _device_facts(device: str) -> tuple[str | None, int]:
     if device != "cuda":
-        return {}
+        return None, 0
     import torch
 
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return {"device_name": properties.name, "device_memory": properties.total_memory}
+    return properties.name, properties.total_memory

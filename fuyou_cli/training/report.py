@@ -31,6 +31,8 @@ class StepReport:
     ram_peak: int
     read_bytes: int
     written_bytes: int
+    update_cpu_seconds: float  # CPU time of the update threads
+    io_cpu_seconds: float  # CPU time of the threads that move bytes
     stalls: dict[str, float]  # cause -> seconds compute waited
     timeline: tuple[Busy, ...] = ()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,6 +30,7 @@ from .report import Busy, RunReport, StepReport
 from .storage import STORE_FILE, StageFiles, check_space
 
 _REQUESTS = 4096
+_SAMPLE_SECONDS = 0.02
 
 
 class Run:
@@ -38,8 +40,7 @@ class Run:
         self, prepared: Prepared, *, memory_now: Callable[[], int], free_space: Callable[[Path], int]
     ) -> None:
         self.prepared, self.plan, self.model = prepared, prepared.plan, prepared.model
-        self.memory_now = memory_now
-        self.ram_peak = 0
+        self.memory = MemoryWatch(memory_now)
         self.losses: list[float] = list(prepared.manifest.losses) if prepared.manifest else []
         self.step = prepared.manifest.step if prepared.manifest else 0
         self.written_before = prepared.manifest.written_total if prepared.manifest else 0
@@ -47,6 +48,7 @@ class Run:
         self._steps: list[StepReport] = []
         self._began = time.monotonic()
         self._stack = ExitStack()
+        self._stack.enter_context(self.memory)
         try:
             self._open(free_space)
         except BaseException:
@@ -119,7 +121,6 @@ class Run:
         else:
             _check_same_run(saved, self.prepared)
             self.files.restore(saved.stages, records)
-        self._note_memory()
         self.save_manifest("running")
 
     # ---- stepping ------------------------------------------------------------------------------------------------
@@ -159,7 +160,6 @@ class Run:
         seconds = time.monotonic() - begin
         self.step, after = number, self.daemon.counters()
         self.losses.append(outcome.loss)
-        self._note_memory()
         stalls = {
             cause: total - stalls_before.get(cause, 0.0)
             for cause, total in self.executor.residency.stalls.items()
@@ -175,10 +175,12 @@ class Run:
             batch_tokens=batch.tokens,
             seconds=seconds,
             tflops=6.0 * self.model.parameters * batch.tokens / seconds / 1e12,
-            ram_now=self.memory_now(),
-            ram_peak=self.ram_peak,
+            ram_now=self.memory.now(),
+            ram_peak=self.memory.peak,
             read_bytes=after.read_bytes - before.read_bytes,
             written_bytes=after.written_bytes - before.written_bytes,
+            update_cpu_seconds=(after.update_cpu_ns - before.update_cpu_ns) / 1e9,
+            io_cpu_seconds=(after.ring_cpu_ns - before.ring_cpu_ns) / 1e9,
             stalls=stalls,
             timeline=self._timeline(outcome, begin),
         )
@@ -209,12 +211,8 @@ class Run:
         return tuple(busy)
 
     def _between_micro_batches(self) -> None:
-        self._note_memory()
         if self.stop_requested and self.executor.may_abandon():
             raise StepAbandoned
-
-    def _note_memory(self) -> None:
-        self.ram_peak = max(self.ram_peak, self.memory_now())
 
     # ---- stopping and saving -------------------------------------------------------------------------------------
 
@@ -293,7 +291,7 @@ class Run:
             tokens_per_second=tokens / seconds,
             tflops=6.0 * self.model.parameters * tokens / seconds / 1e12,
             ram_budget=self.plan.cpu_budget,
-            ram_peak=self.ram_peak,
+            ram_peak=self.memory.peak,
             ram_predicted=predicted.cpu_peak,
             step_seconds=statistics.median(step.seconds for step in later) if later else 0.0,
             step_predicted=predicted.step_seconds,
@@ -306,6 +304,27 @@ class Run:
             timeline=steps[-1].timeline if steps else (),
             output_dir=str(Path(self.prepared.recipe.output_dir).expanduser()),
         )
+
+
+class MemoryWatch:
+    """Samples the process's memory from a thread of its own, so that peaks inside a computation are seen."""
+
+    def __init__(self, now: Callable[[], int]) -> None:
+        self.now, self.peak = now, now()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="memory-watch", daemon=True)
+
+    def _watch(self) -> None:
+        while not self._over.wait(_SAMPLE_SECONDS):
+            self.peak = max(self.peak, self.now())
+
+    def __enter__(self) -> MemoryWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
 
 
 def _open_arena(size: int) -> Arena:
