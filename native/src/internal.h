@@ -40,7 +40,7 @@
 #define FY__SLOTS_MAX 1024u
 #define FY__UPDATE_THREADS_MAX 64u
 #define FY__POOL_THREADS_MAX 32u       /* per direction; a deeper queue does not make more threads */
-#define FY__RETRIES_MAX 256u           /* of one block without any progress, on EAGAIN, EINTR or a sliver */
+#define FY__RETRIES_MAX 64u            /* of one block without any progress, on EAGAIN, EINTR or a sliver */
 #define FY__EVENTS_MAX 4096u
 #define FY__DESCRIPTION_MAX 512u
 #define FY__SLOT_SPANS 4u              /* weights or gradients, remainder, momentum, variance */

@@ -251,23 +251,29 @@ static inline int32_t testing_ring_result(uint32_t operation, int32_t result, ui
     return testing_fault_now.error == 0 || wanted <= FY__PAGE ? 0 : result / 2 + 1; /* not on a page: some comes twice */
 }
 
+/* Before any daemon runs: its threads read the table without a lock. */
+static inline void testing_fault_install(void)
+{
+    fy__system.pread = testing_pread;
+    fy__system.pwrite = testing_pwrite;
+    fy__system.ring_result = testing_ring_result;
+}
+
+/* While no I/O is under way: the daemon's lock orders the change before the next one. */
 static inline void testing_fault_set(int error, uint32_t operation, uint64_t first, uint64_t times)
 {
+    CHECK(fy__system.pread == testing_pread);
     testing_fault_now.error = error;
     testing_fault_now.operation = operation;
     testing_fault_now.first = first;
     testing_fault_now.times = times;
     atomic_store(&testing_fault_now.calls, 0);
     atomic_store(&testing_fault_now.hits, 0);
-    fy__system.pread = testing_pread;
-    fy__system.pwrite = testing_pwrite;
-    fy__system.ring_result = testing_ring_result;
 }
 
 static inline void testing_fault_clear(void)
 {
     testing_fault_now.times = 0;
-    fy__system = fy__system_real;
 }
 
 #endif

@@ -1,0 +1,108 @@
+/*
+ * Every I/O of an update is made to fail in turn, once and for ever. The update's ticket fails with the place, another
+ * request that is under way does not, the daemon goes on to do the same update right, and it stops at once when asked to
+ * in the middle of a failing one.
+ */
+#include "updating.h"
+
+static struct stage stage = {
+    .weights_dtype = FY_BFLOAT16,
+    .gradients_dtype = FY_FLOAT32,
+    .remainder = HOME_STORE,
+    .momentum = HOME_STORE,
+    .variance = HOME_COMMIT,
+    .gradients_on_store = true,
+    .weights_written = true,
+};
+
+/* Places everything anew (a failed update leaves the weights half new) and sends the update. */
+static fy_ticket send_update(fy_daemon *daemon, fy_update *update)
+{
+    fy_ticket ticket = 0;
+    stage_place(&stage, daemon);
+    stage_place_gradients(&stage, daemon);
+    *update = stage_update(&stage, 1, 0);
+    return ticket;
+}
+
+static bool one_case(fy_daemon *daemon, int error, uint32_t operation, uint64_t first, uint64_t times)
+{
+    fy_update update;
+    fy_result result;
+    fy_ticket ticket = send_update(daemon, &update);
+    testing_fault_set(error, operation, first, times);
+    CHECK_EQUAL(fy_submit_update(daemon, &update, stage_segments, &ticket), 0);
+    const int got = testing_wait(daemon, ticket, &result);
+    const uint64_t hits = atomic_load(&testing_fault_now.hits);
+    testing_fault_clear();
+    if (hits == 0) {
+        CHECK_EQUAL(got, 0);
+        return false;
+    }
+    CHECK_EQUAL(got, error);
+    CHECK_EQUAL(result.failure.operation, operation);
+    CHECK_EQUAL(result.failure.label, update.label);
+    CHECK(result.failure.wanted > 0);
+    fy_counters counters;
+    CHECK_EQUAL(fy_daemon_counters(daemon, &counters), 0);
+    CHECK_EQUAL(counters.in_flight + counters.queued, 0);
+    return true;
+}
+
+static void works(fy_daemon *daemon)
+{
+    fy_update update;
+    fy_result result;
+    struct stage fresh = stage;
+    fy_ticket ticket = send_update(daemon, &update);
+    CHECK_EQUAL(fy_submit_update(daemon, &update, stage_segments, &ticket), 0);
+    CHECK_EQUAL(testing_wait(daemon, ticket, &result), 0);
+    for (int i = 0; i < TENSOR_COUNT; i++) {
+        fresh.plain[i] = malloc(PARAMS * 4);
+        CHECK(fresh.plain[i] != NULL);
+        memcpy(fresh.plain[i], stage.plain[i], PARAMS * 4);
+    }
+    CHECK_EQUAL(result.nonfinite, stage_step_plain(&fresh, &update));
+    stage_check(&fresh, daemon, 1, &result);
+    stage_destroy(&fresh);
+}
+
+static void sweep(uint32_t backend, fy_arena *arena, fy_store *store)
+{
+    static const int errors[] = {-EIO, -ENOSPC};
+    fy_options options = update_options(backend, 2, 16384, 3);
+    options.block_size = 128 << 10;
+    fy_daemon *daemon = testing_daemon(&options, arena, store);
+    for (uint32_t e = 0; e < sizeof errors / sizeof errors[0]; e++) {
+        for (uint32_t operation = FY_OP_READ; operation <= FY_OP_WRITE; operation++) {
+            for (uint64_t first = 1; one_case(daemon, errors[e], operation, first, 1); first += 1 + e)
+                CHECK(first < 1000);
+            for (uint64_t first = 1; one_case(daemon, errors[e], operation, first, FOREVER); first += 2 + e)
+                CHECK(first < 1000);
+        }
+        works(daemon);
+    }
+    /* Stopped while its I/Os fail and are tried again: stop returns, with nothing in flight. */
+    fy_update update;
+    fy_ticket ticket = send_update(daemon, &update);
+    testing_fault_set(-EAGAIN, FY_OP_NONE, 1, FOREVER);
+    CHECK_EQUAL(fy_submit_update(daemon, &update, stage_segments, &ticket), 0);
+    CHECK_EQUAL(fy_daemon_stop(daemon), 0);
+    testing_fault_clear();
+}
+
+int main(void)
+{
+    testing_fault_install();
+    const uint32_t *backends = testing_backends();
+    fy_arena *arena = testing_arena(SCRATCH + fy_scratch_size(16384, 3));
+    fy_store *store = testing_store(2, 64 << 10, 2 * TENSOR_COUNT * EXTENT);
+    stage_create(&stage, 77);
+    const uint32_t descriptors = testing_descriptors();
+    for (; *backends != FY_BACKEND_AUTO; backends++)
+        sweep(*backends, arena, store);
+    CHECK_EQUAL(testing_descriptors(), descriptors);
+    stage_destroy(&stage);
+    testing_close(NULL, arena, store);
+    return 0;
+}

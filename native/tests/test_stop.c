@@ -1,0 +1,97 @@
+/*
+ * Stop with everything outstanding: reads, writes and updates, with threads waiting for some of them. Stop returns, the
+ * waiting threads hear -ECANCELED or a result, nothing is left with the kernel, and the arena can go.
+ */
+#include "updating.h"
+
+#define WAITERS 3
+#define READS 24
+#define CLIENT (SCRATCH + fy_scratch_size(16384, 3)) /* an extent per read or write, in arena and store */
+#define CLIENT_STORE (UINT64_C(2) * TENSOR_COUNT * EXTENT)
+
+static struct stage stage = {
+    .weights_dtype = FY_BFLOAT16,
+    .gradients_dtype = FY_BFLOAT16,
+    .remainder = HOME_STORE,
+    .momentum = HOME_STORE,
+    .variance = HOME_STORE,
+    .weights_written = true,
+};
+
+struct waiter {
+    fy_daemon *daemon;
+    fy_ticket ticket;
+    int error;
+    _Atomic bool about_to;
+};
+
+static void *wait_thread(void *argument)
+{
+    struct waiter *waiter = argument;
+    fy_result result;
+    atomic_store(&waiter->about_to, true);
+    waiter->error = fy_wait(waiter->daemon, waiter->ticket, WAIT_NS, &result);
+    if (waiter->error != 0)
+        CHECK_EQUAL(result.failure.error, waiter->error);
+    return NULL;
+}
+
+static void stop_in_the_middle(uint32_t backend, fy_arena *arena, fy_store *store, useconds_t after_us)
+{
+    const fy_options options = update_options(backend, 2, 16384, 3);
+    fy_daemon *daemon = testing_daemon(&options, arena, store);
+    stage_place(&stage, daemon);
+    stage_place_gradients(&stage, daemon);
+    struct waiter waiters[WAITERS];
+    fy_ticket ticket = 0;
+    const fy_update update = stage_update(&stage, 1, 0);
+    CHECK_EQUAL(fy_submit_update(daemon, &update, stage_segments, &waiters[0].ticket), 0);
+    for (uint32_t i = 0; i < READS; i++) {
+        fy_ticket *out = i < WAITERS - 1 ? &waiters[i + 1].ticket : &ticket;
+        const uint64_t arena_offset = CLIENT + i * EXTENT;
+        const uint64_t store_offset = CLIENT_STORE + i * EXTENT;
+        if (i % 2 == 0)
+            CHECK_EQUAL(fy_submit_read(daemon, arena_offset, store_offset, EXTENT, i, i, out), 0);
+        else
+            CHECK_EQUAL(fy_submit_write(daemon, arena_offset, store_offset, EXTENT, i, i, out), 0);
+    }
+    pthread_t threads[WAITERS];
+    for (uint32_t i = 0; i < WAITERS; i++) {
+        waiters[i].daemon = daemon;
+        atomic_init(&waiters[i].about_to, false);
+        CHECK_EQUAL(pthread_create(&threads[i], NULL, wait_thread, &waiters[i]), 0);
+    }
+    for (uint32_t i = 0; i < WAITERS; i++) {
+        while (!atomic_load(&waiters[i].about_to))
+            CHECK_EQUAL(usleep(100), 0);
+    }
+    CHECK_EQUAL(usleep(20000 + after_us), 0); /* no call may begin once stop has: let them get into the wait */
+    CHECK_EQUAL(fy_daemon_stop(daemon), 0);
+    for (uint32_t i = 0; i < WAITERS; i++) {
+        CHECK_EQUAL(pthread_join(threads[i], NULL), 0);
+        CHECK(waiters[i].error == 0 || waiters[i].error == -ECANCELED);
+    }
+}
+
+int main(void)
+{
+    const uint32_t *backend = testing_backends();
+    fy_arena *arena = testing_arena(CLIENT + READS * EXTENT);
+    fy_store *store = testing_store(2, 64 << 10, CLIENT_STORE + READS * EXTENT);
+    stage_create(&stage, 3);
+    for (; *backend != FY_BACKEND_AUTO; backend++) {
+        for (useconds_t after_us = 0; after_us < 2000; after_us += 400)
+            stop_in_the_middle(*backend, arena, store, after_us);
+        /* And with nobody waiting, at once. */
+        const fy_options options = testing_options(*backend);
+        fy_daemon *daemon = testing_daemon(&options, arena, store);
+        fy_ticket ticket = 0;
+        for (uint32_t i = 0; i < READS; i++)
+            CHECK_EQUAL(fy_submit_read(daemon, CLIENT + i * EXTENT, 0, EXTENT, 0, i, &ticket), 0);
+        CHECK_EQUAL(fy_daemon_stop(daemon), 0);
+    }
+    stage_destroy(&stage);
+    testing_close(NULL, arena, store);
+    CHECK_EQUAL(fy_daemon_stop(NULL), 0);
+    return 0;
+}

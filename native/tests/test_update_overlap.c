@@ -1,0 +1,131 @@
+/*
+ * Many updates at once: four stages are sent together, the most urgent last, and share the scratch; each is equal
+ * to fy_adamw(); reads and writes of an unrelated client go between. Counters and events add up to the bytes the homes say.
+ */
+#include "updating.h"
+
+#define STAGES 4
+#define STAGE_ARENA (UINT64_C(2) * EXTENT) /* weights, gradients */
+#define CLIENT (STAGES * STAGE_ARENA)
+#define OWN_SCRATCH (CLIENT + STAGES * EXTENT)
+#define STAGE_STORE (UINT64_C(2) * TENSOR_COUNT * EXTENT)
+
+static struct stage stages[STAGES];
+
+/* The update of stage `index`, moved to its own part of arena and store. */
+static fy_update moved_update(uint32_t index)
+{
+    const uint64_t store = index * STAGE_STORE;
+    fy_update update = stage_update(&stages[index], 2, 0);
+    update.weights = index * STAGE_ARENA;
+    update.gradients = index * STAGE_ARENA + EXTENT;
+    update.weights_target += store;
+    fy_home *const homes[] = {&update.remainder, &update.momentum, &update.variance};
+    for (uint32_t i = 0; i < 3; i++) {
+        homes[i]->source += store;
+        homes[i]->target += store;
+    }
+    update.priority = STAGES - index; /* the last sent is the most urgent */
+    update.label = index;
+    return update;
+}
+
+static void place(fy_daemon *daemon, uint32_t index)
+{
+    unsigned char *base = fy_arena_base(daemon->arena);
+    memcpy(base + index * STAGE_ARENA, stages[index].plain[W], stage_bytes(&stages[index], W));
+    memcpy(base + index * STAGE_ARENA + EXTENT, stages[index].plain[G], stage_bytes(&stages[index], G));
+    for (int i = R; i <= V; i++) {
+        memcpy(base + CLIENT, stages[index].plain[i], stage_bytes(&stages[index], i));
+        CHECK_EQUAL(testing_write(daemon, CLIENT, index * STAGE_STORE + extent_of(i, 0),
+                                  stage_bytes(&stages[index], i), NULL), 0);
+    }
+}
+
+static void check(fy_daemon *daemon, uint32_t index, const fy_update *update, const fy_result *result)
+{
+    const unsigned char *base = fy_arena_base(daemon->arena);
+    struct stage *stage = &stages[index];
+    const uint64_t sums[] = {result->weights_sum, result->remainder_sum, result->momentum_sum, result->variance_sum};
+    CHECK_EQUAL(result->nonfinite, stage_step_plain(stage, update));
+    CHECK(memcmp(base + index * STAGE_ARENA, stage->plain[W], stage_bytes(stage, W)) == 0);
+    for (int i = W; i <= V; i++) {
+        const uint64_t bytes = stage_bytes(stage, i);
+        CHECK(sums[i] == fy_checksum(stage->plain[i], bytes));
+        CHECK_EQUAL(testing_read(daemon, CLIENT, index * STAGE_STORE + extent_of(i, 1), bytes, NULL), 0);
+        CHECK(memcmp(base + CLIENT, stage->plain[i], bytes) == 0);
+    }
+}
+
+static void check_events(fy_daemon *daemon, const fy_counters *before, const fy_counters *after)
+{
+    fy_event events[256];
+    uint32_t count = 0;
+    uint64_t dropped = 0;
+    uint64_t bytes = 0;
+    uint32_t updates = 0;
+    CHECK_EQUAL(fy_daemon_events(daemon, events, 256, &count, &dropped), 0);
+    CHECK_EQUAL(dropped, 0);
+    for (uint32_t i = 0; i < count; i++) {
+        CHECK(events[i].begin_ns <= events[i].end_ns);
+        updates += events[i].operation == FY_OP_UPDATE;
+        bytes += events[i].bytes;
+    }
+    CHECK_EQUAL(updates, STAGES);
+    CHECK_EQUAL(bytes, after->read_bytes + after->written_bytes);
+    CHECK_EQUAL(fy_daemon_events(daemon, events, 256, &count, &dropped), 0);
+    CHECK_EQUAL(count, 0);
+    /* Of the updates alone: 10 bytes per parameter read (remainder, moments), 12 written. */
+    CHECK_EQUAL(after->read_bytes - before->read_bytes, STAGES * PARAMS * 10 + STAGES * EXTENT);
+    CHECK_EQUAL(after->written_bytes - before->written_bytes, STAGES * PARAMS * 12);
+    CHECK_EQUAL(after->update_params, STAGES * PARAMS);
+    CHECK(after->update_cpu_ns > 0 && after->ring_cpu_ns > 0);
+    CHECK(after->read_busy_ns > 0 && after->write_busy_ns > 0);
+}
+
+static void overlap(uint32_t backend, uint32_t threads)
+{
+    fy_arena *arena = testing_arena(OWN_SCRATCH + fy_scratch_size(16384, 5));
+    fy_store *store = testing_store(2, 256 << 10, STAGES * STAGE_STORE);
+    fy_options options = update_options(backend, threads, 16384, 5);
+    options.scratch_offset = OWN_SCRATCH;
+    fy_daemon *daemon = testing_daemon(&options, arena, store);
+    fy_ticket tickets[STAGES];
+    fy_ticket reads[STAGES];
+    fy_update updates[STAGES];
+    fy_result results[STAGES];
+    fy_counters before;
+    fy_counters after;
+    for (uint32_t i = 0; i < STAGES; i++) {
+        stages[i] = (struct stage){.weights_dtype = FY_BFLOAT16, .gradients_dtype = i % 2, .remainder = HOME_STORE,
+                                   .momentum = HOME_STORE, .variance = HOME_STORE, .weights_written = true};
+        stage_create(&stages[i], 40 + 10 * i);
+        place(daemon, i);
+    }
+    CHECK_EQUAL(fy_daemon_counters(daemon, &before), 0);
+    for (uint32_t i = 0; i < STAGES; i++) {
+        updates[i] = moved_update(i);
+        CHECK_EQUAL(fy_submit_update(daemon, &updates[i], stage_segments, &tickets[i]), 0);
+        CHECK_EQUAL(fy_submit_read(daemon, CLIENT + i * EXTENT, extent_of(G, 0), EXTENT, 0, 99, &reads[i]), 0);
+    }
+    for (uint32_t i = 0; i < STAGES; i++) {
+        CHECK_EQUAL(testing_wait(daemon, reads[i], NULL), 0);
+        CHECK_EQUAL(testing_wait(daemon, tickets[i], &results[i]), 0);
+    }
+    CHECK_EQUAL(fy_daemon_counters(daemon, &after), 0);
+    check_events(daemon, &before, &after);
+    for (uint32_t i = 0; i < STAGES; i++) {
+        check(daemon, i, &updates[i], &results[i]);
+        stage_destroy(&stages[i]);
+    }
+    testing_close(daemon, arena, store);
+}
+
+int main(void)
+{
+    for (const uint32_t *backend = testing_backends(); *backend != FY_BACKEND_AUTO; backend++) {
+        overlap(*backend, 1);
+        overlap(*backend, 2);
+    }
+    return 0;
+}
