@@ -28,6 +28,8 @@ def report(step: int, loss: float = 2.0) -> StepReport:
         ram_peak=2,
         read_bytes=3,
         written_bytes=4,
+        update_cpu_seconds=0.5,
+        io_cpu_seconds=0.2,
         stalls={"ssd read": 0.25},
         timeline=(
             Busy(resource="compute", label="forward", begin=0.0, end=1.0),
