@@ -11,7 +11,7 @@ PINNED_TORCH=2.13.0
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
 
-say() { printf '%s\n' "$*" >&2; }
+say() { printf '%s\n' "$@" >&2; }
 die() { say "$@"; exit 1; }
 
 # The interpreter: $PYTHON, or the first that is new enough. Empty where there is none.
