@@ -84,6 +84,17 @@ def finetune(
 
 
 @app.command()
+def quickstart(overrides: Overrides = None) -> None:
+    """See it work: a small model, made here.
+
+    Fine-tuned in less memory than its states take, and compared with plain PyTorch. No network, no GPU.
+    """
+    from .quickstart import run_quickstart
+
+    run_quickstart(overrides or [])
+
+
+@app.command()
 def plan(
     recipe: OptionalRecipe = None,
     overrides: Overrides = None,

@@ -88,28 +88,46 @@ def mounts(root: Path = ROOT) -> list[Mount]:
 
 def cgroup_limits(root: Path = ROOT) -> list[CgroupMemory]:
     """Every limit on the way from this process's cgroup to the top, unlimited ones left out."""
+    return [limit for group in own_memory_groups(root) for limit in _limits(group)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryGroup:
+    """The folder of a cgroup that governs this process's memory, and the top of its hierarchy."""
+
+    version: int
+    folder: Path
+    top: Path
+
+
+def own_memory_groups(root: Path = ROOT) -> list[MemoryGroup]:
+    """This process's memory cgroups, at most one per version."""
     found = []
     for line in (_text(root / "proc/self/cgroup") or "").splitlines():
         hierarchy, controllers, path = ([*line.split(":", 2), "", ""])[:3]
         if hierarchy == "0" and not controllers:
-            found += _limits(root, version=2, path=path)
+            found += _own_group(root, version=2, path=path)
         elif "memory" in controllers.split(","):
-            found += _limits(root, version=1, path=path)
+            found += _own_group(root, version=1, path=path)
     return found
 
 
-def _limits(root: Path, *, version: int, path: str) -> list[CgroupMemory]:
+def _own_group(root: Path, *, version: int, path: str) -> list[MemoryGroup]:
     mount = next((mount for mount in mounts(root) if _holds_memory(mount, version)), None)
     if mount is None:
         return []
     # A container sees its cgroup's path from outside while its own folder is mounted at the top.
     inside = path.removeprefix(mount.root) if mount.root != "/" else path
     top = root / mount.point.relative_to("/")
-    folder = top / inside.strip("/")
+    return [MemoryGroup(version=version, folder=top / inside.strip("/"), top=top)]
+
+
+def _limits(group: MemoryGroup) -> list[CgroupMemory]:
+    version, folder, top = group.version, group.folder, group.top
     found = []
     while folder.is_relative_to(top) and ".." not in folder.parts:
-        group = _read_group(folder, version)
-        found += [group] if group is not None else []
+        limit = _read_group(folder, version)
+        found += [limit] if limit is not None else []
         if folder == top:
             break
         folder = folder.parent

@@ -74,7 +74,10 @@ def prepare(recipe: Recipe, *, probe: Probe, planning_only: bool = False, say: C
     tokenizer_dir = model_dir
     if recipe.tokenizer.name_or_path is not None:
         tokenizer_dir = resolve(recipe.tokenizer.name_or_path, need_weights=False)
-    rows = None if planning_only else _rows(recipe, tokenizer_dir, say)
+    rows = None
+    if not planning_only:
+        say("reading and tokenising the data")
+        rows = tokenised_rows(recipe, tokenizer_dir)
     anatomy = _anatomy(recipe, model_dir)
     checkpoint, entries = (None, {}) if planning_only else _entries(anatomy, model_dir)
     device = device_name(recipe)
@@ -132,10 +135,10 @@ def _resumable(recipe: Recipe, directory: Path) -> Manifest | None:
     return manifest
 
 
-def _rows(recipe: Recipe, tokenizer_dir: Path, say: Callable[[str], None]) -> Rows:
+def tokenised_rows(recipe: Recipe, tokenizer_dir: Path) -> Rows:
+    """The recipe's data as rows of tokens: made once, found again by what it depends on."""
     from .data import prepare as prepare_data
 
-    say("reading and tokenising the data")
     template = recipe.tokenizer.chat_template
     cache = recipe.dataset.cache_dir or Path(recipe.output_dir).expanduser() / "data"
     return prepare_data(
