@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from .console import result_console, status_console
+from .machine import keep
 from .measure import BenchReport, measure
 from .render.bench import bench_json, show_bench
 
@@ -23,7 +24,7 @@ def run_bench(
 ) -> BenchReport:
     """Measures in `directory` (default: the current one) and prints to `out`, as a table or as one JSON object.
 
-    What is being measured appears on `err`, on one line that is gone at the end, if that is a terminal.
+    The profile is kept for the plans to come. What is being measured appears on `err`, on one line that is gone at the end, if that is a terminal.
     """
     out = out or result_console()
     err = err or status_console()
@@ -35,6 +36,7 @@ def run_bench(
             )
     else:
         report = measure(place, quick=quick, device=device)
+    keep(report.profile, place)
     if json_output:
         out.file.write(json.dumps(bench_json(report), indent=2) + "\n")
     else:

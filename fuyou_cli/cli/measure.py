@@ -113,7 +113,8 @@ def measure(
         process_bytes=process,
         device_memory=_device_memory(target),
         disk_free=facts.disk_free,
-        matmul_flops=matmul[compute_dtype].value,
+        # What compute really gets: a layer's step with its recompute (8 per parameter and token where 6 are counted).
+        matmul_flops=min(matmul[compute_dtype].value, layer.value * 4 / 3),
         store_read=store.read.value,
         store_write=store.write.value,
         store_read_mixed=store.read_mixed.value,
