@@ -68,7 +68,7 @@ static void table_full(fy_daemon *daemon, uint32_t requests)
     fy_ticket more = 0;
     CHECK(requests <= 16);
     for (uint32_t i = 0; i < requests; i++) {
-        CHECK_EQUAL(fy_submit_read(daemon, 0, 0, SIZE, 0, 1, &tickets[i]), 0);
+        CHECK_EQUAL(fy_submit_read(daemon, i * SIZE, 0, SIZE, 0, 1, &tickets[i]), 0);
         for (uint32_t k = 0; k < i; k++)
             CHECK(tickets[k] != tickets[i]);
     }
@@ -84,7 +84,7 @@ static void table_full(fy_daemon *daemon, uint32_t requests)
 int main(void)
 {
     fy__system.pread = gated_pread;
-    fy_arena *arena = testing_arena(SIZE);
+    fy_arena *arena = testing_arena(16 * SIZE);
     fy_store *store = testing_store(1, SIZE, SIZE);
     fy_options options = testing_options(FY_BACKEND_THREADS);
     options.requests = 5;
