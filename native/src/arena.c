@@ -1,9 +1,9 @@
 /*
  * arena.c - one span of host memory that everything the daemon moves lives in.
  *
- * Anonymous memory, advised to huge pages (fewer faults, cheaper pinning per I/O) and away from forked children: a child
- * that inherited pages under direct I/O would copy them on write and the parent's I/O would land in the wrong copy.
- * Pages appear when first touched, so an arena costs what is used of it.
+ * Anonymous memory, advised to huge pages (fewer faults, cheaper pinning per I/O) and away from forked children: a
+ * child that inherited pages under direct I/O would copy them on write and the parent's I/O would land in the wrong
+ * copy. Pages appear when first touched, so an arena costs what is used of it.
  *
  * Any thread may ask for base and size. `users` counts the daemons in it; the arena goes only when none is left.
  */

@@ -10,6 +10,7 @@
 #include "internal.h"
 
 #include <errno.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
@@ -249,6 +250,27 @@ static int updates_start(fy_daemon *daemon)
     return 0;
 }
 
+/* Threads inherit the creator's mask: signals are the host's business and go to the host's threads. Those that a thread
+ * raises itself by a fault stay, or a crash would leave no trace. */
+static int threads_start(fy_daemon *daemon)
+{
+    static const int own[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT};
+    sigset_t blocked;
+    sigset_t before;
+    int error = sigfillset(&blocked) != 0 ? -errno : 0;
+    for (size_t i = 0; i < sizeof own / sizeof own[0] && error == 0; i++)
+        error = sigdelset(&blocked, own[i]) != 0 ? -errno : 0;
+    if (error == 0)
+        error = -pthread_sigmask(SIG_SETMASK, &blocked, &before);
+    if (error != 0)
+        return error;
+    error = backend_start(daemon);
+    if (error == 0)
+        error = updates_start(daemon);
+    const int restored = -pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return error != 0 ? error : restored;
+}
+
 /* Sends all threads home and waits for them. Nothing is outstanding. */
 static void threads_join(fy_daemon *daemon)
 {
@@ -300,9 +322,7 @@ FY_API int fy_daemon_start(const fy_options *options, fy_arena *arena, fy_store 
         error = sync_create(daemon);
     if (error != 0)
         goto fail_tables;
-    error = backend_start(daemon);
-    if (error == 0)
-        error = updates_start(daemon);
+    error = threads_start(daemon);
     if (error != 0)
         goto fail_threads;
     atomic_fetch_add(&arena->users, 1);

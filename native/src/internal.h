@@ -238,7 +238,7 @@ struct fy_daemon {
 
 /* ---- queue.c: spans in, blocks out, results in. All under the lock. ---- */
 void fy__queue_push(fy_daemon *daemon, struct fy__span *span, struct fy__order order);
-struct fy__block *fy__queue_take(fy_daemon *daemon, uint32_t channel); /* NULL: nothing to do, or the bound is reached */
+struct fy__block *fy__queue_take(fy_daemon *daemon, uint32_t channel); /* NULL: nothing to do, or no room */
 bool fy__queue_has_work(const fy_daemon *daemon, uint32_t channel);
 /* `result`: bytes moved or negative errno, as the kernel said it. */
 void fy__queue_finish(fy_daemon *daemon, struct fy__block *block, int64_t result);

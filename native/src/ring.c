@@ -40,7 +40,7 @@
 #define DOORBELL UINT64_MAX          /* user_data of the doorbell's read; blocks use their index */
 #define ENTER_FAILURES_MAX 2000u     /* in a row, a millisecond apart, before the ring is given up */
 #define ENTER_PAUSE_NS 1000000
-#define FEATURES_NEEDED (IORING_FEAT_NODROP | IORING_FEAT_RW_CUR_POS) /* 5.6: no lost completions, plain READ and WRITE */
+#define FEATURES_NEEDED (IORING_FEAT_NODROP | IORING_FEAT_RW_CUR_POS) /* 5.6: nothing lost, plain READ and WRITE */
 
 _Static_assert(FY__BLOCK_MAX <= BUFFER_SIZE, "an I/O crosses at most one boundary between registered buffers");
 

@@ -3,8 +3,8 @@
  *
  * A stage is cut into chunks of parameters. A chunk on its way occupies a slot, whose scratch holds its states: it is
  * read, computed on an update thread, and written from where it lies (weights from their own span of the arena). There
- * are several slots, so chunk c + 1 is being read while c computes and c - 1 is written; reads and writes have their own
- * channels, and the read of the next chunk has always been queued before the write of this one.
+ * are several slots, so chunk c + 1 is being read while c computes and c - 1 is written; reads and writes have their
+ * own channels, and the read of the next chunk has always been queued before the write of this one.
  *
  * Slots belong to nobody in particular: a free slot goes to the most urgent update that still has chunks, so the reads
  * of the next update begin while the last chunks of this one are still written, and neither direction of the disk idles

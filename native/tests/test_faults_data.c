@@ -1,7 +1,8 @@
 /*
- * Every I/O of a read or write is made to fail in turn: the n-th one, once and for ever, for n = 1, 2, ... until nothing
- * is hit any more. A ticket fails exactly when one of its own I/Os did, it says where, the others hold the right bytes,
- * and afterwards the same daemon works. Transient errors and short results are no failures when they happen once.
+ * Every I/O of a read or write is made to fail in turn: the n-th one, once and for ever, for n = 1, 2, ... until
+ * nothing is hit any more. A ticket fails exactly when one of its own I/Os did, it says where, the others hold the
+ * right bytes, and afterwards the same daemon works. Transient errors and short results are no failures when they
+ * happen once.
  */
 #include "testing.h"
 

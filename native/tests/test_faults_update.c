@@ -1,7 +1,7 @@
 /*
- * Every I/O of an update is made to fail in turn, once and for ever. The update's ticket fails and says where, nothing is
- * left behind, and the daemon goes on to do the same update right. A disturbance that is no failure (EINTR, EAGAIN, a
- * short result) changes nothing. Stop in the middle of a failing update returns.
+ * Every I/O of an update is made to fail in turn, once and for ever. The update's ticket fails and says where, nothing
+ * is left behind, and the daemon goes on to do the same update right. A disturbance that is no failure (EINTR, EAGAIN,
+ * a short result) changes nothing. Stop in the middle of a failing update returns.
  */
 #include "updating.h"
 

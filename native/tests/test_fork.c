@@ -1,6 +1,6 @@
 /*
- * A forked child may not use anything of its parent's daemon and is told so; the arena is not in its memory; its copy of
- * the descriptors does not keep the store locked; and descriptors do not pass an exec.
+ * A forked child may not use anything of its parent's daemon and is told so; the arena is not in its memory; its copy
+ * of the descriptors does not keep the store locked; and descriptors do not pass an exec.
  */
 #include "testing.h"
 

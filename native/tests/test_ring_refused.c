@@ -1,6 +1,7 @@
 /*
  * Where io_uring is refused, AUTO works with threads and says so; asked for by name it is an error. Kernels that do not
- * know newer set-up flags get a ring with fewer. A kernel that lets nobody enter any more fails what is there and stops.
+ * know newer set-up flags get a ring with fewer. A kernel that lets nobody enter any more fails what is there and
+ * stops.
  */
 #include "testing.h"
 

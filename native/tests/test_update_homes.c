@@ -1,7 +1,7 @@
 /*
- * The update chain equals fy_adamw() on plain memory, bit for bit, wherever the states rest: every pair of dtypes, every
- * combination of homes, gradients and weights in the arena or on the store, several chunk sizes, threads and backends.
- * Segments have odd boundaries; padding and frozen parameters keep their bits.
+ * The update chain equals fy_adamw() on plain memory, bit for bit, wherever the states rest: every pair of dtypes,
+ * every combination of homes, gradients and weights in the arena or on the store, several chunk sizes, threads and
+ * backends. Segments have odd boundaries; padding and frozen parameters keep their bits.
  */
 #include "updating.h"
 

@@ -1,6 +1,7 @@
 /*
  * Many updates at once: four stages are sent together, the most urgent last, and share the scratch; each is equal
- * to fy_adamw(); reads and writes of an unrelated client go between. Counters and events add up to the bytes the homes say.
+ * to fy_adamw(); reads and writes of an unrelated client go between. Counters and events add up to the bytes the homes
+ * say.
  */
 #include "updating.h"
 

@@ -1,6 +1,7 @@
 /*
- * Waiting: a timeout leaves the ticket valid and comes neither early nor much too late; a ticket is good once; an unknown
- * one is said to be; a full table is -EAGAIN and free again after a wait. I/O is held back by a gate in the system call.
+ * Waiting: a timeout leaves the ticket valid and comes neither early nor much too late; a ticket is good once; an
+ * unknown one is said to be; a full table is -EAGAIN and free again after a wait. I/O is held back by a gate in the
+ * system call.
  */
 #include "testing.h"
 

@@ -248,7 +248,7 @@ static inline int32_t testing_ring_result(uint32_t operation, int32_t result, ui
         return result;
     if (testing_fault_now.error < 0)
         return testing_fault_now.error;
-    return testing_fault_now.error == 0 || wanted <= FY__PAGE ? 0 : result / 2 + 1; /* not on a page: some comes twice */
+    return testing_fault_now.error == 0 || wanted <= FY__PAGE ? 0 : result / 2 + 1; /* off a page: some comes twice */
 }
 
 /* Before any daemon runs: its threads read the table without a lock. */

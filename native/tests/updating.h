@@ -1,6 +1,7 @@
 /*
  * updating.h - a small stage with states on plain memory beside the same stage in an arena and a store, for the tests
- * of the update chain. The plain side runs fy_adamw(), the other goes through a daemon, and both must agree bit for bit.
+ * of the update chain. The plain side runs fy_adamw(), the other goes through a daemon, and both must agree bit for
+ * bit.
  */
 #ifndef FUYOU_UPDATING_H
 #define FUYOU_UPDATING_H
