@@ -73,8 +73,22 @@ def _start(model: ModelSpec, wishes: Wishes) -> Homes:
 def _host_peak(
     model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, homes: Homes, lookahead: int, gradient_slots: int
 ) -> int:
-    arena = layout(model, wishes, homes, lookahead=lookahead, gradient_slots=gradient_slots).arena_size
-    return hardware.process_bytes + BASE_SLACK + arena + arena // 512 + compute_memory(model, wishes).total
+    placed = layout(model, wishes, homes, lookahead=lookahead, gradient_slots=gradient_slots)
+    return max(_host_peaks(model, hardware, wishes, placed).values())
+
+
+def _host_peaks(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, placed: Layout) -> dict[str, int]:
+    """Phase -> anonymous and kernel bytes of the process at most."""
+    base = hardware.process_bytes + BASE_SLACK
+    homes_in_ram = sum(
+        span.size
+        for stage in placed.stages
+        for span in (stage.weights_ram, stage.remainder_ram, stage.momentum_ram, stage.variance_ram)
+        if span is not None
+    )
+    largest_slot = max((slots.weight_size for slots in placed.slot_classes), default=0)
+    train = base + placed.arena_size + placed.arena_size // 512 + compute_memory(model, wishes).total
+    return {"load": base + homes_in_ram + 2 * largest_slot + 64 * MiB, "train": train, "export": train}
 
 
 def _fill(
@@ -129,7 +143,6 @@ def _assemble(
     model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, homes: Homes, lookahead: int, gradient_slots: int
 ) -> Plan:
     placed = layout(model, wishes, homes, lookahead=lookahead, gradient_slots=gradient_slots)
-    peak = _host_peak(model, hardware, wishes, homes, lookahead, gradient_slots)
     return Plan(
         version=PLAN_VERSION,
         model=wishes.model_name,
@@ -145,12 +158,12 @@ def _assemble(
         store_size=placed.store_size,
         cpu_budget=wishes.cpu_budget,
         memory=_memory_lines(model, hardware, wishes, placed),
-        predicted=_predict(model, hardware, wishes, placed, peak, lookahead),
+        predicted=_predict(model, hardware, wishes, placed, lookahead),
     )
 
 
 def _predict(
-    model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, placed: Layout, peak: int, lookahead: int
+    model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, placed: Layout, lookahead: int
 ) -> Predicted:
     numerics = wishes.numerics
     micro_batches = -(-numerics.batch_size // numerics.micro_batch_size)
@@ -165,19 +178,8 @@ def _predict(
     compute_flops = sum(visit.flops for visit in schedule.visits)
     seconds = busy_seconds(model, hardware, schedule, device=wishes.device)
     bottleneck = max(sorted(seconds), key=lambda name: seconds[name])
-    homes_in_ram = sum(
-        span.size
-        for stage in placed.stages
-        for span in (stage.weights_ram, stage.remainder_ram, stage.momentum_ram, stage.variance_ram)
-        if span is not None
-    )
-    largest_slot = max((slots.weight_size for slots in placed.slot_classes), default=0)
     return Predicted(
-        cpu_peaks={
-            "load": hardware.process_bytes + BASE_SLACK + homes_in_ram + 2 * largest_slot + 64 * MiB,
-            "train": peak,
-            "export": peak,
-        },
+        cpu_peaks=_host_peaks(model, hardware, wishes, placed),
         gpu_peak=_device_peak(model, wishes),
         ssd_bytes=placed.store_size,
         export_bytes=model.parameters * wishes.export_item,
