@@ -1,0 +1,49 @@
+"""Tiny configurations of real model families: random weights, two blocks, no dropout unless asked for."""
+
+from __future__ import annotations
+
+import transformers
+from transformers import PreTrainedConfig
+
+VOCABULARY = 97
+
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+_GATED = {**_COMMON, "intermediate_size": 64, "num_key_value_heads": 2}
+_WINDOWED = {**_GATED, "head_dim": 8, "sliding_window": 8}
+_OPT = {**_COMMON, "ffn_dim": 64, "dropout": 0.0, "attention_dropout": 0.0}
+
+
+def llama(**changes: object) -> PreTrainedConfig:
+    return transformers.LlamaConfig(**{**_GATED, **changes})
+
+
+def gpt2(dropout: float = 0.0) -> PreTrainedConfig:
+    """Tied head, learned positions, fused projections, and dropout in four places."""
+    return transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64,
+        embd_pdrop=dropout, resid_pdrop=dropout, attn_pdrop=dropout,
+    )  # fmt: skip
+
+
+def opt(projected_to: int = 32) -> PreTrainedConfig:
+    """`projected_to` other than 32 puts a projection before the first block and after the last one."""
+    return transformers.OPTConfig(**_OPT, word_embed_proj_dim=projected_to)
+
+
+FAMILIES: dict[str, PreTrainedConfig] = {
+    "llama": llama(),
+    "qwen3": transformers.Qwen3Config(**_GATED, head_dim=8),
+    "mistral": transformers.MistralConfig(**_GATED, sliding_window=8),
+    "gemma2": transformers.Gemma2Config(**_WINDOWED),
+    "gemma3": transformers.Gemma3TextConfig(**_WINDOWED),
+    "gpt2": gpt2(),
+    "opt": opt(),
+    "gpt_neox": transformers.GPTNeoXConfig(**_COMMON, intermediate_size=64, attention_dropout=0.0, hidden_dropout=0.0),
+    "phi3": transformers.Phi3Config(**_GATED, pad_token_id=0),
+}

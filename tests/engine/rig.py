@@ -1,0 +1,326 @@
+"""A run of a tiny random model through the real arena, store and daemon, and the same run in plain PyTorch.
+
+    subject = Subject(config, Shape())
+    with Rig(subject, tmp_path, home="ssd") as rig:
+        rig.run(3)
+
+`Subject` is what stays the same between rigs to be compared: weights, numerics, data. Everything `Rig` takes besides
+may change how the bytes move and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from fuyou_cli.engine.anatomy import dissect
+from fuyou_cli.engine.devices import open_device
+from fuyou_cli.engine.executor import Executor, StepOutcome
+from fuyou_cli.engine.host_memory import HostMemory
+from fuyou_cli.engine.inspect import inspect
+from fuyou_cli.engine.skeleton import TORCH_DTYPE, build
+from fuyou_cli.engine.updates import Optimizer
+from fuyou_cli.planner.place import plan
+from fuyou_cli.planner.wishes import Wishes
+from fuyou_cli.spec.hardware import HardwareProfile
+from fuyou_cli.spec.model import ITEM_SIZE, Dtype, StageSpec
+from fuyou_cli.spec.plan import Numerics, Plan, Span, StagePlan, Tier
+from fuyou_cli.swap.arena import Arena
+from fuyou_cli.swap.daemon import Counters, DaemonOptions, SwapDaemon
+from fuyou_cli.swap.kernels import join, scratch_size
+from fuyou_cli.swap.store import Store
+
+CHUNK = 16384  # parameters: the smallest update chunk, so that small stages have several
+
+HARDWARE = HardwareProfile(
+    device="cpu", device_name="test", cores=2, ram_total=1 << 34, ram_available=1 << 34, process_bytes=0,
+    device_memory=0, disk_free=1 << 40, matmul_flops=1e12, store_read=1e9, store_write=1e9, store_read_mixed=1e9,
+    store_write_mixed=1e9, adamw_bytes=1e10, h2d=0.0, d2h=0.0, measured="2026-01-01",
+)  # fmt: skip
+
+OPTIMIZER = Optimizer(lr=4e-3, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """The numerics of a run."""
+
+    dtype: Dtype = "float32"
+    accumulate: Dtype = "float32"
+    batch: int = 4
+    micro: int = 2
+    tokens: int = 16
+    chunk: int = 0
+
+
+class Subject:
+    """One random model: as plain PyTorch (`fresh`), as a skeleton cut into stages, and the data it learns."""
+
+    def __init__(self, config: PreTrainedConfig, shape: Shape) -> None:
+        torch.set_num_threads(1)
+        self.config, self.shape = config, shape
+        skeleton = build(config, dtype=shape.dtype, attention="sdpa")
+        self.attention = skeleton.config._attn_implementation
+        self.anatomy = dissect(skeleton)
+        self.spec = inspect(
+            self.anatomy, dtype=shape.dtype, micro_batch_size=shape.micro, max_seq_len=shape.tokens,
+            head_chunk_tokens=shape.chunk,
+        )  # fmt: skip
+        self.numerics = Numerics(
+            compute_dtype=shape.dtype, accumulate_dtype=shape.accumulate, batch_size=shape.batch,
+            micro_batch_size=shape.micro, max_seq_len=shape.tokens, head_chunk_tokens=shape.chunk, torch_threads=1,
+            seed=7,
+        )  # fmt: skip
+        self.initial = {name: value.detach().clone() for name, value in self.fresh().state_dict().items()}
+
+    def fresh(self) -> PreTrainedModel:
+        """Plain PyTorch with the initial weights, in training mode."""
+        torch.manual_seed(11)
+        model = AutoModelForCausalLM.from_config(
+            self.config, dtype=TORCH_DTYPE[self.shape.dtype], attn_implementation=self.attention
+        )
+        return model.train()
+
+    def batches(self, steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(ids, labels) of each step: two batches in turn, so that there is something to learn; every row has its own
+        number of labels, and one is padded."""
+        generator = torch.Generator().manual_seed(5)
+        size = (2, self.shape.batch, self.shape.tokens)
+        ids = torch.randint(1, self.config.vocab_size, size, generator=generator)
+        labels = ids.clone()
+        for row in range(self.shape.batch):
+            labels[:, row, : 1 + row] = -100
+        ids[:, -1, -3:], labels[:, -1, -3:] = 0, -100
+        for step in range(steps):
+            yield ids[step % 2], labels[step % 2]
+
+
+class Rig:
+    """An executor over files in `folder`. `home` pins every tensor; None leaves the choice to the planner."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        folder: Path,
+        *,
+        home: Tier | None = "ssd",
+        gradients: Tier | None = None,
+        clip: float | None = 0.5,
+        device: Literal["cpu", "emulated"] = "cpu",
+        lookahead: int | None = None,
+        budget: int = 1 << 33,
+        directories: int = 1,
+        backend: str = "auto",
+        update_threads: int = 1,
+        chunks: int = 6,
+        optimizer: Optimizer = OPTIMIZER,
+    ) -> None:
+        self.subject, self.anatomy, self.spec = subject, subject.anatomy, subject.spec
+        self.optimizer, self.steps_done = optimizer, 0
+        self.losses: list[float] = []
+        self.wishes = Wishes(
+            numerics=subject.numerics, model_name="tiny", device=device, clip_grad_norm=clip, cpu_budget=budget,
+            gpu_budget=0, weights=home, states=home, gradients=(gradients or home) if clip else None, boundaries=home,
+            lookahead=lookahead, io_backend=backend, update_threads=update_threads, chunk_params=CHUNK,
+            scratch_size=scratch_size(CHUNK, chunks), read_depth=4, write_depth=4, block_size=64 << 10, stripe=64 << 10,
+        )  # fmt: skip
+        self.plan: Plan = plan(self.spec, HARDWARE, self.wishes)
+        self._stack = ExitStack()
+        try:
+            self._open(folder, directories)
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def _open(self, folder: Path, directories: int) -> None:
+        plan = self.plan
+        self.device = open_device(plan.device)
+        self._stack.callback(self.device.close)
+        # behind the planned arena: a window to look into the store with
+        self._window = Span(offset=plan.arena_size, size=max(4 * stage.params for stage in self.spec.stages))
+        arena = self._stack.enter_context(Arena(plan.arena_size + self._window.size))
+        paths = [folder / f"part{number}" / "store.bin" for number in range(directories)]
+        for path in paths:
+            path.parent.mkdir(parents=True)
+        store = self._stack.enter_context(Store.open(paths, stripe=plan.io.stripe, size=plan.store_size, create=True))
+        options = DaemonOptions(
+            backend=plan.io.backend, read_depth=plan.io.read_depth, write_depth=plan.io.write_depth,
+            update_threads=plan.io.update_threads, chunk_params=plan.io.chunk_params, block_size=plan.io.block_size,
+            scratch_offset=plan.io.scratch.offset, scratch_size=plan.io.scratch.size,
+        )  # fmt: skip
+        self.daemon = self._stack.enter_context(SwapDaemon(arena, store, options))
+        self.memory = HostMemory(arena)
+        self.executor = Executor(
+            anatomy=self.anatomy, model=self.spec, plan=plan, daemon=self.daemon, memory=self.memory,
+            device=self.device, optimizer=self.optimizer,
+        )  # fmt: skip
+        self._stack.callback(self.executor.close)
+        self.put_weights(self.subject.initial)
+
+    def __enter__(self) -> Rig:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    # ---- stepping ------------------------------------------------------------------------------------------------
+
+    def run(self, steps: int, *, settle: bool = False) -> list[float]:
+        """Steps 1 to `steps`, then drained; the losses. `settle` lets every update finish before the next step."""
+        for number, (ids, labels) in enumerate(self.subject.batches(steps), start=1):
+            self.step(ids, labels, number, last=number == steps)
+            if settle:
+                records = self.executor.residency.records
+                self.executor.residency.wait_until(lambda: all(r.update is None for r in records), "the test")
+        self.executor.drain()
+        return self.losses
+
+    def step(self, ids: torch.Tensor, labels: torch.Tensor, number: int, *, last: bool = False) -> StepOutcome:
+        outcome = self.executor.step(ids, labels, step=number, lr=self.optimizer.lr, last=last)
+        self.losses.append(outcome.loss)
+        return outcome
+
+    def counters(self) -> Counters:
+        return self.daemon.counters()
+
+    # ---- looking at what rests -----------------------------------------------------------------------------------
+
+    @property
+    def generations(self) -> set[int]:
+        """Of all stages that own parameters."""
+        records = self.executor.residency.records
+        return {record.generation for record, stage in zip(records, self.spec.stages, strict=True) if stage.params}
+
+    def put_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        """Generation 0, as a checkpoint without remainders leaves it."""
+        for stage, placed in self._stages():
+            target = placed.weights_ram or self._window
+            flat = self.memory.tensor(target, TORCH_DTYPE[self.spec.compute_dtype], stage.params).zero_()
+            for tensor in stage.tensors:
+                flat[tensor.offset : tensor.offset + tensor.numel] = weights[tensor.name].reshape(-1)
+            if placed.weights == "ssd":
+                extent = placed.weights_extents[0]
+                self.daemon.wait(self.daemon.write(target.offset, extent.offset, extent.size))
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Every parameter as it rests (drained), in the compute dtype."""
+        found: dict[str, torch.Tensor] = {}
+        for stage, placed in self._stages():
+            flat = self._resting(stage, placed.weights_ram, placed.weights_extents, TORCH_DTYPE[self.spec.compute_dtype])
+            found |= named(stage, flat)
+        return found
+
+    def masters(self) -> dict[str, torch.Tensor]:
+        """bf16: float32 masters rebuilt from weights and remainders."""
+        found: dict[str, torch.Tensor] = {}
+        for stage, placed in self._stages():
+            assert placed.remainder_extents is not None
+            weights = self._resting(stage, placed.weights_ram, placed.weights_extents, torch.bfloat16)
+            remainder = self._resting(stage, placed.remainder_ram, placed.remainder_extents, torch.int16)
+            master = torch.empty(stage.params)
+            join(as_bytes(weights), as_bytes(remainder), as_bytes(master))
+            found |= named(stage, master)
+        return found
+
+    def resting_gradients(self, stage: StageSpec) -> torch.Tensor:
+        """Two-phase with gradients at home in RAM: what the next update will read."""
+        span = self.plan.stages[stage.index].gradients_ram
+        assert span is not None
+        return self.memory.tensor(span, TORCH_DTYPE[self.plan.numerics.accumulate_dtype], stage.params).clone()
+
+    def owning_stages(self) -> list[StageSpec]:
+        return [stage for stage in self.spec.stages if stage.params]
+
+    def _stages(self) -> Iterator[tuple[StageSpec, StagePlan]]:
+        for stage in self.owning_stages():
+            yield stage, self.plan.stages[stage.index]
+
+    def _resting(
+        self, stage: StageSpec, ram: Span | None, extents: tuple[Span, Span], dtype: torch.dtype
+    ) -> torch.Tensor:
+        if ram is None:
+            extent = extents[self.executor.residency.records[stage.index].generation % 2]
+            self.daemon.wait(self.daemon.read(self._window.offset, extent.offset, extent.size))
+            ram = self._window
+        return self.memory.tensor(ram, dtype, stage.params).clone()
+
+
+def named(stage: StageSpec, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {t.name: flat[t.offset : t.offset + t.numel].view(t.shape).clone() for t in stage.tensors}
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.view(torch.uint8).numpy())
+
+
+# ---- plain PyTorch ---------------------------------------------------------------------------------------------------
+
+
+def plain_run(
+    subject: Subject, steps: int, *, clip: float | None = 0.5, optimizer: Optimizer = OPTIMIZER
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses and the weights after `steps` steps of torch's own AdamW over the same micro-batches."""
+    model = subject.fresh()
+    model.load_state_dict(subject.initial)
+    adamw = torch_adamw(list(model.parameters()), optimizer)
+    losses: list[float] = []
+    for ids, labels in subject.batches(steps):
+        losses.append(sum(micro_losses(model, ids, labels, subject.shape.micro)))
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        adamw.step()
+        adamw.zero_grad()
+    return losses, {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def torch_adamw(parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> torch.optim.AdamW:
+    """Weight decay on matrices only."""
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": optimizer.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    betas = (optimizer.beta1, optimizer.beta2)
+    return torch.optim.AdamW(groups, lr=optimizer.lr, betas=betas, eps=optimizer.epsilon)
+
+
+def micro_losses(
+    model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tensor, micro: int
+) -> Iterator[float]:
+    """Backward of each micro-batch's part of the step's mean loss; its value."""
+    tokens = int((labels[:, 1:] != -100).sum())
+    for begin in range(0, ids.shape[0], micro):
+        rows = slice(begin, begin + micro)
+        loss = model(input_ids=ids[rows], labels=labels[rows], num_items_in_batch=tokens, use_cache=False).loss
+        loss.backward()
+        yield float(loss.detach())
+
+
+# ---- comparing -------------------------------------------------------------------------------------------------------
+
+
+def relative(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The largest relative difference."""
+    assert len(ours) == len(theirs) > 0
+    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+
+
+def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """||ours - theirs|| / ||theirs|| over all tensors together."""
+    assert ours.keys() == theirs.keys()
+    gap = sum(float((ours[name].double() - theirs[name].double()).pow(2).sum()) for name in ours)
+    return (gap / sum(float(value.double().pow(2).sum()) for value in theirs.values())) ** 0.5
+
+
+def unequal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
+    """Names whose bits differ."""
+    assert ours.keys() == theirs.keys()
+    return [n for n in ours if not torch.equal(ours[n].view(torch.uint8), theirs[n].view(torch.uint8))]

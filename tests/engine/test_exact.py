@@ -1,0 +1,87 @@
+"""The engine, everything on the ssd, beside a plain PyTorch loop with torch.optim.AdamW over the same micro-batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedConfig
+
+from fuyou_cli.engine.updates import Optimizer
+
+from .families import FAMILIES, llama, opt
+from .rig import OPTIMIZER, Rig, Shape, Subject, distance, plain_run, relative
+
+STEPS = 20
+
+# The true gradient of a key bias is zero (softmax ignores what is added to a whole row), so what reaches AdamW is noise
+# of 1e-9, which an epsilon of 1e-8 would blow up to updates of the full size, different in any two implementations.
+_KEY_BIASES = replace(OPTIMIZER, epsilon=1e-6)
+# Norm weights start at zero here, so everything moves far at a low rate, and stays less sensitive to the last bit.
+_NORMS_FROM_ZERO = replace(OPTIMIZER, lr=1e-3)
+_SETTINGS: dict[str, Optimizer] = {
+    "gpt2": _KEY_BIASES, "opt": _KEY_BIASES, "gpt_neox": _KEY_BIASES, "gemma2": _NORMS_FROM_ZERO,
+    "gemma3": _NORMS_FROM_ZERO,
+}  # fmt: skip
+
+
+def _same_as_torch(
+    config: PreTrainedConfig, folder: Path, *, clip: float | None, optimizer: Optimizer = OPTIMIZER, **shape: int
+) -> None:
+    assert optimizer.lr >= 1e-3 and optimizer.weight_decay == 0.1
+    subject = Subject(config, Shape(**shape))  # type: ignore[arg-type]
+    with Rig(subject, folder, home="ssd", clip=clip, optimizer=optimizer) as rig:
+        losses = rig.run(STEPS)
+        weights = rig.weights()
+        assert rig.generations == {STEPS}
+    plain_losses, plain_weights = plain_run(subject, STEPS, clip=clip, optimizer=optimizer)
+    assert len(losses) == STEPS
+    assert relative(losses, plain_losses) <= 1e-6
+    assert distance(weights, plain_weights) <= 1e-6
+    assert {name: moved for name, moved in _moved(subject, weights).items() if moved <= 1e-2} == {}
+    assert losses[-1] < losses[0] - 0.3
+
+
+def _moved(subject: Subject, weights: dict[str, torch.Tensor]) -> dict[str, float]:
+    """How far each tensor went, as a share of where it is now (some start at zero)."""
+    return {n: float((value - subject.initial[n]).norm() / value.norm()) for n, value in weights.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_clipped(family: str, tmp_path: Path) -> None:
+    _same_as_torch(FAMILIES[family], tmp_path, clip=0.5, optimizer=_SETTINGS.get(family, OPTIMIZER))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "phi3"])
+def test_unclipped(family: str, tmp_path: Path) -> None:
+    _same_as_torch(FAMILIES[family], tmp_path, clip=None, optimizer=_SETTINGS.get(family, OPTIMIZER))
+
+
+@pytest.mark.parametrize("clip", [0.5, None])
+def test_projections_around_the_blocks(clip: float | None, tmp_path: Path) -> None:
+    _same_as_torch(opt(projected_to=16), tmp_path, clip=clip, optimizer=_KEY_BIASES)
+
+
+@pytest.mark.parametrize("clip", [0.5, None])
+def test_tied_weights(clip: float | None, tmp_path: Path) -> None:
+    _same_as_torch(llama(tie_word_embeddings=True), tmp_path, clip=clip)
+
+
+def test_micro_batches_that_do_not_divide_the_batch(tmp_path: Path) -> None:
+    _same_as_torch(llama(), tmp_path, clip=0.5, batch=5, micro=2)
+
+
+def test_clipping_was_at_work(tmp_path: Path) -> None:
+    """Otherwise the tests above would say nothing about it."""
+    subject = Subject(llama(), Shape())
+    with Rig(subject, tmp_path) as rig:
+        ids, labels = next(subject.batches(1))
+        norm = rig.step(ids, labels, 1).grad_norm
+    model = subject.fresh()
+    model.load_state_dict(subject.initial)
+    tokens = int((labels[:, 1:] != -100).sum())
+    model(input_ids=ids, labels=labels, num_items_in_batch=tokens).loss.backward()
+    assert norm == pytest.approx(float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])), rel=1e-5)
+    assert norm > 2 * 0.5

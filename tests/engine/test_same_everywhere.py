@@ -1,0 +1,102 @@
+"""Where bytes rest and how they move changes no bit of losses and weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fuyou_cli.core.errors import SwapError
+
+from .families import gpt2, llama
+from .rig import Rig, Shape, Subject, unequal
+
+STEPS = 4
+WAYS: dict[str, dict[str, Any]] = {
+    "all in RAM": dict(home="cpu"),
+    "gradients in RAM": dict(gradients="cpu"),
+    "lookahead 1": dict(lookahead=1),
+    "lookahead 2": dict(lookahead=2),
+    "lookahead 4": dict(lookahead=4),
+    "three directories": dict(directories=3),
+    "threads": dict(backend="threads"),
+    "io_uring": dict(backend="io_uring"),
+    "two update threads": dict(update_threads=2),
+    "little scratch": dict(chunks=2),
+    "emulated device": dict(device="emulated"),
+    "emulated device, all in RAM": dict(device="emulated", home="cpu"),
+    "everything at once": dict(device="emulated", lookahead=4, directories=3, backend="threads", update_threads=2),
+}
+
+Outcome = tuple[list[float], dict[str, torch.Tensor]]
+
+
+def _subject(family: str) -> Subject:
+    if family == "gpt2":
+        return Subject(gpt2(dropout=0.1), Shape())
+    # 37,000 parameters a block: an update takes three chunks
+    return Subject(llama(hidden_size=64, intermediate_size=128, num_hidden_layers=3), Shape())
+
+
+@pytest.fixture(scope="module", params=["gpt2", "llama"])
+def subject(request: pytest.FixtureRequest) -> Subject:
+    """GPT-2: dropout and a tied head. Llama: several update chunks, untied."""
+    return _subject(request.param)
+
+
+@pytest.fixture(scope="module", params=[0.5, None], ids=["clipped", "unclipped"])
+def clip(request: pytest.FixtureRequest) -> float | None:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def expected(subject: Subject, clip: float | None, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """All on the ssd, one directory, the backend of choice."""
+    return _outcome(subject, tmp_path_factory.mktemp("store"), clip=clip)
+
+
+def _outcome(subject: Subject, folder: Path, **way: Any) -> Outcome:
+    with Rig(subject, folder, **way) as rig:
+        return rig.run(STEPS), rig.weights()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_bitwise_the_same(way: str, subject: Subject, clip: float | None, expected: Outcome, tmp_path: Path) -> None:
+    try:
+        losses, weights = _outcome(subject, tmp_path, clip=clip, **WAYS[way])
+    except SwapError as error:
+        if WAYS[way].get("backend") != "io_uring" or "cannot start" not in str(error):
+            raise
+        pytest.skip(f"this machine refuses io_uring: {error}")
+    assert losses == expected[0]
+    assert unequal(weights, expected[1]) == []
+
+
+def test_dropout_was_at_work(tmp_path: Path) -> None:
+    with_dropout = _outcome(Subject(gpt2(dropout=0.1), Shape()), tmp_path / "with", home="cpu")
+    without = _outcome(Subject(gpt2(), Shape()), tmp_path / "without", home="cpu")
+    assert with_dropout[0][0] != without[0][0]
+
+
+@pytest.fixture(scope="module")
+def large() -> Subject:
+    """Large enough for a budget to matter: two blocks of 852,000 parameters, and spans are rounded to 2 MiB."""
+    config = llama(vocab_size=2000, hidden_size=256, intermediate_size=768, num_hidden_layers=2)
+    return Subject(config, Shape(batch=2, micro=1))
+
+
+@pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
+def test_mixed_by_budget(clip: float | None, large: Subject, tmp_path: Path) -> None:
+    expected = _outcome(large, tmp_path / "ssd", clip=clip)
+    mixes = set()
+    for budget in (116, 122, 128):
+        with Rig(large, tmp_path / str(budget), home=None, clip=clip, budget=budget << 20) as rig:
+            homes = [(p.weights, p.states, p.gradients_extent is None, p.boundary) for p in rig.plan.stages]
+            assert {tier for weights, states, _, _ in homes for tier in (weights, states)} == {"cpu", "ssd"}
+            mixes.add(str(homes))
+            losses, weights = rig.run(STEPS), rig.weights()
+        assert losses == expected[0]
+        assert unequal(weights, expected[1]) == []
+    assert len(mixes) == 3

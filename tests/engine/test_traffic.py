@@ -1,0 +1,95 @@
+"""With everything on the ssd the daemon's counters show what the plan promised, byte for byte, in an arena that holds a
+fraction of the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fuyou_cli.engine.updates import Optimizer
+
+from .families import llama
+from .rig import CHUNK, HARDWARE, Rig, Shape, Subject
+
+OPTIMIZER = Optimizer(lr=1e-3, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.0)
+BLOCKS = 8
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def subject(request: pytest.FixtureRequest) -> Subject:
+    """Eight blocks, and an embedding and a head nearly as large, so that all share their slots."""
+    config = llama(vocab_size=2000, hidden_size=256, intermediate_size=768, num_hidden_layers=BLOCKS)
+    return Subject(config, Shape(dtype=request.param, accumulate=request.param, batch=2, micro=2))
+
+
+def _moved(subject: Subject, folder: Path, steps: int, clip: float | None) -> tuple[int, int, int]:
+    """Bytes read and written, and parameters updated, in `steps` steps and the draining after them."""
+    with Rig(subject, folder, clip=clip, lookahead=1, optimizer=OPTIMIZER) as rig:
+        before = rig.counters()
+        rig.run(steps, settle=True)
+        after = rig.counters()
+    return (
+        after.read_bytes - before.read_bytes,
+        after.written_bytes - before.written_bytes,
+        after.update_params - before.update_params,
+    )
+
+
+@pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
+def test_one_more_step_moves_exactly_what_was_predicted(
+    clip: float | None, subject: Subject, tmp_path: Path
+) -> None:
+    """The first two steps differ (states are still all zero, updates of a clipped step run in the next one), so a run
+    of four steps is compared with one of three."""
+    with Rig(subject, tmp_path / "plan", clip=clip, lookahead=1) as rig:
+        predicted = rig.plan.predicted
+    three, four = (_moved(subject, tmp_path / str(steps), steps, clip) for steps in (3, 4))
+    read, written, updated = (after - before for before, after in zip(three, four, strict=True))
+    assert read == predicted.read_per_step
+    assert written == predicted.written_per_step
+    assert updated == subject.spec.stored_parameters
+
+
+@pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
+def test_weights_twice_states_once(clip: float | None, subject: Subject, tmp_path: Path) -> None:
+    with Rig(subject, tmp_path, clip=clip, lookahead=1) as rig:
+        predicted, stages = rig.plan.predicted, subject.spec.stages
+    fp32 = subject.spec.compute_dtype == "float32"
+    weight, states = (4, 8) if fp32 else (2, 10)
+    of_kind = {kind: sum(s.params for s in stages if s.kind == kind) for kind in ("embedding", "block", "norm", "head")}
+    everything = sum(of_kind.values())
+    # blocks and norm in forward and in backward; the head in its one pass; the embedding's backward leaves its weights
+    # where the next forward takes them
+    twice = of_kind["block"] + of_kind["norm"]
+    assert predicted.read_by["weights"] == weight * (2 * twice + of_kind["embedding"] + of_kind["head"])
+    assert predicted.written_by["weights"] == weight * everything
+    assert predicted.read_by["states"] == predicted.written_by["states"] == states * everything
+    gradients = weight * everything if clip else 0
+    assert predicted.read_by["gradients"] == predicted.written_by["gradients"] == gradients
+    assert predicted.read_by["boundaries"] == predicted.written_by["boundaries"]
+    boundary = 2 * 16 * 256 * weight
+    assert predicted.read_by["boundaries"] == (BLOCKS + 1) * boundary
+
+
+def test_at_most_26_bytes_per_parameter_unclipped(tmp_path: Path) -> None:
+    """bf16, all on the ssd: 14 read and 12 written, besides boundaries."""
+    config = llama(vocab_size=2000, hidden_size=256, intermediate_size=768, num_hidden_layers=BLOCKS)
+    subject = Subject(config, Shape(dtype="bfloat16", accumulate="bfloat16", batch=2, micro=2))
+    with Rig(subject, tmp_path, clip=None) as rig:
+        predicted = rig.plan.predicted
+    boundaries = predicted.read_by["boundaries"] + predicted.written_by["boundaries"]
+    moved = predicted.read_per_step + predicted.written_per_step - boundaries
+    assert moved <= 26 * subject.spec.parameters
+
+
+@pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
+def test_the_arena_is_smaller_than_two_stages(clip: float | None, tmp_path: Path) -> None:
+    """Two stages of fp32 weights, gradients and states; the model has ten such stages."""
+    config = llama(vocab_size=2800, hidden_size=320, intermediate_size=1280, num_hidden_layers=BLOCKS)
+    subject = Subject(config, Shape(batch=2, micro=2))
+    with Rig(subject, tmp_path, clip=clip, lookahead=1, chunks=3) as rig:
+        rig.run(2)
+        assert rig.plan.arena_size < 2 * 16 * max(stage.params for stage in subject.spec.stages)
+        assert rig.plan.arena_size < 16 * subject.spec.stored_parameters / 4
+    assert CHUNK < max(stage.params for stage in subject.spec.stages) and HARDWARE.process_bytes == 0
