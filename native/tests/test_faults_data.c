@@ -19,7 +19,7 @@ static const struct {
     int reported;     /* what is reported when it does not stop */
 } kinds[] = {
     {-EIO, false, -EIO},   {-ENOSPC, false, -ENOSPC}, {-EAGAIN, true, -EAGAIN},
-    {-EINTR, true, -EINTR}, {0, false, -ENODATA},      {1, true, -ENODATA},
+    {-EINTR, true, -EINTR}, {0, false, -ENODATA},      {1, true, -EIO},
 };
 
 static fy_arena *arena;

@@ -196,8 +196,9 @@ static inline uint32_t testing_descriptors(void)
 }
 
 /* ---- faults of data I/O: the n-th call, once or from then on ---- */
+#define SLIVER 512 /* less than a page: moved, but of no use under direct I/O */
 struct testing_fault {
-    int error;            /* negative errno; 0: the result is zero; 1: half of what was asked, in whole bytes */
+    int error;            /* negative errno; 0: the result is zero; 1: half of what was asked, or a sliver of a page */
     uint32_t operation;   /* FY_OP_READ, FY_OP_WRITE, or FY_OP_NONE for both */
     uint64_t first;       /* 1 is the first call */
     uint64_t times;       /* FOREVER or how often */
@@ -218,14 +219,19 @@ static inline bool testing_fault_strikes(uint32_t operation)
     return true;
 }
 
+static inline size_t half(size_t size)
+{
+    return size / 2 & ~(size_t)(FY__PAGE - 1);
+}
+
 static inline ssize_t testing_pread(int fd, void *data, size_t size, off_t offset)
 {
     if (!testing_fault_strikes(FY_OP_READ))
         return fy__system_real.pread(fd, data, size, offset);
     if (testing_fault_now.error >= 0)
-        return testing_fault_now.error == 0 || size <= FY__PAGE
-                   ? 0
-                   : fy__system_real.pread(fd, data, (size / 2) & ~(size_t)(FY__PAGE - 1), offset);
+        return testing_fault_now.error == 0 ? 0
+               : size <= FY__PAGE           ? SLIVER
+                                            : fy__system_real.pread(fd, data, half(size), offset);
     errno = -testing_fault_now.error;
     return -1;
 }
@@ -235,9 +241,9 @@ static inline ssize_t testing_pwrite(int fd, const void *data, size_t size, off_
     if (!testing_fault_strikes(FY_OP_WRITE))
         return fy__system_real.pwrite(fd, data, size, offset);
     if (testing_fault_now.error >= 0)
-        return testing_fault_now.error == 0 || size <= FY__PAGE
-                   ? 0
-                   : fy__system_real.pwrite(fd, data, (size / 2) & ~(size_t)(FY__PAGE - 1), offset);
+        return testing_fault_now.error == 0 ? 0
+               : size <= FY__PAGE           ? SLIVER
+                                            : fy__system_real.pwrite(fd, data, half(size), offset);
     errno = -testing_fault_now.error;
     return -1;
 }
@@ -248,7 +254,9 @@ static inline int32_t testing_ring_result(uint32_t operation, int32_t result, ui
         return result;
     if (testing_fault_now.error < 0)
         return testing_fault_now.error;
-    return testing_fault_now.error == 0 || wanted <= FY__PAGE ? 0 : result / 2 + 1; /* off a page: some comes twice */
+    if (testing_fault_now.error == 0)
+        return 0;
+    return wanted <= FY__PAGE ? SLIVER : result / 2 + 1; /* off a page: some comes twice */
 }
 
 /* Before any daemon runs: its threads read the table without a lock. */
