@@ -1,0 +1,143 @@
+"""A tiny checkpoint with its tokenizer, a few rows of text and a recipe: runs as a person starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+END, PAD = "<|end|>", "<|pad|>"
+PLACES = ["harbour", "mill", "station", "bakery", "tower", "garden", "market", "bridge"]
+ROWS = [f"The road from the {a} to the {b} takes {len(a) * len(b)} minutes on foot." for a in PLACES for b in PLACES]
+
+
+@pytest.fixture(scope="session")
+def materials(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """model/ (GPT-2 with dropout, tied, float32), other/ (one block more) and rows.jsonl."""
+    import torch
+    import transformers
+
+    folder = tmp_path_factory.mktemp("materials")
+    size = _write_tokenizer(folder / "model")
+    for name, layers in (("model", 2), ("other", 3)):
+        config = transformers.GPT2Config(
+            vocab_size=size, n_embd=32, n_layer=layers, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0,
+            embd_pdrop=0.1, resid_pdrop=0.1, attn_pdrop=0.1,
+        )  # fmt: skip
+        torch.manual_seed(3)
+        transformers.GPT2LMHeadModel(config).save_pretrained(folder / name)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / "other" / file).write_bytes((folder / "model" / file).read_bytes())
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in ROWS))
+    return folder
+
+
+def _write_tokenizer(directory: Path) -> int:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=[END, PAD], initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )  # fmt: skip
+    inner.train_from_iterator(ROWS, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=END, pad_token=PAD, model_max_length=64)
+    tokenizer.save_pretrained(directory)
+    return len(tokenizer)
+
+
+@dataclass(kw_only=True, slots=True)
+class Project:
+    """A folder with recipe.yaml; runs write below it."""
+
+    folder: Path
+    materials: Path
+
+    @property
+    def recipe(self) -> Path:
+        return self.folder / "recipe.yaml"
+
+    @property
+    def out(self) -> Path:
+        return self.folder / "out"
+
+    def write_recipe(self, changes: Mapping[str, Any] | None = None) -> Path:
+        """The recipe with dotted keys replaced."""
+        content: dict[str, Any] = {
+            "output_dir": str(self.out),
+            "model": {"name_or_path": str(self.materials / "model")},
+            "dataset": {
+                "train": [{"path": str(self.materials / "rows.jsonl"), "format": "text"}],
+                "max_seq_len": 24,
+                "cache_dir": str(self.materials / "tokenised"),
+            },
+            "optimizer": {"lr": 3e-3, "weight_decay": 0.1},
+            "lr_scheduler": {"name": "cosine", "warmup_steps": 2},
+            "train": {"max_steps": 6, "batch_size": 4, "micro_batch_size": 2, "threads": 1, "clip_grad_norm": 0.5},
+            "offload": {
+                "device": "cpu", "max_memory": {"cpu": "4GiB"}, "weights": "ssd", "optimizer_states": "ssd",
+                "gradients": "ssd", "boundaries": "ssd",
+            },
+            "export": {"dtype": "float32"},
+        }  # fmt: skip
+        for key, value in (changes or {}).items():
+            *sections, last = key.split(".")
+            target = content
+            for section in sections:
+                target = target.setdefault(section, {})
+            target[last] = value
+        self.recipe.write_text(yaml.safe_dump(content))
+        return self.recipe
+
+    def command(self, *arguments: str | Path) -> list[str]:
+        return [sys.executable, "-m", "fuyou_cli", *map(str, arguments)]
+
+    def environment(self) -> dict[str, str]:
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("FUYOU_")}
+        return {**kept, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+
+    def fuyou(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(*arguments), cwd=self.folder, env=self.environment(), capture_output=True, text=True,
+            stdin=subprocess.DEVNULL, timeout=120, check=False,
+        )  # fmt: skip
+
+    def losses(self) -> dict[int, float]:
+        """Step -> loss of the log; of a step logged twice the later record."""
+        records = [json.loads(line) for line in (self.out / "log.jsonl").read_text().splitlines()]
+        return {record["step"]: record["loss"] for record in records if record["event"] == "step"}
+
+    def exported(self) -> dict[str, Any]:
+        """Every tensor of the export."""
+        from safetensors.torch import load_file
+
+        found: dict[str, Any] = {}
+        for file in sorted((self.out / "model").glob("*.safetensors")):
+            found |= load_file(file)
+        return found
+
+
+@pytest.fixture
+def new_project(tmp_path: Path, materials: Path) -> Callable[..., Project]:
+    """new_project(name, {dotted key: value}) gives a project with its recipe written."""
+
+    def make(name: str = "project", changes: Mapping[str, Any] | None = None) -> Project:
+        folder = tmp_path / name
+        folder.mkdir()
+        project = Project(folder=folder, materials=materials)
+        project.write_recipe(changes)
+        return project
+
+    return make

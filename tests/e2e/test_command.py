@@ -1,0 +1,107 @@
+"""`fuyou finetune`, interrupted by a real signal and run again, beside a run nobody interrupted; export and plan."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from .conftest import Project
+
+STEPS = 40
+LONG = {"train.max_steps": STEPS}
+
+
+def _interrupt_after(project: Project, step: int) -> subprocess.CompletedProcess[str]:
+    """Starts the run and sends SIGINT as soon as `step` is in the log; waits for its end."""
+    process = subprocess.Popen(
+        project.command("finetune", project.recipe), cwd=project.folder, env=project.environment(),
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 100
+        while not _logged(project, step):
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline, "the step never came"
+            time.sleep(0.005)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def _logged(project: Project, step: int) -> bool:
+    log = project.out / "log.jsonl"
+    return log.exists() and f'"step":{step},' in log.read_text()
+
+
+@pytest.mark.timeout(240)
+def test_interrupted_twice_is_the_same_run(new_project: Callable[..., Project]) -> None:
+    whole, broken = new_project("whole", LONG), new_project("broken", LONG)
+    finished = whole.fuyou("finetune", whole.recipe)
+    assert finished.returncode == 0, finished.stderr
+    done = 0
+    for step in (3, 9):
+        stopped = _interrupt_after(broken, step)
+        assert stopped.returncode == 130, stopped.stderr
+        assert f"of {STEPS}; the state is saved in" in stopped.stderr
+        assert "the same command goes on from here" in stopped.stderr
+        assert not (broken.out / "model").exists()
+        assert done < len(broken.losses()) < STEPS
+        done = len(broken.losses())
+    resumed = broken.fuyou("finetune", broken.recipe)
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"resuming after step {done}" in resumed.stderr
+    assert broken.losses() == whole.losses()
+    assert len(whole.losses()) == STEPS
+    ours, theirs = broken.exported(), whole.exported()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert whole.losses()[STEPS] < whole.losses()[1] - 0.5
+    _exports_again(whole, theirs)
+
+
+def _exports_again(project: Project, expected: dict[str, Any]) -> None:
+    """`fuyou export` gives what the end of the run gave, and from_pretrained takes it."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    target = project.folder / "again"
+    exported = project.fuyou("export", project.recipe, target)
+    assert exported.returncode == 0, exported.stderr
+    again = {name: value for file in target.glob("*.safetensors") for name, value in load_file(file).items()}
+    assert all(torch.equal(again[name], expected[name]) for name in expected) and again.keys() == expected.keys()
+    model, problems = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+    assert not any(problems.values()), problems
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert AutoTokenizer.from_pretrained(target).eos_token == "<|end|>"
+
+
+@pytest.mark.timeout(120)
+def test_plan_shows_and_writes_nothing(new_project: Callable[..., Project]) -> None:
+    project = new_project()
+    before = sorted(path.name for path in project.folder.iterdir())
+    shown = project.fuyou("plan", project.recipe, "--json", "--dry-run")
+    assert shown.returncode == 0, shown.stderr
+    plan = json.loads(shown.stdout)
+    assert plan["fits"] is True and plan["model"]["architecture"] == "GPT2LMHeadModel"
+    assert {stage["weights"] for stage in plan["plan"]["stages"]} == {"ssd"}
+    assert sorted(path.name for path in project.folder.iterdir()) == before
+
+
+@pytest.mark.timeout(120)
+def test_a_run_that_does_not_fit_says_what_would(new_project: Callable[..., Project]) -> None:
+    project = new_project(changes={"offload.max_memory.cpu": "64MiB"})
+    refused = project.fuyou("plan", project.recipe)
+    assert refused.returncode == 3, refused.stderr
+    assert "offload.max_memory.cpu=" in refused.stderr
+    assert not Path(project.out).exists()
