@@ -1,0 +1,141 @@
+#!/usr/bin/env python3
+"""The other side: a plain PyTorch loop with everything in memory, on the rows and in the order of fuyou's run.
+
+    python scripts/proof/in_memory.py --model DIR --rows DIR --batch 16 --micro 4 --steps 3 --out steps.jsonl
+    (with --compute-alone: forward, recompute and backward, no optimizer; one JSON line per step)
+
+bf16 weights and gradients, float32 masters and moments; torch's fused AdamW one parameter at a time on the gradient
+brought up to float32, so that only one such copy exists, and the master copied back. The head's logits are whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+BETAS, EPSILON = (0.9, 0.999), 1e-8
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--rows", type=Path, required=True, help="tokenised rows of a fuyou run")
+    parser.add_argument("--batch", type=int, required=True, help="rows per step")
+    parser.add_argument("--micro", type=int, required=True, help="rows computed at once")
+    parser.add_argument("--length", type=int, default=512, help="tokens a row has at most")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=42, help="of the order of rows")
+    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--weight-decay", type=float, default=0.01)
+    parser.add_argument("--clip", type=float, help="global norm")
+    parser.add_argument("--compute-alone", action="store_true")
+    parser.add_argument("--no-checkpointing", action="store_true", help="keep activations instead of recomputing them")
+    parser.add_argument("--out", type=Path, required=True)
+    return parser.parse_args()
+
+
+class MasterAdamW:
+    """AdamW on float32 masters of bf16 parameters; weights of one dimension do not decay."""
+
+    def __init__(self, parameters, *, lr: float, weight_decay: float) -> None:
+        import torch
+
+        self.parameters = list(parameters)
+        self.masters = [parameter.detach().float() for parameter in self.parameters]
+        self.optimizers = [
+            torch.optim.AdamW(
+                [master],
+                lr=lr,
+                betas=BETAS,
+                eps=EPSILON,
+                weight_decay=weight_decay if master.dim() > 1 else 0.0,
+                fused=True,
+            )
+            for master in self.masters
+        ]
+
+    def step(self) -> None:
+        import torch
+
+        with torch.no_grad():
+            for parameter, master, optimizer in zip(self.parameters, self.masters, self.optimizers, strict=True):
+                if parameter.grad is None:
+                    continue
+                master.grad = parameter.grad.float()
+                parameter.grad = None
+                optimizer.step()
+                master.grad = None
+                parameter.copy_(master)
+
+
+def train(options: argparse.Namespace) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from fuyou_cli.training.data import Rows, Sampler, collate
+
+    torch.set_num_threads(options.threads)
+    rows = Rows(options.rows)
+    sampler = Sampler(len(rows), batch_size=options.batch, shuffle=True, seed=options.seed)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model.config.use_cache = False
+    model.train()
+    if not options.no_checkpointing:
+        model.gradient_checkpointing_enable()
+    optimizer = None
+    if not options.compute_alone:
+        optimizer = MasterAdamW(model.parameters(), lr=options.lr, weight_decay=options.weight_decay)
+    with options.out.open("w", encoding="utf-8") as out:
+        for step in range(options.steps):
+            batch = collate(rows, sampler.batch(step), pad_id=rows.summary.pad_id, max_len=options.length)
+            begin, cpu = time.perf_counter(), time.process_time()
+            loss = one_step(model, optimizer, batch, options)
+            record = {
+                "step": step + 1,
+                "loss": loss,
+                "seconds": time.perf_counter() - begin,
+                "cpu_seconds": time.process_time() - cpu,
+                "batch_tokens": batch.tokens,
+                "peak_resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            }
+            out.write(json.dumps(record) + "\n")
+            out.flush()
+
+
+def one_step(model, optimizer: MasterAdamW | None, batch, options: argparse.Namespace) -> float:
+    """One step over all micro-batches; the mean loss over the step's labels."""
+    import torch
+
+    ids, labels = batch.tensors()
+    total = 0.0
+    for begin in range(0, options.batch, options.micro):
+        part = slice(begin, begin + options.micro)
+        output = model(input_ids=ids[part], labels=labels[part], num_items_in_batch=batch.label_tokens, use_cache=False)
+        output.loss.backward()
+        total += output.loss.item()
+    if optimizer is None:
+        model.zero_grad(set_to_none=True)
+        return total
+    if options.clip is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
+    optimizer.step()
+    return total
+
+
+def main() -> int:
+    options = arguments()
+    os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    train(options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,277 @@
+"""Control groups of version 1 and 2: a hard memory limit and a disk held at fixed rates, for one command at a time.
+
+Version 1 has a hierarchy per controller (a folder in each), version 2 one for all (a single folder). Needs root, or a
+delegated group on version 2; without either, LimitsUnavailable says what to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fuyou_cli.cli import probe
+
+ROOT = Path("/")
+REMOVAL_SECONDS = 3.0  # how long the kernel may take to let go of a group whose processes have ended
+ADVICE = "run as root, or on cgroup v2 under systemd-run --user --scope -p Delegate=yes"
+CONTROLLERS = {"memory": {1: "memory", 2: "memory"}, "disk": {1: "blkio", 2: "io"}}
+
+
+class LimitsUnavailable(Exception):
+    """This machine or user cannot set a limit; the text says which and what would help."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hierarchy:
+    """One mounted tree of control groups."""
+
+    version: int
+    controllers: frozenset[str]
+    top: Path
+    own: Path  # the folder of this process's group in it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiskRates:
+    """Bytes per second that a group may read from and write to one device ("254:0")."""
+
+    device: str
+    read: int
+    write: int
+
+
+# ---- what is mounted ----------------------------------------------------------------------------------------------
+
+
+def hierarchies(root: Path = ROOT) -> list[Hierarchy]:
+    """Every tree of control groups that this process sees, in the order they were mounted."""
+    own = own_groups((root / "proc/self/cgroup").read_text())
+    found = []
+    for mount in probe.mounts(root):
+        top = root / mount.point.relative_to("/")
+        if mount.kind == "cgroup2":
+            found.append(
+                Hierarchy(
+                    version=2,
+                    controllers=frozenset(_words(top / "cgroup.controllers")),
+                    top=top,
+                    own=_inside(top, mount.root, own.get("", "/")),
+                )
+            )
+        elif mount.kind == "cgroup":
+            controllers = frozenset(mount.options.split(",")) & own.keys()
+            paths = [own[name] for name in sorted(controllers)] or ["/"]
+            found.append(Hierarchy(version=1, controllers=controllers, top=top, own=_inside(top, mount.root, paths[0])))
+    return found
+
+
+def own_groups(text: str) -> dict[str, str]:
+    """Controller -> path, of /proc/self/cgroup; version 2's line is under the empty name."""
+    groups = {}
+    for line in text.splitlines():
+        number, controllers, path = ([*line.split(":", 2), "", ""])[:3]
+        if number == "0" and not controllers:
+            groups[""] = path
+        for controller in filter(None, controllers.split(",")):
+            groups[controller] = path
+    return groups
+
+
+def hierarchy_for(kind: str, found: Sequence[Hierarchy]) -> Hierarchy:
+    """The tree that controls `kind` (memory or disk): each controller is in one tree only, also where both versions are
+    mounted. Raises LimitsUnavailable."""
+    for hierarchy in found:
+        if CONTROLLERS[kind][hierarchy.version] in hierarchy.controllers:
+            return hierarchy
+    raise LimitsUnavailable(f"no control group tree for {kind} is mounted under /sys/fs/cgroup")
+
+
+def parents(hierarchy: Hierarchy) -> list[Path]:
+    """Where a group may be made, best first: at the top, where nothing above limits it; on version 2 also below this
+    process's own group, which is what a delegated user has."""
+    if hierarchy.version == 1 or hierarchy.own == hierarchy.top:
+        return [hierarchy.top]
+    return [hierarchy.top, hierarchy.own]
+
+
+def device_of(path: Path, root: Path = ROOT) -> str:
+    """The whole disk that holds `path`, as major:minor. Raises LimitsUnavailable for a file system without one."""
+    number = probe.existing(path).stat().st_dev
+    if os.major(number) == 0:  # btrfs, overlay and others number themselves: ask what they were mounted from
+        mount = probe.mount_of(path, root)
+        source = Path(mount.source) if mount else Path()
+        if not source.is_block_device():
+            raise LimitsUnavailable(f"{path} is not on a disk of its own ({mount.kind if mount else 'unknown'})")
+        number = source.stat().st_rdev
+    return whole_disk(f"{os.major(number)}:{os.minor(number)}", root)
+
+
+def whole_disk(device: str, root: Path = ROOT) -> str:
+    """A partition's disk, any other device itself: rates are held per disk."""
+    entry = (root / "sys/dev/block" / device).resolve()
+    if (entry / "partition").exists():
+        return (entry.parent / "dev").read_text().strip()
+    return device
+
+
+# ---- a group ------------------------------------------------------------------------------------------------------
+
+
+class Group:
+    """Folders of one group: its limits, its processes and what the kernel says of them."""
+
+    def __init__(self, memory: tuple[int, Path], disk: tuple[int, Path] | None) -> None:
+        self.version, self.memory = memory
+        self.disk = disk
+        self.folders = [self.memory] + ([disk[1]] if disk is not None and disk[1] != self.memory else [])
+
+    def hold_memory(self, limit: int) -> None:
+        """At most `limit` bytes, swap included."""
+        if self.version == 1:
+            (self.memory / "memory.limit_in_bytes").write_text(str(limit))
+            with_swap = self.memory / "memory.memsw.limit_in_bytes"
+            if with_swap.exists():
+                with_swap.write_text(str(limit))
+            return
+        (self.memory / "memory.max").write_text(str(limit))
+        swap = self.memory / "memory.swap.max"
+        if swap.exists():
+            swap.write_text("0")
+
+    def hold_disk(self, rates: DiskRates) -> None:
+        assert self.disk is not None
+        version, folder = self.disk
+        for name, line in throttle_lines(version, rates):
+            (folder / name).write_text(line)
+
+    def enter(self) -> None:
+        """Puts the calling process into the group; for a child between fork and exec, so nothing is allocated twice."""
+        for folder in self.folders:
+            file = os.open(folder / "cgroup.procs", os.O_WRONLY)
+            os.write(file, b"0")
+            os.close(file)
+
+    def pids(self) -> list[int]:
+        return [int(word) for word in _words(self.memory / "cgroup.procs")]
+
+    def kernel_bytes(self) -> int:
+        """What the kernel holds on the group's behalf: page tables, stacks, slabs."""
+        if self.version == 1:
+            words = _words(self.memory / "memory.kmem.usage_in_bytes")
+            return int(words[0]) if words else 0
+        return kernel_of_stat((self.memory / "memory.stat").read_text())
+
+    def peak_with_files(self) -> int:
+        """The kernel's own maximum, page cache included; 0 where it keeps none."""
+        words = _words(self.memory / ("memory.max_usage_in_bytes" if self.version == 1 else "memory.peak"))
+        return int(words[0]) if words else 0
+
+    def kills(self) -> int:
+        """Processes of the group that were killed for memory."""
+        name = "memory.oom_control" if self.version == 1 else "memory.events"
+        return numbers_of((self.memory / name).read_text()).get("oom_kill", 0)
+
+
+def throttle_lines(version: int, rates: DiskRates) -> list[tuple[str, str]]:
+    """(file, text) that hold a device at these rates."""
+    if version == 1:
+        return [
+            ("blkio.throttle.read_bps_device", f"{rates.device} {rates.read}"),
+            ("blkio.throttle.write_bps_device", f"{rates.device} {rates.write}"),
+        ]
+    return [("io.max", f"{rates.device} rbps={rates.read} wbps={rates.write}")]
+
+
+def kernel_of_stat(text: str) -> int:
+    """Kernel bytes of version 2's memory.stat; before Linux 5.18 it has no sum."""
+    numbers = numbers_of(text)
+    if "kernel" in numbers:
+        return numbers["kernel"]
+    return sum(numbers.get(name, 0) for name in ("kernel_stack", "pagetables", "percpu", "slab", "sock"))
+
+
+def numbers_of(text: str) -> dict[str, int]:
+    """The lines of the form: name number."""
+    pairs = (line.split() for line in text.splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
+
+
+@contextmanager
+def group(
+    *, memory: int | None = None, disk: DiskRates | None = None, name: str | None = None, root: Path = ROOT
+) -> Iterator[Group]:
+    """A group with these limits, removed at the end. Raises LimitsUnavailable with what would help."""
+    made: dict[Path, Path] = {}  # top of a tree -> the group's folder in it
+    try:
+        try:
+            one = _open_group(made, with_disk=disk is not None, name=name or f"fuyou-proof-{os.getpid()}", root=root)
+            if memory is not None:
+                one.hold_memory(memory)
+            if disk is not None:
+                one.hold_disk(disk)
+        except PermissionError as error:
+            raise LimitsUnavailable(f"{error.filename}: {error.strerror}; {ADVICE}") from error
+        yield one
+    finally:
+        for folder in made.values():
+            _remove(folder)
+
+
+def _open_group(made: dict[Path, Path], *, with_disk: bool, name: str, root: Path) -> Group:
+    found = hierarchies(root)
+    trees = {kind: hierarchy_for(kind, found) for kind in (("memory", "disk") if with_disk else ("memory",))}
+    for tree in trees.values():
+        if tree.top not in made:
+            wanted = {CONTROLLERS[kind][tree.version] for kind, other in trees.items() if other.top == tree.top}
+            made[tree.top] = _make(tree, wanted, name)
+    places = {kind: (tree.version, made[tree.top]) for kind, tree in trees.items()}
+    return Group(places["memory"], places.get("disk"))
+
+
+def _make(tree: Hierarchy, controllers: set[str], name: str) -> Path:
+    """The folder of a new group that has `controllers`, at the first place that allows it."""
+    refusals = []
+    for parent in parents(tree):
+        folder = parent / name
+        try:
+            if tree.version == 2:
+                missing = controllers - set(_words(parent / "cgroup.subtree_control"))
+                if missing:
+                    (parent / "cgroup.subtree_control").write_text(" ".join(f"+{one}" for one in sorted(missing)))
+            _remove(folder)  # left behind by a script that was killed, with its limits
+            folder.mkdir()
+            return folder
+        except OSError as error:  # not ours to write, or (EBUSY) a group with processes of its own
+            refusals.append(f"{parent}: {error.strerror}")
+    raise LimitsUnavailable(f"no group for {', '.join(sorted(controllers))}: {'; '.join(refusals)}; {ADVICE}")
+
+
+def _remove(folder: Path) -> None:
+    """Removes an empty group; the kernel needs a moment after its last process."""
+    until = time.monotonic() + REMOVAL_SECONDS
+    while folder.exists():
+        try:
+            folder.rmdir()
+        except OSError as error:
+            if error.errno != errno.EBUSY or time.monotonic() > until:
+                raise
+            time.sleep(0.05)
+
+
+def _inside(top: Path, mounted: str, path: str) -> Path:
+    """A group's folder: a container may see its group's path from outside while its folder is mounted at the top."""
+    inside = path.removeprefix(mounted) if mounted != "/" else path
+    folder = top / inside.strip("/")
+    return folder if ".." not in Path(inside).parts and folder.is_dir() else top
+
+
+def _words(path: Path) -> list[str]:
+    with contextlib.suppress(OSError):
+        return path.read_text().split()
+    return []

@@ -1,0 +1,181 @@
+"""What was asked beside what was measured: rows, their table, their JSON, and the progress that a rerun picks up."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from fuyou_cli import __version__
+from fuyou_cli.cli import probe
+from fuyou_cli.cli.profile import core_count, cpu_name
+
+ROOT = Path(__file__).resolve().parents[2]
+PASS, FAIL, REPORTED, MISSING = "pass", "FAIL", "reported", "not measured"
+Values = Mapping[str, object] | None  # what the JSON keeps beside the line
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One line of the table."""
+
+    what: str
+    asked: str
+    measured: str
+    verdict: str
+    note: str = ""
+    values: dict[str, object] = field(default_factory=dict)
+
+
+def at_least(what: str, value: float, bar: float, *, note: str = "", values: Values = None) -> Row:
+    return holds(what, f">= {bar:g}", f"{value:.3f}", value >= bar, note=note, values=values)
+
+
+def at_most(what: str, value: float, bar: float, *, note: str = "", values: Values = None) -> Row:
+    return holds(what, f"<= {bar:g}", f"{value:.3f}", value <= bar, note=note, values=values)
+
+
+def holds(what: str, asked: str, measured: str, ok: bool, *, note: str = "", values: Values = None) -> Row:
+    return Row(
+        what=what, asked=asked, measured=measured, verdict=PASS if ok else FAIL, note=note, values=dict(values or {})
+    )
+
+
+def reported(what: str, measured: str, *, note: str = "", values: Values = None) -> Row:
+    return Row(what=what, asked="-", measured=measured, verdict=REPORTED, note=note, values=dict(values or {}))
+
+
+def missing(what: str, asked: str, why: str) -> Row:
+    return Row(what=what, asked=asked, measured="-", verdict=MISSING, note=why)
+
+
+# ---- progress -----------------------------------------------------------------------------------------------------
+
+
+class Progress:
+    """Finished measurements in a file of JSON lines, one object each; what is there is not measured again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.kept: dict[str, dict[str, Any]] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            whole, _, torn = path.read_bytes().rpartition(b"\n")
+            if torn:  # an interrupted write
+                path.write_bytes(whole + b"\n" if whole else b"")
+            for line in whole.splitlines():
+                record = json.loads(line)
+                self.kept[record["key"]] = record
+
+    def measure(self, key: str, once: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The measurement `key`: kept from before, or taken now and kept unless it says `failed`."""
+        if key in self.kept:
+            say(f"{key}: kept, measured {self.kept[key]['date']}")
+            return self.kept[key]["value"]
+        say(f"{key}: measuring")
+        began = time.monotonic()
+        value = once()
+        if value.get("failed"):
+            say(f"{key}: failed: {first_line(value['failed'])}")
+            return value
+        record = {"key": key, "date": now(), "commit": commit(), "value": value}
+        self.kept[key] = record
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        say(f"{key}: done in {time.monotonic() - began:.0f} s")
+        return value
+
+
+def first_line(text: object) -> str:
+    return str(text).partition("\n")[0].rstrip(":")
+
+
+def say(text: str) -> None:
+    """One line about what is going on."""
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+# ---- the end ------------------------------------------------------------------------------------------------------
+
+
+def conclude(
+    name: str, rows: Sequence[Row], *, results: Path, settings: dict[str, object], notes: Sequence[str] = ()
+) -> int:
+    """Prints the table, writes `results`/`name`.json; the script's exit code: 1 when a line failed."""
+    print(table(rows))
+    for note in notes:
+        print(f"note: {note}")
+    results.mkdir(parents=True, exist_ok=True)
+    path = results / f"{name}.json"
+    content = {
+        "proof": name,
+        "date": now(),
+        "settings": settings,
+        "machine": machine(),
+        "versions": versions(),
+        "notes": list(notes),
+        "rows": [asdict(row) for row in rows],
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    failed = sum(row.verdict == FAIL for row in rows)
+    open_lines = sum(row.verdict == MISSING for row in rows)
+    print(f"{name}: {failed} of {len(rows)} lines FAILED, {open_lines} not measured; written to {path}")
+    return 1 if failed else 0
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Asked beside measured, in columns as wide as they need; notes below their line."""
+    cells = [("", "asked", "measured", "")] + [(row.what, row.asked, row.measured, row.verdict) for row in rows]
+    widths = [max(len(line[column]) for line in cells) for column in range(4)]
+    lines = []
+    for number, line in enumerate(cells):
+        lines.append("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        if number and rows[number - 1].note:
+            lines.append(f"    {rows[number - 1].note}")
+        if not number:
+            lines.append("  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def machine() -> dict[str, object]:
+    """What the figures depend on, without the machine's name."""
+    return {
+        "cpu": cpu_name(),
+        "cores": core_count(),
+        "memory": probe.physical_memory(),
+        "kernel": platform.release(),
+        "load": [round(value, 2) for value in os.getloadavg()],
+    }
+
+
+def versions() -> dict[str, str]:
+    found = {"fuyou": __version__, "commit": commit(), "python": platform.python_version()}
+    for name in ("torch", "transformers", "datasets", "deepspeed"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str:
+    """The checkout's commit, with a plus where tracked files differ from it; empty outside a checkout."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=10", "--dirty=+", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S%z")

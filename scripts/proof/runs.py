@@ -1,0 +1,273 @@
+"""One run of either side, in a process of its own and under the limits asked for, as plain data to keep."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import yaml
+
+from fuyou_cli.core.errors import FuyouError
+from fuyou_cli.core.units import GiB, gib
+from fuyou_cli.training.jsonl import read_log
+
+from . import watch
+from .limits import DiskRates, Group, LimitsUnavailable, device_of, group
+from .report import ROOT
+from .rows import LENGTH
+from .setting import RunFailed, Setting
+
+THREADS, SEED = 2, 42
+STEP_FIELDS = (
+    "step", "loss", "grad_norm", "seconds", "batch_tokens", "ram_peak", "read_bytes", "written_bytes",
+    "update_cpu_seconds", "io_cpu_seconds", "stalls", "busy",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One run of our side."""
+
+    shape: str
+    budget: int
+    steps: int
+    rows: int = 16  # per step, of 512 tokens
+    micro: int = 4
+    clip: float | None = None
+    all_on_ssd: bool = False
+    export: bool = False
+    limit: int | None = None  # of the memory group; None: no limit
+    throttle: tuple[int, int] | None = None  # bytes/s read, written
+    watch_memory: bool = False
+    watch_counters: bool = False
+    turn: int = 0
+
+    @property
+    def key(self) -> str:
+        """Everything that shapes the measurement: what another script or part may take over."""
+        words = [f"fuyou {self.shape}", f"{self.rows}x{LENGTH} by {self.micro}", f"{self.steps} steps"]
+        words += [gib(self.budget)]
+        words += [f"clip {self.clip:g}" if self.clip is not None else "no clipping"]
+        words += ["all on ssd"] if self.all_on_ssd else []
+        words += [f"inside {gib(self.limit)}"] if self.limit is not None else []
+        words += [f"disk {self.throttle[0] / 1e9:g}+{self.throttle[1] / 1e9:g} GB/s"] if self.throttle else []
+        words += ["exported"] if self.export else []
+        words += [f"watched {'m' * self.watch_memory}{'c' * self.watch_counters}"]
+        return ", ".join([*words, f"turn {self.turn}"])
+
+
+# ---- our side ------------------------------------------------------------------------------------------------------
+
+
+def write_recipe(setting: Setting, case: Case) -> Path:
+    """The recipe of a case in a fresh output folder; whatever an earlier run left there is gone."""
+    out = setting.work / "run"
+    shutil.rmtree(out, ignore_errors=True)
+    shutil.rmtree(setting.work / "store", ignore_errors=True)
+    out.mkdir(parents=True)
+    placement = {key: "ssd" for key in ("weights", "gradients", "optimizer_states", "boundaries") if case.all_on_ssd}
+    # A run watched for memory tokenises inside its own limit; the others share their rows with the other side.
+    rows = out / "data" if case.watch_memory else setting.work / "rows"
+    recipe = {
+        "version": 1,
+        "output_dir": str(out),
+        "seed": SEED,
+        "model": {"name_or_path": str(setting.model(case.shape))},
+        "dataset": {
+            "train": [setting.entry],
+            "max_seq_len": LENGTH,
+            "packing": "concat",
+            "loss_on": "all",
+            "cache_dir": str(rows),
+        },
+        "optimizer": {"lr": 1e-4, "betas": [0.9, 0.999], "weight_decay": 0.01},
+        "lr_scheduler": {"name": "constant", "warmup_steps": 0},
+        "train": {
+            "max_steps": case.steps,
+            "batch_size": case.rows,
+            "micro_batch_size": case.micro,
+            "threads": THREADS,
+            "clip_grad_norm": case.clip,
+        },
+        "precision": {"compute": "bfloat16"},
+        "offload": {
+            "device": "cpu",
+            "dir": str(setting.work / "store"),
+            "max_memory": {"cpu": f"{case.budget}B"},
+            **placement,
+        },
+        "checkpoint": {"resume": "never"},
+        "export": {"at_end": case.export},
+    }
+    path = setting.work / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
+    return path
+
+
+def our_run(setting: Setting, case: Case) -> dict[str, Any]:
+    """The case through `fuyou finetune`, kept under its key. Raises RunFailed unless memory is what is watched: then a
+    failure is a result."""
+    result = setting.measure(case.key, lambda: _our_run(setting, case))
+    if result.get("failed") and not case.watch_memory:
+        raise RunFailed(f"{case.key}: {result['failed']}")
+    return result
+
+
+def _our_run(setting: Setting, case: Case) -> dict[str, Any]:
+    recipe = write_recipe(setting, case)
+    log, output = setting.work / "run" / "log.jsonl", setting.work / "run.txt"
+    command = [sys.executable, "-m", "fuyou_cli", "finetune", str(recipe)]
+    busy, own = watch.busy_seconds(), watch.children_seconds()
+    with limited(setting.work, memory=case.limit, throttle=case.throttle, wanted=case.watch_memory) as (held, why):
+        with output.open("wb") as file, started(command, held, file) as child:
+            seen = watch.follow(
+                child, log=log, group=held, memory=case.watch_memory, counters=case.watch_counters, steps=case.steps
+            )
+        kills = held.kills() if held is not None else 0
+        with_files = held.peak_with_files() if held is not None else 0
+    others = (watch.busy_seconds() - busy) - (watch.children_seconds() - own)
+    records = read_log(log) if log.exists() else []
+    plans = [record for record in records if record["event"] == "plan"]
+    steps = [{name: record.get(name) for name in STEP_FIELDS} for record in records if record["event"] == "step"]
+    result: dict[str, Any] = {
+        "exit": child.returncode,
+        "killed": kills,
+        "seconds": round(seen.seconds, 2),
+        "enforced": held is not None,
+        "not_enforced_because": why,
+        "plan": {name: value for name, value in plans[0].items() if name != "event"} if plans else {},
+        "steps": steps,
+        "peak": asdict(seen.peak),
+        "peak_by_phase": seen.phases,
+        "samples": seen.samples,
+        "peak_with_files": with_files,
+        "counters": seen.counters,
+        "exported_parameters": exported_parameters(setting.work / "run" / "model") if case.export else None,
+        "others_cores": round(max(0.0, others) / max(seen.seconds, 1e-9), 3),
+    }
+    if child.returncode != 0 or len(steps) != case.steps:
+        end = output.read_text(errors="replace").strip().splitlines()[-12:]
+        result["failed"] = f"exit code {child.returncode}, {len(steps)} steps, {kills} killed:\n" + "\n".join(end)
+    shutil.rmtree(setting.work / "store", ignore_errors=True)
+    return result
+
+
+@contextmanager
+def limited(
+    work: Path, *, memory: int | None, throttle: tuple[int, int] | None, wanted: bool = False
+) -> Iterator[tuple[Group | None, str]]:
+    """A group with these limits, or None and why not. A disk that cannot be held is an error: figures would not mean
+    what they say. `wanted`: a group even without limits, to count its memory."""
+    held, why = None, ""
+    with ExitStack() as stack:
+        if memory is not None or throttle is not None or wanted:
+            try:
+                rates = None
+                if throttle is not None:
+                    rates = DiskRates(device=device_of(work), read=throttle[0], write=throttle[1])
+                held = stack.enter_context(group(memory=memory, disk=rates))
+            except LimitsUnavailable as error:
+                if throttle is not None:
+                    raise
+                why = str(error)
+        yield held, why
+
+
+@contextmanager
+def started(
+    command: list[str], held: Group | None, output: BinaryIO, **environment: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A child inside the group from before its first instruction; killed if the script leaves early."""
+    child = subprocess.Popen(
+        command,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        env=child_environment() | environment,
+        preexec_fn=held.enter if held is not None else None,
+    )
+    try:
+        yield child
+    finally:
+        if child.poll() is None:
+            child.kill()
+        child.wait()
+
+
+def child_environment() -> dict[str, str]:
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "COLUMNS": "120"}
+
+
+def exported_parameters(folder: Path) -> int:
+    """Parameters of an exported model as its safetensors headers tell; 0 where there is none."""
+    from fuyou_cli.training.checkpoint.files import open_checkpoint
+
+    try:
+        return sum(entry.numel for entry in open_checkpoint(folder).entries.values())
+    except FuyouError:
+        return 0
+
+
+# ---- the other side ------------------------------------------------------------------------------------------------
+
+
+def in_memory_run(
+    setting: Setting,
+    *,
+    shape: str,
+    rows: int,
+    micro: int,
+    steps: int,
+    turn: int,
+    rows_from: Path,
+    clip: float | None = None,
+    compute_alone: bool = False,
+    checkpointing: bool = True,
+) -> dict[str, Any]:
+    """Plain PyTorch in memory, kept under a key that says everything. Raises RunFailed."""
+    words = [f"in memory {shape}", f"{rows}x{LENGTH} by {micro}", f"{steps} steps"]
+    words += [f"clip {clip:g}" if clip is not None else "no clipping"]
+    words += ["compute alone"] if compute_alone else []
+    words += [] if checkpointing else ["activations kept"]
+    key = ", ".join([*words, f"turn {turn}"])
+
+    def once() -> dict[str, Any]:
+        out, output = setting.work / "in_memory.jsonl", setting.work / "in_memory.txt"
+        command = [sys.executable, str(ROOT / "scripts" / "proof" / "in_memory.py")]
+        command += ["--model", str(setting.model(shape)), "--rows", str(rows_from)]
+        command += ["--batch", str(rows), "--micro", str(micro), "--steps", str(steps)]
+        command += ["--threads", str(THREADS), "--seed", str(SEED), "--length", str(LENGTH), "--out", str(out)]
+        command += ["--compute-alone"] if compute_alone else []
+        command += [] if checkpointing else ["--no-checkpointing"]
+        command += ["--clip", str(clip)] if clip is not None else []
+        out.unlink(missing_ok=True)
+        busy, own = watch.busy_seconds(), watch.children_seconds()
+        with output.open("wb") as file, started(command, None, file, OMP_NUM_THREADS=str(THREADS)) as child:
+            seen = watch.follow(child, log=out, group=None, memory=False, counters=False, steps=steps)
+        others = (watch.busy_seconds() - busy) - (watch.children_seconds() - own)
+        done = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+        result: dict[str, Any] = {"steps": done, "others_cores": round(max(0.0, others) / seen.seconds, 3)}
+        if child.returncode != 0 or len(done) != steps:
+            end = output.read_text(errors="replace").strip().splitlines()[-6:]
+            hint = "; it was killed, probably for memory: try a smaller --shape" if child.returncode == -9 else ""
+            result["failed"] = f"exit code {child.returncode}{hint}:\n" + "\n".join(end)
+        return result
+
+    result = setting.measure(key, once)
+    if result.get("failed"):
+        raise RunFailed(f"{key}: {result['failed']}")
+    return result
+
+
+def needs_in_memory(parameters: int) -> int:
+    """Bytes plain PyTorch takes: 18 per parameter (weights, gradients, masters, moments) and room for activations."""
+    return 18 * parameters + 3 * GiB // 2

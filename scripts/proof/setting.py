@@ -1,0 +1,95 @@
+"""The scripts' common arguments and what they become: where a script works, on what, where it keeps its progress."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fuyou_cli.core.errors import FuyouError
+from fuyou_cli.core.units import parse_size
+
+from .limits import LimitsUnavailable
+from .report import ROOT, Progress
+from .rows import model_folder, text_file
+
+SHAPES = ("1m", "50m", "125m", "350m", "1.1b")
+
+
+class RunFailed(Exception):
+    """A run that the proof needs did not end well; the text has the end of its output."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """Where a script works, on what."""
+
+    work: Path
+    shape: str
+    text: Path
+    entry: dict[str, object]  # of the recipe's dataset.train
+    text_name: str
+    progress: Progress
+    results: Path
+
+    def model(self, shape: str | None = None) -> Path:
+        return model_folder(self.work, shape or self.shape, self.text)
+
+    def measure(self, key: str, once: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Measured now, or kept from before: with this text and no other."""
+        return self.progress.measure(f"{key}, {self.text_name}", once)
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--work", type=Path, help="folder for models, stores, progress (1.1b: 40 GB; default: temporary)")
+    made.add_argument("--shape", choices=SHAPES, default="1.1b", help="of the model; smaller ones try the script")
+    made.add_argument("--data", type=Path, help="text to train on, e.g. GSM8K's train.jsonl (default: made here)")
+    made.add_argument("--peers", type=Path, help="folder of the reference loops (ds_train.py ...)")
+    made.add_argument("--state", type=Path, help="progress file; a rerun skips what is in it (default: in --work)")
+    made.add_argument("--results", type=Path, default=ROOT / "scripts" / "results", help="where the JSON goes")
+    return made
+
+
+def run_script(options: argparse.Namespace, prove: Callable[[Setting, argparse.Namespace], int]) -> int:
+    """Calls `prove(setting, options)` with everything set up; errors for people end the script with their words."""
+    try:
+        with _setting(options) as setting:
+            return prove(setting, options)
+    except (FuyouError, RunFailed, LimitsUnavailable) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; what was finished is kept with --work or --state", file=sys.stderr)
+        return 130
+
+
+@contextmanager
+def _setting(options: argparse.Namespace) -> Iterator[Setting]:
+    with tempfile.TemporaryDirectory(prefix="fuyou-proof-") as scratch:
+        work = (options.work or Path(scratch)).resolve()
+        work.mkdir(parents=True, exist_ok=True)
+        state = options.state or work / f"{Path(sys.argv[0]).stem}.jsonl"
+        text, entry, name = text_file(work, options.data)
+        yield Setting(
+            work=work,
+            shape=options.shape,
+            text=text,
+            entry=entry,
+            text_name=name,
+            progress=Progress(state),
+            results=options.results,
+        )
+
+
+def size(text: str) -> int:
+    """A size for argparse."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

@@ -1,0 +1,160 @@
+"""A child's memory and I/O seen from outside while it runs: what its group holds, and its counters at every step.
+
+Nothing here asks the child: memory is RssAnon of every process of its group (or of its tree, where there is no group)
+plus what the kernel holds for them; bytes are /proc/PID/io at the moment a step appears in the child's log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .limits import Group, numbers_of
+
+LOG_SECONDS = 0.004  # how late a step's end may be noticed
+MEMORY_SECONDS = 0.02
+
+
+@dataclass(slots=True)
+class Peak:
+    """The largest sum of anonymous and kernel bytes, and what it was made of."""
+
+    total: int = 0
+    anonymous: int = 0
+    kernel: int = 0
+    processes: int = 0
+    seconds: float = 0.0  # since the start
+    phase: str = ""
+
+
+@dataclass(slots=True)
+class Seen:
+    """What was seen of one child."""
+
+    peak: Peak = field(default_factory=Peak)
+    phases: dict[str, int] = field(default_factory=dict)  # phase -> peak bytes
+    samples: int = 0
+    counters: list[tuple[int, int]] = field(default_factory=list)  # bytes read, written, at the end of each step
+    seconds: float = 0.0
+
+
+def follow(
+    child: subprocess.Popen[bytes], *, log: Path, group: Group | None, memory: bool, counters: bool, steps: int
+) -> Seen:
+    """Watches until the child ends. `steps` is after how many steps it stops training."""
+    seen, began, sampled, phase = Seen(), time.monotonic(), 0.0, "load"
+    lines = LineCounter(log)
+    while child.poll() is None:
+        now = time.monotonic()
+        for line in lines.new() if memory or counters else ():
+            if b'"event":"step"' not in line:
+                phase = "train"  # the plan: loading is over
+                continue
+            if counters:
+                seen.counters.append(io_of(child.pid))
+            lines.steps += 1
+            phase = "export" if lines.steps >= steps else "train"
+        if memory and now - sampled >= MEMORY_SECONDS:
+            _sample(seen, child.pid, group, phase, now - began)
+            sampled = now
+        time.sleep(LOG_SECONDS if memory or counters else 0.1)
+    seen.seconds = time.monotonic() - began
+    return seen
+
+
+class LineCounter:
+    """The lines added to a file since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.offset, self.rest, self.steps = path, 0, b"", 0
+
+    def new(self) -> list[bytes]:
+        try:
+            if self.path.stat().st_size == self.offset:
+                return []
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                added = file.read()
+        except FileNotFoundError:
+            return []
+        self.offset += len(added)
+        *whole, self.rest = (self.rest + added).split(b"\n")
+        return whole
+
+
+def _sample(seen: Seen, pid: int, group: Group | None, phase: str, seconds: float) -> None:
+    pids = group.pids() if group is not None else tree_of(pid)
+    anonymous, tables = memory_of(pids)
+    kernel = group.kernel_bytes() if group is not None else tables
+    total = anonymous + kernel
+    seen.samples += 1
+    seen.phases[phase] = max(seen.phases.get(phase, 0), total)
+    if total > seen.peak.total:
+        seen.peak = Peak(
+            total=total, anonymous=anonymous, kernel=kernel, processes=len(pids), seconds=round(seconds, 2), phase=phase
+        )
+
+
+def memory_of(pids: list[int]) -> tuple[int, int]:
+    """Anonymous bytes and page tables of these processes; one that has just ended counts nothing."""
+    anonymous = tables = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            fields = status_fields(Path(f"/proc/{pid}/status").read_text())
+            anonymous += fields.get("RssAnon", 0)
+            tables += fields.get("VmPTE", 0)
+    return anonymous, tables
+
+
+def status_fields(text: str) -> dict[str, int]:
+    """Bytes of the lines of /proc/PID/status that are in kB."""
+    fields = {}
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        words = value.split()
+        if len(words) == 2 and words[1] == "kB" and words[0].isdecimal():
+            fields[name] = int(words[0]) * 1024
+    return fields
+
+
+def tree_of(pid: int) -> list[int]:
+    """A process and everything it started that still runs."""
+    tree, pending = [], [pid]
+    while pending:
+        one = pending.pop()
+        tree.append(one)
+        for task in _listed(Path(f"/proc/{one}/task")):
+            with contextlib.suppress(OSError):
+                pending += [int(word) for word in (task / "children").read_text().split()]
+    return tree
+
+
+def io_of(pid: int) -> tuple[int, int]:
+    """Bytes that a process, its threads included, caused to be read from and written to storage."""
+    with contextlib.suppress(OSError):
+        numbers = numbers_of(Path(f"/proc/{pid}/io").read_text().replace(":", " "))
+        return numbers.get("read_bytes", 0), numbers.get("write_bytes", 0)
+    return 0, 0
+
+
+def busy_seconds() -> float:
+    """CPU-seconds of the whole machine so far."""
+    ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+    return (sum(ticks[:3]) + sum(ticks[5:7])) / os.sysconf("SC_CLK_TCK")
+
+
+def children_seconds() -> float:
+    """CPU-seconds of this process and of its children that have ended."""
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []

@@ -1,0 +1,123 @@
+#!/usr/bin/env python3
+"""Traffic: bytes per step by the daemon and by the kernel, beside the plan and beside 26 bytes per parameter.
+
+    python scripts/prove_traffic.py --work DIR --data gsm8k/train.jsonl
+    the 1.1b shape: 40 GB in DIR, about 25 minutes on two cores; interrupted, the same command goes on
+    trying the script itself: --shape 50m --steps 3 --data FILE (a minute or two)
+
+The daemon's bytes are its own counters, as the run logs them; the kernel's are /proc/PID/io of the run, read from
+outside when a step appears in its log. Steps two to the last but one count: the first reads no moments (they are zero
+and were never written), the last fetches nothing ahead. All on ssd with and without clipping, and as planned for 2 GiB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from proof.report import Row, at_most, conclude, holds, missing, reported
+from proof.rows import LENGTH
+from proof.runs import Case, our_run
+from proof.setting import Setting, parser, run_script, size
+
+from fuyou_cli.core.units import GiB, gb, gib
+
+WITHIN = 0.01
+BYTES_PER_PARAMETER = 26  # weights twice, remainder and moments read; weights, remainder and moments written
+GRADIENT_ITEM = 4  # summed over micro-batches in float32
+
+
+def arguments() -> argparse.Namespace:
+    options = parser(__doc__)
+    options.add_argument("--steps", type=int, default=4, help="of a run, at least 3")
+    options.add_argument("--budget", type=size, default=2 * GiB)
+    return options.parse_args()
+
+
+def counted(result: dict) -> dict[str, tuple[float, float]]:
+    """Bytes per step (read, written) by the daemon and by the kernel over the steps that count, and of the plan."""
+    steps = result["steps"][1:-1]
+    read = statistics.mean(step["read_bytes"] for step in steps)
+    written = statistics.mean(step["written_bytes"] for step in steps)
+    # One reading per step's end: the first step's begins what counts, the last but one's ends it.
+    first, last = result["counters"][0], result["counters"][-2]
+    kernel = ((last[0] - first[0]) / len(steps), (last[1] - first[1]) / len(steps))
+    plan = result["plan"]
+    planned = (plan["predicted_read_per_step"], plan["predicted_written_per_step"])
+    return {"plan": planned, "daemon": (read, written), "kernel": kernel}
+
+
+def beside_plan(what: str, result: dict, bytes_by: dict[str, tuple[float, float]]) -> list[Row]:
+    """The daemon's and the kernel's bytes within one per cent of the plan's."""
+    rows = []
+    for who in ("daemon", "kernel"):
+        for column, direction in enumerate(("read", "written")):
+            planned, measured = bytes_by["plan"][column], bytes_by[who][column]
+            line = f"{what}: {direction}, by the {who}"
+            asked = f"within {WITHIN:.0%} of {gb(planned)}"
+            if len(result["counters"]) != len(result["steps"]):
+                rows.append(missing(line, asked, "/proc/PID/io was not read at every step's end"))
+            elif planned == 0:
+                allowed = 0.001 * result["plan"]["parameters"]  # the log and what the kernel pages in
+                rows.append(holds(line, "nothing", gb(measured), measured <= allowed))
+            else:
+                off = measured / planned - 1
+                text = f"{gb(measured)} ({off:+.3%})"
+                values = {"planned": planned, "measured": measured}
+                rows.append(holds(line, asked, text, abs(off) <= WITHIN, values=values))
+    return rows
+
+
+def per_parameter(setting: Setting, what: str, case: Case, bytes_by: dict[str, tuple[float, float]], n: int) -> Row:
+    """All on ssd: 26 bytes per parameter, and twice what boundaries and, with clipping, gradients rest there."""
+    config = json.loads((setting.model() / "config.json").read_text())
+    tokens = case.rows * LENGTH
+    # Inputs of the blocks and of the final norm rest between forward and backward, two bytes an element.
+    boundaries = (config["num_hidden_layers"] + 1) * tokens * config["hidden_size"] * 2
+    gradients = n * GRADIENT_ITEM if case.clip is not None else 0
+    resting = 2 * (boundaries + gradients)
+    measured = sum(bytes_by["daemon"])
+    per = (measured - resting) / n
+    note = f"{gb(measured)} a step, {gb(2 * boundaries)} of it boundaries"
+    note += f", {gb(2 * gradients)} gradients until the norm is known" if gradients else ""
+    values = {"bytes": measured, "parameters": n, "boundaries": boundaries, "gradients": gradients}
+    line = f"{what}: bytes per parameter beside what rests"
+    return at_most(line, round(per, 3), BYTES_PER_PARAMETER, note=note, values=values)
+
+
+def prove(setting: Setting, options: argparse.Namespace) -> int:
+    rows: list[Row] = []
+    for clip in (None, 1.0):
+        clipping = "clipping on" if clip is not None else "clipping off"
+        for all_on_ssd in (True, False):
+            case = Case(
+                shape=setting.shape,
+                budget=options.budget,
+                steps=max(3, options.steps),
+                clip=clip,
+                all_on_ssd=all_on_ssd,
+                watch_counters=True,
+            )
+            what = f"{clipping}, {'all on ssd' if all_on_ssd else gib(options.budget)}"
+            result = our_run(setting, case)
+            bytes_by = counted(result)
+            rows += beside_plan(what, result, bytes_by)
+            if all_on_ssd:
+                rows.append(per_parameter(setting, what, case, bytes_by, result["plan"]["parameters"]))
+            read_by, written_by = result["plan"]["predicted_read_by"], result["plan"]["predicted_written_by"]
+            text = "; ".join(
+                f"{kind} {gb(read_by.get(kind, 0))} + {gb(written_by.get(kind, 0))}" for kind in sorted(read_by)
+            )
+            rows.append(reported(f"{what}: the plan's bytes, read + written", "see below", note=text))
+    settings = {"shape": setting.shape, "budget": options.budget, "steps": options.steps, "text": setting.text_name}
+    notes = ["compares with nobody: --peers has nothing to add here"] if options.peers else []
+    return conclude(f"prove_traffic-{setting.shape}", rows, results=setting.results, settings=settings, notes=notes)
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(arguments(), prove))
