@@ -101,7 +101,7 @@ def prepare(recipe: Recipe, *, probe: Probe, planning_only: bool = False, say: C
         entries=entries,
         directories=directories,
         manifest=manifest,
-        fingerprints=_fingerprints(recipe, model, rows),
+        fingerprints=_fingerprints(recipe, anatomy, model, rows),
     )
 
 
@@ -207,6 +207,7 @@ def _refuse_changed(recipe: Recipe, kept: Numerics, asked: Numerics) -> None:
     """`auto` keeps what the run started with; a number that differs is an error."""
     names = {
         "compute_dtype": ("precision.compute", True),
+        "accumulate_dtype": ("precision.grad_accum", True),
         "batch_size": ("train.batch_size", True),
         "micro_batch_size": ("train.micro_batch_size", recipe.train.micro_batch_size != "auto"),
         "max_seq_len": ("dataset.max_seq_len", True),
@@ -286,10 +287,15 @@ def _steps(recipe: Recipe, rows: Rows | None) -> tuple[Sampler | None, int]:
     return sampler, sampler.steps(recipe.train.epochs or 1)
 
 
-def _fingerprints(recipe: Recipe, model: ModelSpec, rows: Rows | None) -> dict[str, str]:
+def _fingerprints(recipe: Recipe, anatomy: Anatomy, model: ModelSpec, rows: Rows | None) -> dict[str, str]:
     """Digests of what a resumed run must agree on."""
+    config = json.loads(anatomy.model.config.to_json_string(use_diff=False))
     described: dict[str, Any] = {
-        "model": [[s.name, s.params, [[t.name, list(t.shape)] for t in s.tensors]] for s in model.stages],
+        "model": [
+            [[s.name, s.params, [[t.name, list(t.shape)] for t in s.tensors]] for s in model.stages],
+            {key: value for key, value in config.items() if key[0] != "_" and key != "transformers_version"},
+        ],
+        "attention": recipe.model.attn_implementation,
         "optimizer": recipe.optimizer.model_dump(mode="json"),
         "schedule": recipe.lr_scheduler.model_dump(mode="json"),
         "clipping": recipe.train.clip_grad_norm,

@@ -61,6 +61,8 @@ class Run:
         plan, prepared = self.plan, self.prepared
         torch.set_num_threads(plan.numerics.torch_threads)
         self.paths = [directory / STORE_FILE for directory in prepared.directories]
+        if prepared.manifest is not None:
+            _check_same_run(prepared.manifest, prepared, self.paths)
         for directory in prepared.directories:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         check_space(self.paths, plan.store_size, free_space)
@@ -117,9 +119,9 @@ class Run:
         records = self.executor.residency.records
         saved = self.prepared.manifest
         if saved is None:
+            self.save_manifest("running")  # what an earlier run committed here is about to be overwritten
             self.files.load(self.prepared.entries, records, progress)
         else:
-            _check_same_run(saved, self.prepared)
             self.files.restore(saved.stages, records)
         self.save_manifest("running")
 
@@ -357,8 +359,15 @@ def _learning_rate(prepared: Prepared) -> LearningRate:
     )
 
 
-def _check_same_run(saved: Manifest, prepared: Prepared) -> None:
-    """Raises UsageError naming what changed since the run was saved."""
+def _check_same_run(saved: Manifest, prepared: Prepared, paths: list[Path]) -> None:
+    """Raises UsageError naming what changed since the run was saved, before the store is touched."""
+    stripe = prepared.plan.io.stripe
+    if saved.files != tuple(map(str, paths)) or saved.stripe != stripe:
+        raise UsageError(
+            f"the saved run is striped over {', '.join(saved.files)} by {saved.stripe} bytes, not over "
+            f"{', '.join(map(str, paths))} by {stripe}",
+            hint="name the same folders in offload.dir, in the same order, or start over with checkpoint.resume=never",
+        )
     changed = [name for name, value in prepared.fingerprints.items() if saved.fingerprints.get(name) != value]
     if changed:
         raise UsageError(
