@@ -1,0 +1,301 @@
+"""Stopped at a chosen place of a chosen step, in one process; what a resumed run insists on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fuyou_cli.cli import probe
+from fuyou_cli.cli.profile import assumed_hardware
+from fuyou_cli.core.errors import FuyouError, Interrupted, UsageError
+from fuyou_cli.recipe.load import load_recipe
+from fuyou_cli.training import manifest as manifests
+from fuyou_cli.training.exporting import export_store
+from fuyou_cli.training.prepare import Prepared, prepare
+from fuyou_cli.training.run import Run
+
+from .conftest import Project
+
+STEPS = 6
+RAM = {f"offload.{kind}": "cpu" for kind in ("weights", "optimizer_states", "gradients", "boundaries")}
+PLACES: dict[str, dict[str, Any]] = {
+    "clipped, on the ssd": {},
+    "unclipped, on the ssd": {"train.clip_grad_norm": None},
+    "clipped, in RAM": RAM,
+    "unclipped, in RAM": {**RAM, "train.clip_grad_norm": None},
+    "clipped, emulated device": {"offload.device": "emulated"},
+    "unclipped, fp32, two directories": {"train.clip_grad_norm": None, "precision.compute": "float32"},
+}
+
+Between = Callable[[Run], None]
+
+
+def _prepared(project: Project) -> Prepared:
+    recipe = load_recipe(project.recipe).recipe
+    return prepare(recipe, probe=lambda device: assumed_hardware(device=device), say=lambda message: None)
+
+
+def _train(project: Project, between: Between | None = None) -> tuple[list[float], Path]:
+    """Steps to the end, or to where `between` (called between micro-batches) stops it; losses and the store's folder."""
+    with Run(_prepared(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+        run.load(lambda count: None)
+        if between is not None:
+            look = run.executor.between_micro_batches
+
+            def look_and_act() -> None:
+                between(run)
+                look()
+
+            run.executor.between_micro_batches = look_and_act
+        run.train(lambda report: None)
+        return run.losses, run.paths[0].parent
+
+
+def _interrupt(step: int, phase: str) -> Between:
+    """Ctrl-C at the second micro-batch of `phase` in `step` (1 for the first)."""
+    seen: list[int] = []
+
+    def between(run: Run) -> None:
+        visit = run.executor.schedule.visits[run.executor._cursor]
+        if run.step + 1 == step and visit.phase == phase and visit.stage == 2:
+            seen.append(visit.stage)
+            if len(seen) == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    return between
+
+
+def _weights(store: Path, target: Path) -> dict[str, torch.Tensor]:
+    paths = export_store(store, target, dtype="float32", max_shard_size=1 << 30)
+    return {name: value for path in paths for name, value in load_file(path).items()}
+
+
+def _changes(project_folder: Path, place: str) -> dict[str, Any]:
+    changes = {**PLACES[place], "train.max_steps": STEPS}
+    if "two directories" in place:
+        changes["offload.dir"] = [str(project_folder / f"disk{number}") for number in range(2)]
+    return changes
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.timeout(120)
+def test_stopped_anywhere_and_resumed_is_the_same_run(
+    place: str, new_project: Callable[..., Project], tmp_path: Path
+) -> None:
+    whole = new_project("whole", _changes(tmp_path / "whole", place))
+    broken = new_project("broken", _changes(tmp_path / "broken", place))
+    expected, store = _train(whole)
+    for step, phase in ((1, "forward"), (2, "backward"), (4, "forward"), (5, "backward")):
+        with pytest.raises(Interrupted, match=rf"stopped after step \d of {STEPS}") as stopped:
+            _train(broken, _interrupt(step, phase))
+        assert stopped.value.exit_code == 130
+        done = len(_manifest(broken).losses)
+        # an unclipped step whose backward has begun is finished, every other one is given up
+        assert done == (step if phase == "backward" and "unclipped" in place else step - 1)
+    losses, resumed_store = _train(broken)
+    assert losses == expected
+    ours, theirs = _weights(resumed_store, tmp_path / "ours"), _weights(store, tmp_path / "theirs")
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def _manifest(project: Project) -> manifests.Manifest:
+    stores = [path for path in project.folder.rglob(manifests.NAME)]
+    assert len(stores) == 1
+    found = manifests.read(stores[0].parent)
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def stopped(new_project: Callable[..., Project]) -> Project:
+    """A project whose run was stopped in step 3."""
+    project = new_project("stopped", {"train.max_steps": STEPS})
+    with pytest.raises(Interrupted):
+        _train(project, _interrupt(3, "forward"))
+    return project
+
+
+def _refusal(project: Project, changes: dict[str, Any]) -> str:
+    """What the run says when the recipe has changed; the saved state must not have."""
+    before = _digest(project)
+    project.write_recipe({"train.max_steps": STEPS, **changes})
+    with pytest.raises(UsageError) as refused:
+        _train(project)
+    assert refused.value.exit_code == 2
+    assert _digest(project) == before
+    return f"{refused.value.message} {refused.value.hint}"
+
+
+def _digest(project: Project) -> dict[str, bytes]:
+    store = next(iter(project.folder.rglob(manifests.NAME))).parent
+    return {path.name: path.read_bytes() for path in store.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"train.batch_size": 8}, "batch_size was 4, is 8"),
+        ({"train.micro_batch_size": 4}, "micro_batch_size was 2, is 4"),
+        ({"train.threads": 2}, "threads was 1, is 2"),
+        ({"train.head_chunk_tokens": 7}, "head_chunk_tokens was 0, is 7"),
+        ({"precision.grad_accum": "bfloat16"}, "precision.grad_accum was float32, is bfloat16"),
+        ({"seed": 1}, "seed was 42, is 1"),
+        ({"optimizer.lr": 1e-3}, "optimizer changed"),
+        ({"optimizer.weight_decay": 0.0}, "optimizer changed"),
+        ({"lr_scheduler.name": "linear"}, "schedule changed"),
+        ({"train.clip_grad_norm": 1.0}, "clipping changed"),
+        ({"train.clip_grad_norm": None}, "clipping changed"),
+        ({"dataset.shuffle": False}, "shuffle changed"),
+        ({"model.attn_implementation": "eager"}, "attention changed"),
+    ],
+    ids=str,
+)
+@pytest.mark.timeout(60)
+def test_changed_recipe_is_refused_by_name(changes: dict[str, Any], named: str, stopped: Project) -> None:
+    message = _refusal(stopped, changes)
+    assert named in message
+    assert "checkpoint.resume=never" in message
+
+
+@pytest.mark.timeout(60)
+def test_changed_model_data_or_disks_are_refused_by_name(stopped: Project) -> None:
+    rows = stopped.folder / "rows.jsonl"
+    rows.write_text((stopped.materials / "rows.jsonl").read_text() + json.dumps({"text": "One more row."}) + "\n")
+    data = {"dataset.train": [{"path": str(rows), "format": "text"}]}
+    assert "data changed" in _refusal(stopped, data)
+    tokenizer = {"tokenizer.name_or_path": str(stopped.materials / "model")}
+    assert "model changed" in _refusal(stopped, {"model.name_or_path": str(stopped.materials / "other"), **tokenizer})
+    one_more = [str(stopped.out / "store"), str(stopped.folder / "second")]
+    assert "offload.dir" in _refusal(stopped, {"offload.dir": one_more})
+
+
+@pytest.mark.timeout(60)
+def test_changed_configuration_of_the_same_shapes_is_refused(stopped: Project) -> None:
+    other = stopped.folder / "model"
+    shutil.copytree(stopped.materials / "model", other)
+    config = json.loads((other / "config.json").read_text())
+    config["layer_norm_epsilon"] = 1e-3
+    (other / "config.json").write_text(json.dumps(config))
+    tokenizer = {"tokenizer.name_or_path": str(stopped.materials / "model")}
+    assert "model changed" in _refusal(stopped, {"model.name_or_path": str(other), **tokenizer})
+
+
+@pytest.mark.timeout(60)
+def test_placement_may_change_between_stop_and_resume(
+    stopped: Project, new_project: Callable[..., Project], tmp_path: Path
+) -> None:
+    whole = new_project("whole", {"train.max_steps": STEPS})
+    expected, store = _train(whole)
+    stopped.write_recipe({"train.max_steps": STEPS, **RAM, "offload.lookahead": 4, "offload.io.backend": "threads"})
+    losses, resumed = _train(stopped)
+    assert losses == expected
+    ours, theirs = _weights(resumed, tmp_path / "ours"), _weights(store, tmp_path / "theirs")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+class Killed(BaseException):
+    """Stands for whatever ends a run without a word."""
+
+
+@pytest.mark.timeout(60)
+def test_a_store_left_running_is_refused(new_project: Callable[..., Project], tmp_path: Path) -> None:
+    project = new_project(changes={"train.max_steps": STEPS})
+
+    def die(run: Run) -> None:
+        if run.step == 2:
+            raise Killed
+
+    with pytest.raises(Killed):
+        _train(project, die)
+    for again in (lambda: _train(project), lambda: _weights(_store(project), tmp_path / "export")):
+        with pytest.raises(UsageError, match="did not stop in order") as refused:
+            again()
+        assert "checkpoint.resume=never" in str(refused.value.hint)
+    assert not (tmp_path / "export").exists()
+    project.write_recipe({"train.max_steps": STEPS, "checkpoint.resume": "never"})
+    assert len(_train(project)[0]) == STEPS
+
+
+@pytest.mark.timeout(60)
+def test_starting_over_gives_the_old_state_up_first(stopped: Project) -> None:
+    """Killed while a new run's weights are loaded over the old ones: nobody may take the rest for the old run."""
+
+    def die(count: int) -> None:
+        raise Killed
+
+    stopped.write_recipe({"train.max_steps": STEPS, "checkpoint.resume": "never"})
+    with (
+        pytest.raises(Killed),
+        Run(_prepared(stopped), memory_now=probe.process_bytes, free_space=probe.free_space) as run,
+    ):
+        run.load(die)
+    stopped.write_recipe({"train.max_steps": STEPS})
+    with pytest.raises(UsageError, match="did not stop in order"):
+        _train(stopped)
+
+
+def _store(project: Project) -> Path:
+    return next(iter(project.folder.rglob(manifests.NAME))).parent
+
+
+@pytest.mark.timeout(60)
+def test_a_damaged_manifest_is_refused(stopped: Project) -> None:
+    manifest = _store(stopped) / manifests.NAME
+    whole = manifest.read_text()
+    for damaged in (whole[: len(whole) // 2], "[]", whole.replace('"stages"', '"steps"'), "{}"):
+        manifest.write_text(damaged)
+        with pytest.raises(FuyouError) as refused:
+            _train(stopped)
+        assert str(manifest) in refused.value.message
+
+
+@pytest.mark.timeout(60)
+def test_a_float32_checkpoint_survives_bfloat16_to_the_bit(new_project: Callable[..., Project], tmp_path: Path) -> None:
+    """Stopped before anything was learnt: weights and remainders are what the checkpoint held."""
+    project = new_project(changes={"train.max_steps": STEPS})
+    with pytest.raises(Interrupted):
+        _train(project, _interrupt(1, "forward"))
+    exported = _weights(_store(project), tmp_path / "export")
+    original = load_file(project.materials / "model" / "model.safetensors")
+    assert exported.keys() == original.keys()
+    assert all(torch.equal(exported[name], original[name]) for name in original)
+
+
+@pytest.mark.timeout(60)
+def test_the_export_computes_what_the_store_holds(new_project: Callable[..., Project], tmp_path: Path) -> None:
+    """Logits of from_pretrained's model are those of the skeleton with the store's weights put in by hand."""
+    from transformers import AutoModelForCausalLM
+
+    project = new_project(changes={"train.max_steps": 3, "precision.compute": "float32"})
+    prepared = _prepared(project)
+    with Run(prepared, memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+        run.load(lambda count: None)
+        run.train(lambda report: None)
+        weights: dict[str, torch.Tensor] = {}
+        for stage, placed, record in zip(run.model.stages, run.plan.stages, run.executor.residency.records, strict=True):
+            if stage.params == 0:
+                continue
+            slot, extent = run.plan.slot_classes[placed.slot_class].weight_slots[0], placed.weights_extents
+            assert record.generation == 3
+            run.daemon.wait(run.daemon.read(slot.offset, extent[1].offset, extent[1].size))
+            flat = run.files.memory.tensor(slot, torch.float32, stage.params)
+            for tensor in stage.tensors:
+                weights[tensor.name] = flat[tensor.offset :][: tensor.numel].view(tensor.shape).clone()
+        store = run.paths[0].parent
+    export_store(store, tmp_path / "export", dtype="float32", max_shard_size=1 << 16)
+    assert len(list((tmp_path / "export").glob("*.safetensors"))) > 1
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
+    plain = AutoModelForCausalLM.from_config(prepared.anatomy.model.config).eval()
+    plain.load_state_dict({**weights, "lm_head.weight": weights["transformer.wte.weight"]})
+    ids = torch.arange(40).view(2, 20)
+    assert torch.equal(exported(input_ids=ids).logits, plain(input_ids=ids).logits)
