@@ -70,12 +70,5 @@ def _deepspeed_run(
     return {name: records[-1].get(name) for name in wanted}
 
 
-def recorded_line(shape: str) -> tuple[float, str] | None:
-    """(seconds per step at 512 tokens, where from) of the recorded measurement, where it is of this shape."""
-    if shape != RECORDED["shape"]:
-        return None
-    return float(RECORDED["step_s"]), f"recorded before: {RECORDED['step_s']} s per step, {RECORDED['cg_peak_gib']} GiB"
-
-
 def read_records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -228,7 +228,7 @@ def in_memory_run(
     micro: int,
     steps: int,
     turn: int,
-    rows_from: Path,
+    rows_from: Callable[[], Path],
     clip: float | None = None,
     compute_alone: bool = False,
     checkpointing: bool = True,
@@ -243,7 +243,7 @@ def in_memory_run(
     def once() -> dict[str, Any]:
         out, output = setting.work / "in_memory.jsonl", setting.work / "in_memory.txt"
         command = [sys.executable, str(ROOT / "scripts" / "proof" / "in_memory.py")]
-        command += ["--model", str(setting.model(shape)), "--rows", str(rows_from)]
+        command += ["--model", str(setting.model(shape)), "--rows", str(rows_from())]
         command += ["--batch", str(rows), "--micro", str(micro), "--steps", str(steps)]
         command += ["--threads", str(THREADS), "--seed", str(SEED), "--length", str(LENGTH), "--out", str(out)]
         command += ["--compute-alone"] if compute_alone else []

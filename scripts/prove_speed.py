@@ -1,0 +1,308 @@
+#!/usr/bin/env python3
+"""Fast: beside PyTorch in memory, beside the bound that disk and processor set, and beside DeepSpeed on that disk.
+
+    sudo python scripts/prove_speed.py compute ssd deepspeed --work DIR --data gsm8k/train.jsonl --peers bench/
+    the 1.1b shape: 40 GB in DIR and 21 GiB of memory free for `compute`, hours in all; interrupted, it goes on
+    trying the script itself: compute ssd --shape 50m --turns 1 --data FILE
+
+compute: 8,192 tokens per step in 2 GiB beside plain PyTorch with everything in memory; 350m where 1.1b does not fit it.
+ssd: 512 tokens per step, disk held at 0.6 + 0.6 GB/s (fio's concurrent mix shows it), beside the larger of the disk's
+time and compute alone plus the CPU-seconds of updates and I/O. deepspeed: its NVMe offload on the same disk.
+Sides take turns (ABAB); a turn is one warm-up and `--measured` steps in a new process. Clipping is off where something
+is asked; with clipping the same is reported (--clipping off leaves that out).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from proof.fio import mix
+from proof.peers import RECORDED, deepspeed_run
+from proof.report import Row, at_least, at_most, conclude, missing, reported, say
+from proof.rows import LENGTH, rows_folder
+from proof.runs import Case, in_memory_run, needs_in_memory, our_run, write_recipe
+from proof.setting import Setting, parser, run_script, size
+
+from fuyou_cli.cli import probe
+from fuyou_cli.core.units import GiB, gb, gib
+
+PARTS = ("compute", "ssd", "deepspeed")
+RATIO_IN_MEMORY, OF_BOUND = 0.93, 1.12
+FASTER = {(1, 2 * GiB): 2.4, (1, 8 * GiB): 4.0, (16, 2 * GiB): 1.3}  # (rows per step, budget) -> times DeepSpeed's
+FALL_BACK, PARAMETERS = "350m", {"1m": 1e6, "50m": 49e6, "125m": 127e6, "350m": 348e6, "1.1b": 1.1e9}
+RATES = (600_000_000, 600_000_000)
+RATE_SHOWN = 0.97  # of the held rate that fio must get for the bound to mean anything
+SAME_LOSS = 2e-3  # relative, of the first step: the same rows and weights, bf16 on both sides
+
+
+def arguments() -> argparse.Namespace:
+    options = parser(__doc__)
+    options.add_argument("parts", nargs="+", choices=PARTS)
+    options.add_argument("--turns", type=int, default=2, help="of each side")
+    options.add_argument("--measured", type=int, default=2, help="steps of a turn after the warm-up")
+    options.add_argument("--clipping", choices=("off", "both"), default="both")
+    options.add_argument("--budget", type=size, default=2 * GiB)
+    return options.parse_args()
+
+
+# ---- figures -------------------------------------------------------------------------------------------------------
+
+
+def measured_steps(results: list[dict[str, Any]], *, tail: bool) -> list[dict[str, Any]]:
+    """Steps after the warm-up, without the last where it is there only so that the others have a next."""
+    return [step for result in results for step in result["steps"][1 : -1 if tail else None]]
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f}..{max(values):.2f}, n={len(values)})"
+
+
+def quiet(results: list[dict[str, Any]]) -> str:
+    busiest = max((result.get("others_cores", 0.0) for result in results), default=0.0)
+    return f"others used up to {busiest:.2f} cores" + (" (NOT QUIET)" if busiest > 0.25 else "")
+
+
+def median_of(steps: list[dict[str, Any]], name: str) -> float:
+    return statistics.median(step[name] for step in steps)
+
+
+# ---- compute-bound -------------------------------------------------------------------------------------------------
+
+
+def compute(setting: Setting, options: argparse.Namespace) -> list[Row]:
+    shape, note = shape_for_memory(setting.shape)
+    rows: list[Row] = []
+    for clip in clippings(options):
+        mine, theirs = [], []
+        for turn in range(options.turns):
+            case = Case(shape=shape, budget=options.budget, steps=1 + options.measured, clip=clip, turn=turn)
+            mine.append(our_run(setting, case))
+            theirs.append(
+                in_memory_run(
+                    setting,
+                    shape=shape,
+                    rows=case.rows,
+                    micro=case.micro,
+                    steps=case.steps,
+                    turn=turn,
+                    clip=clip,
+                    rows_from=shared_rows(setting, case),
+                )
+            )
+        rows += compute_rows(shape, clip, mine, theirs, note)
+    return rows
+
+
+def compute_rows(shape: str, clip: float | None, mine: list[dict], theirs: list[dict], note: str) -> list[Row]:
+    rates = [
+        [step["batch_tokens"] / step["seconds"] for step in measured_steps(side, tail=False)] for side in (mine, theirs)
+    ]
+    budget = mine[0]["plan"]["budget"]
+    ratio = statistics.median(rates[0]) / statistics.median(rates[1])
+    what = f"{shape}, 8,192 tokens a step in {gib(budget)}, clipping {'off' if clip is None else 'on'}"
+    text = f"tokens/s: ours {spread(rates[0])}, in memory {spread(rates[1])}; {quiet([*mine, *theirs])}"
+    text = f"{text}; {note}" if note else text
+    values = {"ours": rates[0], "in_memory": rates[1], "peak_in_memory": theirs[0]["steps"][-1]["peak_resident"]}
+    line = f"{what}: ours / in memory"
+    if clip is not None:
+        return [reported(line, f"{ratio:.3f}", note=text, values=values)]
+    losses = [side[0]["steps"][0]["loss"] for side in (mine, theirs)]
+    same = at_most(
+        f"{shape}: first step's loss, relative difference",
+        abs(losses[0] / losses[1] - 1),
+        SAME_LOSS,
+        note=f"same rows, same weights: ours {losses[0]:.5f}, in memory {losses[1]:.5f}",
+    )
+    return [at_least(line, ratio, RATIO_IN_MEMORY, note=text, values=values), same]
+
+
+def shape_for_memory(shape: str) -> tuple[str, str]:
+    """The shape that plain PyTorch can hold here, for both sides, and a word where it is a smaller one."""
+    needed, free = needs_in_memory(int(PARAMETERS[shape])), probe.memory_available()
+    if needed <= free or PARAMETERS[shape] <= PARAMETERS[FALL_BACK]:
+        return shape, ""
+    note = f"{shape} in memory needs {gib(needed)}, {gib(free)} are free: {FALL_BACK} on both sides"
+    say(note)
+    return FALL_BACK, note
+
+
+def shared_rows(setting: Setting, case: Case) -> Callable[[], Path]:
+    """What finds the rows our side trains on, or makes them."""
+    return lambda: rows_folder(write_recipe(setting, case))
+
+
+def clippings(options: argparse.Namespace) -> list[float | None]:
+    return [None] if options.clipping == "off" else [None, 1.0]
+
+
+# ---- ssd-bound -----------------------------------------------------------------------------------------------------
+
+
+def ssd_case(setting: Setting, options: argparse.Namespace, *, turn: int, **changed: Any) -> Case:
+    """Ours on the held disk at one row a step; one step more than counts, so that each has a next to fetch for."""
+    base: dict[str, Any] = {"budget": options.budget, "rows": 1, "micro": 1, "steps": 2 + options.measured}
+    return Case(shape=setting.shape, throttle=RATES, turn=turn, **(base | changed))
+
+
+def compute_alone(setting: Setting, options: argparse.Namespace, case: Case, **changed: Any) -> dict[str, Any]:
+    return in_memory_run(
+        setting,
+        shape=case.shape,
+        rows=case.rows,
+        micro=case.micro,
+        steps=1 + options.measured,
+        turn=case.turn,
+        rows_from=shared_rows(setting, case),
+        compute_alone=True,
+        **changed,
+    )
+
+
+def ssd(setting: Setting, options: argparse.Namespace) -> list[Row]:
+    mixes, alone, runs = [], [], {clip: [] for clip in clippings(options)}
+    for turn in range(options.turns):
+        mixes.append(mix(setting, RATES, turn=turn))
+        alone.append(compute_alone(setting, options, ssd_case(setting, options, turn=turn)))
+        for clip, kept in runs.items():
+            kept.append(our_run(setting, ssd_case(setting, options, turn=turn, clip=clip)))
+    rows = [mix_row(mixes)]
+    for clip, results in runs.items():
+        rows.append(bound_row(setting.shape, clip, results, alone))
+    return rows
+
+
+def mix_row(mixes: list[dict[str, Any]]) -> Row:
+    what = "fio, one reader and one writer on the held disk, GB/s"
+    asked = f">= {RATE_SHOWN:g} of {RATES[0] / 1e9:g} + {RATES[1] / 1e9:g}"
+    absent = next((one["absent"] for one in mixes if "absent" in one), "")
+    if absent:
+        return missing(what, asked, absent)
+    read, write = (statistics.median(one[side] for one in mixes) for side in ("read", "write"))
+    lowest = min(read / RATES[0], write / RATES[1])
+    return at_least(
+        what, lowest, RATE_SHOWN, note=f"{read / 1e9:.3f} + {write / 1e9:.3f} GB/s", values={"mixes": mixes}
+    )
+
+
+def bound_row(shape: str, clip: float | None, results: list[dict], alone: list[dict]) -> Row:
+    """A step's time beside the larger of what the disk and what the processor needs at least."""
+    steps = measured_steps(results, tail=True)
+    seconds = median_of(steps, "seconds")
+    reading, writing = median_of(steps, "read_bytes") / RATES[0], median_of(steps, "written_bytes") / RATES[1]
+    only = median_of(measured_steps(alone, tail=False), "seconds")
+    work = statistics.median(step["update_cpu_seconds"] + step["io_cpu_seconds"] for step in steps)
+    bound = max(reading, writing, only + work)
+    note = (
+        f"step {spread([step['seconds'] for step in steps])} s; bound {bound:.2f} s = max(read "
+        f"{gb(median_of(steps, 'read_bytes'))}: {reading:.2f}, write {gb(median_of(steps, 'written_bytes'))}: "
+        f"{writing:.2f}, compute alone {only:.2f} + update and I/O {work:.2f}); {quiet([*results, *alone])}"
+    )
+    values = {
+        "seconds": [step["seconds"] for step in steps],
+        "reading": reading,
+        "writing": writing,
+        "compute_alone": only,
+        "update_and_io": work,
+        "stalls": steps[-1]["stalls"],
+        "busy": steps[-1]["busy"],
+    }
+    budget = results[0]["plan"]["budget"]
+    what = f"{shape}, 512 tokens a step in {gib(budget)}, clipping {'off' if clip is None else 'on'}: step / bound"
+    if clip is not None:
+        return reported(what, f"{seconds / bound:.3f}", note=note, values=values)
+    return at_most(what, seconds / bound, OF_BOUND, note=note, values=values)
+
+
+# ---- DeepSpeed -----------------------------------------------------------------------------------------------------
+
+
+def deepspeed(setting: Setting, options: argparse.Namespace) -> list[Row]:
+    rows: list[Row] = []
+    for batch in (1, 16):
+        mine: dict[tuple[int, float | None], list[dict]] = {}
+        theirs, why = [], ""
+        for turn in range(options.turns):
+            micro = min(batch, 4)
+            record, refused = deepspeed_run(setting, options.peers, rows=batch, micro=micro, throttle=RATES, turn=turn)
+            theirs += [record] if record else []
+            why = why or refused
+            for budget in [budget for rows_, budget in FASTER if rows_ == batch]:
+                for clip in clippings(options):
+                    case = ssd_case(setting, options, turn=turn, budget=budget, rows=batch, micro=micro, clip=clip)
+                    mine.setdefault((budget, clip), []).append(our_run(setting, case))
+        seconds, source = peer_seconds(setting, options, batch, theirs, why)
+        for (budget, clip), results in mine.items():
+            rows.append(faster_row(setting.shape, batch, budget, clip, results, seconds, source))
+    return rows
+
+
+def peer_seconds(
+    setting: Setting, options: argparse.Namespace, batch: int, theirs: list[dict], why: str
+) -> tuple[float | None, str]:
+    """DeepSpeed's seconds per step and where they are from: measured now, recorded, or a floor that favours it."""
+    if theirs:
+        peak = max(one["cg_peak_gib"] for one in theirs)
+        text = f"DeepSpeed {theirs[0]['ds']} now: {spread([one['step_s'] for one in theirs])} s, {peak:.2f} GiB"
+        return statistics.median(one["step_s"] for one in theirs), text
+    if setting.shape != RECORDED["shape"]:
+        return None, f"DeepSpeed not run ({why}), and the recorded figure is of {RECORDED['shape']}"
+    if batch == 1:
+        text = f"DeepSpeed recorded before ({why} now): {RECORDED['step_s']} s, {RECORDED['cg_peak_gib']} GiB"
+        return float(RECORDED["step_s"]), text
+    case = ssd_case(setting, options, turn=0, rows=batch, micro=4)
+    alone = compute_alone(setting, options, case, checkpointing=False)
+    only = median_of(measured_steps([alone], tail=False), "seconds")
+    floor = only + float(RECORDED["opt_s"])
+    return floor, (
+        f"DeepSpeed not run ({why}); no more than a floor of its step: {floor:.1f} s = forward and backward in memory "
+        f"without recompute {only:.1f} + its recorded optimizer part {RECORDED['opt_s']}, its fetches taken as free"
+    )
+
+
+def faster_row(
+    shape: str, batch: int, budget: int, clip: float | None, results: list[dict], seconds: float | None, source: str
+) -> Row:
+    tokens = batch * LENGTH
+    clipping = "" if clip is None else ", ours with clipping"
+    what = f"{shape}, {tokens:,} tokens a step, ours in {gib(budget)}{clipping}: times DeepSpeed"
+    bar = FASTER[batch, budget]
+    steps = [step["seconds"] for step in measured_steps(results, tail=True)]
+    if seconds is None:
+        return missing(what, f">= {bar:g}", f"{source}; ours {spread(steps)} s")
+    ratio = seconds / statistics.median(steps)
+    note = f"ours {spread(steps)} s; {source}; {quiet(results)}"
+    values = {"ours": steps, "deepspeed": seconds, "budget": budget, "tokens": tokens}
+    if clip is not None:
+        return reported(what, f"{ratio:.3f}", note=note, values=values)
+    return at_least(what, ratio, bar, note=note, values=values)
+
+
+def prove(setting: Setting, options: argparse.Namespace) -> int:
+    proofs = {"compute": compute, "ssd": ssd, "deepspeed": deepspeed}
+    code = 0
+    for part in [part for part in PARTS if part in options.parts]:
+        rows = proofs[part](setting, options)
+        settings = {
+            "shape": setting.shape,
+            "turns": options.turns,
+            "measured": options.measured,
+            "budget": options.budget,
+            "text": setting.text_name,
+            "peers": options.peers is not None,
+        }
+        notes = [] if options.peers else ["no --peers: DeepSpeed is not run"] if part == "deepspeed" else []
+        code |= conclude(
+            f"prove_speed-{part}-{setting.shape}", rows, results=setting.results, settings=settings, notes=notes
+        )
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(arguments(), prove))
