@@ -45,7 +45,7 @@ def _prepared(project: Project) -> Prepared:
 
 
 def _train(project: Project, between: Between | None = None) -> tuple[list[float], Path]:
-    """Steps to the end, or to where `between` (called between micro-batches) stops it; losses and the store's folder."""
+    """Steps to the end, or until `between` (called between micro-batches) stops it; losses and the store's folder."""
     with Run(_prepared(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
         run.load(lambda count: None)
         if between is not None:
@@ -282,7 +282,8 @@ def test_the_export_computes_what_the_store_holds(new_project: Callable[..., Pro
         run.load(lambda count: None)
         run.train(lambda report: None)
         weights: dict[str, torch.Tensor] = {}
-        for stage, placed, record in zip(run.model.stages, run.plan.stages, run.executor.residency.records, strict=True):
+        records = run.executor.residency.records
+        for stage, placed, record in zip(run.model.stages, run.plan.stages, records, strict=True):
             if stage.params == 0:
                 continue
             slot, extent = run.plan.slot_classes[placed.slot_class].weight_slots[0], placed.weights_extents

@@ -30,7 +30,7 @@ from fuyou_cli.engine.updates import Optimizer
 from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.hardware import HardwareProfile
-from fuyou_cli.spec.model import ITEM_SIZE, Dtype, StageSpec
+from fuyou_cli.spec.model import Dtype, StageSpec
 from fuyou_cli.spec.plan import Numerics, Plan, Span, StagePlan, Tier
 from fuyou_cli.swap.arena import Arena
 from fuyou_cli.swap.daemon import Counters, DaemonOptions, SwapDaemon
@@ -176,10 +176,10 @@ class Rig:
 
     def run(self, steps: int, *, settle: bool = False) -> list[float]:
         """Steps 1 to `steps`, then drained; the losses. `settle` lets every update finish before the next step."""
+        records = self.executor.residency.records
         for number, (ids, labels) in enumerate(self.subject.batches(steps), start=1):
             self.step(ids, labels, number, last=number == steps)
             if settle:
-                records = self.executor.residency.records
                 self.executor.residency.wait_until(lambda: all(r.update is None for r in records), "the test")
         self.executor.drain()
         return self.losses
@@ -214,8 +214,9 @@ class Rig:
     def weights(self) -> dict[str, torch.Tensor]:
         """Every parameter as it rests (drained), in the compute dtype."""
         found: dict[str, torch.Tensor] = {}
+        dtype = TORCH_DTYPE[self.spec.compute_dtype]
         for stage, placed in self._stages():
-            flat = self._resting(stage, placed.weights_ram, placed.weights_extents, TORCH_DTYPE[self.spec.compute_dtype])
+            flat = self._resting(stage, placed.weights_ram, placed.weights_extents, dtype)
             found |= named(stage, flat)
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from fuyou_cli.core.errors import NumericsError
 
 from .families import llama
-from .rig import Rig, Shape, Subject, unequal
+from .rig import OPTIMIZER, Rig, Shape, Subject, unequal
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +76,9 @@ def test_weights_that_are_not_finite(clip: float | None, device: Any, subject: S
 
 def test_infinite_weights_after_an_update(subject: Subject, tmp_path: Path) -> None:
     """Gradients may be finite while the rate is not sane."""
-    from dataclasses import replace
-
-    from .rig import OPTIMIZER
-
-    with Rig(subject, tmp_path, clip=0.5, optimizer=replace(OPTIMIZER, lr=3e38)) as rig:
-        with pytest.raises(NumericsError, match=r"step 1: \d+ weights of \S+ are not finite after the update"):
-            rig.run(2)
+    with (
+        Rig(subject, tmp_path, clip=0.5, optimizer=replace(OPTIMIZER, lr=3e38)) as rig,
+        pytest.raises(NumericsError, match=r"step 1: \d+ weights of \S+ are not finite after the update"),
+    ):
+        rig.run(2)
     assert torch.isfinite(torch.tensor(rig.losses)).all()

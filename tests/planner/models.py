@@ -1,0 +1,75 @@
+"""Models, machines and wishes drawn at random: everything the planner sees, without torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from fuyou_cli.core.units import GiB, MiB
+from fuyou_cli.planner.wishes import Wishes
+from fuyou_cli.spec.hardware import HardwareProfile
+from fuyou_cli.spec.model import STAGE_ALIGN, ModelSpec, StageKind, StageSpec, TensorSpec
+from fuyou_cli.spec.plan import Numerics
+
+HARDWARE = HardwareProfile(
+    device="cpu", device_name="test", cores=2, ram_total=64 * GiB, ram_available=60 * GiB, process_bytes=300 * MiB,
+    device_memory=0, disk_free=1 << 44, matmul_flops=1e12, store_read=2e9, store_write=1e9, store_read_mixed=1.2e9,
+    store_write_mixed=0.8e9, adamw_bytes=1e10, h2d=0.0, d2h=0.0, measured="2026-01-01",
+)  # fmt: skip
+
+
+def stage(index: int, kind: StageKind, params: int) -> StageSpec:
+    tensors = (TensorSpec(name=f"{index}.weight", shape=(params,), offset=0, numel=params, decay=True),)
+    return StageSpec(
+        index=index, kind=kind, name=f"stage {index}", params=params, tensors=tensors if params else (),
+        forward_flops=float(2 * params), forward_peak=4 * params % (64 * MiB), backward_peak=9 * params % (128 * MiB),
+    )  # fmt: skip
+
+
+def model(*params: int, tied: bool = False, dtype: str = "bfloat16", hidden: int = 1024) -> ModelSpec:
+    """An embedding, blocks, a norm and a head of these sizes; a tied head owns nothing."""
+    kinds: list[StageKind] = ["embedding", *["block"] * (len(params) - 3), "norm", "head"]  # type: ignore[list-item]
+    sizes = [*params[:-1], 0 if tied else params[-1]]
+    item = 2 if dtype == "bfloat16" else 4
+    return ModelSpec(
+        architecture="Test", compute_dtype="bfloat16" if dtype == "bfloat16" else "float32", hidden_size=hidden,
+        vocab_size=32000, tied_head=tied, boundary_bytes_per_token=hidden * item,
+        choreography_bytes_per_token=hidden * item,
+        stages=tuple(stage(i, kind, size) for i, (kind, size) in enumerate(zip(kinds, sizes, strict=True))),
+    )  # fmt: skip
+
+
+@st.composite
+def models(draw: st.DrawFn, unit: int = STAGE_ALIGN, most: int = 4 << 20) -> ModelSpec:
+    """Stage sizes are multiples of `unit` parameters, at most `most`; blocks of one size, or of two."""
+    size = st.integers(1, most // unit).map(lambda count: count * unit)
+    one, other = draw(size), draw(size)
+    blocks = [one if draw(st.booleans()) else other for _ in range(draw(st.integers(1, 12)))]
+    return model(
+        draw(size), *blocks, draw(st.sampled_from([unit, 3 * unit])), draw(size), tied=draw(st.booleans()),
+        dtype=draw(st.sampled_from(["bfloat16", "float32"])), hidden=draw(st.sampled_from([64, 1024])),
+    )  # fmt: skip
+
+
+@st.composite
+def wishes_for(draw: st.DrawFn, spec: ModelSpec, *, budget: int = 1 << 40, pinned: bool = True) -> Wishes:
+    """Random numerics, clipping, lookahead, device and pins."""
+    tier = st.sampled_from([None, None, "cpu", "ssd"]) if pinned else st.none()
+    micro = draw(st.integers(1, 4))
+    clip = draw(st.sampled_from([None, 1.0]))
+    numerics = Numerics(
+        compute_dtype=spec.compute_dtype, micro_batch_size=micro, batch_size=micro * draw(st.integers(1, 8)),
+        accumulate_dtype=draw(st.sampled_from([spec.compute_dtype, "float32"])),
+        max_seq_len=draw(st.sampled_from([64, 512])), head_chunk_tokens=0, torch_threads=2, seed=0,
+    )  # fmt: skip
+    return Wishes(
+        numerics=numerics, model_name="test", device=draw(st.sampled_from(["cpu", "emulated"])), clip_grad_norm=clip,
+        cpu_budget=budget, gpu_budget=0, weights=draw(tier), states=draw(tier), boundaries=draw(tier),
+        gradients=draw(tier) if clip else None, lookahead=draw(st.sampled_from([None, 1, 2, 4])),
+        scratch_size=draw(st.integers(1, 8)) * MiB,
+    )  # fmt: skip
+
+
+def with_budget(wishes: Wishes, budget: int) -> Wishes:
+    return replace(wishes, cpu_budget=budget)

@@ -1,0 +1,194 @@
+"""What holds for every plan, on models and wishes drawn at random."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuyou_cli.core.errors import PlanError
+from fuyou_cli.core.units import GiB, MiB
+from fuyou_cli.planner.place import plan
+from fuyou_cli.planner.wishes import Wishes
+from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec
+from fuyou_cli.spec.plan import Numerics, Plan, Span, StagePlan
+
+from .models import HARDWARE, model, models, wishes_for, with_budget
+
+ROOMY = 1 << 40
+
+
+def least(spec: ModelSpec, wishes: Wishes) -> int:
+    """Bytes of the smallest budget that is not refused, as the refusal of an impossible one names it."""
+    with pytest.raises(PlanError) as refused:
+        plan(spec, HARDWARE, with_budget(wishes, 1))
+    found = re.search(r"offload\.max_memory\.cpu=(\d+)MiB", refused.value.hint or "")
+    assert found, refused.value.hint
+    return int(found[1]) * MiB
+
+
+@st.composite
+def planned(draw: st.DrawFn) -> tuple[ModelSpec, Wishes, Plan]:
+    """A plan at any budget between just enough and plenty."""
+    spec = draw(models())
+    wishes = draw(wishes_for(spec))
+    low = least(spec, wishes)
+    high = max(low, plan(spec, HARDWARE, with_budget(wishes, ROOMY)).predicted.cpu_peak)
+    wishes = with_budget(wishes, draw(st.integers(low, high)))
+    return spec, wishes, plan(spec, HARDWARE, wishes)
+
+
+def in_arena(chosen: Plan) -> list[Span]:
+    spans = [span for slots in chosen.slot_classes for span in (*slots.weight_slots, *slots.gradient_slots)]
+    spans += [*chosen.boundary_slots, chosen.io.scratch]
+    for stage in chosen.stages:
+        homes = (stage.weights_ram, stage.remainder_ram, stage.momentum_ram, stage.variance_ram)
+        spans += [span for span in (*homes, stage.gradients_ram, stage.boundary_ram) if span is not None]
+    return spans
+
+
+def durable(stage: StagePlan) -> list[Span]:
+    remainder = stage.remainder_extents or ()
+    return [*stage.weights_extents, *remainder, *stage.momentum_extents, *stage.variance_extents]
+
+
+def in_store(chosen: Plan) -> list[Span]:
+    passing = [span for stage in chosen.stages for span in (stage.gradients_extent, stage.boundary_extent) if span]
+    return [extent for stage in chosen.stages for extent in durable(stage)] + passing
+
+
+def assert_apart(spans: Iterable[Span], size: int) -> None:
+    """No two overlap, all are aligned for direct I/O and inside [0, size)."""
+    taken = sorted((span.offset, span.offset + span.size) for span in spans if span.size)
+    assert all(before <= begin for (_, before), (begin, _) in pairwise(taken))
+    assert all(begin % 4096 == 0 for begin, _ in taken)
+    assert taken[0][0] >= 0 and taken[-1][1] <= size
+
+
+@given(planned())
+def test_spans_and_extents_never_overlap(case: tuple[ModelSpec, Wishes, Plan]) -> None:
+    _, _, chosen = case
+    assert_apart(in_arena(chosen), chosen.arena_size)
+    assert_apart(in_store(chosen), chosen.store_size)
+
+
+@given(planned())
+def test_every_stage_has_room_for_what_it_needs(case: tuple[ModelSpec, Wishes, Plan]) -> None:
+    spec, wishes, chosen = case
+    weight, gradient = ITEM_SIZE[spec.compute_dtype], ITEM_SIZE[wishes.numerics.accumulate_dtype]
+    boundary = spec.boundary_bytes_per_token * wishes.numerics.batch_size * wishes.numerics.max_seq_len
+    for stage, placed in zip(spec.stages, chosen.stages, strict=True):
+        slots = chosen.slot_classes[placed.slot_class]
+        sizes = [weight, *([2] if placed.remainder_extents else []), 4, 4]
+        assert [extent.size for extent in durable(placed)[::2]] == [size * stage.params for size in sizes]
+        assert [extent.size for extent in durable(placed)[1::2]] == [size * stage.params for size in sizes]
+        if stage.params == 0:
+            continue
+        homes = [placed.weights_ram] if placed.weights == "cpu" else slots.weight_slots
+        assert homes and all(span is not None and span.size >= weight * stage.params for span in homes)
+        at_rest = [placed.gradients_ram] if placed.gradients_ram else slots.gradient_slots
+        assert at_rest and all(span.size >= gradient * stage.params for span in at_rest)
+        assert (placed.momentum_ram is not None) == (placed.states == "cpu")
+        if stage.kind in ("block", "norm"):
+            rooms = [placed.boundary_ram] if placed.boundary == "cpu" else chosen.boundary_slots
+            assert rooms and all(span is not None and span.size >= boundary for span in rooms)
+            assert (placed.boundary_extent is not None) == (placed.boundary == "ssd")
+
+
+@given(planned())
+def test_the_predicted_peak_is_inside_the_budget(case: tuple[ModelSpec, Wishes, Plan]) -> None:
+    _, wishes, chosen = case
+    assert chosen.arena_size + HARDWARE.process_bytes < chosen.predicted.cpu_peak <= wishes.cpu_budget
+    assert chosen.predicted.ssd_bytes == chosen.store_size
+
+
+@given(planned())
+def test_pins_are_kept(case: tuple[ModelSpec, Wishes, Plan]) -> None:
+    spec, wishes, chosen = case
+    for stage, placed in zip(spec.stages, chosen.stages, strict=True):
+        assert wishes.weights in (None, placed.weights)
+        assert wishes.states in (None, placed.states)
+        if wishes.clip_grad_norm is not None:
+            assert wishes.gradients in (None, placed.gradients)
+        if stage.kind in ("block", "norm"):
+            assert wishes.boundaries in (None, placed.boundary)
+    assert wishes.lookahead in (None, chosen.lookahead)
+
+
+@given(planned())
+def test_the_same_inputs_give_the_same_plan(case: tuple[ModelSpec, Wishes, Plan]) -> None:
+    spec, wishes, chosen = case
+    again = plan(spec, HARDWARE, wishes)
+    assert again == chosen and repr(again) == repr(chosen)
+
+
+@given(models().flatmap(lambda spec: st.tuples(st.just(spec), wishes_for(spec))))
+def test_a_refusal_names_enough_memory(case: tuple[ModelSpec, Wishes]) -> None:
+    spec, wishes = case
+    enough = least(spec, wishes)
+    assert plan(spec, HARDWARE, with_budget(wishes, enough)).predicted.cpu_peak <= enough
+    with pytest.raises(PlanError, match="is the least this run needs") as refused:
+        plan(spec, HARDWARE, with_budget(wishes, enough - 2 * MiB))
+    assert refused.value.exit_code == 3
+
+
+@given(planned(), st.integers(1, 4))
+def test_what_survives_a_run_does_not_depend_on_the_placement(
+    case: tuple[ModelSpec, Wishes, Plan], lookahead: int
+) -> None:
+    """A stopped run is resumed with another budget, other pins, another lookahead."""
+    spec, wishes, chosen = case
+    other = Wishes(
+        numerics=wishes.numerics, model_name="test", device="cpu", clip_grad_norm=wishes.clip_grad_norm,
+        cpu_budget=ROOMY, gpu_budget=0, lookahead=lookahead,
+    )  # fmt: skip
+    elsewhere = plan(spec, HARDWARE, other)
+    assert [durable(stage) for stage in chosen.stages] == [durable(stage) for stage in elsewhere.stages]
+
+
+def pipeline(chosen: Plan) -> tuple[int, int]:
+    return chosen.lookahead, max(len(slots.gradient_slots) for slots in chosen.slot_classes)
+
+
+@given(models(unit=2 << 20, most=64 << 20).flatmap(lambda s: st.tuples(st.just(s), wishes_for(s))), st.data())
+def test_more_memory_never_means_more_traffic(case: tuple[ModelSpec, Wishes], data: st.DataObject) -> None:
+    """At equal overlap: a larger budget may also buy a longer pipeline, which has its own price."""
+    spec, wishes = case
+    low = least(spec, wishes)
+    high = max(low, plan(spec, HARDWARE, with_budget(wishes, ROOMY)).predicted.cpu_peak)
+    budgets = sorted(data.draw(st.lists(st.integers(low, high), min_size=2, max_size=4)))
+    plans = [plan(spec, HARDWARE, with_budget(wishes, budget)) for budget in budgets]
+    for less, more in pairwise(plans):
+        if pipeline(less) != pipeline(more):
+            continue
+        traffic = [p.predicted.read_per_step + p.predicted.written_per_step for p in (less, more)]
+        assert traffic[1] <= traffic[0]
+
+
+@given(models().flatmap(lambda spec: st.tuples(st.just(spec), wishes_for(spec, pinned=False))))
+def test_with_room_for_everything_nothing_moves(case: tuple[ModelSpec, Wishes]) -> None:
+    spec, wishes = case
+    chosen = plan(spec, HARDWARE, with_budget(wishes, ROOMY))
+    assert chosen.predicted.read_per_step == chosen.predicted.written_per_step == 0
+
+
+def test_memory_goes_where_it_saves_most() -> None:
+    """Weights are read twice and written once, states once each: weights come to RAM first."""
+    spec = model(64 << 20, *[64 << 20] * 6, 2048, 64 << 20, hidden=64)
+    numerics = Numerics(
+        compute_dtype="bfloat16", accumulate_dtype="bfloat16", batch_size=8, micro_batch_size=8, max_seq_len=64,
+        head_chunk_tokens=0, torch_threads=2, seed=0,
+    )  # fmt: skip
+    wishes = Wishes(
+        numerics=numerics, model_name="test", device="cpu", clip_grad_norm=None, cpu_budget=4 * GiB,
+        gpu_budget=0, lookahead=1,
+    )  # fmt: skip
+    chosen = plan(spec, HARDWARE, wishes)
+    blocks = chosen.stages[1:-2]
+    assert {stage.weights for stage in blocks} == {"cpu"}
+    assert {stage.states for stage in blocks} == {"cpu", "ssd"}
+

@@ -1,0 +1,182 @@
+"""One step as visits: the order, whose weights, when updates happen, and the traffic that follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuyou_cli.planner.place import plan
+from fuyou_cli.planner.schedule import Schedule, plan_schedule
+from fuyou_cli.planner.simulate import busy_seconds
+from fuyou_cli.planner.wishes import Wishes
+from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec
+from fuyou_cli.spec.plan import Numerics, Plan
+
+from .models import HARDWARE, model, models, wishes_for, with_budget
+
+
+@st.composite
+def scheduled(draw: st.DrawFn) -> tuple[ModelSpec, Plan, Schedule]:
+    spec = draw(models())
+    chosen = plan(spec, HARDWARE, with_budget(draw(wishes_for(spec)), 1 << 40))
+    return spec, chosen, plan_schedule(spec, chosen)
+
+
+@given(scheduled())
+def test_every_stage_is_visited_in_order(case: tuple[ModelSpec, Plan, Schedule]) -> None:
+    spec, _, schedule = case
+    body, head = list(range(len(spec.stages) - 1)), len(spec.stages) - 1
+    expected = [("forward", i) for i in body] + [("head", head)] + [("backward", i) for i in reversed(body)]
+    assert [(visit.phase, visit.stage) for visit in schedule.visits] == expected
+    assert [visit.index for visit in schedule.visits] == list(range(len(expected)))
+
+
+@given(scheduled())
+def test_every_stage_is_updated_exactly_once(case: tuple[ModelSpec, Plan, Schedule]) -> None:
+    """After its last use when updates follow backward, before its first when they wait for the norm; always on a visit
+    that has the weights."""
+    spec, chosen, schedule = case
+    when = "before" if chosen.two_phase else "after"
+    updates = [visit for visit in schedule.visits if visit.update != "none"]
+    assert sorted(visit.owner for visit in updates if visit.owner is not None) == [
+        stage.index for stage in spec.stages if stage.params
+    ]
+    for visit in updates:
+        assert visit.update == when
+        uses = [other.index for other in schedule.visits if other.owner == visit.owner]
+        assert visit.index == (min(uses) if chosen.two_phase else max(uses))
+
+
+@given(scheduled())
+def test_boundaries_are_kept_once_and_taken_once(case: tuple[ModelSpec, Plan, Schedule]) -> None:
+    spec, _, schedule = case
+    keeping = {stage.index for stage in spec.stages if stage.kind in ("block", "norm")}
+    assert {visit.stage for visit in schedule.visits if visit.stash} == keeping
+    assert {visit.stage for visit in schedule.visits if visit.take} == keeping
+    assert all(visit.phase == "forward" for visit in schedule.visits if visit.stash)
+    assert all(visit.phase == "backward" for visit in schedule.visits if visit.take)
+
+
+@given(scheduled())
+def test_weights_are_fetched_unless_kept_or_at_home(case: tuple[ModelSpec, Plan, Schedule]) -> None:
+    """A kept span is handed to the owner's next visit, which then fetches nothing; steps follow one another."""
+    spec, chosen, schedule = case
+    visits = schedule.visits
+    for visit in visits:
+        if visit.owner is None:
+            assert not visit.fetch and not visit.keep
+            continue
+        later = [other for other in (*visits[visit.index + 1 :], *visits) if other.owner == visit.owner]
+        away = (later[0].index - visit.index - 1) % len(visits) + 1
+        if chosen.stages[visit.owner].weights == "ssd" and spec.stages[visit.owner].params:
+            assert visit.keep == (away <= chosen.lookahead)
+            assert later[0].fetch == (not visit.keep)
+        else:
+            assert not visit.fetch and not visit.keep
+
+
+@given(scheduled())
+def test_traffic_is_the_sum_over_visits_and_stages(case: tuple[ModelSpec, Plan, Schedule]) -> None:
+    spec, chosen, schedule = case
+    item, numerics = ITEM_SIZE[spec.compute_dtype], chosen.numerics
+    states = 10 if spec.compute_dtype == "bfloat16" else 8
+    gradient = ITEM_SIZE[numerics.accumulate_dtype]
+    boundary = spec.boundary_bytes_per_token * numerics.batch_size * numerics.max_seq_len
+    homes = list(zip(spec.stages, chosen.stages, strict=True))
+    on_ssd = {
+        kind: sum(stage.params for stage, placed in homes if getattr(placed, kind) == "ssd")
+        for kind in ("weights", "states", "gradients")
+    }
+    boundaries = boundary * sum(placed.boundary == "ssd" for _, placed in homes)
+    fetched = sum(spec.stages[v.owner].params for v in schedule.visits if v.fetch and v.owner is not None)
+    resting = gradient * on_ssd["gradients"] if chosen.two_phase else 0
+    assert schedule.traffic.read == {
+        "weights": item * fetched, "states": states * on_ssd["states"], "gradients": resting, "boundaries": boundaries,
+    }  # fmt: skip
+    assert schedule.traffic.written == {
+        "weights": item * on_ssd["weights"], "states": states * on_ssd["states"], "gradients": resting,
+        "boundaries": boundaries,
+    }  # fmt: skip
+    assert chosen.predicted.read_by == schedule.traffic.read
+    assert chosen.predicted.written_by == schedule.traffic.written
+    assert chosen.predicted.read_per_step == schedule.traffic.read_total
+
+
+BLOCK, LEAF, NORM = 1 << 20, 1 << 19, 2048
+BLOCKS = 6
+
+
+def _all_ssd(*, clip: float | None, tied: bool, lookahead: int = 1, dtype: str = "bfloat16") -> tuple[ModelSpec, Plan]:
+    spec = model(LEAF, *[BLOCK] * BLOCKS, NORM, LEAF, tied=tied, dtype=dtype)
+    numerics = Numerics(
+        compute_dtype=spec.compute_dtype, accumulate_dtype=spec.compute_dtype, batch_size=4, micro_batch_size=2,
+        max_seq_len=64, head_chunk_tokens=0, torch_threads=1, seed=0,
+    )  # fmt: skip
+    wishes = Wishes(
+        numerics=numerics, model_name="test", device="cpu", clip_grad_norm=clip, cpu_budget=1 << 40, gpu_budget=0,
+        weights="ssd", states="ssd", gradients="ssd" if clip else None, boundaries="ssd", lookahead=lookahead,
+    )  # fmt: skip
+    return spec, plan(spec, HARDWARE, wishes)
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_bytes_of_a_step_by_hand(clip: float | None) -> None:
+    _, chosen = _all_ssd(clip=clip, tied=False)
+    parameters = 2 * LEAF + BLOCKS * BLOCK + NORM
+    boundaries = (BLOCKS + 1) * 4 * 64 * 1024 * 2
+    resting = 2 * parameters if clip else 0
+    read = 2 * (2 * BLOCKS * BLOCK + 2 * NORM + 2 * LEAF)
+    assert chosen.predicted.read_per_step == read + 10 * parameters + resting + boundaries
+    assert chosen.predicted.written_per_step == 12 * parameters + resting + boundaries
+
+
+@pytest.mark.parametrize(
+    ("clip", "fetches"),
+    [
+        # embedding in forward (kept from the update of the step before), head with its weights, embedding's update
+        (None, ["head", "backward"]),
+        (1.0, ["forward", "head"]),
+    ],
+)
+def test_a_tied_head_reads_the_embedding(clip: float | None, fetches: list[str]) -> None:
+    spec, chosen = _all_ssd(clip=clip, tied=True)
+    visits = plan_schedule(spec, chosen).visits
+    assert [visit.phase for visit in visits if visit.owner == 0 and visit.fetch] == fetches
+    assert {visit.owner for visit in visits if visit.phase == "head"} == {0}
+    assert not any(visit.owner == len(spec.stages) - 1 for visit in visits)
+
+
+@pytest.mark.parametrize("lookahead", [1, 2, 4])
+def test_lookahead_keeps_what_is_needed_again_soon(lookahead: int) -> None:
+    """The norm's backward is two visits after its forward, the last block's four."""
+    spec, chosen = _all_ssd(clip=1.0, tied=False, lookahead=lookahead)
+    fetched = [visit.stage for visit in plan_schedule(spec, chosen).visits if visit.fetch and visit.phase == "backward"]
+    kept = {1: [], 2: [BLOCKS + 1], 4: [BLOCKS + 1, BLOCKS]}[lookahead]
+    assert fetched == [stage for stage in range(BLOCKS + 1, 0, -1) if stage not in kept]
+
+
+def test_seconds_are_bytes_over_rates() -> None:
+    spec, chosen = _all_ssd(clip=1.0, tied=False)
+    schedule = plan_schedule(spec, chosen)
+    seconds = busy_seconds(spec, HARDWARE, schedule, device="cpu")
+    assert seconds["ssd read"] == schedule.traffic.read_total / HARDWARE.store_read_mixed
+    assert seconds["ssd write"] == schedule.traffic.written_total / HARDWARE.store_write_mixed
+    compute = sum(visit.flops for visit in schedule.visits) / HARDWARE.matmul_flops
+    assert seconds["cpu"] > compute > 0
+    slower = busy_seconds(spec, replace(HARDWARE, matmul_flops=5e11), schedule, device="cpu")
+    assert slower["cpu"] - seconds["cpu"] == pytest.approx(compute)
+    assert chosen.predicted.step_seconds == max(chosen.predicted.seconds.values())
+    assert chosen.predicted.seconds[chosen.predicted.bottleneck] == chosen.predicted.step_seconds
+
+
+def test_compute_is_counted_with_recompute() -> None:
+    """Forward once, backward three times (recompute and twice forward), per micro-batch; an embedding is a lookup."""
+    spec, chosen = _all_ssd(clip=None, tied=False)
+    per_micro_batch = {stage.index: stage.forward_flops for stage in spec.stages}
+    body = sum(flops for index, flops in per_micro_batch.items() if 0 < index < len(spec.stages) - 1)
+    expected = 2 * (4 * body + 3 * per_micro_batch[len(spec.stages) - 1])
+    assert chosen.predicted.compute_flops == pytest.approx(expected)
+    assert chosen.predicted.step_flops == 6.0 * spec.parameters * 4 * 64
