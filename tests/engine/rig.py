@@ -10,7 +10,7 @@ may change how the bytes move and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -267,11 +267,17 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def plain_run(
-    subject: Subject, steps: int, *, clip: float | None = 0.5, optimizer: Optimizer = OPTIMIZER
+    subject: Subject,
+    steps: int,
+    *,
+    clip: float | None = 0.5,
+    optimizer: Optimizer = OPTIMIZER,
+    prepare: Callable[[PreTrainedModel], None] = lambda model: None,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The losses and the weights after `steps` steps of torch's own AdamW over the same micro-batches."""
     model = subject.fresh()
     model.load_state_dict(subject.initial)
+    prepare(model)
     adamw = torch_adamw(list(model.parameters()), optimizer)
     losses: list[float] = []
     for ids, labels in subject.batches(steps):

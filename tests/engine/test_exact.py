@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from fuyou_cli.engine.updates import Optimizer
 
-from .families import FAMILIES, llama, opt
+from .families import FAMILIES, gpt2, llama, opt
 from .rig import OPTIMIZER, Rig, Shape, Subject, distance, plain_run, relative
 
 STEPS = 20
@@ -71,6 +73,40 @@ def test_tied_weights(clip: float | None, tmp_path: Path) -> None:
 
 def test_micro_batches_that_do_not_divide_the_batch(tmp_path: Path) -> None:
     _same_as_torch(llama(), tmp_path, clip=0.5, batch=5, micro=2)
+
+
+def test_recompute_draws_the_dropout_of_forward(tmp_path: Path) -> None:
+    """Plain PyTorch with each block's generator set as the run sets it, for (step, stage, micro-batch), once: backward
+    there uses the masks of forward, and so must ours. (The embeddings' dropout is drawn for the whole batch: off.)"""
+    config = gpt2(dropout=0.1)
+    config.embd_pdrop = 0.0
+    subject = Subject(config, Shape())
+    with Rig(subject, tmp_path, optimizer=_KEY_BIASES) as rig:
+        losses, weights = rig.run(5), rig.weights()
+        plain_losses, plain_weights = plain_run(subject, 5, optimizer=_KEY_BIASES, prepare=_seeding(rig))
+    assert relative(losses, plain_losses) <= 1e-6
+    assert distance(weights, plain_weights) <= 1e-6
+
+
+def _seeding(rig: Rig) -> Callable[[PreTrainedModel], None]:
+    blocks = [stage for stage in rig.spec.stages if stage.kind == "block"]
+    micro_batches = rig.subject.shape.batch // rig.subject.shape.micro
+
+    def prepare(model: PreTrainedModel) -> None:
+        def seed(stage: int) -> Callable[[object, object], None]:
+            calls = count()
+
+            def hook(module: object, arguments: object) -> None:
+                step, micro_batch = divmod(next(calls), micro_batches)
+                rig.executor._step = step + 1
+                torch.manual_seed(rig.executor._stream(stage, micro_batch))
+
+            return hook
+
+        for block in blocks:
+            model.base_model.get_submodule(block.name).register_forward_pre_hook(seed(block.index))
+
+    return prepare
 
 
 def test_clipping_was_at_work(tmp_path: Path) -> None:
