@@ -1,0 +1,1 @@
+"""What the quickstart trains: a small text about an archipelago that does not exist, and a model that has never seen it."""
