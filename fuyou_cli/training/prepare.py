@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .checkpoint.header import TensorEntry
     from .data import Rows, Sampler
 
-MICRO_BATCH_TOKENS = 2048  # what `auto` computes at once: enough to fill two cores' matmuls
+MICRO_BATCH_TOKENS = 1024  # what `auto` computes at once: fills two cores, and its activations stay below the mmap threshold
 HEAD_PIECE_BYTES = 256 * MiB  # what `auto` lets one piece of logits and their gradients take
 _LOGIT_BYTES = 16  # per token and vocabulary entry: logits, float32 copy, softmax, gradient
 UPDATE_CHUNKS = 6  # in the daemon's scratch: reading, computing and writing overlap
