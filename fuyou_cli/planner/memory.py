@@ -15,8 +15,9 @@ from .wishes import Wishes
 
 ARENA_UNIT = 2 * MiB  # hugepages round what is touched to this
 STORE_UNIT = 4096
-BASE_SLACK = 40 * MiB  # daemon threads, log, batch tensors, allocator rounding; measured, see CHANGELOG.md
-COMPUTE_SLACK = 0.06  # of what compute allocates: kernels' own workspaces
+# What comes on top of the libraries once they compute: thread stacks, generated kernels, the log, display and batches.
+BASE_SLACK = 64 * MiB
+COMPUTE_SLACK = 0.2  # of what compute allocates: the heap's fragmentation and kernels' own workspaces, measured
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
