@@ -66,9 +66,9 @@ class Run:
         for directory in prepared.directories:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         check_space(self.paths, plan.store_size, free_space)
-        self.device = open_device(plan.device)
-        self._stack.callback(self.device.close)
         arena = self._stack.enter_context(_open_arena(plan.arena_size))
+        self.device = open_device(plan.device)
+        self._stack.callback(self.device.close)  # its copies reach into the arena: closed before that is unmapped
         self.store = self._stack.enter_context(
             Store.open(self.paths, stripe=plan.io.stripe, size=plan.store_size, create=True)
         )
