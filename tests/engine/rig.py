@@ -141,11 +141,11 @@ class Rig:
 
     def _open(self, folder: Path, directories: int) -> None:
         plan = self.plan
-        self.device = open_device(plan.device)
-        self._stack.callback(self.device.close)
         # behind the planned arena: a window to look into the store with
         self._window = Span(offset=plan.arena_size, size=max(4 * stage.params for stage in self.spec.stages))
         arena = self._stack.enter_context(Arena(plan.arena_size + self._window.size))
+        self.device = open_device(plan.device)
+        self._stack.callback(self.device.close)
         paths = [folder / f"part{number}" / "store.bin" for number in range(directories)]
         for path in paths:
             path.parent.mkdir(parents=True)
