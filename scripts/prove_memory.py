@@ -111,6 +111,7 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
             shape=setting.shape,
             budget=budget,
             steps=options.steps if number == 0 else min(options.steps, SHORT_STEPS),
+            micro=setting.micro,
             clip=1.0,
             export=number == 0,
             limit=budget,
@@ -125,7 +126,13 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
             rows.append(reported(f"{setting.shape} at {gib(budget)}: step", f"{seconds:.1f} s"))
     if not options.skip_small:
         rows += untouched_rows(setting)
-    settings = {"shape": setting.shape, "budgets": options.budgets, "steps": options.steps, "text": setting.text_name}
+    settings = {
+        "shape": setting.shape,
+        "micro": setting.micro,
+        "budgets": options.budgets,
+        "steps": options.steps,
+        "text": setting.text_name,
+    }
     notes = ["compares with nobody: --peers has nothing to add here"] if options.peers else []
     return conclude(f"prove_memory-{setting.shape}", rows, results=setting.results, settings=settings, notes=notes)
 

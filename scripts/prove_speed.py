@@ -39,6 +39,7 @@ FASTER = {(1, 2 * GiB): 2.4, (1, 8 * GiB): 4.0, (16, 2 * GiB): 1.3}  # (rows per
 FALL_BACK, PARAMETERS = "350m", {"1m": 1e6, "50m": 49e6, "125m": 127e6, "350m": 348e6, "1.1b": 1.1e9}
 RATES = (600_000_000, 600_000_000)
 RATE_SHOWN = 0.97  # of the held rate that fio must get for the bound to mean anything
+CLIPPED_WARM_UP = 2  # steps: the second runs the first update, whose moments are zero and not read
 SAME_LOSS = 2e-3  # relative, of the first step: the same rows and weights, bf16 on both sides
 
 
@@ -57,7 +58,7 @@ def arguments() -> argparse.Namespace:
 
 def measured_steps(results: list[dict[str, Any]], *, tail: bool) -> list[dict[str, Any]]:
     """Steps after the warm-up, without the last where it is there only so that the others have a next."""
-    return [step for result in results for step in result["steps"][1 : -1 if tail else None]]
+    return [step for result in results for step in result["steps"][result["warm_up"] : -1 if tail else None]]
 
 
 def spread(values: list[float]) -> str:
@@ -82,7 +83,16 @@ def compute(setting: Setting, options: argparse.Namespace) -> list[Row]:
     for clip in clippings(options):
         mine, theirs = [], []
         for turn in range(options.turns):
-            case = Case(shape=shape, budget=options.budget, steps=1 + options.measured, clip=clip, turn=turn)
+            warm_up = 1 if clip is None else CLIPPED_WARM_UP
+            case = Case(
+                shape=shape,
+                budget=options.budget,
+                steps=warm_up + options.measured,
+                warm_up=warm_up,
+                micro=setting.micro,
+                clip=clip,
+                turn=turn,
+            )
             mine.append(our_run(setting, case))
             theirs.append(
                 in_memory_run(
@@ -90,7 +100,7 @@ def compute(setting: Setting, options: argparse.Namespace) -> list[Row]:
                     shape=shape,
                     rows=case.rows,
                     micro=case.micro,
-                    steps=case.steps,
+                    steps=1 + options.measured,
                     turn=turn,
                     clip=clip,
                     rows_from=shared_rows(setting, case),
@@ -147,7 +157,9 @@ def clippings(options: argparse.Namespace) -> list[float | None]:
 
 def ssd_case(setting: Setting, options: argparse.Namespace, *, turn: int, **changed: Any) -> Case:
     """Ours on the held disk at one row a step; one step more than counts, so that each has a next to fetch for."""
-    base: dict[str, Any] = {"budget": options.budget, "rows": 1, "micro": 1, "steps": 2 + options.measured}
+    warm_up = 1 if changed.get("clip") is None else CLIPPED_WARM_UP
+    base: dict[str, Any] = {"budget": options.budget, "rows": 1, "micro": 1, "warm_up": warm_up}
+    base["steps"] = warm_up + options.measured + 1
     return Case(shape=setting.shape, throttle=RATES, turn=turn, **(base | changed))
 
 
@@ -229,7 +241,7 @@ def deepspeed(setting: Setting, options: argparse.Namespace) -> list[Row]:
         mine: dict[tuple[int, float | None], list[dict]] = {}
         theirs, why = [], ""
         for turn in range(options.turns):
-            micro = min(batch, 4)
+            micro = min(batch, setting.micro)
             record, refused = deepspeed_run(setting, options.peers, rows=batch, micro=micro, throttle=RATES, turn=turn)
             theirs += [record] if record else []
             why = why or refused
@@ -256,7 +268,7 @@ def peer_seconds(
     if batch == 1:
         text = f"DeepSpeed recorded before ({why} now): {RECORDED['step_s']} s, {RECORDED['cg_peak_gib']} GiB"
         return float(RECORDED["step_s"]), text
-    case = ssd_case(setting, options, turn=0, rows=batch, micro=4)
+    case = ssd_case(setting, options, turn=0, rows=batch, micro=setting.micro)
     alone = compute_alone(setting, options, case, checkpointing=False)
     only = median_of(measured_steps([alone], tail=False), "seconds")
     floor = only + float(RECORDED["opt_s"])
@@ -290,11 +302,10 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
     for part in [part for part in PARTS if part in options.parts]:
         rows = proofs[part](setting, options)
         settings = {
-            "shape": setting.shape,
+            **setting.described(),
             "turns": options.turns,
             "measured": options.measured,
             "budget": options.budget,
-            "text": setting.text_name,
             "peers": options.peers is not None,
         }
         notes = [] if options.peers else ["no --peers: DeepSpeed is not run"] if part == "deepspeed" else []

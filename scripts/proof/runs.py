@@ -49,6 +49,7 @@ class Case:
     watch_memory: bool = False
     watch_counters: bool = False
     turn: int = 0
+    warm_up: int = 1  # steps that do not count
 
     @property
     def key(self) -> str:
@@ -136,9 +137,11 @@ def _our_run(setting: Setting, case: Case) -> dict[str, Any]:
     others = (watch.busy_seconds() - busy) - (watch.children_seconds() - own)
     records = read_log(log) if log.exists() else []
     plans = [record for record in records if record["event"] == "plan"]
+    ends = [record for record in records if record["event"] == "end"]
     steps = [{name: record.get(name) for name in STEP_FIELDS} for record in records if record["event"] == "step"]
     result: dict[str, Any] = {
         "exit": child.returncode,
+        "warm_up": case.warm_up,
         "killed": kills,
         "seconds": round(seen.seconds, 2),
         "enforced": held is not None,
@@ -150,6 +153,8 @@ def _our_run(setting: Setting, case: Case) -> dict[str, Any]:
         "samples": seen.samples,
         "peak_with_files": with_files,
         "counters": seen.counters,
+        "kernel_whole": [after - before for before, after in zip(seen.before, seen.after, strict=True)],
+        "daemon_whole": [ends[-1]["read_bytes"], ends[-1]["written_bytes"]] if ends else None,
         "exported_parameters": exported_parameters(setting.work / "run" / "model") if case.export else None,
         "others_cores": round(max(0.0, others) / max(seen.seconds, 1e-9), 3),
     }
@@ -255,7 +260,11 @@ def in_memory_run(
             seen = watch.follow(child, log=out, group=None, memory=False, counters=False, steps=steps)
         others = (watch.busy_seconds() - busy) - (watch.children_seconds() - own)
         done = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-        result: dict[str, Any] = {"steps": done, "others_cores": round(max(0.0, others) / seen.seconds, 3)}
+        result: dict[str, Any] = {
+            "warm_up": 1,
+            "steps": done,
+            "others_cores": round(max(0.0, others) / seen.seconds, 3),
+        }
         if child.returncode != 0 or len(done) != steps:
             end = output.read_text(errors="replace").strip().splitlines()[-6:]
             hint = "; it was killed, probably for memory: try a smaller --shape" if child.returncode == -9 else ""

@@ -31,6 +31,7 @@ class Setting:
 
     work: Path
     shape: str
+    micro: int
     text: Path
     entry: dict[str, object]  # of the recipe's dataset.train
     text_name: str
@@ -39,6 +40,10 @@ class Setting:
 
     def model(self, shape: str | None = None) -> Path:
         return model_folder(self.work, shape or self.shape, self.text)
+
+    def described(self) -> dict[str, object]:
+        """For the results: what, without where."""
+        return {"shape": self.shape, "micro": self.micro, "text": self.text_name}
 
     def measure(self, key: str, once: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Measured now, or kept from before: with this text and no other."""
@@ -49,6 +54,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--work", type=Path, help="folder for models, stores, progress (1.1b: 40 GB; default: temporary)")
     made.add_argument("--shape", choices=SHAPES, default="1.1b", help="of the model; smaller ones try the script")
+    made.add_argument("--micro", type=int, default=4, help="rows computed at once where a step has 16")
     made.add_argument("--data", type=Path, help="text to train on, e.g. GSM8K's train.jsonl (default: made here)")
     made.add_argument("--peers", type=Path, help="folder of the reference loops (ds_train.py ...)")
     made.add_argument("--state", type=Path, help="progress file; a rerun skips what is in it (default: in --work)")
@@ -79,6 +85,7 @@ def _setting(options: argparse.Namespace) -> Iterator[Setting]:
         yield Setting(
             work=work,
             shape=options.shape,
+            micro=options.micro,
             text=text,
             entry=entry,
             text_name=name,

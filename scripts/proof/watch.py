@@ -39,6 +39,8 @@ class Seen:
     phases: dict[str, int] = field(default_factory=dict)  # phase -> peak bytes
     samples: int = 0
     counters: list[tuple[int, int]] = field(default_factory=list)  # bytes read, written, at the end of each step
+    before: tuple[int, int] = (0, 0)  # the same once loading is over
+    after: tuple[int, int] = (0, 0)  # and when last seen alive
     seconds: float = 0.0
 
 
@@ -52,12 +54,15 @@ def follow(
         now = time.monotonic()
         for line in lines.new() if memory or counters else ():
             if b'"event":"step"' not in line:
-                phase = "train"  # the plan: loading is over
+                if phase == "load":  # the plan: loading is over
+                    phase, seen.before = "train", io_of(child.pid)
                 continue
             if counters:
                 seen.counters.append(io_of(child.pid))
             lines.steps += 1
             phase = "export" if lines.steps >= steps else "train"
+        if counters:
+            seen.after = max(seen.after, io_of(child.pid))
         if memory and now - sampled >= MEMORY_SECONDS:
             _sample(seen, child.pid, group, phase, now - began)
             sampled = now
