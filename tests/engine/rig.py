@@ -220,6 +220,18 @@ class Rig:
             found |= named(stage, flat)
         return found
 
+    def padding(self) -> torch.Tensor:
+        """What rests between and behind the parameters of the stages (drained)."""
+        found: list[torch.Tensor] = []
+        dtype = TORCH_DTYPE[self.spec.compute_dtype]
+        for stage, placed in self._stages():
+            flat = self._resting(stage, placed.weights_ram, placed.weights_extents, dtype)
+            inside = torch.zeros(stage.params, dtype=torch.bool)
+            for tensor in stage.tensors:
+                inside[tensor.offset : tensor.offset + tensor.numel] = True
+            found.append(flat[~inside])
+        return torch.cat(found)
+
     def masters(self) -> dict[str, torch.Tensor]:
         """bf16: float32 masters rebuilt from weights and remainders."""
         found: dict[str, torch.Tensor] = {}

@@ -109,6 +109,18 @@ def _seeding(rig: Rig) -> Callable[[PreTrainedModel], None]:
     return prepare
 
 
+@pytest.mark.parametrize("clip", [0.5, None])
+def test_padding_stays_zero(clip: float | None, tmp_path: Path) -> None:
+    """It is read, updated and written like everything else, so rubbish in it would one day be seen as not finite."""
+    subject = Subject(FAMILIES["gpt2"], Shape())
+    with Rig(subject, tmp_path, clip=clip) as rig:
+        rig.run(3)
+        padding = rig.padding()
+    between = sum(t.numel % 64 > 0 for stage in subject.spec.stages for t in stage.tensors[:-1])
+    assert padding.numel() > 2048 and between > 4
+    assert not padding.any()
+
+
 def test_clipping_was_at_work(tmp_path: Path) -> None:
     """Otherwise the tests above would say nothing about it."""
     subject = Subject(llama(), Shape())
