@@ -1,0 +1,123 @@
+"""Stages found in real families, what is refused by name, and that a model gets its own forwards back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.engine.anatomy import dissect
+from fuyou_cli.engine.skeleton import build
+from fuyou_cli.engine.streamed import streamed_forward
+from fuyou_cli.spec.model import STAGE_ALIGN, TENSOR_ALIGN
+
+from .families import FAMILIES, llama, opt
+from .rig import Rig, Shape, Subject
+
+GATED = ["embedding", "block", "block", "norm", "head"]
+POSITIONED = ["embedding", "embedding", "block", "block", "norm", "head"]
+KINDS = {**dict.fromkeys(FAMILIES, GATED), "gpt2": POSITIONED, "opt": POSITIONED}
+TIED = {"gemma2", "gemma3", "gpt2", "opt"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_has_one_stage(family: str) -> None:
+    skeleton = build(FAMILIES[family], dtype="float32", attention="sdpa")
+    anatomy = dissect(skeleton)
+    assert anatomy.kinds == KINDS[family]
+    assert anatomy.tied_head == (family in TIED)
+    names = [slotted.spec.name for stage in anatomy.parameters for slotted in stage]
+    assert sorted(names) == sorted(name for name, _ in skeleton.named_parameters())
+    assert {p.device.type for p in skeleton.parameters()} == {"meta"}
+    assert {b.device.type for b in skeleton.buffers()} <= {"cpu"}
+    for params, stage in zip(anatomy.params, anatomy.parameters, strict=True):
+        end = 0
+        for slotted in stage:
+            spec = slotted.spec
+            assert spec.offset % TENSOR_ALIGN == 0 and spec.offset >= end
+            assert spec.decay == (len(spec.shape) >= 2)
+            end = spec.offset + spec.numel
+        assert params % STAGE_ALIGN == 0 and end <= params < end + STAGE_ALIGN
+
+
+def test_projections_are_stages_in_running_order() -> None:
+    anatomy = dissect(build(opt(projected_to=16), dtype="float32", attention="sdpa"))
+    names = [name.rsplit(".", 1)[-1] for name in anatomy.names]
+    assert names.index("project_in") < names.index("0") < names.index("1") < names.index("project_out")
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_close_gives_the_model_its_forwards_back(family: str, tmp_path: Path) -> None:
+    subject = Subject(FAMILIES[family], Shape())
+    model = subject.anatomy.model
+    before = sorted(name for name, _ in model.named_parameters())
+    with Rig(subject, tmp_path) as rig:
+        replaced = [module for module in model.modules() if "forward" in vars(module)]
+        assert len(replaced) == len(subject.spec.stages) - 1
+        rig.run(1)
+    assert [module for module in model.modules() if "forward" in vars(module)] == []
+    assert sorted(name for name, _ in model.named_parameters()) == before
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    model = build(llama(), dtype="float32", attention="sdpa")
+    model.base_model.layers = nn.ModuleList()
+    with pytest.raises(UsageError, match="has no decoder blocks"):
+        dissect(model)
+
+
+def test_a_block_that_runs_twice_is_refused() -> None:
+    model = build(llama(), dtype="float32", attention="sdpa")
+    shared: list[GradientCheckpointingLayer] = [model.base_model.layers[0]] * 2
+    model.base_model.layers = nn.ModuleList(shared)
+    with pytest.raises(UsageError, match=r"layers\.0 runs 2 times"):
+        dissect(model)
+
+
+def test_an_encoder_decoder_is_refused() -> None:
+    config = transformers.T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=1, num_heads=2)
+    with pytest.raises(UsageError, match="causal language model"):
+        build(config, dtype="float32", attention="sdpa")
+
+
+class _Passes:
+    """Runs a stage's own forward as the executor would, without weights of its own."""
+
+    def forward(self, call: Any, x: torch.Tensor) -> torch.Tensor:
+        return call.run(x)
+
+    def backward(self, call: Any, x: torch.Tensor | None, grad_y: torch.Tensor) -> torch.Tensor | None:
+        return grad_y
+
+
+def _called(original: Any, *args: Any, **kwargs: Any) -> Any:
+    anchor = torch.zeros((), requires_grad=True)
+    return streamed_forward(3, "layers.3", original, _Passes(), anchor, torch.device("cpu"))(*args, **kwargs)
+
+
+def test_what_differs_between_rows_or_learns_is_refused_by_name() -> None:
+    x = torch.zeros(2, 4, 8)
+    per_row, learning = torch.zeros(2, 4), torch.zeros(1, 4, requires_grad=True)
+    for kwargs, message in (
+        ({"mask": per_row}, r"layers\.3 takes a tensor of shape \(2, 4\) that differs between rows"),
+        ({"nested": (torch.zeros(1), [per_row])}, "differs between rows"),
+        ({"position_embeddings": (learning,)}, r"layers\.3 takes a second tensor that needs a gradient"),
+        ({"past": transformers.DynamicCache()}, "called with a cache"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            _called(lambda part, **rest: part, x, **kwargs)
+
+
+def test_more_than_a_boundary_is_refused_by_name() -> None:
+    x = torch.zeros(2, 4, 8)
+    with pytest.raises(UsageError, match=r"layers\.3 returns more than its boundary"):
+        _called(lambda part: (part, torch.ones(1)), x)
+    assert _called(lambda part: (part + 1, None), x)[1] is None
+    assert torch.equal(_called(lambda hidden_states, scale: hidden_states + scale, hidden_states=x, scale=2.0), x + 2)
