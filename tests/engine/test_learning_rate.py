@@ -35,7 +35,7 @@ def test_cosine_is_halfway_in_the_middle() -> None:
     rates = _rates("cosine")
     assert rates[11] == pytest.approx(1.1)
     assert rates[-1] == pytest.approx(0.2)
-    assert all(before > after for before, after in pairwise(rates))
+    assert all(before > after for before, after in pairwise(rates[3:]))
 
 
 def test_wsd_stays_then_falls() -> None:

@@ -89,10 +89,15 @@ def large() -> Subject:
 
 @pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
 def test_mixed_by_budget(clip: float | None, large: Subject, tmp_path: Path) -> None:
-    expected = _outcome(large, tmp_path / "ssd", clip=clip)
+    with Rig(large, tmp_path / "ssd", clip=clip) as rig:
+        expected = rig.run(STEPS), rig.weights()
+        low = rig.plan.predicted.cpu_peak
+    with Rig(large, tmp_path / "cpu", home="cpu", clip=clip) as rig:
+        high = rig.plan.predicted.cpu_peak
     mixes = set()
-    for budget in (116, 122, 128):
-        with Rig(large, tmp_path / str(budget), home=None, clip=clip, budget=budget << 20) as rig:
+    for share in (0.25, 0.5, 0.75):
+        budget = int(low + share * (high - low))
+        with Rig(large, tmp_path / str(share), home=None, clip=clip, budget=budget) as rig:
             homes = [(p.weights, p.states, p.gradients_extent is None, p.boundary) for p in rig.plan.stages]
             assert {tier for weights, states, _, _ in homes for tier in (weights, states)} == {"cpu", "ssd"}
             mixes.add(str(homes))
