@@ -149,6 +149,7 @@ class Rig:
         paths = [folder / f"part{number}" / "store.bin" for number in range(directories)]
         for path in paths:
             path.parent.mkdir(parents=True)
+            self._stack.callback(path.unlink, missing_ok=True)  # pytest keeps folders for days, stores are large
         store = self._stack.enter_context(Store.open(paths, stripe=plan.io.stripe, size=plan.store_size, create=True))
         options = DaemonOptions(
             backend=plan.io.backend, read_depth=plan.io.read_depth, write_depth=plan.io.write_depth,
