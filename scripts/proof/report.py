@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from fuyou_cli.cli import probe
 from fuyou_cli.cli.profile import core_count, cpu_name
 
 ROOT = Path(__file__).resolve().parents[2]
-PASS, FAIL, REPORTED, MISSING = "pass", "FAIL", "reported", "not measured"
+PASS, FAIL, REPORTED, MISSING, NOISY = "pass", "FAIL", "reported", "not measured", "NOT QUIET"
 Values = Mapping[str, object] | None  # what the JSON keeps beside the line
 
 
@@ -53,6 +53,11 @@ def reported(what: str, measured: str, *, note: str = "", values: Values = None)
     return Row(what=what, asked="-", measured=measured, verdict=REPORTED, note=note, values=dict(values or {}))
 
 
+def unless_noisy(row: Row, results: Sequence[Mapping[str, object]]) -> Row:
+    """The row, but neither pass nor FAIL where other processes kept the machine busy while it was measured."""
+    return replace(row, verdict=NOISY) if any(result.get("noisy") for result in results) else row
+
+
 def missing(what: str, asked: str, why: str) -> Row:
     return Row(what=what, asked=asked, measured="-", verdict=MISSING, note=why)
 
@@ -76,7 +81,7 @@ class Progress:
                 self.kept[record["key"]] = record
 
     def measure(self, key: str, once: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The measurement `key`: kept from before, or taken now and kept unless it says `failed`."""
+        """The measurement `key`: kept from before, or taken now and kept unless it says `failed` or `noisy`."""
         if key in self.kept:
             say(f"{key}: kept, measured {self.kept[key]['date']}")
             return self.kept[key]["value"]
@@ -85,6 +90,9 @@ class Progress:
         value = once()
         if value.get("failed"):
             say(f"{key}: failed: {first_line(value['failed'])}")
+            return value
+        if value.get("noisy"):
+            say(f"{key}: done, but not kept: others used {value['others_cores']:.2f} cores")
             return value
         record = {"key": key, "date": now(), "commit": commit(), "value": value}
         self.kept[key] = record
@@ -128,8 +136,11 @@ def conclude(
     }
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     failed = sum(row.verdict == FAIL for row in rows)
-    open_lines = sum(row.verdict == MISSING for row in rows)
-    print(f"{name}: {failed} of {len(rows)} lines FAILED, {open_lines} not measured; written to {path}")
+    counts = f"{failed} of {len(rows)} lines FAILED"
+    for verdict in (NOISY, MISSING):
+        if number := sum(row.verdict == verdict for row in rows):
+            counts += f", {number} {verdict.lower()}"
+    print(f"{name}: {counts}; written to {path}")
     return 1 if failed else 0
 
 
