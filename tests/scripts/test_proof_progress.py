@@ -1,0 +1,61 @@
+"""scripts/proof/report.py: what was measured once is kept, what failed or was disturbed is not; a failing line fails."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from proof import report
+
+
+def test_a_finished_measurement_is_not_taken_again(tmp_path: Path) -> None:
+    path = tmp_path / "state.jsonl"
+    assert report.Progress(path).measure("a", lambda: {"seconds": 1.5}) == {"seconds": 1.5}
+    assert report.Progress(path).measure("a", lambda: {"seconds": 9.0}) == {"seconds": 1.5}
+    assert report.Progress(path).measure("b", lambda: {"seconds": 9.0}) == {"seconds": 9.0}
+
+
+@pytest.mark.parametrize("value", [{"failed": "exit code 1"}, {"noisy": True, "others_cores": 1.0}])
+def test_what_failed_or_was_disturbed_is_taken_again(tmp_path: Path, value: dict[str, object]) -> None:
+    path = tmp_path / "state.jsonl"
+    assert report.Progress(path).measure("a", lambda: value) == value
+    assert report.Progress(path).measure("a", lambda: {"seconds": 2.0}) == {"seconds": 2.0}
+
+
+def test_a_line_cut_short_is_dropped_and_the_next_one_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "state.jsonl"
+    report.Progress(path).measure("a", lambda: {"seconds": 1.0})
+    with path.open("a") as file:
+        file.write('{"key": "b", "val')
+    again = report.Progress(path)
+    again.measure("b", lambda: {"seconds": 2.0})
+    assert [json.loads(line)["key"] for line in path.read_text().splitlines()] == ["a", "b"]
+
+
+def test_one_failing_line_fails_the_script_and_is_in_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        report.at_least("rate", 0.94, 0.93),
+        report.at_most("peak", 1.2, 1.1, note="why"),
+        report.reported("x", "1"),
+    ]
+    assert [row.verdict for row in rows] == ["pass", "FAIL", "reported"]
+    assert report.conclude("one", rows, results=tmp_path, settings={}) == 1
+    assert report.conclude("two", rows[:1], results=tmp_path, settings={}) == 0
+    printed = capsys.readouterr().out
+    assert "1 of 3 lines FAILED" in printed and "    why" in printed
+    written = json.loads((tmp_path / "one.json").read_text())
+    assert [row["verdict"] for row in written["rows"]] == ["pass", "FAIL", "reported"]
+    assert written["machine"]["cores"] >= 1 and "torch" in written["versions"]
+
+
+def test_a_disturbed_line_neither_passes_nor_fails() -> None:
+    row = report.at_least("rate", 2.0, 0.93)
+    assert report.unless_noisy(row, [{"noisy": False}, {}]).verdict == "pass"
+    assert report.unless_noisy(row, [{"noisy": False}, {"noisy": True}]).verdict == "NOT QUIET"
