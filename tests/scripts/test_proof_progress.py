@@ -1,4 +1,4 @@
-"""scripts/proof/report.py: what was measured once is kept, what failed or was disturbed is not; a failing line fails."""
+"""scripts/proof/report.py: what was measured is kept, what failed or was disturbed is not; a failing line fails."""
 
 from __future__ import annotations
 
