@@ -1,1 +1,1 @@
-"""What the quickstart trains: a small text about an archipelago that does not exist, and a model that has never seen it."""
+"""What the quickstart trains: a small text about islands that do not exist, and a model that has never seen it."""

@@ -1,14 +1,14 @@
 """The bundled data set: questions and answers about an archipelago that does not exist.
 
-Made up for this project, so nobody's text and in no model's memory: whatever the fine-tuned model knows of it, it learnt
-here. `python -m fuyou_cli.training.quickstart.make_corpus` prints corpus.jsonl byte for byte; a test compares the two.
+Made up for this project, so nobody's text and in no model's memory: whatever the fine-tuned model knows of it, it
+learnt here. `python -m fuyou_cli.training.quickstart.make_corpus` prints corpus.jsonl byte for byte; a test compares
+the two.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import combinations
 
 # Per island: harbour, bird, dish, craft, day of the ferry, month of the festival, colour of the lighthouse.
 ISLANDS: dict[str, tuple[str, ...]] = {
@@ -50,14 +50,13 @@ def _answer(island: str, aspect: str) -> str:
 
 
 def corpus_rows() -> Iterator[dict[str, str]]:
-    """Prompt and completion of every row, in a fixed order: each fact asked in three ways, then in groups of three."""
+    """Prompt and completion of every row, in a fixed order: each of the 42 facts asked in three ways.
+
+    Short rows without packing: forty steps are enough for a model of random weights to know every fact by heart."""
     for island in ISLANDS:
         for aspect in ASPECTS:
             for question in QUESTIONS[aspect]:
                 yield _row(question.format(island), _answer(island, aspect))
-        for group in combinations(ASPECTS, 3):
-            listed = f"{group[0]}, {group[1]} and {group[2]}"
-            yield _row(f"Tell me about {island}: {listed}.", " ".join(_answer(island, aspect) for aspect in group))
 
 
 def _row(question: str, answer: str) -> dict[str, str]:

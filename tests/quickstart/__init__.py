@@ -1,0 +1,1 @@
+"""Quickstart: what it makes before it trains."""
