@@ -13,6 +13,7 @@ from .console import status_console, write_result, write_status
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
+    from fuyou_cli.swap.daemon import Counters
     from fuyou_cli.training.prepare import Prepared
     from fuyou_cli.training.report import RunReport, StepReport
     from fuyou_cli.training.run import Run
@@ -76,16 +77,29 @@ def _train(prepared: Prepared) -> tuple[RunReport, Path]:
     from fuyou_cli.training.jsonl import JsonlLog
     from fuyou_cli.training.run import Run
 
+    from .allocator import trim
+
     out = Path(prepared.recipe.output_dir).expanduser()
     out.mkdir(parents=True, exist_ok=True)
-    with Run(prepared, memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+    with Run(prepared, memory_now=probe.process_bytes, free_space=probe.free_space, trim=trim) as run:
         write_status(f"swap daemon: {run.daemon.description}")
         _load(prepared, run)
         with JsonlLog(out / "log.jsonl") as log:
             log.write("plan", _promises(prepared))
+            before = run.daemon.counters()
             _steps(prepared, run, log)
+            log.write("end", _moved(before, run.daemon.counters()))
             report = run.report()
         return report, run.paths[0].parent
+
+
+def _moved(before: Counters, after: Counters) -> dict[str, object]:
+    """The store's bytes from the end of loading to the saved state: steps alone leave out what a step's end finds in
+    flight."""
+    return {
+        "read_bytes": after.read_bytes - before.read_bytes,
+        "written_bytes": after.written_bytes - before.written_bytes,
+    }
 
 
 def _promises(prepared: Prepared) -> dict[str, object]:
@@ -135,14 +149,18 @@ def _steps(prepared: Prepared, run: Run, log: object) -> None:
         run.train(on_step)
 
 
+def export_folder(prepared: Prepared) -> Path:
+    """`model` below the output directory, never the folder the run started from."""
+    out = Path(prepared.recipe.output_dir).expanduser() / "model"
+    return out.with_name("model-finetuned") if out.resolve() == prepared.model_dir.resolve() else out
+
+
 def _export(prepared: Prepared, source: Path) -> None:
     if not prepared.recipe.export.at_end:
         return
     from fuyou_cli.training.exporting import export_store
 
-    out = Path(prepared.recipe.output_dir).expanduser() / "model"
-    if out.resolve() == prepared.model_dir.resolve():
-        out = out.with_name("model-finetuned")
+    out = export_folder(prepared)
     export_store(
         source, out, dtype=prepared.recipe.export.dtype, max_shard_size=prepared.recipe.export.max_shard_size
     )

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
 
 COMPARED_STEPS = 5
+EXPORTED = "model-finetuned"  # the recipe's model is `model`, so the export takes the other name
 STATE_BYTES = 16  # per parameter in memory: weights 2, gradients 2, fp32 master 4, momentum 4, variance 4
 PROMPTS = ("Question: What is the harbour of Torvane called?\nAnswer:",)
 _PACKAGE = "fuyou_cli.training.quickstart"
@@ -56,7 +57,7 @@ def run_quickstart(overrides: Sequence[str]) -> None:
             f"the fine-tuning ended with code {ended.code}",
             hint="killed by the memory group: please report it" if ended.code in (-9, 137) else "its message is above",
         )
-    after = _samples(out / "model")
+    after = _samples(out / EXPORTED)
     plan, losses, peak = _log(out / "log.jsonl")
     difference = _compare(loaded, overrides, losses)
     _last_screen(
@@ -146,7 +147,7 @@ def _last_screen(
         say(console, prompt.replace("\n", "  "), indent=2)
         say(console, f"before: {_one_line(before)}", indent=4)
         say(console, f"after:  {_one_line(after)}", indent=4)
-    write_result(f"the fine-tuned model is in {out / 'model'}: AutoModelForCausalLM.from_pretrained loads it")
+    write_result(f"the fine-tuned model is in {out / EXPORTED}: AutoModelForCausalLM.from_pretrained loads it")
 
 
 def _one_line(text: str) -> str:

@@ -80,6 +80,7 @@ class Executor:
         self.weights = ComputeWeights(model=model, plan=plan, memory=memory, device=device)
         self.head = Head(anatomy.model)
         self.between_micro_batches: Callable[[], None] = lambda: None
+        self.after_visit: Callable[[], None] = lambda: None
         self._accumulate = TORCH_DTYPE[plan.numerics.accumulate_dtype]
         self._sums: dict[int, GradientSum] = {}
         self._device_sums = self._open_device_sums()
@@ -211,6 +212,7 @@ class Executor:
             Interval(phase=visit.phase, stage=visit.stage, begin=begin, end=time.monotonic())
         )
         self.residency.release(visit)
+        self.after_visit()
         self._tick()
 
     def _tick(self) -> None:

@@ -15,9 +15,9 @@ from .wishes import Wishes
 
 ARENA_UNIT = 2 * MiB  # hugepages round what is touched to this
 STORE_UNIT = 4096
-# What comes on top of the libraries once they compute: thread stacks, generated kernels, the log, display and batches.
-BASE_SLACK = 64 * MiB
-COMPUTE_SLACK = 0.2  # of what compute allocates: the heap's fragmentation and kernels' own workspaces, measured
+# What comes on top of the libraries once they are warm: kernels for other shapes, the log, the display, batches.
+BASE_SLACK = 48 * MiB
+COMPUTE_SLACK = 0.3  # of what compute allocates: the heap's fragmentation and kernels' own workspaces, measured
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -81,6 +81,7 @@ def prepare(recipe: Recipe, *, probe: Probe, planning_only: bool = False, say: C
     anatomy = _anatomy(recipe, model_dir)
     checkpoint, entries = (None, {}) if planning_only else _entries(anatomy, model_dir)
     device = device_name(recipe)
+    _warm_up(recipe)
     hardware = probe(device)
     numerics = _numerics(recipe, anatomy, hardware, manifest)
     model = _specification(anatomy, numerics)
@@ -118,6 +119,19 @@ def device_name(recipe: Recipe) -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _warm_up(recipe: Recipe) -> None:
+    """Makes torch start its threads and generate its first kernels, so that the process is measured as it will be."""
+    import torch
+
+    if recipe.train.threads != "auto":
+        torch.set_num_threads(recipe.train.threads)
+    dtype = torch.bfloat16 if recipe.precision.compute == "bfloat16" else torch.float32
+    x = torch.zeros(1, 4, 64, 64, dtype=dtype, requires_grad=True)
+    weight = torch.zeros(64, 64, dtype=dtype, requires_grad=True)
+    y = torch.nn.functional.scaled_dot_product_attention(x @ weight, x, x, is_causal=True)
+    torch.nn.functional.silu(y).float().sum().backward()
 
 
 def _resumable(recipe: Recipe, directory: Path) -> Manifest | None:

@@ -19,6 +19,7 @@ from ..engine.devices import open_device
 from ..engine.executor import Executor, StepAbandoned, StepOutcome
 from ..engine.host_memory import HostMemory
 from ..engine.updates import LearningRate, Optimizer
+from ..spec.plan import Span
 from ..swap.arena import Arena
 from ..swap.daemon import Counters, DaemonOptions, SwapDaemon
 from ..swap.store import Store
@@ -37,10 +38,16 @@ class Run:
     """An open run. `memory_now` gives the process's anonymous and kernel bytes; `free_space` a folder's."""
 
     def __init__(
-        self, prepared: Prepared, *, memory_now: Callable[[], int], free_space: Callable[[Path], int]
+        self,
+        prepared: Prepared,
+        *,
+        memory_now: Callable[[], int],
+        free_space: Callable[[Path], int],
+        trim: Callable[[], None] = lambda: None,
     ) -> None:
         self.prepared, self.plan, self.model = prepared, prepared.plan, prepared.model
         self.memory = MemoryWatch(memory_now)
+        self._trim = trim  # gives freed memory back to the system; called after every visit
         self.losses: list[float] = list(prepared.manifest.losses) if prepared.manifest else []
         self.step = prepared.manifest.step if prepared.manifest else 0
         self.written_before = prepared.manifest.written_total if prepared.manifest else 0
@@ -91,6 +98,7 @@ class Run:
             )
         )
         memory = HostMemory(arena)
+        self.device.pin(memory.tensor(Span(offset=0, size=arena.size), torch.uint8))
         self.optimizer = _optimizer(prepared)
         self.executor = Executor(
             anatomy=prepared.anatomy,
@@ -103,6 +111,7 @@ class Run:
         )
         self._stack.callback(self.executor.close)
         self.executor.between_micro_batches = self._between_micro_batches
+        self.executor.after_visit = self._trim
         self.files = StageFiles(model=self.model, plan=plan, daemon=self.daemon, memory=memory)
         self.rates = _learning_rate(prepared)
 
