@@ -24,7 +24,9 @@ def run_bench(
 ) -> BenchReport:
     """Measures in `directory` (default: the current one) and prints to `out`, as a table or as one JSON object.
 
-    The profile is kept for the plans to come. What is being measured appears on `err`, on one line that is gone at the end, if that is a terminal.
+
+    The profile is kept for the plans to come. What is being measured appears on `err`, on one line that is gone at the
+    end, if that is a terminal.
     """
     out = out or result_console()
     err = err or status_console()

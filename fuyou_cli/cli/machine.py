@@ -17,7 +17,7 @@ from .profile import assumed_hardware, read_profile, usable_memory, write_profil
 def profile_path(directory: Path) -> Path:
     """Where the profile of the drive behind `directory` is kept between runs."""
     base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fuyou"
-    device = os.stat(probe.existing(directory)).st_dev
+    device = probe.existing(directory).stat().st_dev
     return base / f"profile-{hashlib.sha256(str(device).encode()).hexdigest()[:12]}.json"
 
 

@@ -172,10 +172,7 @@ def _stage_cost(anatomy: Anatomy, index: int, call: Any, *, dtype: str, flops: f
         flat = torch.empty(anatomy.params[index], dtype=TORCH_DTYPE[dtype])
 
         def run(value: torch.Tensor) -> torch.Tensor:
-            if keyword is None:
-                out = original(value, *args[1:], **kwargs)
-            else:
-                out = original(**{**kwargs, keyword: value})
+            out = original(value, *args[1:], **kwargs) if keyword is None else original(**{**kwargs, keyword: value})
             return out if isinstance(out, torch.Tensor) else out[0]
 
         forward_peak = _peak(anatomy, index, flat, lambda parameters: run(x), trainable=False)
@@ -237,9 +234,8 @@ def _peak(
     anatomy: Anatomy, owner: int, flat: torch.Tensor, run: Callable[[list[nn.Parameter]], object], *, trainable: bool
 ) -> int:
     stage = Stage(anatomy, _bare(anatomy, owner))
-    with stage.installed(flat, trainable=trainable) as parameters, torch.set_grad_enabled(trainable):
-        with _LiveBytes() as live:
-            run(parameters)
+    with stage.installed(flat, trainable=trainable) as parameters, torch.set_grad_enabled(trainable), _LiveBytes() as live:
+        run(parameters)
     return live.peak
 
 

@@ -109,9 +109,8 @@ def _check_shared(value: Any, name: str) -> None:
         per_row = value.dim() >= 2 and value.shape[0] != 1
         if per_row and not (value.dim() == 2 and name.rsplit(".", 1)[-1] == "embed_positions"):
             raise UsageError(f"{name} takes a tensor of shape {tuple(value.shape)} that differs between rows")
-    elif value is not None and not isinstance(value, (bool, int, float, str)):
-        if type(value).__name__.endswith("Cache"):
-            raise UsageError(f"{name} is called with a cache; fuyou trains with use_cache=False")
+    elif value is not None and not isinstance(value, (bool, int, float, str)) and type(value).__name__.endswith("Cache"):
+        raise UsageError(f"{name} is called with a cache; fuyou trains with use_cache=False")
 
 
 def _placed(value: Any, device: torch.device) -> Any:

@@ -69,7 +69,7 @@ def write(directory: Path, manifest: Manifest) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, directory / NAME)
+        temporary.replace(directory / NAME)
         sync_directory(directory)
     except OSError as error:
         raise FuyouError(f"cannot write {directory / NAME}: {error.strerror}") from error

@@ -153,7 +153,8 @@ class StageFiles:
 
     def describe(self, records: Sequence[Record]) -> tuple[StoredStage, ...]:
         """Every stage as it rests in its extents now (after `save_resident`)."""
-        return tuple(_stored(stage, plan, record) for stage, plan, record in zip(self.model.stages, self.plan.stages, records, strict=True))
+        together = zip(self.model.stages, self.plan.stages, records, strict=True)
+        return tuple(_stored(stage, plan, record) for stage, plan, record in together)
 
 
 def _stored(stage: StageSpec, plan: StagePlan, record: Record) -> StoredStage:
