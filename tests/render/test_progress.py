@@ -40,6 +40,8 @@ def report(step: int, seconds: float, *, loss: float = 2.5, stalls: dict[str, fl
         ram_peak=3 << 29,
         read_bytes=20 * 10**9,
         written_bytes=10 * 10**9,
+        update_cpu_seconds=0.7,
+        io_cpu_seconds=0.3,
         stalls={"ssd read": 1.5, "update": 0.1} if stalls is None else stalls,
     )
 
