@@ -12,8 +12,10 @@ import threading
 
 import torch
 
+from .cpu import CpuDevice, PastEvent
 
-class CopyEvent:
+
+class CopyEvent(PastEvent):
     """Set by the copy thread when everything submitted before it has been copied."""
 
     def __init__(self) -> None:
@@ -32,9 +34,10 @@ class CopyEvent:
         return self._passed.is_set()
 
 
-class EmulatedDevice:
+class EmulatedDevice(CpuDevice):
+    """Random streams and pinning are the CPU's; memory and copies are its own."""
+
     name = "emulated"
-    torch_device = torch.device("cpu")
     separate = True
 
     def __init__(self) -> None:
@@ -61,24 +64,11 @@ class EmulatedDevice:
         self._allocated += size
         return torch.full((size,), 0xFF, dtype=torch.uint8)  # NaN in every float format
 
-    def upload(self, host: torch.Tensor, device: torch.Tensor) -> CopyEvent:
+    def upload(self, host: torch.Tensor, device: torch.Tensor) -> CopyEvent:  # beside compute, in order
         return self._submit(host, device)
 
     def download(self, device: torch.Tensor, host: torch.Tensor) -> CopyEvent:
         return self._submit(device, host)
-
-    def pin(self, host: torch.Tensor) -> None:
-        return None
-
-    def seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def random_state(self) -> object:
-        return torch.get_rng_state()
-
-    def restore_random_state(self, state: object) -> None:
-        assert isinstance(state, torch.Tensor)
-        torch.set_rng_state(state)
 
     def peak_memory(self) -> int:
         return self._allocated
