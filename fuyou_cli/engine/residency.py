@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 from ..core.errors import NumericsError
 from ..planner.schedule import Visit
@@ -218,18 +219,28 @@ class Residency:
         record.due = None
 
     def _finish_update(self, record: Record, result: Result) -> None:
-        if result.nonfinite:
-            name = self.model.stages[record.stage].name
-            raise NumericsError(
-                f"step {record.generation + 1}: {result.nonfinite} weights of {name} are not finite after the update",
-                hint="lower optimizer.lr or set train.clip_grad_norm; the last saved state is kept",
-            )
         record.update = None
+        if result.nonfinite:
+            self._refuse_weights(record, result)
         record.generation += 1
         record.zero_moments = False
         record.zero_remainder = False
         self._free_gradient_slot(record)
         self._free_if_idle(record)
+
+    def _refuse_weights(self, record: Record, result: Result) -> NoReturn:
+        """Names where it began: backward reaches the last stages first, whatever order their updates finish in."""
+        found = {record.stage: result.nonfinite}
+        for other in self.records:
+            if other.update is not None:
+                found[other.stage] = self.daemon.wait(other.update).nonfinite
+                other.update = None
+        stage = max(stage for stage, count in found.items() if count)
+        name = self.model.stages[stage].name
+        raise NumericsError(
+            f"step {record.generation + 1}: {found[stage]} weights of {name} are not finite after the update",
+            hint="lower optimizer.lr or set train.clip_grad_norm; the last saved state is kept",
+        )
 
     def let_go_of_all(self) -> None:
         """A step was given up: nobody needs a span or its gradients. Updates due or under way go on."""

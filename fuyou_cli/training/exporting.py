@@ -22,16 +22,19 @@ _WINDOW = 17 * MiB  # one piece of at most 16 MiB with the store's alignment aro
 
 
 class StoreWeights:
-    """Reads the weights a manifest names. Elements come as bytes of the asked dtype."""
+    """Reads the weights a manifest names, under the names of the checkpoint they came from, so that whatever loaded that
+    one loads this. Elements come as bytes of the asked dtype."""
 
     def __init__(self, manifest: Manifest, daemon: SwapDaemon, arena: Arena, *, dtype: str) -> None:
         self.manifest, self.daemon, self.arena, self.dtype = manifest, daemon, arena, dtype
         self._places: dict[str, tuple[StoredStage, StoredTensor]] = {
-            tensor.name: (stage, tensor) for stage in manifest.stages for tensor in stage.tensors
+            tensor.stored_as: (stage, tensor) for stage in manifest.stages for tensor in stage.tensors
         }
 
     def tensors(self) -> list[OutTensor]:
-        return [OutTensor(name=t.name, dtype=self.dtype, shape=t.shape) for s in self.manifest.stages for t in s.tensors]
+        return [
+            OutTensor(name=t.stored_as, dtype=self.dtype, shape=t.shape) for s in self.manifest.stages for t in s.tensors
+        ]
 
     def read(self, tensor: OutTensor, first: int, count: int) -> memoryview:
         """Elements [first, first + count) of a tensor, valid until the next call."""

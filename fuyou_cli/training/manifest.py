@@ -16,13 +16,14 @@ from typing import Any, Literal
 from ..core.errors import FuyouError, UsageError
 
 NAME = "manifest.json"
-VERSION = 1
+VERSION = 2
 _LARGEST = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    name: str
+    name: str  # in the model
+    stored_as: str  # in the checkpoint it came from, and in every export
     shape: tuple[int, ...]
     offset: int  # elements within the stage
 
@@ -112,7 +113,10 @@ def _parsed(path: Path, content: Any) -> Manifest:
 
 def _stage(content: dict[str, Any]) -> StoredStage:
     tensors = tuple(
-        StoredTensor(name=item["name"], shape=tuple(item["shape"]), offset=item["offset"]) for item in content["tensors"]
+        StoredTensor(
+            name=item["name"], stored_as=item["stored_as"], shape=tuple(item["shape"]), offset=item["offset"]
+        )
+        for item in content["tensors"]
     )
     weights, remainder = content["weights"], content["remainder"]
     return StoredStage(

@@ -64,6 +64,8 @@ def prepare(recipe: Recipe, *, probe: Probe, planning_only: bool = False, say: C
 
     directories = run_directories(recipe)
     manifest = _resumable(recipe, directories[0]) if not planning_only else None
+    if manifest is not None and recipe.checkpoint.resume != "auto":  # a run named by its folder goes on in that folder
+        directories = tuple(Path(file).parent for file in manifest.files)
     model_dir = resolve(
         recipe.model.name_or_path,
         revision=recipe.model.revision,
@@ -102,7 +104,7 @@ def prepare(recipe: Recipe, *, probe: Probe, planning_only: bool = False, say: C
         entries=entries,
         directories=directories,
         manifest=manifest,
-        fingerprints=_fingerprints(recipe, anatomy, model, rows),
+        fingerprints=_fingerprints(recipe, anatomy, model, rows, total),
     )
 
 
@@ -301,7 +303,15 @@ def _steps(recipe: Recipe, rows: Rows | None) -> tuple[Sampler | None, int]:
     return sampler, sampler.steps(recipe.train.epochs or 1)
 
 
-def _fingerprints(recipe: Recipe, anatomy: Anatomy, model: ModelSpec, rows: Rows | None) -> dict[str, str]:
+def _schedule_length(recipe: Recipe, total_steps: int) -> int | None:
+    """The number of steps where the learning rate of a step depends on it: a run may be made longer at a constant rate."""
+    schedule = recipe.lr_scheduler
+    return None if schedule.name == "constant" and not schedule.warmup_ratio else total_steps
+
+
+def _fingerprints(
+    recipe: Recipe, anatomy: Anatomy, model: ModelSpec, rows: Rows | None, total_steps: int
+) -> dict[str, str]:
     """Digests of what a resumed run must agree on."""
     config = json.loads(anatomy.model.config.to_json_string(use_diff=False))
     described: dict[str, Any] = {
@@ -311,7 +321,7 @@ def _fingerprints(recipe: Recipe, anatomy: Anatomy, model: ModelSpec, rows: Rows
         ],
         "attention": recipe.model.attn_implementation,
         "optimizer": recipe.optimizer.model_dump(mode="json"),
-        "schedule": recipe.lr_scheduler.model_dump(mode="json"),
+        "schedule": [recipe.lr_scheduler.model_dump(mode="json"), _schedule_length(recipe, total_steps)],
         "clipping": recipe.train.clip_grad_norm,
         "shuffle": recipe.dataset.shuffle,
     }

@@ -275,7 +275,7 @@ class Run:
                 numerics=asdict(self.plan.numerics),
                 fingerprints=prepared.fingerprints,
                 losses=tuple(self.losses),
-                stages=self.files.describe(self.executor.residency.records),
+                stages=self.files.describe(self.executor.residency.records, prepared.entries),
             ),
         )
 

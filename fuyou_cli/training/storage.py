@@ -151,13 +151,15 @@ class StageFiles:
                     extent = extents[record.generation % 2]
                     self.daemon.wait(self.daemon.read(ram.offset, extent.offset, extent.size, label=record.stage))
 
-    def describe(self, records: Sequence[Record]) -> tuple[StoredStage, ...]:
-        """Every stage as it rests in its extents now (after `save_resident`)."""
+    def describe(self, records: Sequence[Record], entries: Mapping[str, TensorEntry]) -> tuple[StoredStage, ...]:
+        """Every stage as it rests in its extents now (after `save_resident`). `entries`: the checkpoint it came from."""
         together = zip(self.model.stages, self.plan.stages, records, strict=True)
-        return tuple(_stored(stage, plan, record) for stage, plan, record in together)
+        return tuple(_stored(stage, plan, record, entries) for stage, plan, record in together)
 
 
-def _stored(stage: StageSpec, plan: StagePlan, record: Record) -> StoredStage:
+def _stored(
+    stage: StageSpec, plan: StagePlan, record: Record, entries: Mapping[str, TensorEntry]
+) -> StoredStage:
     parity = record.generation % 2
     weights = plan.weights_extents[parity]
     remainder = plan.remainder_extents[parity] if plan.remainder_extents and not record.zero_remainder else None
@@ -169,7 +171,10 @@ def _stored(stage: StageSpec, plan: StagePlan, record: Record) -> StoredStage:
         zero_remainder=record.zero_remainder,
         weights=(weights.offset, weights.size),
         remainder=(remainder.offset, remainder.size) if remainder else None,
-        tensors=tuple(StoredTensor(name=t.name, shape=t.shape, offset=t.offset) for t in stage.tensors),
+        tensors=tuple(
+            StoredTensor(name=t.name, stored_as=entries[t.name].name, shape=t.shape, offset=t.offset)
+            for t in stage.tensors
+        ),
     )
 
 

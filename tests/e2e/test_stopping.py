@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from fuyou_cli.cli import probe
 from fuyou_cli.cli.profile import assumed_hardware
@@ -153,6 +153,7 @@ def _digest(project: Project) -> dict[str, bytes]:
         ({"optimizer.lr": 1e-3}, "optimizer changed"),
         ({"optimizer.weight_decay": 0.0}, "optimizer changed"),
         ({"lr_scheduler.name": "linear"}, "schedule changed"),
+        ({"lr_scheduler.name": "cosine", "train.max_steps": STEPS + 1}, "schedule changed"),
         ({"train.clip_grad_norm": 1.0}, "clipping changed"),
         ({"train.clip_grad_norm": None}, "clipping changed"),
         ({"dataset.shuffle": False}, "shuffle changed"),
@@ -301,3 +302,40 @@ def test_the_export_computes_what_the_store_holds(new_project: Callable[..., Pro
     plain.load_state_dict({**weights, "lm_head.weight": weights["transformer.wte.weight"]})
     ids = torch.arange(40).view(2, 20)
     assert torch.equal(exported(input_ids=ids).logits, plain(input_ids=ids).logits)
+
+
+@pytest.mark.timeout(60)
+def test_a_run_at_a_constant_rate_may_be_made_longer(new_project: Callable[..., Project]) -> None:
+    constant = {"lr_scheduler.name": "constant", "lr_scheduler.warmup_steps": 0}
+    project = new_project("longer", {"train.max_steps": 2, **constant})
+    _train(project)
+    project.write_recipe({"train.max_steps": 4, **constant})
+    longer, _ = _train(project)
+    assert longer == _train(new_project("whole", {"train.max_steps": 4, **constant}))[0]
+
+
+@pytest.mark.timeout(60)
+def test_a_run_named_by_its_folder_goes_on_there(stopped: Project, new_project: Callable[..., Project]) -> None:
+    folder = next(iter(stopped.folder.rglob(manifests.NAME))).parent
+    elsewhere = {"offload.dir": str(stopped.folder / "elsewhere"), "checkpoint.resume": str(folder)}
+    stopped.write_recipe({"train.max_steps": STEPS, **elsewhere})
+    losses, store = _train(stopped)
+    assert store == folder
+    assert not (stopped.folder / "elsewhere").exists()
+    assert losses == _train(new_project("whole", {"train.max_steps": STEPS}))[0]
+
+
+@pytest.mark.timeout(60)
+def test_exports_keep_the_names_of_the_checkpoint(new_project: Callable[..., Project], tmp_path: Path) -> None:
+    """Hub files of GPT-2 lack the prefix of the model class."""
+    project = new_project("names", {"train.max_steps": 2})
+    bare = project.folder / "bare"
+    shutil.copytree(project.materials / "model", bare)
+    weights = load_file(bare / "model.safetensors")
+    renamed = {name.removeprefix("transformer."): value for name, value in weights.items()}
+    assert renamed.keys() != weights.keys()
+    save_file(renamed, bare / "model.safetensors", metadata={"format": "pt"})
+    tokenizer = {"tokenizer.name_or_path": str(project.materials / "model")}
+    project.write_recipe({"train.max_steps": 2, "model.name_or_path": str(bare), **tokenizer})
+    _, store = _train(project)
+    assert _weights(store, tmp_path / "out").keys() == renamed.keys()
