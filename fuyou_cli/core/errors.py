@@ -31,7 +31,7 @@ class PlanError(FuyouError):
 
 
 class OutOfSpaceError(FuyouError):
-    """Memory or disk ran out during the run; the last saved state is kept."""
+    """Memory or disk ran out during the run."""
 
     exit_code = 4
 
@@ -41,10 +41,14 @@ class SwapError(FuyouError):
 
 
 class NumericsError(FuyouError):
-    """A loss, gradient or weight is not finite."""
+    """A loss, gradient or weight is not finite. `changed`: whether an update may have spread it to weights or states."""
+
+    def __init__(self, message: str, *, hint: str | None = None, changed: bool) -> None:
+        super().__init__(message, hint=hint)
+        self.changed = changed
 
 
 class Interrupted(FuyouError):
-    """The run was stopped on request and its state was saved."""
+    """The run was stopped on request; the message says what is saved."""
 
     exit_code = 130

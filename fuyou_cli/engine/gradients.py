@@ -87,7 +87,8 @@ def squared_norm(stage: StageSpec, flat: torch.Tensor, *, dtype: str, step: int)
         if nonfinite:
             raise NumericsError(
                 f"step {step}: {nonfinite} gradients of {spec.name} ({stage.name}) are not finite",
-                hint="nothing was updated in this step; lower optimizer.lr or look at the data of this step",
+                hint="lower optimizer.lr or look at the data of this step",
+                changed=False,
             )
         total += squares
     return total

@@ -81,6 +81,7 @@ class Residency:
                 self._free_gradient_slot(record)
             if record.fetch is not None and self.daemon.poll(record.fetch) is not None:
                 record.fetch = None
+                self._free_if_idle(record)  # who asked for it may have let go meanwhile
             if record.update is not None:
                 result = self.daemon.poll(record.update)
                 if result is not None:
@@ -239,7 +240,8 @@ class Residency:
         name = self.model.stages[stage].name
         raise NumericsError(
             f"step {record.generation + 1}: {found[stage]} weights of {name} are not finite after the update",
-            hint="lower optimizer.lr or set train.clip_grad_norm; the last saved state is kept",
+            hint="lower optimizer.lr, or set train.clip_grad_norm, which sees gradients before anything is updated",
+            changed=True,
         )
 
     def let_go_of_all(self) -> None:

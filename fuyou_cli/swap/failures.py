@@ -24,7 +24,7 @@ _ON_FILES = {lib.FY_OP_OPEN, lib.FY_OP_READ, lib.FY_OP_WRITE, lib.FY_OP_SYNC, li
 _HINTS = {
     errno.ENOSPC: "free space on that disk, or point offload.dir at a larger one",
     errno.EDQUOT: "your disk quota is used up: free space or point offload.dir elsewhere",
-    errno.EIO: "the disk reported an error: see `dmesg` and the drive's health; the last saved state is kept",
+    errno.EIO: "the disk reported an error: see `dmesg` and the drive's health",
     errno.ENODATA: "the file ends too early: it was truncated or copied incompletely",
     errno.EBUSY: "another process uses these files: stop it, or give this run its own offload.dir",
     errno.EPERM: "only the process that made arena, store and daemon may use them: a forked child may not",

@@ -94,7 +94,7 @@ def export_store(
     if manifest.state != "committed":
         raise UsageError(
             f"the run in {source} did not stop in order: its store holds parts of different steps",
-            hint="run it again with checkpoint.resume=never",
+            hint="stop a run with Ctrl-C and it is saved; this one has to start over with checkpoint.resume=never",
         )
     paths = [Path(name) for name in manifest.files]
     with (
@@ -102,6 +102,8 @@ def export_store(
         Store.open(paths, stripe=manifest.stripe, size=manifest.store_size) as store,
         SwapDaemon(arena, store, DaemonOptions(update_threads=0)) as daemon,
     ):
+        if manifests.read(source) != manifest:  # read before the store was locked
+            raise UsageError(f"another process has used the store in {source} meanwhile", hint="export again")
         weights = StoreWeights(manifest, daemon, arena, dtype=dtype)
         return write_checkpoint(
             out,

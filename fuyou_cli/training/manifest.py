@@ -1,8 +1,9 @@
 """The manifest of a run's store: which extents hold which generation of which stage, and where the run stands.
 
 It is written to a temporary file, synced, renamed and its directory synced; the data it names is on stable storage
-before. While a run is under way the manifest says so: a store whose run did not stop in order is refused, because its
-extents may belong to different steps.
+before. A store being filled says `loading`: there is nothing in it to lose. `committed` names one state, and stays true
+through the first step after it, which writes to the other extents only; from the second step on the store says
+`running`, and one whose run did not stop in order is refused, because its extents may belong to different steps.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ..core.errors import FuyouError, UsageError
 
+State = Literal["loading", "committed", "running"]
+
 NAME = "manifest.json"
-VERSION = 2
+VERSION = 3
 _LARGEST = 64 << 20
 
 
@@ -45,10 +48,12 @@ class StoredStage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    files: tuple[str, ...]  # absolute paths of the store's files: what `fuyou clean` may remove
+    run: str  # names this run in the part files of its folders
+    files: tuple[str, ...]  # absolute paths of the store's files, in the order of the stripe
+    parts: tuple[str, ...]  # of the part files beside them; with `files`, what `fuyou clean` may remove
     stripe: int
     store_size: int
-    state: Literal["committed", "running"]
+    state: State
     step: int  # finished steps
     written_total: int
     model_dir: str
@@ -105,7 +110,10 @@ def _parsed(path: Path, content: Any) -> Manifest:
     try:
         fields["stages"] = tuple(_stage(stage) for stage in fields["stages"])
         fields["files"] = tuple(str(name) for name in fields["files"])
+        fields["parts"] = tuple(str(name) for name in fields["parts"])
         fields["losses"] = tuple(float(loss) for loss in fields["losses"])
+        if fields["state"] not in get_args(State):
+            raise ValueError(f"state {fields['state']!r}")
         return Manifest(**fields)
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{path} is damaged: {error}", hint="start over with checkpoint.resume=never") from None

@@ -18,7 +18,7 @@ from ..spec.hardware import HardwareProfile
 from ..spec.model import Dtype, ModelSpec
 from ..spec.plan import Numerics, Plan, Tier
 from .manifest import Manifest
-from .manifest import read as read_manifest
+from .saved import find_saved
 from .storage import run_name
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def prepare(recipe: Recipe, *, probe: Probe, planning_only: bool = False, say: C
     from .checkpoint.hub import resolve
 
     directories = run_directories(recipe)
-    manifest = _resumable(recipe, directories[0]) if not planning_only else None
+    manifest = find_saved(recipe.checkpoint.resume, directories) if not planning_only else None
     if manifest is not None and recipe.checkpoint.resume != "auto":  # a run named by its folder goes on in that folder
         directories = tuple(Path(file).parent for file in manifest.files)
     model_dir = resolve(
@@ -134,21 +134,6 @@ def _warm_up(recipe: Recipe) -> None:
     weight = torch.zeros(64, 64, dtype=dtype, requires_grad=True)
     y = torch.nn.functional.scaled_dot_product_attention(x @ weight, x, x, is_causal=True)
     torch.nn.functional.silu(y).float().sum().backward()
-
-
-def _resumable(recipe: Recipe, directory: Path) -> Manifest | None:
-    if recipe.checkpoint.resume == "never":
-        return None
-    source = directory if recipe.checkpoint.resume == "auto" else Path(recipe.checkpoint.resume).expanduser()
-    manifest = read_manifest(source)
-    if manifest is None and recipe.checkpoint.resume != "auto":
-        raise UsageError(f"checkpoint.resume: there is no saved run in {source}")
-    if manifest is not None and manifest.state == "running":
-        raise UsageError(
-            f"the run in {source} did not stop in order: its store holds parts of different steps",
-            hint="start over with checkpoint.resume=never (this replaces that store)",
-        )
-    return manifest
 
 
 def tokenised_rows(recipe: Recipe, tokenizer_dir: Path) -> Rows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import signal
+import os
 import statistics
 import threading
 import time
@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
+from typing import NoReturn
 
 import torch
 
-from ..core.errors import Interrupted, UsageError
+from ..core.errors import FuyouError, Interrupted, NumericsError
 from ..engine.devices import open_device
 from ..engine.executor import Executor, StepAbandoned, StepOutcome
 from ..engine.host_memory import HostMemory
@@ -25,9 +26,11 @@ from ..swap.daemon import Counters, DaemonOptions, SwapDaemon
 from ..swap.store import Store
 from . import manifest as manifests
 from .data import collate
-from .manifest import Manifest
+from .manifest import Manifest, State
 from .prepare import Prepared
 from .report import Busy, RunReport, StepReport
+from .saved import PART_FILE, check_same_run, check_unchanged, write_parts
+from .stopping import StopRequests
 from .storage import STORE_FILE, StageFiles, check_space
 
 _REQUESTS = 4096
@@ -35,7 +38,8 @@ _SAMPLE_SECONDS = 0.02
 
 
 class Run:
-    """An open run. `memory_now` gives the process's anonymous and kernel bytes; `free_space` a folder's."""
+    """An open run. `memory_now` gives the process's anonymous and kernel bytes; `free_space` a folder's; `announce` hears
+    what a request to stop will do."""
 
     def __init__(
         self,
@@ -44,6 +48,7 @@ class Run:
         memory_now: Callable[[], int],
         free_space: Callable[[Path], int],
         trim: Callable[[], None] = lambda: None,
+        announce: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.prepared, self.plan, self.model = prepared, prepared.plan, prepared.model
         self.memory = MemoryWatch(memory_now)
@@ -51,7 +56,11 @@ class Run:
         self.losses: list[float] = list(prepared.manifest.losses) if prepared.manifest else []
         self.step = prepared.manifest.step if prepared.manifest else 0
         self.written_before = prepared.manifest.written_total if prepared.manifest else 0
-        self.stop_requested = False
+        self.stopping = StopRequests(announce)
+        self._name = prepared.manifest.run if prepared.manifest else os.urandom(8).hex()
+        self._on_disk: State = "committed" if prepared.manifest else "loading"
+        self._since_saved = 0  # steps begun since the state on disk
+        self._saved_step = self.step
         self._steps: list[StepReport] = []
         self._began = time.monotonic()
         self._stack = ExitStack()
@@ -69,7 +78,13 @@ class Run:
         torch.set_num_threads(plan.numerics.torch_threads)
         self.paths = [directory / STORE_FILE for directory in prepared.directories]
         if prepared.manifest is not None:
-            _check_same_run(prepared.manifest, prepared, self.paths)
+            check_same_run(
+                prepared.manifest,
+                self.paths,
+                stripe=plan.io.stripe,
+                fingerprints=prepared.fingerprints,
+                total_steps=prepared.total_steps,
+            )
         for directory in prepared.directories:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         check_space(self.paths, plan.store_size, free_space)
@@ -79,6 +94,8 @@ class Run:
         self.store = self._stack.enter_context(
             Store.open(self.paths, stripe=plan.io.stripe, size=plan.store_size, create=True)
         )
+        start_over = prepared.recipe.checkpoint.resume == "never"
+        check_unchanged(prepared.manifest, self.paths[0].parent, start_over=start_over)
         self.daemon = self._stack.enter_context(
             SwapDaemon(
                 arena,
@@ -127,32 +144,35 @@ class Run:
         """The model's weights as the store's generation 0, or the saved run's state."""
         records = self.executor.residency.records
         saved = self.prepared.manifest
-        if saved is None:
-            self.save_manifest("running")  # what an earlier run committed here is about to be overwritten
+        with self._telling_what_is_saved(), self.stopping.during("loading"):
+            if saved is not None:
+                self.files.restore(saved.stages, records)
+                return
+            self.save_manifest("loading")  # what an earlier run committed here is about to be overwritten
+            write_parts(self._name, [path.parent for path in self.paths])
             self.files.load(self.prepared.entries, records, progress)
-        else:
-            self.files.restore(saved.stages, records)
-        self.save_manifest("running")
 
     # ---- stepping ------------------------------------------------------------------------------------------------
 
     def train(self, on_step: Callable[[StepReport], None]) -> None:
         """Steps until the last one. Raises Interrupted, state saved, after a request to stop."""
-        with self._signals():
-            while self.step < self.prepared.total_steps:
-                if self.stop_requested:
-                    self._stop()
-                report = self._one_step()
-                if report is None:
-                    self._stop()
-                    continue
-                self._steps.append(report)
-                on_step(report)
-        self.save()
+        with self._telling_what_is_saved():
+            with self.stopping.during("training"):
+                while self.step < self.prepared.total_steps:
+                    report = None if self.stopping.requested else self._one_step()
+                    if report is None:
+                        self._stop()
+                    else:
+                        self._steps.append(report)
+                        on_step(report)
+            self.save()
 
     def _one_step(self) -> StepReport | None:
         prepared = self.prepared
         assert prepared.rows is not None and prepared.sampler is not None
+        self._since_saved += 1
+        if self._since_saved == 2:  # from here on extents of the state on disk are written over
+            self.save_manifest("running")
         batch = collate(
             prepared.rows,
             prepared.sampler.batch(self.step),
@@ -222,51 +242,62 @@ class Run:
         return tuple(busy)
 
     def _between_micro_batches(self) -> None:
-        if self.stop_requested and self.executor.may_abandon():
+        if self.stopping.requested and self.executor.may_abandon():
             raise StepAbandoned
 
     # ---- stopping and saving -------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """The first Ctrl-C or SIGTERM asks the run to stop and save; the second one ends it at once."""
-
-        def request(number: int, frame: FrameType | None) -> None:
-            if self.stop_requested:
-                raise KeyboardInterrupt
-            self.stop_requested = True
-
-        before = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _stop(self) -> None:
+    def _stop(self) -> NoReturn:
         self.executor.abandon()
         self.save()
-        raise Interrupted(
-            f"stopped after step {self.step} of {self.prepared.total_steps}; the state is saved in {self.paths[0].parent}",
-            hint="the same command goes on from here",
-        )
+        raise Interrupted(f"stopped after step {self.step} of {self.prepared.total_steps}")
+
+    @contextmanager
+    def _telling_what_is_saved(self) -> Iterator[None]:
+        """Whatever ends the run, the last words say what is left of it."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise Interrupted(f"stopped at once in step {self.step + 1}", hint=self._what_is_saved()) from None
+        except NumericsError as error:
+            if not error.changed:  # seen before anything was updated: the step before it is whole
+                self.executor.abandon()
+                self.save()
+            error.hint = f"{error.hint}; {self._what_is_saved()}"
+            raise
+        except FuyouError as error:
+            error.hint = f"{error.hint}; {self._what_is_saved()}" if error.hint else self._what_is_saved()
+            raise
+
+    def _what_is_saved(self) -> str:
+        folder = self.paths[0].parent
+        if self._on_disk == "loading":
+            return "nothing was trained yet: the same command starts again"
+        if self._on_disk == "running":
+            return f"{folder} holds parts of different steps: start over with checkpoint.resume=never"
+        without = ", without checkpoint.resume=never," if self.prepared.recipe.checkpoint.resume == "never" else ""
+        return f"the state after step {self._saved_step} is saved in {folder}: the same command{without} goes on from there"
 
     def save(self) -> None:
         """Everything at one generation, on stable storage, and a manifest that says so."""
-        self.executor.drain()
-        self.files.save_resident(self.executor.residency.records)
-        self.store.sync()
-        self.save_manifest("committed")
+        with self.stopping.during("saving"):
+            self.executor.drain()
+            self.files.save_resident(self.executor.residency.records)
+            self.store.sync()
+            self.save_manifest("committed")
+        self._since_saved, self._saved_step = 0, self.step
 
-    def save_manifest(self, state: str) -> None:
+    def save_manifest(self, state: State) -> None:
         prepared = self.prepared
         manifests.write(
             self.paths[0].parent,
             Manifest(
+                run=self._name,
                 files=tuple(str(path) for path in self.paths),
+                parts=tuple(str(path.with_name(PART_FILE)) for path in self.paths),
                 stripe=self.plan.io.stripe,
                 store_size=self.plan.store_size,
-                state="committed" if state == "committed" else "running",
+                state=state,
                 step=self.step,
                 written_total=self.written_before + self.daemon.counters().written_bytes,
                 model_dir=str(prepared.model_dir.resolve()),
@@ -278,6 +309,7 @@ class Run:
                 stages=self.files.describe(self.executor.residency.records, prepared.entries),
             ),
         )
+        self._on_disk = state
 
     # ---- reporting -----------------------------------------------------------------------------------------------
 
@@ -366,22 +398,3 @@ def _learning_rate(prepared: Prepared) -> LearningRate:
         min_ratio=schedule.min_lr_ratio,
         decay_steps=max(1, total // 10) if schedule.name == "wsd" else 0,
     )
-
-
-def _check_same_run(saved: Manifest, prepared: Prepared, paths: list[Path]) -> None:
-    """Raises UsageError naming what changed since the run was saved, before the store is touched."""
-    stripe = prepared.plan.io.stripe
-    if saved.files != tuple(map(str, paths)) or saved.stripe != stripe:
-        raise UsageError(
-            f"the saved run is striped over {', '.join(saved.files)} by {saved.stripe} bytes, not over "
-            f"{', '.join(map(str, paths))} by {stripe}",
-            hint="name the same folders in offload.dir, in the same order, or start over with checkpoint.resume=never",
-        )
-    changed = [name for name, value in prepared.fingerprints.items() if saved.fingerprints.get(name) != value]
-    if changed:
-        raise UsageError(
-            f"the saved run cannot be resumed: {', '.join(sorted(changed))} changed since",
-            hint="put it back as it was, or start over with checkpoint.resume=never",
-        )
-    if saved.step > prepared.total_steps:
-        raise UsageError(f"the saved run has done {saved.step} steps, the recipe asks for {prepared.total_steps}")

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
+from fuyou_cli.core.errors import Interrupted
+
 ROOT = Path(__file__).resolve().parents[2]
 END, PAD = "<|end|>", "<|pad|>"
 PLACES = ["harbour", "mill", "station", "bakery", "tower", "garden", "market", "bridge"]
@@ -141,3 +143,14 @@ def new_project(tmp_path: Path, materials: Path) -> Callable[..., Project]:
         return project
 
     return make
+
+
+@pytest.fixture
+def stopped(new_project: Callable[..., Project]) -> Project:
+    """A project whose run was stopped in step 3."""
+    from .running import STEPS, interrupt, train  # which speaks of this file's Project
+
+    project = new_project("stopped", {"train.max_steps": STEPS})
+    with pytest.raises(Interrupted):
+        train(project, interrupt(3, "forward"))
+    return project

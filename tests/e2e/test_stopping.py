@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,17 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fuyou_cli.cli import probe
-from fuyou_cli.cli.profile import assumed_hardware
 from fuyou_cli.core.errors import FuyouError, Interrupted, UsageError
-from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training import manifest as manifests
 from fuyou_cli.training.exporting import export_store
-from fuyou_cli.training.prepare import Prepared, prepare
 from fuyou_cli.training.run import Run
 
 from .conftest import Project
+from .running import STEPS, exported, interrupt, manifest_of, prepared_run, store_of, train
 
-STEPS = 6
 RAM = {f"offload.{kind}": "cpu" for kind in ("weights", "optimizer_states", "gradients", "boundaries")}
 PLACES: dict[str, dict[str, Any]] = {
     "clipped, on the ssd": {},
@@ -36,47 +31,6 @@ PLACES: dict[str, dict[str, Any]] = {
     "unclipped, fp32, two directories": {"train.clip_grad_norm": None, "precision.compute": "float32"},
 }
 
-Between = Callable[[Run], None]
-
-
-def _prepared(project: Project) -> Prepared:
-    recipe = load_recipe(project.recipe).recipe
-    return prepare(recipe, probe=lambda device: assumed_hardware(device=device), say=lambda message: None)
-
-
-def _train(project: Project, between: Between | None = None) -> tuple[list[float], Path]:
-    """Steps to the end, or until `between` (called between micro-batches) stops it; losses and the store's folder."""
-    with Run(_prepared(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
-        run.load(lambda count: None)
-        if between is not None:
-            look = run.executor.between_micro_batches
-
-            def look_and_act() -> None:
-                between(run)
-                look()
-
-            run.executor.between_micro_batches = look_and_act
-        run.train(lambda report: None)
-        return run.losses, run.paths[0].parent
-
-
-def _interrupt(step: int, phase: str) -> Between:
-    """Ctrl-C at the second micro-batch of `phase` in `step` (1 for the first)."""
-    seen: list[int] = []
-
-    def between(run: Run) -> None:
-        visit = run.executor.schedule.visits[run.executor._cursor]
-        if run.step + 1 == step and visit.phase == phase and visit.stage == 2:
-            seen.append(visit.stage)
-            if len(seen) == 2:
-                os.kill(os.getpid(), signal.SIGINT)
-
-    return between
-
-
-def _weights(store: Path, target: Path) -> dict[str, torch.Tensor]:
-    paths = export_store(store, target, dtype="float32", max_shard_size=1 << 30)
-    return {name: value for path in paths for name, value in load_file(path).items()}
 
 
 def _changes(project_folder: Path, place: str) -> dict[str, Any]:
@@ -93,36 +47,19 @@ def test_stopped_anywhere_and_resumed_is_the_same_run(
 ) -> None:
     whole = new_project("whole", _changes(tmp_path / "whole", place))
     broken = new_project("broken", _changes(tmp_path / "broken", place))
-    expected, store = _train(whole)
+    expected, store = train(whole)
     for step, phase in ((1, "forward"), (2, "backward"), (4, "forward"), (5, "backward")):
         with pytest.raises(Interrupted, match=rf"stopped after step \d of {STEPS}") as stopped:
-            _train(broken, _interrupt(step, phase))
+            train(broken, interrupt(step, phase))
         assert stopped.value.exit_code == 130
-        done = len(_manifest(broken).losses)
+        done = len(manifest_of(broken).losses)
         # an unclipped step whose backward has begun is finished, every other one is given up
         assert done == (step if phase == "backward" and "unclipped" in place else step - 1)
-    losses, resumed_store = _train(broken)
+    losses, resumed_store = train(broken)
     assert losses == expected
-    ours, theirs = _weights(resumed_store, tmp_path / "ours"), _weights(store, tmp_path / "theirs")
+    ours, theirs = exported(resumed_store, tmp_path / "ours"), exported(store, tmp_path / "theirs")
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
-
-
-def _manifest(project: Project) -> manifests.Manifest:
-    stores = [path for path in project.folder.rglob(manifests.NAME)]
-    assert len(stores) == 1
-    found = manifests.read(stores[0].parent)
-    assert found is not None
-    return found
-
-
-@pytest.fixture
-def stopped(new_project: Callable[..., Project]) -> Project:
-    """A project whose run was stopped in step 3."""
-    project = new_project("stopped", {"train.max_steps": STEPS})
-    with pytest.raises(Interrupted):
-        _train(project, _interrupt(3, "forward"))
-    return project
 
 
 def _refusal(project: Project, changes: dict[str, Any]) -> str:
@@ -130,7 +67,7 @@ def _refusal(project: Project, changes: dict[str, Any]) -> str:
     before = _digest(project)
     project.write_recipe({"train.max_steps": STEPS, **changes})
     with pytest.raises(UsageError) as refused:
-        _train(project)
+        train(project)
     assert refused.value.exit_code == 2
     assert _digest(project) == before
     return f"{refused.value.message} {refused.value.hint}"
@@ -196,11 +133,11 @@ def test_placement_may_change_between_stop_and_resume(
     stopped: Project, new_project: Callable[..., Project], tmp_path: Path
 ) -> None:
     whole = new_project("whole", {"train.max_steps": STEPS})
-    expected, store = _train(whole)
+    expected, store = train(whole)
     stopped.write_recipe({"train.max_steps": STEPS, **RAM, "offload.lookahead": 4, "offload.io.backend": "threads"})
-    losses, resumed = _train(stopped)
+    losses, resumed = train(stopped)
     assert losses == expected
-    ours, theirs = _weights(resumed, tmp_path / "ours"), _weights(store, tmp_path / "theirs")
+    ours, theirs = exported(resumed, tmp_path / "ours"), exported(store, tmp_path / "theirs")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -217,19 +154,19 @@ def test_a_store_left_running_is_refused(new_project: Callable[..., Project], tm
             raise Killed
 
     with pytest.raises(Killed):
-        _train(project, die)
-    for again in (lambda: _train(project), lambda: _weights(_store(project), tmp_path / "export")):
+        train(project, die)
+    for again in (lambda: train(project), lambda: exported(store_of(project), tmp_path / "export")):
         with pytest.raises(UsageError, match="did not stop in order") as refused:
             again()
         assert "checkpoint.resume=never" in str(refused.value.hint)
     assert not (tmp_path / "export").exists()
     project.write_recipe({"train.max_steps": STEPS, "checkpoint.resume": "never"})
-    losses, _ = _train(project)
-    assert losses == _train(new_project("untouched", {"train.max_steps": STEPS}))[0]
+    losses, _ = train(project)
+    assert losses == train(new_project("untouched", {"train.max_steps": STEPS}))[0]
 
 
 @pytest.mark.timeout(60)
-def test_starting_over_gives_the_old_state_up_first(stopped: Project) -> None:
+def test_starting_over_gives_the_old_state_up_first(stopped: Project, new_project: Callable[..., Project]) -> None:
     """Killed while a new run's weights are loaded over the old ones: nobody may take the rest for the old run."""
 
     def die(count: int) -> None:
@@ -238,26 +175,22 @@ def test_starting_over_gives_the_old_state_up_first(stopped: Project) -> None:
     stopped.write_recipe({"train.max_steps": STEPS, "checkpoint.resume": "never"})
     with (
         pytest.raises(Killed),
-        Run(_prepared(stopped), memory_now=probe.process_bytes, free_space=probe.free_space) as run,
+        Run(prepared_run(stopped), memory_now=probe.process_bytes, free_space=probe.free_space) as run,
     ):
         run.load(die)
     stopped.write_recipe({"train.max_steps": STEPS})
-    with pytest.raises(UsageError, match="did not stop in order"):
-        _train(stopped)
-
-
-def _store(project: Project) -> Path:
-    return next(iter(project.folder.rglob(manifests.NAME))).parent
+    losses, _ = train(stopped)
+    assert losses == train(new_project("whole", {"train.max_steps": STEPS}))[0]
 
 
 @pytest.mark.timeout(60)
 def test_a_damaged_manifest_is_refused(stopped: Project) -> None:
-    manifest = _store(stopped) / manifests.NAME
+    manifest = store_of(stopped) / manifests.NAME
     whole = manifest.read_text()
     for damaged in (whole[: len(whole) // 2], "[]", whole.replace('"stages"', '"steps"'), "{}"):
         manifest.write_text(damaged)
         with pytest.raises(FuyouError) as refused:
-            _train(stopped)
+            train(stopped)
         assert str(manifest) in refused.value.message
 
 
@@ -266,11 +199,11 @@ def test_a_float32_checkpoint_survives_bfloat16_to_the_bit(new_project: Callable
     """Stopped before anything was learnt: weights and remainders are what the checkpoint held."""
     project = new_project(changes={"train.max_steps": STEPS})
     with pytest.raises(Interrupted):
-        _train(project, _interrupt(1, "forward"))
-    exported = _weights(_store(project), tmp_path / "export")
+        train(project, interrupt(1, "forward"))
+    weights = exported(store_of(project), tmp_path / "export")
     original = load_file(project.materials / "model" / "model.safetensors")
-    assert exported.keys() == original.keys()
-    assert all(torch.equal(exported[name], original[name]) for name in original)
+    assert weights.keys() == original.keys()
+    assert all(torch.equal(weights[name], original[name]) for name in original)
 
 
 @pytest.mark.timeout(60)
@@ -279,7 +212,7 @@ def test_the_export_computes_what_the_store_holds(new_project: Callable[..., Pro
     from transformers import AutoModelForCausalLM
 
     project = new_project(changes={"train.max_steps": 3, "precision.compute": "float32"})
-    prepared = _prepared(project)
+    prepared = prepared_run(project)
     with Run(prepared, memory_now=probe.process_bytes, free_space=probe.free_space) as run:
         run.load(lambda count: None)
         run.train(lambda report: None)
@@ -308,10 +241,10 @@ def test_the_export_computes_what_the_store_holds(new_project: Callable[..., Pro
 def test_a_run_at_a_constant_rate_may_be_made_longer(new_project: Callable[..., Project]) -> None:
     constant = {"lr_scheduler.name": "constant", "lr_scheduler.warmup_steps": 0}
     project = new_project("longer", {"train.max_steps": 2, **constant})
-    _train(project)
+    train(project)
     project.write_recipe({"train.max_steps": 4, **constant})
-    longer, _ = _train(project)
-    assert longer == _train(new_project("whole", {"train.max_steps": 4, **constant}))[0]
+    longer, _ = train(project)
+    assert longer == train(new_project("whole", {"train.max_steps": 4, **constant}))[0]
 
 
 @pytest.mark.timeout(60)
@@ -319,10 +252,10 @@ def test_a_run_named_by_its_folder_goes_on_there(stopped: Project, new_project: 
     folder = next(iter(stopped.folder.rglob(manifests.NAME))).parent
     elsewhere = {"offload.dir": str(stopped.folder / "elsewhere"), "checkpoint.resume": str(folder)}
     stopped.write_recipe({"train.max_steps": STEPS, **elsewhere})
-    losses, store = _train(stopped)
+    losses, store = train(stopped)
     assert store == folder
     assert not (stopped.folder / "elsewhere").exists()
-    assert losses == _train(new_project("whole", {"train.max_steps": STEPS}))[0]
+    assert losses == train(new_project("whole", {"train.max_steps": STEPS}))[0]
 
 
 @pytest.mark.timeout(60)
@@ -337,5 +270,5 @@ def test_exports_keep_the_names_of_the_checkpoint(new_project: Callable[..., Pro
     save_file(renamed, bare / "model.safetensors", metadata={"format": "pt"})
     tokenizer = {"tokenizer.name_or_path": str(project.materials / "model")}
     project.write_recipe({"train.max_steps": 2, "model.name_or_path": str(bare), **tokenizer})
-    _, store = _train(project)
-    assert _weights(store, tmp_path / "out").keys() == renamed.keys()
+    _, store = train(project)
+    assert exported(store, tmp_path / "out").keys() == renamed.keys()

@@ -1,0 +1,165 @@
+"""Which saved run a recipe goes on from, and whether the folders it names are free for a new one.
+
+Every folder of a store holds a part file, `part.json`, that says which run its `store.bin` belongs to and as which part:
+the manifest lies in the first folder only, and folders may be named in another order, left out, or not be mounted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..core.errors import UsageError
+from . import manifest as manifests
+from .manifest import Manifest, sync_directory
+from .storage import STORE_FILE
+
+PART_FILE = "part.json"
+_LARGEST_PART = 1 << 16
+_START_OVER = "or start over with checkpoint.resume=never, which gives that state up"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One folder of a store: part `index` of `count` of the run `run`, whose manifest lies in `first`."""
+
+    run: str
+    index: int
+    count: int
+    first: str
+
+
+def part_size(store_size: int, *, stripe: int, count: int, index: int) -> int:
+    """Bytes of file `index` of a store of `store_size` bytes over `count` files: whole stripes in turn, then the tail."""
+    full, tail = divmod(store_size, stripe)
+    rounds, left = divmod(full, count)
+    return (rounds + (index < left)) * stripe + (tail if index == left else 0)
+
+
+def write_parts(run: str, directories: Sequence[Path]) -> None:
+    """Claims the folders for a run, on stable storage. Manifests of runs that had them are gone first."""
+    for directory in directories[1:]:
+        (directory / manifests.NAME).unlink(missing_ok=True)
+    for index, directory in enumerate(directories):
+        part = Part(run=run, index=index, count=len(directories), first=str(directories[0]))
+        temporary = directory / f".{PART_FILE}.{os.getpid()}"
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(json.dumps({"fuyou_part": 1, **asdict(part)}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(directory / PART_FILE)
+        sync_directory(directory)
+        sync_directory(directory.parent)
+
+
+def read_part(directory: Path) -> Part | None:
+    """What `directory` is part of; None when it is of nothing (or of something that is not a part file of ours)."""
+    path = directory / PART_FILE
+    try:
+        if path.stat().st_size > _LARGEST_PART:
+            return None
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content.pop("fuyou_part") != 1:
+            return None
+        return Part(**content)
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def find_saved(resume: str, directories: Sequence[Path]) -> Manifest | None:
+    """The saved run to go on from, None for a new one. `resume`: auto, never, or a store's folder.
+
+    Raises UsageError when there is one that cannot be gone on from, or that a new run would overwrite unasked.
+    """
+    if resume == "never":
+        return None
+    source = directories[0] if resume == "auto" else Path(resume).expanduser()
+    found = manifests.read(source)
+    if found is None and resume != "auto":
+        raise UsageError(f"checkpoint.resume: there is no saved run in {source}")
+    if found is None or found.state == "loading":
+        _check_free(directories)
+        return None
+    if found.state == "running":
+        raise UsageError(
+            f"the run in {source} did not stop in order: its store holds parts of different steps",
+            hint="start over with checkpoint.resume=never (this replaces that store)",
+        )
+    _check_parts(found)
+    return found
+
+
+def _check_parts(saved: Manifest) -> None:
+    """Every file the manifest names is there, as long as it was, and of this run."""
+    for index, name in enumerate(saved.files):
+        path = Path(name)
+        least = part_size(saved.store_size, stripe=saved.stripe, count=len(saved.files), index=index)
+        size = path.stat().st_size if path.is_file() else -1
+        if size < least:
+            what = "is missing" if size < 0 else f"has {size:,} bytes, at least {least:,} are expected"
+            raise UsageError(
+                f"the saved run cannot be resumed: {path} {what}",
+                hint=f"mount its drive or put the file back, {_START_OVER}",
+            )
+        part = read_part(path.parent)
+        if part is None or (part.run, part.index) != (saved.run, index):
+            raise UsageError(
+                f"the saved run cannot be resumed: {path} belongs to another run by now",
+                hint="start over with checkpoint.resume=never",
+            )
+
+
+def _check_free(directories: Sequence[Path]) -> None:
+    """Nothing in these folders belongs to a saved run that a new one would destroy."""
+    for directory in directories:
+        part = read_part(directory)
+        if part is None or not (directory / STORE_FILE).exists():
+            continue
+        first = Path(part.first)
+        owner = manifests.read(first)
+        if owner is None and first.is_dir():
+            continue  # the run was removed
+        if owner is not None and (owner.run != part.run or owner.state != "committed"):
+            continue
+        step = f"after step {owner.step}" if owner is not None else f"whose manifest was in {first}"
+        raise UsageError(
+            f"{directory} holds part {part.index + 1} of {part.count} of a saved run {step}",
+            hint=f"name the folders of offload.dir as that run did ({first.parent} first), {_START_OVER}",
+        )
+
+
+def check_unchanged(expected: Manifest | None, directory: Path, *, start_over: bool) -> None:
+    """Called with the store locked: the manifest is still what was planned with. Raises UsageError otherwise."""
+    if start_over:
+        return
+    current = manifests.read(directory)
+    if current is not None and current.state == "loading":
+        current = None
+    if current != expected:
+        raise UsageError(
+            f"another process has used the store in {directory} since this one looked at it",
+            hint="run the same command again",
+        )
+
+
+def check_same_run(
+    saved: Manifest, paths: Sequence[Path], *, stripe: int, fingerprints: Mapping[str, str], total_steps: int
+) -> None:
+    """Raises UsageError naming what changed since the run was saved, before the store is touched."""
+    if saved.files != tuple(map(str, paths)) or saved.stripe != stripe:
+        raise UsageError(
+            f"the saved run is striped over {', '.join(saved.files)} by {saved.stripe} bytes, not over "
+            f"{', '.join(map(str, paths))} by {stripe}",
+            hint="name the same folders in offload.dir, in the same order, or start over with checkpoint.resume=never",
+        )
+    changed = [name for name, value in fingerprints.items() if saved.fingerprints.get(name) != value]
+    if changed:
+        raise UsageError(
+            f"the saved run cannot be resumed: {', '.join(sorted(changed))} changed since",
+            hint="put it back as it was, or start over with checkpoint.resume=never",
+        )
+    if saved.step > total_steps:
+        raise UsageError(f"the saved run has done {saved.step} steps, the recipe asks for {total_steps}")

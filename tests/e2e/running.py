@@ -1,0 +1,78 @@
+"""Runs in this process that stop where a test says."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from fuyou_cli.cli import probe
+from fuyou_cli.cli.profile import assumed_hardware
+from fuyou_cli.recipe.load import load_recipe
+from fuyou_cli.training import manifest as manifests
+from fuyou_cli.training.exporting import export_store
+from fuyou_cli.training.prepare import Prepared, prepare
+from fuyou_cli.training.run import Run
+
+from .conftest import Project
+
+STEPS = 6
+Between = Callable[[Run], None]
+
+
+def prepared_run(project: Project) -> Prepared:
+    recipe = load_recipe(project.recipe).recipe
+    return prepare(recipe, probe=lambda device: assumed_hardware(device=device), say=lambda message: None)
+
+
+def train(project: Project, between: Between | None = None) -> tuple[list[float], Path]:
+    """Steps to the end, or until `between` (called between micro-batches) stops it; losses and the store's folder."""
+    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+        run.load(lambda count: None)
+        if between is not None:
+            look = run.executor.between_micro_batches
+
+            def look_and_act() -> None:
+                between(run)
+                look()
+
+            run.executor.between_micro_batches = look_and_act
+        run.train(lambda report: None)
+        return run.losses, run.paths[0].parent
+
+
+def interrupt(step: int, phase: str) -> Between:
+    """Ctrl-C at the second micro-batch of `phase` in `step` (1 for the first)."""
+    seen: list[int] = []
+
+    def between(run: Run) -> None:
+        visit = run.executor.schedule.visits[run.executor._cursor]
+        if run.step + 1 == step and visit.phase == phase and visit.stage == 2:
+            seen.append(visit.stage)
+            if len(seen) == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    return between
+
+
+def exported(store: Path, target: Path) -> dict[str, torch.Tensor]:
+    paths = export_store(store, target, dtype="float32", max_shard_size=1 << 30)
+    return {name: value for path in paths for name, value in load_file(path).items()}
+
+
+def manifest_of(project: Project) -> manifests.Manifest:
+    stores = [path for path in project.folder.rglob(manifests.NAME)]
+    assert len(stores) == 1
+    found = manifests.read(stores[0].parent)
+    assert found is not None
+    return found
+
+
+def store_of(project: Project) -> Path:
+    """The folder of its one manifest."""
+    (found,) = project.folder.rglob(manifests.NAME)
+    return found.parent

@@ -1,0 +1,200 @@
+"""What is saved stays saved: folders missing or in another order, signals at any time, a step that is not finite."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fuyou_cli.cli import probe
+from fuyou_cli.core.errors import Interrupted, NumericsError, UsageError
+from fuyou_cli.training.run import Run
+from fuyou_cli.training.saved import PART_FILE
+
+from .conftest import Project
+from .running import STEPS, exported, interrupt, manifest_of, prepared_run, train
+
+pytestmark = pytest.mark.timeout(60)
+NewProject = Callable[..., Project]
+
+
+def _striped(folder: Path, *names: str) -> dict[str, Any]:
+    return {"train.max_steps": STEPS, "offload.dir": [str(folder / name) for name in names]}
+
+
+@pytest.fixture
+def striped(new_project: NewProject, tmp_path: Path) -> Project:
+    """A project on two drives, `a` and `b`, stopped in step 3."""
+    project = new_project("striped", _striped(tmp_path / "striped", "a", "b"))
+    with pytest.raises(Interrupted):
+        train(project, interrupt(3, "forward"))
+    return project
+
+
+@pytest.fixture
+def whole(new_project: NewProject) -> list[float]:
+    """The losses of a run nobody stopped."""
+    return train(new_project("whole", {"train.max_steps": STEPS}))[0]
+
+
+def _folder(project: Project, drive: str) -> Path:
+    (found,) = (project.folder / drive).iterdir()
+    return found
+
+
+def test_a_missing_drive_is_refused_and_costs_nothing(striped: Project, whole: list[float]) -> None:
+    away = striped.folder / "away"
+    (striped.folder / "b").rename(away)
+    with pytest.raises(UsageError, match=r"store\.bin is missing"):
+        train(striped)
+    (striped.folder / "b").mkdir()  # an empty mount point
+    with pytest.raises(UsageError, match=r"store\.bin is missing"):
+        train(striped)
+    (striped.folder / "b").rmdir()
+    away.rename(striped.folder / "b")
+    assert train(striped)[0] == whole
+
+
+def test_a_file_cut_short_is_refused(striped: Project) -> None:
+    store = _folder(striped, "a") / "store.bin"
+    os.truncate(store, store.stat().st_size // 2)
+    with pytest.raises(UsageError, match=r"store\.bin has .* bytes, at least"):
+        train(striped)
+
+
+@pytest.mark.parametrize("order", [("b", "a"), ("b",), ("c", "b")], ids=str)
+def test_folders_of_a_saved_run_are_not_taken_by_another(
+    order: tuple[str, ...], striped: Project, whole: list[float]
+) -> None:
+    """Named in another order, or without the first one, which has the manifest."""
+    striped.write_recipe(_striped(striped.folder, *order))
+    with pytest.raises(UsageError, match="of a saved run after step 2"):
+        train(striped)
+    striped.write_recipe(_striped(striped.folder, "a", "b"))
+    assert train(striped)[0] == whole
+
+
+def test_starting_over_elsewhere_leaves_no_state_that_lies(striped: Project, whole: list[float]) -> None:
+    striped.write_recipe({**_striped(striped.folder, "b", "a"), "checkpoint.resume": "never"})
+    assert train(striped)[0] == whole
+    striped.write_recipe({**_striped(striped.folder, "a", "b")})
+    with pytest.raises(UsageError, match="of a saved run"):
+        train(striped)
+    striped.write_recipe({**_striped(striped.folder, "b", "a")})
+    assert train(striped)[0] == whole
+
+
+def test_a_folder_of_another_run_is_refused(striped: Project) -> None:
+    part = _folder(striped, "b") / PART_FILE
+    part.write_text(part.read_text().replace(manifest_of(striped).run, "0" * 16))
+    with pytest.raises(UsageError, match="belongs to another run"):
+        train(striped)
+
+
+def test_the_manifest_is_looked_at_again_under_the_lock(stopped: Project) -> None:
+    prepared = prepared_run(stopped)
+    train(stopped, None)
+    with pytest.raises(UsageError, match="another process has used the store"):
+        Run(prepared, memory_now=probe.process_bytes, free_space=probe.free_space)
+
+
+def test_interrupted_while_loading_starts_again(new_project: NewProject, whole: list[float]) -> None:
+    project = new_project("loading", {"train.max_steps": STEPS})
+
+    def press(count: int) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with (
+        pytest.raises(Interrupted) as stopped,
+        Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run,
+    ):
+        run.load(press)
+    assert "nothing was trained yet" in str(stopped.value.hint)
+    assert train(project)[0] == whole
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_interrupted_while_saving(presses: int, stopped: Project, whole: list[float]) -> None:
+    """Once is announced and waits; twice gives up what is being saved, not what was saved before."""
+    heard: list[str] = []
+    prepared = prepared_run(stopped)
+    with Run(
+        prepared, memory_now=probe.process_bytes, free_space=probe.free_space, announce=heard.append
+    ) as run:
+        run.load(lambda count: None)
+        save_resident = run.files.save_resident
+
+        def pressed(records: Any) -> int:
+            for _ in range(presses):
+                os.kill(os.getpid(), signal.SIGINT)
+            return save_resident(records)
+
+        run.files.save_resident = pressed  # type: ignore[method-assign]
+        run.executor.between_micro_batches = lambda: _stop_in(run, 3)
+        with pytest.raises(Interrupted) as ended:
+            run.train(lambda report: None)
+    assert heard[1].startswith("saving the state")
+    assert ("stopped after step 2" if presses == 1 else "stopped at once in step 3") in ended.value.message
+    assert "after step 2 is saved" in str(ended.value.hint)
+    assert train(stopped)[0] == whole
+
+
+def _stop_in(run: Run, step: int) -> None:
+    """Asks to stop in step `step`."""
+    if run.step + 1 == step and not run.stopping.requested:
+        os.kill(os.getpid(), signal.SIGINT)
+    run._between_micro_batches()
+
+
+def test_killed_in_the_first_step_after_a_save_costs_nothing(stopped: Project, whole: list[float]) -> None:
+    """It writes to the other extents only."""
+
+    class Killed(Exception):
+        pass
+
+    def die(run: Run) -> None:
+        visit = run.executor.schedule.visits[run.executor._cursor]
+        if visit.phase == "backward" and visit.stage == 1:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(stopped, die)
+    assert train(stopped)[0] == whole
+
+
+def test_a_gradient_that_is_not_finite_saves_the_step_before(
+    new_project: NewProject, whole: list[float], tmp_path: Path
+) -> None:
+    project = new_project("poisoned", {"train.max_steps": STEPS})
+    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+        run.load(lambda count: None)
+        sums = run.executor
+
+        def poison() -> None:
+            if run.step == 3:
+                for total in sums._sums.values():
+                    total.flat.fill_(float("nan"))
+
+        run.executor.between_micro_batches = poison
+        with pytest.raises(NumericsError, match="step 4") as ended:
+            run.train(lambda report: None)
+    assert "after step 3 is saved" in str(ended.value.hint)
+    losses, store = train(project)
+    assert losses == whole
+    assert exported(store, tmp_path / "out")
+
+
+def test_a_copy_of_the_run_can_be_put_back(striped: Project, whole: list[float]) -> None:
+    """A folder restored byte for byte is the same run."""
+    copy = striped.folder / "copy"
+    shutil.copytree(_folder(striped, "b"), copy)
+    shutil.rmtree(_folder(striped, "b"))
+    shutil.copytree(copy, striped.folder / "b" / _folder(striped, "a").name)
+    assert train(striped)[0] == whole
+
+
