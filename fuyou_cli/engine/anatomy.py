@@ -92,9 +92,9 @@ def _running_order(units: list[tuple[str, nn.Module]], model: PreTrainedModel) -
     replaced by a stand-in of the right output shape. A unit called twice, or never, is refused by name."""
     called: list[str] = []
     names = {id(module): name for name, module in units}
-    with replaced_forwards({module: _stand_in(module, names[id(module)], called) for _, module in units}):
-        with torch.no_grad(), one_row_masks(model):
-            model.base_model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
+    stand_ins = {module: _stand_in(module, names[id(module)], called) for _, module in units}
+    with replaced_forwards(stand_ins), torch.no_grad(), one_row_masks(model):
+        model.base_model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
     for name, _ in units:
         if called.count(name) != 1:
             times = "never" if name not in called else f"{called.count(name)} times"
