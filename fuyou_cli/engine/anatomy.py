@@ -40,11 +40,18 @@ class Anatomy:
     modules: list[nn.Module | None] = field(default_factory=list)
     parameters: list[tuple[Slotted, ...]] = field(default_factory=list)
     params: list[int] = field(default_factory=list)  # elements with padding
+    vocabulary: list[tuple[int, int] | None] = field(default_factory=list)  # rows (first, end) of a piece
     tied_head: bool = False
 
     @property
     def base(self) -> nn.Module:
         return self.model.base_model
+
+    def owner(self, stage: int) -> int:
+        """The stage whose weights stage `stage` computes with (see ModelSpec.owner)."""
+        if not self.tied_head or self.kinds[stage] != "head":
+            return stage
+        return self.vocabulary.index(self.vocabulary[stage])
 
 
 def is_block(module: nn.Module, model: PreTrainedModel) -> bool:
@@ -166,6 +173,7 @@ def _add(
     anatomy.modules.append(module)
     anatomy.parameters.append(tuple(slotted))
     anatomy.params.append(align_up(offset, STAGE_ALIGN))
+    anatomy.vocabulary.append(None)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from .anatomy import Anatomy, one_row_masks
 from .boundaries import Boundaries
 from .compute_weights import ComputeWeights
 from .devices.base import Device
-from .embedding_passes import embedding_backward
+from .embedding_passes import backward_in_pieces, embedding_backward, forward_in_pieces
 from .gradients import GradientSum, squared_norm
 from .head import IGNORED, Head, shifted
 from .head_passes import run_head
@@ -87,6 +87,8 @@ class Executor:
         )
         self._anchor = torch.zeros((), requires_grad=True)
         self._replaced: list[torch.nn.Module] = []
+        cut = [stage.index for stage in model.stages if stage.kind == "embedding" and stage.vocabulary is not None]
+        self._pieces = {cut[0]: cut} if cut else {}  # of the embedding, by the stage that its forward is called as
         self._cursor, self._settled = -1, False
         self._prefetched: set[int] = set()
         self._squares: dict[int, float] = {}
@@ -98,7 +100,7 @@ class Executor:
 
     def _replace_forwards(self) -> None:
         for stage in self.stages:
-            if stage.module is None:
+            if stage.module is None or stage.module in self._replaced:
                 continue
             original = type(stage.module).forward.__get__(stage.module)
             stage.module.forward = streamed_forward(
@@ -152,8 +154,8 @@ class Executor:
 
     def may_abandon(self) -> bool:
         """Whether the step under way can be given up: no update of it has begun."""
-        backward_begun = self._cursor >= 0 and self.schedule.visits[self._cursor].phase != "forward"
-        return self.plan.two_phase or not backward_begun
+        phase = self.schedule.visits[self._cursor].phase if self._cursor >= 0 else "forward"
+        return self.plan.two_phase or phase in ("forward", "logits")
 
     def abandon(self) -> None:
         """Forgets the step under way (or what was prefetched for the next). Updates of earlier steps stay due."""
@@ -223,6 +225,7 @@ class Executor:
     def _prefetch(self) -> None:
         """Starts what the next `lookahead` visits need, in order, as far as slots are free."""
         visits = self.schedule.visits
+        resuming = True  # so far; a visit that begins a new sum must not find its slot taken by one behind it
         for ahead in range(1, self.plan.lookahead + 1):
             index = self._cursor + ahead
             if index >= len(visits):
@@ -230,6 +233,7 @@ class Executor:
                     return
                 index -= len(visits)
             visit = visits[index]
+            resuming = resuming and visit.resume and self.residency.try_resume_gradients(visit.stage)
             if visit.take and visit.stage in self.boundaries.kept and not self.boundaries.try_prefetch(visit.stage):
                 return
             if index in self._prefetched:
@@ -256,6 +260,8 @@ class Executor:
 
     def forward(self, call: Call, x: torch.Tensor) -> torch.Tensor:
         """The stage's output for the whole batch. x: (batch, tokens, ...) in host memory."""
+        if call.stage in self._pieces:
+            return forward_in_pieces(self, self._pieces[call.stage], call, x)
         visit, flat = self.enter("forward", call.stage)
         if visit.stash:
             self.boundaries.stash(call.stage, x, self.residency.wait_until)
@@ -288,6 +294,10 @@ class Executor:
 
     def backward(self, call: Call, ids: torch.Tensor | None, grad_y: torch.Tensor) -> torch.Tensor | None:
         """The gradient of the stage's input for the whole batch (None for ids); the stage's own gradients are summed."""
+        if call.stage in self._pieces:
+            assert ids is not None
+            backward_in_pieces(self, self._pieces[call.stage], call, ids, grad_y)
+            return None
         visit, flat = self.enter("backward", call.stage)
         x = self.boundaries.take(call.stage, self.residency.wait_until) if visit.take else ids
         assert x is not None

@@ -42,37 +42,47 @@ class GradientSums:
         self._downloads: list[tuple[Event, Callable[[], None]]] = []
 
     def _open_spans(self, item: int) -> list[torch.Tensor]:
-        """On a separate device two spans take turns with their downloads; one more stays with a tied head."""
+        """On a separate device two spans take turns with their downloads; one more stays with a tied head that is not cut."""
         if not self.device.separate:
             return []
         largest = max(stage.params for stage in self.model.stages) * item
-        return [self.device.empty(largest) for _ in range(3 if self.model.tied_head else 2)]
+        stays = self.model.tied_head and not self.model.head_is_cut
+        return [self.device.empty(largest) for _ in range(3 if stays else 2)]
 
-    def open(self, owner: int) -> GradientSum | None:
-        """The sum of the gradients of stage `owner`, begun or gone on with; None for a stage without parameters."""
+    def open(self, owner: int, *, resume: bool = False) -> GradientSum | None:
+        """The sum of the gradients of stage `owner`, begun or gone on with; None for a stage without parameters. With
+        `resume` it goes on from what rests at the gradients' home."""
         spec = self.model.stages[owner]
         if spec.params == 0:
             return None
         if owner not in self._sums:
-            span = self.residency.acquire_gradients(owner)
+            span = self.residency.resume_gradients(owner) if resume else self.residency.acquire_gradients(owner)
+            flat = host = self.memory.tensor(span, self._dtype, spec.params)
             if self.device.separate:
                 if not self._spans:
                     self.settle()
                 flat = self._spans.pop(0).view(self._dtype)[: spec.params]
-            else:
-                flat = self.memory.tensor(span, self._dtype, spec.params)
-            self._sums[owner] = GradientSum(spec, flat)
+                if resume:
+                    self.device.upload(host, flat).wait()
+            self._sums[owner] = GradientSum(spec, flat, touched=set(range(len(spec.tensors))) if resume else set())
         return self._sums[owner]
 
     def close(self, owner: int, total: GradientSum | None) -> None:
         """The stage's gradients are complete: they are handed over once they are in host memory."""
+        self._bring(owner, total, lambda host: self._hand_over(owner, host))
+
+    def rest(self, owner: int, total: GradientSum | None) -> None:
+        """One of two users has added its gradients: they rest until the other resumes the sum."""
+        self._bring(owner, total, lambda host: self.residency.rest_gradients(owner))
+
+    def _bring(self, owner: int, total: GradientSum | None, then: Callable[[torch.Tensor], None]) -> None:
         if total is None:
             return
         total.complete()
         del self._sums[owner]
         host = self.memory.tensor(self.residency.acquire_gradients(owner), self._dtype, total.stage.params)
         if not self.device.separate:
-            self._hand_over(owner, host)
+            then(host)
             return
         event = self.device.download(total.flat, host)
         # The update reads and writes the host's weights; they stay held until the gradients have arrived.
@@ -81,7 +91,7 @@ class GradientSums:
 
         def arrived() -> None:
             self._spans.append(_whole(total.flat))
-            self._hand_over(owner, host)
+            then(host)
             self.residency.let_go(record)
 
         self._downloads.append((event, arrived))
