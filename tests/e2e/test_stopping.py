@@ -34,6 +34,8 @@ PLACES: dict[str, dict[str, Any]] = {
     "unclipped, in RAM": {**RAM, "train.clip_grad_norm": None},
     "clipped, emulated device": {"offload.device": "emulated"},
     "unclipped, fp32, two directories": {"train.clip_grad_norm": None, "precision.compute": "float32"},
+    "clipped, vocabulary cut": {"train.head_chunk_vocab": 100},
+    "unclipped, vocabulary cut": {"train.head_chunk_vocab": 100, "train.clip_grad_norm": None},
 }
 
 Between = Callable[[Run], None]
@@ -61,12 +63,15 @@ def _train(project: Project, between: Between | None = None) -> tuple[list[float
 
 
 def _interrupt(step: int, phase: str) -> Between:
-    """Ctrl-C at the second micro-batch of `phase` in `step` (1 for the first)."""
+    """Ctrl-C at the second micro-batch of `phase` in `step` (1 for the first): in the first block, or a cut head's second
+    piece."""
     seen: list[int] = []
 
     def between(run: Run) -> None:
         visit = run.executor.schedule.visits[run.executor._cursor]
-        if run.step + 1 == step and visit.phase == phase and visit.stage == 2:
+        kind = "head" if phase in ("logits", "head") else "block"
+        stages = [stage.index for stage in run.model.stages if stage.kind == kind]
+        if run.step + 1 == step and visit.phase == phase and visit.stage == stages[kind == "head"]:
             seen.append(visit.stage)
             if len(seen) == 2:
                 os.kill(os.getpid(), signal.SIGINT)
@@ -106,6 +111,23 @@ def test_stopped_anywhere_and_resumed_is_the_same_run(
     ours, theirs = _weights(resumed_store, tmp_path / "ours"), _weights(store, tmp_path / "theirs")
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+@pytest.mark.parametrize("place", ["clipped, vocabulary cut", "unclipped, vocabulary cut"])
+@pytest.mark.timeout(60)
+def test_stopped_in_a_cut_head(place: str, new_project: Callable[..., Project], tmp_path: Path) -> None:
+    """Between the logits of two pieces nothing has been updated; between their gradients, without clipping, it has."""
+    expected, store = _train(new_project("whole", _changes(tmp_path / "whole", place)))
+    broken = new_project("broken", _changes(tmp_path / "broken", place))
+    for step, phase in ((2, "logits"), (3, "head")):
+        with pytest.raises(Interrupted):
+            _train(broken, _interrupt(step, phase))
+        finished = step if phase == "head" and "unclipped" in place else step - 1
+        assert len(_manifest(broken).losses) == finished
+    losses, resumed = _train(broken)
+    assert losses == expected
+    ours, theirs = _weights(resumed, tmp_path / "ours"), _weights(store, tmp_path / "theirs")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def _manifest(project: Project) -> manifests.Manifest:
@@ -148,6 +170,7 @@ def _digest(project: Project) -> dict[str, bytes]:
         ({"train.micro_batch_size": 4}, "micro_batch_size was 2, is 4"),
         ({"train.threads": 2}, "threads was 1, is 2"),
         ({"train.head_chunk_tokens": 7}, "head_chunk_tokens was 0, is 7"),
+        ({"train.head_chunk_vocab": 100}, "head_chunk_vocab was 0, is 100"),
         ({"precision.grad_accum": "bfloat16"}, "precision.grad_accum was float32, is bfloat16"),
         ({"seed": 1}, "seed was 42, is 1"),
         ({"optimizer.lr": 1e-3}, "optimizer changed"),
@@ -261,12 +284,19 @@ def test_a_damaged_manifest_is_refused(stopped: Project) -> None:
         assert str(manifest) in refused.value.message
 
 
+@pytest.mark.parametrize("compute", ["bfloat16", "float32"])
+@pytest.mark.parametrize("rows", [0, 100])
 @pytest.mark.timeout(60)
-def test_a_float32_checkpoint_survives_bfloat16_to_the_bit(new_project: Callable[..., Project], tmp_path: Path) -> None:
-    """Stopped before anything was learnt: weights and remainders are what the checkpoint held."""
-    project = new_project(changes={"train.max_steps": STEPS})
+def test_a_float32_checkpoint_survives_to_the_bit(
+    rows: int, compute: str, new_project: Callable[..., Project], tmp_path: Path
+) -> None:
+    """Stopped before anything was learnt: weights and remainders are what the checkpoint held, put together from the
+    pieces of a cut vocabulary."""
+    numerics = {"train.head_chunk_vocab": rows, "precision.compute": compute}
+    project = new_project(changes={"train.max_steps": STEPS, **numerics})
     with pytest.raises(Interrupted):
         _train(project, _interrupt(1, "forward"))
+    assert len({stage.name for stage in _manifest(project).stages if stage.name.startswith("wte")}) == (4 if rows else 1)
     exported = _weights(_store(project), tmp_path / "export")
     original = load_file(project.materials / "model" / "model.safetensors")
     assert exported.keys() == original.keys()
@@ -339,3 +369,43 @@ def test_exports_keep_the_names_of_the_checkpoint(new_project: Callable[..., Pro
     project.write_recipe({"train.max_steps": 2, "model.name_or_path": str(bare), **tokenizer})
     _, store = _train(project)
     assert _weights(store, tmp_path / "out").keys() == renamed.keys()
+
+
+@pytest.mark.timeout(60)
+def test_a_store_that_lacks_a_piece_is_not_exported(new_project: Callable[..., Project], tmp_path: Path) -> None:
+    project = new_project(changes={"train.max_steps": 2, "train.head_chunk_vocab": 100})
+    _, store = _train(project)
+    content = json.loads((store / manifests.NAME).read_text())
+    content["stages"] = [stage for stage in content["stages"] if stage["name"] != "wte[100:200]"]
+    (store / manifests.NAME).write_text(json.dumps(content))
+    with pytest.raises(UsageError, match=r"parts of transformer\.wte\.weight do not fit"):
+        _weights(store, tmp_path / "export")
+    assert not (tmp_path / "export").exists()
+
+
+@pytest.mark.timeout(60)
+def test_a_cut_untied_checkpoint_goes_in_and_out_to_the_bit(new_project: Callable[..., Project], tmp_path: Path) -> None:
+    """bfloat16 weights of an untied head, in pieces of its rows."""
+    import transformers
+
+    project = new_project("untied")
+    bare = project.folder / "llama"
+    vocabulary = int(json.loads((project.materials / "model" / "config.json").read_text())["vocab_size"])
+    config = transformers.LlamaConfig(
+        vocab_size=vocabulary, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=False, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(bare)
+    tokenizer = {"tokenizer.name_or_path": str(project.materials / "model")}
+    project.write_recipe(
+        {"train.max_steps": STEPS, "model.name_or_path": str(bare), "train.head_chunk_vocab": 100, **tokenizer}
+    )
+    with pytest.raises(Interrupted):
+        _train(project, _interrupt(1, "forward"))
+    pieces = [stage.name for stage in _manifest(project).stages if stage.name.startswith("head")]
+    assert len(pieces) == -(-vocabulary // 100) > 2
+    paths = export_store(_store(project), tmp_path / "export", dtype="bfloat16", max_shard_size=1 << 30)
+    exported = {name: value for path in paths for name, value in load_file(path).items()}
+    original = load_file(bare / "model.safetensors")
+    assert exported.keys() == original.keys()
+    assert all(torch.equal(exported[name], original[name]) for name in original)
