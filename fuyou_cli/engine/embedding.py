@@ -101,8 +101,8 @@ def holding(module: nn.Embedding, weight: torch.Tensor, *, padding: int | None) 
 def padding_at(module: nn.Embedding, padding: int | None) -> Iterator[None]:
     """Inside, `padding` is the id that learns nothing (None: no id). torch refuses one outside of a piece's rows."""
     before = module.padding_idx
-    module.padding_idx = padding  # type: ignore[assignment]
+    module.padding_idx = padding
     try:
         yield
     finally:
-        module.padding_idx = before  # type: ignore[assignment]
+        module.padding_idx = before

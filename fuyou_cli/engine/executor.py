@@ -1,8 +1,8 @@
 """One training step: the model's own forward drives visits in the schedule's order; around each, weights, boundaries
 and gradients move as the plan says.
 
-The executor may wait in four places: for a visit's weights (fetch or update), for its boundary, for a gradient slot, and
-at the end for what is still under way. Each wait is summed by cause.
+The executor may wait in four places: for a visit's weights (fetch or update), for its boundary, for gradients (a slot, or
+those that rest until their second user), and at the end for what is still under way. Each wait is summed by cause.
 """
 
 from __future__ import annotations
@@ -211,6 +211,8 @@ class Executor:
         self._outcome.intervals.append(
             Interval(phase=visit.phase, stage=visit.stage, begin=begin, end=time.monotonic())
         )
+        if visit.owner is not None:
+            self.weights.settle(visit.owner)
         self.residency.release(visit)
         self.after_visit()
         self._tick()

@@ -52,6 +52,7 @@ def _whole(
                     piece_loss = executor.head.loss(piece, part_targets[cut], normaliser=normaliser)
                     executor.differentiate(piece_loss, None, [piece, *parameters], total)
                 loss += float(piece_loss.detach())  # sync: reads the loss of one piece
+                assert piece.grad is not None
                 gradient[rows][cut] = piece.grad
                 del piece, piece_loss
                 executor.between()

@@ -27,7 +27,7 @@ ROW_ALIGN = 64
 MOST_PIECES = 256
 
 # What a model's own code may raise on logits of a width that is not its vocabulary's.
-_REFUSALS = (RuntimeError, IndexError, ValueError, TypeError, AttributeError)
+_REFUSALS = (RuntimeError, LookupError, ValueError, TypeError, AttributeError, AssertionError)
 
 
 def automatic_rows(vocabulary: int, width: int) -> int:
@@ -42,32 +42,32 @@ def automatic_rows(vocabulary: int, width: int) -> int:
 def resolved_rows(anatomy: Anatomy, asked: int | Literal["auto"]) -> int:
     """Rows of a piece for this model, 0 where it is not to be cut. Raises UsageError when a number was asked for and the
     model does not allow it."""
-    if asked == 0:
+    vocabulary, width = _largest(anatomy)
+    rows = automatic_rows(vocabulary, width) if asked == "auto" else asked
+    if rows == 0:
         return 0
     reason = obstacle(anatomy)
     if asked == "auto":
-        return 0 if reason is not None else automatic_rows(*_largest(anatomy))
+        return rows if reason is None else 0
     if reason is not None:
         raise UsageError(
             f"train.head_chunk_vocab: {type(anatomy.model).__name__} cannot be cut along its vocabulary: {reason}",
             hint="leave train.head_chunk_vocab at auto, which keeps such a model whole",
         )
-    vocabulary, _ = _largest(anatomy)
-    if vocabulary > asked * MOST_PIECES:
+    if vocabulary > rows * MOST_PIECES:
         raise UsageError(
-            f"train.head_chunk_vocab: pieces of {asked} rows would be {-(-vocabulary // asked)}, at most {MOST_PIECES} are",
+            f"train.head_chunk_vocab: {vocabulary} tokens in pieces of {rows} are more than {MOST_PIECES} pieces",
             hint=f"give at least {-(-vocabulary // MOST_PIECES)}",
         )
-    return asked
+    return rows
 
 
 def _largest(anatomy: Anatomy) -> tuple[int, int]:
-    """(rows, width) of the larger of embedding and head."""
-    embedding, head = anatomy.model.get_input_embeddings(), anatomy.model.get_output_embeddings()
-    return max(
-        ((embedding.num_embeddings, embedding.embedding_dim), (head.out_features, head.in_features)),
-        key=lambda shape: shape[0] * shape[1],
-    )
+    """(rows, width) of the larger of embedding and head; (0, 0) where neither is a matrix."""
+    ends = (anatomy.model.get_input_embeddings(), anatomy.model.get_output_embeddings())
+    weights = [weight for end in ends if isinstance(weight := getattr(end, "weight", None), torch.Tensor)]
+    shapes = [(int(weight.shape[0]), int(weight.shape[1])) for weight in weights if weight.dim() == 2]
+    return max(shapes, key=lambda shape: shape[0] * shape[1], default=(0, 0))
 
 
 # ---- whether ---------------------------------------------------------------------------------------------------------

@@ -198,7 +198,8 @@ def _numerics(recipe: Recipe, anatomy: Anatomy, hardware: HardwareProfile, manif
     if micro == "auto":
         most = max(1, MICRO_BATCH_TOKENS // length)
         micro = max(size for size in range(1, train.batch_size + 1) if size <= most and train.batch_size % size == 0)
-    chunk, vocabulary_rows = train.head_chunk_tokens, resolved_rows(anatomy, train.head_chunk_vocab)
+    vocabulary_rows = resolved_rows(anatomy, train.head_chunk_vocab)
+    chunk = train.head_chunk_tokens
     if chunk == "auto":
         columns = vocabulary_rows or anatomy.model.config.get_text_config().vocab_size
         most = max(64, HEAD_PIECE_BYTES // (_LOGIT_BYTES * columns))
