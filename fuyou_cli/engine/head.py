@@ -38,7 +38,7 @@ class Head:
 
     @contextmanager
     def stubbed(self) -> Iterator[None]:
-        """Inside, the base model returns the piece set by `loss` instead of computing."""
+        """Inside, the base model returns the piece that `logits` or `loss` was given instead of computing."""
 
         def stub(*args: Any, **kwargs: Any) -> BaseModelOutputWithPastAndCrossAttentions:
             return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self._piece)
@@ -119,7 +119,8 @@ class TokenLoss:
         maximum, total = self.maximum[part.rows][part.cut], self.total[part.rows][part.cut]
         gradient = logits.detach().sub(maximum.unsqueeze(-1)).exp_().div_(total.unsqueeze(-1))
         column, inside = _columns(targets, first, logits.shape[-1])
-        gradient.scatter_add_(-1, column.unsqueeze(-1), -inside.to(gradient.dtype).unsqueeze(-1))
+        column = column.unsqueeze(-1)
+        gradient.scatter_(-1, column, gradient.gather(-1, column).sub_(inside.unsqueeze(-1).to(gradient.dtype)))
         return gradient.div_(normaliser).masked_fill_((targets == IGNORED).unsqueeze(-1), 0.0)
 
 

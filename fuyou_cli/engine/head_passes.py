@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..core.errors import UsageError
 from .head import Part, TokenLoss, pieces
 
 if TYPE_CHECKING:
@@ -67,6 +68,9 @@ def _in_pieces(
 ) -> tuple[float, torch.Tensor]:
     """Two passes over the pieces of the vocabulary, each piece's weights fetched once per pass for the whole batch."""
     heads = [stage.index for stage in executor.model.stages if stage.kind == "head"]
+    end = executor.model.stages[heads[-1]].vocabulary
+    if end is not None and int(targets.max()) >= end[1]:
+        raise UsageError(f"the data holds a label outside of the model's vocabulary of {end[1]} tokens")
     tokens = TokenLoss.of(targets.to(executor.device.torch_device))
     for stage in heads:
         _fold_piece(executor, stage, hidden, tokens)

@@ -189,10 +189,11 @@ def _go_to(executor: Executor, phase: str, rows: tuple[int, int] | None) -> None
 def test_an_id_outside_of_the_vocabulary_is_refused(tmp_path: Path) -> None:
     subject = Subject(llama(), Shape(vocabulary=ROWS))
     ids, labels = next(subject.batches(1))
-    ids = ids.clone()
-    ids[1, 3] = 97
-    with Rig(subject, tmp_path) as rig, pytest.raises(UsageError, match="vocabulary of 97"):
-        rig.step(ids, labels, 1)
+    wrong_ids, wrong_labels = ids.clone(), labels.clone()
+    wrong_ids[1, 3] = wrong_labels[1, 3] = 97
+    for what, batch in (("token id", (wrong_ids, labels)), ("label", (ids, wrong_labels))):
+        with Rig(subject, tmp_path / what) as rig, pytest.raises(UsageError, match=f"a {what} outside .* vocabulary of 97"):
+            rig.step(*batch, 1)
 
 
 # ---- bytes -----------------------------------------------------------------------------------------------------------
