@@ -11,13 +11,14 @@ import torch
 import transformers
 from transformers import PreTrainedConfig
 
-from fuyou_cli.core.errors import NumericsError, UsageError
+from fuyou_cli.core.errors import NumericsError, PlanError, UsageError
 from fuyou_cli.engine.embedding import is_plain
 from fuyou_cli.engine.executor import Executor, StepAbandoned
+from fuyou_cli.planner.place import plan
 from fuyou_cli.spec.model import StageKind
 
 from .families import FAMILIES, gpt2, llama
-from .rig import OPTIMIZER, Rig, Shape, Subject, add_named, distance, plain_run, relative, unequal
+from .rig import HARDWARE, OPTIMIZER, Rig, Shape, Subject, add_named, distance, plain_run, relative, unequal
 
 STEPS = 20
 ROWS = 40  # of 97: pieces of 40, 40 and 17
@@ -115,6 +116,49 @@ def test_bitwise_the_same_wherever_bytes_rest(clip: float | None, subject: Subje
         with Rig(subject, tmp_path / way.replace(" ", "-"), clip=clip, **options) as rig:
             assert rig.run(4) == expected, way
             assert unequal(rig.weights(), weights) == [], way
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def large(request: pytest.FixtureRequest) -> Subject:
+    """Large enough for a budget to matter: spans are rounded to 2 MiB."""
+    config = llama(vocab_size=6000, hidden_size=256, intermediate_size=512, tie_word_embeddings=request.param)
+    return Subject(config, Shape(batch=2, micro=1, vocabulary=2500))
+
+
+@CLIPS
+@pytest.mark.parametrize("lookahead", [1, 2, 4])
+@pytest.mark.timeout(60)
+def test_the_fewest_slots_are_enough(lookahead: int, clip: float | None, large: Subject, tmp_path: Path) -> None:
+    """One slot of gradients for all: what is read ahead must not take the one that is needed first. (Much scratch, so that
+    a step takes more memory than loading.)"""
+    with Rig(large, tmp_path / "roomy", clip=clip, chunks=250) as rig:
+        expected, weights, wishes = rig.run(3), rig.weights(), replace(rig.wishes, cpu_budget=1, lookahead=lookahead)
+        assert max(len(slots.gradient_slots) for slots in rig.plan.slot_classes) == 2
+    with pytest.raises(PlanError) as refused:
+        plan(large.spec, HARDWARE, wishes)
+    least = int(str(refused.value.hint).split("cpu=")[1].split("MiB")[0]) << 20
+    with Rig(large, tmp_path / "tight", clip=clip, lookahead=lookahead, budget=least, chunks=250) as rig:
+        assert max(len(slots.gradient_slots) for slots in rig.plan.slot_classes) == 1
+        assert rig.run(3) == expected
+        assert unequal(rig.weights(), weights) == []
+
+
+@CLIPS
+def test_mixed_by_budget(clip: float | None, large: Subject, tmp_path: Path) -> None:
+    """Some tensors of some pieces in RAM, the others on the ssd."""
+    with Rig(large, tmp_path / "ssd", clip=clip) as rig:
+        expected, weights, low = rig.run(3), rig.weights(), rig.plan.predicted.cpu_peak
+    with Rig(large, tmp_path / "cpu", home="cpu", clip=clip) as rig:
+        high = rig.plan.predicted.cpu_peak
+    mixed = 0
+    for share in (0.2, 0.4, 0.6, 0.8):
+        with Rig(large, tmp_path / str(share), home=None, clip=clip, budget=int(low + share * (high - low))) as rig:
+            pieces = [p for p, s in zip(rig.plan.stages, large.spec.stages, strict=True) if s.vocabulary and s.params]
+            resting = {p.gradients_extent is None for p in pieces}
+            mixed += len({p.weights for p in pieces}) == 2 or len({p.states for p in pieces}) == 2 or len(resting) == 2
+            assert rig.run(3) == expected
+            assert unequal(rig.weights(), weights) == []
+    assert mixed
 
 
 def test_in_one_piece_and_in_many(tmp_path: Path) -> None:
