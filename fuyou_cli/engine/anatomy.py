@@ -40,11 +40,18 @@ class Anatomy:
     modules: list[nn.Module | None] = field(default_factory=list)
     parameters: list[tuple[Slotted, ...]] = field(default_factory=list)
     params: list[int] = field(default_factory=list)  # elements with padding
+    vocabulary: list[tuple[int, int] | None] = field(default_factory=list)  # rows (first, end) of a piece
     tied_head: bool = False
 
     @property
     def base(self) -> nn.Module:
         return self.model.base_model
+
+    def owner(self, stage: int) -> int:
+        """The stage whose weights stage `stage` computes with (see ModelSpec.owner)."""
+        if not self.tied_head or self.kinds[stage] != "head":
+            return stage
+        return self.vocabulary.index(self.vocabulary[stage])
 
 
 def is_block(module: nn.Module, model: PreTrainedModel) -> bool:
@@ -92,9 +99,9 @@ def _running_order(units: list[tuple[str, nn.Module]], model: PreTrainedModel) -
     replaced by a stand-in of the right output shape. A unit called twice, or never, is refused by name."""
     called: list[str] = []
     names = {id(module): name for name, module in units}
-    with replaced_forwards({module: _stand_in(module, names[id(module)], called) for _, module in units}):
-        with torch.no_grad(), one_row_masks(model):
-            model.base_model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
+    stand_ins = {module: _stand_in(module, names[id(module)], called) for _, module in units}
+    with replaced_forwards(stand_ins), torch.no_grad(), one_row_masks(model):
+        model.base_model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
     for name, _ in units:
         if called.count(name) != 1:
             times = "never" if name not in called else f"{called.count(name)} times"
@@ -166,6 +173,7 @@ def _add(
     anatomy.modules.append(module)
     anatomy.parameters.append(tuple(slotted))
     anatomy.params.append(align_up(offset, STAGE_ALIGN))
+    anatomy.vocabulary.append(None)
 
 
 @contextmanager

@@ -55,6 +55,12 @@ class ComputeWeights:
         if self.device.separate:
             self._upload(owner, self.memory.tensor(span, self.dtype, self.model.stages[owner].params), generation)
 
+    def settle(self, owner: int) -> None:
+        """sync: the upload from the host's weights of `owner` is over, so that they may be overwritten."""
+        for uploaded in (*self.turns, *self.homes.values()):
+            if uploaded.owner == owner and uploaded.arrived is not None:
+                uploaded.arrived.synchronize()
+
     def _upload(self, owner: int, host: torch.Tensor, generation: int) -> _Uploaded:
         target = self.homes.get(owner)
         if target is None:

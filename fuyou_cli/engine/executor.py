@@ -1,8 +1,8 @@
 """One training step: the model's own forward drives visits in the schedule's order; around each, weights, boundaries
 and gradients move as the plan says.
 
-The executor may wait in four places: for a visit's weights (fetch or update), for its boundary, for a gradient slot, and
-at the end for what is still under way. Each wait is summed by cause.
+The executor may wait in four places: for a visit's weights (fetch or update), for its boundary, for gradients (a slot, or
+those that rest until their second user), and at the end for what is still under way. Each wait is summed by cause.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from typing import Any
 import torch
 
 from ..planner.schedule import Visit, plan_schedule
-from ..spec.model import ITEM_SIZE, ModelSpec
-from ..spec.plan import Plan, Span
+from ..spec.model import ModelSpec
+from ..spec.plan import Plan
 from ..swap.daemon import SwapDaemon
 from .anatomy import Anatomy, one_row_masks
 from .boundaries import Boundaries
 from .compute_weights import ComputeWeights
-from .devices.base import Device, Event
-from .embedding import add_embedding_rows, is_plain
+from .devices.base import Device
+from .embedding_passes import backward_in_pieces, embedding_backward, forward_in_pieces
 from .gradients import GradientSum, squared_norm
-from .head import Head, pieces, shifted
+from .head import IGNORED, Head, shifted
+from .head_passes import run_head
 from .host_memory import HostMemory
 from .residency import Residency
-from .skeleton import TORCH_DTYPE
 from .stage import Stage
 from .streamed import Call, streamed_forward
+from .sums import GradientSums
 from .updates import Optimizer, Scalars
 
 _CHOREOGRAPHY = 1 << 30  # stands for "between the stages" where a random stream needs a stage number
@@ -81,12 +82,13 @@ class Executor:
         self.head = Head(anatomy.model)
         self.between_micro_batches: Callable[[], None] = lambda: None
         self.after_visit: Callable[[], None] = lambda: None
-        self._accumulate = TORCH_DTYPE[plan.numerics.accumulate_dtype]
-        self._sums: dict[int, GradientSum] = {}
-        self._device_sums = self._open_device_sums()
-        self._downloads: list[tuple[Event, Callable[[], None]]] = []
+        self.sums = GradientSums(
+            model=model, plan=plan, residency=self.residency, memory=memory, device=device, hand_over=self._hand_over
+        )
         self._anchor = torch.zeros((), requires_grad=True)
         self._replaced: list[torch.nn.Module] = []
+        cut = [stage.index for stage in model.stages if stage.kind == "embedding" and stage.vocabulary is not None]
+        self._pieces = {cut[0]: cut} if cut else {}  # of the embedding, by the stage that its forward is called as
         self._cursor, self._settled = -1, False
         self._prefetched: set[int] = set()
         self._squares: dict[int, float] = {}
@@ -98,7 +100,7 @@ class Executor:
 
     def _replace_forwards(self) -> None:
         for stage in self.stages:
-            if stage.module is None:
+            if stage.module is None or stage.module in self._replaced:
                 continue
             original = type(stage.module).forward.__get__(stage.module)
             stage.module.forward = streamed_forward(
@@ -114,13 +116,6 @@ class Executor:
         for module in self._replaced:
             module.__dict__.pop("forward", None)
         self._replaced.clear()
-
-    def _open_device_sums(self) -> list[torch.Tensor]:
-        """On a separate device gradients are summed there; two spans take turns with their downloads."""
-        if not self.device.separate:
-            return []
-        largest = max(stage.params for stage in self.model.stages) * ITEM_SIZE[self.plan.numerics.accumulate_dtype]
-        return [self.device.empty(largest) for _ in range(3 if self.model.tied_head else 2)]
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
@@ -140,35 +135,31 @@ class Executor:
         positions = torch.arange(input_ids.shape[1]).unsqueeze(0)
         with one_row_masks(self.anatomy.model):
             hidden = self.anatomy.base(input_ids=input_ids, position_ids=positions, use_cache=False).last_hidden_state
-        gradient = self._run_head(hidden.detach(), shifted(labels))
+        targets = shifted(labels)
+        self._outcome.label_tokens = int((targets != IGNORED).sum())
+        self._outcome.loss, gradient = run_head(self, hidden.detach(), targets, label_tokens=self._outcome.label_tokens)
         hidden.backward(gradient)
         del hidden, gradient
-        self._settle_downloads()
+        self.sums.settle()
         if self.plan.two_phase:
             self._decide_updates()
         return self._outcome
 
     def drain(self) -> None:
         """Every update is done and every transfer over: the stages rest at the same generation."""
-        self._settle_downloads()
+        self.sums.settle()
         self._settled = False
         self._give_up_prefetches()
         self.residency.drain()
 
     def may_abandon(self) -> bool:
         """Whether the step under way can be given up: no update of it has begun."""
-        backward_begun = self._cursor >= 0 and self.schedule.visits[self._cursor].phase != "forward"
-        return self.plan.two_phase or not backward_begun
+        phase = self.schedule.visits[self._cursor].phase if self._cursor >= 0 else "forward"
+        return self.plan.two_phase or phase in ("forward", "logits")
 
     def abandon(self) -> None:
         """Forgets the step under way (or what was prefetched for the next). Updates of earlier steps stay due."""
-        for event, _ in self._downloads:
-            event.synchronize()
-        self._downloads.clear()
-        for total in self._sums.values():
-            if self.device.separate:
-                self._device_sums.append(_whole(total.flat))
-        self._sums.clear()
+        self.sums.forget()
         self._settled = False
         self._prefetched.clear()
         self.boundaries.forget(self.residency.wait_until)
@@ -185,9 +176,18 @@ class Executor:
             Scalars(optimizer=self.optimizer, lr=self._scalars.lr, step=self._step, gradient_scale=scale)
         )
 
+    def _hand_over(self, stage: int, gradients: torch.Tensor) -> None:
+        """The stage's gradients are complete and in host memory: they rest, or its update starts."""
+        if self.plan.two_phase:
+            dtype = self.plan.numerics.accumulate_dtype
+            self._squares[stage] = squared_norm(self.model.stages[stage], gradients, dtype=dtype, step=self._step)
+            self.residency.rest_gradients(stage)
+        else:
+            self.residency.update_now(stage, self._scalars)
+
     # ---- visits --------------------------------------------------------------------------------------------------
 
-    def _enter(self, phase: str, stage: int) -> tuple[Visit, torch.Tensor | None]:
+    def enter(self, phase: str, stage: int) -> tuple[Visit, torch.Tensor | None]:
         """The next visit of the schedule, its weights ready to compute with (None when it needs none)."""
         self._cursor += 1
         visit = self.schedule.visits[self._cursor]
@@ -202,15 +202,17 @@ class Executor:
             flat = self.weights.flat(visit.owner, span, self.residency.records[visit.owner].generation)
         return visit, flat
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """The visit has all it waits for: from now on what comes next may be prefetched."""
         self._settled = True
         self._tick()
 
-    def _leave(self, visit: Visit, begin: float) -> None:
+    def leave(self, visit: Visit, begin: float) -> None:
         self._outcome.intervals.append(
             Interval(phase=visit.phase, stage=visit.stage, begin=begin, end=time.monotonic())
         )
+        if visit.owner is not None:
+            self.weights.settle(visit.owner)
         self.residency.release(visit)
         self.after_visit()
         self._tick()
@@ -218,14 +220,14 @@ class Executor:
     def _tick(self) -> None:
         """Called whenever something may have finished: moves everything that can move, never waits."""
         self.boundaries.advance()
-        while self._downloads and self._downloads[0][0].done():
-            self._downloads.pop(0)[1]()
+        self.sums.advance()
         if self._settled:
             self._prefetch()
 
     def _prefetch(self) -> None:
         """Starts what the next `lookahead` visits need, in order, as far as slots are free."""
         visits = self.schedule.visits
+        resuming = True  # so far; a visit that begins a new sum must not find its slot taken by one behind it
         for ahead in range(1, self.plan.lookahead + 1):
             index = self._cursor + ahead
             if index >= len(visits):
@@ -233,6 +235,7 @@ class Executor:
                     return
                 index -= len(visits)
             visit = visits[index]
+            resuming = resuming and visit.resume and self.residency.try_resume_gradients(visit.stage)
             if visit.take and visit.stage in self.boundaries.kept and not self.boundaries.try_prefetch(visit.stage):
                 return
             if index in self._prefetched:
@@ -259,129 +262,89 @@ class Executor:
 
     def forward(self, call: Call, x: torch.Tensor) -> torch.Tensor:
         """The stage's output for the whole batch. x: (batch, tokens, ...) in host memory."""
-        visit, flat = self._enter("forward", call.stage)
+        if call.stage in self._pieces:
+            return forward_in_pieces(self, self._pieces[call.stage], call, x)
+        visit, flat = self.enter("forward", call.stage)
         if visit.stash:
             self.boundaries.stash(call.stage, x, self.residency.wait_until)
-        self._settle()
+        self.settle()
         begin = time.monotonic()
         state = self.device.random_state()
-        with torch.no_grad(), self._installed(call.stage, flat, trainable=False):
+        with torch.no_grad(), self.installed(call.stage, flat, trainable=False):
             y = self._forward_parts(call, x)
         self.device.restore_random_state(state)
-        self._leave(visit, begin)
+        self.leave(visit, begin)
         return y
 
     def _forward_parts(self, call: Call, x: torch.Tensor) -> torch.Tensor:
         if not x.is_floating_point():  # a lookup: cheap, and ids may be shared by all rows
             self.device.seed(self._stream(call.stage, 0))
-            return self._to_host(call.run(x.to(self.device.torch_device)))
-        parts = list(self._micro_batches(x.shape[0]))
+            return self.to_host(call.run(x.to(self.device.torch_device)))
+        parts = list(self.micro_batches(x.shape[0]))
         y: torch.Tensor | None = None
         for number, rows in enumerate(parts):
             self.device.seed(self._stream(call.stage, number))
             part = call.run(x[rows].to(self.device.torch_device))
             if len(parts) == 1:
-                return self._to_host(part)
+                return self.to_host(part)
             if y is None:
                 y = torch.empty((x.shape[0], *part.shape[1:]), dtype=part.dtype)
             y[rows] = part
-            self._between()
+            self.between()
         assert y is not None
         return y
 
     def backward(self, call: Call, ids: torch.Tensor | None, grad_y: torch.Tensor) -> torch.Tensor | None:
         """The gradient of the stage's input for the whole batch (None for ids); the stage's own gradients are summed."""
-        visit, flat = self._enter("backward", call.stage)
+        if call.stage in self._pieces:
+            assert ids is not None
+            backward_in_pieces(self, self._pieces[call.stage], call, ids, grad_y)
+            return None
+        visit, flat = self.enter("backward", call.stage)
         x = self.boundaries.take(call.stage, self.residency.wait_until) if visit.take else ids
         assert x is not None
-        total = self._open_sum(call.stage)
-        self._settle()
+        total = self.sums.open(call.stage)
+        self.settle()
         begin = time.monotonic()
         if ids is not None:
-            self._embedding_backward(call, ids, grad_y, flat, total)
+            embedding_backward(self, call, ids, grad_y, flat, total)
             grad_x = None
         else:
             grad_x = self._backward_parts(call, x, grad_y, flat, total)
         if visit.take:
             self.boundaries.drop(call.stage)
-        self._close_sum(call.stage, total)
-        self._leave(visit, begin)
+        self.sums.close(call.stage, total)
+        self.leave(visit, begin)
         return grad_x
 
     def _backward_parts(
         self, call: Call, x: torch.Tensor, grad_y: torch.Tensor, flat: torch.Tensor | None, total: GradientSum | None
     ) -> torch.Tensor:
-        parts = list(self._micro_batches(x.shape[0]))
+        parts = list(self.micro_batches(x.shape[0]))
         grad_x: torch.Tensor | None = None
         for number, rows in enumerate(parts):
             part = x[rows].to(self.device.torch_device).detach().requires_grad_(True)
             self.device.seed(self._stream(call.stage, number))
-            with torch.enable_grad(), self._installed(call.stage, flat, trainable=True) as parameters:
+            with torch.enable_grad(), self.installed(call.stage, flat, trainable=True) as parameters:
                 y = call.run(part)
-                self._differentiate(y, grad_y[rows].to(self.device.torch_device), [part, *parameters], total)
+                self.differentiate(y, grad_y[rows].to(self.device.torch_device), [part, *parameters], total)
             del y
             assert part.grad is not None
             if len(parts) == 1:
-                return self._to_host(part.grad)
+                return self.to_host(part.grad)
             if grad_x is None:
                 grad_x = torch.empty(x.shape, dtype=part.grad.dtype)
             grad_x[rows] = part.grad
-            self._between()
+            self.between()
         assert grad_x is not None
         return grad_x
 
-    def _embedding_backward(
-        self, call: Call, ids: torch.Tensor, grad_y: torch.Tensor, flat: torch.Tensor | None, total: GradientSum | None
-    ) -> None:
-        assert total is not None
-        module = self.stages[call.stage].module
-        if is_plain(module) and grad_y.shape[0] == ids.shape[0]:
-            assert isinstance(module, torch.nn.Embedding)
-            device = self.device.torch_device
-            for rows in self._micro_batches(ids.shape[0]):
-                add_embedding_rows(module, ids[rows].to(device), grad_y[rows].to(device), total)
-                self._between()
-            return
-        if flat is None:  # two-phase updates need no weights here; a lookup's gradient does not depend on their values
-            params = self.model.stages[call.stage].params
-            flat = torch.zeros(params, dtype=TORCH_DTYPE[self.model.compute_dtype], device=self.device.torch_device)
-        with torch.enable_grad(), self._installed(call.stage, flat, trainable=True) as parameters:
-            y = call.run(ids.to(self.device.torch_device))
-            self._differentiate(y, grad_y.to(self.device.torch_device), parameters, total)
-
-    def _run_head(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Loss and its gradient with respect to the last hidden state (batch, tokens, hidden), piece by piece."""
-        stage = self.model.stages[-1].index
-        normaliser = int((targets != -100).sum())
-        visit, flat = self._enter("head", stage)
-        total = self._open_sum(visit.owner if visit.owner is not None else stage)
-        self._settle()
-        begin = time.monotonic()
-        gradient = torch.empty_like(hidden)
-        loss = 0.0
-        with self.head.stubbed(), self._installed(visit.owner, flat, trainable=True) as parameters:
-            for rows in self._micro_batches(hidden.shape[0]):
-                part, part_targets = hidden[rows].to(self.device.torch_device), targets[rows].to(self.device.torch_device)
-                for cut in pieces(part.shape[0], part.shape[1], self.plan.numerics.head_chunk_tokens):
-                    piece = part[cut].detach().requires_grad_(True)
-                    with torch.enable_grad():
-                        piece_loss = self.head.loss(piece, part_targets[cut], normaliser=max(1, normaliser))
-                        self._differentiate(piece_loss, None, [piece, *parameters], total)
-                    loss += float(piece_loss.detach())  # sync: reads the loss of one piece
-                    gradient[rows][cut] = piece.grad
-                    del piece, piece_loss
-                    self._between()
-        if not self.model.tied_head:
-            self._close_sum(stage, total)
-        self._leave(visit, begin)
-        self._outcome.loss, self._outcome.label_tokens = loss, normaliser
-        return gradient
-
     # ---- pieces of a pass ------------------------------------------------------------------------------------------
 
-    def _differentiate(
+    def differentiate(
         self, y: torch.Tensor, grad_y: torch.Tensor | None, leaves: list[torch.Tensor], total: GradientSum | None
     ) -> None:
+        """Backward from `y` to `leaves`; gradients of parameters among them go to the sum."""
         parameters: list[Any] = [leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter)]
         if total is None:
             torch.autograd.backward([y], None if grad_y is None else [grad_y], inputs=leaves)
@@ -389,19 +352,22 @@ class Executor:
         with total.collecting(parameters):
             torch.autograd.backward([y], None if grad_y is None else [grad_y], inputs=leaves)
 
-    def _installed(self, owner: int | None, flat: torch.Tensor | None, *, trainable: bool) -> Any:
+    def installed(self, owner: int | None, flat: torch.Tensor | None, *, trainable: bool) -> Any:
+        """Inside, the model sees the weights of stage `owner` in `flat`; gives the list of its parameters."""
         if owner is None or flat is None:
             return _Nothing()
         return self.stages[owner].installed(flat, trainable=trainable)
 
-    def _micro_batches(self, rows: int) -> list[slice]:
+    def micro_batches(self, rows: int) -> list[slice]:
+        """Cuts of the step's batch, in order."""
         size = self.plan.numerics.micro_batch_size
         return [slice(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
 
-    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """sync: waits for what computes it, on a device of its own."""
         return tensor.to("cpu")
 
-    def _between(self) -> None:
+    def between(self) -> None:
         """Between micro-batches: look around, and let the caller stop."""
         self.residency.advance()
         self._tick()
@@ -414,67 +380,6 @@ class Executor:
             mixed = (mixed * 6364136223846793005 + part + 1442695040888963407) & (2**64 - 1)
             mixed ^= mixed >> 29
         return mixed >> 1
-
-    # ---- gradients -------------------------------------------------------------------------------------------------
-
-    def _open_sum(self, owner: int) -> GradientSum | None:
-        spec = self.model.stages[owner]
-        if spec.params == 0:
-            return None
-        if owner not in self._sums:
-            span = self.residency.acquire_gradients(owner)
-            if self.device.separate:
-                if not self._device_sums:
-                    self._settle_downloads()
-                flat = self._device_sums.pop(0).view(self._accumulate)[: spec.params]
-            else:
-                flat = self._host_sum(span, spec.params)
-            self._sums[owner] = GradientSum(spec, flat)
-        return self._sums[owner]
-
-    def _host_sum(self, span: Span, params: int) -> torch.Tensor:
-        return self.memory.tensor(span, self._accumulate, params)
-
-    def _close_sum(self, owner: int, total: GradientSum | None) -> None:
-        """The stage's gradients are complete: bring them to the host, then rest or update."""
-        if total is None:
-            return
-        total.complete()
-        del self._sums[owner]
-        host = self._host_sum(self.residency.acquire_gradients(owner), total.stage.params)
-        if not self.device.separate:
-            self._hand_over(owner, host)
-            return
-        event = self.device.download(total.flat, host)
-        # The update reads and writes the host's weights; they stay held until the gradients have arrived.
-        record = self.residency.records[owner]
-        record.held += 1
-
-        def arrived() -> None:
-            self._device_sums.append(_whole(total.flat))
-            self._hand_over(owner, host)
-            self.residency.let_go(record)
-
-        self._downloads.append((event, arrived))
-
-    def _hand_over(self, owner: int, host: torch.Tensor) -> None:
-        if self.plan.two_phase:
-            dtype = self.plan.numerics.accumulate_dtype
-            self._squares[owner] = squared_norm(self.model.stages[owner], host, dtype=dtype, step=self._step)
-            self.residency.rest_gradients(owner)
-        else:
-            self.residency.update_now(owner, self._scalars)
-
-    def _settle_downloads(self) -> None:
-        while self._downloads:
-            event, arrived = self._downloads.pop(0)
-            event.synchronize()
-            arrived()
-
-
-def _whole(flat: torch.Tensor) -> torch.Tensor:
-    """The uint8 device span a typed view was cut from."""
-    return torch.as_strided(flat.view(torch.uint8), (flat.untyped_storage().nbytes(),), (1,), 0)
 
 
 class _Nothing:

@@ -2,12 +2,16 @@
 
 Logits are never whole: each piece of tokens is computed, its loss differentiated, and dropped. The base model is stubbed
 to return the piece, so that whatever the family does to its logits (scaling, soft-capping) is done by its own code.
+
+A head cut along the vocabulary computes some columns of the logits at a time: `TokenLoss` folds them into the loss of
+every token, and tells a second pass over the same columns their gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,7 +38,7 @@ class Head:
 
     @contextmanager
     def stubbed(self) -> Iterator[None]:
-        """Inside, the base model returns the piece set by `loss` instead of computing."""
+        """Inside, the base model returns the piece that `logits` or `loss` was given instead of computing."""
 
         def stub(*args: Any, **kwargs: Any) -> BaseModelOutputWithPastAndCrossAttentions:
             return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self._piece)
@@ -52,13 +56,78 @@ class Head:
 
         piece: (rows, tokens, hidden) on the device; targets: the same rows and tokens, already shifted.
         """
-        self._piece = piece
-        ids = targets.new_zeros(targets.shape)
-        logits = self.model(input_ids=ids, use_cache=False).logits.float()
+        logits = self.logits(piece)
         total = nn.functional.cross_entropy(
             logits.view(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=IGNORED, reduction="sum"
         )
         return total / normaliser
+
+    def logits(self, piece: torch.Tensor) -> torch.Tensor:
+        """float32 logits (rows, tokens, columns) of whatever rows of its weights the head holds now.
+
+        piece: (rows, tokens, hidden) on the device. Only inside `stubbed`.
+        """
+        self._piece = piece
+        ids = torch.zeros(piece.shape[:2], dtype=torch.long, device=piece.device)
+        logits: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits.float()
+        return logits
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some tokens of the step's batch: rows of a micro-batch, and a cut of it."""
+
+    rows: slice
+    cut: tuple[slice, slice]
+
+
+@dataclass(slots=True)
+class TokenLoss:
+    """Over the logits seen so far, for every token of the step's batch (float32, on the device): their maximum, the sum of
+    their exponentials relative to it, and the target's logit."""
+
+    targets: torch.Tensor  # (batch, tokens) int64, shifted
+    maximum: torch.Tensor
+    total: torch.Tensor
+    target: torch.Tensor
+
+    @classmethod
+    def of(cls, targets: torch.Tensor) -> TokenLoss:
+        """Nothing seen yet. targets: (batch, tokens) on the device."""
+        zeros = torch.zeros(targets.shape, dtype=torch.float32, device=targets.device)
+        return cls(targets=targets, maximum=zeros - torch.inf, total=zeros, target=zeros.clone())
+
+    def fold(self, part: Part, logits: torch.Tensor, *, first: int) -> None:
+        """Takes in columns [first, first + logits.shape[-1]) of the logits of some tokens, which it destroys."""
+        maximum, total = self.maximum[part.rows][part.cut], self.total[part.rows][part.cut]
+        column, inside = _columns(self.targets[part.rows][part.cut], first, logits.shape[-1])
+        found = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1)
+        target = self.target[part.rows][part.cut]
+        target.copy_(torch.where(inside, found, target))
+        higher = torch.maximum(maximum, logits.amax(-1))
+        total.mul_(maximum.sub_(higher).exp_()).add_(logits.sub_(higher.unsqueeze(-1)).exp_().sum(-1))
+        maximum.copy_(higher)
+
+    def mean(self, normaliser: int) -> float:
+        """The loss of all label tokens over `normaliser`, once every column has been seen. Reads the device."""
+        losses = self.maximum + self.total.log() - self.target
+        return float(losses[self.targets != IGNORED].sum(dtype=torch.float64)) / normaliser
+
+    def gradient(self, part: Part, logits: torch.Tensor, *, first: int, normaliser: int) -> torch.Tensor:
+        """Of `mean` with respect to these columns of the logits of some tokens; leaves them as they are."""
+        targets = self.targets[part.rows][part.cut]
+        maximum, total = self.maximum[part.rows][part.cut], self.total[part.rows][part.cut]
+        gradient = logits.detach().sub(maximum.unsqueeze(-1)).exp_().div_(total.unsqueeze(-1))
+        column, inside = _columns(targets, first, logits.shape[-1])
+        column = column.unsqueeze(-1)
+        gradient.scatter_(-1, column, gradient.gather(-1, column).sub_(inside.unsqueeze(-1).to(gradient.dtype)))
+        return gradient.div_(normaliser).masked_fill_((targets == IGNORED).unsqueeze(-1), 0.0)
+
+
+def _columns(targets: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where each target is among `count` columns from `first` on (some column where it is not), and whether it is."""
+    column = targets - first
+    return column.clamp(0, count - 1), (column >= 0) & (column < count)
 
 
 def pieces(rows: int, tokens: int, chunk: int) -> Iterator[tuple[slice, slice]]:

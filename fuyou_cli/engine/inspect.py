@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..spec.model import ModelSpec, StageSpec
 from .anatomy import Anatomy, Slotted, one_row_masks, replaced_forwards
-from .head import Head, pieces
+from .head import Head, Part, TokenLoss, pieces
 from .skeleton import TORCH_DTYPE
 from .stage import Stage
 
@@ -76,6 +76,7 @@ def inspect(
             forward_flops=costs[index].flops,
             forward_peak=costs[index].forward_peak,
             backward_peak=costs[index].backward_peak,
+            vocabulary=anatomy.vocabulary[index],
         )
         for index, kind in enumerate(anatomy.kinds)
     )
@@ -94,8 +95,8 @@ def inspect(
 def _choreography(anatomy: Anatomy, boundary: int) -> int:
     """What the model's own forward keeps between stages for its own backward, per token: sums of several embeddings and
     dropout on them keep a boundary-sized tensor and its mask."""
-    embeddings = anatomy.kinds.count("embedding")
-    return boundary * (2 if embeddings > 1 else 1)
+    embeddings = {id(m) for m, kind in zip(anatomy.modules, anatomy.kinds, strict=True) if kind == "embedding"}
+    return boundary * (2 if len(embeddings) > 1 else 1)
 
 
 def _costs(anatomy: Anatomy, *, dtype: str, shape: tuple[int, int], head_chunk_tokens: int) -> list[_Cost]:
@@ -105,10 +106,13 @@ def _costs(anatomy: Anatomy, *, dtype: str, shape: tuple[int, int], head_chunk_t
     costs: list[_Cost] = []
     for index, kind in enumerate(anatomy.kinds):
         slotted = anatomy.parameters[index]
-        key = (kind, type(anatomy.modules[index]), tuple(item.spec.shape for item in slotted), _layer_type(anatomy, index))
+        shapes = tuple(item.spec.shape for item in anatomy.parameters[anatomy.owner(index)])
+        key = (kind, type(anatomy.modules[index]), shapes, _layer_type(anatomy, index))
         if key not in seen:
             flops = _matmul_flops(slotted, kind, shape)
-            if kind == "head":
+            if kind == "head" and anatomy.vocabulary[index] is not None:
+                seen[key] = _head_piece_cost(anatomy, index, dtype=dtype, shape=shape, chunk=head_chunk_tokens)
+            elif kind == "head":
                 seen[key] = _head_cost(anatomy, dtype=dtype, shape=shape, chunk=head_chunk_tokens)
             elif kind == "embedding":
                 rows = shape[0] * shape[1] * (slotted[0].spec.shape[-1]) * TORCH_DTYPE[dtype].itemsize
@@ -216,6 +220,32 @@ def _head_cost(anatomy: Anatomy, *, dtype: str, shape: tuple[int, int], chunk: i
 
         peak = _peak(anatomy, owner, flat, both, trainable=True)
     return _Cost(peak, peak, 2.0 * text.vocab_size * output.in_features * shape[0] * shape[1])
+
+
+def _head_piece_cost(anatomy: Anatomy, index: int, *, dtype: str, shape: tuple[int, int], chunk: int) -> _Cost:
+    """Of one piece of the vocabulary: folding its logits of one chunk of tokens; computing them again for the gradients."""
+    head, owner = Head(anatomy.model), anatomy.owner(index)
+    width = anatomy.model.get_output_embeddings().in_features
+    span = anatomy.vocabulary[index]
+    assert span is not None
+    first, end = span
+    part = Part(slice(None), next(pieces(*shape, chunk)))
+    with FakeTensorMode(allow_non_fake_inputs=True), head.stubbed():
+        flat = torch.empty(anatomy.params[owner], dtype=TORCH_DTYPE[dtype])
+        hidden = torch.empty(*shape, width, dtype=TORCH_DTYPE[dtype])
+        tokens = TokenLoss.of(torch.zeros(shape, dtype=torch.long))
+
+        def fold(parameters: list[nn.Parameter]) -> None:
+            tokens.fold(part, head.logits(hidden[part.cut]), first=first)
+
+        def both(parameters: list[nn.Parameter]) -> None:
+            leaf = hidden[part.cut].clone().requires_grad_(True)
+            logits = head.logits(leaf)
+            _backward(logits, tokens.gradient(part, logits, first=first, normaliser=1), [leaf, *parameters])
+
+        forward_peak = _peak(anatomy, owner, flat, fold, trainable=False)
+        backward_peak = _peak(anatomy, owner, flat, both, trainable=True)
+    return _Cost(forward_peak, max(forward_peak, backward_peak), 2.0 * (end - first) * width * shape[0] * shape[1])
 
 
 def _backward(y: torch.Tensor, grad: torch.Tensor | None, leaves: list[torch.Tensor]) -> None:

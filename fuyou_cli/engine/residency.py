@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from ..core.errors import NumericsError
 from ..planner.schedule import Visit
@@ -41,6 +41,8 @@ class Record:
     kept: bool = False  # the schedule keeps the span for the stage's next visit
     gradient_slot: Span | None = None  # freed when the update has finished
     gradient_write: int | None = None  # gradients on their way to rest on the ssd
+    gradient_read: int | None = None  # and back, to be summed on
+    gradients: Literal["summed", "resting", "resumed"] = "summed"  # at home since `rest_gradients`; wanted back since
 
 
 class Residency:
@@ -79,6 +81,8 @@ class Residency:
             if record.gradient_write is not None and self.daemon.poll(record.gradient_write) is not None:
                 record.gradient_write = None
                 self._free_gradient_slot(record)
+            if record.gradient_read is not None and self.daemon.poll(record.gradient_read) is not None:
+                record.gradient_read = None
             if record.fetch is not None and self.daemon.poll(record.fetch) is not None:
                 record.fetch = None
                 self._free_if_idle(record)  # who asked for it may have let go meanwhile
@@ -152,6 +156,7 @@ class Residency:
     def acquire_gradients(self, stage: int) -> Span:
         """Where the gradients of `stage` are summed: their home in RAM, or a slot."""
         record, plan = self.records[stage], self.plan.stages[stage]
+        record.gradients = "summed"
         if plan.gradients_ram is not None:
             return plan.gradients_ram
         if record.gradient_slot is None:
@@ -161,8 +166,9 @@ class Residency:
         return record.gradient_slot
 
     def rest_gradients(self, stage: int) -> None:
-        """Two-phase: gradients go to their home until the norm is known."""
+        """Gradients go to their home: until the norm is known, or until their sum is resumed."""
         record, plan = self.records[stage], self.plan.stages[stage]
+        record.gradients = "resting"
         if plan.gradients_extent is None or record.gradient_slot is None:
             return
         record.gradient_write = self.daemon.write(
@@ -172,6 +178,41 @@ class Residency:
             priority=FETCH_PRIORITY + 1,
             label=stage,
         )
+
+    def try_resume_gradients(self, stage: int) -> bool:
+        """Starts bringing gradients that rest back to where they are summed. False: they do not rest yet, or no slot is
+        free; try later."""
+        record, plan = self.records[stage], self.plan.stages[stage]
+        if record.gradients == "resumed":
+            return True
+        if record.gradients == "summed" or record.gradient_write is not None:
+            return False
+        if plan.gradients_ram is None:
+            free = self.free_gradients[plan.slot_class]
+            if not free:
+                return False
+            assert plan.gradients_extent is not None
+            record.gradient_slot = free.pop()
+            record.gradient_read = self.daemon.read(
+                record.gradient_slot.offset,
+                plan.gradients_extent.offset,
+                plan.gradients_extent.size,
+                priority=FETCH_PRIORITY,
+                label=stage,
+            )
+        record.gradients = "resumed"
+        return True
+
+    def resume_gradients(self, stage: int) -> Span:
+        """Where gradients that rested are again, to be summed on."""
+        record, plan = self.records[stage], self.plan.stages[stage]
+        self.wait_until(
+            lambda: self.try_resume_gradients(stage) and record.gradient_read is None,
+            f"gradients of the {self.model.stages[stage].kind}",
+        )
+        span = plan.gradients_ram if plan.gradients_ram is not None else record.gradient_slot
+        assert span is not None
+        return span
 
     def _free_gradient_slot(self, record: Record) -> None:
         if record.gradient_slot is not None:
@@ -247,7 +288,10 @@ class Residency:
     def let_go_of_all(self) -> None:
         """A step was given up: nobody needs a span or its gradients. Updates due or under way go on."""
         self.wait_until(
-            lambda: all(record.fetch is None and record.gradient_write is None for record in self.records),
+            lambda: all(
+                record.fetch is None and record.gradient_write is None and record.gradient_read is None
+                for record in self.records
+            ),
             "transfers of a step given up",
         )
         for record in self.records:

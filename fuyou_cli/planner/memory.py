@@ -134,7 +134,7 @@ def _slot_class(
     gradient_slots: int,
 ) -> SlotClass:
     """Weights: one computing, `lookahead` on their way, and one per update under way. Gradients: one being summed, the
-    others being updated or written; one more where a tied head's gradients stay through backward."""
+    others being updated or written; one more where the gradients of a tied head that is not cut stay through backward."""
     members = [i for i, c in enumerate(classes) if c == number and model.stages[i].params]
     two_phase = wishes.clip_grad_norm is not None
     largest = max((model.stages[i].params for i in members), default=0)
@@ -143,9 +143,9 @@ def _slot_class(
     streamed = sum(homes.weights[i] == "ssd" for i in members)
     in_update = 0 if two_phase else gradient_slots - 1
     weights = min(streamed, 1 + lookahead + in_update)
-    passing = sum(not two_phase or homes.gradients[i] == "ssd" for i in members)
+    passing = sum(not _rests(model, i, two_phase) or homes.gradients[i] == "ssd" for i in members)
     gradients = min(passing, gradient_slots)
-    if model.tied_head and 0 in members and passing > gradients and gradients:
+    if model.tied_head and not model.head_is_cut and 0 in members and passing > gradients and gradients:
         gradients += 1
     return SlotClass(
         weight_size=weight_size,
@@ -153,6 +153,11 @@ def _slot_class(
         weight_slots=tuple(arena.take(weight_size) for _ in range(weights)),
         gradient_slots=tuple(arena.take(gradient_size) for _ in range(gradients)),
     )
+
+
+def _rests(model: ModelSpec, stage: int, two_phase: bool) -> bool:
+    """Whether gradients of the stage need a home: until the norm is known, or from a tied head's backward to its own."""
+    return two_phase or model.has_two_users(stage)
 
 
 def _stage(
@@ -166,7 +171,7 @@ def _stage(
     slot_class: int,
 ) -> StagePlan:
     stage = model.stages[index]
-    two_phase = wishes.clip_grad_norm is not None
+    rests = _rests(model, index, wishes.clip_grad_norm is not None)
     bf16 = model.compute_dtype == "bfloat16"
     item = ITEM_SIZE[model.compute_dtype]
     gradient_size = stage.params * ITEM_SIZE[wishes.numerics.accumulate_dtype]
@@ -188,13 +193,13 @@ def _stage(
         remainder_extents=pair(2 * stage.params) if bf16 else None,
         momentum_extents=pair(4 * stage.params),
         variance_extents=pair(4 * stage.params),
-        gradients_extent=transient.take_if(two_phase and homes.gradients[index] == "ssd", gradient_size),
+        gradients_extent=transient.take_if(rests and homes.gradients[index] == "ssd", gradient_size),
         boundary_extent=transient.take_if(homes.boundaries[index] == "ssd", boundary),
         weights_ram=arena.take_if(weights_home != "ssd", item * stage.params),
         remainder_ram=arena.take_if(bf16 and states_home != "ssd", 2 * stage.params),
         momentum_ram=arena.take_if(states_home != "ssd", 4 * stage.params),
         variance_ram=arena.take_if(states_home != "ssd", 4 * stage.params),
-        gradients_ram=arena.take_if(two_phase and homes.gradients[index] != "ssd", gradient_size),
+        gradients_ram=arena.take_if(rests and homes.gradients[index] != "ssd", gradient_size),
         boundary_ram=arena.take_if(homes.boundaries[index] != "ssd", boundary),
     )
 
@@ -214,11 +219,14 @@ class ComputeMemory:
 
 def compute_memory(model: ModelSpec, wishes: Wishes) -> ComputeMemory:
     """On device cpu: two whole-batch boundaries (in and out, or their gradients) with the hungriest stage; on a device
-    with its own memory the stage's part is there, not here."""
+    with its own memory the stage's part is there, not here. A cut head keeps the hidden state's gradient in float32, and
+    maximum, sum and target of every token."""
     numerics = wishes.numerics
     tokens = numerics.batch_size * numerics.max_seq_len
     boundary = model.boundary_bytes_per_token * tokens
     whole = 2 * boundary + (model.choreography_bytes_per_token - model.boundary_bytes_per_token) * tokens + 64 * tokens
+    if model.head_is_cut:
+        whole += (4 * model.hidden_size + 12) * tokens
     hungriest = max(model.stages, key=lambda stage: (stage.backward_peak, stage.index))
     stage = 0 if wishes.device == "cuda" else hungriest.backward_peak
     return ComputeMemory(whole_batch=whole, stage=stage, name=hungriest.name)

@@ -65,7 +65,9 @@ def _start(model: ModelSpec, wishes: Wishes) -> Homes:
     return Homes(
         weights=(wishes.weights or "ssd",) * count,
         states=(wishes.states or "ssd",) * count,
-        gradients=((wishes.gradients or "ssd") if two_phase else "cpu",) * count,
+        gradients=tuple(
+            (wishes.gradients or "ssd") if two_phase or model.has_two_users(index) else "cpu" for index in range(count)
+        ),
         boundaries=boundaries,
     )
 
@@ -121,10 +123,11 @@ def _candidates(
             continue
         fetches = sum(visit.fetch and visit.owner == stage.index for visit in visits)
         keeps_boundary = stage.kind in ("block", "norm")
+        rests = int(two_phase) + int(model.has_two_users(stage.index))
         options = [
             ("weights", float(fetches + 1), wishes.weights is None),
             ("boundaries", 2.0, wishes.boundaries is None and keeps_boundary),
-            ("gradients", 2.0, wishes.gradients is None and two_phase),
+            ("gradients", 2.0 * rests, wishes.gradients is None and rests > 0),
             ("states", 2.0, wishes.states is None),
         ]
         for kind, saved, free in options:
@@ -234,6 +237,8 @@ def _memory_lines(
     on_ssd = sum(stage.gradients_extent.size for stage in placed.stages if stage.gradients_extent)
     total = params * ITEM_SIZE[wishes.numerics.accumulate_dtype]
     policy = "rest until the norm is known" if wishes.clip_grad_norm is not None else "updated at once"
+    if any(model.has_two_users(stage.index) for stage in model.stages):
+        policy += "; tied pieces rest from head to embedding"
     add("gradients", "cpu", gradient_slots + resting, total, policy)
     add("gradients", "ssd", on_ssd, total, policy)
     kept = [stage for stage in placed.stages if stage.boundary_ram or stage.boundary_extent]

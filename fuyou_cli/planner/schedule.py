@@ -2,7 +2,10 @@
 no other description of a step exists.
 
 A visit is one pass over one stage. The order is forward through all stages, the head (forward and backward at once),
-then backward through all stages. Weights come from the ssd unless they rest in RAM or were kept since the visit before;
+then backward through all stages. A head cut along the vocabulary is passed over twice: "logits" folds the loss of every
+token over the pieces, "head" differentiates piece by piece, in reverse, so that it begins with weights just used.
+
+Weights come from the ssd unless they rest in RAM or were kept since the visit before;
 updates run after a stage's backward, or, when the gradient norm must be known first, before its forward in the next step.
 """
 
@@ -14,7 +17,7 @@ from typing import Literal
 from ..spec.model import ITEM_SIZE, ModelSpec
 from ..spec.plan import Plan, StagePlan
 
-Pass = Literal["forward", "head", "backward"]
+Pass = Literal["forward", "logits", "head", "backward"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +35,8 @@ class Visit:
     stash: bool  # the input boundary is kept for backward
     take: bool  # the input boundary is needed again
     sum_gradients: bool
+    rest: bool  # what was summed goes to rest at the gradients' home, until the owner's own backward
+    resume: bool  # sums on to gradients that rest there
     flops: float
 
 
@@ -76,7 +81,9 @@ def expand(model: ModelSpec, *, stages: tuple[StagePlan, ...], two_phase: bool, 
                 update=_update(model, order, index, two_phase=two_phase),
                 stash=phase == "forward" and _keeps_boundary(model, stage),
                 take=phase == "backward" and _keeps_boundary(model, stage),
-                sum_gradients=phase != "forward",
+                sum_gradients=phase in ("head", "backward"),
+                rest=phase == "head" and model.has_two_users(model.owner(stage)),
+                resume=phase == "backward" and model.has_two_users(stage),
                 flops=_flops(model, phase, stage) * micro_batches,
             )
         )
@@ -101,11 +108,13 @@ def _keeps_boundary(model: ModelSpec, stage: int) -> bool:
 def _order(model: ModelSpec, *, two_phase: bool) -> list[tuple[Pass, int, int | None]]:
     """(phase, stage, owner of the weights) in running order. An embedding's backward needs no weights, but its update
     does, so it is visited with them when the update follows at once."""
-    head = len(model.stages) - 1
-    head_owner = 0 if model.tied_head else head
-    order: list[tuple[Pass, int, int | None]] = [("forward", stage.index, stage.index) for stage in model.stages[:-1]]
-    order.append(("head", head, head_owner))
-    for stage in reversed(model.stages[:-1]):
+    body = [stage for stage in model.stages if stage.kind != "head"]
+    heads = [stage.index for stage in model.stages if stage.kind == "head"]
+    order: list[tuple[Pass, int, int | None]] = [("forward", stage.index, stage.index) for stage in body]
+    if model.head_is_cut:
+        order += [("logits", head, model.owner(head)) for head in heads]
+    order += [("head", head, model.owner(head)) for head in reversed(heads)]
+    for stage in reversed(body):
         needs_weights = stage.kind != "embedding" or not two_phase
         order.append(("backward", stage.index, stage.index if needs_weights else None))
     return order
@@ -146,7 +155,8 @@ def _flops(model: ModelSpec, phase: Pass, stage: int) -> float:
     forward = model.stages[stage].forward_flops
     if model.stages[stage].kind == "embedding":
         return 0.0
-    return {"forward": 1, "head": 3, "backward": 3}[phase] * forward  # backward = recompute + twice forward
+    # backward = recompute + twice forward; a head in one visit computes its logits once
+    return {"forward": 1, "logits": 1, "head": 3, "backward": 3}[phase] * forward
 
 
 def _traffic(model: ModelSpec, stages: tuple[StagePlan, ...], visits: list[Visit], *, two_phase: bool) -> Traffic:
@@ -169,7 +179,8 @@ def _traffic(model: ModelSpec, stages: tuple[StagePlan, ...], visits: list[Visit
         if plan.states == "ssd":
             read["states"] += state_item * stage.params
             written["states"] += state_item * stage.params
-        if two_phase and plan.gradients == "ssd" and plan.gradients_extent is not None:
-            read["gradients"] += plan.gradients_extent.size
-            written["gradients"] += plan.gradients_extent.size
+        if plan.gradients_extent is not None:
+            rests = int(two_phase) + int(model.has_two_users(stage.index))  # until the norm; from the head to here
+            read["gradients"] += rests * plan.gradients_extent.size
+            written["gradients"] += rests * plan.gradients_extent.size
     return Traffic(read=read, written=written)

@@ -105,6 +105,7 @@ class TrainSection(Section):
     batch_size: Positive = 64
     micro_batch_size: AutoPositive = "auto"
     head_chunk_tokens: AutoCount = "auto"  # 0: a whole micro-batch at once
+    head_chunk_vocab: AutoCount = "auto"  # rows of embedding and head; 0: not cut along the vocabulary
     threads: AutoPositive = "auto"
     clip_grad_norm: PositiveFloat | None = 1.0
     compile: bool = False

@@ -4,6 +4,8 @@ A model is an ordered list of stages (embedding, decoder blocks, final norm, hea
 packed one after the other into one flat array: tensor t lives at [offset, offset + numel) of its stage. Offsets are
 multiples of 64 elements and stages are padded to a multiple of `STAGE_ALIGN` elements, so that every extent of every
 dtype is aligned for O_DIRECT.
+
+Embedding and head may be cut along the vocabulary: then each piece, a run of rows, is a stage of its own.
 """
 
 from __future__ import annotations
@@ -21,13 +23,20 @@ STAGE_ALIGN = 2048  # elements: 4096 bytes of bfloat16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """One parameter of a stage. `name` is its name in the model's state dict; `offset` counts elements."""
+    """One parameter of a stage, or the rows of one that the stage holds. `name` is its name in the model's state dict;
+    `offset` counts elements within the stage."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of what the stage holds
     offset: int
     numel: int
     decay: bool  # weight decay applies (matrices, not biases or norms)
+    first: int = 0  # elements of the model's tensor before what the stage holds
+    whole: tuple[int, ...] | None = None  # shape of the model's tensor where the stage holds a part of it
+
+    @property
+    def model_shape(self) -> tuple[int, ...]:
+        return self.shape if self.whole is None else self.whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +52,7 @@ class StageSpec:
     forward_flops: float  # one micro-batch, forward
     forward_peak: int  # bytes a forward of one micro-batch allocates at most, inputs and outputs of the stage excluded
     backward_peak: int  # the same for recompute and backward, gradients of one tensor at a time included
+    vocabulary: tuple[int, int] | None = None  # first row and end of a piece of the vocabulary; None: not a piece
 
     @property
     def trainable(self) -> int:
@@ -61,6 +71,26 @@ class ModelSpec:
     tied_head: bool  # the head computes with the embedding stage's weights
     boundary_bytes_per_token: int
     choreography_bytes_per_token: int  # held by the model's own forward between stages, whole batch
+
+    def owner(self, stage: int) -> int:
+        """The stage whose weights stage `stage` computes with: under a tied head the embedding, or its piece of the same
+        rows."""
+        spec = self.stages[stage]
+        if not self.tied_head or spec.kind != "head":
+            return stage
+        if spec.vocabulary is None:
+            return 0
+        return next(s.index for s in self.stages if s.kind == "embedding" and s.vocabulary == spec.vocabulary)
+
+    def has_two_users(self, stage: int) -> bool:
+        """Whether the stage is a piece of an embedding that a piece of a tied head computes with as well: its gradients
+        rest from the head's backward to its own."""
+        spec = self.stages[stage]
+        return self.tied_head and spec.kind == "embedding" and spec.vocabulary is not None
+
+    @property
+    def head_is_cut(self) -> bool:
+        return self.stages[-1].vocabulary is not None
 
     @property
     def parameters(self) -> int:

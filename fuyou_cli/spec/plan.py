@@ -25,6 +25,7 @@ class Numerics:
     head_chunk_tokens: int  # 0: a whole micro-batch at once
     torch_threads: int
     seed: int
+    vocabulary_rows: int = 0  # of a piece of embedding and head; 0: not cut
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +44,7 @@ class StagePlan:
     stage: int
     weights: Tier
     states: Tier
-    gradients: Tier  # where they rest between backward and a two-phase update; cpu when the update follows at once
+    gradients: Tier  # where they rest until the norm, or a tied embedding's own backward; cpu when they never rest
     boundary: Tier  # the stage's input, kept for backward; cpu when the stage keeps none
     slot_class: int  # which weight and gradient slots it uses
     weights_extents: tuple[Span, Span]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 
 import torch
@@ -23,23 +24,39 @@ _WINDOW = 17 * MiB  # one piece of at most 16 MiB with the store's alignment aro
 
 class StoreWeights:
     """Reads the weights a manifest names, under the names of the checkpoint they came from, so that whatever loaded that
-    one loads this. Elements come as bytes of the asked dtype."""
+    one loads this. Elements come as bytes of the asked dtype; a tensor in several stages is put together as it is read."""
 
     def __init__(self, manifest: Manifest, daemon: SwapDaemon, arena: Arena, *, dtype: str) -> None:
         self.manifest, self.daemon, self.arena, self.dtype = manifest, daemon, arena, dtype
-        self._places: dict[str, tuple[StoredStage, StoredTensor]] = {
-            tensor.stored_as: (stage, tensor) for stage in manifest.stages for tensor in stage.tensors
-        }
+        self._places: dict[str, list[tuple[StoredStage, StoredTensor]]] = {}
+        for stage in manifest.stages:
+            for tensor in stage.tensors:
+                self._places.setdefault(tensor.stored_as, []).append((stage, tensor))
+        for name, places in self._places.items():
+            _check_complete(name, [tensor for _, tensor in places])
 
     def tensors(self) -> list[OutTensor]:
         return [
-            OutTensor(name=t.stored_as, dtype=self.dtype, shape=t.shape) for s in self.manifest.stages for t in s.tensors
+            OutTensor(name=name, dtype=self.dtype, shape=places[0][1].shape) for name, places in self._places.items()
         ]
 
     def read(self, tensor: OutTensor, first: int, count: int) -> memoryview:
         """Elements [first, first + count) of a tensor, valid until the next call."""
-        stage, stored = self._places[tensor.name]
-        begin = stored.offset + first
+        parts = [
+            (stage, stored, begin, end)
+            for stage, stored in self._places[tensor.name]
+            if (begin := max(first, stored.first)) < (end := min(first + count, stored.first + stored.count))
+        ]
+        if len(parts) == 1:
+            return self._part(*parts[0])
+        joined = bytearray()
+        for part in parts:
+            joined += self._part(*part)
+        return memoryview(joined)
+
+    def _part(self, stage: StoredStage, stored: StoredTensor, first: int, end: int) -> memoryview:
+        """Elements [first, end) of the whole tensor, all of them in one stage."""
+        begin, count = stored.offset + first - stored.first, end - first
         compute = self.manifest.compute_dtype
         weights = self._elements(stage.weights, begin, count, 2 if compute == "bfloat16" else 4, 0)
         if compute == self.dtype:
@@ -61,6 +78,17 @@ class StoreWeights:
         self.daemon.wait(self.daemon.read(window, extent[0] + first, size))
         inside = begin * item - first
         return self.arena.view(window + inside, count * item)
+
+
+def _check_complete(name: str, parts: list[StoredTensor]) -> None:
+    """Raises UsageError unless the parts follow one another and make up the whole tensor."""
+    end = 0
+    for part in parts:
+        if part.first != end or part.shape != parts[0].shape:
+            raise UsageError(f"the store's parts of {name} do not fit together", hint="its manifest is damaged")
+        end += part.count
+    if end != prod(parts[0].shape):
+        raise UsageError(f"the store holds {end} elements of {name}, not all", hint="its manifest is damaged")
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -25,10 +25,14 @@ _LARGEST = 64 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
+    """A tensor, or the run of its elements that a stage holds."""
+
     name: str  # in the model
     stored_as: str  # in the checkpoint it came from, and in every export
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor
     offset: int  # elements within the stage
+    first: int  # elements of the tensor before these
+    count: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +126,7 @@ def _parsed(path: Path, content: Any) -> Manifest:
 def _stage(content: dict[str, Any]) -> StoredStage:
     tensors = tuple(
         StoredTensor(
-            name=item["name"], stored_as=item["stored_as"], shape=tuple(item["shape"]), offset=item["offset"]
+            **{key: item[key] for key in ("name", "stored_as", "offset", "first", "count")}, shape=tuple(item["shape"])
         )
         for item in content["tensors"]
     )

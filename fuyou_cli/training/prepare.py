@@ -86,6 +86,7 @@ def prepare(recipe: Recipe, *, probe: Probe, planning_only: bool = False, say: C
     _warm_up(recipe)
     hardware = probe(device)
     numerics = _numerics(recipe, anatomy, hardware, manifest)
+    anatomy = _cut(anatomy, numerics)
     model = _specification(anatomy, numerics)
     chosen = plan(model, hardware, wishes(recipe, numerics, hardware, device=device))
     sampler, total = _steps(recipe, rows)
@@ -175,15 +176,18 @@ def _entries(anatomy: Anatomy, model_dir: Path) -> tuple[Checkpoint, Mapping[str
 
 def _numerics(recipe: Recipe, anatomy: Anatomy, hardware: HardwareProfile, manifest: Manifest | None) -> Numerics:
     """What the recipe says, `auto` resolved by fixed rules; a resumed run keeps what it started with."""
+    from ..engine.vocabulary import resolved_rows
+
     train, length = recipe.train, recipe.dataset.max_seq_len
     micro = train.micro_batch_size
     if micro == "auto":
         most = max(1, MICRO_BATCH_TOKENS // length)
         micro = max(size for size in range(1, train.batch_size + 1) if size <= most and train.batch_size % size == 0)
+    vocabulary_rows = resolved_rows(anatomy, train.head_chunk_vocab)
     chunk = train.head_chunk_tokens
     if chunk == "auto":
-        vocabulary = anatomy.model.config.get_text_config().vocab_size
-        most = max(64, HEAD_PIECE_BYTES // (_LOGIT_BYTES * vocabulary))
+        columns = vocabulary_rows or anatomy.model.config.get_text_config().vocab_size
+        most = max(64, HEAD_PIECE_BYTES // (_LOGIT_BYTES * columns))
         chunk = 0 if micro * length <= most else 1 << (most.bit_length() - 1)
     compute = cast(Dtype, recipe.precision.compute)
     accumulate: Dtype = compute if train.batch_size == micro else cast(Dtype, recipe.precision.grad_accum)
@@ -196,6 +200,7 @@ def _numerics(recipe: Recipe, anatomy: Anatomy, hardware: HardwareProfile, manif
         head_chunk_tokens=chunk,
         torch_threads=hardware.cores if train.threads == "auto" else train.threads,
         seed=recipe.seed,
+        vocabulary_rows=vocabulary_rows,
     )
     if manifest is None:
         return numerics
@@ -213,6 +218,7 @@ def _refuse_changed(recipe: Recipe, kept: Numerics, asked: Numerics) -> None:
         "micro_batch_size": ("train.micro_batch_size", recipe.train.micro_batch_size != "auto"),
         "max_seq_len": ("dataset.max_seq_len", True),
         "head_chunk_tokens": ("train.head_chunk_tokens", recipe.train.head_chunk_tokens != "auto"),
+        "vocabulary_rows": ("train.head_chunk_vocab", recipe.train.head_chunk_vocab != "auto"),
         "torch_threads": ("train.threads", recipe.train.threads != "auto"),
         "seed": ("seed", True),
     }
@@ -223,6 +229,13 @@ def _refuse_changed(recipe: Recipe, kept: Numerics, asked: Numerics) -> None:
             "the saved run cannot be resumed, its numerics changed: " + "; ".join(changed),
             hint="put the old values back, or start over with checkpoint.resume=never",
         )
+
+
+def _cut(anatomy: Anatomy, numerics: Numerics) -> Anatomy:
+    """Embedding and head in as many stages as the numerics say."""
+    from ..engine.vocabulary import cut_vocabulary
+
+    return cut_vocabulary(anatomy, numerics.vocabulary_rows)
 
 
 def _specification(anatomy: Anatomy, numerics: Numerics) -> ModelSpec:

@@ -221,7 +221,7 @@ class Run:
         busy = [
             Busy(
                 resource="compute",
-                label=f"{'forward' if item.phase == 'head' else item.phase} {names[item.stage]}",
+                label=f"{self._direction(item.phase)} {names[item.stage]}",
                 begin=item.begin - begin,
                 end=item.end - begin,
             )
@@ -240,6 +240,12 @@ class Run:
             if event.end_ns / 1e9 > begin
         ]
         return tuple(busy)
+
+    def _direction(self, phase: str) -> str:
+        """Where a visit counts: a whole head, which is both at once, with forward."""
+        if phase == "head":
+            return "backward" if self.model.head_is_cut else "forward"
+        return "forward" if phase == "logits" else phase
 
     def _between_micro_batches(self) -> None:
         if self.stopping.requested and self.executor.may_abandon():

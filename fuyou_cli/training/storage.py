@@ -92,10 +92,11 @@ class StageFiles:
             view = flat[tensor.offset : tensor.offset + tensor.numel].view(tensor.shape)
             entry = entries[tensor.name]
             if remainder is None:
-                reader.read_into(entry, view)
+                reader.read_into(entry, view, first_element=tensor.first)
             else:
                 rest = self.memory.tensor(remainder, torch.int16, stage.params)
-                _read_split(reader, entry, view.view(-1), rest[tensor.offset : tensor.offset + tensor.numel])
+                rest = rest[tensor.offset : tensor.offset + tensor.numel]
+                _read_split(reader, entry, view.view(-1), rest, first=tensor.first)
         record.generation, record.zero_moments, record.zero_remainder = 0, True, remainder is None
         if plan.weights == "ssd":
             self.daemon.wait(self._write(slot, plan.weights_extents[0], stage.index))
@@ -172,7 +173,9 @@ def _stored(
         weights=(weights.offset, weights.size),
         remainder=(remainder.offset, remainder.size) if remainder else None,
         tensors=tuple(
-            StoredTensor(name=t.name, stored_as=entries[t.name].name, shape=t.shape, offset=t.offset)
+            StoredTensor(
+                name=t.name, stored_as=entries[t.name].name, shape=t.model_shape, offset=t.offset, first=t.first, count=t.numel
+            )
             for t in stage.tensors
         ),
     )
@@ -183,12 +186,14 @@ def _fits(stored: str, compute: str) -> bool:
     return compute == "float32" or stored == "bfloat16"
 
 
-def _read_split(reader: TensorReader, entry: TensorEntry, weights: torch.Tensor, remainder: torch.Tensor) -> None:
-    """A tensor wider than bfloat16 becomes weights and remainder, piece by piece."""
-    piece = torch.empty(min(_PIECE, entry.numel), dtype=torch.float32)
-    for begin in range(0, entry.numel, _PIECE):
-        count = min(_PIECE, entry.numel - begin)
-        reader.read_into(entry, piece[:count], first_element=begin)
+def _read_split(
+    reader: TensorReader, entry: TensorEntry, weights: torch.Tensor, remainder: torch.Tensor, *, first: int
+) -> None:
+    """Elements of a tensor wider than bfloat16, from `first` on, become weights and remainder, piece by piece."""
+    piece = torch.empty(min(_PIECE, weights.numel()), dtype=torch.float32)
+    for begin in range(0, weights.numel(), _PIECE):
+        count = min(_PIECE, weights.numel() - begin)
+        reader.read_into(entry, piece[:count], first_element=first + begin)
         nonfinite = split(
             memoryview(piece[:count].numpy()),
             memoryview(weights[begin : begin + count].view(torch.int16).numpy()),

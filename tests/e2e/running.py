@@ -46,12 +46,15 @@ def train(project: Project, between: Between | None = None) -> tuple[list[float]
 
 
 def interrupt(step: int, phase: str) -> Between:
-    """Ctrl-C at the second micro-batch of `phase` in `step` (1 for the first)."""
+    """Ctrl-C at the second micro-batch of `phase` in `step` (1 for the first): in the first block, or a cut head's second
+    piece."""
     seen: list[int] = []
 
     def between(run: Run) -> None:
         visit = run.executor.schedule.visits[run.executor._cursor]
-        if run.step + 1 == step and visit.phase == phase and visit.stage == 2:
+        kind = "head" if phase in ("logits", "head") else "block"
+        stages = [stage.index for stage in run.model.stages if stage.kind == kind]
+        if run.step + 1 == step and visit.phase == phase and visit.stage == stages[kind == "head"]:
             seen.append(visit.stage)
             if len(seen) == 2:
                 os.kill(os.getpid(), signal.SIGINT)

@@ -29,6 +29,8 @@ PLACES: dict[str, dict[str, Any]] = {
     "unclipped, in RAM": {**RAM, "train.clip_grad_norm": None},
     "clipped, emulated device": {"offload.device": "emulated"},
     "unclipped, fp32, two directories": {"train.clip_grad_norm": None, "precision.compute": "float32"},
+    "clipped, vocabulary cut": {"train.head_chunk_vocab": 100},
+    "unclipped, vocabulary cut": {"train.head_chunk_vocab": 100, "train.clip_grad_norm": None},
 }
 
 
@@ -62,6 +64,23 @@ def test_stopped_anywhere_and_resumed_is_the_same_run(
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
+@pytest.mark.parametrize("place", ["clipped, vocabulary cut", "unclipped, vocabulary cut"])
+@pytest.mark.timeout(60)
+def test_stopped_in_a_cut_head(place: str, new_project: Callable[..., Project], tmp_path: Path) -> None:
+    """Between the logits of two pieces nothing has been updated; between their gradients, without clipping, it has."""
+    expected, store = train(new_project("whole", _changes(tmp_path / "whole", place)))
+    broken = new_project("broken", _changes(tmp_path / "broken", place))
+    for step, phase in ((2, "logits"), (3, "head")):
+        with pytest.raises(Interrupted):
+            train(broken, interrupt(step, phase))
+        finished = step if phase == "head" and "unclipped" in place else step - 1
+        assert len(manifest_of(broken).losses) == finished
+    losses, resumed = train(broken)
+    assert losses == expected
+    ours, theirs = exported(resumed, tmp_path / "ours"), exported(store, tmp_path / "theirs")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 def _refusal(project: Project, changes: dict[str, Any]) -> str:
     """What the run says when the recipe has changed; the saved state must not have."""
     before = _digest(project)
@@ -85,6 +104,7 @@ def _digest(project: Project) -> dict[str, bytes]:
         ({"train.micro_batch_size": 4}, "micro_batch_size was 2, is 4"),
         ({"train.threads": 2}, "threads was 1, is 2"),
         ({"train.head_chunk_tokens": 7}, "head_chunk_tokens was 0, is 7"),
+        ({"train.head_chunk_vocab": 100}, "head_chunk_vocab was 0, is 100"),
         ({"precision.grad_accum": "bfloat16"}, "precision.grad_accum was float32, is bfloat16"),
         ({"seed": 1}, "seed was 42, is 1"),
         ({"optimizer.lr": 1e-3}, "optimizer changed"),
@@ -194,10 +214,16 @@ def test_a_damaged_manifest_is_refused(stopped: Project) -> None:
         assert str(manifest) in refused.value.message
 
 
+@pytest.mark.parametrize("compute", ["bfloat16", "float32"])
+@pytest.mark.parametrize("rows", [0, 100])
 @pytest.mark.timeout(60)
-def test_a_float32_checkpoint_survives_bfloat16_to_the_bit(new_project: Callable[..., Project], tmp_path: Path) -> None:
-    """Stopped before anything was learnt: weights and remainders are what the checkpoint held."""
-    project = new_project(changes={"train.max_steps": STEPS})
+def test_a_float32_checkpoint_survives_to_the_bit(
+    rows: int, compute: str, new_project: Callable[..., Project], tmp_path: Path
+) -> None:
+    """Stopped before anything was learnt: weights and remainders are what the checkpoint held, put together from the
+    pieces of a cut vocabulary."""
+    numerics = {"train.head_chunk_vocab": rows, "precision.compute": compute}
+    project = new_project(changes={"train.max_steps": STEPS, **numerics})
     with pytest.raises(Interrupted):
         train(project, interrupt(1, "forward"))
     weights = exported(store_of(project), tmp_path / "export")

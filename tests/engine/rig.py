@@ -27,6 +27,7 @@ from fuyou_cli.engine.host_memory import HostMemory
 from fuyou_cli.engine.inspect import inspect
 from fuyou_cli.engine.skeleton import TORCH_DTYPE, build
 from fuyou_cli.engine.updates import Optimizer
+from fuyou_cli.engine.vocabulary import cut_vocabulary
 from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.hardware import HardwareProfile
@@ -58,6 +59,7 @@ class Shape:
     micro: int = 2
     tokens: int = 16
     chunk: int = 0
+    vocabulary: int = 0
 
 
 class Subject:
@@ -68,7 +70,7 @@ class Subject:
         self.config, self.shape = config, shape
         skeleton = build(config, dtype=shape.dtype, attention="sdpa")
         self.attention = skeleton.config._attn_implementation
-        self.anatomy = dissect(skeleton)
+        self.anatomy = cut_vocabulary(dissect(skeleton), shape.vocabulary)
         self.spec = inspect(
             self.anatomy, dtype=shape.dtype, micro_batch_size=shape.micro, max_seq_len=shape.tokens,
             head_chunk_tokens=shape.chunk,
@@ -76,7 +78,7 @@ class Subject:
         self.numerics = Numerics(
             compute_dtype=shape.dtype, accumulate_dtype=shape.accumulate, batch_size=shape.batch,
             micro_batch_size=shape.micro, max_seq_len=shape.tokens, head_chunk_tokens=shape.chunk, torch_threads=1,
-            seed=7,
+            seed=7, vocabulary_rows=shape.vocabulary,
         )  # fmt: skip
         self.initial = {name: value.detach().clone() for name, value in self.fresh().state_dict().items()}
 
@@ -127,7 +129,7 @@ class Rig:
         self.losses: list[float] = []
         self.wishes = Wishes(
             numerics=subject.numerics, model_name="tiny", device=device, clip_grad_norm=clip, cpu_budget=budget,
-            gpu_budget=0, weights=home, states=home, gradients=(gradients or home) if clip else None, boundaries=home,
+            gpu_budget=0, weights=home, states=home, gradients=gradients or home, boundaries=home,
             lookahead=lookahead, io_backend=backend, update_threads=update_threads, chunk_params=CHUNK,
             scratch_size=scratch_size(CHUNK, chunks), read_depth=4, write_depth=4, block_size=64 << 10, stripe=64 << 10,
         )  # fmt: skip
@@ -207,7 +209,8 @@ class Rig:
             target = placed.weights_ram or self._window
             flat = self.memory.tensor(target, TORCH_DTYPE[self.spec.compute_dtype], stage.params).zero_()
             for tensor in stage.tensors:
-                flat[tensor.offset : tensor.offset + tensor.numel] = weights[tensor.name].reshape(-1)
+                part = weights[tensor.name].reshape(-1)[tensor.first : tensor.first + tensor.numel]
+                flat[tensor.offset : tensor.offset + tensor.numel] = part
             if placed.weights == "ssd":
                 extent = placed.weights_extents[0]
                 self.daemon.wait(self.daemon.write(target.offset, extent.offset, extent.size))
@@ -218,7 +221,7 @@ class Rig:
         dtype = TORCH_DTYPE[self.spec.compute_dtype]
         for stage, placed in self._stages():
             flat = self._resting(stage, placed.weights_ram, placed.weights_extents, dtype)
-            found |= named(stage, flat)
+            add_named(found, stage, flat)
         return found
 
     def padding(self) -> torch.Tensor:
@@ -242,7 +245,7 @@ class Rig:
             remainder = self._resting(stage, placed.remainder_ram, placed.remainder_extents, torch.int16)
             master = torch.empty(stage.params)
             join(as_bytes(weights), as_bytes(remainder), as_bytes(master))
-            found |= named(stage, master)
+            add_named(found, stage, master)
         return found
 
     def resting_gradients(self, stage: StageSpec) -> torch.Tensor:
@@ -270,6 +273,12 @@ class Rig:
 
 def named(stage: StageSpec, flat: torch.Tensor) -> dict[str, torch.Tensor]:
     return {t.name: flat[t.offset : t.offset + t.numel].view(t.shape).clone() for t in stage.tensors}
+
+
+def add_named(found: dict[str, torch.Tensor], stage: StageSpec, flat: torch.Tensor) -> None:
+    """The same, pieces of one tensor put together in the order of their stages."""
+    for name, value in named(stage, flat).items():
+        found[name] = torch.cat([found[name], value]) if name in found else value
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

@@ -19,11 +19,12 @@ HARDWARE = HardwareProfile(
 )  # fmt: skip
 
 
-def stage(index: int, kind: StageKind, params: int) -> StageSpec:
+def stage(index: int, kind: StageKind, params: int, vocabulary: tuple[int, int] | None = None) -> StageSpec:
     tensors = (TensorSpec(name=f"{index}.weight", shape=(params,), offset=0, numel=params, decay=True),)
     return StageSpec(
         index=index, kind=kind, name=f"stage {index}", params=params, tensors=tensors if params else (),
         forward_flops=float(2 * params), forward_peak=4 * params % (64 * MiB), backward_peak=9 * params % (128 * MiB),
+        vocabulary=vocabulary,
     )  # fmt: skip
 
 
@@ -73,3 +74,23 @@ def wishes_for(draw: st.DrawFn, spec: ModelSpec, *, budget: int = 1 << 40, pinne
 
 def with_budget(wishes: Wishes, budget: int) -> Wishes:
     return replace(wishes, cpu_budget=budget)
+
+
+def cut(spec: ModelSpec, *pieces: int) -> ModelSpec:
+    """The same model with embedding and head in pieces of these parameters; a tied head's own none."""
+    rows = [(sum(pieces[:i]), sum(pieces[: i + 1])) for i in range(len(pieces))]
+    middle = [stage for stage in spec.stages if stage.kind not in ("embedding", "head")]
+    parts: list[tuple[StageKind, int, tuple[int, int] | None]] = [
+        *(("embedding", size, rows[i]) for i, size in enumerate(pieces)),
+        *((part.kind, part.params, None) for part in middle),
+        *(("head", 0 if spec.tied_head else size, rows[i]) for i, size in enumerate(pieces)),
+    ]
+    return replace(spec, stages=tuple(stage(i, *part) for i, part in enumerate(parts)))
+
+
+@st.composite
+def cut_models(draw: st.DrawFn) -> ModelSpec:
+    """Two to four pieces, the last one smaller or not."""
+    size = draw(st.integers(1, 256)) * STAGE_ALIGN
+    last = draw(st.integers(1, size // STAGE_ALIGN)) * STAGE_ALIGN
+    return cut(draw(models()), *[size] * draw(st.integers(1, 3)), last)

@@ -106,3 +106,19 @@ def test_json_keeps_bytes_whole(plan: Plan, model: ModelSpec, hardware: Hardware
     assert data["plan"]["predicted"]["written_by"]["states"] == 11_000_000_000
     assert data["hardware"]["store_read_mixed"] == 1.2e9
     assert len(data["plan"]["stages"]) == data["model"]["stages"] == 25
+
+
+def test_a_cut_vocabulary_is_said_and_its_pieces_are_one_line(
+    printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile
+) -> None:
+    stages = tuple(
+        replace(stage, kind="head", vocabulary=(1000 * index, 1000 * index + 1000)) if index < 3 else stage
+        for index, stage in enumerate(model.stages)
+    )
+    cut = replace(plan, numerics=replace(plan.numerics, vocabulary_rows=1000))
+    for width in (80, 120):
+        console, printed = printer(width, ascii=True)
+        show_plan(console, cut, replace(model, stages=stages), hardware, verbose=True)
+        text = printed()
+        assert max(map(len, text.splitlines())) <= width
+        assert "in pieces of 1,000 tokens of the vocabulary" in " ".join(text.split())

@@ -110,6 +110,8 @@ def _understood(plan: Plan, model: ModelSpec, shapes: Symbols) -> list[tuple[str
     blocks = sum(stage.kind == "block" for stage in model.stages)
     tied = ", head tied to the embedding" if model.tied_head else ""
     chunk = f", head in chunks of {numerics.head_chunk_tokens:,} tokens" if numerics.head_chunk_tokens else ""
+    if numerics.vocabulary_rows:
+        chunk += f", embedding and head in pieces of {numerics.vocabulary_rows:,} tokens of the vocabulary"
     clip = (
         f"clipping at norm {plan.clip_grad_norm:g}, exact: updates wait for the last gradient"
         if plan.two_phase

@@ -1,0 +1,141 @@
+"""The head's visits of a step: the loss, its gradient with respect to the last hidden state, and the head's own gradients.
+
+A whole head is visited once, forward and backward together. A head cut along the vocabulary is passed over twice: the
+loss needs every column of the logits before the gradient of any is known.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..core.errors import UsageError
+from .head import Part, TokenLoss, pieces
+
+if TYPE_CHECKING:
+    from .executor import Executor
+
+
+def run_head(
+    executor: Executor, hidden: torch.Tensor, targets: torch.Tensor, *, label_tokens: int
+) -> tuple[float, torch.Tensor]:
+    """The step's mean loss and its gradient with respect to the last hidden state, piece by piece.
+
+    hidden: (batch, tokens, width) in host memory, like the gradient; targets: (batch, tokens) int64, already shifted.
+    """
+    normaliser = max(1, label_tokens)
+    if executor.model.head_is_cut:
+        return _in_pieces(executor, hidden, targets, normaliser=normaliser)
+    return _whole(executor, hidden, targets, normaliser=normaliser)
+
+
+def _whole(
+    executor: Executor, hidden: torch.Tensor, targets: torch.Tensor, *, normaliser: int
+) -> tuple[float, torch.Tensor]:
+    """One visit, forward and backward at once."""
+    stage = executor.model.stages[-1].index
+    device = executor.device.torch_device
+    visit, flat = executor.enter("head", stage)
+    total = executor.sums.open(visit.owner if visit.owner is not None else stage)
+    executor.settle()
+    begin = time.monotonic()
+    gradient = torch.empty_like(hidden)
+    loss = 0.0
+    with executor.head.stubbed(), executor.installed(visit.owner, flat, trainable=True) as parameters:
+        for rows in executor.micro_batches(hidden.shape[0]):
+            part, part_targets = hidden[rows].to(device), targets[rows].to(device)
+            for cut in pieces(part.shape[0], part.shape[1], executor.plan.numerics.head_chunk_tokens):
+                piece = part[cut].detach().requires_grad_(True)
+                with torch.enable_grad():
+                    piece_loss = executor.head.loss(piece, part_targets[cut], normaliser=normaliser)
+                    executor.differentiate(piece_loss, None, [piece, *parameters], total)
+                loss += float(piece_loss.detach())  # sync: reads the loss of one piece
+                assert piece.grad is not None
+                gradient[rows][cut] = piece.grad
+                del piece, piece_loss
+                executor.between()
+    if not executor.model.tied_head:
+        executor.sums.close(stage, total)
+    executor.leave(visit, begin)
+    return loss, gradient
+
+
+def _in_pieces(
+    executor: Executor, hidden: torch.Tensor, targets: torch.Tensor, *, normaliser: int
+) -> tuple[float, torch.Tensor]:
+    """Two passes over the pieces of the vocabulary, each piece's weights fetched once per pass for the whole batch."""
+    heads = [stage.index for stage in executor.model.stages if stage.kind == "head"]
+    end = executor.model.stages[heads[-1]].vocabulary
+    if end is not None and int(targets.max()) >= end[1]:
+        raise UsageError(f"the data holds a label outside of the model's vocabulary of {end[1]} tokens")
+    tokens = TokenLoss.of(targets.to(executor.device.torch_device))
+    for stage in heads:
+        _fold_piece(executor, stage, hidden, tokens)
+    # Summed in float32 whatever the dtypes: a rounding per piece would make the result depend on their number.
+    gradient = torch.zeros(hidden.shape, dtype=torch.float32)
+    for stage in reversed(heads):
+        _differentiate_piece(executor, stage, hidden, tokens, gradient, normaliser=normaliser)
+    return tokens.mean(normaliser), gradient.to(hidden.dtype)
+
+
+def _fold_piece(executor: Executor, stage: int, hidden: torch.Tensor, tokens: TokenLoss) -> None:
+    """The piece's logits of every token, into its loss."""
+    visit, flat = executor.enter("logits", stage)
+    executor.settle()
+    begin = time.monotonic()
+    with torch.no_grad(), executor.head.stubbed(), executor.installed(visit.owner, flat, trainable=False):
+        for part, piece in _parts(executor, hidden):
+            tokens.fold(part, executor.head.logits(piece), first=_first_row(executor, stage))
+            executor.between()
+    executor.leave(visit, begin)
+
+
+def _differentiate_piece(
+    executor: Executor,
+    stage: int,
+    hidden: torch.Tensor,
+    tokens: TokenLoss,
+    gradient: torch.Tensor,
+    *,
+    normaliser: int,
+) -> None:
+    """The piece's logits again, its own gradients, and its share of the hidden state's (added to `gradient`)."""
+    visit, flat = executor.enter("head", stage)
+    assert visit.owner is not None
+    total = executor.sums.open(visit.owner)
+    executor.settle()
+    begin = time.monotonic()
+    with executor.head.stubbed(), executor.installed(visit.owner, flat, trainable=True) as parameters:
+        for part, piece in _parts(executor, hidden):
+            piece.requires_grad_(True)
+            with torch.enable_grad():
+                logits = executor.head.logits(piece)
+            slope = tokens.gradient(part, logits, first=_first_row(executor, stage), normaliser=normaliser)
+            executor.differentiate(logits, slope, [piece, *parameters], total)
+            del logits, slope
+            assert piece.grad is not None
+            gradient[part.rows][part.cut] += executor.to_host(piece.grad)
+            piece.grad = None
+            executor.between()
+    if visit.rest:
+        executor.sums.rest(visit.owner, total)
+    else:
+        executor.sums.close(visit.owner, total)
+    executor.leave(visit, begin)
+
+
+def _parts(executor: Executor, hidden: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
+    """The last hidden state on the device, micro-batch by micro-batch and chunk by chunk: leaves of their own."""
+    for rows in executor.micro_batches(hidden.shape[0]):
+        batch = hidden[rows].to(executor.device.torch_device)
+        for cut in pieces(batch.shape[0], batch.shape[1], executor.plan.numerics.head_chunk_tokens):
+            yield Part(rows, cut), batch[cut].detach()
+
+
+def _first_row(executor: Executor, stage: int) -> int:
+    vocabulary = executor.model.stages[stage].vocabulary
+    assert vocabulary is not None
+    return vocabulary[0]

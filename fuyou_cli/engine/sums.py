@@ -1,0 +1,124 @@
+"""The way of gradients from compute to their update: summed where the device computes, brought to the host, handed over.
+
+On device cpu a stage's gradients are summed where they rest. A device with memory of its own sums in spans that take
+turns with their downloads; what follows a download runs when somebody looks (`advance`) or waits (`settle`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..spec.model import ITEM_SIZE, ModelSpec
+from ..spec.plan import Plan
+from .devices.base import Device, Event
+from .gradients import GradientSum
+from .host_memory import HostMemory
+from .residency import Residency
+from .skeleton import TORCH_DTYPE
+
+HandOver = Callable[[int, torch.Tensor], None]  # (stage, its complete gradients in host memory)
+
+
+class GradientSums:
+    """The sums under way, by stage. Complete ones go to `hand_over`."""
+
+    def __init__(
+        self,
+        *,
+        model: ModelSpec,
+        plan: Plan,
+        residency: Residency,
+        memory: HostMemory,
+        device: Device,
+        hand_over: HandOver,
+    ) -> None:
+        self.model, self.residency, self.memory, self.device = model, residency, memory, device
+        self._hand_over = hand_over
+        self._dtype = TORCH_DTYPE[plan.numerics.accumulate_dtype]
+        self._sums: dict[int, GradientSum] = {}
+        self._spans = self._open_spans(ITEM_SIZE[plan.numerics.accumulate_dtype])
+        self._downloads: list[tuple[Event, Callable[[], None]]] = []
+
+    def _open_spans(self, item: int) -> list[torch.Tensor]:
+        """On a separate device two spans take turns with their downloads; one more stays with a tied head that is not cut."""
+        if not self.device.separate:
+            return []
+        largest = max(stage.params for stage in self.model.stages) * item
+        stays = self.model.tied_head and not self.model.head_is_cut
+        return [self.device.empty(largest) for _ in range(3 if stays else 2)]
+
+    def open(self, owner: int, *, resume: bool = False) -> GradientSum | None:
+        """The sum of the gradients of stage `owner`, begun or gone on with; None for a stage without parameters. With
+        `resume` it goes on from what rests at the gradients' home."""
+        spec = self.model.stages[owner]
+        if spec.params == 0:
+            return None
+        if owner not in self._sums:
+            span = self.residency.resume_gradients(owner) if resume else self.residency.acquire_gradients(owner)
+            flat = host = self.memory.tensor(span, self._dtype, spec.params)
+            if self.device.separate:
+                if not self._spans:
+                    self.settle()
+                flat = self._spans.pop(0).view(self._dtype)[: spec.params]
+                if resume:
+                    self.device.upload(host, flat).wait()
+            self._sums[owner] = GradientSum(spec, flat, touched=set(range(len(spec.tensors))) if resume else set())
+        return self._sums[owner]
+
+    def close(self, owner: int, total: GradientSum | None) -> None:
+        """The stage's gradients are complete: they are handed over once they are in host memory."""
+        self._bring(owner, total, lambda host: self._hand_over(owner, host))
+
+    def rest(self, owner: int, total: GradientSum | None) -> None:
+        """One of two users has added its gradients: they rest until the other resumes the sum."""
+        self._bring(owner, total, lambda host: self.residency.rest_gradients(owner))
+
+    def _bring(self, owner: int, total: GradientSum | None, then: Callable[[torch.Tensor], None]) -> None:
+        if total is None:
+            return
+        total.complete()
+        del self._sums[owner]
+        host = self.memory.tensor(self.residency.acquire_gradients(owner), self._dtype, total.stage.params)
+        if not self.device.separate:
+            then(host)
+            return
+        event = self.device.download(total.flat, host)
+        # The update reads and writes the host's weights; they stay held until the gradients have arrived.
+        record = self.residency.records[owner]
+        record.held += 1
+
+        def arrived() -> None:
+            self._spans.append(_whole(total.flat))
+            then(host)
+            self.residency.let_go(record)
+
+        self._downloads.append((event, arrived))
+
+    def advance(self) -> None:
+        """Hands over what has arrived. Never waits."""
+        while self._downloads and self._downloads[0][0].done():
+            self._downloads.pop(0)[1]()
+
+    def settle(self) -> None:
+        """Everything under way has arrived and is handed over."""
+        while self._downloads:
+            event, arrived = self._downloads.pop(0)
+            event.synchronize()
+            arrived()
+
+    def forget(self) -> None:
+        """A step was given up: nothing is handed over."""
+        for event, _ in self._downloads:
+            event.synchronize()
+        self._downloads.clear()
+        for total in self._sums.values():
+            if self.device.separate:
+                self._spans.append(_whole(total.flat))
+        self._sums.clear()
+
+
+def _whole(flat: torch.Tensor) -> torch.Tensor:
+    """The uint8 device span a typed view was cut from."""
+    return torch.as_strided(flat.view(torch.uint8), (flat.untyped_storage().nbytes(),), (1,), 0)

@@ -1,0 +1,145 @@
+"""The schedule and the plan of models whose embedding and head are cut along the vocabulary."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuyou_cli.planner.memory import compute_memory
+from fuyou_cli.planner.place import plan
+from fuyou_cli.planner.schedule import Schedule, plan_schedule
+from fuyou_cli.planner.wishes import Wishes
+from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec
+from fuyou_cli.spec.plan import Numerics, Plan
+
+from .models import HARDWARE, cut, cut_models, model, wishes_for, with_budget
+from .test_place import ROOMY, durable, least
+
+
+@st.composite
+def scheduled(draw: st.DrawFn) -> tuple[ModelSpec, Plan, Schedule]:
+    spec = draw(cut_models())
+    chosen = plan(spec, HARDWARE, with_budget(draw(wishes_for(spec)), ROOMY))
+    return spec, chosen, plan_schedule(spec, chosen)
+
+
+@given(scheduled())
+def test_two_passes_over_the_head_the_second_one_back(case: tuple[ModelSpec, Plan, Schedule]) -> None:
+    spec, _, schedule = case
+    body = [stage.index for stage in spec.stages if stage.kind != "head"]
+    heads = [stage.index for stage in spec.stages if stage.kind == "head"]
+    assert len(heads) >= 2
+    assert [(visit.phase, visit.stage) for visit in schedule.visits] == [
+        *(("forward", i) for i in body), *(("logits", i) for i in heads), *(("head", i) for i in reversed(heads)),
+        *(("backward", i) for i in reversed(body)),
+    ]  # fmt: skip
+    turn = [visit for visit in schedule.visits if visit.stage == heads[-1]]
+    assert [visit.phase for visit in turn] == ["logits", "head"] and not turn[1].fetch
+
+
+@given(scheduled())
+def test_every_piece_is_updated_once_and_each_sum_is_finished_once(case: tuple[ModelSpec, Plan, Schedule]) -> None:
+    """Gradients of a piece with two users rest after the head and are resumed by the embedding; of any other, never."""
+    spec, _, schedule = case
+    updated = [visit.owner for visit in schedule.visits if visit.update != "none"]
+    assert sorted(owner for owner in updated if owner is not None) == [s.index for s in spec.stages if s.params]
+    resting = [visit.owner for visit in schedule.visits if visit.rest]
+    resumed = [visit.stage for visit in schedule.visits if visit.resume]
+    pieces = [stage.index for stage in spec.stages if stage.kind == "embedding"] if spec.tied_head else []
+    assert sorted(owner for owner in resting if owner is not None) == sorted(resumed) == pieces
+    summed = [visit for visit in schedule.visits if visit.sum_gradients]
+    assert {visit.phase for visit in summed} == {"head", "backward"}
+    rows = {stage.index: stage.vocabulary for stage in spec.stages}
+    for visit in schedule.visits:
+        if visit.phase in ("logits", "head"):
+            assert visit.owner is not None and rows[visit.owner] == rows[visit.stage]
+            assert (visit.owner == visit.stage) == (not spec.tied_head)
+
+
+@given(scheduled())
+def test_gradients_that_rest_have_a_home_and_are_charged(case: tuple[ModelSpec, Plan, Schedule]) -> None:
+    spec, chosen, schedule = case
+    item, moved = ITEM_SIZE[chosen.numerics.accumulate_dtype], 0
+    for stage, placed in zip(spec.stages, chosen.stages, strict=True):
+        times = int(chosen.two_phase) + int(spec.tied_head and stage.kind == "embedding")
+        homes = [home for home in (placed.gradients_ram, placed.gradients_extent) if home is not None]
+        assert len(homes) == (1 if times and stage.params else 0)
+        assert all(home.size == item * stage.params for home in homes)
+        if placed.gradients_extent is not None:
+            moved += times * item * stage.params
+            assert chosen.slot_classes[placed.slot_class].gradient_slots
+    assert schedule.traffic.read["gradients"] == schedule.traffic.written["gradients"] == moved
+    assert chosen.predicted.read_by == schedule.traffic.read
+
+
+@given(scheduled())
+def test_no_more_slots_than_computing_and_updating_take(case: tuple[ModelSpec, Plan, Schedule]) -> None:
+    """A tied head that is not cut keeps one more slot of gradients through backward: pieces rest instead."""
+    _, chosen, _ = case
+    for slots in chosen.slot_classes:
+        assert len(slots.gradient_slots) <= 2
+        assert len(slots.weight_slots) <= 1 + chosen.lookahead + 1
+
+
+@given(cut_models().flatmap(lambda spec: st.tuples(st.just(spec), wishes_for(spec))), st.data())
+def test_any_budget_from_just_enough_keeps_pins_and_durable_spans(
+    case: tuple[ModelSpec, Wishes], data: st.DataObject
+) -> None:
+    spec, wishes = case
+    roomy = plan(spec, HARDWARE, with_budget(wishes, ROOMY))
+    low = least(spec, wishes)
+    budget = data.draw(st.integers(low, max(low, roomy.predicted.cpu_peak)))
+    chosen = plan(spec, HARDWARE, with_budget(wishes, budget))
+    assert chosen.predicted.cpu_peak <= budget
+    assert [durable(stage) for stage in chosen.stages] == [durable(stage) for stage in roomy.stages]
+    if wishes.gradients is not None:
+        pinned = {placed.gradients for placed, stage in zip(chosen.stages, spec.stages, strict=True) if stage.params}
+        assert pinned == {wishes.gradients}
+
+
+LEAF = 1 << 20
+
+
+def _wishes(clip: float | None) -> Wishes:
+    """Two micro-batches of two rows, everything on the ssd."""
+    numerics = Numerics(
+        compute_dtype="bfloat16", accumulate_dtype="float32", batch_size=4, micro_batch_size=2, max_seq_len=64,
+        head_chunk_tokens=0, torch_threads=1, seed=0,
+    )  # fmt: skip
+    return Wishes(
+        numerics=numerics, model_name="test", device="cpu", clip_grad_norm=clip, cpu_budget=ROOMY, gpu_budget=0,
+        weights="ssd", states="ssd", gradients="ssd", boundaries="ssd", lookahead=1,
+    )  # fmt: skip
+
+
+def test_the_head_is_computed_once_more() -> None:
+    """Logits, logits again and their gradients: 8 operations per weight and token, where a whole head takes 6."""
+    whole = model(LEAF, LEAF, 2048, LEAF)
+    flops = [plan(spec, HARDWARE, _wishes(None)).predicted.compute_flops for spec in (whole, cut(whole, *[LEAF // 4] * 4))]
+    micro_batches = 2
+    head = whole.stages[-1].forward_flops
+    assert flops[1] - flops[0] == micro_batches * head == micro_batches * 2 * LEAF
+
+
+@pytest.mark.parametrize("clip", [None, 1.0], ids=["unclipped", "clipped"])
+def test_bytes_of_a_tied_step_by_hand(clip: float | None) -> None:
+    """Of each piece: weights for the head (its last piece's stay), written once; gradients out and back between the users,
+    and once more until the norm is known. Unclipped, its weights come again for the update and stay for the next forward
+    only in the piece that is updated last; clipped, they come for forward, and their update."""
+    whole = model(LEAF, LEAF, 2048, LEAF, tied=True)
+    tied = plan(cut(whole, *[LEAF // 4] * 4), HARDWARE, _wishes(clip)).predicted
+    gradients = 4 * LEAF + (0 if clip is None else 4 * (2 * LEAF + 2048))
+    assert tied.read_by["gradients"] == tied.written_by["gradients"] == gradients
+    block, norm, piece = 2 * 2 * LEAF, 2 * 2 * 2048, 2 * LEAF // 4
+    head = 4 * piece + 3 * piece  # the last piece of the first pass is the first one of the second
+    around = 4 * piece if clip else 3 * piece + 4 * piece  # updated before forward; or backward, and forward but one
+    assert tied.read_by["weights"] == block + norm + head + around
+    assert tied.written_by["weights"] == 2 * (2 * LEAF + 2048)
+
+
+def test_what_every_token_keeps_is_charged() -> None:
+    """The hidden state's gradient in float32, and three numbers."""
+    whole = model(LEAF, LEAF, 2048, LEAF, hidden=1024)
+    both = [compute_memory(spec, _wishes(None)).whole_batch for spec in (whole, cut(whole, LEAF // 2, LEAF // 2))]
+    assert both[1] - both[0] == (4 * 1024 + 12) * 4 * 64
