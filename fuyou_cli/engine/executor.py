@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from ..planner.schedule import Visit, plan_schedule
 from ..spec.model import ModelSpec
@@ -29,7 +30,7 @@ from .head_passes import run_head
 from .host_memory import HostMemory
 from .residency import Residency
 from .stage import Stage
-from .streamed import Call, streamed_forward
+from .streamed import Call, StreamedStage, streamed_forward
 from .sums import GradientSums
 from .updates import Optimizer, Scalars
 
@@ -86,6 +87,7 @@ class Executor:
             model=model, plan=plan, residency=self.residency, memory=memory, device=device, hand_over=self._hand_over
         )
         self._anchor = torch.zeros((), requires_grad=True)
+        self._head_gradient: torch.Tensor | None = None  # on its way from the head to the last stage's backward
         self._replaced: list[torch.nn.Module] = []
         cut = [stage.index for stage in model.stages if stage.kind == "embedding" and stage.vocabulary is not None]
         self._pieces = {cut[0]: cut} if cut else {}  # of the embedding, by the stage that its forward is called as
@@ -135,11 +137,16 @@ class Executor:
         positions = torch.arange(input_ids.shape[1]).unsqueeze(0)
         with one_row_masks(self.anatomy.model):
             hidden = self.anatomy.base(input_ids=input_ids, position_ids=positions, use_cache=False).last_hidden_state
+        edge, last = get_gradient_edge(hidden), [hidden.detach()]
+        del hidden  # whole-batch tensors are let go of as soon as they were used: each is as large as a boundary
         targets = shifted(labels)
         self._outcome.label_tokens = int((targets != IGNORED).sum())
-        self._outcome.loss, gradient = run_head(self, hidden.detach(), targets, label_tokens=self._outcome.label_tokens)
-        hidden.backward(gradient)
-        del hidden, gradient
+        self._outcome.loss, gradient = run_head(self, last.pop(), targets, label_tokens=self._outcome.label_tokens)
+        if isinstance(edge.node, StreamedStage._backward_cls):
+            # autograd would hold it until the last stage is done: a stage takes it directly, autograd gets its shape
+            self._head_gradient, gradient = gradient, gradient.new_zeros(()).expand(gradient.shape)
+        torch.autograd.backward([edge], [gradient])
+        del gradient
         self.sums.settle()
         if self.plan.two_phase:
             self._decide_updates()
@@ -160,6 +167,7 @@ class Executor:
     def abandon(self) -> None:
         """Forgets the step under way (or what was prefetched for the next). Updates of earlier steps stay due."""
         self.sums.forget()
+        self._head_gradient = None
         self._settled = False
         self._prefetched.clear()
         self.boundaries.forget(self.residency.wait_until)
@@ -296,6 +304,8 @@ class Executor:
 
     def backward(self, call: Call, ids: torch.Tensor | None, grad_y: torch.Tensor) -> torch.Tensor | None:
         """The gradient of the stage's input for the whole batch (None for ids); the stage's own gradients are summed."""
+        if self._head_gradient is not None:
+            grad_y, self._head_gradient = self._head_gradient, None
         if call.stage in self._pieces:
             assert ids is not None
             backward_in_pieces(self, self._pieces[call.stage], call, ids, grad_y)

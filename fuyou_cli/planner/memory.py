@@ -218,15 +218,16 @@ class ComputeMemory:
 
 
 def compute_memory(model: ModelSpec, wishes: Wishes) -> ComputeMemory:
-    """On device cpu: two whole-batch boundaries (in and out, or their gradients) with the hungriest stage; on a device
-    with its own memory the stage's part is there, not here. A cut head keeps the hidden state's gradient in float32, and
-    maximum, sum and target of every token."""
+    """On device cpu: two whole-batch boundaries (in and out, or their gradients) and what the model's own forward holds
+    between stages, with the hungriest stage; on a device with its own memory the stage's part is there. A cut head has the last
+    hidden state, its gradient in float32 and at the end in the compute dtype, and maximum, sum and target of every token."""
     numerics = wishes.numerics
     tokens = numerics.batch_size * numerics.max_seq_len
     boundary = model.boundary_bytes_per_token * tokens
-    whole = 2 * boundary + (model.choreography_bytes_per_token - model.boundary_bytes_per_token) * tokens + 64 * tokens
-    if model.head_is_cut:
-        whole += (4 * model.hidden_size + 12) * tokens
+    whole = 2 * boundary + model.choreography_bytes_per_token * tokens
+    if model.head_is_cut:  # the model's own forward is over by then
+        whole = max(whole, 2 * boundary + (4 * model.hidden_size + 12) * tokens)
+    whole += 64 * tokens
     hungriest = max(model.stages, key=lambda stage: (stage.backward_peak, stage.index))
     stage = 0 if wishes.device == "cuda" else hungriest.backward_peak
     return ComputeMemory(whole_batch=whole, stage=stage, name=hungriest.name)

@@ -155,8 +155,9 @@ def pipeline(chosen: Plan) -> tuple[int, int]:
 
 
 @given(models(unit=2 << 20, most=64 << 20).flatmap(lambda s: st.tuples(st.just(s), wishes_for(s))), st.data())
-def test_more_memory_never_means_more_traffic(case: tuple[ModelSpec, Wishes], data: st.DataObject) -> None:
-    """At equal overlap: a larger budget may also buy a longer pipeline, which has its own price."""
+def test_more_memory_does_not_mean_more_traffic(case: tuple[ModelSpec, Wishes], data: st.DataObject) -> None:
+    """At equal overlap (a larger budget may also buy a longer pipeline, which has its own price), and but for the last
+    tensor: one that just fits may leave less room than the two it displaced. At most three bytes a step per byte."""
     spec, wishes = case
     low = least(spec, wishes)
     high = max(low, plan(spec, HARDWARE, with_budget(wishes, ROOMY)).predicted.cpu_peak)
@@ -166,7 +167,7 @@ def test_more_memory_never_means_more_traffic(case: tuple[ModelSpec, Wishes], da
         if pipeline(less) != pipeline(more):
             continue
         traffic = [p.predicted.read_per_step + p.predicted.written_per_step for p in (less, more)]
-        assert traffic[1] <= traffic[0]
+        assert traffic[1] <= traffic[0] + 3 * 8 * max(stage.params for stage in spec.stages)
 
 
 @given(models().flatmap(lambda spec: st.tuples(st.just(spec), wishes_for(spec, pinned=False))))

@@ -1,0 +1,68 @@
+"""What a step allocates beside the arena, followed storage by storage, is within what the plan charges for compute."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+from transformers import GPT2Config, LlamaConfig
+
+from fuyou_cli.engine.inspect import _LiveBytes
+from fuyou_cli.planner.memory import compute_memory
+from fuyou_cli.swap.native import ffi
+
+from .rig import Rig, Shape, Subject
+
+SHAPE = {"batch": 64, "micro": 1, "tokens": 64}  # a boundary of the whole batch is much more than a stage's own
+LLAMA = LlamaConfig(
+    vocab_size=192, hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=4, max_position_embeddings=256,
+)  # fmt: skip
+GPT2 = GPT2Config(vocab_size=192, n_embd=64, n_inner=64, n_layer=3, n_head=4, n_positions=256)
+
+
+class _OutsideOf(_LiveBytes):
+    """Live bytes of storages made inside that are not in the arena."""
+
+    def __init__(self, low: int, high: int) -> None:
+        super().__init__()
+        self.low, self.high = low, high
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in tree_leaves(out):
+            if not isinstance(value, torch.Tensor):
+                continue
+            storage = value.untyped_storage()
+            if self.low <= storage.data_ptr() < self.high or storage._cdata in self._known:
+                continue
+            self._known.add(storage._cdata)
+            self.live += storage.nbytes()
+            weakref.finalize(storage, self._dropped, storage._cdata, storage.nbytes())
+        self.peak = max(self.peak, self.live)
+        return out
+
+
+@pytest.mark.parametrize("vocabulary", [0, 80])
+@pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_a_step_stays_within_what_is_charged(
+    config: Any, clip: float | None, vocabulary: int, tmp_path: Path
+) -> None:
+    subject = Subject(config, Shape(vocabulary=vocabulary, **SHAPE))
+    with Rig(subject, tmp_path, home="cpu", clip=clip) as rig:
+        charged = compute_memory(subject.spec, rig.wishes)
+        begin = int(ffi.cast("uintptr_t", rig.memory.arena._base))
+        live = _OutsideOf(begin, begin + rig.memory.arena.size)
+        ids, labels = next(subject.batches(1))
+        with live:
+            rig.step(ids, labels, 1, last=True)
+        rig.executor.drain()
+    boundary = subject.spec.boundary_bytes_per_token * SHAPE["batch"] * SHAPE["tokens"]
+    assert live.peak > 2 * boundary
+    assert live.peak <= charged.whole_batch + charged.stage
+    assert charged.whole_batch + charged.stage <= live.peak + 1.5 * boundary
