@@ -87,6 +87,7 @@ class Executor:
             model=model, plan=plan, residency=self.residency, memory=memory, device=device, hand_over=self._hand_over
         )
         self._anchor = torch.zeros((), requires_grad=True)
+        self._shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by identity: masks and positions on the device
         self._head_gradient: torch.Tensor | None = None  # on its way from the head to the last stage's backward
         self._replaced: list[torch.nn.Module] = []
         cut = [stage.index for stage in model.stages if stage.kind == "embedding" and stage.vocabulary is not None]
@@ -131,6 +132,7 @@ class Executor:
         """
         self._step, self._last_step, self._squares = step, last, {}
         self._cursor = -1
+        self._shared.clear()
         self._scalars = Scalars(optimizer=self.optimizer, lr=lr, step=step)
         self._outcome = StepOutcome(loss=0.0, grad_norm=None, label_tokens=0)
         self.device.seed(self._stream(_CHOREOGRAPHY, 0))
@@ -265,6 +267,12 @@ class Executor:
         for index in sorted(self._prefetched):
             self.residency.release(self.schedule.visits[index])
         self._prefetched.clear()
+
+    def shared(self, value: torch.Tensor) -> torch.Tensor:
+        """`value` on the device, copied once per step. Its source is kept too, so that its identity stays its own."""
+        if id(value) not in self._shared:
+            self._shared[id(value)] = (value, value.to(self.device.torch_device))
+        return self._shared[id(value)][1]
 
     # ---- passes (called by the streamed stages) --------------------------------------------------------------------
 

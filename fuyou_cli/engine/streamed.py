@@ -30,6 +30,10 @@ class Passes(Protocol):
 
     def backward(self, call: Call, x: torch.Tensor | None, grad_y: torch.Tensor) -> torch.Tensor | None: ...
 
+    def shared(self, value: torch.Tensor) -> torch.Tensor:
+        """`value`, the same for all rows, on the device: one copy for all stages of a step."""
+        ...
+
 
 class StreamedStage(torch.autograd.Function):
     """`anchor` requires grad so that a stage whose input is integer ids has a backward at all."""
@@ -64,7 +68,7 @@ def streamed_forward(
         _check_shared(rest, name)
         _check_shared(others, name)
         if device.type != "cpu":
-            rest, others = _placed(rest, device), _placed(others, device)
+            rest, others = _placed(rest, passes), _placed(others, passes)
         structure: list[Any] = []
 
         def run(part: torch.Tensor) -> torch.Tensor:
@@ -113,12 +117,12 @@ def _check_shared(value: Any, name: str) -> None:
         raise UsageError(f"{name} is called with a cache; fuyou trains with use_cache=False")
 
 
-def _placed(value: Any, device: torch.device) -> Any:
-    """The same arguments with every tensor on `device`."""
+def _placed(value: Any, passes: Passes) -> Any:
+    """The same arguments with every tensor on the device."""
     if isinstance(value, torch.Tensor):
-        return value.to(device)
+        return passes.shared(value)
     if isinstance(value, dict):
-        return {key: _placed(item, device) for key, item in value.items()}
+        return {key: _placed(item, passes) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return type(value)(_placed(item, device) for item in value)
+        return type(value)(_placed(item, passes) for item in value)
     return value

@@ -183,7 +183,7 @@ def _predict(
     bottleneck = max(sorted(seconds), key=lambda name: seconds[name])
     return Predicted(
         cpu_peaks=_host_peaks(model, hardware, wishes, placed),
-        gpu_peak=_device_peak(model, wishes),
+        gpu_peak=_device_peak(model, wishes, placed),
         ssd_bytes=placed.store_size,
         export_bytes=model.parameters * wishes.export_item,
         read_per_step=schedule.traffic.read_total,
@@ -198,12 +198,18 @@ def _predict(
     )
 
 
-def _device_peak(model: ModelSpec, wishes: Wishes) -> int:
+def _device_peak(model: ModelSpec, wishes: Wishes, placed: Layout) -> int:
+    """Weights that rest there, two more stages' weights and sums that take turns (a tied head that is not cut keeps a
+    third sum through backward), and the hungriest stage."""
     if wishes.device == "cpu":
         return 0
-    largest = max(stage.params for stage in model.stages)
-    turns = 2 * largest * ITEM_SIZE[model.compute_dtype] + 2 * largest * ITEM_SIZE[wishes.numerics.accumulate_dtype]
-    return turns + max(stage.backward_peak for stage in model.stages)
+    item = ITEM_SIZE[model.compute_dtype]
+    homes = [model.stages[stage.stage].params for stage in placed.stages if stage.weights == "gpu"]
+    streamed = [model.stages[stage.stage].params for stage in placed.stages if stage.weights != "gpu"]
+    sums = 3 if model.tied_head and not model.head_is_cut else 2
+    largest = max(stage.params for stage in model.stages) * ITEM_SIZE[wishes.numerics.accumulate_dtype]
+    weights = item * (sum(homes) + 2 * max(streamed, default=0))
+    return weights + sums * largest + max(stage.backward_peak for stage in model.stages)
 
 
 def _memory_lines(
@@ -251,5 +257,5 @@ def _memory_lines(
     add("update chunks", "cpu", placed.io.scratch.size, 0, "read, AdamW, write")
     add("process", "cpu", hardware.process_bytes + BASE_SLACK + placed.arena_size // 512, 0, "Python, torch, threads")
     if wishes.device != "cpu":
-        add("compute", "gpu", _device_peak(model, wishes), 0, "two stages and one micro-batch")
+        add("compute", "gpu", _device_peak(model, wishes, placed), 0, "two stages and one micro-batch")
     return tuple(lines)
