@@ -105,3 +105,16 @@ def test_a_run_that_does_not_fit_says_what_would(new_project: Callable[..., Proj
     assert refused.returncode == 3, refused.stderr
     assert "offload.max_memory.cpu=" in refused.stderr
     assert not Path(project.out).exists()
+
+
+@pytest.mark.timeout(120)
+def test_a_real_runs_store_can_be_cleaned(new_project: Callable[..., Project]) -> None:
+    project = new_project(changes={"train.max_steps": 2, "export.at_end": False})
+    assert project.fuyou("finetune", project.recipe).returncode == 0
+    (store,) = (project.out / "store").glob("*/store.bin")
+    done = project.fuyou("clean", project.out / "store", "--yes")
+    assert done.returncode == 0, done.stderr
+    assert str(store) in done.stdout and "removed" in done.stdout
+    assert not store.exists() and not (store.parent / "manifest.json").exists()
+    again = project.fuyou("finetune", project.recipe)  # nothing of the old run is left to go on from
+    assert again.returncode == 0 and "resuming" not in again.stderr
