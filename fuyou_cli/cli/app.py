@@ -71,16 +71,18 @@ def _root(
 def finetune(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan and show, then stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="What `fuyou plan` shows.")] = False,
 ) -> None:
     """Fine-tune a model as a recipe says.
 
     A run that was stopped is resumed by the same command.
     """
     loaded = _load(recipe, overrides)
+    if dry_run:
+        return _plan(loaded)
     from .finetune import run_finetune
 
-    run_finetune(loaded, dry_run=dry_run)
+    return run_finetune(loaded)
 
 
 @app.command()
@@ -101,15 +103,13 @@ def plan(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Accepted for symmetry: a plan never runs.")] = False,
     json_output: Json = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Stage by stage.")] = False,
+    show_config: Annotated[bool, typer.Option("--show-config", help="First the recipe with every default.")] = False,
 ) -> None:
     """Show what a run would do and need.
 
-    Where everything would rest, what a step costs, and whether it fits. Nothing is run.
+    Where everything would rest, what a step costs, and whether it fits. Nothing is run. Exit code 3 when it does not fit.
     """
-    loaded = _load(recipe, overrides)
-    from .plan import run_plan
-
-    run_plan(loaded, dry_run=dry_run, json_output=json_output, verbose=verbose)
+    _plan(_load(recipe, overrides), json_output=json_output, verbose=verbose, show_config=show_config)
 
 
 @app.command()
@@ -215,6 +215,13 @@ def recipes_cp(
     from .recipes_cmd import run_cp
 
     run_cp(name, target)
+
+
+def _plan(loaded: LoadedRecipe, **options: bool) -> None:
+    from .plan import run_plan
+
+    if not run_plan(loaded, **options):
+        raise typer.Exit(errors.DOES_NOT_FIT)
 
 
 def _load(recipe: str | None, overrides: Sequence[str] | None) -> LoadedRecipe:

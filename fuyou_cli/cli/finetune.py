@@ -10,6 +10,7 @@ from fuyou_cli.core.units import gb
 
 from . import probe
 from .console import status_console, write_result, write_status
+from .room import export_folder, plan_problems, room_of
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
@@ -19,14 +20,12 @@ if TYPE_CHECKING:
     from fuyou_cli.training.run import Run
 
 
-def run_finetune(loaded: LoadedRecipe, *, dry_run: bool) -> None:
+def run_finetune(loaded: LoadedRecipe) -> None:
     from .allocator import settle_allocator
 
     settle_allocator()  # before torch takes its first block
     prepared = _prepare(loaded)
     _introduce(loaded, prepared)
-    if dry_run:
-        return
     report, source = _train(prepared)
     _export(prepared, source)
     _conclude(prepared, report)
@@ -38,26 +37,25 @@ def _prepare(loaded: LoadedRecipe) -> Prepared:
     from .machine import hardware_for
 
     directory = run_directories(loaded.recipe)[0]
-    return prepare(
-        loaded.recipe, probe=lambda device: hardware_for(directory, device=device, measured=True), say=write_status
-    )
+    return prepare(loaded.recipe, probe=lambda device: hardware_for(directory, device=device), say=write_status)
 
 
 def _introduce(loaded: LoadedRecipe, prepared: Prepared) -> None:
     """The plan, then one decoded sample with its mask."""
-    from .render.plan import plan_problems, show_plan
+    from .render.plan import show_plan
     from .render.sample import show_sample
 
-    console = status_console()
+    console, room = status_console(), room_of(prepared)
     show_plan(
         console,
         prepared.plan,
         prepared.model,
         prepared.hardware,
+        room,
         verbose=False,
         command=f"fuyou finetune {loaded.path}",
     )
-    if problems := plan_problems(prepared.plan, prepared.hardware):
+    if problems := plan_problems(prepared.plan, room):
         raise PlanError("the run does not fit: " + "; ".join(problems))
     rows = prepared.rows
     assert rows is not None
@@ -149,18 +147,12 @@ def _steps(prepared: Prepared, run: Run, log: object) -> None:
         run.train(on_step)
 
 
-def export_folder(prepared: Prepared) -> Path:
-    """`model` below the output directory, never the folder the run started from."""
-    out = Path(prepared.recipe.output_dir).expanduser() / "model"
-    return out.with_name("model-finetuned") if out.resolve() == prepared.model_dir.resolve() else out
-
-
 def _export(prepared: Prepared, source: Path) -> None:
     if not prepared.recipe.export.at_end:
         return
     from fuyou_cli.training.exporting import export_store
 
-    out = export_folder(prepared)
+    out = export_folder(prepared.recipe, prepared.model_dir)
     export_store(
         source, out, dtype=prepared.recipe.export.dtype, max_shard_size=prepared.recipe.export.max_shard_size
     )

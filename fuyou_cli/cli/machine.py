@@ -1,4 +1,4 @@
-"""The machine for a plan: measured once per directory and kept, or assumed when nothing may be measured."""
+"""The machine for a plan: as `fuyou bench` measured and kept it, else assumed. Nothing is measured here."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def profile_path(directory: Path) -> Path:
     return base / f"profile-{hashlib.sha256(str(device).encode()).hexdigest()[:12]}.json"
 
 
-def hardware_for(directory: Path, *, device: str, measured: bool) -> HardwareProfile:
+def hardware_for(directory: Path, *, device: str) -> HardwareProfile:
     """The kept profile of this machine with memory and disk as they are now; without one, rates are assumed and the
     profile says so (`fuyou bench` measures them)."""
     path = profile_path(directory)
-    profile = read_profile(path) if measured and path.exists() else None
+    profile = read_profile(path) if path.exists() else None
     if profile is None or profile.device != ("cpu" if device == "emulated" else device):
         name, memory = _device_facts(device)
         profile = assumed_hardware(directory, device=device, device_name=name, device_memory=memory)

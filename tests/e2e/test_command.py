@@ -104,7 +104,44 @@ def test_a_run_that_does_not_fit_says_what_would(new_project: Callable[..., Proj
     refused = project.fuyou("plan", project.recipe)
     assert refused.returncode == 3, refused.stderr
     assert "offload.max_memory.cpu=" in refused.stderr
+    data = json.loads(project.fuyou("plan", project.recipe, "--json").stdout)
+    assert data["fits"] is False and data["plan"] is None
+    assert "of RAM is the least" in data["problems"][0] and "offload.max_memory.cpu=" in data["help"]
     assert not Path(project.out).exists()
+
+
+@pytest.mark.timeout(120)
+def test_a_plan_that_is_too_large_is_shown_and_exits_3(new_project: Callable[..., Project]) -> None:
+    project = new_project(changes={"offload.max_memory.ssd": "1MB"})
+    refused = project.fuyou("finetune", project.recipe, "--dry-run")
+    assert refused.returncode == 3, refused.stderr
+    assert "Placement" in refused.stdout and "does not fit" in refused.stdout
+    assert "offload.max_memory.ssd allows 1 MB" in refused.stdout
+    as_json = project.fuyou("plan", project.recipe, "--json", "--show-config")
+    assert as_json.returncode == 3
+    data = json.loads(as_json.stdout)
+    assert data["fits"] is False and len(data["problems"]) == 1 and data["plan"]["store_size"] > 10**6
+    assert data["config"]["offload"]["max_memory"]["ssd"] == "1MB"
+    assert not Path(project.out).exists()
+    assert project.fuyou("finetune", project.recipe).returncode == 3
+    assert not (project.out / "store").exists()
+
+
+@pytest.mark.timeout(180)
+def test_a_store_on_a_disk_it_fills_is_resumed(new_project: Callable[..., Project]) -> None:
+    """The store itself is no longer free space: only what is still to be written has to be free."""
+    constant = {"lr_scheduler": {"name": "constant", "warmup_steps": 0}, "export.at_end": False}
+    project = new_project(changes=constant)
+    assert project.fuyou("finetune", project.recipe, "train.max_steps=2").returncode == 0
+    (store,) = (project.out / "store").glob("*/store.bin")
+    size = store.stat().st_size
+    resumed = project.fuyou_with_free(size // 3, "finetune", project.recipe, "train.max_steps=3")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resuming after step 2" in resumed.stderr and sorted(project.losses()) == [1, 2, 3]
+    folders = f"offload.dir=[{project.folder}/a,{project.folder}/b]"  # either half would fit, both do not
+    refused = project.fuyou_with_free(2 * size // 3, "plan", project.recipe, folders)
+    assert refused.returncode == 3, refused.stderr
+    assert "the store needs" in refused.stdout and not (project.folder / "a").exists()
 
 
 @pytest.mark.timeout(120)
