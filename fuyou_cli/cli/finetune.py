@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from .room import export_folder, plan_problems, room_of
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
     from fuyou_cli.swap.daemon import Counters
+    from fuyou_cli.training.jsonl import JsonlLog
     from fuyou_cli.training.prepare import Prepared
     from fuyou_cli.training.report import RunReport, StepReport
     from fuyou_cli.training.run import Run
@@ -82,11 +84,15 @@ def _train(prepared: Prepared) -> tuple[RunReport, Path]:
     with Run(prepared, memory_now=probe.process_bytes, free_space=probe.free_space, trim=trim) as run:
         write_status(f"swap daemon: {run.daemon.description}")
         _load(prepared, run)
-        with JsonlLog(out / "log.jsonl") as log:
-            log.write("plan", _promises(prepared))
+        with ExitStack() as stack:
+            log = None
+            if "jsonl" in prepared.recipe.logging.backends:
+                log = stack.enter_context(JsonlLog(out / "log.jsonl"))
+                log.write("plan", _promises(prepared))
             before = run.daemon.counters()
             _steps(prepared, run, log)
-            log.write("end", _moved(before, run.daemon.counters()))
+            if log is not None:
+                log.write("end", _moved(before, run.daemon.counters()))
             report = run.report()
         return report, run.paths[0].parent
 
@@ -128,20 +134,22 @@ def _load(prepared: Prepared, run: Run) -> None:
     write_status(f"{what}: done, {gb(run.daemon.counters().written_bytes)} written")
 
 
-def _steps(prepared: Prepared, run: Run, log: object) -> None:
-    from fuyou_cli.training.jsonl import JsonlLog
-
+def _steps(prepared: Prepared, run: Run, log: JsonlLog | None) -> None:
+    """Every step to the backends the recipe names."""
     from .render.progress import RunDisplay
 
-    assert isinstance(log, JsonlLog)
-    every = prepared.recipe.logging.every_steps
-    with RunDisplay(
-        status_console(), total_steps=prepared.total_steps, plan=prepared.plan, resumed=run.step
-    ) as display:
+    logging = prepared.recipe.logging
+    with ExitStack() as stack:
+        display = None
+        if "console" in logging.backends:
+            display = stack.enter_context(
+                RunDisplay(status_console(), total_steps=prepared.total_steps, plan=prepared.plan, resumed=run.step)
+            )
 
         def on_step(report: StepReport) -> None:
-            log.step(report)
-            if report.step % every == 0 or report.step == prepared.total_steps:
+            if log is not None:
+                log.step(report)
+            if display is not None and (report.step % logging.every_steps == 0 or report.step == prepared.total_steps):
                 display.step(report)
 
         run.train(on_step)

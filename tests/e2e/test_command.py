@@ -145,6 +145,18 @@ def test_a_store_on_a_disk_it_fills_is_resumed(new_project: Callable[..., Projec
 
 
 @pytest.mark.timeout(120)
+def test_the_loggers_a_recipe_names_are_the_ones_that_write(new_project: Callable[..., Project]) -> None:
+    project = new_project(changes={"train.max_steps": 2, "export.at_end": False, "checkpoint.resume": "never"})
+    quiet = project.fuyou("finetune", project.recipe, "logging.backends=[jsonl]")
+    assert quiet.returncode == 0 and sorted(project.losses()) == [1, 2]
+    assert "step 1/2" not in quiet.stderr
+    before = (project.out / "log.jsonl").read_bytes()
+    shown = project.fuyou("finetune", project.recipe, "logging.backends=[console]")
+    assert shown.returncode == 0 and "step 1/2" in shown.stderr
+    assert (project.out / "log.jsonl").read_bytes() == before
+
+
+@pytest.mark.timeout(120)
 def test_a_real_runs_store_can_be_cleaned(new_project: Callable[..., Project]) -> None:
     project = new_project(changes={"train.max_steps": 2, "export.at_end": False})
     assert project.fuyou("finetune", project.recipe).returncode == 0

@@ -97,7 +97,9 @@ def test_a_separate_device_gets_a_column(
     assert problems == ["the step needs 3.00 GiB of GPU memory, offload.max_memory.gpu leaves 2.00 GiB"]
 
 
-def test_equal_stages_share_a_line(printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room) -> None:
+def test_equal_stages_share_a_line(
+    printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room
+) -> None:
     console, printed = printer(100, ascii=True)
     show_plan(console, plan, model, hardware, room, verbose=True)
     assert row(printed(), "1-22")[:6] == ["1-22", "block", "x22", "44", "M", "84"]
