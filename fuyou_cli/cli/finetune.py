@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -114,6 +115,9 @@ def _promises(prepared: Prepared) -> dict[str, object]:
         "arena": plan.arena_size,
         "process_bytes": prepared.hardware.process_bytes,
         "parameters": prepared.model.parameters,
+        "total_steps": prepared.total_steps,
+        "numerics": asdict(plan.numerics),
+        "export": str(export_folder(prepared.recipe, prepared.model_dir)),
         "predicted_cpu_peak": plan.predicted.cpu_peak,
         "predicted_read_per_step": plan.predicted.read_per_step,
         "predicted_written_per_step": plan.predicted.written_per_step,
@@ -171,6 +175,12 @@ def _conclude(prepared: Prepared, report: RunReport) -> None:
     from .render.summary import show_summary
     from .render.timeline_svg import timeline_svg
 
+    if not report.steps:  # nothing was measured, and the drawing of the run that did is still right
+        write_status(
+            f"the run is finished: all {prepared.total_steps} steps were done before, loss {report.first_loss:.4f} to "
+            f"{report.last_loss:.4f}; checkpoint.resume=never starts over"
+        )
+        return
     show_summary(status_console(), report)
     out = Path(prepared.recipe.output_dir).expanduser() / "timeline.svg"
     out.write_text(timeline_svg(report.timeline, title="One training step", stalls=report.stalls), encoding="utf-8")

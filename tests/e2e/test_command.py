@@ -157,10 +157,14 @@ def test_the_loggers_a_recipe_names_are_the_ones_that_write(new_project: Callabl
 
 
 @pytest.mark.timeout(120)
-def test_a_real_runs_store_can_be_cleaned(new_project: Callable[..., Project]) -> None:
+def test_a_finished_run_again_and_its_store_cleaned(new_project: Callable[..., Project]) -> None:
     project = new_project(changes={"train.max_steps": 2, "export.at_end": False})
     assert project.fuyou("finetune", project.recipe).returncode == 0
     (store,) = (project.out / "store").glob("*/store.bin")
+    drawing = (project.out / "timeline.svg").read_bytes()
+    idle = project.fuyou("finetune", project.recipe)  # a finished run measures nothing, and draws nothing over
+    assert idle.returncode == 0 and "the run is finished: all 2 steps" in idle.stderr
+    assert "-100" not in idle.stderr and (project.out / "timeline.svg").read_bytes() == drawing
     done = project.fuyou("clean", project.out / "store", "--yes")
     assert done.returncode == 0, done.stderr
     assert str(store) in done.stdout and "removed" in done.stdout
