@@ -93,7 +93,8 @@ def quickstart(overrides: Overrides = None) -> None:
     """
     from .quickstart import run_quickstart
 
-    run_quickstart(overrides or [])
+    if code := run_quickstart(overrides or []):
+        raise typer.Exit(code)
 
 
 @app.command()
@@ -227,10 +228,12 @@ def _plan(loaded: LoadedRecipe, **options: bool) -> None:
 def _load(recipe: str | None, overrides: Sequence[str] | None) -> LoadedRecipe:
     from fuyou_cli.recipe.load import load_recipe
 
-    from .recipes_cmd import find_recipe
+    from .recipes_cmd import find_recipe, refuse_unmade
 
     path, texts = find_recipe(recipe, overrides or [])
-    return load_recipe(path, texts)
+    loaded = load_recipe(path, texts)
+    refuse_unmade(loaded)
+    return loaded
 
 
 # typer brings its own copy of click, so the error's class is taken from its public subclass
