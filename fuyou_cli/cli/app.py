@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -167,6 +167,11 @@ def doctor(
 def export(
     source: Annotated[Path, typer.Argument(metavar="STORE|RECIPE", help="A run's store, or its recipe.")],
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
+    overrides: Overrides = None,
+    dtype: Annotated[
+        Literal["bfloat16", "float32"] | None,
+        typer.Option(help="Of the weights (default: the recipe's; of a store, what the run computed in)."),
+    ] = None,
 ) -> None:
     """Write a trained model for transformers.
 
@@ -174,7 +179,7 @@ def export(
     """
     from .export import run_export
 
-    run_export(source, out)
+    run_export(source, out, overrides or [], dtype=dtype)
 
 
 @app.command()

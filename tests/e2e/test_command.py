@@ -165,9 +165,28 @@ def test_a_finished_run_again_and_its_store_cleaned(new_project: Callable[..., P
     idle = project.fuyou("finetune", project.recipe)  # a finished run measures nothing, and draws nothing over
     assert idle.returncode == 0 and "the run is finished: all 2 steps" in idle.stderr
     assert "-100" not in idle.stderr and (project.out / "timeline.svg").read_bytes() == drawing
+    _exported_as_asked(project, store.parent)
     done = project.fuyou("clean", project.out / "store", "--yes")
     assert done.returncode == 0, done.stderr
     assert str(store) in done.stdout and "removed" in done.stdout
     assert not store.exists() and not (store.parent / "manifest.json").exists()
     again = project.fuyou("finetune", project.recipe)  # nothing of the old run is left to go on from
     assert again.returncode == 0 and "resuming" not in again.stderr
+
+
+def _exported_as_asked(project: Project, store: Path) -> None:
+    """--dtype, else the recipe's, else what the run computed in (bfloat16)."""
+    for number, (arguments, dtype) in enumerate(
+        [
+            ((store,), "bfloat16"),
+            ((store, "--dtype", "float32"), "float32"),
+            ((project.recipe, "export.dtype=bfloat16"), "bfloat16"),
+        ]
+    ):
+        target = project.folder / f"exported{number}"
+        done = project.fuyou("export", arguments[0], target, *arguments[1:])
+        assert done.returncode == 0, done.stderr
+        assert f"bytes of {dtype} weights" in done.stdout
+        assert json.loads((target / "config.json").read_text())["dtype"] == dtype
+    refused = project.fuyou("export", store, project.folder / "none", "seed=3")
+    assert refused.returncode == 2 and "is no recipe" in refused.stderr
