@@ -7,6 +7,7 @@
 #   FUYOU_WITHOUT_URING=1  build without io_uring (no liburing-dev needed)
 
 PINNED_TORCH=2.13.0
+CPU_BUILDS=https://download.pytorch.org/whl/cpu # what PyPI has for x86 is the CUDA build, some GB
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
@@ -85,13 +86,31 @@ PYTHON
 
 gpu_seen() { [ -e /dev/nvidia0 ] || [ -e /dev/dxg ] || nvidia-smi -L >/dev/null 2>&1; }
 
-# pip, quietly; its last lines where it fails.
+# pip, quietly, its output in build/pip.log; its exit status.
+pip_try() {
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input "$@" \
+        >"$root/build/pip.log" 2>&1 </dev/null
+}
+
+# The same, with the last lines where it fails: then nothing goes on.
 pip_install() {
-    if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input "$@" \
-        >"$root/build/pip.log" 2>&1 </dev/null; then
+    if ! pip_try "$@"; then
         tail -n 25 "$root/build/pip.log" >&2
         die "pip failed; the whole log is build/pip.log"
     fi
+}
+
+# A .venv with pip. Only one made here is ever made anew: another may hold somebody's work.
+ready_venv() {
+    "$venv/bin/python" -m pip --version >/dev/null 2>&1 && return
+    if [ ! -e "$venv" ] || [ -e "$venv/made-by-fuyou" ] || [ -e "$root/build/venv-unfinished" ]; then
+        make_venv "$1"
+        return
+    fi
+    "$venv/bin/python" -m ensurepip >"$root/build/pip.log" 2>&1 &&
+        "$venv/bin/python" -m pip --version >/dev/null 2>&1 && return
+    die "$venv exists and has no pip that works (uv makes such ones), and it was not made by this script." \
+        "Put pip into it (uv pip install pip), or move it away; then start again."
 }
 
 # .venv, seeing the system's packages when torch is among them.
@@ -100,7 +119,9 @@ make_venv() {
     system_torch=$(usable_torch "$python")
     [ -n "$system_torch" ] && options=(--system-site-packages)
     say "environment: $venv ($("$python" --version))"
+    touch "$root/build/venv-unfinished" # beside it, as --clear would take it along: one cut short is made anew
     "$python" -m venv --clear "${options[@]}" "$venv" || die "python -m venv failed"
+    touch "$venv/made-by-fuyou" && rm "$root/build/venv-unfinished"
     # The interpreter may itself live in a virtual environment; a new one sees only that one's base.
     if [ -n "$system_torch" ] && [ -z "$(usable_torch "$venv/bin/python")" ]; then
         "$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
@@ -108,24 +129,36 @@ make_venv() {
     fi
 }
 
+# Fetches torch for this machine; sets $why. Without a GPU the CPU build: what pip knows here first, then PyTorch's index.
+fetch_torch() {
+    if gpu_seen; then
+        say "torch: no 2.10 or newer installed; fetching $PINNED_TORCH, pip's build for this machine's GPU (some GB)"
+        pip_install "torch==$PINNED_TORCH"
+        why="pip's default build, as there is a GPU"
+        return
+    fi
+    say "torch: no 2.10 or newer installed and no GPU seen; fetching a CPU build of $PINNED_TORCH"
+    why="no GPU was seen"
+    pip_try "torch==$PINNED_TORCH+cpu" && return
+    pip_try --extra-index-url "$CPU_BUILDS" --retries 1 --timeout 15 "torch==$PINNED_TORCH+cpu" && return
+    say "torch: no CPU build at hand, nor at $CPU_BUILDS; fetching pip's default (some GB where that is a CUDA build)"
+    pip_install "torch==$PINNED_TORCH"
+    why="no GPU was seen, but no CPU build could be had"
+}
+
 # torch before everything else: an installed one is kept, or the pinned one is fetched; then nothing may change it.
 choose_torch() {
-    local version
+    local version build why="already installed, and 2.10 or newer is wanted"
+    [ -n "$(usable_torch "$venv/bin/python")" ] || fetch_torch
     version=$(usable_torch "$venv/bin/python")
-    if [ -n "$version" ]; then
-        say "torch: $version, already installed (2.10 or newer is wanted)"
-    else
-        if gpu_seen; then
-            say "torch: no 2.10 or newer installed; fetching $PINNED_TORCH, pip's build for this machine's GPU (some GB)"
-        else
-            say "torch: no 2.10 or newer installed; fetching $PINNED_TORCH (no GPU seen: a CPU build where pip finds one)"
-        fi
-        pip_install "torch==$PINNED_TORCH"
-        version=$(usable_torch "$venv/bin/python")
-        say "torch: $version"
-    fi
+    build=$("$venv/bin/python" -c 'import torch; print("CUDA " + torch.version.cuda if torch.version.cuda else "CPU")') ||
+        die "torch $version is installed and does not import, see above"
+    say "torch: $version, $build build: $why"
     echo "torch==$version" >"$venv/constraints.txt"
 }
+
+# ON or OFF for a CMake option, always said: a build folder remembers what it was told once.
+on_off() { [ "$1" = "$2" ] && echo ON || echo OFF; }
 
 # What the installation depends on: changed sources, options or extras install again.
 fingerprint() {
@@ -148,7 +181,7 @@ setup() {
     [ -n "$python" ] || die "Python 3.11 or newer is needed; this machine has $(python3 --version 2>&1 || echo none)." \
         "Name one with PYTHON=/path/to/python."
 
-    "$venv/bin/python" -m pip --version >/dev/null 2>&1 || make_venv "$python"
+    ready_venv "$python"
     want=$(fingerprint "$extra")
     if [ -e "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
         say "torch: $(usable_torch "$venv/bin/python"), as installed before"
@@ -156,6 +189,8 @@ setup() {
     fi
     choose_torch
     say "fuyou: building and installing into .venv"
-    pip_install --constraint "$venv/constraints.txt" --editable "$root${extra:+[$extra]}"
+    pip_install --constraint "$venv/constraints.txt" \
+        --config-settings "cmake.define.FUYOU_WITHOUT_URING=$(on_off "${FUYOU_WITHOUT_URING:-0}" 1)" \
+        --editable "$root${extra:+[$extra]}"
     echo "$want" >"$stamp"
 }

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -71,16 +71,18 @@ def _root(
 def finetune(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan and show, then stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="What `fuyou plan` shows.")] = False,
 ) -> None:
     """Fine-tune a model as a recipe says.
 
     A run that was stopped is resumed by the same command.
     """
     loaded = _load(recipe, overrides)
+    if dry_run:
+        return _plan(loaded)
     from .finetune import run_finetune
 
-    run_finetune(loaded, dry_run=dry_run)
+    return run_finetune(loaded)
 
 
 @app.command()
@@ -91,7 +93,8 @@ def quickstart(overrides: Overrides = None) -> None:
     """
     from .quickstart import run_quickstart
 
-    run_quickstart(overrides or [])
+    if code := run_quickstart(overrides or []):
+        raise typer.Exit(code)
 
 
 @app.command()
@@ -101,15 +104,13 @@ def plan(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Accepted for symmetry: a plan never runs.")] = False,
     json_output: Json = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Stage by stage.")] = False,
+    show_config: Annotated[bool, typer.Option("--show-config", help="First the recipe with every default.")] = False,
 ) -> None:
     """Show what a run would do and need.
 
-    Where everything would rest, what a step costs, and whether it fits. Nothing is run.
+    Where everything would rest, what a step costs, and whether it fits. Nothing is run. Exit code 3 when it does not fit.
     """
-    loaded = _load(recipe, overrides)
-    from .plan import run_plan
-
-    run_plan(loaded, dry_run=dry_run, json_output=json_output, verbose=verbose)
+    _plan(_load(recipe, overrides), json_output=json_output, verbose=verbose, show_config=show_config)
 
 
 @app.command()
@@ -166,6 +167,11 @@ def doctor(
 def export(
     source: Annotated[Path, typer.Argument(metavar="STORE|RECIPE", help="A run's store, or its recipe.")],
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
+    overrides: Overrides = None,
+    dtype: Annotated[
+        Literal["bfloat16", "float32"] | None,
+        typer.Option(help="Of the weights (default: the recipe's; of a store, what the run computed in)."),
+    ] = None,
 ) -> None:
     """Write a trained model for transformers.
 
@@ -173,7 +179,7 @@ def export(
     """
     from .export import run_export
 
-    run_export(source, out)
+    run_export(source, out, overrides or [], dtype=dtype)
 
 
 @app.command()
@@ -217,13 +223,22 @@ def recipes_cp(
     run_cp(name, target)
 
 
+def _plan(loaded: LoadedRecipe, **options: bool) -> None:
+    from .plan import run_plan
+
+    if not run_plan(loaded, **options):
+        raise typer.Exit(errors.DOES_NOT_FIT)
+
+
 def _load(recipe: str | None, overrides: Sequence[str] | None) -> LoadedRecipe:
     from fuyou_cli.recipe.load import load_recipe
 
-    from .recipes_cmd import find_recipe
+    from .recipes_cmd import find_recipe, refuse_unmade
 
     path, texts = find_recipe(recipe, overrides or [])
-    return load_recipe(path, texts)
+    loaded = load_recipe(path, texts)
+    refuse_unmade(loaded)
+    return loaded
 
 
 # typer brings its own copy of click, so the error's class is taken from its public subclass

@@ -1,6 +1,6 @@
 """`fuyou clean`: remove the store files a manifest names, and nothing else.
 
-A store is `<folder>/<run>/manifest.json` with `{"fuyou_store": 1, "files": [...]}`; its files lie in folders named
+A store is `<folder>/<run>/manifest.json` with `{"fuyou_store": VERSION, "files": [...]}`; its files lie in folders named
 `<run>`, one per drive it is striped over. No folder is ever removed.
 """
 
@@ -17,10 +17,11 @@ from typing import Any
 
 from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.core.units import gib
+from fuyou_cli.training.manifest import NAME as MANIFEST
+from fuyou_cli.training.manifest import VERSION
 
 from .console import confirm, write_result, write_status
 
-MANIFEST = "manifest.json"
 _LARGEST_MANIFEST = 64 << 20
 
 
@@ -93,8 +94,10 @@ def _named(manifest: Path) -> tuple[list[str], str]:
         content: Any = json.loads(manifest.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         return [], f"the manifest cannot be read: {error}"
-    if not isinstance(content, dict) or content.get("fuyou_store") != 1:
-        return [], "not the manifest of a fuyou store"
+    # Every version so far lists its files the same way, so that stores of older versions can go as well.
+    version = content.get("fuyou_store") if isinstance(content, dict) else None
+    if type(version) is not int or not 1 <= version <= VERSION:
+        return [], f"not the manifest of a fuyou store of version 1 to {VERSION}"
     files = content.get("files")
     if not isinstance(files, list) or not all(isinstance(file, str) and "\0" not in file for file in files):
         return [], "the manifest does not list its files"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from fuyou_cli import __version__
+from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.core.units import MiB, gb, gib
 
 from . import drives, probe
@@ -147,10 +148,13 @@ def _text(value: str | bytes) -> str:
 
 
 def _extension() -> Iterator[Check]:
+    remedy = "build it: scripts/quickstart does, or `pip install .` with liburing-dev and cmake"
     try:
         kernels = importlib.import_module("fuyou_cli.swap.kernels")
+    except FuyouError as error:  # its own message, and a hint that knows a checkout from an installation
+        yield Check(name="native extension", status="problem", found=error.message, advice=error.hint or remedy)
+        return
     except (ImportError, OSError) as error:
-        remedy = "build it: scripts/quickstart does, or `pip install .` with liburing-dev and cmake"
         yield Check(name="native extension", status="problem", found=f"does not load: {error}", advice=remedy)
         return
     info = str(kernels.build_info())

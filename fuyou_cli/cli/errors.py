@@ -16,7 +16,7 @@ from fuyou_cli.core.errors import FuyouError, OutOfSpaceError
 
 from .console import styled, write_status
 
-FAILED, USAGE, OUT_OF_SPACE, INTERRUPTED = 1, 2, 4, 130
+FAILED, USAGE, DOES_NOT_FIT, OUT_OF_SPACE, INTERRUPTED = 1, 2, 3, 4, 130
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 

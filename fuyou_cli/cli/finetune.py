@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,23 +12,23 @@ from fuyou_cli.core.units import gb
 
 from . import probe
 from .console import status_console, write_result, write_status
+from .room import export_folder, plan_problems, room_of
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
     from fuyou_cli.swap.daemon import Counters
+    from fuyou_cli.training.jsonl import JsonlLog
     from fuyou_cli.training.prepare import Prepared
     from fuyou_cli.training.report import RunReport, StepReport
     from fuyou_cli.training.run import Run
 
 
-def run_finetune(loaded: LoadedRecipe, *, dry_run: bool) -> None:
+def run_finetune(loaded: LoadedRecipe) -> None:
     from .allocator import settle_allocator
 
     settle_allocator()  # before torch takes its first block
     prepared = _prepare(loaded)
     _introduce(loaded, prepared)
-    if dry_run:
-        return
     report, source = _train(prepared)
     _export(prepared, source)
     _conclude(prepared, report)
@@ -38,26 +40,25 @@ def _prepare(loaded: LoadedRecipe) -> Prepared:
     from .machine import hardware_for
 
     directory = run_directories(loaded.recipe)[0]
-    return prepare(
-        loaded.recipe, probe=lambda device: hardware_for(directory, device=device, measured=True), say=write_status
-    )
+    return prepare(loaded.recipe, probe=lambda device: hardware_for(directory, device=device), say=write_status)
 
 
 def _introduce(loaded: LoadedRecipe, prepared: Prepared) -> None:
     """The plan, then one decoded sample with its mask."""
-    from .render.plan import plan_problems, show_plan
+    from .render.plan import show_plan
     from .render.sample import show_sample
 
-    console = status_console()
+    console, room = status_console(), room_of(prepared)
     show_plan(
         console,
         prepared.plan,
         prepared.model,
         prepared.hardware,
+        room,
         verbose=False,
         command=f"fuyou finetune {loaded.path}",
     )
-    if problems := plan_problems(prepared.plan, prepared.hardware):
+    if problems := plan_problems(prepared.plan, room):
         raise PlanError("the run does not fit: " + "; ".join(problems))
     rows = prepared.rows
     assert rows is not None
@@ -86,11 +87,15 @@ def _train(prepared: Prepared) -> tuple[RunReport, Path]:
     ) as run:
         write_status(f"swap daemon: {run.daemon.description}")
         _load(prepared, run)
-        with JsonlLog(out / "log.jsonl") as log:
-            log.write("plan", _promises(prepared))
+        with ExitStack() as stack:
+            log = None
+            if "jsonl" in prepared.recipe.logging.backends:
+                log = stack.enter_context(JsonlLog(out / "log.jsonl"))
+                log.write("plan", _promises(prepared))
             before = run.daemon.counters()
             _steps(prepared, run, log)
-            log.write("end", _moved(before, run.daemon.counters()))
+            if log is not None:
+                log.write("end", _moved(before, run.daemon.counters()))
             report = run.report()
         return report, run.paths[0].parent
 
@@ -112,6 +117,9 @@ def _promises(prepared: Prepared) -> dict[str, object]:
         "arena": plan.arena_size,
         "process_bytes": prepared.hardware.process_bytes,
         "parameters": prepared.model.parameters,
+        "total_steps": prepared.total_steps,
+        "numerics": asdict(plan.numerics),
+        "export": str(export_folder(prepared.recipe, prepared.model_dir)),
         "predicted_cpu_peak": plan.predicted.cpu_peak,
         "predicted_read_per_step": plan.predicted.read_per_step,
         "predicted_written_per_step": plan.predicted.written_per_step,
@@ -132,29 +140,25 @@ def _load(prepared: Prepared, run: Run) -> None:
     write_status(f"{what}: done, {gb(run.daemon.counters().written_bytes)} written")
 
 
-def _steps(prepared: Prepared, run: Run, log: object) -> None:
-    from fuyou_cli.training.jsonl import JsonlLog
-
+def _steps(prepared: Prepared, run: Run, log: JsonlLog | None) -> None:
+    """Every step to the backends the recipe names."""
     from .render.progress import RunDisplay
 
-    assert isinstance(log, JsonlLog)
-    every = prepared.recipe.logging.every_steps
-    with RunDisplay(
-        status_console(), total_steps=prepared.total_steps, plan=prepared.plan, resumed=run.step
-    ) as display:
+    logging = prepared.recipe.logging
+    with ExitStack() as stack:
+        display = None
+        if "console" in logging.backends:
+            display = stack.enter_context(
+                RunDisplay(status_console(), total_steps=prepared.total_steps, plan=prepared.plan, resumed=run.step)
+            )
 
         def on_step(report: StepReport) -> None:
-            log.step(report)
-            if report.step % every == 0 or report.step == prepared.total_steps:
+            if log is not None:
+                log.step(report)
+            if display is not None and (report.step % logging.every_steps == 0 or report.step == prepared.total_steps):
                 display.step(report)
 
         run.train(on_step)
-
-
-def export_folder(prepared: Prepared) -> Path:
-    """`model` below the output directory, never the folder the run started from."""
-    out = Path(prepared.recipe.output_dir).expanduser() / "model"
-    return out.with_name("model-finetuned") if out.resolve() == prepared.model_dir.resolve() else out
 
 
 def _export(prepared: Prepared, source: Path) -> None:
@@ -162,7 +166,7 @@ def _export(prepared: Prepared, source: Path) -> None:
         return
     from fuyou_cli.training.exporting import export_store
 
-    out = export_folder(prepared)
+    out = export_folder(prepared.recipe, prepared.model_dir)
     export_store(
         source, out, dtype=prepared.recipe.export.dtype, max_shard_size=prepared.recipe.export.max_shard_size
     )
@@ -173,6 +177,12 @@ def _conclude(prepared: Prepared, report: RunReport) -> None:
     from .render.summary import show_summary
     from .render.timeline_svg import timeline_svg
 
+    if not report.steps:  # nothing was measured, and the drawing of the run that did is still right
+        write_status(
+            f"the run is finished: all {prepared.total_steps} steps were done before, loss {report.first_loss:.4f} to "
+            f"{report.last_loss:.4f}; checkpoint.resume=never starts over"
+        )
+        return
     show_summary(status_console(), report)
     out = Path(prepared.recipe.output_dir).expanduser() / "timeline.svg"
     out.write_text(timeline_svg(report.timeline, title="One training step", stalls=report.stalls), encoding="utf-8")

@@ -1,9 +1,10 @@
-"""The machine for a plan: measured once per directory and kept, or assumed when nothing may be measured."""
+"""The machine for a plan: as `fuyou bench` measured and kept it, else assumed. Nothing is measured here."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import platform
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,27 +12,34 @@ from fuyou_cli.spec.hardware import HardwareProfile
 
 from . import probe
 from .console import write_status
-from .profile import assumed_hardware, read_profile, usable_memory, write_profile
+from .profile import assumed_hardware, core_count, cpu_name, read_profile, usable_memory, write_profile
 
 
-def profile_path(directory: Path) -> Path:
-    """Where the profile of the drive behind `directory` is kept between runs."""
+def profile_path(directory: Path, *, device: str) -> Path:
+    """Where the profile of this machine's `device` with the drive behind `directory` is kept between runs.
+
+    Machines may share a home folder, and a number of a drive means nothing on another one: whatever a rate depends on is
+    in the name."""
     base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fuyou"
-    device = probe.existing(directory).stat().st_dev
-    return base / f"profile-{hashlib.sha256(str(device).encode()).hexdigest()[:12]}.json"
+    drive = probe.existing(directory).stat().st_dev
+    computes_on = "cpu" if device == "emulated" else device
+    about = (platform.node(), cpu_name(), core_count(), computes_on, drive)
+    return base / f"profile-{hashlib.sha256(repr(about).encode()).hexdigest()[:12]}.json"
 
 
-def hardware_for(directory: Path, *, device: str, measured: bool) -> HardwareProfile:
+def hardware_for(directory: Path, *, device: str) -> HardwareProfile:
     """The kept profile of this machine with memory and disk as they are now; without one, rates are assumed and the
     profile says so (`fuyou bench` measures them)."""
-    path = profile_path(directory)
-    profile = read_profile(path) if measured and path.exists() else None
-    if profile is None or profile.device != ("cpu" if device == "emulated" else device):
-        name, memory = _device_facts(device)
+    path = profile_path(directory, device=device)
+    name, memory = _device_facts(device)
+    profile = read_profile(path) if path.exists() else None
+    if profile is None or (name is not None and profile.device_name != name):  # another card than was measured
         profile = assumed_hardware(directory, device=device, device_name=name, device_memory=memory)
     return replace(
         profile,
         device=device,
+        cores=core_count(),
+        ram_total=probe.physical_memory(),
         ram_available=usable_memory(),
         process_bytes=probe.process_bytes(),
         disk_free=probe.free_space(directory),
@@ -40,7 +48,7 @@ def hardware_for(directory: Path, *, device: str, measured: bool) -> HardwarePro
 
 def keep(profile: HardwareProfile, directory: Path) -> None:
     """Remembers a measured profile for the plans to come."""
-    path = profile_path(directory)
+    path = profile_path(directory, device=profile.device)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_profile(profile, path)

@@ -1,36 +1,67 @@
-"""`fuyou plan`: what a run would do and need. Nothing is run."""
+"""`fuyou plan`: what a run would do and need. Nothing is run, measured or written."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from .console import result_console, write_json, write_status
+from fuyou_cli.core.errors import PlanError
+
+from .console import result_console, write_json, write_result, write_status
+from .room import Room, plan_problems, room_of
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
+    from fuyou_cli.training.prepare import Prepared
 
 
-def run_plan(loaded: LoadedRecipe, *, dry_run: bool, json_output: bool, verbose: bool) -> None:
+def run_plan(
+    loaded: LoadedRecipe, *, json_output: bool = False, verbose: bool = False, show_config: bool = False
+) -> bool:
+    """True when the run fits. Raises PlanError where there is no plan at all; as JSON that is said on stdout as well."""
+    from .validate import config_of, config_text
+
+    extra: dict[str, Any] = {"config": config_of(loaded)} if show_config else {}
+    if show_config and not json_output:
+        write_result(config_text(loaded))
+    try:
+        prepared = _prepare(loaded)
+    except PlanError as error:
+        if json_output:
+            write_json({"fits": False, "problems": [error.message], "help": error.hint, "plan": None, **extra})
+        raise
+    room = room_of(prepared)
+    if json_output:
+        from .render.plan import plan_json
+
+        write_json({**plan_json(prepared.plan, prepared.model, prepared.hardware, room), **extra})
+    else:
+        _show(loaded, prepared, room, verbose=verbose)
+    return not plan_problems(prepared.plan, room)
+
+
+def _prepare(loaded: LoadedRecipe) -> Prepared:
     from fuyou_cli.training.prepare import prepare, run_directories
 
     from .machine import hardware_for
-    from .render.plan import plan_json, show_plan
 
     directory = run_directories(loaded.recipe)[0]
-    prepared = prepare(
+    return prepare(
         loaded.recipe,
-        probe=lambda device: hardware_for(directory, device=device, measured=not dry_run),
+        probe=lambda device: hardware_for(directory, device=device),
         planning_only=True,
         say=write_status,
     )
-    if json_output:
-        write_json(plan_json(prepared.plan, prepared.model, prepared.hardware))
-        return
+
+
+def _show(loaded: LoadedRecipe, prepared: Prepared, room: Room, *, verbose: bool) -> None:
+    from .render.plan import show_plan
+
     show_plan(
         result_console(),
         prepared.plan,
         prepared.model,
         prepared.hardware,
+        room,
         verbose=verbose,
         command=f"fuyou finetune {loaded.path}",
     )

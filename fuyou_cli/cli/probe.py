@@ -8,6 +8,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from fuyou_cli.core.disk import existing as existing
+
 ROOT = Path("/")
 _UNLIMITED = 1 << 60  # cgroup v1 says "no limit" with a number near 2**63
 
@@ -55,12 +57,6 @@ def process_bytes(root: Path = ROOT) -> int:
 def free_space(path: Path) -> int:
     """Bytes an ordinary user can still write where `path` is or would be. Raises OSError."""
     return shutil.disk_usage(existing(path)).free
-
-
-def existing(path: Path) -> Path:
-    """`path`, or the nearest folder above it that exists."""
-    absolute = path.expanduser().absolute()
-    return next((place for place in (absolute, *absolute.parents) if place.exists()), Path("/"))
 
 
 def is_wsl(root: Path = ROOT) -> bool:

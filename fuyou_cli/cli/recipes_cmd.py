@@ -5,11 +5,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.recipe.shipped import shipped_recipes, summary
 
 from .console import write_json, write_result, write_status
+
+if TYPE_CHECKING:
+    from fuyou_cli.recipe.load import LoadedRecipe
 
 DEFAULT = Path("recipe.yaml")
 
@@ -34,6 +38,16 @@ def find_recipe(recipe: str | None, overrides: Sequence[str]) -> tuple[Path, lis
     if path.name == recipe and path.name.removesuffix(".yaml") in shipped:
         return shipped[path.name.removesuffix(".yaml")], texts
     raise UsageError(f"there is no recipe {recipe!r}", hint=_offer(recipe))
+
+
+def refuse_unmade(loaded: LoadedRecipe) -> None:
+    """Raises UsageError where the quickstart's recipe is used before the quickstart has made its model; the hub would
+    be asked for a model of that name."""
+    if loaded.path != shipped_recipes().get("quickstart"):
+        return
+    model = Path(loaded.recipe.model.name_or_path)
+    if model == Path("outputs/quickstart/model") and not model.exists():
+        raise UsageError(f"there is no {model} here yet", hint="run `fuyou quickstart` first: it makes the model and its text")
 
 
 def _offer(recipe: str = "") -> str:

@@ -84,16 +84,25 @@ def _divisor_near(batch: int, micro: int) -> int:
 def _device(written: Written) -> Iterator[Finding]:
     if written.get("offload.device") != "cpu":
         return
-    for tier in _TIERS:
-        if written.get(f"offload.{tier}") == "gpu":
-            yield _conflict(
-                f"offload.{tier}", f"`offload.{tier}: gpu` on `offload.device: cpu`, which has no gpu tier", "use cpu"
-            )
+    if written.get("offload.weights") == "gpu":  # nothing else may rest there yet, on any device
+        yield _conflict(
+            "offload.weights", "`offload.weights: gpu` on `offload.device: cpu`, which has no gpu tier", "use cpu"
+        )
     if written.has("offload.max_memory.gpu") and written.get("offload.max_memory.gpu") != "auto":
         yield _conflict("offload.max_memory.gpu", "`offload.device: cpu` has no gpu memory to limit", "leave it auto")
     if written.get("model.attn_implementation") == "flash_attention_2":
         yield _conflict(
             "model.attn_implementation", "flash_attention_2 does not run on `offload.device: cpu`", "use sdpa"
+        )
+
+
+def _emulated(written: Written) -> Iterator[Finding]:
+    asked = written.get("offload.max_memory.gpu")
+    if written.get("offload.device") == "emulated" and isinstance(asked, str) and asked.rstrip().endswith("%"):
+        yield _conflict(
+            "offload.max_memory.gpu",
+            "a share of an emulated device's memory: it has no size of its own",
+            "write a size such as 512MiB, or auto for no limit",
         )
 
 
@@ -126,6 +135,7 @@ RULES: tuple[Callable[[Written], Iterator[Finding]], ...] = (
     _decay,
     _batch,
     _device,
+    _emulated,
     _strategy,
     _backends,
 )

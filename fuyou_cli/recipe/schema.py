@@ -122,7 +122,7 @@ class PrecisionSection(Section):
     compute: Literal["bfloat16", "float32", "float16"] = "bfloat16"
     master: Literal["float32", "bfloat16"] = "float32"
     grad_accum: Literal["float32", "bfloat16"] = "float32"
-    allow_tf32: bool = True
+    allow_tf32: bool = False
 
 
 class MaxMemory(Section):

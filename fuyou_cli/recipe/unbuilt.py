@@ -38,6 +38,11 @@ def _other_than(*values: object) -> Callable[[Any], bool]:
     return lambda value: value is not None and value not in values
 
 
+def _a_part(value: Any) -> bool:
+    """A slice of a split, or a name that is no word: data files are told apart by the words in their names."""
+    return isinstance(value, str) and not value.isalpha()
+
+
 UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt(path="adapter", asks=_set, feature="LoRA and other adapters", instead="leave it null: full fine-tuning"),
     Unbuilt(
@@ -52,6 +57,12 @@ UNBUILT: tuple[Unbuilt, ...] = (
         instead="leave it 0",
     ),
     Unbuilt(path="dataset.train.*.name", asks=_set, feature="hub data sets with subsets", instead="use a local file"),
+    Unbuilt(
+        path="dataset.train.*.split",
+        asks=_a_part,
+        feature="a slice of a split",
+        instead="write the split's name, and max_samples for a part of it",
+    ),
     Unbuilt(
         path="dataset.train.*.weight",
         asks=_other_than(1),
@@ -90,6 +101,21 @@ UNBUILT: tuple[Unbuilt, ...] = (
         path="precision.master", asks=_one_of("bfloat16"), feature="a bf16 master copy", instead="leave it float32"
     ),
     Unbuilt(
+        path="precision.allow_tf32",
+        asks=_other_than(False),
+        feature="float32 products in TF32",
+        instead="leave it false: float32 is computed in float32",
+    ),
+    *(
+        Unbuilt(
+            path=f"offload.{kind}",
+            asks=_one_of("gpu"),
+            feature=f"{kind.replace('_', ' ')} that rest on the GPU",
+            instead="use auto, cpu or ssd",
+        )
+        for kind in ("gradients", "optimizer_states", "boundaries")
+    ),
+    Unbuilt(
         path="offload.activations",
         asks=_one_of("keep", "swap"),
         feature="kept or swapped activations",
@@ -117,6 +143,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt(path="checkpoint.snapshot_every_steps", asks=_set, feature="snapshots", instead="leave it null"),
     Unbuilt(path="checkpoint.keep_last", asks=_other_than(2), feature="snapshots", instead="leave it out"),
     Unbuilt(path="export.push_to_hub", asks=_set, feature="uploading", instead="upload the exported folder yourself"),
+    Unbuilt(path="export.private", asks=_other_than(True), feature="uploading", instead="leave it out"),
     Unbuilt(
         path="logging.backends",
         asks=_any_of("tensorboard", "wandb"),
@@ -124,6 +151,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
         instead="use console and jsonl",
     ),
     Unbuilt(path="logging.wandb.project", asks=_set, feature="the wandb logger", instead="leave it null"),
+    Unbuilt(path="logging.wandb.mode", asks=_other_than("online"), feature="the wandb logger", instead="leave it out"),
     Unbuilt(path="logging.wandb.name", asks=_set, feature="the wandb logger", instead="leave it null"),
 )
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..core.disk import file_systems, store_files
 from ..core.errors import OutOfSpaceError, UsageError
-from ..core.units import gb
 from ..engine.host_memory import HostMemory
 from ..engine.residency import Record
 from ..engine.skeleton import TORCH_DTYPE
@@ -46,15 +46,10 @@ def run_name(output_dir: Path) -> str:
 
 def check_space(paths: Sequence[Path], size: int, free_space: Callable[[Path], int]) -> None:
     """Raises OutOfSpaceError before anything is written when the store would not fit its disks."""
-    share = -(-size // len(paths))
-    for path in paths:
-        have = path.stat().st_size if path.exists() else 0
-        needed = max(0, share - have)
-        available = free_space(path.parent)
-        if needed > available:
+    for disk in file_systems(store_files(paths, size), free_space):
+        if disk.problem:
             raise OutOfSpaceError(
-                f"the store needs {gb(needed)} more in {path.parent}, {gb(available)} are free",
-                hint="free some space, or name another directory in offload.dir; several are striped",
+                disk.problem, hint="free some space, or name another directory in offload.dir; several are striped"
             )
 
 

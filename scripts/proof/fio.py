@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from .runs import limited, started
+from .runs import fresh, limited, started
 from .setting import RunFailed, Setting
 
 FILE_SIZE = 1 << 30
@@ -28,8 +28,7 @@ def mix(setting: Setting, throttle: tuple[int, int], *, turn: int) -> dict[str, 
 
 
 def _mix(folder: Path, throttle: tuple[int, int]) -> dict[str, Any]:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    fresh(folder)
     try:
         fill = ["--name=fill", "--rw=write", f"--size={FILE_SIZE}"]
         for name in ("r", "w"):  # written before: a file's first pass is slower
@@ -51,4 +50,4 @@ def _mix(folder: Path, throttle: tuple[int, int]) -> dict[str, Any]:
         reader, writer = json.loads(text[text.index("{") :])["jobs"]
         return {"read": reader["read"]["bw_bytes"], "write": writer["write"]["bw_bytes"]}
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        fresh(folder)  # 2 GB

@@ -26,6 +26,7 @@ from .rows import LENGTH
 from .setting import RunFailed, Setting
 
 THREADS, SEED = 2, 42
+MARK = ".fuyou-proof"  # in every folder that these scripts may remove
 NOISE_CORES = 0.4  # used by others over a run: more and its times mean little (the kernel's own I/O work is in it)
 STEP_FIELDS = (
     "step", "loss", "grad_norm", "seconds", "batch_tokens", "ram_peak", "read_bytes", "written_bytes",
@@ -72,10 +73,8 @@ class Case:
 
 def write_recipe(setting: Setting, case: Case) -> Path:
     """The recipe of a case in a fresh output folder; whatever an earlier run left there is gone."""
-    out = setting.work / "run"
-    shutil.rmtree(out, ignore_errors=True)
-    shutil.rmtree(setting.work / "store", ignore_errors=True)
-    out.mkdir(parents=True)
+    out = fresh(setting.work / "run")
+    fresh(setting.work / "store")
     placement = {key: "ssd" for key in ("weights", "gradients", "optimizer_states", "boundaries") if case.all_on_ssd}
     # A run watched for memory tokenises inside its own limit; the others share their rows with the other side.
     rows = out / "data" if case.watch_memory else setting.work / "rows"
@@ -110,9 +109,22 @@ def write_recipe(setting: Setting, case: Case) -> Path:
         "checkpoint": {"resume": "never"},
         "export": {"at_end": case.export},
     }
-    path = setting.work / "recipe.yaml"
+    path = out / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
     return path
+
+
+def fresh(folder: Path) -> Path:
+    """The folder, empty but for our mark. Raises RunFailed rather than remove one that these scripts did not make: --work
+    may be anybody's."""
+    mark = folder / MARK
+    if folder.exists():
+        if not mark.is_file():
+            raise RunFailed(f"{folder} exists and was not made by these scripts: move it away, or give another --work")
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    mark.touch()
+    return folder
 
 
 def our_run(setting: Setting, case: Case) -> dict[str, Any]:
@@ -164,7 +176,7 @@ def _our_run(setting: Setting, case: Case) -> dict[str, Any]:
         end = output.read_text(errors="replace").strip().splitlines()[-12:]
         result["failed"] = f"exit code {child.returncode}, {len(steps)} steps, {kills} killed:\n" + "\n".join(end)
     result["noisy"] = case.timed and result["others_cores"] > NOISE_CORES
-    shutil.rmtree(setting.work / "store", ignore_errors=True)
+    fresh(setting.work / "store")  # tens of GB
     return result
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fuyou_cli.cli import profile
+from fuyou_cli.cli import machine, profile
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.units import GiB, MiB
 
@@ -43,3 +43,23 @@ def test_a_profile_survives_the_disk(tmp_path: Path) -> None:
             profile.read_profile(path)
     with pytest.raises(UsageError, match="cannot read"):
         profile.read_profile(tmp_path / "none.json")
+
+
+def test_a_kept_profile_is_this_machines_and_this_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert machine.hardware_for(tmp_path, device="cpu").measured == "assumed"
+    facts = replace(profile.assumed_hardware(tmp_path), measured="2026-01-02", store_read=2.5e9, ram_total=1, cores=99)
+    machine.keep(facts, tmp_path)
+    for device in ("cpu", "emulated"):  # an emulated device computes on the processor
+        found = machine.hardware_for(tmp_path, device=device)
+        assert (found.measured, found.store_read, found.device) == ("2026-01-02", 2.5e9, device)
+        assert found.ram_total > 64 * MiB and found.cores == profile.core_count()  # as they are now
+    for module, name, value in (
+        (machine.platform, "node", lambda: "another-host"),
+        (machine, "cpu_name", lambda: "another processor"),
+        (machine, "core_count", lambda: profile.core_count() + 1),
+    ):
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(module, name, value)
+            assert machine.hardware_for(tmp_path, device="cpu").measured == "assumed", name
+    assert machine.profile_path(tmp_path, device="cuda") != machine.profile_path(tmp_path, device="cpu")

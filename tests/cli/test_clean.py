@@ -10,12 +10,13 @@ import pytest
 
 from fuyou_cli.cli.clean import find_manifests, read_store, run_clean
 from fuyou_cli.core.errors import FuyouError, UsageError
+from fuyou_cli.training.manifest import VERSION
 
 
-def make_store(folder: Path, *, files: list[Path], **extra: object) -> Path:
+def make_store(folder: Path, *, files: list[Path], version: int = VERSION, **extra: object) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     manifest = folder / "manifest.json"
-    manifest.write_text(json.dumps({"fuyou_store": 1, "files": [str(file) for file in files], **extra}))
+    manifest.write_text(json.dumps({"fuyou_store": version, "files": [str(file) for file in files], **extra}))
     return manifest
 
 
@@ -45,6 +46,13 @@ def test_without_a_terminal_it_does_not_guess(tmp_path, fuyou):
     assert done.returncode == 2
     assert "--yes" in done.stderr
     assert one.exists()
+
+
+def test_stores_of_older_versions_go_too(tmp_path, capsys):
+    one = make_file(tmp_path / "run" / "store.0")
+    make_store(tmp_path / "run", files=[one], version=1)
+    run_clean(tmp_path, yes=True)
+    assert not one.exists()
 
 
 def test_a_store_itself_may_be_named(tmp_path, capsys):
@@ -103,7 +111,16 @@ def test_a_store_that_names_something_else_is_left_whole(tmp_path, capsys, named
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"fuyou_store": 2, "files": []}', '{"fuyou_store": 1}', "[" * 9999]
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        json.dumps({"fuyou_store": VERSION + 1, "files": []}),
+        '{"fuyou_store": true, "files": []}',
+        json.dumps({"fuyou_store": VERSION}),
+        "[" * 9999,
+    ],
 )
 def test_other_manifests_are_not_ours(tmp_path, content):
     (tmp_path / "run").mkdir()

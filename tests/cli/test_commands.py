@@ -231,3 +231,24 @@ def test_tracebacks_only_when_asked_for(fault):
     assert "Traceback" not in quiet.stderr
     assert "oops" in quiet.stderr
     assert "Traceback" in loud.stderr
+
+
+def test_doctor_goes_on_without_the_extension(tmp_path):
+    code = (
+        "import sys\nsys.modules['fuyou_cli._native'] = None\n"  # what an import of it meets when it was never built
+        "from fuyou_cli.cli.app import main\nmain(['doctor'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert "cannot be loaded" in next(line for line in done.stdout.splitlines() if "native extension" in line)
+    assert "scripts/build-native" in done.stdout and "free space" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["plan", "finetune"])
+def test_the_quickstarts_recipe_before_the_quickstart(fuyou, command):
+    done = fuyou(command, "quickstart")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "run `fuyou quickstart` first" in done.stderr

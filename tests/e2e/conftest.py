@@ -116,6 +116,18 @@ class Project:
             stdin=subprocess.DEVNULL, timeout=120, check=False,
         )  # fmt: skip
 
+    def fuyou_with_free(self, free: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        """The same on a machine whose disks say that `free` bytes are left."""
+        program = (
+            "import sys\nfrom fuyou_cli.cli import probe\n"
+            f"probe.free_space = lambda path: {free}\n"
+            "from fuyou_cli.cli.app import main\nmain(sys.argv[1:])"
+        )
+        return subprocess.run(
+            [sys.executable, "-c", program, *map(str, arguments)], cwd=self.folder, env=self.environment(),
+            capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=120, check=False,
+        )  # fmt: skip
+
     def losses(self) -> dict[int, float]:
         """Step -> loss of the log; of a step logged twice the later record."""
         records = [json.loads(line) for line in (self.out / "log.jsonl").read_text().splitlines()]

@@ -104,4 +104,89 @@ def test_a_run_that_does_not_fit_says_what_would(new_project: Callable[..., Proj
     refused = project.fuyou("plan", project.recipe)
     assert refused.returncode == 3, refused.stderr
     assert "offload.max_memory.cpu=" in refused.stderr
+    data = json.loads(project.fuyou("plan", project.recipe, "--json").stdout)
+    assert data["fits"] is False and data["plan"] is None
+    assert "of RAM is the least" in data["problems"][0] and "offload.max_memory.cpu=" in data["help"]
     assert not Path(project.out).exists()
+
+
+@pytest.mark.timeout(120)
+def test_a_plan_that_is_too_large_is_shown_and_exits_3(new_project: Callable[..., Project]) -> None:
+    project = new_project(changes={"offload.max_memory.ssd": "1MB"})
+    refused = project.fuyou("finetune", project.recipe, "--dry-run")
+    assert refused.returncode == 3, refused.stderr
+    assert "Placement" in refused.stdout and "does not fit" in refused.stdout
+    assert "offload.max_memory.ssd allows 1 MB" in refused.stdout
+    as_json = project.fuyou("plan", project.recipe, "--json", "--show-config")
+    assert as_json.returncode == 3
+    data = json.loads(as_json.stdout)
+    assert data["fits"] is False and len(data["problems"]) == 1 and data["plan"]["store_size"] > 10**6
+    assert data["config"]["offload"]["max_memory"]["ssd"] == "1MB"
+    assert not Path(project.out).exists()
+    assert project.fuyou("finetune", project.recipe).returncode == 3
+    assert not (project.out / "store").exists()
+
+
+@pytest.mark.timeout(180)
+def test_a_store_on_a_disk_it_fills_is_resumed(new_project: Callable[..., Project]) -> None:
+    """The store itself is no longer free space: only what is still to be written has to be free."""
+    constant = {"lr_scheduler": {"name": "constant", "warmup_steps": 0}, "export.at_end": False}
+    project = new_project(changes=constant)
+    assert project.fuyou("finetune", project.recipe, "train.max_steps=2").returncode == 0
+    (store,) = (project.out / "store").glob("*/store.bin")
+    size = store.stat().st_size
+    resumed = project.fuyou_with_free(size // 3, "finetune", project.recipe, "train.max_steps=3")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resuming after step 2" in resumed.stderr and sorted(project.losses()) == [1, 2, 3]
+    folders = f"offload.dir=[{project.folder}/a,{project.folder}/b]"  # either half would fit, both do not
+    refused = project.fuyou_with_free(2 * size // 3, "plan", project.recipe, folders)
+    assert refused.returncode == 3, refused.stderr
+    assert "the store needs" in refused.stdout and not (project.folder / "a").exists()
+
+
+@pytest.mark.timeout(120)
+def test_the_loggers_a_recipe_names_are_the_ones_that_write(new_project: Callable[..., Project]) -> None:
+    project = new_project(changes={"train.max_steps": 2, "export.at_end": False, "checkpoint.resume": "never"})
+    quiet = project.fuyou("finetune", project.recipe, "logging.backends=[jsonl]")
+    assert quiet.returncode == 0 and sorted(project.losses()) == [1, 2]
+    assert "step 1/2" not in quiet.stderr
+    before = (project.out / "log.jsonl").read_bytes()
+    shown = project.fuyou("finetune", project.recipe, "logging.backends=[console]")
+    assert shown.returncode == 0 and "step 1/2" in shown.stderr
+    assert (project.out / "log.jsonl").read_bytes() == before
+
+
+@pytest.mark.timeout(120)
+def test_a_finished_run_again_and_its_store_cleaned(new_project: Callable[..., Project]) -> None:
+    project = new_project(changes={"train.max_steps": 2, "export.at_end": False})
+    assert project.fuyou("finetune", project.recipe).returncode == 0
+    (store,) = (project.out / "store").glob("*/store.bin")
+    drawing = (project.out / "timeline.svg").read_bytes()
+    idle = project.fuyou("finetune", project.recipe)  # a finished run measures nothing, and draws nothing over
+    assert idle.returncode == 0 and "the run is finished: all 2 steps" in idle.stderr
+    assert "-100" not in idle.stderr and (project.out / "timeline.svg").read_bytes() == drawing
+    _exported_as_asked(project, store.parent)
+    done = project.fuyou("clean", project.out / "store", "--yes")
+    assert done.returncode == 0, done.stderr
+    assert str(store) in done.stdout and "removed" in done.stdout
+    assert not store.exists() and not (store.parent / "manifest.json").exists()
+    again = project.fuyou("finetune", project.recipe)  # nothing of the old run is left to go on from
+    assert again.returncode == 0 and "resuming" not in again.stderr
+
+
+def _exported_as_asked(project: Project, store: Path) -> None:
+    """--dtype, else the recipe's, else what the run computed in (bfloat16)."""
+    for number, (arguments, dtype) in enumerate(
+        [
+            ((store,), "bfloat16"),
+            ((store, "--dtype", "float32"), "float32"),
+            ((project.recipe, "export.dtype=bfloat16"), "bfloat16"),
+        ]
+    ):
+        target = project.folder / f"exported{number}"
+        done = project.fuyou("export", arguments[0], target, *arguments[1:])
+        assert done.returncode == 0, done.stderr
+        assert f"bytes of {dtype} weights" in done.stdout
+        assert json.loads((target / "config.json").read_text())["dtype"] == dtype
+    refused = project.fuyou("export", store, project.folder / "none", "seed=3")
+    assert refused.returncode == 2 and "is no recipe" in refused.stderr

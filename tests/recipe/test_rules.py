@@ -20,6 +20,7 @@ from fuyou_cli.recipe.unbuilt import UNBUILT
         ("train: {batch_size: 2, micro_batch_size: 4}\n", "train.micro_batch_size"),
         ("offload: {device: cpu, weights: gpu}\n", "offload.weights"),
         ("offload: {device: cpu, max_memory: {gpu: 1GiB}}\n", "offload.max_memory.gpu"),
+        ("offload: {device: emulated, max_memory: {gpu: 50%}}\n", "offload.max_memory.gpu"),
         ("offload: {strategy: none, optimizer_states: ssd}\n", "offload.optimizer_states"),
         ("offload: {strategy: manual, weights: cpu}\n", "offload.strategy"),
         ("offload: {dir: [/a, /a]}\n", "offload.dir"),
@@ -65,6 +66,7 @@ NOT_BUILT = {
     "dataset.train[0].name": "dataset.train[0].name=sub",
     "dataset.train[0].weight": "dataset.train.0.weight=0.5",
     "dataset.train[0].format": "dataset.train[0].format=sharegpt",
+    "dataset.train[0].split": "dataset.train[0].split='train[:10%]'",
     "dataset.packing": "dataset.packing=isolated",
     "optimizer.name": "optimizer.name=sgd",
     "optimizer.state_dtype": "optimizer.state_dtype=int8",
@@ -73,6 +75,10 @@ NOT_BUILT = {
     "train.early_stopping": "train.early_stopping={patience: 2}",
     "precision.compute": "precision.compute=float16",
     "precision.master": "precision.master=bfloat16",
+    "precision.allow_tf32": "precision.allow_tf32=true",
+    "offload.gradients": "offload.gradients=gpu",
+    "offload.optimizer_states": "offload.optimizer_states=gpu",
+    "offload.boundaries": "offload.boundaries=gpu",
     "offload.activations": "offload.activations=swap",
     "offload.defer_updates": "offload.defer_updates=0.5",
     "offload.ssd_write_limit": "offload.ssd_write_limit=50TB",
@@ -81,8 +87,10 @@ NOT_BUILT = {
     "checkpoint.snapshot_every_steps": "checkpoint.snapshot_every_steps=10",
     "checkpoint.keep_last": "checkpoint.keep_last=5",
     "export.push_to_hub": "export.push_to_hub=me/model",
+    "export.private": "export.private=false",
     "logging.backends": "logging.backends=[console,wandb]",
     "logging.wandb.project": "logging.wandb.project=p",
+    "logging.wandb.mode": "logging.wandb.mode=offline",
     "logging.wandb.name": "logging.wandb.name=n",
 }
 
@@ -105,5 +113,7 @@ def test_neutral_values_of_such_keys_are_fine(load):
         "adapter=null", "freeze=[]", "eval=null", "dataset.eval=null", "dataset.eval_fraction=0", "train.compile=false",
         "offload.activations=recompute", "offload.defer_updates=0", "checkpoint.mode=auto", "train.max_time=null",
         "precision.compute=float32", "dataset.packing=concat", "dataset.train[0].weight=1",
+        "precision.allow_tf32=false", "offload.weights=gpu", "offload.gradients=ssd", "export.private=true",
+        "dataset.train[0].split=validation",
     ]  # fmt: skip
     assert load("", *neutral).precision.compute == "float32"

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from fuyou_cli.cli.room import Room
+from fuyou_cli.core.disk import FileSystem
 from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec, StageKind, StageSpec, TensorSpec
@@ -82,6 +85,17 @@ def hardware() -> HardwareProfile:
         d2h=0.0,
         measured="2026-11-21",
     )
+
+
+@pytest.fixture
+def room() -> Room:
+    """One file system with 80 GB free for store and export; no device memory."""
+    return Room(gpu=None, ssd=None, disks=(disk(free=80 * 10**9),))
+
+
+def disk(*, free: int, held: int = 0) -> FileSystem:
+    what, wanted = ("the store", "the exported model"), 28_600 * MiB + 2_200_000_000
+    return FileSystem(folders=(Path("/nvme"),), what=what, wanted=wanted, held=held, free=free, device=1)
 
 
 @pytest.fixture

@@ -9,11 +9,14 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from fuyou_cli.cli.render.plan import plan_json, plan_problems, show_plan
+from fuyou_cli.cli.render.plan import plan_json, show_plan
+from fuyou_cli.cli.room import Room, plan_problems
 from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import MemoryLine, Plan
+
+from .conftest import disk
 
 Printer = Callable[..., tuple[Console, Callable[[], str]]]
 
@@ -26,10 +29,10 @@ def row(text: str, first: str) -> list[str]:
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("ascii", [False, True])
 def test_figures_fit_the_width(
-    printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile, width: int, ascii: bool
+    printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room, width: int, ascii: bool
 ) -> None:
     console, printed = printer(width, ascii=ascii)
-    show_plan(console, plan, model, hardware, verbose=True)
+    show_plan(console, plan, model, hardware, room, verbose=True)
     text = printed()
     assert max(map(len, text.splitlines())) <= width
     assert text.isascii() == ascii
@@ -45,61 +48,76 @@ def test_figures_fit_the_width(
     assert text.splitlines()[-1].startswith("fits") and "fuyou finetune recipe.yaml" in text
 
 
-def test_bars_grow_with_time(printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile) -> None:
+def test_bars_grow_with_time(printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room) -> None:
     console, printed = printer(120, ascii=True)
-    show_plan(console, plan, model, hardware, verbose=False)
+    show_plan(console, plan, model, hardware, room, verbose=False)
     bars = {name: row(printed(), name) for name in ("compute", "update")}
     assert bars["compute"][-2] == "#" * 20  # 95 %, rounded up
     assert bars["update"][-1] == "#"
 
 
 def test_what_does_not_fit_is_said_in_words(
-    printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile
+    printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room
 ) -> None:
     small = replace(plan, cpu_budget=GiB)
-    tight = replace(hardware, disk_free=10 * GiB)
+    tight = replace(room, disks=(disk(free=10 * 10**9),), ssd=20 * 10**9)
     problems = plan_problems(small, tight)
-    assert len(problems) == 2
-    assert problems[0].startswith("train needs 1.84 GiB of RAM, 860 MiB more")
-    assert "27.93 GiB of disk" in problems[1] and "10.00 GiB are free" in problems[1]
+    assert problems == [
+        "train needs 1.84 GiB of RAM, 860 MiB more than its budget",
+        "the store takes 30 GB, offload.max_memory.ssd allows 20 GB",
+        "the store and the exported model need 32.2 GB of disk in /nvme; 10 GB are free",
+    ]
     console, printed = printer(80)
-    show_plan(console, small, model, tight, verbose=False)
+    show_plan(console, small, model, hardware, tight, verbose=False)
     assert "does not fit" in printed() and "over budget" in printed() and "fuyou finetune" not in printed()
-    assert plan_problems(plan, hardware) == []
+    assert row(printed(), "available") == ["available", "1.00", "9.31"]
+    assert plan_problems(plan, room) == []
+
+
+def test_what_the_run_holds_already_counts_as_room(
+    printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room
+) -> None:
+    resumed = replace(room, disks=(disk(free=10 * 10**9, held=28_600 * MiB),))
+    assert plan_problems(plan, resumed) == []
+    console, printed = printer(120, ascii=True)
+    show_plan(console, plan, model, hardware, resumed, verbose=False)
+    assert "the store and the exported model: 32.2 GB, 30 GB of it there already; 10 GB free" in printed()
 
 
 def test_a_separate_device_gets_a_column(
-    printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile
+    printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room
 ) -> None:
     lines = (*plan.memory, MemoryLine(what="weights", tier="gpu", size=512 * MiB, total=2_200 * MiB, policy="slots"))
     shown = replace(plan, memory=lines, predicted=replace(plan.predicted, gpu_peak=3 * GiB))
     console, printed = printer(80)
-    show_plan(console, shown, model, replace(hardware, device="cuda", device_memory=24 * GiB), verbose=False)
+    show_plan(console, shown, model, hardware, replace(room, gpu=24 * GiB), verbose=False)
     assert row(printed(), "weights")[:5] == ["weights", "2.15", "0.50", "0.41", "4.30"]
     assert row(printed(), "peak") == ["peak", "3.00", "1.84", "27.93"]
-    problems = plan_problems(shown, replace(hardware, device_memory=2 * GiB))
-    assert problems == ["the step needs 3.00 GiB of GPU memory, there are 2.00 GiB"]
+    problems = plan_problems(shown, replace(room, gpu=2 * GiB))
+    assert problems == ["the step needs 3.00 GiB of GPU memory, offload.max_memory.gpu leaves 2.00 GiB"]
 
 
-def test_equal_stages_share_a_line(printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile) -> None:
+def test_equal_stages_share_a_line(
+    printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room
+) -> None:
     console, printed = printer(100, ascii=True)
-    show_plan(console, plan, model, hardware, verbose=True)
+    show_plan(console, plan, model, hardware, room, verbose=True)
     assert row(printed(), "1-22")[:6] == ["1-22", "block", "x22", "44", "M", "84"]
     quiet, terse = printer(100, ascii=True)
-    show_plan(quiet, plan, model, hardware, verbose=False)
+    show_plan(quiet, plan, model, hardware, room, verbose=False)
     assert "1-22" not in terse()
 
 
 def test_names_cannot_break_an_ascii_console(
-    printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile
+    printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room
 ) -> None:
     console, printed = printer(80, ascii=True)
-    show_plan(console, replace(plan, model="模型 [bold]x[/bold]"), model, hardware, verbose=False)
+    show_plan(console, replace(plan, model="模型 [bold]x[/bold]"), model, hardware, room, verbose=False)
     assert "?? [bold]x[/bold]" in printed()
 
 
-def test_json_keeps_bytes_whole(plan: Plan, model: ModelSpec, hardware: HardwareProfile) -> None:
-    data = json.loads(json.dumps(plan_json(plan, model, hardware)))
+def test_json_keeps_bytes_whole(plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room) -> None:
+    data = json.loads(json.dumps(plan_json(plan, model, hardware, room)))
     assert data["schema_version"] == 1 and data["fits"] is True and data["problems"] == []
     assert data["cpu_peak"] == 1_884 * MiB and isinstance(data["cpu_peak"], int)
     assert data["tokens_per_second"] == pytest.approx(8192 / 88.4)

@@ -63,7 +63,7 @@ def test_plain_lines_carry_every_figure(printer: Printer, plan: Plan) -> None:
         "ram 1.00 peak 1.50 of 2.00 GiB",
         "ssd r 1.00 w 0.50 GB/s",
         "wrote 10 GB",
-        "waited 1.5 s for ssd read",
+        "waited 1.5 s for ssd read  waited 100 ms for update",
     ):
         assert part in first
     assert "wrote 20 GB" in second and "no waiting" in second
@@ -97,6 +97,18 @@ def test_the_block_is_never_too_wide(printer: Printer, plan: Plan, width: int, a
         assert not ascii or all(line.plain.isascii() for line in lines)
     assert heights == sorted(heights)  # it may grow, never shrink
     assert "step 10/10" in display.lines(width)[0].plain
+
+
+def test_every_wait_is_shown_in_80_columns(printer: Printer, plan: Plan) -> None:
+    console, _ = printer(80)
+    display = RunDisplay(console, total_steps=10, plan=plan, clock=Clock())
+    waits = {"weights": 1234.5, "gradient slot": 0.25, "boundary": 12.5, "step end": 100.0, "none": 0.0}
+    display.step(report(1, 2000.0, stalls=waits))
+    lines = display.lines(80)
+    assert all(line.cell_len <= 80 for line in lines)
+    text = " ".join(" ".join(line.plain for line in lines).split())
+    shown = [text.index(f"for {cause}") for cause in ("weights", "step end", "boundary", "gradient slot")]
+    assert shown == sorted(shown) and "for none" not in text
 
 
 def test_the_bar_moves_within_a_step(printer: Printer, plan: Plan) -> None:

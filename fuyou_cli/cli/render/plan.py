@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fuyou_cli.cli.room import Room, plan_problems
+from fuyou_cli.core.disk import FileSystem
 from fuyou_cli.core.units import count, duration, gb, gib
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec
@@ -42,6 +44,7 @@ def show_plan(
     plan: Plan,
     model: ModelSpec,
     hardware: HardwareProfile,
+    room: Room,
     *,
     verbose: bool,
     command: str = "fuyou finetune recipe.yaml",
@@ -50,33 +53,18 @@ def show_plan(
     shapes = symbols(console)
     say(console, Text.assemble(("fuyou plan", "bold"), "  ", plan.model))
     pairs(console, _understood(plan, model, shapes) + _machine(plan, hardware, shapes))
-    _placement(console, plan, hardware, shapes)
+    _placement(console, plan, room, shapes)
     _phase_peaks(console, plan, shapes)
     _step(console, plan, model, shapes)
-    _traffic(console, plan, hardware, shapes)
+    _traffic(console, plan, room, shapes)
     if verbose:
         _stages(console, plan, model, shapes)
-    _verdict(console, plan, hardware, command)
+    _verdict(console, plan, room, command)
 
 
-def plan_problems(plan: Plan, hardware: HardwareProfile) -> list[str]:
-    """Why the plan does not fit, one sentence each; empty when it fits."""
-    predicted, problems = plan.predicted, []
-    for phase, peak in predicted.cpu_peaks.items():
-        if peak > plan.cpu_budget:
-            problems.append(f"{phase} needs {gib(peak)} of RAM, {gib(peak - plan.cpu_budget)} more than its budget")
-    if hardware.device_memory and predicted.gpu_peak > hardware.device_memory:
-        problems.append(
-            f"the step needs {gib(predicted.gpu_peak)} of GPU memory, there are {gib(hardware.device_memory)}"
-        )
-    if predicted.ssd_bytes > hardware.disk_free:
-        problems.append(f"the store needs {gib(predicted.ssd_bytes)} of disk, {gib(hardware.disk_free)} are free")
-    return problems
-
-
-def plan_json(plan: Plan, model: ModelSpec, hardware: HardwareProfile) -> dict[str, object]:
+def plan_json(plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room) -> dict[str, object]:
     """The same as data: bytes are integers, times seconds, rates per second."""
-    problems = plan_problems(plan, hardware)
+    problems = plan_problems(plan, room)
     numerics, predicted = plan.numerics, plan.predicted
     tokens = numerics.batch_size * numerics.max_seq_len
     return {
@@ -92,6 +80,15 @@ def plan_json(plan: Plan, model: ModelSpec, hardware: HardwareProfile) -> dict[s
             "tied_head": model.tied_head,
         },
         "hardware": asdict(hardware),
+        "room": {
+            "gpu": room.gpu,
+            "store": room.store,
+            "disks": [
+                {"folders": [str(folder) for folder in disk.folders], "what": list(disk.what)}
+                | {"wanted": disk.wanted, "held": disk.held, "free": disk.free}
+                for disk in room.disks
+            ],
+        },
         "tokens_per_step": tokens,
         "tokens_per_second": tokens / predicted.step_seconds if predicted.step_seconds > 0 else None,
         "tflops_6n": predicted.step_flops / predicted.step_seconds / 1e12 if predicted.step_seconds > 0 else None,
@@ -162,10 +159,10 @@ def _machine(plan: Plan, hardware: HardwareProfile, shapes: Symbols) -> list[tup
     ]
 
 
-def _placement(console: Console, plan: Plan, hardware: HardwareProfile, shapes: Symbols) -> None:
-    tiers: tuple[Tier, ...] = ("gpu", "cpu", "ssd") if hardware.device_memory else ("cpu", "ssd")
+def _placement(console: Console, plan: Plan, room: Room, shapes: Symbols) -> None:
+    tiers: tuple[Tier, ...] = ("cpu", "ssd") if room.gpu is None else ("gpu", "cpu", "ssd")
     peak = {"gpu": plan.predicted.gpu_peak, "cpu": plan.predicted.cpu_peak, "ssd": plan.predicted.ssd_bytes}
-    limit = {"gpu": hardware.device_memory, "cpu": plan.cpu_budget, "ssd": hardware.disk_free}
+    limit = {"gpu": room.gpu or 0, "cpu": plan.cpu_budget, "ssd": room.store}
     unit, name = memory_unit(max(*peak.values(), *(line.size for line in plan.memory), 0))
 
     def number(size: int) -> str:
@@ -262,7 +259,7 @@ def _work(name: str, seconds: float, plan: Plan, model: ModelSpec) -> tuple[str,
     return "", ""
 
 
-def _traffic(console: Console, plan: Plan, hardware: HardwareProfile, shapes: Symbols) -> None:
+def _traffic(console: Console, plan: Plan, room: Room, shapes: Symbols) -> None:
     predicted = plan.predicted
     heading(console, "SSD traffic per step")
     content = ruled(shapes)
@@ -276,16 +273,13 @@ def _traffic(console: Console, plan: Plan, hardware: HardwareProfile, shapes: Sy
     content.add_row("total", gb(predicted.read_per_step), gb(predicted.written_per_step), style="bold")
     show(console, content, indent=2)
     wear = f"1,000 steps write {gb(1000 * predicted.written_per_step)}" if predicted.written_per_step else "no wear"
-    pairs(
-        console,
-        [
-            ("wear", f"{wear} (1 TB = 1e12 bytes, as drives are rated)"),
-            (
-                "disk",
-                f"store {gb(predicted.ssd_bytes)} + export {gb(predicted.export_bytes)}; {gb(hardware.disk_free)} free",
-            ),
-        ],
-    )
+    pairs(console, [("wear", f"{wear} (1 TB = 1e12 bytes, as drives are rated)"), *map(_disk, room.disks)])
+
+
+def _disk(disk: FileSystem) -> tuple[str, str]:
+    """One file system: what the run puts there and what is left for it."""
+    held = f", {gb(disk.held)} of it there already" if disk.held else ""
+    return "disk", f"{' and '.join(disk.what)}: {gb(disk.wanted)}{held}; {gb(disk.free)} free"
 
 
 def _stages(console: Console, plan: Plan, model: ModelSpec, shapes: Symbols) -> None:
@@ -329,9 +323,9 @@ def _ranges(stages: Sequence[StagePlan], model: ModelSpec) -> list[tuple[int, in
     return ranges
 
 
-def _verdict(console: Console, plan: Plan, hardware: HardwareProfile, command: str) -> None:
+def _verdict(console: Console, plan: Plan, room: Room, command: str) -> None:
     console.print()
-    problems = plan_problems(plan, hardware)
+    problems = plan_problems(plan, room)
     if not problems:
         margin = f"RAM {gib(plan.predicted.cpu_peak)} of {gib(plan.cpu_budget)}"
         say(console, Text.assemble(("fits", "bold green"), f": {margin}. Run: ", (command, "bold")))

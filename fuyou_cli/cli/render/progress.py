@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from types import TracebackType
 
@@ -144,12 +144,13 @@ class RunDisplay:
         )
         facts.append(f"ssd r {report.read_bytes / seconds / 1e9:.2f} w {report.written_bytes / seconds / 1e9:.2f} GB/s")
         facts.append(f"wrote {gb(self._written)}")
-        cause = max(report.stalls, key=lambda name: report.stalls[name], default=None)
-        if cause is not None and report.stalls[cause] > 0:
-            facts.append(f"waited {duration(report.stalls[cause])} for {cause}")
-        else:
-            facts.append("no waiting")
-        return facts
+        return [*facts, *_waits(report.stalls)]
+
+
+def _waits(stalls: Mapping[str, float]) -> list[str]:
+    """Every cause compute waited for, the longest first; a field each, so that a narrow block can break between them."""
+    causes = sorted((cause for cause, seconds in stalls.items() if seconds > 0), key=lambda cause: (-stalls[cause], cause))
+    return [f"waited {duration(stalls[cause])} for {cause}" for cause in causes] or ["no waiting"]
 
 
 class _Block:

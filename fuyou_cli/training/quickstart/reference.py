@@ -1,7 +1,8 @@
 """Plain PyTorch beside fuyou: the same recipe's first steps in memory, for their losses.
 
-`python -m fuyou_cli.training.quickstart.reference RECIPE STEPS [key=value ...]` prints one loss per line. The loop is
-what anyone would write: bf16 weights, fp32 masters, torch.optim.AdamW, clip_grad_norm_, the same rows in the same
+`python -m fuyou_cli.training.quickstart.reference RECIPE STEPS MICRO_BATCH_SIZE THREADS TOTAL_STEPS [key=value ...]`
+prints one loss per line. The numbers are what the run resolved the recipe's to, `auto` and epochs among them. The loop
+is what anyone would write: bf16 weights, fp32 masters, torch.optim.AdamW, clip_grad_norm_, the same rows in the same
 micro-batches.
 """
 
@@ -17,14 +18,21 @@ if TYPE_CHECKING:
     from ..data import Batch
 
 
-def in_memory_losses(recipe: Recipe, steps: int, *, micro_batch_size: int, threads: int) -> Iterator[float]:
+def in_memory_losses(
+    recipe: Recipe, steps: int, *, micro_batch_size: int, threads: int, total_steps: int
+) -> Iterator[float]:
     """The loss of each of the first `steps` steps. Needs 16 bytes of RAM per parameter and its activations."""
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(threads)
     dtype = torch.bfloat16 if recipe.precision.compute == "bfloat16" else torch.float32
-    model: Any = AutoModelForCausalLM.from_pretrained(recipe.model.name_or_path, dtype=dtype, local_files_only=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        recipe.model.name_or_path,
+        dtype=dtype,
+        attn_implementation=recipe.model.attn_implementation,
+        local_files_only=True,
+    )
     model.train()
     masters = {name: parameter.detach().float().clone() for name, parameter in model.named_parameters()}
     optimizer = torch.optim.AdamW(
@@ -36,7 +44,7 @@ def in_memory_losses(recipe: Recipe, steps: int, *, micro_batch_size: int, threa
         betas=tuple(recipe.optimizer.betas),
         eps=recipe.optimizer.eps,
     )
-    rates = _rates(recipe)
+    rates = _rates(recipe, total_steps)
     for step, batch in enumerate(_batches(recipe, steps), start=1):
         yield _accumulate(model, masters, batch, micro_batch_size)
         if recipe.train.clip_grad_norm is not None:
@@ -66,17 +74,20 @@ def _accumulate(model: Any, masters: dict[str, Any], batch: Batch, micro_batch_s
     return total
 
 
-def _rates(recipe: Recipe) -> Any:
+def _rates(recipe: Recipe, total: int) -> Any:
     from ...engine.updates import LearningRate
 
-    schedule, total = recipe.lr_scheduler, recipe.train.max_steps
-    assert total is not None and schedule.warmup_steps is not None
+    schedule = recipe.lr_scheduler
+    warmup = schedule.warmup_steps
+    if warmup is None:
+        warmup = round((schedule.warmup_ratio or 0.0) * total)
     return LearningRate(
         name=schedule.name,
         peak=recipe.optimizer.lr,
-        warmup_steps=schedule.warmup_steps,
+        warmup_steps=min(warmup, total),
         total_steps=total,
         min_ratio=schedule.min_lr_ratio,
+        decay_steps=max(1, total // 10) if schedule.name == "wsd" else 0,
     )
 
 
@@ -95,10 +106,9 @@ def _batches(recipe: Recipe, steps: int) -> Iterator[Batch]:
 def main(arguments: list[str]) -> None:
     from ...recipe.load import load_recipe
 
-    recipe = load_recipe(arguments[0], arguments[2:]).recipe
-    micro, threads = recipe.train.micro_batch_size, recipe.train.threads
-    assert isinstance(micro, int) and isinstance(threads, int), "the quickstart's recipe writes both"
-    for loss in in_memory_losses(recipe, int(arguments[1]), micro_batch_size=micro, threads=threads):
+    recipe = load_recipe(arguments[0], arguments[5:]).recipe
+    steps, micro, threads, total = map(int, arguments[1:5])
+    for loss in in_memory_losses(recipe, steps, micro_batch_size=micro, threads=threads, total_steps=total):
         print(loss, flush=True)
 
 

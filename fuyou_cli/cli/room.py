@@ -1,0 +1,91 @@
+"""What a run may take of the device and the disks, beside what its plan wants. Nothing is written or measured."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fuyou_cli.core.disk import FileSystem, Wanted, existing, file_systems, store_files
+from fuyou_cli.core.units import gb, gib
+from fuyou_cli.spec.hardware import HardwareProfile
+from fuyou_cli.spec.plan import Plan
+
+from . import probe
+
+if TYPE_CHECKING:
+    from fuyou_cli.recipe.schema import Recipe
+    from fuyou_cli.training.prepare import Prepared
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """Limits in bytes; None where there is no such limit."""
+
+    gpu: int | None
+    ssd: int | None  # offload.max_memory.ssd: of the store
+    disks: tuple[FileSystem, ...]  # where store and export go
+
+    @property
+    def store(self) -> int:
+        """Bytes the store could have: free or its own already, and allowed."""
+        there = sum(disk.free + disk.held for disk in self.disks if "the store" in disk.what)
+        return there if self.ssd is None else min(there, self.ssd)
+
+
+def room_of(prepared: Prepared) -> Room:
+    from fuyou_cli.training.storage import STORE_FILE
+
+    recipe, plan = prepared.recipe, prepared.plan
+    paths = [directory / STORE_FILE for directory in prepared.directories]
+    files = store_files(paths, plan.store_size)
+    if recipe.export.at_end:
+        model = export_folder(recipe, prepared.model_dir)
+        files.append(Wanted(what="the exported model", path=model, size=plan.predicted.export_bytes))
+    return Room(
+        gpu=_gpu_limit(recipe, prepared.hardware),
+        ssd=_ssd_limit(recipe, paths),
+        disks=tuple(file_systems(files, probe.free_space)),
+    )
+
+
+def export_folder(recipe: Recipe, model_dir: Path) -> Path:
+    """`model` below the output directory, never the folder the run started from."""
+    out = Path(recipe.output_dir).expanduser() / "model"
+    return out.with_name("model-finetuned") if out.resolve() == model_dir.resolve() else out
+
+
+def plan_problems(plan: Plan, room: Room) -> list[str]:
+    """Why the plan does not fit, one sentence each; empty when it fits."""
+    predicted, problems = plan.predicted, []
+    for phase, peak in predicted.cpu_peaks.items():
+        if peak > plan.cpu_budget:
+            problems.append(f"{phase} needs {gib(peak)} of RAM, {gib(peak - plan.cpu_budget)} more than its budget")
+    if room.gpu is not None and predicted.gpu_peak > room.gpu:
+        problems.append(
+            f"the step needs {gib(predicted.gpu_peak)} of GPU memory, offload.max_memory.gpu leaves {gib(room.gpu)}"
+        )
+    if room.ssd is not None and predicted.ssd_bytes > room.ssd:
+        problems.append(f"the store takes {gb(predicted.ssd_bytes)}, offload.max_memory.ssd allows {gb(room.ssd)}")
+    return problems + [disk.problem for disk in room.disks if disk.problem]
+
+
+def _gpu_limit(recipe: Recipe, hardware: HardwareProfile) -> int | None:
+    """Of a device with memory of its own. An emulated one is as large as it is said to be."""
+    asked, there = recipe.offload.max_memory.gpu, hardware.device_memory
+    if hardware.device == "cpu" or (asked.is_auto and not there):
+        return None
+    # auto keeps the same margin as the planner's budget: contexts and fragments take some of the card
+    limit = asked.resolve(total=there, auto=int(there * 0.95))
+    return min(limit, there) if there else limit
+
+
+def _ssd_limit(recipe: Recipe, paths: Sequence[Path]) -> int | None:
+    """A share is of the file systems the store is on, each counted once."""
+    asked = recipe.offload.max_memory.ssd
+    if asked.is_auto:
+        return None
+    places = {existing(path).stat().st_dev: existing(path) for path in paths}
+    return asked.resolve(total=sum(shutil.disk_usage(place).total for place in places.values()), auto=0)

@@ -1,0 +1,80 @@
+"""Whether files to come fit their disks: one sum for each file system, whatever number of folders lie on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .units import gb
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """A file, or a new folder of files, of `size` bytes that a run is going to write."""
+
+    what: str  # for people: "the store"
+    path: Path
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileSystem:
+    """What a run wants of one file system."""
+
+    folders: tuple[Path, ...]
+    what: tuple[str, ...]
+    wanted: int
+    held: int  # of `wanted`: the run's own files from before take it already
+    free: int
+    device: int  # st_dev
+
+    @property
+    def missing(self) -> int:
+        return max(0, self.wanted - self.held - self.free)
+
+    @property
+    def problem(self) -> str:
+        """One sentence, empty where everything fits."""
+        if not self.missing:
+            return ""
+        verb = "needs" if len(self.what) == 1 else "need"
+        more = " more" if self.held else ""
+        return (
+            f"{' and '.join(self.what)} {verb} {gb(self.wanted - self.held)}{more} of disk in "
+            f"{', '.join(map(str, self.folders))}; {gb(self.free)} are free"
+        )
+
+
+def file_systems(files: Sequence[Wanted], free_space: Callable[[Path], int]) -> list[FileSystem]:
+    """Every file system that `files` go to, in their order. `free_space` gives the bytes that can be written at a path."""
+    together: dict[int, list[Wanted]] = {}
+    for file in files:
+        together.setdefault(existing(file.path).stat().st_dev, []).append(file)
+    return [
+        FileSystem(
+            folders=tuple(dict.fromkeys(file.path.parent for file in here)),
+            what=tuple(dict.fromkeys(file.what for file in here)),
+            wanted=sum(file.size for file in here),
+            held=sum(min(file.size, _taken(file.path)) for file in here),
+            free=free_space(here[0].path.parent),
+            device=device,
+        )
+        for device, here in together.items()
+    ]
+
+
+def store_files(paths: Sequence[Path], size: int) -> list[Wanted]:
+    """A store of `size` bytes striped over its files."""
+    return [Wanted(what="the store", path=path, size=-(-size // len(paths))) for path in paths]
+
+
+def existing(path: Path) -> Path:
+    """`path`, or the nearest folder above it that exists."""
+    absolute = path.expanduser().absolute()
+    return next((place for place in (absolute, *absolute.parents) if place.exists()), Path("/"))
+
+
+def _taken(path: Path) -> int:
+    """Bytes of disk a file has now: holes take nothing. A folder is written anew beside the old one."""
+    return path.stat().st_blocks * 512 if path.is_file() else 0

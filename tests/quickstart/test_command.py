@@ -1,0 +1,106 @@
+"""`fuyou quickstart` as a person starts it, with a model of a few thousand weights: what it refuses, never writes over,
+and shows the second time."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fuyou_cli.training.quickstart import make_model
+from fuyou_cli.training.quickstart.make_corpus import corpus_text
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICK = [
+    "train.max_steps=3", "train.batch_size=4", "train.micro_batch_size=auto", "train.threads=auto",
+    "lr_scheduler.warmup_steps=null", "lr_scheduler.warmup_ratio=0.4", "offload.max_memory.cpu=90%",
+]  # fmt: skip
+
+
+def _quickstart(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("FUYOU_")}
+    return subprocess.run(
+        [sys.executable, "-m", "fuyou_cli", "quickstart", *overrides], cwd=folder, capture_output=True, text=True,
+        env={**kept, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "COLUMNS": "100", "HOME": str(folder / "home")},
+        stdin=subprocess.DEVNULL, timeout=280, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("dataset.train[0].path=my.jsonl", "dataset.train"),
+        ("dataset.train=[{path: my.jsonl}]", "dataset.train"),
+        ("model.name_or_path=mine", "model.name_or_path"),
+        ("export.at_end=false", "export.at_end"),
+        ("logging.backends=[console]", "logging.backends"),
+        ("offload.device=emulated", "offload.device"),
+        ("checkpoint.resume=elsewhere", "checkpoint.resume"),
+    ],
+)
+def test_what_it_cannot_show_is_refused_before_anything_is_written(tmp_path: Path, override: str, named: str) -> None:
+    (tmp_path / "my.jsonl").write_text("precious\n")
+    done = _quickstart(tmp_path, override)
+    assert done.returncode == 2, done.stderr
+    assert f"`{named}` cannot be changed" in done.stderr and "recipes cp quickstart" in done.stderr
+    assert (tmp_path / "my.jsonl").read_text() == "precious\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["my.jsonl"]
+
+
+def test_somebodys_text_in_its_place_is_left_alone(tmp_path: Path) -> None:
+    text = tmp_path / "outputs" / "quickstart" / "train.jsonl"
+    text.parent.mkdir(parents=True)
+    text.write_text("precious\n")
+    done = _quickstart(tmp_path)
+    assert done.returncode == 2
+    assert "is not the quickstart's text" in done.stderr
+    assert text.read_text() == "precious\n" and [path.name for path in text.parent.iterdir()] == ["train.jsonl"]
+
+
+def _small_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the quickstart would make its own; one that is there is left alone."""
+    for name, value in (("HIDDEN", 32), ("INTERMEDIATE", 64), ("LAYERS", 2), ("HEADS", 4), ("KV_HEADS", 4)):
+        monkeypatch.setattr(make_model, name, value)
+    make_model.make_checkpoint(folder / "outputs" / "quickstart" / "model", seed=1)
+
+
+@pytest.mark.timeout(580)
+def test_the_second_time_shows_its_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _small_model(tmp_path, monkeypatch)
+    first = _quickstart(tmp_path, *QUICK)
+    assert first.returncode == 0, first.stderr
+    assert (tmp_path / "outputs" / "quickstart" / "train.jsonl").read_text() == corpus_text()
+    assert "in 3 steps" in first.stderr and "starting over" not in first.stderr
+    assert "outputs/quickstart/model-finetuned: Auto" in first.stdout
+    log = tmp_path / "outputs" / "quickstart" / "log.jsonl"
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    grown = [{**record, "ram_peak": 1 << 50} if record["event"] == "step" else record for record in records]
+    log.write_text("".join(json.dumps(record) + "\n" for record in grown))
+    # A third of an epoch's rows, and the run of before is not what is shown
+    second = _quickstart(tmp_path, *QUICK[1:], "train.max_steps=2", "optimizer.lr=1e-3")
+    assert second.returncode == 0, second.stderr
+    assert "an earlier quickstart ended" in second.stderr and "starting over" in second.stderr
+    shown = second.stderr[second.stderr.index("Quickstart  ") :]
+    assert "in 2 steps" in shown and "1048576" not in shown.replace(",", "")  # GiB, the peak of the run before
+    compared = re.search(r"equal within (\S+) \(losses of the first 2 steps\)", shown)
+    assert compared is None or float(compared[1]) < 1e-2
+    # A child that refuses has said why; its code is ours
+    third = _quickstart(tmp_path, *QUICK, "offload.max_memory.ssd=1MB")
+    assert third.returncode == 3, third.stderr
+    assert "offload.max_memory.ssd allows 1 MB" in third.stderr
+
+
+@pytest.mark.timeout(280)
+def test_another_folder_for_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _small_model(tmp_path, monkeypatch)
+    (tmp_path / "home").mkdir()
+    done = _quickstart(tmp_path, *QUICK, "output_dir=~/here", "export.dtype=float32")
+    assert done.returncode == 0, done.stderr
+    assert f"{tmp_path}/home/here/model: Auto" in done.stdout
+    assert (tmp_path / "home" / "here" / "model" / "config.json").exists()
+    assert not (tmp_path / "~").exists()

@@ -1,0 +1,54 @@
+"""The proof scripts work in a folder that somebody names: what is in it already is not theirs to remove."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from proof.report import Progress
+from proof.runs import Case, fresh, write_recipe
+from proof.setting import RunFailed, Setting
+
+CASE = Case(shape="1m", budget=1 << 30, steps=1)
+
+
+def _setting(work: Path) -> Setting:
+    return Setting(
+        work=work, shape="1m", micro=4, text=work / "text", entry={"path": "rows.jsonl"}, text_name="text",
+        progress=Progress(work / "state.jsonl"), results=work,
+    )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def made(tmp_path: Path) -> None:
+    """A checkpoint, so that none is made."""
+    folder = tmp_path / "models" / "1m"
+    folder.mkdir(parents=True)
+    (folder / "made").touch()
+
+
+@pytest.mark.parametrize("name", ["run", "store"])
+def test_a_folder_of_somebodys_is_refused(tmp_path: Path, name: str) -> None:
+    precious = tmp_path / name / "precious"
+    precious.parent.mkdir()
+    precious.write_text("mine")
+    with pytest.raises(RunFailed, match="was not made by these scripts"):
+        write_recipe(_setting(tmp_path), CASE)
+    assert precious.read_text() == "mine"
+
+
+def test_own_folders_are_emptied_and_a_recipe_beside_them_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("mine")
+    for _ in range(2):
+        recipe = write_recipe(_setting(tmp_path), CASE)
+        left = tmp_path / "store" / "left"
+        assert not left.exists()
+        left.touch()
+    assert yaml.safe_load(recipe.read_text())["train"]["max_steps"] == 1
+    assert (tmp_path / "recipe.yaml").read_text() == "mine"
+    assert sorted(path.name for path in fresh(tmp_path / "store").iterdir()) == [".fuyou-proof"]

@@ -1,0 +1,98 @@
+"""scripts/setup.sh with an interpreter that only writes down what it is asked: which torch it fetches and why, and what it
+does with a .venv that somebody else made."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SETUP = Path(__file__).resolve().parents[2] / "scripts" / "setup.sh"
+# `-m pip install` succeeds where $HAS matches its arguments; `-` is the question for torch's version.
+PYTHON = """#!/bin/bash
+home=$(dirname "$0")
+case "$1 $2" in
+"-m pip") [ "$3" = --version ] && { [ -e "$home/pip" ]; exit; }
+    echo "${@:3}" >>"$home/asked"; [[ "$*" == $HAS ]] || exit 1
+    v="${*: -1}"; echo "${v#torch==}" >"$home/torch" ;;
+"-m ensurepip") [ -n "$ENSUREPIP" ] && touch "$home/pip" ;;
+"-m venv") echo venv >>"$home/asked" ;;
+"- ") cat "$home/torch" 2>/dev/null ;;
+-c*) grep -q cpu "$home/torch" && echo CPU || echo CUDA 13 ;;
+*) echo Python 3.12 ;;
+esac
+"""
+
+
+@pytest.fixture
+def venv(tmp_path: Path) -> Path:
+    (tmp_path / "build").mkdir()
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    return tmp_path / ".venv"
+
+
+def _bash(venv: Path, call: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    program = f"source {SETUP}; root={venv.parent} venv={venv}; gpu_seen() {{ [ -n \"$GPU\" ]; }}; {call}"
+    return subprocess.run(
+        ["bash", "-c", program], env={"PATH": "/usr/bin:/bin", **environment}, capture_output=True, text=True, check=False
+    )
+
+
+def _asked(venv: Path) -> list[str]:
+    asked = venv / "bin" / "asked"
+    return asked.read_text().splitlines() if asked.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("environment", "fetches", "said"),
+    [
+        ({"HAS": "*+cpu*"}, 1, "+cpu, CPU build: no GPU was seen"),
+        ({"HAS": "*whl/cpu*"}, 2, "+cpu, CPU build: no GPU was seen"),
+        ({"HAS": "*torch==2.13.0"}, 3, "CUDA 13 build: no GPU was seen, but no CPU build could be had"),
+        ({"HAS": "*torch==2.13.0", "GPU": "1"}, 1, "CUDA 13 build: pip's default build, as there is a GPU"),
+    ],
+)
+def test_which_torch_and_why(venv: Path, environment: dict[str, str], fetches: int, said: str) -> None:
+    done = _bash(venv, "choose_torch", **environment)
+    assert done.returncode == 0, done.stderr
+    assert len(_asked(venv)) == fetches
+    assert said in done.stderr.splitlines()[-1]
+    version = (venv / "bin" / "torch").read_text().strip()
+    assert (venv / "constraints.txt").read_text() == f"torch=={version}\n"
+
+
+def test_an_installed_torch_is_kept(venv: Path) -> None:
+    (venv / "bin" / "torch").write_text("2.11.0+cpu\n")
+    done = _bash(venv, "choose_torch")
+    assert done.returncode == 0 and _asked(venv) == []
+    assert "torch: 2.11.0+cpu, CPU build: already installed" in done.stderr
+
+
+def test_no_torch_at_all_ends_it(venv: Path) -> None:
+    done = _bash(venv, "choose_torch", HAS="nothing")
+    assert done.returncode == 1 and "pip failed" in done.stderr
+    assert not (venv / "constraints.txt").exists()
+
+
+def test_somebodys_environment_without_pip_is_not_cleared(venv: Path) -> None:
+    work = venv / "lib" / "precious"
+    work.mkdir(parents=True)
+    done = _bash(venv, f"ready_venv {venv}/bin/python")
+    assert done.returncode == 1
+    assert "uv pip install pip" in done.stderr
+    assert _asked(venv) == [] and work.is_dir()
+    mended = _bash(venv, f"ready_venv {venv}/bin/python", ENSUREPIP="1")
+    assert mended.returncode == 0 and _asked(venv) == []
+
+
+@pytest.mark.parametrize("mark", [".venv/made-by-fuyou", "build/venv-unfinished"])
+def test_an_own_environment_is_made_anew(venv: Path, mark: str) -> None:
+    (venv.parent / mark).touch()
+    done = _bash(venv, f"ready_venv {venv}/bin/python")
+    assert done.returncode == 0, done.stderr
+    assert _asked(venv) == ["venv"]
+    assert (venv / "made-by-fuyou").exists() and not (venv.parent / "build" / "venv-unfinished").exists()
