@@ -65,7 +65,8 @@ def _introduce(loaded: LoadedRecipe, prepared: Prepared) -> None:
     formats = ", ".join(f"{Path(path).name}: {name}" for path, name in summary.formats)
     write_status(
         f"data: {summary.samples:,} samples ({formats}) in {summary.rows:,} rows, {summary.tokens:,} tokens, "
-        f"{summary.label_tokens:,} learnt from; {summary.truncated} truncated, {summary.dropped} dropped"
+        f"{summary.label_tokens:,} learnt from; {summary.truncated} truncated, {summary.dropped} dropped, "
+        f"{summary.without_loss} rows without a label left out"
     )
     show_sample(console, summary.preview)
     if prepared.manifest is not None:

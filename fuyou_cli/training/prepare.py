@@ -19,6 +19,7 @@ from ..spec.model import Dtype, ModelSpec
 from ..spec.plan import Numerics, Plan, Tier
 from .manifest import Manifest
 from .manifest import read as read_manifest
+from .paths import expanded
 from .storage import run_name
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def prepare(recipe: Recipe, *, probe: Probe, planning_only: bool = False, say: C
 
 def run_directories(recipe: Recipe) -> tuple[Path, ...]:
     """The folders of this run's store, one per striped directory."""
-    name = run_name(Path(recipe.output_dir).expanduser())
+    name = run_name(expanded(recipe.output_dir, key="output_dir"))
     return tuple(directory.resolve() / name for directory in recipe.offload_directories(os.environ))
 
 
@@ -139,7 +140,7 @@ def _warm_up(recipe: Recipe) -> None:
 def _resumable(recipe: Recipe, directory: Path) -> Manifest | None:
     if recipe.checkpoint.resume == "never":
         return None
-    source = directory if recipe.checkpoint.resume == "auto" else Path(recipe.checkpoint.resume).expanduser()
+    source = directory if recipe.checkpoint.resume == "auto" else expanded(recipe.checkpoint.resume, key="checkpoint.resume")
     manifest = read_manifest(source)
     if manifest is None and recipe.checkpoint.resume != "auto":
         raise UsageError(f"checkpoint.resume: there is no saved run in {source}")
@@ -156,13 +157,13 @@ def tokenised_rows(recipe: Recipe, tokenizer_dir: Path) -> Rows:
     from .data import prepare as prepare_data
 
     template = recipe.tokenizer.chat_template
-    cache = recipe.dataset.cache_dir or Path(recipe.output_dir).expanduser() / "data"
+    cache = recipe.dataset.cache_dir or Path(recipe.output_dir, "data")
     return prepare_data(
         dataset=recipe.dataset,
         tokenizer_dir=tokenizer_dir,
-        chat_template=None if template is None else Path(template).expanduser(),
+        chat_template=None if template is None else expanded(template, key="tokenizer.chat_template"),
         pad_token=recipe.tokenizer.pad_token,
-        cache_dir=Path(cache).expanduser(),
+        cache_dir=expanded(cache, key="dataset.cache_dir"),
     )
 
 

@@ -247,6 +247,6 @@ def test_directories_are_taken_as_they_are(tmp_path: Path) -> None:
     assert resolve(str(tmp_path)) == tmp_path
     with pytest.raises(UsageError, match="is a file"):
         resolve(str(tmp_path / "config.json"))
-    for name in ("./absent", "/absent/model", "a/b/c", "../x", "o/", ""):
+    for name in ("./absent", "/absent/model", "a/b/c", "../x", "o/", "", "~no-such-user/model"):
         with pytest.raises(UsageError):
             resolve(name)

@@ -147,6 +147,8 @@ def test_files_directories_and_globs(tmp_path: Path) -> None:
     for path, words in (("c", "no data files"), ("b/R.md", "unknown kind of file .md"), ("*.csv", "no data files")):
         with pytest.raises(UsageError, match=words):
             names(path)
+    with pytest.raises(UsageError, match=r"dataset\.train: ~no-such-user/x.jsonl: "):
+        locate("~no-such-user/x.jsonl", "train")
     with pytest.raises(UsageError, match="no files of split validation") as caught:
         names("a", "validation")
     assert "test, train" in (caught.value.hint or "")

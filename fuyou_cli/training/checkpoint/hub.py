@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.core.errors import FuyouError, OutOfSpaceError, UsageError
 from fuyou_cli.core.units import gb
+from fuyou_cli.training.paths import expanded
 
 from .companions import CODE_PATTERN, CONFIG_NAME, PATTERNS
 from .files import INDEX_NAME, SINGLE_NAME, read_json, shard_map
@@ -70,7 +71,7 @@ def resolve(
     missing there; `progress` then hears bytes so far and bytes in all, from another thread. Raises UsageError (no such
     directory or repository, gated, offline, code of its own) or OutOfSpaceError, each with what to do.
     """
-    local = Path(name_or_path).expanduser()
+    local = expanded(name_or_path, key="name_or_path")
     if local.is_dir():
         directory = local
     elif local.is_file():

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.training.paths import expanded
 
 KINDS = {".jsonl": "json", ".json": "json", ".txt": "text", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 TOKENIZER_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
@@ -34,7 +35,7 @@ class Source:
 def locate(path: str, split: str) -> tuple[Path, ...]:
     """The data files of a file, a directory or a glob, sorted. In a directory whose file names say their split, only
     those of `split` are taken. Raises UsageError naming the path."""
-    here = Path(path).expanduser()
+    here = expanded(path, key="dataset.train")
     if here.is_file():
         found = [here]
         if here.suffix.lower() not in KINDS:
