@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.training.data import Rows
+from fuyou_cli.training.data import Rows, json_rows
 from fuyou_cli.training.data.reading import PIECE_CHARS, read_document, read_rows
 from fuyou_cli.training.data.sources import locate
 
@@ -67,6 +67,9 @@ GOOD = '{"prompt": "a", "completion": "b"}\n'
         ('{"messages": [{"from": "human", "value": "x"}]}\n', ":1: .*sharegpt"),
         ('{"question": "a", "answer": "b"}\n', ":1: no format fits"),
         ("", "the file is empty"),
+        (GOOD + '{"prompt": "hello \\ud83d half", "completion": "b"}\n', r":2: \\ud83d is half of a character"),
+        (GOOD + '{"prompt": "a", "completion": ' + "[" * 99999 + "]" * 99999 + "}\n", ":2: .* nested too deeply"),
+        (GOOD + '{"prompt": "a", "completion": ' + "1" * 5000 + "}\n", ":2: not usable JSON: .*4300 digits"),
     ],
 )
 def test_a_broken_row_is_one_error_with_its_place(
@@ -79,10 +82,55 @@ def test_a_broken_row_is_one_error_with_its_place(
     assert str(file) in caught.value.message and "\n" not in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('[{"text": "a"}, \n{"text": "\\uDE42"}]', ":2: .*half of a character"),
+        ('[{"text": "a"},\n\n{"text": ' + "[" * 99999, ":3: .* nested too deeply"),
+        ('[{"text": ' + "1" * 5000 + "}]", ":1: .*4300 digits"),
+        ('[{"text": "a"}\n {"text": "b"}]', r":2: not valid JSON: Expecting .* \(column 2\)"),
+        ('[{"text": "a"}, 7]', ":1: not a JSON object but int"),
+        ('[{"text": "a"}]\n{"text": "b"}', ":2: not valid JSON: Extra data"),
+        ('[{"text": "a"},\n{"text": "b', ":2: not valid JSON: Unterminated string"),
+        ('[{"text": "a"},\n', ":2: not valid JSON: Expecting value"),
+        (b'[{"text": "a"},\n{"text": "\xff"}]', ":2: not UTF-8 text"),
+    ],
+)
+def test_a_broken_array_is_one_error_with_its_place(tmp_path: Path, content: str | bytes, words: str) -> None:
+    file = tmp_path / "rows.json"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UsageError, match=words) as caught:
+        list(read_rows(file))
+    assert str(file) in caught.value.message and "\n" not in caught.value.message
+
+
+def test_whole_surrogate_pairs_are_text(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": "\\ud83d\\ude42 and \\\\ud83d"}\n')
+    assert [row for _, row in read_rows(file)] == [{"text": "🙂 and \\ud83d"}]
+
+
+def test_an_array_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of every small size cut the file at every place: the rows and their lines stay the same."""
+    rows = [{"text": "x" * number, "list": [number, -1.5e-3, None, True, {"é🙂": "\\ \" \n"}]} for number in range(9)]
+    file = tmp_path / "rows.json"
+    file.write_text("\n [ " + " ,\n".join(json.dumps(row) for row in rows) + "\n ]\n", encoding="utf-8-sig")
+    for size in (1, 2, 3, 7, 64, 4096):
+        monkeypatch.setattr(json_rows, "_CHUNK", size)
+        assert list(read_rows(file)) == [(f"{file}:{number + 2}", row) for number, row in enumerate(rows)]
+    monkeypatch.setattr(json_rows, "LARGEST_ROW", 60)
+    monkeypatch.setattr(json_rows, "_CHUNK", 16)
+    with pytest.raises(UsageError, match=r"rows.json:5: an element of more than 60 characters"):
+        list(read_rows(file))
+    for text, expected in (("[]", []), ("[ ]\n", []), ('[{"a": 1}]', [{"a": 1}])):
+        file.write_text(text)
+        assert [row for _, row in read_rows(file)] == expected
+
+
 def test_other_broken_files(tmp_path: Path, tokenise: Tokenise) -> None:
     for name, content, words in [
         ("a.json", '{\n "prompt": "a"\n}', ":1: one object spread over several lines"),
-        ("b.json", '[{"prompt": "a"},\n{"prompt"]', ":2: not valid JSON"),
+        ("b.json", '[{"prompt": "a", "completion": "b"},\n{"prompt"]', ":2: not valid JSON"),
         ("c.csv", "prompt,completion\na,b\nc\n", ":3: 1 cells, but the header has 2"),
         ("d.parquet", "no parquet", "not readable as parquet"),
     ]:

@@ -8,13 +8,13 @@ line. CSV cells are read as the text they are, for the same reason. Nothing is c
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from fuyou_cli.core.errors import UsageError
 
+from .json_rows import first_bad_line, json_array, json_object
 from .sources import KINDS
 
 PIECE_CHARS = 1 << 16  # a document is tokenised in pieces of this size: offsets cost ~100 bytes per character
@@ -66,21 +66,11 @@ def _stream(kind: str, file: Path, **options: Any) -> Iterator[dict[str, Any]]:
         rows = datasets.load_dataset(kind, data_files=[str(file)], split="train", streaming=True, **options)
         yield from rows
     except UnicodeDecodeError as error:
-        raise UsageError(f"{_first_bad_line(file)}: not UTF-8 text: {error.reason}") from error
+        raise UsageError(f"{first_bad_line(file)}: not UTF-8 text: {error.reason}") from error
     except ArrowException as error:
         raise UsageError(f"{file}: not readable as {kind}: {_first_line(error)}") from error
     except ValueError as error:  # pandas' parser error names the line itself
         raise UsageError(f"{file}: not readable as {kind}: {_first_line(error)}") from error
-
-
-def _first_bad_line(file: Path) -> str:
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                line.decode()
-            except UnicodeDecodeError:
-                return f"{file}:{number}"
-    return str(file)
 
 
 def _first_line(error: Exception) -> str:
@@ -92,7 +82,7 @@ def _json_rows(file: Path) -> Iterator[Placed]:
     with file.open("rb") as stream:
         head = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
     if head.startswith(b"["):
-        yield from _json_array(file)
+        yield from json_array(file)
         return
     if file.suffix.lower() == ".json" and head.split(b"\n", 1)[0].strip() == b"{":
         raise UsageError(
@@ -103,32 +93,7 @@ def _json_rows(file: Path) -> Iterator[Placed]:
         if not line["text"].strip():
             continue
         place = f"{file}:{number}"
-        yield place, _object(_parsed(line["text"], place), place)
-
-
-def _parsed(text: str, place: str) -> object:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UsageError(f"{place}: not valid JSON: {error.msg} (column {error.colno})") from error
-
-
-def _object(value: object, place: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise UsageError(f"{place}: not a JSON object but {type(value).__name__}", hint="every row is {...}")
-    return value
-
-
-def _json_array(file: Path) -> Iterator[Placed]:
-    try:
-        values = json.loads(file.read_text(encoding="utf-8-sig"))
-    except json.JSONDecodeError as error:
-        raise UsageError(f"{file}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{_first_bad_line(file)}: not UTF-8 text: {error.reason}") from error
-    for number, value in enumerate(values, start=1):
-        place = f"{file}: row {number}"
-        yield place, _object(value, place)
+        yield place, json_object(line["text"], place)
 
 
 def _csv_rows(file: Path) -> Iterator[Placed]:
