@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.training.data import Rows, json_rows
-from fuyou_cli.training.data.reading import PIECE_CHARS, read_document, read_rows
+from fuyou_cli.training.data import Rows, json_rows, worker
+from fuyou_cli.training.data.reading import PIECE_CHARS, pieces_of, read_document, read_rows
 from fuyou_cli.training.data.sources import locate
 
 Tokenise = Callable[..., Rows]
+Write = Callable[[str, list[dict[str, Any]]], Path]
 
 PAIRS = [
     {"prompt": "How many?", "completion": "1.10"},  # a number, a date and "NA" to a reader that guesses types
@@ -151,6 +152,37 @@ def test_a_text_file_is_one_document_when_packed(tmp_path: Path, tokenise: Token
     stream = [token for index in range(len(rows)) for token in rows.tokens(index).tolist()]
     assert stream == tokenizer("".join(lines))["input_ids"] + [tokenizer.eos_token_id]
     assert (rows.summary.samples, rows.summary.split) == (1, 1)
+
+
+def test_long_rows_of_text_are_cut_into_pieces_when_packed(
+    write: Write, tokenise: Tokenise, tokenizer: Any
+) -> None:
+    """With line breaks, with spaces only, with neither: nothing is lost, and a piece is no longer than it may be."""
+    lines = "The ferry leaves at nine.\n\nNot so.\n" * 9000
+    for text in (lines, "The ferry leaves at nine. " * 9000, "x" * 4 * PIECE_CHARS, "short", ""):
+        pieces = list(pieces_of([text]))
+        assert "".join(piece for piece, _, _ in pieces) == text
+        assert max(len(piece) for piece, _, _ in pieces) < 3 * PIECE_CHARS
+        assert [(begins, ends) for _, begins, ends in pieces] == [
+            (number == 0, number == len(pieces) - 1) for number in range(len(pieces))
+        ]
+        assert (len(pieces) > 1) == (len(text) > 2 * PIECE_CHARS)
+    rows = tokenise(write("t.jsonl", [{"text": lines}, {"text": "Noon."}]), packing="concat", max_seq_len=512)
+    stream = [token for index in range(len(rows)) for token in rows.tokens(index).tolist()]
+    expected = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in (lines, "Noon.")]
+    assert stream == expected[0] + expected[1]
+    assert (rows.summary.samples, rows.summary.split) == (2, 1)
+
+
+def test_a_sample_that_cannot_be_cut_has_a_largest_size(
+    write: Write, tokenise: Tokenise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "LARGEST_SAMPLE", 1000)
+    message = {"role": "user", "content": [{"type": "text", "text": "a" * 999}]}
+    for row in ({"text": "a" * 1001}, {"prompt": "a" * 900, "completion": "b" * 101}, {"messages": [message]}):
+        with pytest.raises(UsageError, match=r"rows.jsonl:1: a sample of 1,0\d\d characters, more than 1,000"):
+            tokenise(write("rows.jsonl", [row]))
+    assert tokenise(write("rows.jsonl", [{"text": "a" * 1001}]), packing="concat").summary.samples == 1
 
 
 def test_paragraphs_of_a_text_file_otherwise(tmp_path: Path, tokenise: Tokenise, tokenizer: Any) -> None:

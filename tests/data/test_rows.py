@@ -98,6 +98,40 @@ def test_what_is_not_built_or_missing_is_refused_at_once(
         prepared(section, tokenizer_dir, tmp_path / "store")
 
 
+@pytest.mark.parametrize("packing", [False, "concat"])
+def test_the_workers_memory_does_not_grow_with_the_data(packing: str | bool, tokenizer_dir: Path, tmp_path: Path) -> None:
+    """The peak of a process of its own over rows of 100 kB, beside its peak over hardly any. Tokenised 256 at a time these
+    rows take several hundred megabytes; the allowance is for one batch."""
+    text = "A baker needs flour, water, salt and time; the oven does the rest. " * 1500
+    peaks = []
+    for number, rows in enumerate(([{"text": "short"}], [{"text": text}] * 60)):
+        file, out = tmp_path / f"{number}.json", tmp_path / f"rows-{number}"
+        file.write_text(json.dumps(rows))
+        out.mkdir()
+        source = {"path": str(file), "files": [str(file)], "format": "auto", "columns": {}, "max_samples": None}
+        request = {"sources": [source], "tokenizer_dir": str(tokenizer_dir), "out": str(out), "chat_template": None}
+        request |= {"pad_token": None, "max_seq_len": 512, "overlong": "truncate", "packing": packing, "loss_on": "auto"}
+        peaks.append(peak_of_worker(request, tmp_path))
+    assert peaks[1] - peaks[0] < 120 << 20, peaks
+
+
+def peak_of_worker(request: dict[str, Any], cache: Path) -> int:
+    """Bytes of RAM the worker had at most."""
+    environment = os.environ | {"HF_DATASETS_CACHE": str(cache / "datasets"), "USE_TORCH": "0", "RAYON_NUM_THREADS": "2"}
+    command = [sys.executable, "-m", "fuyou_cli.training.data.worker"]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+    )
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(json.dumps(request).encode())
+    process.stdin.close()
+    assert json.loads(process.stdout.read()) == {"ok": True}
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    return usage.ru_maxrss * 1024
+
+
 def test_the_trainer_side_imports_no_heavy_library() -> None:
     heavy = "('torch', 'datasets', 'transformers', 'tokenizers')"
     check = f"import sys, fuyou_cli.training.data; print([name for name in {heavy} if name in sys.modules])"

@@ -8,7 +8,7 @@ line. CSV cells are read as the text they are, for the same reason. Nothing is c
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +41,43 @@ def read_rows(file: Path) -> Iterator[Placed]:
 
 
 def read_document(file: Path) -> Iterator[tuple[str, bool, bool]]:
-    """A .txt file as one document, in pieces (text, begins, ends) that are cut after line breaks only."""
-    piece: list[str] = []
+    """A .txt file as one document, in pieces (text, begins, ends)."""
+    yield from pieces_of(row["text"] for row in _stream("text", file, keep_linebreaks=True))
+
+
+def pieces_of(parts: Iterable[str]) -> Iterator[tuple[str, bool, bool]]:
+    """The parts' text in pieces (text, begins, ends) of at most 3 * PIECE_CHARS, cut between parts, and inside a long one
+    after a line break, else before a space, else anywhere. A tokenizer may see the text around a cut differently: one
+    place in tens of thousands of characters."""
+    waiting: list[str] = []
     size, begins = 0, True
-    for row in _stream("text", file, keep_linebreaks=True):
+    for part in _shortened(parts):
         if size >= PIECE_CHARS:
-            yield "".join(piece), begins, False
-            piece, size, begins = [], 0, False
-        piece.append(row["text"])
-        size += len(row["text"])
-    if piece:
-        yield "".join(piece), begins, True
+            yield "".join(waiting), begins, False
+            waiting, size, begins = [], 0, False
+        waiting.append(part)
+        size += len(part)
+    yield "".join(waiting), begins, True
+
+
+def _shortened(parts: Iterable[str]) -> Iterator[str]:
+    for part in parts:
+        begin = 0
+        while len(part) - begin >= 2 * PIECE_CHARS:
+            end = _place_to_cut(part, begin)
+            yield part[begin:end]
+            begin = end
+        yield part[begin:]
+
+
+def _place_to_cut(text: str, begin: int) -> int:
+    """Where to end a piece of at least a half and at most the whole of PIECE_CHARS."""
+    least, most = begin + PIECE_CHARS // 2, begin + PIECE_CHARS
+    line = text.rfind("\n", least, most)
+    if line >= 0 and text[line + 1] != "\n":  # line breaks in a row are often one token
+        return line + 1
+    space = text.rfind(" ", least, most)
+    return space if space >= 0 else most
 
 
 def _stream(kind: str, file: Path, **options: Any) -> Iterator[dict[str, Any]]:
