@@ -12,7 +12,9 @@ import pytest
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.training.data import Rows, json_rows, worker
 from fuyou_cli.training.data.reading import PIECE_CHARS, pieces_of, read_document, read_rows
-from fuyou_cli.training.data.sources import locate
+from fuyou_cli.training.data.sources import find_sources, locate
+
+from .conftest import Entry, Section
 
 Tokenise = Callable[..., Rows]
 Write = Callable[[str, list[dict[str, Any]]], Path]
@@ -217,7 +219,7 @@ def test_files_directories_and_globs(tmp_path: Path) -> None:
         file.write_text("{}")
 
     def names(path: str, split: str = "train") -> list[str]:
-        return [str(file.relative_to(tmp_path)) for file in locate(str(tmp_path / path), split)]
+        return [str(file.relative_to(tmp_path)) for file in locate(str(tmp_path / path), split)[0]]
 
     assert names("a") == ["a/train-0.jsonl", "a/train-1.jsonl"]
     assert names("a", "test") == ["a/test.jsonl"]
@@ -232,3 +234,26 @@ def test_files_directories_and_globs(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no files of split validation") as caught:
         names("a", "validation")
     assert "test, train" in (caught.value.hint or "")
+
+
+def test_which_files_of_a_directory_were_taken_is_said(tmp_path: Path) -> None:
+    for name in ("a_train.jsonl", "extra.jsonl", "test_x.jsonl", "train_sft-0.jsonl"):
+        (tmp_path / name).write_text("{}")
+
+    def choice(split: str, path: Path = tmp_path) -> str | None:
+        return find_sources(Section(train=[Entry(path=str(path), split=split)]))[0].choice
+
+    assert choice("train") == (
+        f"{tmp_path}: 2 files taken (a_train.jsonl, train_sft-0.jsonl), "
+        "2 skipped as not of split train (extra.jsonl, test_x.jsonl)"
+    )
+    assert (choice("train_sft") or "").startswith(f"{tmp_path}: 1 file taken (train_sft-0.jsonl), 3 skipped")
+    assert choice("train", tmp_path / "extra.jsonl") is None
+    assert choice("train", tmp_path / "*.jsonl") == (
+        f"{tmp_path}/*.jsonl: 4 files taken (a_train.jsonl, extra.jsonl, test_x.jsonl, train_sft-0.jsonl)"
+    )
+    with pytest.raises(UsageError, match="no files of split train_gen"):
+        choice("train_gen")
+    for split in ("train[:10%]", "train+test"):
+        with pytest.raises(UsageError, match="not built yet"):
+            choice(split)
