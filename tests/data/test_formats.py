@@ -69,11 +69,19 @@ def test_what_fits_no_format_is_refused(asked: str, columns: set[str], mapping: 
 def test_prompt_and_completion(write: Write, tokenise: Tokenise, tokenizer: Any) -> None:
     file = write("qa.jsonl", [{"question": "How many?", "answer": "7 apples"}])
     rows = tokenise(file, columns={"prompt": "question", "completion": "answer"})
-    assert whole(rows, tokenizer) == "<|bos|>How many?\n7 apples<|im_end|>"
+    assert whole(rows, tokenizer) == "<|bos|>How many?7 apples<|im_end|>"
     assert learnt(rows, tokenizer) == "7 apples<|im_end|>"
     assert rows.summary.label_tokens == int(rows.mask(0).sum())
-    assert rows.summary.preview == (("<|bos|>How many?\n", False), ("7 apples<|im_end|>", True))
+    assert rows.summary.preview == (("<|bos|>How many?", False), ("7 apples<|im_end|>", True))
     assert rows.summary.formats == ((str(file), "prompt_completion"),)
+
+
+def test_pairs_that_run_together_are_taken_as_they_are_and_said(write: Write, tokenise: Tokenise) -> None:
+    apart = [{"prompt": "a ", "completion": "b"}, {"prompt": "a", "completion": "\nb"}, {"prompt": "", "completion": "b"}]
+    assert tokenise(write("apart.jsonl", apart)).summary.notes == ()
+    together = [{"prompt": "a?", "completion": "b"}] * 2
+    rows = tokenise(write("qa.jsonl", [*apart, *together]))
+    assert len(rows.summary.notes) == 1 and rows.summary.notes[0].startswith("in 2 of 5 samples no white space")
 
 
 def test_loss_on_all_includes_the_prompt(write: Write, tokenise: Tokenise, tokenizer: Any) -> None:

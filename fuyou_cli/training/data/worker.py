@@ -88,7 +88,7 @@ def build(request: dict[str, Any]) -> None:
     tokeniser = Tokeniser(tokenizer, directory=directory)
     counts, formats = Counts(), dict[int, str]()
     shown: list[Row] = []
-    samples = _watched(_samples(request, tokeniser, formats), shown, request["max_seq_len"])
+    samples = _watched(_samples(request, tokeniser, formats, counts), shown, request["max_seq_len"])
     with RowWriter(out, tokeniser.stop_ids) as writer:
         options = {name: request[name] for name in ("packing", "overlong", "max_seq_len")}
         for row in lay_out(samples, counts=counts, **options):
@@ -101,7 +101,7 @@ def build(request: dict[str, Any]) -> None:
         "longest_row": writer.longest,
         "highest_token_id": writer.highest_id,
         "pad_id": tokeniser.pad_id,
-        "formats": [(request["sources"][number]["path"], name) for number, name in sorted(formats.items())],
+        "formats": sorted(formats.items()),  # by number of the source: the rows do not depend on where it is
         "preview": decode_pieces(tokenizer, shown[0]) if shown else (),
         **asdict(counts),
     }
@@ -111,7 +111,9 @@ def build(request: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def _samples(request: dict[str, Any], tokeniser: Tokeniser, formats: dict[int, str]) -> Iterator[Sample]:
+def _samples(
+    request: dict[str, Any], tokeniser: Tokeniser, formats: dict[int, str], counts: Counts
+) -> Iterator[Sample]:
     whole_documents = bool(request["packing"]) and request["overlong"] in ("truncate", "split")
     for number, source in enumerate(request["sources"]):
         left = source["max_samples"]
@@ -126,6 +128,7 @@ def _samples(request: dict[str, Any], tokeniser: Tokeniser, formats: dict[int, s
             else:
                 examples = _bounded(_examples(file, source, formats, number), cut=whole_documents)
             for batch in _batches(examples, left):
+                counts.run_together += sum(isinstance(example, Pair) and example.runs_together for _, example in batch)
                 target = loss_target(request["loss_on"], formats[number])
                 yield from _encoded(batch, tokeniser, target)
                 if left is not None:
