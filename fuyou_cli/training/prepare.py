@@ -17,6 +17,7 @@ from ..planner.wishes import Wishes
 from ..spec.hardware import HardwareProfile
 from ..spec.model import Dtype, ModelSpec
 from ..spec.plan import Numerics, Plan, Tier
+from .limits import check_positions, check_tokens
 from .manifest import Manifest
 from .manifest import read as read_manifest
 from .paths import expanded
@@ -56,39 +57,62 @@ class Prepared:
 
 
 Probe = Callable[[str], HardwareProfile]
+Progress = Callable[[str, int, int], None]
+Planned = Callable[[Plan, ModelSpec, HardwareProfile], None]
 
 
-def prepare(recipe: Recipe, *, probe: Probe, planning_only: bool = False, say: Callable[[str], None]) -> Prepared:
-    """Checks and reads what the recipe names. `probe` measures the machine for a device once libraries are loaded;
-    `say` hears what takes a while. Raises UsageError or PlanError; nothing of the run is written before."""
-    from .checkpoint.hub import resolve
+def _unheard(what: str, done: int, total: int) -> None:
+    pass
 
+
+def _accepted(chosen: Plan, model: ModelSpec, hardware: HardwareProfile) -> None:
+    pass
+
+
+def prepare(
+    recipe: Recipe,
+    *,
+    probe: Probe,
+    planning_only: bool = False,
+    say: Callable[[str], None],
+    progress: Progress = _unheard,
+    planned: Planned = _accepted,
+) -> Prepared:
+    """Checks and reads what the recipe names, the cheap before the dear: configuration and tokenizer, where the data is,
+    whether the run fits, the weights, the rows. Raises UsageError or PlanError; nothing of the run is written before.
+
+    `probe` measures the machine for a device once libraries are loaded; `say` hears what takes a while; `progress` hears
+    of a download, what it is, the bytes so far and in all, from another thread; `planned` hears the plan before weights
+    are fetched, and may refuse it by raising."""
     directories = run_directories(recipe)
     manifest = _resumable(recipe, directories[0]) if not planning_only else None
     if manifest is not None and recipe.checkpoint.resume != "auto":  # a run named by its folder goes on in that folder
         directories = tuple(Path(file).parent for file in manifest.files)
-    model_dir = resolve(
-        recipe.model.name_or_path,
-        revision=recipe.model.revision,
-        need_weights=not planning_only,
-        trust_remote_code=recipe.model.trust_remote_code,
-        announce=lambda download: say(f"downloading {download.name}: {download.files} files, {download.total:,} bytes"),
-    )
-    tokenizer_dir = model_dir
-    if recipe.tokenizer.name_or_path is not None:
-        tokenizer_dir = resolve(recipe.tokenizer.name_or_path, need_weights=False)
-    rows = None
-    if not planning_only:
-        say("reading and tokenising the data")
-        rows = tokenised_rows(recipe, tokenizer_dir)
+    hub = _Hub(recipe, say=say, progress=progress)
+    model_dir = hub.model(need_weights=False)
+    tokenizer_dir = hub.tokenizer(model_dir, needed=not planning_only)
+    _look_at_data(recipe, say, needed=not planning_only)
     anatomy = _anatomy(recipe, model_dir)
-    checkpoint, entries = (None, {}) if planning_only else _entries(anatomy, model_dir)
+    check_positions(recipe, anatomy, say)
     device = device_name(recipe)
     _warm_up(recipe)
     hardware = probe(device)
     numerics = _numerics(recipe, anatomy, hardware, manifest)
     model = _specification(anatomy, numerics)
     chosen = plan(model, hardware, wishes(recipe, numerics, hardware, device=device))
+    checkpoint, rows = None, None
+    entries: Mapping[str, TensorEntry] = {}
+    if not planning_only:
+        planned(chosen, model, hardware)
+        model_dir = hub.model(need_weights=True)
+        checkpoint, entries = _entries(anatomy, model_dir)
+        say("reading and tokenising the data")
+        rows = tokenised_rows(recipe, tokenizer_dir)
+        check_tokens(recipe, anatomy, rows.summary)
+        for note in rows.summary.notes:
+            say(f"note: {note}")
+        hardware = probe(device)  # again: the run begins in the process as it is now
+        chosen = plan(model, hardware, wishes(recipe, numerics, hardware, device=device))
     sampler, total = _steps(recipe, rows)
     return Prepared(
         recipe=recipe,
@@ -107,6 +131,57 @@ def prepare(recipe: Recipe, *, probe: Probe, planning_only: bool = False, say: C
         manifest=manifest,
         fingerprints=_fingerprints(recipe, anatomy, model, rows, total),
     )
+
+
+class _Hub:
+    """Model and tokenizer of a recipe as folders, fetched where they are not here."""
+
+    def __init__(self, recipe: Recipe, *, say: Callable[[str], None], progress: Progress) -> None:
+        self._model, self._tokenizer, self._say, self._progress = recipe.model, recipe.tokenizer, say, progress
+        self._found: Path | None = None
+
+    def model(self, *, need_weights: bool) -> Path:
+        """The model's folder; with its weights only when asked for."""
+        found = self._resolve(self._model.name_or_path, revision=self._model.revision, need_weights=need_weights)
+        if self._found is not None and found != self._found:
+            raise UsageError(f"{self._model.name_or_path}: changed while it was read", hint="Run the same command again.")
+        self._found = found
+        return found
+
+    def tokenizer(self, model_dir: Path, *, needed: bool) -> Path:
+        """The tokenizer's folder: the model's unless the recipe names another."""
+        named = self._tokenizer.name_or_path
+        if named is None and not needed:
+            return model_dir
+        return self._resolve(named or str(model_dir), tokenizer_only=True)
+
+    def _resolve(self, name: str, **options: Any) -> Path:
+        from .checkpoint.hub import Download, resolve
+
+        def announce(download: Download) -> None:
+            self._say(f"downloading {download.name}: {download.files} files, {download.total:,} bytes")
+
+        def progress(done: int, total: int) -> None:
+            self._progress(f"downloading {name}", done, total)
+
+        trusted = self._model.trust_remote_code
+        return resolve(name, trust_remote_code=trusted, announce=announce, progress=progress, **options)
+
+
+def _look_at_data(recipe: Recipe, say: Callable[[str], None], *, needed: bool) -> None:
+    """Says which files are taken. A plan can be made without data (of a shipped recipe, say): then it is a note."""
+    from .data import MissingDataError, look
+
+    try:
+        sources = look(recipe.dataset)
+    except MissingDataError as error:
+        if needed:
+            raise
+        say(f"note: {error.message}: a run would be refused" + (f" ({error.hint})" if error.hint else ""))
+        return
+    for source in sources:
+        if source.choice is not None:
+            say(f"data: {source.choice}")
 
 
 def run_directories(recipe: Recipe) -> tuple[Path, ...]:

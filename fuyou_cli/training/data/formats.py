@@ -6,7 +6,7 @@ own names to those of the data, e.g. {prompt: question, completion: answer}.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from fuyou_cli.core.errors import UsageError
@@ -94,6 +94,13 @@ def choose_format(asked: str, present: frozenset[str], columns: Mapping[str, str
         raise RowError(f"no format fits the columns found ({found}); wanted are {wanted}")
     missing = [columns.get(name, name) for name in REQUIRED[asked] if columns.get(name, name) not in present]
     raise RowError(f"format {asked} needs the column {missing[0]}; found are: {found}")
+
+
+def mapping_hint(present: Iterable[str]) -> str | None:
+    """How to name the columns of data that is nearly prompt_completion."""
+    if {"question", "answer"} <= set(present):
+        return "name the columns in the recipe: columns: {prompt: question, completion: answer}"
+    return None
 
 
 def loss_target(loss_on: str, format_name: str) -> str:

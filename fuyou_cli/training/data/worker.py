@@ -24,7 +24,7 @@ import numpy as np
 
 from fuyou_cli.core.errors import UsageError
 
-from .formats import Example, Pair, RowError, Text, choose_format, loss_target, read_example
+from .formats import Example, Pair, RowError, Text, choose_format, loss_target, mapping_hint, read_example
 from .packing import Counts, Row, Sample, has_loss, lay_out
 from .preview import decode_pieces
 from .reading import pieces_of, read_document, read_rows
@@ -150,7 +150,7 @@ def _examples(
                 formats[number] = choose_format(source["format"], frozenset(row), source["columns"])
             example = read_example(row, formats[number], source["columns"])
         except RowError as error:
-            raise UsageError(f"{place}: {error}", hint=_hint(row)) from error
+            raise UsageError(f"{place}: {error}", hint=mapping_hint(row)) from error
         yield place, example
 
 
@@ -182,12 +182,6 @@ def _characters(value: object) -> int:
     if isinstance(value, dict):
         return sum(_characters(key) + _characters(inner) for key, inner in value.items())
     return sum(map(_characters, value)) if isinstance(value, list) else len(str(value))
-
-
-def _hint(row: dict[str, Any]) -> str | None:
-    if {"question", "answer"} <= set(row):
-        return "name the columns in the recipe: columns: {prompt: question, completion: answer}"
-    return None
 
 
 def _batches(examples: Iterator[tuple[str, Example]], limit: int | None) -> Iterator[list[tuple[str, Example]]]:
