@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,9 @@ from .console import status_console, write_result, write_status
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
+    from fuyou_cli.spec.hardware import HardwareProfile
+    from fuyou_cli.spec.model import ModelSpec
+    from fuyou_cli.spec.plan import Plan
     from fuyou_cli.swap.daemon import Counters
     from fuyou_cli.training.prepare import Prepared
     from fuyou_cli.training.report import RunReport, StepReport
@@ -36,18 +40,34 @@ def _prepare(loaded: LoadedRecipe) -> Prepared:
     from fuyou_cli.training.prepare import prepare, run_directories
 
     from .machine import hardware_for
+    from .render.transfer import Transfers
 
     directory = run_directories(loaded.recipe)[0]
-    return prepare(
-        loaded.recipe, probe=lambda device: hardware_for(directory, device=device, measured=True), say=write_status
-    )
+    with Transfers(status_console()) as transfers:
+        return prepare(
+            loaded.recipe,
+            probe=lambda device: hardware_for(directory, device=device, measured=True),
+            say=write_status,
+            progress=transfers,
+            planned=lambda *planned: _refuse_unfit(loaded, *planned),
+        )
+
+
+def _refuse_unfit(loaded: LoadedRecipe, plan: Plan, model: ModelSpec, hardware: HardwareProfile) -> None:
+    """Shows a plan that does not fit, and ends there."""
+    from .render.plan import plan_problems, show_plan
+
+    if problems := plan_problems(plan, hardware):
+        show_plan(status_console(), plan, model, hardware, verbose=False, command=f"fuyou finetune {loaded.path}")
+        raise PlanError("the run does not fit: " + "; ".join(problems))
 
 
 def _introduce(loaded: LoadedRecipe, prepared: Prepared) -> None:
     """The plan, then one decoded sample with its mask."""
-    from .render.plan import plan_problems, show_plan
+    from .render.plan import show_plan
     from .render.sample import show_sample
 
+    _refuse_unfit(loaded, prepared.plan, prepared.model, prepared.hardware)
     console = status_console()
     show_plan(
         console,
@@ -57,8 +77,6 @@ def _introduce(loaded: LoadedRecipe, prepared: Prepared) -> None:
         verbose=False,
         command=f"fuyou finetune {loaded.path}",
     )
-    if problems := plan_problems(prepared.plan, prepared.hardware):
-        raise PlanError("the run does not fit: " + "; ".join(problems))
     rows = prepared.rows
     assert rows is not None
     summary = rows.summary
@@ -161,10 +179,17 @@ def _export(prepared: Prepared, source: Path) -> None:
         return
     from fuyou_cli.training.exporting import export_store
 
-    out = export_folder(prepared)
-    export_store(
-        source, out, dtype=prepared.recipe.export.dtype, max_shard_size=prepared.recipe.export.max_shard_size
-    )
+    from .render.transfer import Transfers
+
+    out, options = export_folder(prepared), prepared.recipe.export
+    with Transfers(status_console()) as transfers:
+        export_store(
+            source,
+            out,
+            dtype=options.dtype,
+            max_shard_size=options.max_shard_size,
+            progress=partial(transfers, f"exporting to {out.name}"),
+        )
     write_result(f"exported to {out}")
 
 
