@@ -98,10 +98,11 @@ def _named(manifest: Path) -> tuple[list[str], str]:
     version = content.get("fuyou_store") if isinstance(content, dict) else None
     if type(version) is not int or not 1 <= version <= VERSION:
         return [], f"not the manifest of a fuyou store of version 1 to {VERSION}"
-    files = content.get("files")
-    if not isinstance(files, list) or not all(isinstance(file, str) and "\0" not in file for file in files):
-        return [], "the manifest does not list its files"
-    return list(dict.fromkeys(files)), ""
+    files, parts = content.get("files"), content.get("parts", [])
+    for names in (files, parts):
+        if not isinstance(names, list) or not all(isinstance(name, str) and "\0" not in name for name in names):
+            return [], "the manifest does not list its files"
+    return list(dict.fromkeys([*files, *parts])), ""
 
 
 def _look(text: str, home: Path) -> tuple[str, Remnant | None]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from fuyou_cli.core.errors import UsageError
 
-from .console import write_result
+from .console import status_console, write_result
 
 _SHARD = 5_000_000_000
 
@@ -31,11 +32,15 @@ def run_export(source: Path, out: Path, overrides: Sequence[str], *, dtype: Expo
     from fuyou_cli.training import manifest as manifests
     from fuyou_cli.training.exporting import export_store, find_store
 
+    from .render.transfer import Transfers
+
     store = find_store(asked.store)
     manifest = manifests.read(store)
     assert manifest is not None, "find_store found it"
     written = dtype or asked.dtype or manifest.compute_dtype
-    paths = export_store(store, out, dtype=written, max_shard_size=asked.max_shard_size)
+    with Transfers(status_console()) as transfers:
+        progress = partial(transfers, f"exporting to {out.name}")
+        paths = export_store(store, out, dtype=written, max_shard_size=asked.max_shard_size, progress=progress)
     total = sum(path.stat().st_size for path in paths)
     write_result(f"{out}: {len(paths)} file{'s' * (len(paths) != 1)}, {total:,} bytes of {written} weights")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from fuyou_cli.core.units import gb
 
 from . import probe
 from .console import status_console, write_result, write_status
-from .room import export_folder, plan_problems, room_of
+from .room import Room, export_folder, plan_problems, room_of
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
@@ -38,35 +39,50 @@ def _prepare(loaded: LoadedRecipe) -> Prepared:
     from fuyou_cli.training.prepare import prepare, run_directories
 
     from .machine import hardware_for
+    from .render.transfer import Transfers
 
     directory = run_directories(loaded.recipe)[0]
-    return prepare(loaded.recipe, probe=lambda device: hardware_for(directory, device=device), say=write_status)
+    with Transfers(status_console()) as transfers:
+        return prepare(
+            loaded.recipe,
+            probe=lambda device: hardware_for(directory, device=device),
+            say=write_status,
+            progress=transfers,
+            planned=lambda considered: _refuse_unfit(loaded, considered),
+        )
+
+
+def _refuse_unfit(loaded: LoadedRecipe, prepared: Prepared) -> None:
+    """Shows a plan that does not fit, and ends there: before weights are fetched, and again with rows and all."""
+    room = room_of(prepared)
+    if problems := plan_problems(prepared.plan, room):
+        _show_plan(loaded, prepared, room)
+        raise PlanError("the run does not fit: " + "; ".join(problems))
+
+
+def _show_plan(loaded: LoadedRecipe, prepared: Prepared, room: Room) -> None:
+    from .render.plan import show_plan
+
+    command = f"fuyou finetune {loaded.path}"
+    plan, model, hardware = prepared.plan, prepared.model, prepared.hardware
+    show_plan(status_console(), plan, model, hardware, room, verbose=False, command=command)
 
 
 def _introduce(loaded: LoadedRecipe, prepared: Prepared) -> None:
     """The plan, then one decoded sample with its mask."""
-    from .render.plan import show_plan
     from .render.sample import show_sample
 
-    console, room = status_console(), room_of(prepared)
-    show_plan(
-        console,
-        prepared.plan,
-        prepared.model,
-        prepared.hardware,
-        room,
-        verbose=False,
-        command=f"fuyou finetune {loaded.path}",
-    )
-    if problems := plan_problems(prepared.plan, room):
-        raise PlanError("the run does not fit: " + "; ".join(problems))
+    _refuse_unfit(loaded, prepared)
+    console = status_console()
+    _show_plan(loaded, prepared, room_of(prepared))
     rows = prepared.rows
     assert rows is not None
     summary = rows.summary
     formats = ", ".join(f"{Path(path).name}: {name}" for path, name in summary.formats)
     write_status(
         f"data: {summary.samples:,} samples ({formats}) in {summary.rows:,} rows, {summary.tokens:,} tokens, "
-        f"{summary.label_tokens:,} learnt from; {summary.truncated} truncated, {summary.dropped} dropped"
+        f"{summary.label_tokens:,} learnt from; {summary.truncated} truncated, {summary.dropped} dropped, "
+        f"{summary.without_loss} rows without a label left out"
     )
     show_sample(console, summary.preview)
     if prepared.manifest is not None:
@@ -166,10 +182,17 @@ def _export(prepared: Prepared, source: Path) -> None:
         return
     from fuyou_cli.training.exporting import export_store
 
-    out = export_folder(prepared.recipe, prepared.model_dir)
-    export_store(
-        source, out, dtype=prepared.recipe.export.dtype, max_shard_size=prepared.recipe.export.max_shard_size
-    )
+    from .render.transfer import Transfers
+
+    out, options = export_folder(prepared.recipe, prepared.model_dir), prepared.recipe.export
+    with Transfers(status_console()) as transfers:
+        export_store(
+            source,
+            out,
+            dtype=options.dtype,
+            max_shard_size=options.max_shard_size,
+            progress=partial(transfers, f"exporting to {out.name}"),
+        )
     write_result(f"exported to {out}")
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.core.errors import PlanError
 
-from .console import result_console, write_json, write_result, write_status
+from .console import result_console, status_console, write_json, write_result, write_status
 from .room import Room, plan_problems, room_of
 
 if TYPE_CHECKING:
@@ -43,14 +43,17 @@ def _prepare(loaded: LoadedRecipe) -> Prepared:
     from fuyou_cli.training.prepare import prepare, run_directories
 
     from .machine import hardware_for
+    from .render.transfer import Transfers
 
     directory = run_directories(loaded.recipe)[0]
-    return prepare(
-        loaded.recipe,
-        probe=lambda device: hardware_for(directory, device=device),
-        planning_only=True,
-        say=write_status,
-    )
+    with Transfers(status_console()) as transfers:
+        return prepare(
+            loaded.recipe,
+            probe=lambda device: hardware_for(directory, device=device),
+            planning_only=True,
+            say=write_status,
+            progress=transfers,
+        )
 
 
 def _show(loaded: LoadedRecipe, prepared: Prepared, room: Room, *, verbose: bool) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,7 +17,9 @@ from ..planner.wishes import Wishes
 from ..spec.hardware import HardwareProfile
 from ..spec.model import Dtype, ModelSpec
 from ..spec.plan import Numerics, Plan, Tier
+from .limits import check_positions, check_tokens
 from .manifest import Manifest
+from .paths import expanded
 from .saved import find_saved
 from .storage import run_name
 
@@ -55,33 +57,43 @@ class Prepared:
 
 
 Probe = Callable[[str], HardwareProfile]
+Progress = Callable[[str, int, int], None]
+Planned = Callable[["Prepared"], None]
 
 
-def prepare(recipe: Recipe, *, probe: Probe, planning_only: bool = False, say: Callable[[str], None]) -> Prepared:
-    """Checks and reads what the recipe names. `probe` measures the machine for a device once libraries are loaded;
-    `say` hears what takes a while. Raises UsageError or PlanError; nothing of the run is written before."""
-    from .checkpoint.hub import resolve
+def _unheard(what: str, done: int, total: int) -> None:
+    pass
 
+
+def _accepted(considered: Prepared) -> None:
+    pass
+
+
+def prepare(
+    recipe: Recipe,
+    *,
+    probe: Probe,
+    planning_only: bool = False,
+    say: Callable[[str], None],
+    progress: Progress = _unheard,
+    planned: Planned = _accepted,
+) -> Prepared:
+    """Checks and reads what the recipe names, the cheap before the dear: configuration and tokenizer, where the data is,
+    whether the run fits, the weights, the rows. Raises UsageError or PlanError; nothing of the run is written before.
+
+    `probe` measures the machine for a device once libraries are loaded; `say` hears what takes a while; `progress` hears
+    of a download, what it is, the bytes so far and in all, from another thread; `planned` hears the plan before weights
+    are fetched (rows and entries are still empty), and may refuse it by raising."""
     directories = run_directories(recipe)
     manifest = find_saved(recipe.checkpoint.resume, directories) if not planning_only else None
     if manifest is not None and recipe.checkpoint.resume != "auto":  # a run named by its folder goes on in that folder
         directories = tuple(Path(file).parent for file in manifest.files)
-    model_dir = resolve(
-        recipe.model.name_or_path,
-        revision=recipe.model.revision,
-        need_weights=not planning_only,
-        trust_remote_code=recipe.model.trust_remote_code,
-        announce=lambda download: say(f"downloading {download.name}: {download.files} files, {download.total:,} bytes"),
-    )
-    tokenizer_dir = model_dir
-    if recipe.tokenizer.name_or_path is not None:
-        tokenizer_dir = resolve(recipe.tokenizer.name_or_path, need_weights=False)
-    rows = None
-    if not planning_only:
-        say("reading and tokenising the data")
-        rows = tokenised_rows(recipe, tokenizer_dir)
+    hub = _Hub(recipe, say=say, progress=progress)
+    model_dir = hub.model(need_weights=False)
+    tokenizer_dir = hub.tokenizer(model_dir, needed=not planning_only)
+    _look_at_data(recipe, say, needed=not planning_only)
     anatomy = _anatomy(recipe, model_dir)
-    checkpoint, entries = (None, {}) if planning_only else _entries(anatomy, model_dir)
+    check_positions(recipe, anatomy, say)
     device = device_name(recipe)
     _warm_up(recipe)
     hardware = probe(device)
@@ -89,8 +101,7 @@ def prepare(recipe: Recipe, *, probe: Probe, planning_only: bool = False, say: C
     anatomy = _cut(anatomy, numerics)
     model = _specification(anatomy, numerics)
     chosen = plan(model, hardware, wishes(recipe, numerics, hardware, device=device))
-    sampler, total = _steps(recipe, rows)
-    return Prepared(
+    considered = Prepared(
         recipe=recipe,
         model_dir=model_dir,
         tokenizer_dir=tokenizer_dir,
@@ -98,20 +109,102 @@ def prepare(recipe: Recipe, *, probe: Probe, planning_only: bool = False, say: C
         model=model,
         hardware=hardware,
         plan=chosen,
+        total_steps=recipe.train.max_steps or 0,
+        rows=None,
+        sampler=None,
+        checkpoint=None,
+        entries={},
+        directories=directories,
+        manifest=manifest,
+        fingerprints={},
+    )
+    if planning_only:
+        return considered
+    planned(considered)
+    return _with_weights_and_rows(considered, hub, probe=probe, say=say)
+
+
+def _with_weights_and_rows(considered: Prepared, hub: _Hub, *, probe: Probe, say: Callable[[str], None]) -> Prepared:
+    """The dear part: weights fetched and looked at, data tokenised, and the plan once more for the process as it is then."""
+    recipe, anatomy, model = considered.recipe, considered.anatomy, considered.model
+    model_dir = hub.model(need_weights=True)
+    checkpoint, entries = _entries(anatomy, model_dir)
+    say("reading and tokenising the data")
+    rows = tokenised_rows(recipe, considered.tokenizer_dir)
+    check_tokens(recipe, anatomy, rows.summary)
+    for note in rows.summary.notes:
+        say(f"note: {note}")
+    device = device_name(recipe)
+    hardware = probe(device)
+    sampler, total = _steps(recipe, rows)
+    return replace(
+        considered,
+        model_dir=model_dir,
+        hardware=hardware,
+        plan=plan(model, hardware, wishes(recipe, considered.plan.numerics, hardware, device=device)),
         total_steps=total,
         rows=rows,
         sampler=sampler,
         checkpoint=checkpoint,
         entries=entries,
-        directories=directories,
-        manifest=manifest,
         fingerprints=_fingerprints(recipe, anatomy, model, rows, total),
     )
 
 
+class _Hub:
+    """Model and tokenizer of a recipe as folders, fetched where they are not here."""
+
+    def __init__(self, recipe: Recipe, *, say: Callable[[str], None], progress: Progress) -> None:
+        self._model, self._tokenizer, self._say, self._progress = recipe.model, recipe.tokenizer, say, progress
+        self._found: Path | None = None
+
+    def model(self, *, need_weights: bool) -> Path:
+        """The model's folder; with its weights only when asked for."""
+        found = self._resolve(self._model.name_or_path, revision=self._model.revision, need_weights=need_weights)
+        if self._found is not None and found != self._found:
+            raise UsageError(f"{self._model.name_or_path}: changed while it was read", hint="Run the same command again.")
+        self._found = found
+        return found
+
+    def tokenizer(self, model_dir: Path, *, needed: bool) -> Path:
+        """The tokenizer's folder: the model's unless the recipe names another."""
+        named = self._tokenizer.name_or_path
+        if named is None and not needed:
+            return model_dir
+        return self._resolve(named or str(model_dir), tokenizer_only=True)
+
+    def _resolve(self, name: str, **options: Any) -> Path:
+        from .checkpoint.hub import Download, resolve
+
+        def announce(download: Download) -> None:
+            self._say(f"downloading {download.name}: {download.files} files, {download.total:,} bytes")
+
+        def progress(done: int, total: int) -> None:
+            self._progress(f"downloading {name}", done, total)
+
+        trusted = self._model.trust_remote_code
+        return resolve(name, trust_remote_code=trusted, announce=announce, progress=progress, **options)
+
+
+def _look_at_data(recipe: Recipe, say: Callable[[str], None], *, needed: bool) -> None:
+    """Says which files are taken. A plan can be made without data (of a shipped recipe, say): then it is a note."""
+    from .data import MissingDataError, look
+
+    try:
+        sources = look(recipe.dataset)
+    except MissingDataError as error:
+        if needed:
+            raise
+        say(f"note: {error.message}: a run would be refused" + (f" ({error.hint})" if error.hint else ""))
+        return
+    for source in sources:
+        if source.choice is not None:
+            say(f"data: {source.choice}")
+
+
 def run_directories(recipe: Recipe) -> tuple[Path, ...]:
     """The folders of this run's store, one per striped directory."""
-    name = run_name(Path(recipe.output_dir).expanduser())
+    name = run_name(expanded(recipe.output_dir, key="output_dir"))
     return tuple(directory.resolve() / name for directory in recipe.offload_directories(os.environ))
 
 
@@ -142,13 +235,13 @@ def tokenised_rows(recipe: Recipe, tokenizer_dir: Path) -> Rows:
     from .data import prepare as prepare_data
 
     template = recipe.tokenizer.chat_template
-    cache = recipe.dataset.cache_dir or Path(recipe.output_dir).expanduser() / "data"
+    cache = recipe.dataset.cache_dir or Path(recipe.output_dir, "data")
     return prepare_data(
         dataset=recipe.dataset,
         tokenizer_dir=tokenizer_dir,
-        chat_template=None if template is None else Path(template).expanduser(),
+        chat_template=None if template is None else expanded(template, key="tokenizer.chat_template"),
         pad_token=recipe.tokenizer.pad_token,
-        cache_dir=Path(cache).expanduser(),
+        cache_dir=expanded(cache, key="dataset.cache_dir"),
     )
 
 
@@ -190,7 +283,8 @@ def _numerics(recipe: Recipe, anatomy: Anatomy, hardware: HardwareProfile, manif
         most = max(64, HEAD_PIECE_BYTES // (_LOGIT_BYTES * columns))
         chunk = 0 if micro * length <= most else 1 << (most.bit_length() - 1)
     compute = cast(Dtype, recipe.precision.compute)
-    accumulate: Dtype = compute if train.batch_size == micro else cast(Dtype, recipe.precision.grad_accum)
+    one_piece = train.batch_size == micro and chunk == 0  # nothing is added up: a wider sum would hold the same numbers
+    accumulate: Dtype = compute if one_piece else cast(Dtype, recipe.precision.grad_accum)
     numerics = Numerics(
         compute_dtype=compute,
         accumulate_dtype="float32" if compute == "float32" else accumulate,
@@ -287,10 +381,8 @@ def wishes(recipe: Recipe, numerics: Numerics, hardware: HardwareProfile, *, dev
     )
 
 
-def _steps(recipe: Recipe, rows: Rows | None) -> tuple[Sampler | None, int]:
+def _steps(recipe: Recipe, rows: Rows) -> tuple[Sampler, int]:
     """The sampler and the number of steps: `max_steps`, or as many as the epochs take."""
-    if rows is None:
-        return None, recipe.train.max_steps or 0
     from .data import Sampler
 
     sampler = Sampler(
@@ -308,7 +400,7 @@ def _schedule_length(recipe: Recipe, total_steps: int) -> int | None:
 
 
 def _fingerprints(
-    recipe: Recipe, anatomy: Anatomy, model: ModelSpec, rows: Rows | None, total_steps: int
+    recipe: Recipe, anatomy: Anatomy, model: ModelSpec, rows: Rows, total_steps: int
 ) -> dict[str, str]:
     """Digests of what a resumed run must agree on."""
     config = json.loads(anatomy.model.config.to_json_string(use_diff=False))
@@ -326,4 +418,4 @@ def _fingerprints(
     digests = {
         name: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest() for name, value in described.items()
     }
-    return {**digests, "data": rows.fingerprint if rows is not None else ""}
+    return {**digests, "data": rows.fingerprint}

@@ -15,6 +15,7 @@ from pathlib import Path
 from ..core.errors import UsageError
 from . import manifest as manifests
 from .manifest import Manifest, sync_directory
+from .paths import expanded
 from .storage import STORE_FILE
 
 PART_FILE = "part.json"
@@ -76,7 +77,7 @@ def find_saved(resume: str, directories: Sequence[Path]) -> Manifest | None:
     """
     if resume == "never":
         return None
-    source = directories[0] if resume == "auto" else Path(resume).expanduser()
+    source = directories[0] if resume == "auto" else expanded(resume, key="checkpoint.resume")
     found = manifests.read(source)
     if found is None and resume != "auto":
         raise UsageError(f"checkpoint.resume: there is no saved run in {source}")

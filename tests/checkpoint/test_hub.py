@@ -130,6 +130,7 @@ def server(tmp_path: Path) -> Iterator[Hub]:
         "o/known": {**common, "config.json": b'{"model_type": "phi3", "auto_map": {"AutoModel": "run.Model"}}'},
         "o/files-gated": {**common, "config.json": GATED},
         "o/empty": {"README.md": b"#"},
+        "o/tokenizer": {"tokenizer.json": b"{}", "chat_template.jinja": b"{}", SINGLE_NAME: one},
     }
     yield hub_server
     hub_server.shutdown()
@@ -187,6 +188,20 @@ def test_weights_only_when_needed(server: Hub, tmp_path: Path) -> None:
     assert sorted(server.sent) == ["config.json", "tokenizer.json"]
     assert get(server, tmp_path / "cache", "o/single") == directory
     assert sorted(server.sent) == ["config.json", SINGLE_NAME, "tokenizer.json"]
+
+
+def test_a_tokenizer_needs_no_model_beside_it(server: Hub, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    directory = get(server, cache, "o/tokenizer", tokenizer_only=True)
+    assert sorted(file.name for file in directory.iterdir()) == ["chat_template.jinja", "tokenizer.json"]
+    server.requests = 0
+    assert get(server, cache, "o/tokenizer", tokenizer_only=True) == directory
+    assert server.requests == 0
+    assert resolve(str(directory), tokenizer_only=True) == directory
+    get(server, cache, "o/foreign", tokenizer_only=True)  # a model of its own code may have a plain tokenizer
+    for name in ("o/empty", str(tmp_path)):
+        assert "has no tokenizer" in refusal(server, cache, name, tokenizer_only=True).message
+    assert "has no config.json" in refusal(server, cache, "o/tokenizer").message
 
 
 def test_says_what_to_do(server: Hub, tmp_path: Path) -> None:
@@ -247,6 +262,6 @@ def test_directories_are_taken_as_they_are(tmp_path: Path) -> None:
     assert resolve(str(tmp_path)) == tmp_path
     with pytest.raises(UsageError, match="is a file"):
         resolve(str(tmp_path / "config.json"))
-    for name in ("./absent", "/absent/model", "a/b/c", "../x", "o/", ""):
+    for name in ("./absent", "/absent/model", "a/b/c", "../x", "o/", "", "~no-such-user/model"):
         with pytest.raises(UsageError):
             resolve(name)

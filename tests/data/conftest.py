@@ -115,7 +115,7 @@ def tokenise(tokenizer_dir: Path, tmp_path: Path) -> Iterator[Callable[..., Rows
         request |= {name: options.pop(name, value) for name, value in OPTION_DEFAULTS.items()}
         assert not options, options
         build(request)
-        return Rows(out)
+        return Rows(out, paths=[str(files[0])])
 
     earlier = os.environ.get("HF_DATASETS_CACHE")
     os.environ["HF_DATASETS_CACHE"] = str(tmp_path / "datasets")

@@ -69,11 +69,19 @@ def test_what_fits_no_format_is_refused(asked: str, columns: set[str], mapping: 
 def test_prompt_and_completion(write: Write, tokenise: Tokenise, tokenizer: Any) -> None:
     file = write("qa.jsonl", [{"question": "How many?", "answer": "7 apples"}])
     rows = tokenise(file, columns={"prompt": "question", "completion": "answer"})
-    assert whole(rows, tokenizer) == "<|bos|>How many?\n7 apples<|im_end|>"
+    assert whole(rows, tokenizer) == "<|bos|>How many?7 apples<|im_end|>"
     assert learnt(rows, tokenizer) == "7 apples<|im_end|>"
     assert rows.summary.label_tokens == int(rows.mask(0).sum())
-    assert rows.summary.preview == (("<|bos|>How many?\n", False), ("7 apples<|im_end|>", True))
+    assert rows.summary.preview == (("<|bos|>How many?", False), ("7 apples<|im_end|>", True))
     assert rows.summary.formats == ((str(file), "prompt_completion"),)
+
+
+def test_pairs_that_run_together_are_taken_as_they_are_and_said(write: Write, tokenise: Tokenise) -> None:
+    apart = [{"prompt": "a ", "completion": "b"}, {"prompt": "a", "completion": "\nb"}, {"prompt": "", "completion": "b"}]
+    assert tokenise(write("apart.jsonl", apart)).summary.notes == ()
+    together = [{"prompt": "a?", "completion": "b"}] * 2
+    rows = tokenise(write("qa.jsonl", [*apart, *together]))
+    assert len(rows.summary.notes) == 1 and rows.summary.notes[0].startswith("in 2 of 5 samples no white space")
 
 
 def test_loss_on_all_includes_the_prompt(write: Write, tokenise: Tokenise, tokenizer: Any) -> None:
@@ -105,14 +113,48 @@ def test_messages_carry_loss_on_assistant_turns(
     assert everything.mask(0).all()
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused(write: Write, tokenise: Tokenise, tokenizer: Any) -> None:
-    answer = "{{ message['content'] }}"
-    template = CHATML_UNMARKED.replace(answer, answer + "{{ '!' if loop.last }}", 1)  # the assistant's
+THINKING = (  # as Qwen3's: the thinking of a turn is dropped once the user has spoken again
+    "{% set ns = namespace(query=0) %}{% for m in messages %}{% if m['role'] == 'user' %}"
+    "{% set ns.query = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' %}"
+    "{% if loop.index0 > ns.query %}<think>\n{{ m['content'].split('</think>')[0].split('<think>')[-1].strip('\n') "
+    "if '</think>' in m['content'] else '' }}\n</think>\n\n{% endif %}"
+    "{{ m['content'].split('</think>')[-1].lstrip('\n') }}"
+    "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("thought", ["", "<think>\nfive and two\n</think>\n\n"])
+def test_a_template_that_drops_the_thinking_of_earlier_turns(
+    write: Write, tokenise: Tokenise, tokenizer: Any, thought: str
+) -> None:
+    """Every turn of three is learnt as it stands in the whole, the last one with its thinking; the same answer twice and a
+    question after which nothing follows change nothing."""
+    turns = [{**turn, "content": thought + turn["content"]} if turn["role"] == "assistant" else turn for turn in TURNS]
+    turns += [{"role": "user", "content": "Again?"}, {"role": "assistant", "content": thought + "7 apples"}]
+    kept = thought or "<think>\n\n</think>\n\n"
+    for more, last in (([], kept + "7 apples"), ([{"role": "user", "content": "7 apples"}], "7 apples")):
+        rows = tokenise(write("chat.jsonl", [{"messages": turns + more}]), chat_template=THINKING, max_seq_len=512)
+        assert learnt(rows, tokenizer) == f"7 apples<|im_end|>\n4 apples 🙂<|im_end|>\n{last}<|im_end|>\n"
+        assert whole(rows, tokenizer) == tokenizer.apply_chat_template(
+            turns + more, chat_template=THINKING, tokenize=False
+        )
+
+
+def test_a_template_whose_turns_cannot_be_located_is_refused(
+    write: Write, tokenise: Tokenise, tokenizer: Any
+) -> None:
+    template = "{{ messages | length }} messages\n" + CHATML_UNMARKED
     file = write("chat.jsonl", [{"messages": TURNS}])
     with pytest.raises(UsageError, match=r"chat.jsonl:1: .*message 3 differently"):
         tokenise(file, chat_template=template, max_seq_len=256)
+    template = CHATML_UNMARKED.replace("{% for", "{% if messages|length > 3 %}!{% endif %}{% for", 1)
+    with pytest.raises(UsageError, match=r"chat.jsonl:1: .*message 3 differently"):
+        tokenise(file, chat_template=template, max_seq_len=256)
     rows = tokenise(file, chat_template=template, max_seq_len=256, loss_on="last_assistant")
-    assert learnt(rows, tokenizer) == "4 apples 🙂!<|im_end|>\n"
+    assert learnt(rows, tokenizer) == "4 apples 🙂<|im_end|>\n"
 
 
 def test_a_template_without_the_stop_token_is_refused(write: Write, tokenise: Tokenise) -> None:

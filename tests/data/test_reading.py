@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.training.data import Rows
-from fuyou_cli.training.data.reading import PIECE_CHARS, read_document, read_rows
-from fuyou_cli.training.data.sources import locate
+from fuyou_cli.training.data import Rows, json_rows, worker
+from fuyou_cli.training.data.reading import PIECE_CHARS, pieces_of, read_document, read_rows
+from fuyou_cli.training.data.sources import find_sources, locate
+
+from .conftest import Entry, Section
 
 Tokenise = Callable[..., Rows]
+Write = Callable[[str, list[dict[str, Any]]], Path]
 
 PAIRS = [
     {"prompt": "How many?", "completion": "1.10"},  # a number, a date and "NA" to a reader that guesses types
@@ -67,6 +70,9 @@ GOOD = '{"prompt": "a", "completion": "b"}\n'
         ('{"messages": [{"from": "human", "value": "x"}]}\n', ":1: .*sharegpt"),
         ('{"question": "a", "answer": "b"}\n', ":1: no format fits"),
         ("", "the file is empty"),
+        (GOOD + '{"prompt": "hello \\ud83d half", "completion": "b"}\n', r":2: \\ud83d is half of a character"),
+        (GOOD + '{"prompt": "a", "completion": ' + "[" * 99999 + "]" * 99999 + "}\n", ":2: .* nested too deeply"),
+        (GOOD + '{"prompt": "a", "completion": ' + "1" * 5000 + "}\n", ":2: not usable JSON: .*4300 digits"),
     ],
 )
 def test_a_broken_row_is_one_error_with_its_place(
@@ -79,10 +85,55 @@ def test_a_broken_row_is_one_error_with_its_place(
     assert str(file) in caught.value.message and "\n" not in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('[{"text": "a"}, \n{"text": "\\uDE42"}]', ":2: .*half of a character"),
+        ('[{"text": "a"},\n\n{"text": ' + "[" * 99999, ":3: .* nested too deeply"),
+        ('[{"text": ' + "1" * 5000 + "}]", ":1: .*4300 digits"),
+        ('[{"text": "a"}\n {"text": "b"}]', r":2: not valid JSON: Expecting .* \(column 2\)"),
+        ('[{"text": "a"}, 7]', ":1: not a JSON object but int"),
+        ('[{"text": "a"}]\n{"text": "b"}', ":2: not valid JSON: Extra data"),
+        ('[{"text": "a"},\n{"text": "b', ":2: not valid JSON: Unterminated string"),
+        ('[{"text": "a"},\n', ":2: not valid JSON: Expecting value"),
+        (b'[{"text": "a"},\n{"text": "\xff"}]', ":2: not UTF-8 text"),
+    ],
+)
+def test_a_broken_array_is_one_error_with_its_place(tmp_path: Path, content: str | bytes, words: str) -> None:
+    file = tmp_path / "rows.json"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UsageError, match=words) as caught:
+        list(read_rows(file))
+    assert str(file) in caught.value.message and "\n" not in caught.value.message
+
+
+def test_whole_surrogate_pairs_are_text(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": "\\ud83d\\ude42 and \\\\ud83d"}\n')
+    assert [row for _, row in read_rows(file)] == [{"text": "🙂 and \\ud83d"}]
+
+
+def test_an_array_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of every small size cut the file at every place: the rows and their lines stay the same."""
+    rows = [{"text": "x" * number, "list": [number, -1.5e-3, None, True, {"é🙂": "\\ \" \n"}]} for number in range(9)]
+    file = tmp_path / "rows.json"
+    file.write_text("\n [ " + " ,\n".join(json.dumps(row) for row in rows) + "\n ]\n", encoding="utf-8-sig")
+    for size in (1, 2, 3, 7, 64, 4096):
+        monkeypatch.setattr(json_rows, "_CHUNK", size)
+        assert list(read_rows(file)) == [(f"{file}:{number + 2}", row) for number, row in enumerate(rows)]
+    monkeypatch.setattr(json_rows, "LARGEST_ROW", 60)
+    monkeypatch.setattr(json_rows, "_CHUNK", 16)
+    with pytest.raises(UsageError, match=r"rows.json:5: an element of more than 60 characters"):
+        list(read_rows(file))
+    for text, expected in (("[]", []), ("[ ]\n", []), ('[{"a": 1}]', [{"a": 1}])):
+        file.write_text(text)
+        assert [row for _, row in read_rows(file)] == expected
+
+
 def test_other_broken_files(tmp_path: Path, tokenise: Tokenise) -> None:
     for name, content, words in [
         ("a.json", '{\n "prompt": "a"\n}', ":1: one object spread over several lines"),
-        ("b.json", '[{"prompt": "a"},\n{"prompt"]', ":2: not valid JSON"),
+        ("b.json", '[{"prompt": "a", "completion": "b"},\n{"prompt"]', ":2: not valid JSON"),
         ("c.csv", "prompt,completion\na,b\nc\n", ":3: 1 cells, but the header has 2"),
         ("d.parquet", "no parquet", "not readable as parquet"),
     ]:
@@ -103,6 +154,37 @@ def test_a_text_file_is_one_document_when_packed(tmp_path: Path, tokenise: Token
     stream = [token for index in range(len(rows)) for token in rows.tokens(index).tolist()]
     assert stream == tokenizer("".join(lines))["input_ids"] + [tokenizer.eos_token_id]
     assert (rows.summary.samples, rows.summary.split) == (1, 1)
+
+
+def test_long_rows_of_text_are_cut_into_pieces_when_packed(
+    write: Write, tokenise: Tokenise, tokenizer: Any
+) -> None:
+    """With line breaks, with spaces only, with neither: nothing is lost, and a piece is no longer than it may be."""
+    lines = "The ferry leaves at nine.\n\nNot so.\n" * 9000
+    for text in (lines, "The ferry leaves at nine. " * 9000, "x" * 4 * PIECE_CHARS, "short", ""):
+        pieces = list(pieces_of([text]))
+        assert "".join(piece for piece, _, _ in pieces) == text
+        assert max(len(piece) for piece, _, _ in pieces) < 3 * PIECE_CHARS
+        assert [(begins, ends) for _, begins, ends in pieces] == [
+            (number == 0, number == len(pieces) - 1) for number in range(len(pieces))
+        ]
+        assert (len(pieces) > 1) == (len(text) > 2 * PIECE_CHARS)
+    rows = tokenise(write("t.jsonl", [{"text": lines}, {"text": "Noon."}]), packing="concat", max_seq_len=512)
+    stream = [token for index in range(len(rows)) for token in rows.tokens(index).tolist()]
+    expected = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in (lines, "Noon.")]
+    assert stream == expected[0] + expected[1]
+    assert (rows.summary.samples, rows.summary.split) == (2, 1)
+
+
+def test_a_sample_that_cannot_be_cut_has_a_largest_size(
+    write: Write, tokenise: Tokenise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "LARGEST_SAMPLE", 1000)
+    message = {"role": "user", "content": [{"type": "text", "text": "a" * 999}]}
+    for row in ({"text": "a" * 1001}, {"prompt": "a" * 900, "completion": "b" * 101}, {"messages": [message]}):
+        with pytest.raises(UsageError, match=r"rows.jsonl:1: a sample of 1,0\d\d characters, more than 1,000"):
+            tokenise(write("rows.jsonl", [row]))
+    assert tokenise(write("rows.jsonl", [{"text": "a" * 1001}]), packing="concat").summary.samples == 1
 
 
 def test_paragraphs_of_a_text_file_otherwise(tmp_path: Path, tokenise: Tokenise, tokenizer: Any) -> None:
@@ -137,7 +219,7 @@ def test_files_directories_and_globs(tmp_path: Path) -> None:
         file.write_text("{}")
 
     def names(path: str, split: str = "train") -> list[str]:
-        return [str(file.relative_to(tmp_path)) for file in locate(str(tmp_path / path), split)]
+        return [str(file.relative_to(tmp_path)) for file in locate(str(tmp_path / path), split)[0]]
 
     assert names("a") == ["a/train-0.jsonl", "a/train-1.jsonl"]
     assert names("a", "test") == ["a/test.jsonl"]
@@ -147,6 +229,31 @@ def test_files_directories_and_globs(tmp_path: Path) -> None:
     for path, words in (("c", "no data files"), ("b/R.md", "unknown kind of file .md"), ("*.csv", "no data files")):
         with pytest.raises(UsageError, match=words):
             names(path)
+    with pytest.raises(UsageError, match=r"dataset\.train: ~no-such-user/x.jsonl: "):
+        locate("~no-such-user/x.jsonl", "train")
     with pytest.raises(UsageError, match="no files of split validation") as caught:
         names("a", "validation")
     assert "test, train" in (caught.value.hint or "")
+
+
+def test_which_files_of_a_directory_were_taken_is_said(tmp_path: Path) -> None:
+    for name in ("a_train.jsonl", "extra.jsonl", "test_x.jsonl", "train_sft-0.jsonl"):
+        (tmp_path / name).write_text("{}")
+
+    def choice(split: str, path: Path = tmp_path) -> str | None:
+        return find_sources(Section(train=[Entry(path=str(path), split=split)]))[0].choice
+
+    assert choice("train") == (
+        f"{tmp_path}: 2 files taken (a_train.jsonl, train_sft-0.jsonl), "
+        "2 skipped as not of split train (extra.jsonl, test_x.jsonl)"
+    )
+    assert (choice("train_sft") or "").startswith(f"{tmp_path}: 1 file taken (train_sft-0.jsonl), 3 skipped")
+    assert choice("train", tmp_path / "extra.jsonl") is None
+    assert choice("train", tmp_path / "*.jsonl") == (
+        f"{tmp_path}/*.jsonl: 4 files taken (a_train.jsonl, extra.jsonl, test_x.jsonl, train_sft-0.jsonl)"
+    )
+    with pytest.raises(UsageError, match="no files of split train_gen"):
+        choice("train_gen")
+    for split in ("train[:10%]", "train+test"):
+        with pytest.raises(UsageError, match="not built yet"):
+            choice(split)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.core.errors import FuyouError, OutOfSpaceError, UsageError
 from fuyou_cli.core.units import gb
+from fuyou_cli.training.paths import expanded
 
 from .companions import CODE_PATTERN, CONFIG_NAME, PATTERNS
 from .files import INDEX_NAME, SINGLE_NAME, read_json, shard_map
@@ -49,6 +50,7 @@ class _Request:
     revision: str | None
     cache: Path
     endpoint: str | None
+    tokenizer_only: bool
     announce: Callable[[Download], None] | None
     progress: Callable[[int, int], None] | None
 
@@ -58,23 +60,25 @@ def resolve(
     *,
     revision: str | None = None,
     need_weights: bool = True,
+    tokenizer_only: bool = False,
     trust_remote_code: bool = False,
     announce: Callable[[Download], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
     cache_dir: Path | None = None,
     endpoint: str | None = None,
 ) -> Path:
-    """The directory of a model: config.json, tokenizer, and with `need_weights` its safetensors.
+    """The directory of a model: config.json, tokenizer, and with `need_weights` its safetensors. With `tokenizer_only` a
+    tokenizer is enough: no config.json (tokenizer.save_pretrained writes none), no weights, and no model to build.
 
     A directory is returned as it is. A hub id is looked up in the local cache and downloaded only if something is
     missing there; `progress` then hears bytes so far and bytes in all, from another thread. Raises UsageError (no such
     directory or repository, gated, offline, code of its own) or OutOfSpaceError, each with what to do.
     """
-    local = Path(name_or_path).expanduser()
+    local = expanded(name_or_path, key="name_or_path")
     if local.is_dir():
         directory = local
     elif local.is_file():
-        raise UsageError(f"{name_or_path}: is a file", hint="Give the directory that holds config.json.")
+        raise UsageError(f"{name_or_path}: is a file", hint="Give the directory that it is in.")
     elif not _HUB_ID.match(name_or_path):
         raise UsageError(
             f"{name_or_path}: there is no such directory",
@@ -88,20 +92,26 @@ def resolve(
             revision=revision,
             cache=Path(cache_dir or HF_HUB_CACHE).expanduser(),
             endpoint=endpoint,
+            tokenizer_only=tokenizer_only,
             announce=announce,
             progress=progress,
         )
+        need_weights = need_weights and not tokenizer_only
         found = _cached(request, need_weights)
         directory = found or _fetch(request, _small_files(trust_remote_code))
-        _check_config(name_or_path, directory, trust_remote_code)  # before gigabytes are fetched in vain
+        _check(name_or_path, directory, tokenizer_only, trust_remote_code)  # before gigabytes are fetched in vain
         if found is None and need_weights:
             _fetch_weights(request, directory)
         return directory
-    _check_config(name_or_path, directory, trust_remote_code)
+    _check(name_or_path, directory, tokenizer_only, trust_remote_code)
     return directory
 
 
-def _check_config(name_or_path: str, directory: Path, trust_remote_code: bool) -> None:
+def _check(name_or_path: str, directory: Path, tokenizer_only: bool, trust_remote_code: bool) -> None:
+    if tokenizer_only:
+        if not _has_tokenizer(directory):
+            raise UsageError(f"{name_or_path}: has no tokenizer", hint="Give a folder with a tokenizer.json.")
+        return
     if not (directory / CONFIG_NAME).is_file():
         raise UsageError(f"{name_or_path}: has no {CONFIG_NAME}", hint="Give a model in the transformers format.")
     if not trust_remote_code:
@@ -155,7 +165,8 @@ def _cached(request: _Request, need_weights: bool) -> Path | None:
     except LocalEntryNotFoundError:
         return None
     directory = Path(found)
-    needed = [CONFIG_NAME, *(_weight_names(directory) if need_weights else [])]
+    needed = [] if request.tokenizer_only else [CONFIG_NAME]
+    needed += _weight_names(directory) if need_weights else []
     if all((directory / name).is_file() for name in needed) and _has_tokenizer(directory):
         return directory
     return None
@@ -164,7 +175,7 @@ def _cached(request: _Request, need_weights: bool) -> Path | None:
 def _has_tokenizer(directory: Path) -> bool:
     """Whether anything of a tokenizer is there: a cache filled by a tool that wanted weights alone lacks all of it."""
     beginnings = ("tokenizer", "vocab", "spiece", "sentencepiece", "tekken")
-    return any(file.name.startswith(beginnings) for file in directory.iterdir())
+    return any(file.name.startswith(beginnings) for file in directory.glob("*"))
 
 
 def _fetch_weights(request: _Request, directory: Path) -> None:

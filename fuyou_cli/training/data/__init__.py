@@ -1,7 +1,9 @@
 """Data: from files named in the recipe to the padded batch of a step. The trainer's side needs numpy alone."""
 
 from .batches import NO_LOSS, Batch, collate
+from .first_look import look
 from .rows import DataSummary, Rows, prepare
 from .sampler import Sampler
+from .sources import MissingDataError
 
-__all__ = ["NO_LOSS", "Batch", "DataSummary", "Rows", "Sampler", "collate", "prepare"]
+__all__ = ["NO_LOSS", "Batch", "DataSummary", "MissingDataError", "Rows", "Sampler", "collate", "look", "prepare"]

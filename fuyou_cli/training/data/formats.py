@@ -6,7 +6,7 @@ own names to those of the data, e.g. {prompt: question, completion: answer}.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from fuyou_cli.core.errors import UsageError
@@ -48,10 +48,16 @@ class Text:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
-    """A prompt and the completion to learn."""
+    """A prompt and the completion to learn, both taken as they are: nothing is put between them."""
 
     prompt: str
     completion: str
+
+    @property
+    def runs_together(self) -> bool:
+        """Whether no white space parts the two, as in "...in May?Natalia sold": seldom what is meant, so it is said."""
+        whole = self.prompt and self.completion
+        return bool(whole) and not (self.prompt[-1].isspace() or self.completion[0].isspace())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +96,13 @@ def choose_format(asked: str, present: frozenset[str], columns: Mapping[str, str
     raise RowError(f"format {asked} needs the column {missing[0]}; found are: {found}")
 
 
+def mapping_hint(present: Iterable[str]) -> str | None:
+    """How to name the columns of data that is nearly prompt_completion."""
+    if {"question", "answer"} <= set(present):
+        return "name the columns in the recipe: columns: {prompt: question, completion: answer}"
+    return None
+
+
 def loss_target(loss_on: str, format_name: str) -> str:
     """What carries loss in this format: all, completion, assistant or last_assistant. Raises UsageError for a pair that
     means nothing."""
@@ -109,7 +122,7 @@ def read_example(row: Mapping[str, object], format_name: str, columns: Mapping[s
     if format_name == "messages":
         return _chat(row, columns)
     if format_name == "prompt_completion":
-        return _joined(_text(row, "prompt", columns), _text(row, "completion", columns))
+        return Pair(prompt=_text(row, "prompt", columns), completion=_text(row, "completion", columns))
     if format_name == "alpaca":
         return _alpaca(row, columns)
     return Text(text=_text(row, "text", columns))
@@ -123,13 +136,6 @@ def _text(row: Mapping[str, object], name: str, columns: Mapping[str, str]) -> s
     if value is None:
         raise RowError(f"the column {column} is {'null' if column in row else 'missing'}; {name} must be text")
     raise RowError(f"the column {column} is of type {type(value).__name__}; {name} must be text")
-
-
-def _joined(prompt: str, completion: str) -> Pair:
-    """A prompt that runs straight into the completion ("...in May?Natalia sold") gets a line break, without loss."""
-    if prompt and completion and not prompt[-1].isspace() and not completion[0].isspace():
-        prompt += "\n"
-    return Pair(prompt=prompt, completion=completion)
 
 
 def _alpaca(row: Mapping[str, object], columns: Mapping[str, str]) -> Pair:

@@ -38,6 +38,7 @@ class Counts:
     dropped: int = 0  # left out as too long
     split: int = 0  # spread over several rows, nothing lost
     without_loss: int = 0  # rows left out because no label of theirs carries loss
+    run_together: int = 0  # pairs without white space between prompt and completion
 
 
 def has_loss(mask: Mask) -> bool:

@@ -8,13 +8,13 @@ line. CSV cells are read as the text they are, for the same reason. Nothing is c
 from __future__ import annotations
 
 import csv
-import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from fuyou_cli.core.errors import UsageError
 
+from .json_rows import first_bad_line, json_array, json_object
 from .sources import KINDS
 
 PIECE_CHARS = 1 << 16  # a document is tokenised in pieces of this size: offsets cost ~100 bytes per character
@@ -41,17 +41,43 @@ def read_rows(file: Path) -> Iterator[Placed]:
 
 
 def read_document(file: Path) -> Iterator[tuple[str, bool, bool]]:
-    """A .txt file as one document, in pieces (text, begins, ends) that are cut after line breaks only."""
-    piece: list[str] = []
+    """A .txt file as one document, in pieces (text, begins, ends)."""
+    yield from pieces_of(row["text"] for row in _stream("text", file, keep_linebreaks=True))
+
+
+def pieces_of(parts: Iterable[str]) -> Iterator[tuple[str, bool, bool]]:
+    """The parts' text in pieces (text, begins, ends) of at most 3 * PIECE_CHARS, cut between parts, and inside a long one
+    after a line break, else before a space, else anywhere. A tokenizer may see the text around a cut differently: one
+    place in tens of thousands of characters."""
+    waiting: list[str] = []
     size, begins = 0, True
-    for row in _stream("text", file, keep_linebreaks=True):
+    for part in _shortened(parts):
         if size >= PIECE_CHARS:
-            yield "".join(piece), begins, False
-            piece, size, begins = [], 0, False
-        piece.append(row["text"])
-        size += len(row["text"])
-    if piece:
-        yield "".join(piece), begins, True
+            yield "".join(waiting), begins, False
+            waiting, size, begins = [], 0, False
+        waiting.append(part)
+        size += len(part)
+    yield "".join(waiting), begins, True
+
+
+def _shortened(parts: Iterable[str]) -> Iterator[str]:
+    for part in parts:
+        begin = 0
+        while len(part) - begin >= 2 * PIECE_CHARS:
+            end = _place_to_cut(part, begin)
+            yield part[begin:end]
+            begin = end
+        yield part[begin:]
+
+
+def _place_to_cut(text: str, begin: int) -> int:
+    """Where to end a piece of at least a half and at most the whole of PIECE_CHARS."""
+    least, most = begin + PIECE_CHARS // 2, begin + PIECE_CHARS
+    line = text.rfind("\n", least, most)
+    if line >= 0 and text[line + 1] != "\n":  # line breaks in a row are often one token
+        return line + 1
+    space = text.rfind(" ", least, most)
+    return space if space >= 0 else most
 
 
 def _stream(kind: str, file: Path, **options: Any) -> Iterator[dict[str, Any]]:
@@ -66,21 +92,11 @@ def _stream(kind: str, file: Path, **options: Any) -> Iterator[dict[str, Any]]:
         rows = datasets.load_dataset(kind, data_files=[str(file)], split="train", streaming=True, **options)
         yield from rows
     except UnicodeDecodeError as error:
-        raise UsageError(f"{_first_bad_line(file)}: not UTF-8 text: {error.reason}") from error
+        raise UsageError(f"{first_bad_line(file)}: not UTF-8 text: {error.reason}") from error
     except ArrowException as error:
         raise UsageError(f"{file}: not readable as {kind}: {_first_line(error)}") from error
     except ValueError as error:  # pandas' parser error names the line itself
         raise UsageError(f"{file}: not readable as {kind}: {_first_line(error)}") from error
-
-
-def _first_bad_line(file: Path) -> str:
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                line.decode()
-            except UnicodeDecodeError:
-                return f"{file}:{number}"
-    return str(file)
 
 
 def _first_line(error: Exception) -> str:
@@ -92,7 +108,7 @@ def _json_rows(file: Path) -> Iterator[Placed]:
     with file.open("rb") as stream:
         head = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
     if head.startswith(b"["):
-        yield from _json_array(file)
+        yield from json_array(file)
         return
     if file.suffix.lower() == ".json" and head.split(b"\n", 1)[0].strip() == b"{":
         raise UsageError(
@@ -103,32 +119,7 @@ def _json_rows(file: Path) -> Iterator[Placed]:
         if not line["text"].strip():
             continue
         place = f"{file}:{number}"
-        yield place, _object(_parsed(line["text"], place), place)
-
-
-def _parsed(text: str, place: str) -> object:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UsageError(f"{place}: not valid JSON: {error.msg} (column {error.colno})") from error
-
-
-def _object(value: object, place: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise UsageError(f"{place}: not a JSON object but {type(value).__name__}", hint="every row is {...}")
-    return value
-
-
-def _json_array(file: Path) -> Iterator[Placed]:
-    try:
-        values = json.loads(file.read_text(encoding="utf-8-sig"))
-    except json.JSONDecodeError as error:
-        raise UsageError(f"{file}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{_first_bad_line(file)}: not UTF-8 text: {error.reason}") from error
-    for number, value in enumerate(values, start=1):
-        place = f"{file}: row {number}"
-        yield place, _object(value, place)
+        yield place, json_object(line["text"], place)
 
 
 def _csv_rows(file: Path) -> Iterator[Placed]:

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -26,7 +27,7 @@ from fuyou_cli.core.errors import FuyouError, UsageError
 from .preview import Pieces
 from .sources import Source, content_of, find_sources, tokenizer_content
 
-LAYOUT_VERSION = 1  # raise when the same data and options would give other rows
+LAYOUT_VERSION = 2  # raise when the same data and options would give other rows
 OVERLONG = ("truncate", "drop", "split", "error")
 
 
@@ -43,25 +44,37 @@ class DataSummary:
     dropped: int
     split: int
     without_loss: int
+    run_together: int
     longest_row: int
     highest_token_id: int
     pad_id: int
     formats: tuple[tuple[str, str], ...]
     preview: Pieces
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know before these rows are learnt from, one sentence each."""
+        if not self.run_together:
+            return ()
+        return (
+            f"in {self.run_together:,} of {self.samples:,} samples no white space parts prompt and completion; nothing is "
+            "put between them (if they should be apart, end the prompts in a space or a line break)",
+        )
+
 
 class Rows:
-    """Memory-mapped rows: the pages are the file's, not the process's."""
+    """Memory-mapped rows: the pages are the file's, not the process's. `paths` are those of the recipe now: rows found
+    again may have been made from files of other names."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, paths: Sequence[str] | None = None) -> None:
         self.directory = directory
         self.fingerprint = directory.name
         try:
-            self.summary = _read_summary(directory / "summary.json")
+            self.summary = _read_summary(directory / "summary.json", paths)
             self._tokens: NDArray[np.int32] = np.memmap(directory / "tokens.bin", np.int32, mode="r")
             self._mask: NDArray[np.uint8] = np.memmap(directory / "mask.bin", np.uint8, mode="r")
             self._offsets: NDArray[np.int64] = np.load(directory / "offsets.npy", mmap_mode="r")
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError) as error:
             raise _damaged(directory) from error
         sizes = (len(self._offsets) - 1, int(self._offsets[-1]), len(self._tokens), len(self._mask))
         if sizes != (self.summary.rows, *[self.summary.tokens] * 3):
@@ -91,10 +104,12 @@ class Rows:
         return int(self._offsets[index]), int(self._offsets[index + 1])
 
 
-def _read_summary(file: Path) -> DataSummary:
+def _read_summary(file: Path, paths: Sequence[str] | None) -> DataSummary:
     found = json.loads(file.read_text(encoding="utf-8"))
-    for name in ("formats", "preview"):
-        found[name] = tuple((text, value) for text, value in found[name])
+    found["formats"] = tuple(
+        (f"source {number + 1}" if paths is None else paths[number], name) for number, name in found["formats"]
+    )
+    found["preview"] = tuple((text, learnt) for text, learnt in found["preview"])
     return DataSummary(**found)
 
 
@@ -120,7 +135,7 @@ def prepare(
             workers = int(getattr(dataset, "num_workers", 0) or 1)
             _serve({**request, "out": str(out)}, scratch=Path(scratch), workers=workers)
             _put_in_place(out, final)
-    return Rows(final)
+    return Rows(final, paths=[source.path for source in sources])
 
 
 def _put_in_place(out: Path, final: Path) -> None:

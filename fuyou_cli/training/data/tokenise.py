@@ -148,18 +148,36 @@ class Tokeniser:
         return _row(encoded["input_ids"], mask)
 
     def _spans(self, chat: Chat, whole: str, *, last_only: bool) -> Iterator[tuple[int, int]]:
-        """Characters [begin, end) of `whole` that the assistant writes, end-of-turn token included: what a turn adds to
-        the rendering up to it with the generation prompt. Refused where the pieces are not prefixes of the whole."""
+        """Characters [begin, end) of `whole` that the assistant writes, end-of-turn token included. Refused where a turn
+        cannot be located exactly."""
         turns = [number for number, message in enumerate(chat.messages) if message["role"] == "assistant"]
         for turn in turns[-1:] if last_only else turns:
             if turn == 0:
                 raise RowError("the conversation begins with the assistant, which this chat template cannot mask")
             before = self._render(chat, chat.messages[:turn], add_generation_prompt=True)
-            after = self._render(chat, chat.messages[: turn + 1])
-            if not (after.startswith(before) and whole.startswith(after)):
+            end = self._end_of_turn(chat, turn, whole) if whole.startswith(before) else None
+            if end is None or end <= len(before):
                 hint = "set dataset.loss_on to last_assistant, or mark the turns with {% generation %} in a template"
                 raise RowError(f"the chat template renders message {turn + 1} differently as the chat grows; {hint}")
-            yield len(before), len(after)
+            yield len(before), end
+
+    def _end_of_turn(self, chat: Chat, turn: int, whole: str) -> int | None:
+        """Where message `turn` ends in `whole`; None where that cannot be known.
+
+        As a rule the rendering up to it is how the whole begins. A template that renders a turn differently once others
+        follow (dropping its thinking) is asked for the chat without the turn: what stands after the turn is then how both
+        end."""
+        after = self._render(chat, chat.messages[: turn + 1])
+        if whole.startswith(after):
+            return len(after)
+        base = self._render(chat, chat.messages[:turn])
+        try:
+            without = self._render(chat, [*chat.messages[:turn], *chat.messages[turn + 1 :]])
+        except RowError:  # a template may insist on turns that alternate
+            return None
+        rest = without.removeprefix(base)
+        located = without.startswith(base) and whole.startswith(base) and rest and whole.endswith(rest)
+        return len(whole) - len(rest) if located else None
 
 
 def _row(ids: Sequence[int], mask: Any) -> Row:

@@ -2,6 +2,10 @@
 
 It exists so that the datasets library and the tokenizer leave no memory behind in the trainer. The request is one JSON
 object (see `rows._request`); the rows go to files in its `out`, and the reply is {"ok": true} or {"error", "hint"}.
+
+Its memory does not grow with the data: what is tokenised at once is `BATCH_CHARS`, or one sample, and the tokenizer takes
+some 100 bytes per character. A text that may become several rows (packing: concat) is cut into pieces; any other sample
+of more than `LARGEST_SAMPLE` characters is refused.
 """
 
 from __future__ import annotations
@@ -20,13 +24,15 @@ import numpy as np
 
 from fuyou_cli.core.errors import UsageError
 
-from .formats import Example, RowError, Text, choose_format, loss_target, read_example
+from .formats import Example, Pair, RowError, Text, choose_format, loss_target, mapping_hint, read_example
 from .packing import Counts, Row, Sample, has_loss, lay_out
 from .preview import decode_pieces
-from .reading import read_document, read_rows
+from .reading import pieces_of, read_document, read_rows
 from .tokenise import Tokeniser, load_tokenizer
 
 BATCH_EXAMPLES = 256  # tokenised together: the tokenizer's threads share a batch
+BATCH_CHARS = 1 << 18  # of a batch: it is closed by the sample that reaches this
+LARGEST_SAMPLE = 1 << 22  # characters that one sample may have where it cannot be cut
 
 
 class RowWriter:
@@ -82,7 +88,7 @@ def build(request: dict[str, Any]) -> None:
     tokeniser = Tokeniser(tokenizer, directory=directory)
     counts, formats = Counts(), dict[int, str]()
     shown: list[Row] = []
-    samples = _watched(_samples(request, tokeniser, formats), shown, request["max_seq_len"])
+    samples = _watched(_samples(request, tokeniser, formats, counts), shown, request["max_seq_len"])
     with RowWriter(out, tokeniser.stop_ids) as writer:
         options = {name: request[name] for name in ("packing", "overlong", "max_seq_len")}
         for row in lay_out(samples, counts=counts, **options):
@@ -95,7 +101,7 @@ def build(request: dict[str, Any]) -> None:
         "longest_row": writer.longest,
         "highest_token_id": writer.highest_id,
         "pad_id": tokeniser.pad_id,
-        "formats": [(request["sources"][number]["path"], name) for number, name in sorted(formats.items())],
+        "formats": sorted(formats.items()),  # by number of the source: the rows do not depend on where it is
         "preview": decode_pieces(tokenizer, shown[0]) if shown else (),
         **asdict(counts),
     }
@@ -105,7 +111,9 @@ def build(request: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def _samples(request: dict[str, Any], tokeniser: Tokeniser, formats: dict[int, str]) -> Iterator[Sample]:
+def _samples(
+    request: dict[str, Any], tokeniser: Tokeniser, formats: dict[int, str], counts: Counts
+) -> Iterator[Sample]:
     whole_documents = bool(request["packing"]) and request["overlong"] in ("truncate", "split")
     for number, source in enumerate(request["sources"]):
         left = source["max_samples"]
@@ -118,8 +126,9 @@ def _samples(request: dict[str, Any], tokeniser: Tokeniser, formats: dict[int, s
                 formats[number] = "text"
                 loss_target(request["loss_on"], "text")
             else:
-                examples = _examples(file, source, formats, number)
+                examples = _bounded(_examples(file, source, formats, number), cut=whole_documents)
             for batch in _batches(examples, left):
+                counts.run_together += sum(isinstance(example, Pair) and example.runs_together for _, example in batch)
                 target = loss_target(request["loss_on"], formats[number])
                 yield from _encoded(batch, tokeniser, target)
                 if left is not None:
@@ -141,27 +150,52 @@ def _examples(
                 formats[number] = choose_format(source["format"], frozenset(row), source["columns"])
             example = read_example(row, formats[number], source["columns"])
         except RowError as error:
-            raise UsageError(f"{place}: {error}", hint=_hint(row)) from error
+            raise UsageError(f"{place}: {error}", hint=mapping_hint(row)) from error
         yield place, example
 
 
-def _hint(row: dict[str, Any]) -> str | None:
-    if {"question", "answer"} <= set(row):
-        return "name the columns in the recipe: columns: {prompt: question, completion: answer}"
-    return None
+def _bounded(examples: Iterator[tuple[str, Example]], *, cut: bool) -> Iterator[tuple[str, Example]]:
+    """Examples of a size that may be tokenised at once: long texts in pieces where `cut` says that nothing is lost."""
+    for place, example in examples:
+        if cut and isinstance(example, Text):
+            for text, begins, ends in pieces_of([example.text]):
+                yield place, Text(text=text, begins=begins, ends=ends)
+        elif (size := _size(example)) > LARGEST_SAMPLE:
+            raise UsageError(
+                f"{place}: a sample of {size:,} characters, more than {LARGEST_SAMPLE:,}",
+                hint="cut it into several rows; data of format text may be of any length with dataset.packing: concat",
+            )
+        else:
+            yield place, example
+
+
+def _size(example: Example) -> int:
+    """Characters that the tokenizer will see, near enough."""
+    if isinstance(example, Text):
+        return len(example.text)
+    if isinstance(example, Pair):
+        return len(example.prompt) + len(example.completion)
+    return sum(_characters(message) for message in example.messages) + _characters(list(example.tools))
+
+
+def _characters(value: object) -> int:
+    if isinstance(value, dict):
+        return sum(_characters(key) + _characters(inner) for key, inner in value.items())
+    return sum(map(_characters, value)) if isinstance(value, list) else len(str(value))
 
 
 def _batches(examples: Iterator[tuple[str, Example]], limit: int | None) -> Iterator[list[tuple[str, Example]]]:
     batch: list[tuple[str, Example]] = []
-    samples = 0
+    samples = characters = 0
     for placed in examples:
         batch.append(placed)
+        characters += _size(placed[1])
         samples += not isinstance(placed[1], Text) or placed[1].ends
         if samples == limit:
             break
-        if len(batch) == BATCH_EXAMPLES:
+        if len(batch) == BATCH_EXAMPLES or characters >= BATCH_CHARS:
             yield batch
-            batch = []
+            batch, characters = [], 0
     if batch:
         yield batch
 

@@ -1,0 +1,69 @@
+"""How far a download or an export is: a bar on a terminal, elsewhere a line now and then."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from fuyou_cli.core.units import gb
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+LINE_SECONDS = 10.0  # between two lines where there is no terminal; what takes less says nothing
+
+
+class Transfers:
+    """Call it with what is under way, the bytes so far and in all, from any thread; use as a context manager."""
+
+    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._clock = console, clock
+        self._lock = threading.Lock()
+        self._bar: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+        self._said: dict[str, float] = {}  # when a line was last written, or when it began
+
+    def __enter__(self) -> Transfers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end_bar()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        with self._lock:
+            if self._console.is_terminal and not self._console.is_dumb_terminal:
+                self._draw(what, done, total)
+            else:
+                self._tell(what, done, total)
+
+    def _draw(self, what: str, done: int, total: int) -> None:
+        if self._bar is None:
+            from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+            columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=self._console, transient=True)
+            self._bar.start()
+        if what not in self._tasks:
+            self._tasks[what] = self._bar.add_task(what, total=total)
+        self._bar.update(self._tasks[what], completed=done, total=total)
+        if done >= total:  # other output follows: a bar that stays would be drawn into it
+            self._end_bar()
+
+    def _end_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        self._bar = None
+        self._tasks.clear()
+
+    def _tell(self, what: str, done: int, total: int) -> None:
+        now = self._clock()
+        begin = self._said.setdefault(what, now)
+        if now - begin >= LINE_SECONDS:
+            self._said[what] = now
+            self._console.print(f"{what}: {gb(done)} of {gb(total)} ({100 * done // max(total, 1)}%)", soft_wrap=True)

@@ -1,0 +1,55 @@
+"""What the model's own sizes forbid: more positions than it has, token ids without an embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..core.errors import UsageError
+
+if TYPE_CHECKING:
+    from ..engine.anatomy import Anatomy
+    from ..recipe.schema import Recipe
+    from .data import DataSummary
+
+_POSITION_OFFSET = 2  # rows that a table of positions may have beyond its positions (OPT's padding)
+
+
+def check_positions(recipe: Recipe, anatomy: Anatomy, say: Callable[[str], None]) -> None:
+    """Refuses rows longer than a learned table of positions; says so where positions are computed (rotary, ALiBi): those
+    models run, beyond what they have learnt."""
+    length, limit = recipe.dataset.max_seq_len, _positions(anatomy)
+    if limit is None or length <= limit:
+        return
+    beyond = f"dataset.max_seq_len: {length:,} is more than the {limit:,} positions of {recipe.model.name_or_path}"
+    if _learns_positions(anatomy, limit):
+        raise UsageError(f"{beyond}, which has learnt an embedding for each", hint=f"use at most {limit}")
+    say(f"warning: {beyond} (max_position_embeddings): it has not learnt to read that far")
+
+
+def _positions(anatomy: Anatomy) -> int | None:
+    limit = getattr(anatomy.model.config.get_text_config(), "max_position_embeddings", None)
+    return limit if isinstance(limit, int) else None
+
+
+def _learns_positions(anatomy: Anatomy, limit: int) -> bool:
+    from torch import nn
+
+    tokens = anatomy.model.get_input_embeddings()
+    return any(
+        isinstance(module, nn.Embedding) and module is not tokens and 0 <= module.num_embeddings - limit <= _POSITION_OFFSET
+        for module in anatomy.model.modules()
+    )
+
+
+def check_tokens(recipe: Recipe, anatomy: Anatomy, summary: DataSummary) -> None:
+    """Refuses token ids, also the one that fills short rows, for which the model has no embedding."""
+    vocabulary = int(anatomy.model.get_input_embeddings().weight.shape[0])
+    name = recipe.tokenizer.name_or_path or recipe.model.name_or_path
+    for what, number in (("token", summary.highest_token_id), ("padding", summary.pad_id)):
+        if number >= vocabulary:
+            raise UsageError(
+                f"the tokenizer of {name} gives the {what} id {number:,}, but {recipe.model.name_or_path} has "
+                f"embeddings for ids below {vocabulary:,} only",
+                hint="check that tokenizer.name_or_path and tokenizer.pad_token belong to this model",
+            )

@@ -1,0 +1,153 @@
+"""What is checked before what: nothing dear is done for a run that a cheap look refuses. The model is on a hub of our own."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint.test_hub import Hub
+
+from fuyou_cli.cli.profile import assumed_hardware
+from fuyou_cli.core.errors import PlanError, UsageError
+from fuyou_cli.recipe.load import load_recipe
+from fuyou_cli.training.prepare import Prepared, prepare
+
+from .conftest import Project
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def server(materials: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """The tiny model as o/model, its tokenizer alone as o/tokenizer; the cache is empty."""
+    hub = Hub()
+    threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    files = {file.name: file.read_bytes() for file in (materials / "model").iterdir()}
+    hub.repositories["o/model"] = files
+    hub.repositories["o/tokenizer"] = {name: text for name, text in files.items() if name.startswith("tokenizer")}
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.address)
+    template = hub.address + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    yield hub
+    hub.shutdown()
+    hub.server_close()
+
+
+def prepared(project: Project, said: list[str] | None = None, **options: Any) -> Prepared:
+    recipe = load_recipe(project.recipe).recipe
+    say = (lambda text: None) if said is None else said.append
+    return prepare(recipe, probe=lambda device: assumed_hardware(device=device), say=say, **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"dataset.train": [{"path": "no/such/data.jsonl"}]}, UsageError, "no data files at no/such/data.jsonl"),
+        ({"dataset.train": [{"path": "ROWS", "format": "alpaca"}]}, UsageError, "rows.jsonl:1: format alpaca needs"),
+        ({"dataset.loss_on": "assistant"}, UsageError, "loss_on: assistant does not fit"),
+        ({"dataset.max_seq_len": 65}, UsageError, "65 is more than the 64 positions of o/model"),
+        ({"tokenizer.name_or_path": "o/none"}, UsageError, "o/none"),
+        ({"offload.max_memory.cpu": "64MiB"}, PlanError, "64"),
+    ],
+    ids=["no data", "wrong format", "wrong loss", "too long", "no tokenizer", "does not fit"],
+)
+def test_a_run_that_cannot_be_is_refused_before_its_weights_are_fetched(
+    change: dict[str, Any], error: type[Exception], words: str, new_project: Callable[..., Project], server: Hub
+) -> None:
+    project = new_project(changes={"model.name_or_path": "o/model", **change})
+    project.recipe.write_text(project.recipe.read_text().replace("ROWS", str(project.materials / "rows.jsonl")))
+    with pytest.raises(error, match=words):
+        prepared(project)
+    assert "config.json" in server.sent
+    assert WEIGHTS not in server.sent
+
+
+def test_whoever_hears_the_plan_may_refuse_it_before_the_weights(
+    new_project: Callable[..., Project], server: Hub
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PlanError("no room on the drive")
+
+    with pytest.raises(PlanError, match="no room"):
+        prepared(new_project(changes={"model.name_or_path": "o/model"}), planned=refuse)
+    assert WEIGHTS not in server.sent
+
+
+def test_a_download_is_announced_and_followed(new_project: Callable[..., Project], server: Hub) -> None:
+    changes = {"model.name_or_path": "o/model", "tokenizer.name_or_path": "o/tokenizer"}
+    said: list[str] = []
+    heard: list[tuple[str, int, int]] = []
+    found = prepared(new_project(changes=changes), said, progress=lambda *report: heard.append(report))
+    size = len(server.repositories["o/model"][WEIGHTS])
+    assert ("downloading o/model", size, size) in heard
+    assert {what for what, _, _ in heard} == {"downloading o/model", "downloading o/tokenizer"}
+    assert f"downloading o/model: 1 files, {size:,} bytes" in said
+    assert any(text.startswith("downloading o/tokenizer: 2 files") for text in said)
+    assert found.rows is not None and len(found.rows) == 64 and found.entries
+    assert found.tokenizer_dir != found.model_dir
+
+
+def test_a_plan_needs_neither_weights_nor_data(new_project: Callable[..., Project], server: Hub) -> None:
+    changes = {"model.name_or_path": "o/model", "dataset.train": [{"path": "no/such/data.jsonl"}]}
+    said: list[str] = []
+    assert prepared(new_project(changes=changes), said, planning_only=True).plan.predicted.cpu_peak > 0
+    assert WEIGHTS not in server.sent
+    assert said[-1].startswith("note: dataset.train: no data files at no/such/data.jsonl: a run would be refused")
+
+
+def test_notes_on_the_data_are_said(new_project: Callable[..., Project], tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    rows = [{"prompt": "How far?", "completion": "Seven miles."}] * 4
+    for name in ("a_train", "extra", "test_x"):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said: list[str] = []
+    prepared(new_project(changes={"dataset.train": [{"path": str(folder)}]}), said)
+    assert f"data: {folder}: 1 file taken (a_train.jsonl), 2 skipped as not of split train (extra.jsonl, test_x.jsonl)" in said
+    assert any(text.startswith("note: in 4 of 4 samples no white space parts prompt and completion") for text in said)
+
+
+def test_a_tokenizer_of_another_model_is_refused(new_project: Callable[..., Project], materials: Path, tmp_path: Path) -> None:
+    """A token, or what fills short rows, beyond the embeddings: an index error in the first step, or worse on a GPU."""
+    from transformers import AutoTokenizer
+
+    size = json.loads((materials / "model" / "config.json").read_text())["vocab_size"]
+    tokenizer = AutoTokenizer.from_pretrained(materials / "model")
+    tokenizer.add_special_tokens({"pad_token": "<|filler|>"})
+    tokenizer.save_pretrained(tmp_path / "tokenizers" / "padded")
+    tokenizer.add_tokens(["road"])
+    tokenizer.save_pretrained(tmp_path / "tokenizers" / "larger")
+    for name, what, number in (("padded", "padding", size), ("larger", "token", size + 1)):
+        folder = tmp_path / "tokenizers" / name
+        project = new_project(name, {"tokenizer.name_or_path": str(folder)})
+        words = f"tokenizer of {folder} gives the {what} id {number}, but {materials / 'model'} has .* below {size} only"
+        with pytest.raises(UsageError, match=words):
+            prepared(project)
+        assert not project.out.joinpath("store").exists()
+
+
+def test_positions_that_are_computed_only_warn(new_project: Callable[..., Project], materials: Path, tmp_path: Path) -> None:
+    import transformers
+
+    model = tmp_path / "rotary"
+    size = json.loads((materials / "model" / "config.json").read_text())["vocab_size"]
+    config = transformers.LlamaConfig(
+        vocab_size=size, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=16,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(model)
+    for file in (materials / "model").glob("tokenizer*"):
+        (model / file.name).write_bytes(file.read_bytes())
+    said: list[str] = []
+    prepared(new_project(changes={"model.name_or_path": str(model)}), said, planning_only=True)
+    assert f"warning: dataset.max_seq_len: 24 is more than the 16 positions of {model}" in said[-1]
+    said.clear()
+    shorter = {"model.name_or_path": str(model), "dataset.max_seq_len": 16}
+    prepared(new_project("shorter", shorter), said, planning_only=True)
+    assert said == []
