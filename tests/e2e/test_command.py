@@ -53,8 +53,9 @@ def test_interrupted_twice_is_the_same_run(new_project: Callable[..., Project]) 
     for step in (3, 9):
         stopped = _interrupt_after(broken, step)
         assert stopped.returncode == 130, stopped.stderr
-        assert f"of {STEPS}; the state is saved in" in stopped.stderr
-        assert "the same command goes on from here" in stopped.stderr
+        assert f"of {STEPS}" in stopped.stderr
+        assert "is saved in" in stopped.stderr
+        assert "the same command goes on from there" in stopped.stderr
         assert not (broken.out / "model").exists()
         assert done < len(broken.losses()) < STEPS
         done = len(broken.losses())
