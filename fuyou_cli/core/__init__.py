@@ -1,1 +1,1 @@
-"""Layer 0: errors and units. Imports nothing of ours."""
+"""Layer 0: errors, units, and sums of disk space. Imports nothing of ours."""

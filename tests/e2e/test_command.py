@@ -123,6 +123,9 @@ def test_a_plan_that_is_too_large_is_shown_and_exits_3(new_project: Callable[...
     data = json.loads(as_json.stdout)
     assert data["fits"] is False and len(data["problems"]) == 1 and data["plan"]["store_size"] > 10**6
     assert data["config"]["offload"]["max_memory"]["ssd"] == "1MB"
+    emulated = ("offload.max_memory.ssd=auto", "offload.device=emulated", "offload.max_memory.gpu=64KiB")
+    gpu = project.fuyou("plan", project.recipe, *emulated)
+    assert gpu.returncode == 3 and "offload.max_memory.gpu leaves" in " ".join(gpu.stdout.split())
     assert not Path(project.out).exists()
     assert project.fuyou("finetune", project.recipe).returncode == 3
     assert not (project.out / "store").exists()

@@ -6,8 +6,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -23,12 +25,16 @@ QUICK = [
 
 
 def _quickstart(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("FUYOU_")}
     return subprocess.run(
-        [sys.executable, "-m", "fuyou_cli", "quickstart", *overrides], cwd=folder, capture_output=True, text=True,
-        env={**kept, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "COLUMNS": "100", "HOME": str(folder / "home")},
-        stdin=subprocess.DEVNULL, timeout=280, check=False,
+        [sys.executable, "-m", "fuyou_cli", "quickstart", *overrides], cwd=folder, env=_environment(folder),
+        capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=280, check=False,
     )  # fmt: skip
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("FUYOU_")}
+    home = str(folder / "home")
+    return {**kept, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "COLUMNS": "100", "HOME": home}
 
 
 @pytest.mark.parametrize(
@@ -95,12 +101,36 @@ def test_the_second_time_shows_its_own_run(tmp_path: Path, monkeypatch: pytest.M
     assert "offload.max_memory.ssd allows 1 MB" in third.stderr
 
 
+@pytest.mark.timeout(580)
+def test_stopped_and_started_again_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _small_model(tmp_path, monkeypatch)
+    steps, log = 150, tmp_path / "outputs" / "quickstart" / "log.jsonl"
+    overrides = [*QUICK[1:], f"train.max_steps={steps}"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "fuyou_cli", "quickstart", *overrides], cwd=tmp_path, env=_environment(tmp_path),
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as started:  # fmt: skip
+        deadline = time.monotonic() + 200
+        while not (log.exists() and '"step":2,' in log.read_text()):
+            assert started.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        os.killpg(started.pid, signal.SIGINT)  # as a terminal does: to everyone in the foreground
+        _, said = started.communicate(timeout=100)
+    assert started.returncode == 130, said
+    again = _quickstart(tmp_path, *overrides)
+    assert again.returncode == 0, again.stderr
+    assert "resuming after step" in again.stderr and "starting over" not in again.stderr
+    assert f"in {steps} steps" in again.stderr[again.stderr.index("Quickstart  ") :]
+
+
 @pytest.mark.timeout(280)
 def test_another_folder_for_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _small_model(tmp_path, monkeypatch)
     (tmp_path / "home").mkdir()
-    done = _quickstart(tmp_path, *QUICK, "output_dir=~/here", "export.dtype=float32")
+    epochs = ["train.max_steps=null", "train.epochs=1"]
+    done = _quickstart(tmp_path, *QUICK[1:], *epochs, "output_dir=~/here", "export.dtype=float32")
     assert done.returncode == 0, done.stderr
+    assert "in 32 steps" in done.stderr  # 126 rows, four a step
     assert f"{tmp_path}/home/here/model: Auto" in done.stdout
     assert (tmp_path / "home" / "here" / "model" / "config.json").exists()
     assert not (tmp_path / "~").exists()

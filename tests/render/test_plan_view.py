@@ -127,7 +127,7 @@ def test_json_keeps_bytes_whole(plan: Plan, model: ModelSpec, hardware: Hardware
 
 
 def test_a_cut_vocabulary_is_said_and_its_pieces_are_one_line(
-    printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile
+    printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room
 ) -> None:
     stages = tuple(
         replace(stage, kind="head", vocabulary=(1000 * index, 1000 * index + 1000)) if index < 3 else stage
@@ -136,7 +136,7 @@ def test_a_cut_vocabulary_is_said_and_its_pieces_are_one_line(
     cut = replace(plan, numerics=replace(plan.numerics, vocabulary_rows=1000))
     for width in (80, 120):
         console, printed = printer(width, ascii=True)
-        show_plan(console, cut, replace(model, stages=stages), hardware, verbose=True)
+        show_plan(console, cut, replace(model, stages=stages), hardware, room, verbose=True)
         text = printed()
         assert max(map(len, text.splitlines())) <= width
         assert "in pieces of 1,000 tokens of the vocabulary" in " ".join(text.split())
