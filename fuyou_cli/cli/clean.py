@@ -17,8 +17,8 @@ from typing import Any
 
 from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.core.units import gib
+from fuyou_cli.training.manifest import COMPANIONS, VERSION
 from fuyou_cli.training.manifest import NAME as MANIFEST
-from fuyou_cli.training.manifest import VERSION
 
 from .console import confirm, write_result, write_status
 
@@ -98,11 +98,11 @@ def _named(manifest: Path) -> tuple[list[str], str]:
     version = content.get("fuyou_store") if isinstance(content, dict) else None
     if type(version) is not int or not 1 <= version <= VERSION:
         return [], f"not the manifest of a fuyou store of version 1 to {VERSION}"
-    files, parts = content.get("files"), content.get("parts", [])
-    for names in (files, parts):
+    kinds = [content.get("files"), content.get("parts", []), content.get("companions", [])]
+    for names in kinds:
         if not isinstance(names, list) or not all(isinstance(name, str) and "\0" not in name for name in names):
             return [], "the manifest does not list its files"
-    return list(dict.fromkeys([*files, *parts])), ""
+    return list(dict.fromkeys(name for names in kinds for name in names)), ""
 
 
 def _look(text: str, home: Path) -> tuple[str, Remnant | None]:
@@ -111,6 +111,8 @@ def _look(text: str, home: Path) -> tuple[str, Remnant | None]:
     if not path.is_absolute() or ".." in path.parts:
         return "not a plain absolute path", None
     folder = path.parent
+    if folder.name == COMPANIONS and not folder.is_symlink():
+        folder = folder.parent
     if folder.resolve() != home and (folder.name != home.name or folder.is_symlink()):
         return f"not in a folder named {home.name}", None
     try:

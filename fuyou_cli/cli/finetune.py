@@ -91,6 +91,7 @@ def _introduce(loaded: LoadedRecipe, prepared: Prepared) -> None:
 
 def _train(prepared: Prepared) -> tuple[RunReport, Path]:
     """Runs to the end and saves; the report and the store's folder."""
+    from fuyou_cli.training.companions import keep_companions
     from fuyou_cli.training.jsonl import JsonlLog
     from fuyou_cli.training.run import Run
 
@@ -103,6 +104,7 @@ def _train(prepared: Prepared) -> tuple[RunReport, Path]:
     ) as run:
         write_status(f"swap daemon: {run.daemon.description}")
         _load(prepared, run)
+        keep_companions(prepared, run.paths[0].parent)
         with ExitStack() as stack:
             log = None
             if "jsonl" in prepared.recipe.logging.backends:

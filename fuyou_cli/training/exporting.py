@@ -17,6 +17,7 @@ from ..swap.store import Store
 from . import manifest as manifests
 from .checkpoint.companions import companion_files
 from .checkpoint.writer import OutTensor, write_checkpoint
+from .companions import kept_companions
 from .manifest import Manifest, StoredStage, StoredTensor
 
 _WINDOW = 17 * MiB  # one piece of at most 16 MiB with the store's alignment around it
@@ -139,6 +140,6 @@ def export_store(
             weights.read,
             max_shard_size=max_shard_size,
             metadata={"fuyou_step": str(manifest.step)},
-            companions=companion_files(Path(manifest.model_dir), dtype=dtype),
+            companions=companion_files(kept_companions(source) or Path(manifest.model_dir), dtype=dtype),
             progress=progress,
         )

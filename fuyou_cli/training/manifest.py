@@ -19,6 +19,7 @@ from ..core.errors import FuyouError, UsageError
 State = Literal["loading", "committed", "running"]
 
 NAME = "manifest.json"
+COMPANIONS = "companions"  # the folder beside it with what an export needs besides weights
 VERSION = 3
 _LARGEST = 64 << 20
 
@@ -54,7 +55,8 @@ class StoredStage:
 class Manifest:
     run: str  # names this run in the part files of its folders
     files: tuple[str, ...]  # absolute paths of the store's files, in the order of the stripe
-    parts: tuple[str, ...]  # of the part files beside them; with `files`, what `fuyou clean` may remove
+    parts: tuple[str, ...]  # of the part files beside them
+    companions: tuple[str, ...]  # of what an export needs besides; all three are what `fuyou clean` may remove
     stripe: int
     store_size: int
     state: State
@@ -115,6 +117,7 @@ def _parsed(path: Path, content: Any) -> Manifest:
         fields["stages"] = tuple(_stage(stage) for stage in fields["stages"])
         fields["files"] = tuple(str(name) for name in fields["files"])
         fields["parts"] = tuple(str(name) for name in fields["parts"])
+        fields["companions"] = tuple(str(name) for name in fields["companions"])
         fields["losses"] = tuple(float(loss) for loss in fields["losses"])
         if fields["state"] not in get_args(State):
             raise ValueError(f"state {fields['state']!r}")

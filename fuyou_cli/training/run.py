@@ -26,7 +26,7 @@ from ..swap.daemon import Counters, DaemonOptions, SwapDaemon
 from ..swap.store import Store
 from . import manifest as manifests
 from .data import collate
-from .manifest import Manifest, State
+from .manifest import COMPANIONS, Manifest, State
 from .prepare import Prepared
 from .report import Busy, RunReport, StepReport
 from .saved import PART_FILE, check_same_run, check_unchanged, write_parts
@@ -301,6 +301,7 @@ class Run:
                 run=self._name,
                 files=tuple(str(path) for path in self.paths),
                 parts=tuple(str(path.with_name(PART_FILE)) for path in self.paths),
+                companions=tuple(str(path) for path in sorted((self.paths[0].parent / COMPANIONS).glob("*"))),
                 stripe=self.plan.io.stripe,
                 store_size=self.plan.store_size,
                 state=state,

@@ -13,9 +13,11 @@ from .files import inside, read_json
 
 CONFIG_NAME = "config.json"
 
-# Everything a tokenizer of transformers may consist of, and the terms that have to travel with some weights.
+# What belongs to the model: how to generate, and the terms that have to travel with some weights.
+MODEL_PATTERNS = ("generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
+# That, and everything a tokenizer of transformers may consist of.
 PATTERNS = (
-    "generation_config.json",
+    *MODEL_PATTERNS,
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -30,9 +32,6 @@ PATTERNS = (
     "tekken.json",
     "chat_template.jinja",
     "chat_template.json",
-    "LICENSE*",
-    "NOTICE*",
-    "USE_POLICY*",
 )
 CODE_PATTERN = "*.py"  # only beside a configuration that names code of its own
 

@@ -110,7 +110,8 @@ def resolve(
 def _check(name_or_path: str, directory: Path, tokenizer_only: bool, trust_remote_code: bool) -> None:
     if tokenizer_only:
         if not _has_tokenizer(directory):
-            raise UsageError(f"{name_or_path}: has no tokenizer", hint="Give a folder with a tokenizer.json.")
+            hint = "Name a folder or a hub id that has one (tokenizer.json) in tokenizer.name_or_path."
+            raise UsageError(f"{name_or_path}: has no tokenizer", hint=hint)
         return
     if not (directory / CONFIG_NAME).is_file():
         raise UsageError(f"{name_or_path}: has no {CONFIG_NAME}", hint="Give a model in the transformers format.")

@@ -3,9 +3,9 @@
 It exists so that the datasets library and the tokenizer leave no memory behind in the trainer. The request is one JSON
 object (see `rows._request`); the rows go to files in its `out`, and the reply is {"ok": true} or {"error", "hint"}.
 
-Its memory does not grow with the data: what is tokenised at once is `BATCH_CHARS`, or one sample, and the tokenizer takes
-some 100 bytes per character. A text that may become several rows (packing: concat) is cut into pieces; any other sample
-of more than `LARGEST_SAMPLE` characters is refused.
+Its memory does not grow with the number of rows: what is tokenised at once is `BATCH_CHARS`, or one sample, and the
+tokenizer takes some 100 bytes per character; a line of the file is held whole. A text that may become several rows
+(packing: concat) is cut into pieces; any other sample of more than `LARGEST_SAMPLE` characters is refused.
 """
 
 from __future__ import annotations

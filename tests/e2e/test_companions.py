@@ -1,0 +1,76 @@
+"""An export carries the tokenizer that was trained with, also when everything the run started from is gone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from .conftest import Project
+
+TEMPLATE = "{% for m in messages %}<|end|>{{ m['role'] }}: {{ m['content'] }}<|end|>{% endfor %}"
+CHAT = [{"role": "user", "content": "How far?"}, {"role": "assistant", "content": "Seven miles."}]
+TEXT = "The road!! from the harbour<|filler|> to the mill!<|end|>"
+
+
+def _started_from(materials: Path, folder: Path, *, pad: str) -> dict[str, object]:
+    """A model whose tokenizer is another's, in a folder of its own and without config.json; the recipe's changes."""
+    shutil.copytree(materials / "model", folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer.chat_template = "{{ 'not this one' }}"
+    tokenizer.save_pretrained(folder / "tokenizer")
+    (folder / "model" / "tokenizer.json").unlink()  # nothing of it may be needed
+    (folder / "model" / "LICENSE").write_text("terms")
+    (folder / "template.jinja").write_text(TEMPLATE)
+    (folder / "chat.jsonl").write_text("".join(json.dumps({"messages": CHAT}) + "\n" for _ in range(8)))
+    return {
+        "model.name_or_path": str(folder / "model"),
+        "tokenizer": {
+            "name_or_path": str(folder / "tokenizer"), "chat_template": str(folder / "template.jinja"), "pad_token": pad,
+        },
+        "dataset.train": [{"path": str(folder / "chat.jsonl")}],
+        "dataset.max_seq_len": 64,
+        "dataset.loss_on": "all",
+        "train.max_steps": 3,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("pad", ["<|end|>", "!"], ids=["a special token", "a token of ordinary text"])
+@pytest.mark.timeout(120)
+def test_the_export_has_the_tokenizer_of_the_run(
+    pad: str, new_project: Callable[..., Project], materials: Path, tmp_path: Path
+) -> None:
+    start = tmp_path / "start"
+    project = new_project(changes=_started_from(materials, start, pad=pad))
+    ran = project.fuyou("finetune", project.recipe)
+    assert ran.returncode == 0, ran.stderr
+    expected = AutoTokenizer.from_pretrained(start / "tokenizer")
+    ids, chat = expected(TEXT)["input_ids"], expected.apply_chat_template(CHAT, chat_template=TEMPLATE)["input_ids"]
+    shutil.rmtree(start)
+    stores = [manifest.parent for manifest in (project.out / "store").glob("*/manifest.json")]
+    again = project.fuyou("export", stores[0], project.folder / "again")
+    assert again.returncode == 0, again.stderr
+    for folder in (project.out / "model", project.folder / "again"):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        assert tokenizer(TEXT)["input_ids"] == ids
+        assert tokenizer.apply_chat_template(CHAT)["input_ids"] == chat
+        # naming an ordinary token would change the ids of texts that hold it
+        assert tokenizer.pad_token == ("<|end|>" if pad == "<|end|>" else "<|pad|>")
+        assert (folder / "LICENSE").read_text() == "terms"
+    config = json.loads((project.folder / "again" / "config.json").read_text())
+    assert config["model_type"] == "gpt2"
+
+
+@pytest.mark.timeout(120)
+def test_a_store_without_kept_files_is_exported_from_the_models_folder(new_project: Callable[..., Project]) -> None:
+    project = new_project(changes={"train.max_steps": 3, "export.at_end": False})
+    assert project.fuyou("finetune", project.recipe).returncode == 0
+    kept = next((project.out / "store").glob("*/companions"))
+    assert {file.name for file in kept.iterdir()} >= {"config.json", "tokenizer.json", "tokenizer_config.json"}
+    shutil.rmtree(kept)
+    assert project.fuyou("export", project.recipe, project.folder / "model").returncode == 0
+    assert AutoTokenizer.from_pretrained(project.folder / "model").eos_token == "<|end|>"
