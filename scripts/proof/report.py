@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -66,10 +67,11 @@ def missing(what: str, asked: str, why: str) -> Row:
 
 
 class Progress:
-    """Finished measurements in a file of JSON lines, one object each; what is there is not measured again."""
+    """Finished measurements in a file of JSON lines, one object each; what is there is not measured again while the code
+    is the same."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.code = path, code()
         self.kept: dict[str, dict[str, Any]] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
@@ -78,7 +80,8 @@ class Progress:
                 path.write_bytes(whole + b"\n" if whole else b"")
             for line in whole.splitlines():
                 record = json.loads(line)
-                self.kept[record["key"]] = record
+                if record.get("code") == self.code:
+                    self.kept[record["key"]] = record
 
     def measure(self, key: str, once: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The measurement `key`: kept from before, or taken now and kept unless it says `failed` or `noisy`."""
@@ -94,7 +97,7 @@ class Progress:
         if value.get("noisy"):
             say(f"{key}: done, but not kept: others used {value['others_cores']:.2f} cores")
             return value
-        record = {"key": key, "date": now(), "commit": commit(), "value": value}
+        record = {"key": key, "date": now(), "commit": commit(), "code": self.code, "value": value}
         self.kept[key] = record
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
@@ -119,7 +122,8 @@ def say(text: str) -> None:
 def conclude(
     name: str, rows: Sequence[Row], *, results: Path, settings: dict[str, object], notes: Sequence[str] = ()
 ) -> int:
-    """Prints the table, writes `results`/`name`.json; the script's exit code: 1 when a line failed."""
+    """Prints the table, writes `results`/`name`.json; the script's exit code: 1 when a line failed, 3 when none did but
+    not one that asks for something was shown either."""
     print(table(rows))
     for note in notes:
         print(f"note: {note}")
@@ -141,7 +145,9 @@ def conclude(
         if number := sum(row.verdict == verdict for row in rows):
             counts += f", {number} {verdict.lower()}"
     print(f"{name}: {counts}; written to {path}")
-    return 1 if failed else 0
+    if failed:
+        return 1
+    return 0 if any(row.verdict == PASS for row in rows) else 3
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -186,6 +192,20 @@ def commit() -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
+
+
+def code() -> str:
+    """A name for the code that is measured: what is committed of it, and what differs from that."""
+    measured = ["fuyou_cli", "native"]
+    try:
+        trees = _git("rev-parse", *(f"HEAD:{folder}" for folder in measured))
+        return hashlib.sha256((trees + _git("diff", "HEAD", "--", *measured)).encode()).hexdigest()[:12]
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True).stdout
 
 
 def now() -> str:

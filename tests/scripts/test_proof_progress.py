@@ -27,6 +27,13 @@ def test_what_failed_or_was_disturbed_is_taken_again(tmp_path: Path, value: dict
     assert report.Progress(path).measure("a", lambda: {"seconds": 2.0}) == {"seconds": 2.0}
 
 
+def test_what_other_code_measured_is_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "state.jsonl"
+    report.Progress(path).measure("a", lambda: {"seconds": 1.0})
+    monkeypatch.setattr(report, "code", lambda: "changed")
+    assert report.Progress(path).measure("a", lambda: {"seconds": 2.0}) == {"seconds": 2.0}
+
+
 def test_a_line_cut_short_is_dropped_and_the_next_one_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "state.jsonl"
     report.Progress(path).measure("a", lambda: {"seconds": 1.0})
@@ -48,6 +55,7 @@ def test_one_failing_line_fails_the_script_and_is_in_the_file(
     assert [row.verdict for row in rows] == ["pass", "FAIL", "reported"]
     assert report.conclude("one", rows, results=tmp_path, settings={}) == 1
     assert report.conclude("two", rows[:1], results=tmp_path, settings={}) == 0
+    assert report.conclude("three", rows[2:], results=tmp_path, settings={}) == 3
     printed = capsys.readouterr().out
     assert "1 of 3 lines FAILED" in printed and "    why" in printed
     written = json.loads((tmp_path / "one.json").read_text())
