@@ -36,6 +36,11 @@ def embedding_backward(
             add_embedding_rows(module, ids[rows].to(device), grad_y[rows].to(device), total)
             executor.between()
         return
+    if call.stage in executor.scaled_lookups and grad_y.shape[0] == ids.shape[0]:
+        assert isinstance(module, torch.nn.Embedding)
+        flat_ids, grad = ids.reshape(-1).to(device), grad_y.reshape(-1, grad_y.shape[-1]).to(device)
+        add_scaled_rows(module, call.run, flat_ids, grad, total, first=0)
+        return
     if flat is None:  # two-phase updates need no weights here; a lookup's gradient does not depend on their values
         params = executor.model.stages[call.stage].params
         flat = torch.zeros(params, dtype=TORCH_DTYPE[executor.model.compute_dtype], device=device)

@@ -23,6 +23,7 @@ from .anatomy import Anatomy, one_row_masks
 from .boundaries import Boundaries
 from .compute_weights import ComputeWeights
 from .devices.base import Device
+from .embedding import is_lookup, is_plain
 from .embedding_passes import backward_in_pieces, embedding_backward, forward_in_pieces
 from .gradients import GradientSum, squared_norm
 from .head import IGNORED, Head, shifted
@@ -33,6 +34,7 @@ from .stage import Stage
 from .streamed import Call, StreamedStage, streamed_forward
 from .sums import GradientSums
 from .updates import Optimizer, Scalars
+from .vocabulary import scales_rows
 
 _CHOREOGRAPHY = 1 << 30  # stands for "between the stages" where a random stream needs a stage number
 
@@ -91,6 +93,11 @@ class Executor:
         self._head_gradient: torch.Tensor | None = None  # on its way from the head to the last stage's backward
         self._replaced: list[torch.nn.Module] = []
         cut = [stage.index for stage in model.stages if stage.kind == "embedding" and stage.vocabulary is not None]
+        self.scaled_lookups = {  # whose gradients are sums of rows too; found before their forwards are replaced
+            stage.index
+            for stage, module in zip(model.stages, anatomy.modules, strict=True)
+            if stage.kind == "embedding" and is_lookup(module) and not is_plain(module) and scales_rows(module)
+        }
         self._pieces = {cut[0]: cut} if cut else {}  # of the embedding, by the stage that its forward is called as
         self._cursor, self._settled = -1, False
         self._prefetched: set[int] = set()

@@ -90,14 +90,14 @@ def obstacle(anatomy: Anatomy) -> str | None:
     expected = [] if anatomy.tied_head else [{(head, name)} for name, _ in head.named_parameters()]
     if [set(slotted.places) for slotted in of_head] != expected or (anatomy.tied_head and head.bias is not None):
         return "its head owns more than a linear layer's weights"
-    if not _scales_rows(embedding):
+    if not scales_rows(embedding):
         return "its embedding does more to a row than scale it"
     if not _logits_are_independent(anatomy, head):
         return "its logits depend on each other after the linear layer"
     return None
 
 
-def _scales_rows(embedding: nn.Embedding) -> bool:
+def scales_rows(embedding: nn.Embedding) -> bool:
     """Whether the module's own forward gives a linear image of each id's row, whatever the id's number and neighbours."""
     if type(embedding).forward is nn.Embedding.forward:
         return True
