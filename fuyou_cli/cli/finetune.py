@@ -13,6 +13,7 @@ from fuyou_cli.core.units import gb
 
 from . import probe
 from .console import status_console, write_result, write_status
+from .prepared import prepared_for
 from .room import Room, export_folder, plan_problems, room_of
 
 if TYPE_CHECKING:
@@ -28,28 +29,11 @@ def run_finetune(loaded: LoadedRecipe) -> None:
     from .allocator import settle_allocator
 
     settle_allocator()  # before torch takes its first block
-    prepared = _prepare(loaded)
+    prepared = prepared_for(loaded, planned=lambda considered: _refuse_unfit(loaded, considered))
     _introduce(loaded, prepared)
     report, source = _train(prepared)
     _export(prepared, source)
     _conclude(prepared, report)
-
-
-def _prepare(loaded: LoadedRecipe) -> Prepared:
-    from fuyou_cli.training.prepare import prepare, run_directories
-
-    from .machine import hardware_for
-    from .render.transfer import Transfers
-
-    directory = run_directories(loaded.recipe)[0]
-    with Transfers(status_console()) as transfers:
-        return prepare(
-            loaded.recipe,
-            probe=lambda device: hardware_for(directory, device=device),
-            say=write_status,
-            progress=transfers,
-            planned=lambda considered: _refuse_unfit(loaded, considered),
-        )
 
 
 def _refuse_unfit(loaded: LoadedRecipe, prepared: Prepared) -> None:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.core.errors import PlanError
 
-from .console import result_console, status_console, write_json, write_result, write_status
+from .console import result_console, write_json, write_result
+from .prepared import prepared_for
 from .room import Room, plan_problems, room_of
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def run_plan(
     if show_config and not json_output:
         write_result(config_text(loaded))
     try:
-        prepared = _prepare(loaded)
+        prepared = prepared_for(loaded, planning_only=True)
     except PlanError as error:
         if json_output:
             write_json({"fits": False, "problems": [error.message], "help": error.hint, "plan": None, **extra})
@@ -37,23 +38,6 @@ def run_plan(
     else:
         _show(loaded, prepared, room, verbose=verbose)
     return not plan_problems(prepared.plan, room)
-
-
-def _prepare(loaded: LoadedRecipe) -> Prepared:
-    from fuyou_cli.training.prepare import prepare, run_directories
-
-    from .machine import hardware_for
-    from .render.transfer import Transfers
-
-    directory = run_directories(loaded.recipe)[0]
-    with Transfers(status_console()) as transfers:
-        return prepare(
-            loaded.recipe,
-            probe=lambda device: hardware_for(directory, device=device),
-            planning_only=True,
-            say=write_status,
-            progress=transfers,
-        )
 
 
 def _show(loaded: LoadedRecipe, prepared: Prepared, room: Room, *, verbose: bool) -> None:

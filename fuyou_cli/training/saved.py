@@ -57,7 +57,7 @@ def write_parts(run: str, directories: Sequence[Path]) -> None:
 
 
 def read_part(directory: Path) -> Part | None:
-    """What `directory` is part of; None when it is of nothing (or of something that is not a part file of ours)."""
+    """What `directory` is part of; None where that cannot be read."""
     path = directory / PART_FILE
     try:
         if path.stat().st_size > _LARGEST_PART:
@@ -116,9 +116,11 @@ def _check_parts(saved: Manifest) -> None:
 def _check_free(directories: Sequence[Path]) -> None:
     """Nothing in these folders belongs to a saved run that a new one would destroy."""
     for directory in directories:
-        part = read_part(directory)
-        if part is None or not (directory / STORE_FILE).exists():
+        if not (directory / STORE_FILE).exists() or not (directory / PART_FILE).exists():
             continue
+        part = read_part(directory)
+        if part is None:  # a saved run may be behind it: nothing is written over on a guess
+            raise UsageError(f"{directory / PART_FILE} is damaged", hint=f"put it back, {_START_OVER}")
         first = Path(part.first)
         owner = manifests.read(first)
         if owner is None and first.is_dir():

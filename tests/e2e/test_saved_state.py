@@ -96,6 +96,13 @@ def test_a_folder_of_another_run_is_refused(striped: Project) -> None:
         train(striped)
 
 
+def test_a_damaged_part_file_is_not_taken_for_a_free_folder(striped: Project) -> None:
+    (_folder(striped, "b") / PART_FILE).write_text("{")
+    striped.write_recipe(_striped(striped.folder, "b"))
+    with pytest.raises(UsageError, match=r"part\.json is damaged"):
+        train(striped)
+
+
 def test_the_manifest_is_looked_at_again_under_the_lock(stopped: Project) -> None:
     prepared = prepared_run(stopped)
     train(stopped, None)

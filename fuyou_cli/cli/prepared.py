@@ -1,0 +1,29 @@
+"""A recipe prepared for a command: rates of this machine, and words and bars on stderr."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .console import status_console, write_status
+
+if TYPE_CHECKING:
+    from fuyou_cli.recipe.load import LoadedRecipe
+    from fuyou_cli.training.prepare import Prepared
+
+
+def prepared_for(loaded: LoadedRecipe, **options: Any) -> Prepared:
+    """`training.prepare.prepare` with its `options` (`planning_only`, `planned`)."""
+    from fuyou_cli.training.prepare import prepare, run_directories
+
+    from .machine import hardware_for
+    from .render.transfer import Transfers
+
+    directory = run_directories(loaded.recipe)[0]
+    with Transfers(status_console()) as transfers:
+        return prepare(
+            loaded.recipe,
+            probe=lambda device: hardware_for(directory, device=device),
+            say=write_status,
+            progress=transfers,
+            **options,
+        )
