@@ -33,7 +33,7 @@ def _quickstart(folder: Path, *overrides: str) -> subprocess.CompletedProcess[st
 
 def _environment(folder: Path) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith("FUYOU_")}
-    home = str(folder / "home")
+    home = str(folder / "people")
     return {**kept, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "COLUMNS": "100", "HOME": home}
 
 
@@ -126,11 +126,11 @@ def test_stopped_and_started_again_it_goes_on(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.timeout(280)
 def test_another_folder_for_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _small_model(tmp_path, monkeypatch)
-    (tmp_path / "home").mkdir()
+    (tmp_path / "people").mkdir()
     epochs = ["train.max_steps=null", "train.epochs=1"]
     done = _quickstart(tmp_path, *QUICK[1:], *epochs, "output_dir=~/here", "export.dtype=float32")
     assert done.returncode == 0, done.stderr
     assert "in 32 steps" in done.stderr  # 126 rows, four a step
-    assert f"{tmp_path}/home/here/model: Auto" in done.stdout
-    assert (tmp_path / "home" / "here" / "model" / "config.json").exists()
+    assert f"{tmp_path}/people/here/model: Auto" in done.stdout
+    assert (tmp_path / "people" / "here" / "model" / "config.json").exists()
     assert not (tmp_path / "~").exists()
