@@ -177,9 +177,7 @@ def take_pair(mode: str, daemon: SwapDaemon, path: Path, size: int, args: argpar
 
 
 def compare(mode: str, daemon: SwapDaemon, path: Path, size: int, args: argparse.Namespace) -> None:
-    pairs = [take_pair(mode, daemon, path, size, args, turn) for turn in range(1 + args.pairs)][
-        1:
-    ]  # the first warms up
+    pairs = [take_pair(mode, daemon, path, size, args, turn) for turn in range(1 + args.pairs)][1:]  # the first warms up
     while sum(pair.others < QUIET_CORES for pair in pairs) < args.pairs and len(pairs) < 4 * args.pairs:
         pairs.append(take_pair(mode, daemon, path, size, args, len(pairs)))
     quiet = [pair for pair in pairs if pair.others < QUIET_CORES]

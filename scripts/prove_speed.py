@@ -113,9 +113,7 @@ def compute(setting: Setting, options: argparse.Namespace) -> list[Row]:
 
 
 def compute_rows(shape: str, clip: float | None, mine: list[dict], theirs: list[dict], note: str) -> list[Row]:
-    rates = [
-        [step["batch_tokens"] / step["seconds"] for step in measured_steps(side, tail=False)] for side in (mine, theirs)
-    ]
+    rates = [[step["batch_tokens"] / step["seconds"] for step in measured_steps(side, tail=False)] for side in (mine, theirs)]
     budget = mine[0]["plan"]["budget"]
     ratio = statistics.median(rates[0]) / statistics.median(rates[1])
     what = f"{shape}, 8,192 tokens a step in {gib(budget)}, clipping {'off' if clip is None else 'on'}"
@@ -201,9 +199,7 @@ def mix_row(mixes: list[dict[str, Any]]) -> Row:
         return missing(what, asked, absent)
     read, write = (statistics.median(one[side] for one in mixes) for side in ("read", "write"))
     lowest = min(read / RATES[0], write / RATES[1])
-    return at_least(
-        what, lowest, RATE_SHOWN, note=f"{read / 1e9:.3f} + {write / 1e9:.3f} GB/s", values={"mixes": mixes}
-    )
+    return at_least(what, lowest, RATE_SHOWN, note=f"{read / 1e9:.3f} + {write / 1e9:.3f} GB/s", values={"mixes": mixes})
 
 
 def bound_row(shape: str, clip: float | None, results: list[dict], alone: list[dict]) -> Row:
@@ -312,9 +308,7 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
             "peers": options.peers is not None,
         }
         notes = [] if options.peers else ["no --peers: DeepSpeed is not run"] if part == "deepspeed" else []
-        code |= conclude(
-            f"prove_speed-{part}-{setting.shape}", rows, results=setting.results, settings=settings, notes=notes
-        )
+        code |= conclude(f"prove_speed-{part}-{setting.shape}", rows, results=setting.results, settings=settings, notes=notes)
     return code
 
 

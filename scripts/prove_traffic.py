@@ -126,9 +126,7 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
             if all_on_ssd:
                 rows.append(per_parameter(setting, what, case, bytes_by, result["plan"]["parameters"]))
             read_by, written_by = result["plan"]["predicted_read_by"], result["plan"]["predicted_written_by"]
-            text = "; ".join(
-                f"{kind} {gb(read_by.get(kind, 0))} + {gb(written_by.get(kind, 0))}" for kind in sorted(read_by)
-            )
+            text = "; ".join(f"{kind} {gb(read_by.get(kind, 0))} + {gb(written_by.get(kind, 0))}" for kind in sorted(read_by))
             rows.append(reported(f"{what}: the plan's bytes, read + written", "see below", note=text))
     settings = {
         "shape": setting.shape,

@@ -149,9 +149,7 @@ def validate(
 @app.command()
 def doctor(
     json_output: Json = False,
-    directory: Annotated[
-        Path | None, typer.Option("--dir", help="The folder a store would use.", show_default=False)
-    ] = None,
+    directory: Annotated[Path | None, typer.Option("--dir", help="The folder a store would use.", show_default=False)] = None,
 ) -> None:
     """Check this machine.
 

@@ -33,9 +33,7 @@ def run_bench(
     place = directory or Path.cwd()
     if err.is_terminal:
         with err.status("starting", spinner="line") as status:
-            report = measure(
-                place, quick=quick, device=device, progress=lambda what: status.update(f"measuring: {what}")
-            )
+            report = measure(place, quick=quick, device=device, progress=lambda what: status.update(f"measuring: {what}"))
     else:
         report = measure(place, quick=quick, device=device)
     keep(report.profile, place)

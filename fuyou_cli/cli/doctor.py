@@ -159,9 +159,7 @@ def _extension() -> Iterator[Check]:
         return
     info = str(kernels.build_info())
     built = "no io_uring" not in info
-    advice = (
-        "" if built else "built without io_uring: install liburing-dev and build again; threads are used until then"
-    )
+    advice = "" if built else "built without io_uring: install liburing-dev and build again; threads are used until then"
     yield Check(name="native extension", status="ok" if built else "note", found=info, advice=advice)
 
 
@@ -170,9 +168,7 @@ def _io_uring() -> Iterator[Check]:
     if refusal is None:
         yield Check(name="io_uring", status="ok", found="usable")
         return
-    yield Check(
-        name="io_uring", status="note", found=refusal, advice="a thread pool is used instead; it takes more CPU"
-    )
+    yield Check(name="io_uring", status="note", found=refusal, advice="a thread pool is used instead; it takes more CPU")
 
 
 def _memory() -> Iterator[Check]:

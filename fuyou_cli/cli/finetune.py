@@ -83,9 +83,7 @@ def _train(prepared: Prepared) -> tuple[RunReport, Path]:
 
     out = Path(prepared.recipe.output_dir).expanduser()
     out.mkdir(parents=True, exist_ok=True)
-    with Run(
-        prepared, memory_now=probe.process_bytes, free_space=probe.free_space, trim=trim, announce=write_status
-    ) as run:
+    with Run(prepared, memory_now=probe.process_bytes, free_space=probe.free_space, trim=trim, announce=write_status) as run:
         write_status(f"swap daemon: {run.daemon.description}")
         _load(prepared, run)
         keep_companions(prepared, run.paths[0].parent)

@@ -15,9 +15,7 @@ if TYPE_CHECKING:
     from fuyou_cli.training.prepare import Prepared
 
 
-def run_plan(
-    loaded: LoadedRecipe, *, json_output: bool = False, verbose: bool = False, show_config: bool = False
-) -> bool:
+def run_plan(loaded: LoadedRecipe, *, json_output: bool = False, verbose: bool = False, show_config: bool = False) -> bool:
     """True when the run fits. Raises PlanError where there is no plan at all; as JSON that is said on stdout as well."""
     from .validate import config_of, config_text
 

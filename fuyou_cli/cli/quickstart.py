@@ -171,9 +171,7 @@ def _ended(log: Path) -> bool:
 
 def _module(name: str, *arguments: str) -> str:
     """Runs one of the quickstart's modules; what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-m", f"{_PACKAGE}.{name}", *arguments], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-m", f"{_PACKAGE}.{name}", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or ["no message"]
         raise FuyouError(f"{name.replace('_', ' ')} failed: {last[0]}")
@@ -195,9 +193,7 @@ def _done(recipe: Recipe, out: Path) -> Done:
     manifest = manifests.read(run_directories(recipe)[0])
     assert manifest is not None, "a run that ended well has committed"
     steps = [record for record in records[begin:] if record["event"] == "step"]
-    return Done(
-        plan=records[begin], losses=manifest.losses, peak=max((int(step["ram_peak"]) for step in steps), default=0)
-    )
+    return Done(plan=records[begin], losses=manifest.losses, peak=max((int(step["ram_peak"]) for step in steps), default=0))
 
 
 def _compare(loaded: LoadedRecipe, overrides: Sequence[str], done: Done) -> float | None:

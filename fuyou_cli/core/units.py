@@ -57,7 +57,7 @@ def count(value: int | float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """"850 ms", "12.3 s", "4m 05s", "3h 12m", "5d 19h"."""
+    """ "850 ms", "12.3 s", "4m 05s", "3h 12m", "5d 19h"."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 100:

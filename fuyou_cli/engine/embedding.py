@@ -14,12 +14,7 @@ from .gradients import GradientSum
 
 def is_lookup(module: nn.Module | None) -> bool:
     """An embedding whose rows and their gradients do not depend on how often each is looked up."""
-    return (
-        isinstance(module, nn.Embedding)
-        and module.max_norm is None
-        and not module.scale_grad_by_freq
-        and not module.sparse
-    )
+    return isinstance(module, nn.Embedding) and module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
 
 
 def is_plain(module: nn.Module | None) -> bool:

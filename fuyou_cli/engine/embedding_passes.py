@@ -78,9 +78,7 @@ def forward_in_pieces(executor: Executor, pieces: Sequence[int], call: Call, ids
     return y.view(*ids.shape, *y.shape[1:])
 
 
-def backward_in_pieces(
-    executor: Executor, pieces: Sequence[int], call: Call, ids: torch.Tensor, grad_y: torch.Tensor
-) -> None:
+def backward_in_pieces(executor: Executor, pieces: Sequence[int], call: Call, ids: torch.Tensor, grad_y: torch.Tensor) -> None:
     """Every piece's gradients, summed by rows as those of the whole embedding are, and handed over. ids: (batch, tokens)
     int64; grad_y: (batch, tokens, width)."""
     assert grad_y.shape[: ids.dim()] == ids.shape, (grad_y.shape, ids.shape)

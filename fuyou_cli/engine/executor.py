@@ -129,9 +129,7 @@ class Executor:
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
-    def step(
-        self, input_ids: torch.Tensor, labels: torch.Tensor, *, step: int, lr: float, last: bool = False
-    ) -> StepOutcome:
+    def step(self, input_ids: torch.Tensor, labels: torch.Tensor, *, step: int, lr: float, last: bool = False) -> StepOutcome:
         """Forward, backward, and every update accepted (one-phase) or due in the next forward (two-phase).
 
         input_ids, labels: (batch, tokens) int64 in host memory; labels hold -100 where nothing is learnt. Step counts
@@ -225,9 +223,7 @@ class Executor:
         self._tick()
 
     def leave(self, visit: Visit, begin: float) -> None:
-        self._outcome.intervals.append(
-            Interval(phase=visit.phase, stage=visit.stage, begin=begin, end=time.monotonic())
-        )
+        self._outcome.intervals.append(Interval(phase=visit.phase, stage=visit.stage, begin=begin, end=time.monotonic()))
         if visit.owner is not None:
             self.weights.settle(visit.owner)
         self.residency.release(visit)

@@ -32,9 +32,7 @@ def run_head(
     return _whole(executor, hidden, targets, normaliser=normaliser)
 
 
-def _whole(
-    executor: Executor, hidden: torch.Tensor, targets: torch.Tensor, *, normaliser: int
-) -> tuple[float, torch.Tensor]:
+def _whole(executor: Executor, hidden: torch.Tensor, targets: torch.Tensor, *, normaliser: int) -> tuple[float, torch.Tensor]:
     """One visit, forward and backward at once."""
     stage = executor.model.stages[-1].index
     device = executor.device.torch_device

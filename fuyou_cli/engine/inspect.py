@@ -58,9 +58,7 @@ class _Cost:
     flops: float
 
 
-def inspect(
-    anatomy: Anatomy, *, dtype: str, micro_batch_size: int, max_seq_len: int, head_chunk_tokens: int
-) -> ModelSpec:
+def inspect(anatomy: Anatomy, *, dtype: str, micro_batch_size: int, max_seq_len: int, head_chunk_tokens: int) -> ModelSpec:
     """The specification at micro-batches of (micro_batch_size, max_seq_len)."""
     model = anatomy.model
     text = model.config.get_text_config()

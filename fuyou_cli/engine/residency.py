@@ -315,9 +315,7 @@ class Residency:
             self.let_go(record)
         self.wait_until(
             lambda: all(
-                record.update is None and record.fetch is None and record.gradient_write is None
-                for record in self.records
+                record.update is None and record.fetch is None and record.gradient_write is None for record in self.records
             ),
             "updates at the end",
         )
-

@@ -91,8 +91,7 @@ def layout(model: ModelSpec, wishes: Wishes, homes: Homes, *, lookahead: int, gr
     boundary_slots = tuple(arena.take(boundary_size(model, wishes)) for _ in range(slots))
     scratch = arena.take(wishes.scratch_size)
     stages = tuple(
-        _stage(arena, durable, transient, model, wishes, homes, index, classes[index])
-        for index in range(len(model.stages))
+        _stage(arena, durable, transient, model, wishes, homes, index, classes[index]) for index in range(len(model.stages))
     )
     return Layout(
         stages=stages,
@@ -117,9 +116,7 @@ def durable_size(model: ModelSpec) -> int:
     """Bytes of the two extents of weights and states of every stage."""
     item = ITEM_SIZE[model.compute_dtype]
     remainder = 2 if model.compute_dtype == "bfloat16" else 0
-    return sum(
-        2 * align_up(size * stage.params, STORE_UNIT) for stage in model.stages for size in (item, remainder, 4, 4)
-    )
+    return sum(2 * align_up(size * stage.params, STORE_UNIT) for stage in model.stages for size in (item, remainder, 4, 4))
 
 
 def _slot_class(

@@ -104,9 +104,7 @@ def _fill(
     return homes
 
 
-def _candidates(
-    model: ModelSpec, wishes: Wishes, homes: Homes, lookahead: int
-) -> list[tuple[float, int, int, str, int]]:
+def _candidates(model: ModelSpec, wishes: Wishes, homes: Homes, lookahead: int) -> list[tuple[float, int, int, str, int]]:
     """(-traffic saved per byte, kind order, spread, kind, stage). Stages of one kind are taken spread out over the step,
     so that what stays on the ssd is spread out too."""
     two_phase = wishes.clip_grad_norm is not None
@@ -165,9 +163,7 @@ def _assemble(
     )
 
 
-def _predict(
-    model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, placed: Layout, lookahead: int
-) -> Predicted:
+def _predict(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, placed: Layout, lookahead: int) -> Predicted:
     numerics = wishes.numerics
     micro_batches = -(-numerics.batch_size // numerics.micro_batch_size)
     schedule = expand(
@@ -212,9 +208,7 @@ def _device_peak(model: ModelSpec, wishes: Wishes, placed: Layout) -> int:
     return weights + sums * largest + max(stage.backward_peak for stage in model.stages)
 
 
-def _memory_lines(
-    model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, placed: Layout
-) -> tuple[MemoryLine, ...]:
+def _memory_lines(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, placed: Layout) -> tuple[MemoryLine, ...]:
     """The placement matrix: what each kind takes in each tier."""
     item = ITEM_SIZE[model.compute_dtype]
     states_item = 8 if model.compute_dtype == "float32" else 10
@@ -227,9 +221,7 @@ def _memory_lines(
 
     def home(kind: str, bytes_per_parameter: int, tier: Tier) -> int:
         return sum(
-            model.stages[stage.stage].params * bytes_per_parameter
-            for stage in placed.stages
-            if getattr(stage, kind) == tier
+            model.stages[stage.stage].params * bytes_per_parameter for stage in placed.stages if getattr(stage, kind) == tier
         )
 
     slots = sum(span.size for slot in placed.slot_classes for span in slot.weight_slots)

@@ -147,9 +147,7 @@ def _resolved(node: Any, path: marks.Path, findings: list[Finding], budget: list
         return None
     if isinstance(node, DictConfig):
         keys: list[Any] = list(node.keys())
-        return {
-            key: _resolved(_value(node, key, (*path, key), findings), (*path, key), findings, budget) for key in keys
-        }
+        return {key: _resolved(_value(node, key, (*path, key), findings), (*path, key), findings, budget) for key in keys}
     if isinstance(node, ListConfig):
         items = range(len(node))
         return [_resolved(_value(node, i, (*path, i), findings), (*path, i), findings, budget) for i in items]

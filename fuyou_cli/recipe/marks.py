@@ -157,9 +157,7 @@ def _walk(source: Source, node: yaml.Node, path: Path, key: Place | None) -> Ite
     elif isinstance(node, yaml.MappingNode):
         yield from _walk_mapping(source, node, path)
     elif isinstance(node, yaml.ScalarNode) and any("\ud800" <= character <= "\udfff" for character in node.value):
-        yield Diagnostic(
-            place=source.marks[path].value, code="syntax", message="half of a surrogate pair is not a character"
-        )
+        yield Diagnostic(place=source.marks[path].value, code="syntax", message="half of a surrogate pair is not a character")
 
 
 def _walk_mapping(source: Source, node: yaml.MappingNode, path: Path) -> Iterator[Diagnostic]:

@@ -48,9 +48,7 @@ def _parse(text: str) -> Override | list[Diagnostic]:
     source = Source(file=COMMAND_LINE, text=value)
     if wrong := scan(source):
         return [
-            _problem(
-                text, f"the value is not readable: {problem.message}", 'quote it for YAML: key="text"', problem.code
-            )
+            _problem(text, f"the value is not readable: {problem.message}", 'quote it for YAML: key="text"', problem.code)
             for problem in wrong
         ]
     try:
@@ -95,9 +93,7 @@ def apply_override(data: dict[str, Any], override: Override) -> Diagnostic | Non
         return _no_way(override, len(override.path), at, None)
     here: Any = last if isinstance(at, list) else str(last)
     old = _step(at, last)
-    at[here] = (
-        _merged(old, override.value) if isinstance(old, dict) and isinstance(override.value, dict) else override.value
-    )
+    at[here] = _merged(old, override.value) if isinstance(old, dict) and isinstance(override.value, dict) else override.value
     return None
 
 

@@ -85,15 +85,11 @@ def _device(written: Written) -> Iterator[Finding]:
     if written.get("offload.device") != "cpu":
         return
     if written.get("offload.weights") == "gpu":  # nothing else may rest there yet, on any device
-        yield _conflict(
-            "offload.weights", "`offload.weights: gpu` on `offload.device: cpu`, which has no gpu tier", "use cpu"
-        )
+        yield _conflict("offload.weights", "`offload.weights: gpu` on `offload.device: cpu`, which has no gpu tier", "use cpu")
     if written.has("offload.max_memory.gpu") and written.get("offload.max_memory.gpu") != "auto":
         yield _conflict("offload.max_memory.gpu", "`offload.device: cpu` has no gpu memory to limit", "leave it auto")
     if written.get("model.attn_implementation") == "flash_attention_2":
-        yield _conflict(
-            "model.attn_implementation", "flash_attention_2 does not run on `offload.device: cpu`", "use sdpa"
-        )
+        yield _conflict("model.attn_implementation", "flash_attention_2 does not run on `offload.device: cpu`", "use sdpa")
 
 
 def _emulated(written: Written) -> Iterator[Finding]:
@@ -111,9 +107,7 @@ def _strategy(written: Written) -> Iterator[Finding]:
     for tier in _TIERS:
         home = written.get(f"offload.{tier}")
         if strategy == "none" and home == "ssd":
-            yield _conflict(
-                f"offload.{tier}", f"`offload.{tier}: ssd` although `offload.strategy: none` keeps the ssd out"
-            )
+            yield _conflict(f"offload.{tier}", f"`offload.{tier}: ssd` although `offload.strategy: none` keeps the ssd out")
         if strategy == "manual" and home == "auto" and tier in ("weights", "optimizer_states"):
             yield _conflict(
                 "offload.strategy",

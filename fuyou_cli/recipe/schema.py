@@ -71,9 +71,10 @@ class DatasetSection(Section):
 class OptimizerSection(Section):
     name: Text = "adamw"
     lr: PositiveFloat = 1e-5
-    betas: Annotated[
-        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Field(strict=False)
-    ] = (0.9, 0.95)
+    betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Field(strict=False)] = (
+        0.9,
+        0.95,
+    )
     eps: PositiveFloat = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"

@@ -45,9 +45,7 @@ def _a_part(value: Any) -> bool:
 
 UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt(path="adapter", asks=_set, feature="LoRA and other adapters", instead="leave it null: full fine-tuning"),
-    Unbuilt(
-        path="freeze", asks=_other_than([]), feature="frozen parameters", instead="leave it out: everything is trained"
-    ),
+    Unbuilt(path="freeze", asks=_other_than([]), feature="frozen parameters", instead="leave it out: everything is trained"),
     Unbuilt(path="eval", asks=_set, feature="evaluation during training", instead="leave the section out"),
     Unbuilt(path="dataset.eval", asks=_set, feature="evaluation during training", instead="leave it null"),
     Unbuilt(
@@ -97,9 +95,7 @@ UNBUILT: tuple[Unbuilt, ...] = (
         feature="fp16 with loss scaling",
         instead="use bfloat16 or float32",
     ),
-    Unbuilt(
-        path="precision.master", asks=_one_of("bfloat16"), feature="a bf16 master copy", instead="leave it float32"
-    ),
+    Unbuilt(path="precision.master", asks=_one_of("bfloat16"), feature="a bf16 master copy", instead="leave it float32"),
     Unbuilt(
         path="precision.allow_tf32",
         asks=_other_than(False),

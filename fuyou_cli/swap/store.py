@@ -23,9 +23,7 @@ class Store:
         self.direct = bool(lib.fy_store_is_direct(handle))
 
     @classmethod
-    def open(
-        cls, paths: Sequence[Path], *, stripe: int, size: int, create: bool = False, buffered: bool = False
-    ) -> Store:
+    def open(cls, paths: Sequence[Path], *, stripe: int, size: int, create: bool = False, buffered: bool = False) -> Store:
         """The store over `paths` (one file each, `size` bytes together, `stripe` bytes to a file in turn).
 
         `create` preallocates the files; without it they must exist with the right size. `buffered` goes through the
@@ -67,7 +65,5 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()

@@ -37,9 +37,7 @@ class StoreWeights:
             _check_complete(name, [tensor for _, tensor in places])
 
     def tensors(self) -> list[OutTensor]:
-        return [
-            OutTensor(name=name, dtype=self.dtype, shape=places[0][1].shape) for name, places in self._places.items()
-        ]
+        return [OutTensor(name=name, dtype=self.dtype, shape=places[0][1].shape) for name, places in self._places.items()]
 
     def read(self, tensor: OutTensor, first: int, count: int) -> memoryview:
         """Elements [first, first + count) of a tensor, valid until the next call."""

@@ -32,17 +32,13 @@ class JsonlLog:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise UsageError(
-                f"cannot open the log {path}: {error.strerror}", hint="choose another output_dir"
-            ) from error
+            raise UsageError(f"cannot open the log {path}: {error.strerror}", hint="choose another output_dir") from error
         _drop_torn_line(self._file)
 
     def __enter__(self) -> JsonlLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def step(self, report: StepReport) -> None:

@@ -385,9 +385,7 @@ def _steps(recipe: Recipe, rows: Rows) -> tuple[Sampler, int]:
     """The sampler and the number of steps: `max_steps`, or as many as the epochs take."""
     from .data import Sampler
 
-    sampler = Sampler(
-        len(rows), batch_size=recipe.train.batch_size, shuffle=recipe.dataset.shuffle, seed=recipe.seed
-    )
+    sampler = Sampler(len(rows), batch_size=recipe.train.batch_size, shuffle=recipe.dataset.shuffle, seed=recipe.seed)
     if recipe.train.max_steps is not None:
         return sampler, recipe.train.max_steps
     return sampler, sampler.steps(recipe.train.epochs or 1)
@@ -399,9 +397,7 @@ def _schedule_length(recipe: Recipe, total_steps: int) -> int | None:
     return None if schedule.name == "constant" and not schedule.warmup_ratio else total_steps
 
 
-def _fingerprints(
-    recipe: Recipe, anatomy: Anatomy, model: ModelSpec, rows: Rows, total_steps: int
-) -> dict[str, str]:
+def _fingerprints(recipe: Recipe, anatomy: Anatomy, model: ModelSpec, rows: Rows, total_steps: int) -> dict[str, str]:
     """Digests of what a resumed run must agree on."""
     config = json.loads(anatomy.model.config.to_json_string(use_diff=False))
     described: dict[str, Any] = {

@@ -91,9 +91,7 @@ class Run:
         arena = self._stack.enter_context(_open_arena(plan.arena_size))
         self.device = open_device(plan.device)
         self._stack.callback(self.device.close)  # its copies reach into the arena: closed before that is unmapped
-        self.store = self._stack.enter_context(
-            Store.open(self.paths, stripe=plan.io.stripe, size=plan.store_size, create=True)
-        )
+        self.store = self._stack.enter_context(Store.open(self.paths, stripe=plan.io.stripe, size=plan.store_size, create=True))
         start_over = prepared.recipe.checkpoint.resume == "never"
         check_unchanged(prepared.manifest, self.paths[0].parent, start_over=start_over)
         self.daemon = self._stack.enter_context(
@@ -135,9 +133,7 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stack.close()
 
     def load(self, progress: Callable[[int], None]) -> None:

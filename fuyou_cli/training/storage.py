@@ -153,9 +153,7 @@ class StageFiles:
         return tuple(_stored(stage, plan, record, entries) for stage, plan, record in together)
 
 
-def _stored(
-    stage: StageSpec, plan: StagePlan, record: Record, entries: Mapping[str, TensorEntry]
-) -> StoredStage:
+def _stored(stage: StageSpec, plan: StagePlan, record: Record, entries: Mapping[str, TensorEntry]) -> StoredStage:
     parity = record.generation % 2
     weights = plan.weights_extents[parity]
     remainder = plan.remainder_extents[parity] if plan.remainder_extents and not record.zero_remainder else None

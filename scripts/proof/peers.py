@@ -43,9 +43,7 @@ def unusable(peers: Path | None) -> str:
     return "" if probe.returncode == 0 else "DeepSpeed is not installed for this Python"
 
 
-def _deepspeed_run(
-    setting: Setting, peers: Path, *, rows: int, micro: int, throttle: tuple[int, int]
-) -> dict[str, Any]:
+def _deepspeed_run(setting: Setting, peers: Path, *, rows: int, micro: int, throttle: tuple[int, int]) -> dict[str, Any]:
     """One warm-up and two measured steps. Its rows are random tokens: it takes no others; the work is the same."""
     scratch = Path(os.environ.get("BENCH_DIR", setting.work / "peers"))
     scratch.mkdir(parents=True, exist_ok=True)

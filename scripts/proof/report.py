@@ -45,9 +45,7 @@ def at_most(what: str, value: float, bar: float, *, note: str = "", values: Valu
 
 
 def holds(what: str, asked: str, measured: str, ok: bool, *, note: str = "", values: Values = None) -> Row:
-    return Row(
-        what=what, asked=asked, measured=measured, verdict=PASS if ok else FAIL, note=note, values=dict(values or {})
-    )
+    return Row(what=what, asked=asked, measured=measured, verdict=PASS if ok else FAIL, note=note, values=dict(values or {}))
 
 
 def reported(what: str, measured: str, *, note: str = "", values: Values = None) -> Row:
@@ -119,9 +117,7 @@ def say(text: str) -> None:
 # ---- the end ------------------------------------------------------------------------------------------------------
 
 
-def conclude(
-    name: str, rows: Sequence[Row], *, results: Path, settings: dict[str, object], notes: Sequence[str] = ()
-) -> int:
+def conclude(name: str, rows: Sequence[Row], *, results: Path, settings: dict[str, object], notes: Sequence[str] = ()) -> int:
     """Prints the table, writes `results`/`name`.json; the script's exit code: 1 when a line failed, 3 when none did but
     not one that asks for something was shown either."""
     print(table(rows))

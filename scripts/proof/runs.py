@@ -202,9 +202,7 @@ def limited(
 
 
 @contextmanager
-def started(
-    command: list[str], held: Group | None, output: BinaryIO, **environment: str
-) -> Iterator[subprocess.Popen[bytes]]:
+def started(command: list[str], held: Group | None, output: BinaryIO, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
     """A child inside the group from before its first instruction; killed if the script leaves early."""
     child = subprocess.Popen(
         command,

@@ -44,9 +44,7 @@ class Seen:
     seconds: float = 0.0
 
 
-def follow(
-    child: subprocess.Popen[bytes], *, log: Path, group: Group | None, memory: bool, counters: bool, steps: int
-) -> Seen:
+def follow(child: subprocess.Popen[bytes], *, log: Path, group: Group | None, memory: bool, counters: bool, steps: int) -> Seen:
     """Watches until the child ends. `steps` is after how many steps it stops training."""
     seen, began, sampled, phase = Seen(), time.monotonic(), 0.0, "load"
     lines = LineCounter(log)

@@ -39,7 +39,6 @@ def test_a_short_disk_is_measured_on_less(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-
 def test_no_room_and_no_directory(tmp_path: Path) -> None:
     with pytest.raises(OutOfSpaceError, match="too little to measure"):
         measure_store.measure_store(tmp_path, quick=True, free=measure_store.SPARE_DISK)

@@ -223,9 +223,7 @@ def test_says_what_to_do(server: Hub, tmp_path: Path) -> None:
         error = refusal(server, cache, name)
         assert name in error.message and says in error.message, error.message
         assert hint in str(error.hint), error.hint
-    assert (
-        "o/single@nowhere: there is no such revision" in refusal(server, cache, "o/single", revision="nowhere").message
-    )
+    assert "o/single@nowhere: there is no such revision" in refusal(server, cache, "o/single", revision="nowhere").message
 
 
 def test_says_that_the_hub_cannot_be_reached(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

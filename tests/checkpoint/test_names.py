@@ -117,9 +117,7 @@ def test_ignores_only_known_constants() -> None:
     constants = ["model.layers.0.self_attn.rotary_emb.inv_freq", "h.0.attn.bias", "h.0.attn.masked_bias"]
     table = entries() | {name: entry(name) for name in constants}
     assert list(match(NAMES, table, base_model_prefix="model", tied={})) == list(NAMES)
-    assert (
-        "'h.0.attn.c_attn.bias'" in refusal(entries() | {"h.0.attn.c_attn.bias": entry("h.0.attn.c_attn.bias")}).message
-    )
+    assert "'h.0.attn.c_attn.bias'" in refusal(entries() | {"h.0.attn.c_attn.bias": entry("h.0.attn.c_attn.bias")}).message
     names = {**NAMES, "h.0.attn.bias": (9, 4)}  # the same name as a real parameter is needed, not ignored
     with pytest.raises(UsageError, match=r"1 missing: 'h\.0\.attn\.bias'"):
         match(names, entries(), base_model_prefix="model", tied={})
@@ -151,9 +149,7 @@ def test_gpt2_as_it_is_on_the_hub(tmp_path: Path) -> None:
     """No prefix, no head, and the causal masks of old versions."""
     model = make_model("gpt2")
     tensors = {
-        name.removeprefix("transformer."): tensor
-        for name, tensor in model.state_dict().items()
-        if name != "lm_head.weight"
+        name.removeprefix("transformer."): tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"
     }
     for layer in range(2):
         tensors[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 64, 64, dtype=torch.uint8).tril()

@@ -159,9 +159,7 @@ def test_fills_an_empty_directory_and_follows_a_link(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("existing", [False, True])
-@pytest.mark.parametrize(
-    "failure", [OSError(28, "No space left on device"), OSError(5, "I/O error"), KeyboardInterrupt()]
-)
+@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), OSError(5, "I/O error"), KeyboardInterrupt()])
 def test_a_failure_leaves_what_was_there(tmp_path: Path, existing: bool, failure: BaseException) -> None:
     out = tmp_path / "out"
     if existing:

@@ -61,9 +61,7 @@ def on_meta(directory: Path) -> PreTrainedModel:
 
 
 def loaded(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
-    model, problems = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype, output_loading_info=True
-    )
+    model, problems = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, output_loading_info=True)
     assert not any(problems.values()), problems
     return model
 

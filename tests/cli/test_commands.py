@@ -25,9 +25,7 @@ def test_help_answers_at_once():
     best = float("inf")
     for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run(
-            [sys.executable, "-m", "fuyou_cli", "--help"], env=environment(), capture_output=True, check=True
-        )
+        subprocess.run([sys.executable, "-m", "fuyou_cli", "--help"], env=environment(), capture_output=True, check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert best < 0.3
@@ -197,9 +195,7 @@ def _main_with(fault: str, **changes: str) -> subprocess.CompletedProcess[str]:
         f"@app.command()\ndef fault():\n    raise {fault}\n"
         "main(['fault'])"
     )
-    return subprocess.run(
-        [sys.executable, "-c", code], env=environment(**changes), capture_output=True, text=True, check=False
-    )
+    return subprocess.run([sys.executable, "-c", code], env=environment(**changes), capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize(

@@ -65,9 +65,7 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     inner.decoder = decoders.ByteLevel()
     special = ["<|bos|>", "<|im_end|>", "<|im_start|>", "<|pad|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
     inner.train_from_iterator(SAMPLE_TEXT, trainer)
     inner.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 0)])
     tokenizer = PreTrainedTokenizerFast(

@@ -99,9 +99,7 @@ def test_alpaca_sections(write: Write, tokenise: Tokenise, tokenizer: Any) -> No
 
 
 @pytest.mark.parametrize("template", [None, CHATML_UNMARKED], ids=["generation marks", "prefixes"])
-def test_messages_carry_loss_on_assistant_turns(
-    write: Write, tokenise: Tokenise, tokenizer: Any, template: str | None
-) -> None:
+def test_messages_carry_loss_on_assistant_turns(write: Write, tokenise: Tokenise, tokenizer: Any, template: str | None) -> None:
     file = write("chat.jsonl", [{"messages": TURNS}])
     end = "" if template is None else "\n"  # what the turn adds, where the template marks nothing
     rows = tokenise(file, chat_template=template, max_seq_len=256)
@@ -138,14 +136,10 @@ def test_a_template_that_drops_the_thinking_of_earlier_turns(
     for more, last in (([], kept + "7 apples"), ([{"role": "user", "content": "7 apples"}], "7 apples")):
         rows = tokenise(write("chat.jsonl", [{"messages": turns + more}]), chat_template=THINKING, max_seq_len=512)
         assert learnt(rows, tokenizer) == f"7 apples<|im_end|>\n4 apples 🙂<|im_end|>\n{last}<|im_end|>\n"
-        assert whole(rows, tokenizer) == tokenizer.apply_chat_template(
-            turns + more, chat_template=THINKING, tokenize=False
-        )
+        assert whole(rows, tokenizer) == tokenizer.apply_chat_template(turns + more, chat_template=THINKING, tokenize=False)
 
 
-def test_a_template_whose_turns_cannot_be_located_is_refused(
-    write: Write, tokenise: Tokenise, tokenizer: Any
-) -> None:
+def test_a_template_whose_turns_cannot_be_located_is_refused(write: Write, tokenise: Tokenise, tokenizer: Any) -> None:
     template = "{{ messages | length }} messages\n" + CHATML_UNMARKED
     file = write("chat.jsonl", [{"messages": TURNS}])
     with pytest.raises(UsageError, match=r"chat.jsonl:1: .*message 3 differently"):

@@ -48,9 +48,7 @@ def test_concat_counts_the_samples_that_rows_cut(samples: list[Sample], max_seq_
 
 
 @given(samples=samples_of, max_seq_len=lengths, packing=some.sampled_from([False, "concat"]))
-def test_split_loses_no_label_but_those_that_begin_rows(
-    samples: list[Sample], max_seq_len: int, packing: str | bool
-) -> None:
+def test_split_loses_no_label_but_those_that_begin_rows(samples: list[Sample], max_seq_len: int, packing: str | bool) -> None:
     counts = Counts()
     rows = list(lay_out(samples, packing=packing, overlong="split", max_seq_len=max_seq_len, counts=counts))
     assert all(has_loss(mask) for _, mask in rows)

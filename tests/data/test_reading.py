@@ -75,9 +75,7 @@ GOOD = '{"prompt": "a", "completion": "b"}\n'
         (GOOD + '{"prompt": "a", "completion": ' + "1" * 5000 + "}\n", ":2: not usable JSON: .*4300 digits"),
     ],
 )
-def test_a_broken_row_is_one_error_with_its_place(
-    tmp_path: Path, tokenise: Tokenise, content: str | bytes, words: str
-) -> None:
+def test_a_broken_row_is_one_error_with_its_place(tmp_path: Path, tokenise: Tokenise, content: str | bytes, words: str) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UsageError, match=words) as caught:
@@ -115,7 +113,7 @@ def test_whole_surrogate_pairs_are_text(tmp_path: Path) -> None:
 
 def test_an_array_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of every small size cut the file at every place: the rows and their lines stay the same."""
-    rows = [{"text": "x" * number, "list": [number, -1.5e-3, None, True, {"é🙂": "\\ \" \n"}]} for number in range(9)]
+    rows = [{"text": "x" * number, "list": [number, -1.5e-3, None, True, {"é🙂": '\\ " \n'}]} for number in range(9)]
     file = tmp_path / "rows.json"
     file.write_text("\n [ " + " ,\n".join(json.dumps(row) for row in rows) + "\n ]\n", encoding="utf-8-sig")
     for size in (1, 2, 3, 7, 64, 4096):
@@ -156,9 +154,7 @@ def test_a_text_file_is_one_document_when_packed(tmp_path: Path, tokenise: Token
     assert (rows.summary.samples, rows.summary.split) == (1, 1)
 
 
-def test_long_rows_of_text_are_cut_into_pieces_when_packed(
-    write: Write, tokenise: Tokenise, tokenizer: Any
-) -> None:
+def test_long_rows_of_text_are_cut_into_pieces_when_packed(write: Write, tokenise: Tokenise, tokenizer: Any) -> None:
     """With line breaks, with spaces only, with neither: nothing is lost, and a piece is no longer than it may be."""
     lines = "The ferry leaves at nine.\n\nNot so.\n" * 9000
     for text in (lines, "The ferry leaves at nine. " * 9000, "x" * 4 * PIECE_CHARS, "short", ""):

@@ -25,9 +25,7 @@ Write = Callable[[str, list[dict[str, Any]]], Path]
 
 
 def prepared(section: Section, tokenizer_dir: Path, cache_dir: Path) -> Rows:
-    return prepare(
-        dataset=section, tokenizer_dir=tokenizer_dir, chat_template=None, pad_token=None, cache_dir=cache_dir
-    )
+    return prepare(dataset=section, tokenizer_dir=tokenizer_dir, chat_template=None, pad_token=None, cache_dir=cache_dir)
 
 
 def test_rows_are_made_once_and_found_by_content(write: Write, tokenizer_dir: Path, tmp_path: Path) -> None:
@@ -51,9 +49,7 @@ def test_rows_are_made_once_and_found_by_content(write: Write, tokenizer_dir: Pa
     assert len({rows.fingerprint, changed.fingerprint, longer.fingerprint}) == 3
 
 
-def test_a_run_that_writes_below_its_model_finds_its_rows_again(
-    write: Write, tokenizer_dir: Path, tmp_path: Path
-) -> None:
+def test_a_run_that_writes_below_its_model_finds_its_rows_again(write: Write, tokenizer_dir: Path, tmp_path: Path) -> None:
     model = shutil.copytree(tokenizer_dir, tmp_path / "model")
     section = Section(train=[Entry(path=str(write("t.jsonl", [{"text": "seven apples"}])))])
     rows = prepared(section, model, model / "out" / "data")
@@ -237,7 +233,6 @@ def test_real_questions_and_answers(tokenizer_dir: Path, tokenizer: Any, tmp_pat
     assert learnt == "".join(f"{line['answer']}<|im_end|>" for line in lines)
     sampler = Sampler(len(rows), batch_size=16, shuffle=True, seed=42)
     batches = [
-        collate(rows, sampler.batch(step), pad_id=rows.summary.pad_id, max_len=1024)
-        for step in range(sampler.steps_per_epoch)
+        collate(rows, sampler.batch(step), pad_id=rows.summary.pad_id, max_len=1024) for step in range(sampler.steps_per_epoch)
     ]
     assert sum(batch.label_tokens for batch in batches) >= rows.summary.label_tokens

@@ -40,9 +40,7 @@ def _planned(project: Project, **train: Any) -> Prepared:
         }
     )  # fmt: skip
     recipe = load_recipe(project.recipe).recipe
-    return prepare(
-        recipe, probe=lambda device: assumed_hardware(device=device), planning_only=True, say=lambda message: None
-    )
+    return prepare(recipe, probe=lambda device: assumed_hardware(device=device), planning_only=True, say=lambda message: None)
 
 
 def _least(project: Project, **train: Any) -> int:
@@ -60,9 +58,7 @@ def test_auto_cuts_it_and_plans_with_less_than_half_the_memory(project: Project)
     assert prepared.plan.numerics.vocabulary_rows == 32_064
     assert prepared.plan.numerics.head_chunk_tokens == 512  # of 32,064 columns: 256 MiB of logits and gradients
     assert [stage.name for stage in prepared.model.stages if stage.vocabulary] == [
-        f"{name}[{begin}:{begin + 32_064}]"
-        for name in ("embed_tokens", "head")
-        for begin in (0, 32_064, 64_128, 96_192)
+        f"{name}[{begin}:{begin + 32_064}]" for name in ("embed_tokens", "head") for begin in (0, 32_064, 64_128, 96_192)
     ]
     assert _planned(project, head_chunk_vocab=0).plan.numerics.head_chunk_tokens == 128
     assert _least(project) < 0.5 * _least(project, head_chunk_vocab=0)

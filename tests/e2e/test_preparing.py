@@ -68,9 +68,7 @@ def test_a_run_that_cannot_be_is_refused_before_its_weights_are_fetched(
     assert WEIGHTS not in server.sent
 
 
-def test_whoever_hears_the_plan_may_refuse_it_before_the_weights(
-    new_project: Callable[..., Project], server: Hub
-) -> None:
+def test_whoever_hears_the_plan_may_refuse_it_before_the_weights(new_project: Callable[..., Project], server: Hub) -> None:
     def refuse(*_: object) -> None:
         raise PlanError("no room on the drive")
 

@@ -68,9 +68,7 @@ def test_a_file_cut_short_is_refused(striped: Project) -> None:
 
 
 @pytest.mark.parametrize("order", [("b", "a"), ("b",), ("c", "b")], ids=str)
-def test_folders_of_a_saved_run_are_not_taken_by_another(
-    order: tuple[str, ...], striped: Project, whole: list[float]
-) -> None:
+def test_folders_of_a_saved_run_are_not_taken_by_another(order: tuple[str, ...], striped: Project, whole: list[float]) -> None:
     """Named in another order, or without the first one, which has the manifest."""
     striped.write_recipe(_striped(striped.folder, *order))
     with pytest.raises(UsageError, match="of a saved run after step 2"):
@@ -130,9 +128,7 @@ def test_interrupted_while_saving(presses: int, stopped: Project, whole: list[fl
     """Once is announced and waits; twice gives up what is being saved, not what was saved before."""
     heard: list[str] = []
     prepared = prepared_run(stopped)
-    with Run(
-        prepared, memory_now=probe.process_bytes, free_space=probe.free_space, announce=heard.append
-    ) as run:
+    with Run(prepared, memory_now=probe.process_bytes, free_space=probe.free_space, announce=heard.append) as run:
         run.load(lambda count: None)
         save_resident = run.files.save_resident
 
@@ -203,5 +199,3 @@ def test_a_copy_of_the_run_can_be_put_back(striped: Project, whole: list[float])
     shutil.rmtree(_folder(striped, "b"))
     shutil.copytree(copy, striped.folder / "b" / _folder(striped, "a").name)
     assert train(striped)[0] == whole
-
-

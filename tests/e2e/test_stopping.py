@@ -34,7 +34,6 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-
 def _changes(project_folder: Path, place: str) -> dict[str, Any]:
     changes = {**PLACES[place], "train.max_steps": STEPS}
     if "two directories" in place:
@@ -44,9 +43,7 @@ def _changes(project_folder: Path, place: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.timeout(120)
-def test_stopped_anywhere_and_resumed_is_the_same_run(
-    place: str, new_project: Callable[..., Project], tmp_path: Path
-) -> None:
+def test_stopped_anywhere_and_resumed_is_the_same_run(place: str, new_project: Callable[..., Project], tmp_path: Path) -> None:
     whole = new_project("whole", _changes(tmp_path / "whole", place))
     broken = new_project("broken", _changes(tmp_path / "broken", place))
     expected, store = train(whole)

@@ -170,9 +170,7 @@ class Rig:
     def __enter__(self) -> Rig:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stack.close()
 
     # ---- stepping ------------------------------------------------------------------------------------------------
@@ -261,9 +259,7 @@ class Rig:
         for stage in self.owning_stages():
             yield stage, self.plan.stages[stage.index]
 
-    def _resting(
-        self, stage: StageSpec, ram: Span | None, extents: tuple[Span, Span], dtype: torch.dtype
-    ) -> torch.Tensor:
+    def _resting(self, stage: StageSpec, ram: Span | None, extents: tuple[Span, Span], dtype: torch.dtype) -> torch.Tensor:
         if ram is None:
             extent = extents[self.executor.residency.records[stage.index].generation % 2]
             self.daemon.wait(self.daemon.read(self._window.offset, extent.offset, extent.size))
@@ -321,9 +317,7 @@ def torch_adamw(parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> tor
     return torch.optim.AdamW(groups, lr=optimizer.lr, betas=betas, eps=optimizer.epsilon)
 
 
-def micro_losses(
-    model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tensor, micro: int
-) -> Iterator[float]:
+def micro_losses(model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tensor, micro: int) -> Iterator[float]:
     """Backward of each micro-batch's part of the step's mean loss; its value."""
     tokens = int((labels[:, 1:] != -100).sum())
     for begin in range(0, ids.shape[0], micro):

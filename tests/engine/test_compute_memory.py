@@ -50,9 +50,7 @@ class _OutsideOf(_LiveBytes):
 @pytest.mark.parametrize("vocabulary", [0, 80])
 @pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
-def test_a_step_stays_within_what_is_charged(
-    config: Any, clip: float | None, vocabulary: int, tmp_path: Path
-) -> None:
+def test_a_step_stays_within_what_is_charged(config: Any, clip: float | None, vocabulary: int, tmp_path: Path) -> None:
     subject = Subject(config, Shape(vocabulary=vocabulary, **SHAPE))
     with Rig(subject, tmp_path, home="cpu", clip=clip) as rig:
         charged = compute_memory(subject.spec, rig.wishes)

@@ -152,5 +152,3 @@ def _plain_bf16(subject: Subject, steps: int, clip: float | None) -> Iterator[fl
             for master, weight in zip(masters, weights, strict=True):
                 weight.copy_(master)
         yield loss
-
-

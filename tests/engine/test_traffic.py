@@ -37,9 +37,7 @@ def _moved(subject: Subject, folder: Path, steps: int, clip: float | None) -> tu
 
 
 @pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
-def test_one_more_step_moves_exactly_what_was_predicted(
-    clip: float | None, subject: Subject, tmp_path: Path
-) -> None:
+def test_one_more_step_moves_exactly_what_was_predicted(clip: float | None, subject: Subject, tmp_path: Path) -> None:
     """The first two steps differ (states are still all zero, updates of a clipped step run in the next one), so a run
     of four steps is compared with one of three."""
     with Rig(subject, tmp_path / "plan", clip=clip, lookahead=1) as rig:

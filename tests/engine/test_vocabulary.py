@@ -246,9 +246,7 @@ def test_an_id_outside_of_the_vocabulary_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @CLIPS
-def test_one_more_step_moves_exactly_what_was_predicted(
-    clip: float | None, dtype: Any, tied: bool, tmp_path: Path
-) -> None:
+def test_one_more_step_moves_exactly_what_was_predicted(clip: float | None, dtype: Any, tied: bool, tmp_path: Path) -> None:
     """Pieces of 700, 700 and 600 rows share their slots with the blocks; four steps beside three."""
     config = llama(vocab_size=2000, hidden_size=128, intermediate_size=256, tie_word_embeddings=tied)
     subject = Subject(config, Shape(dtype=dtype, accumulate="float32", batch=2, micro=2, vocabulary=700))

@@ -137,9 +137,7 @@ def test_a_refusal_names_enough_memory(case: tuple[ModelSpec, Wishes]) -> None:
 
 
 @given(planned(), st.integers(1, 4))
-def test_what_survives_a_run_does_not_depend_on_the_placement(
-    case: tuple[ModelSpec, Wishes, Plan], lookahead: int
-) -> None:
+def test_what_survives_a_run_does_not_depend_on_the_placement(case: tuple[ModelSpec, Wishes, Plan], lookahead: int) -> None:
     """A stopped run is resumed with another budget, other pins, another lookahead."""
     spec, wishes, chosen = case
     other = Wishes(
@@ -192,4 +190,3 @@ def test_memory_goes_where_it_saves_most() -> None:
     blocks = chosen.stages[1:-2]
     assert {stage.weights for stage in blocks} == {"cpu"}
     assert {stage.states for stage in blocks} == {"cpu", "ssd"}
-

@@ -83,9 +83,7 @@ def test_no_more_slots_than_computing_and_updating_take(case: tuple[ModelSpec, P
 
 
 @given(cut_models().flatmap(lambda spec: st.tuples(st.just(spec), wishes_for(spec))), st.data())
-def test_any_budget_from_just_enough_keeps_pins_and_durable_spans(
-    case: tuple[ModelSpec, Wishes], data: st.DataObject
-) -> None:
+def test_any_budget_from_just_enough_keeps_pins_and_durable_spans(case: tuple[ModelSpec, Wishes], data: st.DataObject) -> None:
     spec, wishes = case
     roomy = plan(spec, HARDWARE, with_budget(wishes, ROOMY))
     low = least(spec, wishes)

@@ -14,12 +14,8 @@ from .conftest import VALID
 ANY = settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 _values = st.one_of(
-    st.sampled_from(
-        ["auto", "null", "[]", "{}", "-1", "1e400", "0x_", "0b", "1:99", ".nan", "~", "???", "${seed}", "''"]
-    ),
-    st.sampled_from(
-        ["&a 1", "*a", "[1, {a: 2}]", "{a: [", "!!int x", "| \n  x", "2020-01-01", "<<", "${oc.env:NO}", "%"]
-    ),
+    st.sampled_from(["auto", "null", "[]", "{}", "-1", "1e400", "0x_", "0b", "1:99", ".nan", "~", "???", "${seed}", "''"]),
+    st.sampled_from(["&a 1", "*a", "[1, {a: 2}]", "{a: [", "!!int x", "| \n  x", "2020-01-01", "<<", "${oc.env:NO}", "%"]),
     st.text(max_size=12),
     st.integers().map(str),
     st.floats().map(str),
@@ -67,9 +63,7 @@ def test_any_yaml_punctuation(tmp_path, text):
 
 
 @ANY
-@given(
-    overrides=st.lists(st.one_of(st.text(max_size=20), st.builds(lambda k, v: f"{k}={v}", _keys, _values)), max_size=4)
-)
+@given(overrides=st.lists(st.one_of(st.text(max_size=20), st.builds(lambda k, v: f"{k}={v}", _keys, _values)), max_size=4))
 def test_any_overrides(tmp_path, overrides):
     path = tmp_path / "recipe.yaml"
     path.write_text(VALID)

@@ -125,10 +125,7 @@ def test_every_alias_leads_to_a_key_there_is():
 
 
 def test_yaml_words_that_are_booleans_are_explained(refused):
-    assert (
-        "quote"
-        in refused("model: {}\n".replace("model: {}\n", "tokenizer: {pad_token: no}\n"))["tokenizer.pad_token"].help
-    )
+    assert "quote" in refused("model: {}\n".replace("model: {}\n", "tokenizer: {pad_token: no}\n"))["tokenizer.pad_token"].help
     assert "null" in refused("train: {clip_grad_norm: none}\n")["train.clip_grad_norm"].help
 
 
@@ -154,9 +151,7 @@ def test_a_missing_file_and_a_folder(tmp_path):
         b"- " * 20_000,
         b"&a [*a]",
         b"a: &a [1,1,1,1,1,1,1,1,1]\n"
-        + b"".join(
-            b"b%d: &b%d [%s]\n" % (i, i, b",".join([b"*a" if i == 0 else b"*b%d" % (i - 1)] * 9)) for i in range(9)
-        ),
+        + b"".join(b"b%d: &b%d [%s]\n" % (i, i, b",".join([b"*a" if i == 0 else b"*b%d" % (i - 1)] * 9)) for i in range(9)),
         b"".join(b"b%d: &b%d [%s]\n" % (i, i, b"1" if i == 0 else b"*b%d" % (i - 1)) for i in range(3000)),
         b"a: !!python/object/apply:os.system [false]",
         b'a: "\\UFFFFFFFF"',

@@ -40,9 +40,7 @@ def test_memory_limits(load):
     assert load().offload.max_memory.cpu.resolve(total=5, auto=3) == 3
 
 
-@pytest.mark.parametrize(
-    "value", ["2 gigs", "0", "-1", "0%", "101%", "x%", "1e3GiB", "true", "[1]", "{a: 1}", "9999999PB"]
-)
+@pytest.mark.parametrize("value", ["2 gigs", "0", "-1", "0%", "101%", "x%", "1e3GiB", "true", "[1]", "{a: 1}", "9999999PB"])
 def test_limits_that_are_none(refused, value):
     assert "offload.max_memory.cpu" in refused(f"offload: {{max_memory: {{cpu: {value}}}}}\n")
 
@@ -71,9 +69,7 @@ def test_references_inside_the_recipe(load):
 
 
 def test_anchors_and_merged_sections(load):
-    recipe = load(
-        "optimizer: &o {lr: 2e-5, eps: 1e-6}\n".replace("&o ", "") + "offload: {io: &io {backend: threads}}\n"
-    )
+    recipe = load("optimizer: &o {lr: 2e-5, eps: 1e-6}\n".replace("&o ", "") + "offload: {io: &io {backend: threads}}\n")
     assert (recipe.optimizer.lr, recipe.offload.io.backend) == (2e-5, "threads")
 
 
@@ -105,15 +101,8 @@ def test_every_shipped_recipe_is_valid_and_says_how_to_run_it():
 
 def test_overrides_in_shipped_headers_are_valid():
     for path in shipped_recipes().values():
-        shown = [
-            line.split("   ")[0] for line in path.read_text().splitlines() if line.startswith("#   ") and "=" in line
-        ]
-        words = [
-            word.strip("'")
-            for line in path.read_text().splitlines()
-            if line.startswith("#   ")
-            for word in line.split()
-        ]
+        shown = [line.split("   ")[0] for line in path.read_text().splitlines() if line.startswith("#   ") and "=" in line]
+        words = [word.strip("'") for line in path.read_text().splitlines() if line.startswith("#   ") for word in line.split()]
         overrides = [word for word in words if "=" in word]
         assert shown and overrides
         for override in overrides:

@@ -130,9 +130,7 @@ def plan(model: ModelSpec) -> Plan:
         MemoryLine(what="weights", tier="ssd", size=2_200 * MiB * 2, total=2_200 * MiB, policy="two extents"),
         MemoryLine(what="states", tier="ssd", size=11_000 * MiB * 2, total=11_000 * MiB, policy="two extents"),
         MemoryLine(what="gradients", tier="cpu", size=250 * MiB, total=2_200 * MiB, policy="2 slots"),
-        MemoryLine(
-            what="gradients", tier="ssd", size=2_200 * MiB, total=2_200 * MiB, policy="rest until the norm is known"
-        ),
+        MemoryLine(what="gradients", tier="ssd", size=2_200 * MiB, total=2_200 * MiB, policy="rest until the norm is known"),
         MemoryLine(what="boundaries", tier="cpu", size=800 * MiB, total=800 * MiB, policy="one per stage"),
         MemoryLine(what="interpreter, torch", tier="cpu", size=420 * MiB, total=0, policy="measured"),
     )
@@ -193,20 +191,14 @@ def timeline() -> tuple[Busy, ...]:
     """Four blocks, forward then backward; reads run ahead, updates and writes follow."""
     items: list[Busy] = []
     for block in range(4):
-        items.append(
-            Busy(resource="ssd read", label=f"weights block {block}", begin=block, end=block + 0.5, bytes=88_000_000)
-        )
+        items.append(Busy(resource="ssd read", label=f"weights block {block}", begin=block, end=block + 0.5, bytes=88_000_000))
         items.append(Busy(resource="compute", label=f"forward block {block}", begin=block + 0.5, end=block + 1.5))
     for turn, block in enumerate(reversed(range(4))):
         start = 4.5 + 3 * turn
-        items.append(
-            Busy(resource="ssd read", label=f"states block {block}", begin=start, end=start + 1.5, bytes=440_000_000)
-        )
+        items.append(Busy(resource="ssd read", label=f"states block {block}", begin=start, end=start + 1.5, bytes=440_000_000))
         items.append(Busy(resource="compute", label=f"backward block {block}", begin=start, end=start + 3))
         items.append(Busy(resource="update", label=f"update block {block}", begin=start + 3, end=start + 3.4))
-        items.append(
-            Busy(resource="ssd write", label=f"block {block}", begin=start + 3.2, end=start + 5, bytes=528_000_000)
-        )
+        items.append(Busy(resource="ssd write", label=f"block {block}", begin=start + 3.2, end=start + 5, bytes=528_000_000))
     return tuple(items)
 
 

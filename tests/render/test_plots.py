@@ -64,18 +64,14 @@ def test_rows_show_when_a_resource_was_busy(printer: Printer, timeline: tuple[Bu
 
 
 def test_overlapping_intervals_count_once() -> None:
-    items = [
-        Busy(resource="ssd read", label="a", begin=begin, end=end) for begin, end in ((0, 2), (1, 3), (5, 6), (5, 5))
-    ]
+    items = [Busy(resource="ssd read", label="a", begin=begin, end=end) for begin, end in ((0, 2), (1, 3), (5, 6), (5, 5))]
     assert merged(items) == [(0, 3), (5, 6)]
     assert busy_seconds(items) == {"ssd read": 4}
     assert phases(items) == []
 
 
 def test_waiting_names_the_longest_first() -> None:
-    assert (
-        waiting({"update": 0.4, "ssd read": 3.1, "h2d": 0.0}) == "compute waited 3.1 s for ssd read, 400 ms for update"
-    )
+    assert waiting({"update": 0.4, "ssd read": 3.1, "h2d": 0.0}) == "compute waited 3.1 s for ssd read, 400 ms for update"
     assert waiting({}) == "compute never waited"
 
 

@@ -44,9 +44,7 @@ def test_a_line_cut_short_is_dropped_and_the_next_one_is_whole(tmp_path: Path) -
     assert [json.loads(line)["key"] for line in path.read_text().splitlines()] == ["a", "b"]
 
 
-def test_one_failing_line_fails_the_script_and_is_in_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_failing_line_fails_the_script_and_is_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
         report.at_least("rate", 0.94, 0.93),
         report.at_most("peak", 1.2, 1.1, note="why"),

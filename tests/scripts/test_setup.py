@@ -36,7 +36,7 @@ def venv(tmp_path: Path) -> Path:
 
 
 def _bash(venv: Path, call: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    program = f"source {SETUP}; root={venv.parent} venv={venv}; gpu_seen() {{ [ -n \"$GPU\" ]; }}; {call}"
+    program = f'source {SETUP}; root={venv.parent} venv={venv}; gpu_seen() {{ [ -n "$GPU" ]; }}; {call}'
     return subprocess.run(
         ["bash", "-c", program], env={"PATH": "/usr/bin:/bin", **environment}, capture_output=True, text=True, check=False
     )

@@ -38,9 +38,7 @@ def an_update(step: int = 1, **changes: object) -> Update:
 @pytest.mark.parametrize(
     "scalars", [{}, {"gradient_scale": 0.37}, {"beta1": 0.3, "beta2": 0.95}, {"lr": 3e-2, "epsilon": 1e-6}]
 )
-def test_matches_the_numpy_reference_bit_for_bit(
-    weights_dtype: str, gradients_dtype: str, scalars: dict[str, float]
-) -> None:
+def test_matches_the_numpy_reference_bit_for_bit(weights_dtype: str, gradients_dtype: str, scalars: dict[str, float]) -> None:
     expected = reference.random_state(COUNT, seed=1)
     master, momentum, variance = expected.master.copy(), expected.momentum.copy(), expected.variance.copy()
     weights, remainder = expected.split()
@@ -94,9 +92,7 @@ def test_frozen_and_uncovered_parameters_keep_every_bit() -> None:
     state = reference.random_state(COUNT, seed=3)
     before = reference.random_state(COUNT, seed=3)
     gradients = reference.random_gradients(COUNT, 4, "float32")
-    kernels.adamw(
-        an_update(), weights=state.master, momentum=state.momentum, variance=state.variance, gradients=gradients
-    )
+    kernels.adamw(an_update(), weights=state.master, momentum=state.momentum, variance=state.variance, gradients=gradients)
     for part in UNTOUCHED:
         for name in ("master", "momentum", "variance"):
             np.testing.assert_array_equal(getattr(state, name)[part], getattr(before, name)[part])
@@ -115,9 +111,7 @@ def test_any_cut_of_a_stage_gives_the_same_bits(weights_dtype: str) -> None:
             segments = (Segment(first=0, count=end - begin, weight_decay=0.1),)
             part = slice(begin, end)
             kernels.adamw(
-                an_update(
-                    3, params=end - begin, segments=segments, weights_dtype=weights_dtype, gradients_dtype="bfloat16"
-                ),
+                an_update(3, params=end - begin, segments=segments, weights_dtype=weights_dtype, gradients_dtype="bfloat16"),
                 weights=weights[part] if weights_dtype == "bfloat16" else state.master[part],
                 remainder=remainder[part],
                 momentum=state.momentum[part],
@@ -159,9 +153,7 @@ def test_denormal_variances_are_kept() -> None:
     update = an_update(epsilon=1e-22, segments=(Segment(first=0, count=COUNT, weight_decay=0.0),))
     assert torch.set_flush_denormal(True)
     try:
-        kernels.adamw(
-            update, weights=state.master, momentum=state.momentum, variance=state.variance, gradients=gradients
-        )
+        kernels.adamw(update, weights=state.master, momentum=state.momentum, variance=state.variance, gradients=gradients)
     finally:
         torch.set_flush_denormal(False)
     reference.adamw(update, expected, gradients)

@@ -108,9 +108,7 @@ def expected_update(update: Update, state: reference.State, gradients: np.ndarra
 
 @pytest.mark.parametrize("weights_dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("gradients_dtype", ["bfloat16", "float32"])
-def test_an_update_from_store_to_store_equals_the_kernel(
-    machine: Build, weights_dtype: str, gradients_dtype: str
-) -> None:
+def test_an_update_from_store_to_store_equals_the_kernel(machine: Build, weights_dtype: str, gradients_dtype: str) -> None:
     """All states in one extent of the store, new ones in another, as a training run alternates them."""
     m = machine(files=2)
     state = reference.random_state(PARAMS, seed=3)

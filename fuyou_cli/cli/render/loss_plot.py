@@ -16,9 +16,7 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # braille bit 
 
 def show_loss(console: Console, losses: Sequence[float], *, first_step: int = 1, height: int = HEIGHT) -> None:
     """Loss over steps, `losses[0]` being of step `first_step`. Nothing when no loss is finite."""
-    lines = loss_lines(
-        losses, first_step=first_step, width=console.width - 2, height=height, utf8=symbols(console).utf8
-    )
+    lines = loss_lines(losses, first_step=first_step, width=console.width - 2, height=height, utf8=symbols(console).utf8)
     if not lines:
         return
     heading(console, "Loss", "over steps")

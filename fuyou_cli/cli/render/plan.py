@@ -180,9 +180,7 @@ def _placement(console: Console, plan: Plan, room: Room, shapes: Symbols) -> Non
         total = max(line.total for line in lines)
         sizes = [number(sum(line.size for line in lines if line.tier == tier)) for tier in tiers]
         policy = ", ".join(dict.fromkeys(line.policy for line in lines if line.policy))
-        content.add_row(
-            Text(what), f"{total / unit:,.2f}" if total else "", *sizes, *([Text(policy)] if with_policy else [])
-        )
+        content.add_row(Text(what), f"{total / unit:,.2f}" if total else "", *sizes, *([Text(policy)] if with_policy else []))
     content.add_section()
     last = [""] if with_policy else []
     content.add_row("peak", "", *(number(peak[tier]) for tier in tiers), *last, style="bold")
@@ -238,9 +236,7 @@ def _step(console: Console, plan: Plan, model: ModelSpec, shapes: Symbols) -> No
     parts = [f"step {duration(step)}"]
     if step > 0:
         parts.append(f"{tokens / step:,.3g} tokens/s" if tokens / step < 1000 else f"{tokens / step:,.0f} tokens/s")
-        parts.append(
-            f"{tera(predicted.step_flops / step)} TFLOPS (6N: 6 {shapes.times} parameters {shapes.times} tokens/s)"
-        )
+        parts.append(f"{tera(predicted.step_flops / step)} TFLOPS (6N: 6 {shapes.times} parameters {shapes.times} tokens/s)")
     say(console, f" {shapes.dot} ".join([*parts, f"bottleneck: {predicted.bottleneck}"]), style="bold", indent=2)
 
 

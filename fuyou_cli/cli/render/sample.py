@@ -52,9 +52,7 @@ def _legend(shapes: Symbols, styled: bool) -> Text:
 def _show_line(console: Console, line: Sequence[_Letter], shapes: Symbols, styled: bool) -> None:
     text = Text(no_wrap=True, overflow="crop")
     for in_loss, run in groupby(line, key=lambda letter: letter[1]):
-        text.append(
-            "".join(letter for letter, _ in run), style=("bold underline" if in_loss else "dim") if styled else ""
-        )
+        text.append("".join(letter for letter, _ in run), style=("bold underline" if in_loss else "dim") if styled else "")
     show(console, text, indent=4)
     if not styled and any(in_loss for _, in_loss in line):
         marks = "".join((shapes.mark if in_loss else " ") * cell_len(letter) for letter, in_loss in line)

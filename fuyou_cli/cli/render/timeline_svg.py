@@ -59,8 +59,7 @@ def timeline_svg(busy: Sequence[Busy], *, title: str, stalls: dict[str, float]) 
     height = bottom + 74
     used = busy_seconds(busy)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
-        f'role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img">',
         f"<title>{_text(title)}</title>",
         f"<style>{_style()}</style>",
         f'<rect class="page" width="{WIDTH}" height="{height}" rx="10"/>',

@@ -30,9 +30,7 @@ class Transfers:
     def __enter__(self) -> Transfers:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._end_bar()
 
     def __call__(self, what: str, done: int, total: int) -> None:

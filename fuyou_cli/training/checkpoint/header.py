@@ -168,9 +168,7 @@ def _tiled(entries: dict[str, TensorEntry], path: Path, data_begin: int, file_si
             )
         position = entry.end
         if position > file_size:
-            raise _refusal(
-                path, f"is truncated: tensor {shown(entry.name)} ends at byte {position}, the file has {file_size}"
-            )
+            raise _refusal(path, f"is truncated: tensor {shown(entry.name)} ends at byte {position}, the file has {file_size}")
     if position != file_size:
         raise _refusal(path, f"has {file_size - position} bytes after the last tensor")
     return {entry.name: entry for entry in ordered}

@@ -204,9 +204,7 @@ def _fetch(request: _Request, patterns: list[str]) -> Path:
         "allow_patterns": patterns,
     }
     with _explained(request), _quiet_client():
-        planned: list[DryRunFileInfo] = [
-            file for file in snapshot_download(dry_run=True, **where) if file.will_download
-        ]
+        planned: list[DryRunFileInfo] = [file for file in snapshot_download(dry_run=True, **where) if file.will_download]
         _check_space(request, planned)
         with _watched(request, sum(file.file_size or 0 for file in planned)):
             return Path(snapshot_download(**where))
@@ -332,9 +330,7 @@ def _explanation(request: _Request, error: BaseException) -> FuyouError:
                 hint="The token is wrong or lacks the right: hf auth login (or set HF_TOKEN).",
             )
         if isinstance(one, errors.HFValidationError):
-            return UsageError(
-                f"{at}: is neither a directory nor a hub id", hint="Write a hub id as organisation/model."
-            )
+            return UsageError(f"{at}: is neither a directory nor a hub id", hint="Write a hub id as organisation/model.")
         if isinstance(one, OSError) and one.errno in (errno.ENOSPC, errno.EDQUOT):
             return OutOfSpaceError(
                 f"{at}: the disk of {request.cache} became full during the download",

@@ -145,8 +145,7 @@ class TensorReader:
                 ) from error
             if got == 0:
                 raise UsageError(
-                    f"{entry.file}: is truncated: tensor {shown(entry.name)} ends at byte {entry.end}, "
-                    f"the file at {position}",
+                    f"{entry.file}: is truncated: tensor {shown(entry.name)} ends at byte {entry.end}, the file at {position}",
                     hint="Something changed the file while it was read: fetch it again.",
                 )
             done += got

@@ -65,9 +65,7 @@ def _separate(samples: Iterable[Sample]) -> Iterator[Row]:
     return ((sample.tokens, sample.mask) for sample in samples)
 
 
-def _fit(
-    samples: Iterable[Sample], *, packing: bool, overlong: str, max_seq_len: int, counts: Counts
-) -> Iterator[Sample]:
+def _fit(samples: Iterable[Sample], *, packing: bool, overlong: str, max_seq_len: int, counts: Counts) -> Iterator[Sample]:
     for sample in samples:
         counts.samples += sample.ends
         size = len(sample.tokens)

@@ -170,9 +170,7 @@ def _options(dataset: object) -> dict[str, Any]:
     return {"packing": packing, "overlong": overlong, "max_seq_len": max_seq_len, "loss_on": loss_on}
 
 
-def _request(
-    sources: tuple[Source, ...], tokenizer_dir: Path, template: str | None, pad_token: str | None
-) -> dict[str, Any]:
+def _request(sources: tuple[Source, ...], tokenizer_dir: Path, template: str | None, pad_token: str | None) -> dict[str, Any]:
     return {
         "sources": [
             {

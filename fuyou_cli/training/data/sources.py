@@ -146,8 +146,6 @@ def tokenizer_content(tokenizer_dir: Path) -> dict[str, str]:
         raise UsageError(f"tokenizer: {tokenizer_dir} is not a directory")
     files = [*tokenizer_dir.iterdir(), *(tokenizer_dir / TEMPLATE_FOLDER).glob("*.jinja")]
     kept = sorted(
-        file
-        for file in files
-        if file.suffix in TOKENIZER_SUFFIXES and not file.name.endswith(".index.json") and file.is_file()
+        file for file in files if file.suffix in TOKENIZER_SUFFIXES and not file.name.endswith(".index.json") and file.is_file()
     )
     return {str(file.relative_to(tokenizer_dir)): content_of(file) for file in kept}

@@ -111,9 +111,7 @@ def build(request: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def _samples(
-    request: dict[str, Any], tokeniser: Tokeniser, formats: dict[int, str], counts: Counts
-) -> Iterator[Sample]:
+def _samples(request: dict[str, Any], tokeniser: Tokeniser, formats: dict[int, str], counts: Counts) -> Iterator[Sample]:
     whole_documents = bool(request["packing"]) and request["overlong"] in ("truncate", "split")
     for number, source in enumerate(request["sources"]):
         left = source["max_samples"]
@@ -140,9 +138,7 @@ def _document(file: Path) -> Iterator[tuple[str, Example]]:
         yield str(file), Text(text=text, begins=begins, ends=ends)
 
 
-def _examples(
-    file: Path, source: dict[str, Any], formats: dict[int, str], number: int
-) -> Iterator[tuple[str, Example]]:
+def _examples(file: Path, source: dict[str, Any], formats: dict[int, str], number: int) -> Iterator[tuple[str, Example]]:
     """Rows of one file read as the source's format, which its first row decides when it is `auto`."""
     for place, row in read_rows(file):
         try:
@@ -218,9 +214,7 @@ def _watched(samples: Iterator[Sample], shown: list[Row], max_seq_len: int) -> I
         yield sample
 
 
-def _check(
-    writer: RowWriter, counts: Counts, formats: dict[int, str], request: dict[str, Any], tokeniser: Tokeniser
-) -> None:
+def _check(writer: RowWriter, counts: Counts, formats: dict[int, str], request: dict[str, Any], tokeniser: Tokeniser) -> None:
     """Refuses data that would train nothing, or never teach the model to stop."""
     limit = f"dataset.max_seq_len is {request['max_seq_len']:,}"
     if counts.samples == 0:

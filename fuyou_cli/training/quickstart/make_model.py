@@ -137,9 +137,7 @@ def _write_weights(directory: Path, shapes: Shapes, *, seed: int) -> None:
         tensors = {name: _initial(name, shapes[name], generator) for name in names}
         save_file(tensors, directory / file, metadata={"format": "pt"})
     total = 2 * sum(torch.Size(shape).numel() for shape in shapes.values())
-    _write_json(
-        directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map}
-    )
+    _write_json(directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _initial(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

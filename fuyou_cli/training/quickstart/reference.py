@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from ..data import Batch
 
 
-def in_memory_losses(
-    recipe: Recipe, steps: int, *, micro_batch_size: int, threads: int, total_steps: int
-) -> Iterator[float]:
+def in_memory_losses(recipe: Recipe, steps: int, *, micro_batch_size: int, threads: int, total_steps: int) -> Iterator[float]:
     """The loss of each of the first `steps` steps. Needs 16 bytes of RAM per parameter and its activations."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -98,9 +96,7 @@ def _batches(recipe: Recipe, steps: int) -> Iterator[Batch]:
     rows = tokenised_rows(recipe, Path(recipe.model.name_or_path))
     sampler = Sampler(len(rows), batch_size=recipe.train.batch_size, shuffle=recipe.dataset.shuffle, seed=recipe.seed)
     for step in range(steps):
-        yield collate(
-            rows, sampler.batch(step), pad_id=rows.summary.pad_id, max_len=recipe.dataset.max_seq_len
-        )
+        yield collate(rows, sampler.batch(step), pad_id=rows.summary.pad_id, max_len=recipe.dataset.max_seq_len)
 
 
 def main(arguments: list[str]) -> None:
