@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,7 @@ def run_limited(command: Sequence[str], limit: int, *, environment: dict[str, st
                 group.rmdir()
 
 
-def _joiner(group: Path) -> object:
+def _joiner(group: Path) -> Callable[[], None]:
     def join() -> None:
         (group / "cgroup.procs").write_text(str(os.getpid()))
 

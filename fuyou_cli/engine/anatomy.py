@@ -45,7 +45,9 @@ class Anatomy:
 
     @property
     def base(self) -> nn.Module:
-        return self.model.base_model
+        base = self.model.base_model
+        assert isinstance(base, nn.Module)
+        return base
 
     def owner(self, stage: int) -> int:
         """The stage whose weights stage `stage` computes with (see ModelSpec.owner)."""
@@ -113,10 +115,11 @@ def _running_order(units: list[tuple[str, nn.Module]], model: PreTrainedModel) -
 def _stand_in(module: nn.Module, name: str, called: list[str]) -> Callable[..., object]:
     def forward(*args: object, **kwargs: object) -> torch.Tensor:
         called.append(name)
-        first = args[0] if args else next(value for value in kwargs.values() if isinstance(value, torch.Tensor))
+        first = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
         if isinstance(module, nn.Embedding):
-            ids = kwargs.get("position_ids", first)
-            return torch.zeros(*ids.shape, module.embedding_dim, dtype=module.weight.dtype)
+            ids = kwargs.get("position_ids")
+            shape = ids.shape if isinstance(ids, torch.Tensor) else first.shape
+            return torch.zeros(*shape, module.embedding_dim, dtype=module.weight.dtype)
         if isinstance(module, nn.Linear):
             return first.new_zeros(*first.shape[:-1], module.out_features)
         return first
@@ -128,7 +131,7 @@ def _stand_in(module: nn.Module, name: str, called: list[str]) -> Callable[..., 
 def replaced_forwards(forwards: dict[nn.Module, Callable[..., object]]) -> Iterator[None]:
     """Set `forward` on instances and undo it. Parameter names and classes stay as they are."""
     for module, forward in forwards.items():
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward
     try:
         yield
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch import nn
 from .gradients import GradientSum
 
 
-def is_lookup(module: nn.Module | None) -> bool:
+def is_lookup(module: nn.Module | None) -> TypeGuard[nn.Embedding]:
     """An embedding whose rows and their gradients do not depend on how often each is looked up."""
     return isinstance(module, nn.Embedding) and module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
 

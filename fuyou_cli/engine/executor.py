@@ -144,11 +144,11 @@ class Executor:
         positions = torch.arange(input_ids.shape[1]).unsqueeze(0)
         with one_row_masks(self.anatomy.model):
             hidden = self.anatomy.base(input_ids=input_ids, position_ids=positions, use_cache=False).last_hidden_state
-        edge, last = get_gradient_edge(hidden), [hidden.detach()]
+        edge, output = get_gradient_edge(hidden), [hidden.detach()]
         del hidden  # whole-batch tensors are let go of as soon as they were used: each is as large as a boundary
         targets = shifted(labels)
         self._outcome.label_tokens = int((targets != IGNORED).sum())
-        self._outcome.loss, gradient = run_head(self, last.pop(), targets, label_tokens=self._outcome.label_tokens)
+        self._outcome.loss, gradient = run_head(self, output.pop(), targets, label_tokens=self._outcome.label_tokens)
         if isinstance(edge.node, StreamedStage._backward_cls):
             # autograd would hold it until the last stage is done: a stage takes it directly, autograd gets its shape
             self._head_gradient, gradient = gradient, gradient.new_zeros(()).expand(gradient.shape)

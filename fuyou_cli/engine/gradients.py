@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..core.errors import NumericsError
-from ..spec.model import StageSpec
+from ..spec.model import Dtype, StageSpec
 from ..swap.kernels import sum_squares
 
 
@@ -75,11 +75,11 @@ class GradientSum:
         self.flat[end:].zero_()
 
 
-def squared_norm(stage: StageSpec, flat: torch.Tensor, *, dtype: str, step: int) -> float:
+def squared_norm(stage: StageSpec, flat: torch.Tensor, *, dtype: Dtype, step: int) -> float:
     """Sum of squares of a stage's host-resident gradients, tensor by tensor in order (a fixed tree). Raises NumericsError
     naming the tensor when a value is not finite."""
     item = flat.element_size()
-    memory = memoryview(flat.view(torch.uint8).numpy())
+    memory = flat.view(torch.uint8).numpy().data
     total = 0.0
     for spec in stage.tensors:
         view = memory[spec.offset * item : (spec.offset + spec.numel) * item]

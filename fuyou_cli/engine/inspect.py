@@ -28,9 +28,9 @@ class _LiveBytes(TorchDispatchMode):
     """Bytes of storages created inside and still alive; `peak` is their maximum."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
-        self.peak = 0
+        self.peak: int = 0
         self._known: set[int] = set()
 
     def _dropped(self, key: int, size: int) -> None:
@@ -192,8 +192,8 @@ def _stage_cost(anatomy: Anatomy, index: int, call: Any, *, dtype: str, flops: f
 def _attention_flops(anatomy: Anatomy, shape: torch.Size) -> float:
     """Scores and their product with the values, half of it for causality."""
     text = anatomy.model.config.get_text_config()
-    heads = text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    heads = int(text.num_attention_heads)
+    size = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
     return 2.0 * shape[0] * shape[1] * shape[1] * heads * size
 
 
@@ -262,7 +262,8 @@ def _peak(
     anatomy: Anatomy, owner: int, flat: torch.Tensor, run: Callable[[list[nn.Parameter]], object], *, trainable: bool
 ) -> int:
     stage = Stage(anatomy, _bare(anatomy, owner))
-    with stage.installed(flat, trainable=trainable) as parameters, torch.set_grad_enabled(trainable), _LiveBytes() as live:
+    live = _LiveBytes()
+    with stage.installed(flat, trainable=trainable) as parameters, torch.set_grad_enabled(trainable), live:
         run(parameters)
     return live.peak
 

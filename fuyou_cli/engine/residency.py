@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NoReturn
 
 from ..core.errors import NumericsError
@@ -309,9 +310,9 @@ class Residency:
             if record.due is None:
                 continue
             if record.span is None:
-                self.wait_until(lambda record=record: self._take_slot(record), "a slot for the weights")
+                self.wait_until(partial(self._take_slot, record), "a slot for the weights")
             record.held += 1
-            self.wait_until(lambda record=record: record.due is None and record.update is None, "updates at the end")
+            self.wait_until(partial(_is_updated, record), "updates at the end")
             self.let_go(record)
         self.wait_until(
             lambda: all(
@@ -319,3 +320,7 @@ class Residency:
             ),
             "updates at the end",
         )
+
+
+def _is_updated(record: Record) -> bool:
+    return record.due is None and record.update is None

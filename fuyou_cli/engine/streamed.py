@@ -45,7 +45,7 @@ class StreamedStage(torch.autograd.Function):
         return passes.forward(call, x)
 
     @staticmethod
-    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[None, torch.Tensor | None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[None, torch.Tensor | None, None, None]:
         return None, ctx.passes.backward(ctx.call, ctx.ids, grad_y), None, None
 
 
@@ -78,9 +78,10 @@ def streamed_forward(
             if not isinstance(out, tuple) or any(value is not None for value in out[1:]):
                 raise UsageError(f"{name} returns more than its boundary ({type(out).__name__}); fuyou cannot stream it")
             structure[:] = [out]
-            return out[0]
+            boundary: torch.Tensor = out[0]
+            return boundary
 
-        y = StreamedStage.apply(anchor, x, Call(stage, run), passes)
+        y = StreamedStage.apply(anchor, x, Call(stage, run), passes)  # type: ignore[no-untyped-call]
         return (y, *structure[0][1:]) if structure else y
 
     return forward

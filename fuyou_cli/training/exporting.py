@@ -66,7 +66,7 @@ class StoreWeights:
             return _bytes_of(torch.frombuffer(weights, dtype=torch.bfloat16).float())
         remainder = self._elements(stage.remainder, begin, count, 2, _WINDOW)
         master = torch.empty(count, dtype=torch.float32)
-        join(weights, remainder, memoryview(master.numpy()))
+        join(weights, remainder, master.numpy().data)
         return _bytes_of(master)
 
     def _elements(self, extent: tuple[int, int], begin: int, count: int, item: int, window: int) -> memoryview:
@@ -91,7 +91,7 @@ def _check_complete(name: str, parts: list[StoredTensor]) -> None:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.view(torch.uint8).numpy())
+    return tensor.view(torch.uint8).numpy().data
 
 
 def find_store(source: Path) -> Path:

@@ -272,8 +272,7 @@ def _numerics(recipe: Recipe, anatomy: Anatomy, hardware: HardwareProfile, manif
     from ..engine.vocabulary import resolved_rows
 
     train, length = recipe.train, recipe.dataset.max_seq_len
-    micro = train.micro_batch_size
-    if micro == "auto":
+    if train.micro_batch_size == "auto":
         most = max(1, MICRO_BATCH_TOKENS // length)
         micro = max(size for size in range(1, train.batch_size + 1) if size <= most and train.batch_size % size == 0)
     vocabulary_rows = resolved_rows(anatomy, train.head_chunk_vocab)
@@ -284,7 +283,7 @@ def _numerics(recipe: Recipe, anatomy: Anatomy, hardware: HardwareProfile, manif
         chunk = 0 if micro * length <= most else 1 << (most.bit_length() - 1)
     compute = cast(Dtype, recipe.precision.compute)
     one_piece = train.batch_size == micro and chunk == 0  # nothing is added up: a wider sum would hold the same numbers
-    accumulate: Dtype = compute if one_piece else cast(Dtype, recipe.precision.grad_accum)
+    accumulate: Dtype = compute if one_piece else recipe.precision.grad_accum
     numerics = Numerics(
         compute_dtype=compute,
         accumulate_dtype="float32" if compute == "float32" else accumulate,

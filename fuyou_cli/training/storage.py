@@ -7,7 +7,7 @@ to its extent; peak memory is one slot and one piece, whatever the model's size.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -120,16 +120,9 @@ class StageFiles:
         """Writes everything that rests in RAM to the extents of its generation; the bytes written."""
         written = 0
         for plan, record in zip(self.plan.stages, records, strict=True):
-            pairs = [(plan.weights_ram, plan.weights_extents)]
-            if not record.zero_remainder:
-                pairs.append((plan.remainder_ram, plan.remainder_extents))
-            if not record.zero_moments:
-                pairs += [(plan.momentum_ram, plan.momentum_extents), (plan.variance_ram, plan.variance_extents)]
-            for ram, extents in pairs:
-                if ram is not None and extents is not None:
-                    extent = extents[record.generation % 2]
-                    self.daemon.wait(self._write(ram, extent, record.stage))
-                    written += extent.size
+            for ram, extent in _resting_in_ram(plan, record):
+                self.daemon.wait(self._write(ram, extent, record.stage))
+                written += extent.size
         return written
 
     def restore(self, stored: Sequence[StoredStage], records: Sequence[Record]) -> None:
@@ -137,20 +130,25 @@ class StageFiles:
         for plan, record, stage in zip(self.plan.stages, records, stored, strict=True):
             record.generation = stage.generation
             record.zero_moments, record.zero_remainder = stage.zero_moments, stage.zero_remainder
-            pairs = [(plan.weights_ram, plan.weights_extents)]
-            if not stage.zero_remainder:
-                pairs.append((plan.remainder_ram, plan.remainder_extents))
-            if not stage.zero_moments:
-                pairs += [(plan.momentum_ram, plan.momentum_extents), (plan.variance_ram, plan.variance_extents)]
-            for ram, extents in pairs:
-                if ram is not None and extents is not None:
-                    extent = extents[record.generation % 2]
-                    self.daemon.wait(self.daemon.read(ram.offset, extent.offset, extent.size, label=record.stage))
+            for ram, extent in _resting_in_ram(plan, record):
+                self.daemon.wait(self.daemon.read(ram.offset, extent.offset, extent.size, label=record.stage))
 
     def describe(self, records: Sequence[Record], entries: Mapping[str, TensorEntry]) -> tuple[StoredStage, ...]:
         """Every stage as it rests in its extents now (after `save_resident`). `entries`: the checkpoint it came from."""
         together = zip(self.model.stages, self.plan.stages, records, strict=True)
         return tuple(_stored(stage, plan, record, entries) for stage, plan, record in together)
+
+
+def _resting_in_ram(plan: StagePlan, record: Record) -> Iterator[tuple[Span, Span]]:
+    """What of a stage rests in RAM and is not simply zero, with the extent of the record's generation."""
+    pairs: list[tuple[Span | None, tuple[Span, Span] | None]] = [(plan.weights_ram, plan.weights_extents)]
+    if not record.zero_remainder:
+        pairs.append((plan.remainder_ram, plan.remainder_extents))
+    if not record.zero_moments:
+        pairs += [(plan.momentum_ram, plan.momentum_extents), (plan.variance_ram, plan.variance_extents)]
+    for ram, extents in pairs:
+        if ram is not None and extents is not None:
+            yield ram, extents[record.generation % 2]
 
 
 def _stored(stage: StageSpec, plan: StagePlan, record: Record, entries: Mapping[str, TensorEntry]) -> StoredStage:
@@ -188,9 +186,9 @@ def _read_split(
         count = min(_PIECE, weights.numel() - begin)
         reader.read_into(entry, piece[:count], first_element=first + begin)
         nonfinite = split(
-            memoryview(piece[:count].numpy()),
-            memoryview(weights[begin : begin + count].view(torch.int16).numpy()),
-            memoryview(remainder[begin : begin + count].numpy()),
+            piece[:count].numpy().data,
+            weights[begin : begin + count].view(torch.int16).numpy().data,
+            remainder[begin : begin + count].numpy().data,
         )
         if nonfinite:
             raise UsageError(f"{entry.file}: {nonfinite} values of {entry.name} do not fit bfloat16")

@@ -24,7 +24,7 @@ class CudaEvent:
         self._event.synchronize()
 
     def done(self) -> bool:
-        return self._event.query()
+        return bool(self._event.query())
 
 
 class CudaDevice:

@@ -39,7 +39,7 @@ def in_memory_losses(recipe: Recipe, steps: int, *, micro_batch_size: int, threa
             {"params": [m for m in masters.values() if m.dim() < 2], "weight_decay": 0.0},
         ],
         lr=recipe.optimizer.lr,
-        betas=tuple(recipe.optimizer.betas),
+        betas=recipe.optimizer.betas,
         eps=recipe.optimizer.eps,
     )
     rates = _rates(recipe, total_steps)
