@@ -166,8 +166,18 @@ fingerprint() {
         echo "$1 ${FUYOU_WITHOUT_URING:-0}") | sha256sum | cut -d' ' -f1
 }
 
+# Whether what was installed last is this checkout with these options, and with the extra $1 or, without one, with any.
+installed() {
+    local stamps=("$venv"/installed-*) extra
+    [ ${#stamps[@]} = 1 ] && [ -e "${stamps[0]}" ] || return # of two, nobody knows which one is the last
+    extra=${stamps[0]##*/installed-}
+    [ "$extra" != run ] || extra=
+    [ -z "$1" ] || [ "$extra" = "$1" ] || return
+    [ "$(cat "${stamps[0]}")" = "$(fingerprint "$extra")" ]
+}
+
 setup() {
-    local extra=${1:-} python missing want stamp=$venv/installed-${1:-run}
+    local extra=${1:-} python missing want
     [ "$(uname -s)" = Linux ] || die "fuyou runs on Linux (on Windows inside WSL2)"
     mkdir -p "$root/build"
 
@@ -182,15 +192,16 @@ setup() {
         "Name one with PYTHON=/path/to/python."
 
     ready_venv "$python"
-    want=$(fingerprint "$extra")
-    if [ -e "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
+    if installed "$extra"; then
         say "torch: $(usable_torch "$venv/bin/python"), as installed before"
         return
     fi
     choose_torch
+    want=$(fingerprint "$extra") # before: sources that change while they are built are built again
     say "fuyou: building and installing into .venv"
+    rm -f "$venv"/installed-* # there is one extension in it: what an earlier stamp says is no longer so
     pip_install --constraint "$venv/constraints.txt" \
         --config-settings "cmake.define.FUYOU_WITHOUT_URING=$(on_off "${FUYOU_WITHOUT_URING:-0}" 1)" \
         --editable "$root${extra:+[$extra]}"
-    echo "$want" >"$stamp"
+    echo "$want" >"$venv/installed-${extra:-run}"
 }

@@ -3,6 +3,7 @@ does with a .venv that somebody else made."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -96,3 +97,50 @@ def test_an_own_environment_is_made_anew(venv: Path, mark: str) -> None:
     assert done.returncode == 0, done.stderr
     assert _asked(venv) == ["venv"]
     assert (venv / "made-by-fuyou").exists() and not (venv.parent / "build" / "venv-unfinished").exists()
+
+
+def _set_up(venv: Path, extra: str = "", **environment: str) -> list[str]:
+    """What pip was asked for by `setup EXTRA`."""
+    before = len(_asked(venv))
+    call = f"find_python() {{ echo {venv}/bin/python; }}; missing_packages() {{ :; }}; setup {extra}"
+    done = _bash(venv, call, HAS="*", **environment)
+    assert done.returncode == 0, done.stderr
+    return _asked(venv)[before:]
+
+
+@pytest.fixture
+def checkout(venv: Path) -> Path:
+    (venv.parent / "native").mkdir()
+    (venv.parent / "pyproject.toml").touch()
+    (venv / "bin" / "pip").touch()
+    (venv / "bin" / "torch").write_text("2.11.0+cpu\n")
+    return venv
+
+
+def test_a_stamp_is_true_for_the_last_installation_only(checkout: Path) -> None:
+    assert len(_set_up(checkout, "test")) == 1
+    assert _set_up(checkout, "test") == []
+    # One environment has one extension: this one replaces the one that `test` was stamped with.
+    assert len(_set_up(checkout, FUYOU_WITHOUT_URING="1")) == 1
+    again = _set_up(checkout, "test")
+    assert len(again) == 1 and "FUYOU_WITHOUT_URING=OFF" in again[0]
+
+
+def test_what_was_installed_with_an_extra_serves_without_it(checkout: Path) -> None:
+    assert len(_set_up(checkout)) == 1
+    assert len(_set_up(checkout, "test")) == 1
+    assert _set_up(checkout) == []
+    assert _set_up(checkout, "test") == []
+
+
+def test_of_two_stamps_neither_is_believed(checkout: Path) -> None:
+    _set_up(checkout)
+    shutil.copy(checkout / "installed-run", checkout / "installed-test")
+    assert len(_set_up(checkout)) == 1
+
+
+def test_an_installation_that_failed_leaves_no_stamp(checkout: Path) -> None:
+    _set_up(checkout)
+    call = f"find_python() {{ echo {checkout}/bin/python; }}; missing_packages() {{ :; }}; setup"
+    assert _bash(checkout, call, HAS="nothing", FUYOU_WITHOUT_URING="1").returncode == 1
+    assert len(_set_up(checkout)) == 1
