@@ -25,7 +25,7 @@ from .storage import run_name
 
 if TYPE_CHECKING:
     from ..engine.anatomy import Anatomy
-    from ..recipe.schema import Recipe
+    from ..recipe.schema import Recipe, TrainSection
     from .checkpoint.files import Checkpoint
     from .checkpoint.header import TensorEntry
     from .data import Rows, Sampler
@@ -267,20 +267,31 @@ def _entries(anatomy: Anatomy, model_dir: Path) -> tuple[Checkpoint, Mapping[str
     return checkpoint, entries_for(anatomy.model, checkpoint)
 
 
+def _micro_batch(train: TrainSection, length: int) -> int:
+    """Rows computed at once."""
+    if train.micro_batch_size != "auto":
+        return train.micro_batch_size
+    most = max(1, MICRO_BATCH_TOKENS // length)
+    return max(size for size in range(1, train.batch_size + 1) if size <= most and train.batch_size % size == 0)
+
+
+def _head_chunk(train: TrainSection, tokens: int, columns: int) -> int:
+    """Tokens the head takes at once, with logits of `columns` columns; 0: a whole micro-batch of `tokens`."""
+    if train.head_chunk_tokens != "auto":
+        return train.head_chunk_tokens
+    most = max(64, HEAD_PIECE_BYTES // (_LOGIT_BYTES * columns))
+    return 0 if tokens <= most else 1 << (most.bit_length() - 1)
+
+
 def _numerics(recipe: Recipe, anatomy: Anatomy, hardware: HardwareProfile, manifest: Manifest | None) -> Numerics:
     """What the recipe says, `auto` resolved by fixed rules; a resumed run keeps what it started with."""
     from ..engine.vocabulary import resolved_rows
 
     train, length = recipe.train, recipe.dataset.max_seq_len
-    if train.micro_batch_size == "auto":
-        most = max(1, MICRO_BATCH_TOKENS // length)
-        micro = max(size for size in range(1, train.batch_size + 1) if size <= most and train.batch_size % size == 0)
+    micro = _micro_batch(train, length)
     vocabulary_rows = resolved_rows(anatomy, train.head_chunk_vocab)
-    chunk = train.head_chunk_tokens
-    if chunk == "auto":
-        columns = vocabulary_rows or anatomy.model.config.get_text_config().vocab_size
-        most = max(64, HEAD_PIECE_BYTES // (_LOGIT_BYTES * columns))
-        chunk = 0 if micro * length <= most else 1 << (most.bit_length() - 1)
+    columns = vocabulary_rows or anatomy.model.config.get_text_config().vocab_size
+    chunk = _head_chunk(train, micro * length, columns)
     compute = cast(Dtype, recipe.precision.compute)
     one_piece = train.batch_size == micro and chunk == 0  # nothing is added up: a wider sum would hold the same numbers
     accumulate: Dtype = compute if one_piece else recipe.precision.grad_accum
