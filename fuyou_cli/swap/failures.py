@@ -34,6 +34,11 @@ _HINTS = {
     errno.ENOMEM: "not enough memory, or a locked-memory limit (`ulimit -l`) that is too small",
     errno.EMFILE: "too many open files: raise `ulimit -n`",
     errno.ECANCELED: "the daemon was stopped before this request was done",
+    errno.ELOOP: "a symbolic link lies there, and a store's file is none: remove it, or point offload.dir at its target",
+}
+_OPENING_HINTS = {
+    errno.EPERM: "the file belongs to another user: give this run an offload.dir of your own",
+    errno.EINVAL: "what lies there is not a regular file: move it away, or give this run its own offload.dir",
 }
 
 
@@ -59,7 +64,8 @@ def failure_error(
             text += f" at byte {why.file_offset}: wanted {why.wanted} bytes, got {why.got}"
     text += f": {errno_text(error)}"
     kind = OutOfSpaceError if error in (errno.ENOSPC, errno.EDQUOT) else SwapError
-    return kind(text, hint=_HINTS.get(error))
+    hints = {**_HINTS, **_OPENING_HINTS} if why.operation == lib.FY_OP_OPEN else _HINTS
+    return kind(text, hint=hints.get(error))
 
 
 def refusal_error(what: str, code: int, hint: str | None = None) -> SwapError:

@@ -4,9 +4,11 @@
  * Striping: logical block b lies in file b % count at offset (b / count) * stripe. Files are opened, locked, sized and
  * probed for O_DIRECT once; afterwards their descriptors only move bytes, from any thread, so there is no lock here.
  *
- * A file is ours alone (flock; a second opener gets -EBUSY), mode 0600, closed on exec. Space is taken at creation, so
- * that a full disk is met before the first step and not in the middle of a run. A file that this open created is
- * removed when the open fails; one that was there is never shortened or removed.
+ * A file is ours alone: locked (flock; a second opener gets -EBUSY), mode 0600, closed on exec. One that was there must
+ * be a regular file of this user and no symbolic link: what a run writes is worth protecting, and a folder that others
+ * may write to could hold anything. Space is taken at creation, so that a full disk is met before the first step and not
+ * in the middle of a run. A file that this open created is removed when the open fails; one that was there is never
+ * shortened or removed.
  */
 #define _GNU_SOURCE
 #include "internal.h"
@@ -88,7 +90,7 @@ static int open_file(struct fy__file *file, uint32_t flags)
         file->created = file->fd >= 0;
     }
     if (file->fd < 0)
-        file->fd = fy__system.open(file->path, O_RDWR | O_CLOEXEC, 0);
+        file->fd = fy__system.open(file->path, O_RDWR | O_CLOEXEC | O_NOFOLLOW, 0);
     if (file->fd < 0)
         return -errno;
     if (fy__system.flock(file->fd, LOCK_EX | LOCK_NB) != 0)
@@ -96,7 +98,21 @@ static int open_file(struct fy__file *file, uint32_t flags)
     return 0;
 }
 
-/* Makes the file as long as the store needs it, with its space taken where the file system can do that. */
+/* A file that was there already: a regular one of this user (-EPERM), which nobody else may open from now on. */
+static int own_file(const struct fy__file *file, const struct stat *status)
+{
+    if (!S_ISREG(status->st_mode))
+        return -EINVAL;
+    if (file->created)
+        return 0;
+    if (status->st_uid != geteuid())
+        return -EPERM;
+    if ((status->st_mode & 07777) == 0600 || fy__system.fchmod(file->fd, 0600) == 0)
+        return 0;
+    return errno == EPERM || errno == EOPNOTSUPP ? 0 : -errno; /* ours, so this file system keeps no modes */
+}
+
+/* Makes the file ours and as long as the store needs it, with its space taken where the file system can do that. */
 static int size_file(fy_store *store, uint32_t index, uint32_t flags, fy_failure *why)
 {
     const struct fy__file *file = &store->files[index];
@@ -104,8 +120,9 @@ static int size_file(fy_store *store, uint32_t index, uint32_t flags, fy_failure
     struct stat status;
     if (fy__system.fstat(file->fd, &status) != 0)
         return failed(why, -errno, FY_OP_OPEN, index, wanted, 0);
-    if (!S_ISREG(status.st_mode))
-        return failed(why, -EINVAL, FY_OP_OPEN, index, wanted, 0);
+    const int foreign = own_file(file, &status);
+    if (foreign != 0)
+        return failed(why, foreign, FY_OP_OPEN, index, wanted, 0);
     const uint64_t have = (uint64_t)status.st_size;
     if ((flags & FY_STORE_CREATE) == 0)
         return have >= wanted ? 0 : failed(why, -ENODATA, FY_OP_OPEN, index, wanted, have);

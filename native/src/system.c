@@ -47,8 +47,8 @@ static int32_t ring_result_as_is(uint32_t operation, int32_t result, uint32_t wa
 #define REAL_CALLS                                                                                                    \
     {                                                                                                                 \
         .open = system_open, .close = close, .set_flags = system_set_flags, .flock = flock, .fstat = fstat,           \
-        .fallocate = fallocate, .ftruncate = ftruncate, .fdatasync = fdatasync, .unlink = unlink, .pread = pread,     \
-        .pwrite = pwrite, .mmap = mmap, .munmap = munmap, .madvise = madvise, .calloc = calloc,                       \
+        .fchmod = fchmod, .fallocate = fallocate, .ftruncate = ftruncate, .fdatasync = fdatasync, .unlink = unlink,   \
+        .pread = pread, .pwrite = pwrite, .mmap = mmap, .munmap = munmap, .madvise = madvise, .calloc = calloc,       \
         .eventfd = system_eventfd, .thread_create = pthread_create, .ring_setup = ring_setup_allowed,                 \
         .ring_enter = ring_enter_allowed, .ring_result = ring_result_as_is,                                           \
     }

@@ -23,6 +23,7 @@ struct fy__system {
     int (*set_flags)(int fd, int flags); /* fcntl F_SETFL */
     int (*flock)(int fd, int operation);
     int (*fstat)(int fd, struct stat *out);
+    int (*fchmod)(int fd, mode_t mode);
     int (*fallocate)(int fd, int mode, off_t offset, off_t size);
     int (*ftruncate)(int fd, off_t size);
     int (*fdatasync)(int fd);

@@ -1,10 +1,12 @@
 /*
  * A store's files: missing, short, locked, full, without fallocate, without O_DIRECT. Each error names the file, what
- * was wanted and what was there; a failed open leaves what it found and nothing else.
+ * was wanted and what was there; a failed open leaves what it found and nothing else. A file that was there is taken over
+ * only from this user, and nobody else can open it afterwards; a symbolic link is not followed.
  */
 #include "testing.h"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 
 #define SIZE (UINT64_C(1) << 20)
 
@@ -121,6 +123,71 @@ static void buffered(void)
     fy__system = fy__system_real;
 }
 
+static int fstat_of_another(int fd, struct stat *out)
+{
+    const int result = fy__system_real.fstat(fd, out);
+    out->st_uid++;
+    return result;
+}
+
+static int fchmod_error;
+
+static int failing_fchmod(int fd, mode_t mode)
+{
+    (void)fd;
+    (void)mode;
+    errno = fchmod_error;
+    return -1;
+}
+
+static mode_t mode_of(const char *path)
+{
+    struct stat status;
+    CHECK_EQUAL(stat(path, &status), 0);
+    return status.st_mode & 07777;
+}
+
+static void foreign_files(void)
+{
+    static const uint32_t ways[] = {0, FY_STORE_CREATE};
+    fy_store *store = NULL;
+    fy_failure why;
+    char link[400];
+    (void)snprintf(link, sizeof link, "%s-link", testing_path(0));
+    const char *const linked[2] = {testing_path(1), link};
+    CHECK_EQUAL(open_store(2, SIZE, FY_STORE_CREATE, &store, &why), 0);
+    CHECK_EQUAL(fy_store_close(store), 0);
+    CHECK_EQUAL(symlink(testing_path(0), link), 0);
+    for (uint32_t i = 0; i < 2; i++) {
+        CHECK_EQUAL(fy_store_open(linked, 2, 64 << 10, SIZE, ways[i], &store, &why), -ELOOP);
+        CHECK_EQUAL(why.operation, FY_OP_OPEN);
+        CHECK_EQUAL(why.file, 1);
+
+        CHECK_EQUAL(chmod(testing_path(1), 0666), 0); /* readable to all by now: not any more */
+        CHECK_EQUAL(open_store(2, SIZE, ways[i], &store, &why), 0);
+        CHECK_EQUAL(mode_of(testing_path(1)), 0600);
+        CHECK_EQUAL(fy_store_close(store), 0);
+
+        fy__system.fstat = fstat_of_another;
+        CHECK_EQUAL(open_store(2, SIZE, ways[i], &store, &why), -EPERM);
+        CHECK_EQUAL(why.operation, FY_OP_OPEN);
+        CHECK_EQUAL(mode_of(testing_path(0)), 0600); /* and there it stays */
+        fy__system = fy__system_real;
+
+        CHECK_EQUAL(chmod(testing_path(1), 0640), 0);
+        fy__system.fchmod = failing_fchmod;
+        fchmod_error = EIO;
+        CHECK_EQUAL(open_store(2, SIZE, ways[i], &store, &why), -EIO);
+        CHECK_EQUAL(why.file, 1);
+        fchmod_error = EPERM; /* a file system without modes */
+        CHECK_EQUAL(open_store(2, SIZE, ways[i], &store, &why), 0);
+        CHECK_EQUAL(fy_store_close(store), 0);
+        fy__system = fy__system_real;
+        CHECK_EQUAL(chmod(testing_path(1), 0600), 0);
+    }
+    CHECK_EQUAL(unlink(link), 0);
+}
+
 static void wrong_arguments(void)
 {
     fy_store *store = NULL;
@@ -143,6 +210,7 @@ int main(void)
     sizes_and_locks();
     full_disk();
     buffered();
+    foreign_files();
     wrong_arguments();
     CHECK_EQUAL(testing_descriptors(), descriptors);
     return 0;

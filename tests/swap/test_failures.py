@@ -1,0 +1,39 @@
+"""Goal: what the library refuses reaches a person as a file, a reason and a remedy. Method: its own failure records."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from fuyou_cli.swap.failures import failure_error
+from fuyou_cli.swap.native import ffi, lib
+
+
+def _hint(operation: int, code: int) -> str:
+    why = ffi.new("fy_failure *", {"operation": operation, "error": -code, "file": 1})
+    error = failure_error(why, paths=[Path("/a/store.bin"), Path("/b/store.bin")])
+    assert errno.errorcode[code] in str(error)
+    assert ("/b/store.bin" in str(error)) == (operation == lib.FY_OP_OPEN)
+    return error.hint or ""
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (errno.ELOOP, "symbolic link"),
+        (errno.EPERM, "another user"),
+        (errno.EINVAL, "not a regular file"),
+        (errno.EACCES, "permissions"),
+        (errno.ENOENT, "mounted"),
+        (errno.EBUSY, "another process"),
+    ],
+)
+def test_a_file_that_cannot_be_opened_says_what_to_do(code: int, said: str) -> None:
+    assert said in _hint(lib.FY_OP_OPEN, code)
+
+
+def test_a_forked_child_is_not_told_about_files() -> None:
+    """EPERM means two things; only opening looks at who owns a file."""
+    assert "forked child" in _hint(lib.FY_OP_SETUP, errno.EPERM)
