@@ -8,6 +8,10 @@
  * Rules of use
  *  1. Memory is named by arena offsets and files by store offsets (one logical address space, striped by the library).
  *  2. From acceptance until fy_wait() returns anything but -ETIME, the spans of a request belong to the daemon.
+ *     A request that failed has been drained like any other, with one exception: when the kernel lets nobody into the
+ *     ring any more, every request fails, and what was in flight may still reach its span, for closing a ring does not
+ *     wait. From then on no span may be used again, after fy_daemon_stop() neither: the arena is to be destroyed. A
+ *     caller that does not tell this failure from others treats all of them so.
  *  3. Every ticket is waited for exactly once. A ticket is never 0.
  *  4. Arena and store outlive the daemon that uses them. Everything is sized at start.
  *  5. Any thread may submit and wait. No call may be made in a forked child.
@@ -59,7 +63,9 @@ void *fy_arena_base(const fy_arena *arena);
 uint64_t fy_arena_size(const fy_arena *arena);
 int fy_arena_destroy(fy_arena *arena); /* NULL is fine; -EBUSY while a daemon uses it */
 
-/* ---- store: one preallocated file per path, striped; O_DIRECT where the file system allows it ---- */
+/* ---- store: one preallocated file per path, striped; O_DIRECT where the file system allows it ----
+ * A file that is there already must be a regular one of this user (-EPERM), not a symbolic link (-ELOOP), and is mode
+ * 0600 from then on. */
 int fy_store_open(const char *const *paths, uint32_t count, uint64_t stripe, uint64_t size, uint32_t flags,
                   fy_store **out, fy_failure *why);
 uint64_t fy_store_size(const fy_store *store);
@@ -89,7 +95,9 @@ uint64_t fy_scratch_size(uint32_t chunk_params, uint32_t chunks);
 int fy_daemon_start(const fy_options *options, fy_arena *arena, fy_store *store, fy_daemon **out, fy_failure *why);
 int fy_daemon_backend(const fy_daemon *daemon);           /* the enum fy_backend in use */
 const char *fy_daemon_description(const fy_daemon *daemon); /* features in use, and why others are not */
-int fy_daemon_stop(fy_daemon *daemon); /* drains the kernel; outstanding tickets fail with -ECANCELED; NULL is fine */
+/* Drains the kernel; outstanding tickets fail with -ECANCELED. Threads in fy_wait() come out first, sums taken; no other
+ * call may be under way or begin. NULL is fine. */
+int fy_daemon_stop(fy_daemon *daemon);
 
 /* Priority: lower runs first; equal priorities run in order of submission. `label` comes back in fy_failure. */
 int fy_submit_read(fy_daemon *daemon, uint64_t arena_offset, uint64_t store_offset, uint64_t size, uint64_t priority,
@@ -194,8 +202,9 @@ typedef struct {
 int fy_daemon_events(fy_daemon *daemon, fy_event *out, uint32_t capacity, uint32_t *count, uint64_t *dropped);
 
 /* ---- arithmetic on plain memory, for the caller's own threads ---- */
-/* Sum of squares in double with a fixed tree (same bits for any split at multiples of 16384, any thread count), and the
- * number of values that are not finite. */
+/* Sum of squares in double, and the number of values that are not finite. Leaves of 16384 values are summed with a fixed
+ * tree and added in order, so a span's sum has the bits of its leaves' sums, one call for each, added in order by whatever
+ * threads. Sums of longer parts added up are another order of additions, and may differ in the last bits. */
 int fy_sum_squares(const void *values, uint64_t count, uint32_t dtype, double *sum, uint64_t *nonfinite);
 /* float32 master <-> (bfloat16 weights, int16 remainder). Lossless for finite values that do not round to infinity;
  * the others are counted in nonfinite. */

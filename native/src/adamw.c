@@ -189,25 +189,24 @@ uint64_t fy__adamw_chunk(const fy_update *update, const fy_segment *segments, co
     return lost;
 }
 
-/* What fy__adamw_chunk() relies on: known dtypes, sorted segments inside the stage, arrays that exist. */
-static int check_update(const fy_update *update, const fy_segment *segments)
+bool fy__update_good(const fy_update *update, const fy_segment *segments)
 {
     if (update->weights_dtype > FY_BFLOAT16 || update->gradients_dtype > FY_BFLOAT16 || update->step == 0) {
-        return -EINVAL;
+        return false;
     }
     if (update->segment_count > 0 && !segments) {
-        return -EINVAL;
+        return false;
     }
     uint64_t previous_end = 0;
     for (uint32_t i = 0; i < update->segment_count; i++) {
         const fy_segment *segment = &segments[i];
         if (segment->first < previous_end || segment->first > update->params ||
             segment->count > update->params - segment->first) {
-            return -EINVAL;
+            return false;
         }
         previous_end = segment->first + segment->count;
     }
-    return 0;
+    return true;
 }
 
 FY_API int fy_adamw(const fy_update *update, const fy_segment *segments, void *weights, int16_t *remainder,
@@ -219,9 +218,8 @@ FY_API int fy_adamw(const fy_update *update, const fy_segment *segments, void *w
     if (update->weights_dtype == FY_BFLOAT16 && !remainder) {
         return -EINVAL;
     }
-    const int invalid = check_update(update, segments);
-    if (invalid) {
-        return invalid;
+    if (!fy__update_good(update, segments)) {
+        return -EINVAL;
     }
 
     const uint64_t chunk_params = 1u << 30; /* any size gives the same bits; this one fits the loops' counters */

@@ -30,41 +30,34 @@ void fy__lock(fy_daemon *daemon)
     assert(error == 0);
 }
 
-/* Under the lock: does the backend have work that it does not know of? The pool is told here; true: ring the bell. */
-static bool backend_wake(fy_daemon *daemon)
+/* Under the lock: tells the backend of work that it does not know of. The bell too is rung under the lock: once that is
+ * free, a stop may take the daemon away. It is one write to an eventfd, which never blocks. */
+static void backend_wake(fy_daemon *daemon)
 {
+    const bool work[2] = {fy__queue_has_work(daemon, 0), fy__queue_has_work(daemon, 1)};
     if (daemon->ring != NULL) {
-        const bool bell = daemon->ring_asleep && (daemon->closing || fy__queue_has_work(daemon, 0) ||
-                                                  fy__queue_has_work(daemon, 1));
-        if (bell)
-            daemon->ring_asleep = false; /* rung once; it says itself when it sleeps again */
-        return bell;
+        if (!daemon->ring_asleep || !(daemon->closing || work[0] || work[1]))
+            return;
+        daemon->ring_asleep = false; /* rung once; it says itself when it sleeps again */
+        fy__ring_doorbell(daemon);
+        return;
     }
     for (uint32_t channel = 0; channel < 2; channel++) {
-        if (daemon->pool_idle[channel] > 0 && fy__queue_has_work(daemon, channel))
+        if (daemon->pool_idle[channel] > 0 && work[channel])
             pthread_cond_signal(&daemon->work[channel]);
     }
-    return false;
 }
 
 void fy__unlock(fy_daemon *daemon)
 {
-    const bool bell = backend_wake(daemon);
+    backend_wake(daemon);
     const int error = pthread_mutex_unlock(&daemon->lock);
     assert(error == 0);
-    if (bell)
-        fy__ring_doorbell(daemon);
 }
 
 void fy__sleep(fy_daemon *daemon, pthread_cond_t *condition)
 {
-    if (backend_wake(daemon)) {
-        const int error = pthread_mutex_unlock(&daemon->lock);
-        assert(error == 0);
-        fy__ring_doorbell(daemon);
-        fy__lock(daemon);
-        return; /* things may have changed meanwhile: the caller looks again */
-    }
+    backend_wake(daemon);
     const int error = pthread_cond_wait(condition, &daemon->lock);
     assert(error == 0);
 }
@@ -414,9 +407,9 @@ FY_API int fy_daemon_counters(fy_daemon *daemon, fy_counters *out)
         .short_resubmitted = daemon->short_resubmitted,
         .in_flight = reads->in_flight + writes->in_flight,
         .queued = reads->spans.count + writes->spans.count,
+        .update_cpu_ns = cpu_ns(daemon->update_threads, daemon->update_threads_count),
+        .ring_cpu_ns = cpu_ns(daemon->io_threads, daemon->io_threads_count),
     };
     fy__unlock(daemon);
-    out->update_cpu_ns = cpu_ns(daemon->update_threads, daemon->update_threads_count);
-    out->ring_cpu_ns = cpu_ns(daemon->io_threads, daemon->io_threads_count);
     return 0;
 }

@@ -221,7 +221,7 @@ struct fy_daemon {
     struct fy__events events;
     uint64_t sequence;
     uint32_t outstanding; /* tickets neither done nor failed */
-    uint32_t waiters;
+    uint32_t waiters;     /* threads in fy_wait(): stop leaves them daemon and arena until they are out */
     uint32_t pool_idle[2];
     bool stopping;
     bool closing; /* all requests have settled: threads leave */
@@ -268,8 +268,13 @@ void fy__sleep(fy_daemon *daemon, pthread_cond_t *condition);
 /* ---- pool.c and ring.c: the two backends ---- */
 int fy__pool_start(fy_daemon *daemon);
 int fy__ring_start(fy_daemon *daemon, char *note, size_t note_size); /* note: features in use, or why not */
-void fy__ring_doorbell(fy_daemon *daemon);                           /* without the lock */
+void fy__ring_doorbell(fy_daemon *daemon);                           /* under the lock */
 void fy__ring_destroy(fy_daemon *daemon);                            /* after its thread was joined */
+
+static inline bool fy__request_failed(const struct fy__request *request)
+{
+    return request->result.failure.error != 0;
+}
 
 static inline uint32_t fy__channel_of(uint32_t operation)
 {

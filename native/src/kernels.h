@@ -8,6 +8,8 @@
 #ifndef FUYOU_KERNELS_H
 #define FUYOU_KERNELS_H
 
+#include <stdbool.h>
+
 #include "fuyou.h"
 
 #if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
@@ -43,6 +45,9 @@ struct fy__chunk {
     float *variance;
     const void *gradients;
 };
+
+/* What fy__adamw_chunk() relies on: known dtypes, a step to count from, sorted segments inside the stage. */
+bool fy__update_good(const fy_update *update, const fy_segment *segments);
 
 /* One AdamW step over the parameters of `chunk` that lie in a segment which is not frozen; all others keep their bits.
  * Returns how many new masters are not finite in the weights' dtype. Call fy__flush_denormals_off() on the thread

@@ -17,11 +17,6 @@
 
 #include <errno.h>
 
-static bool request_failed(const struct fy__request *request)
-{
-    return request->result.failure.error != 0;
-}
-
 static void event_push(struct fy__events *events, const fy_event *event)
 {
     if (events->count == FY__EVENTS_MAX) {
@@ -98,7 +93,7 @@ static void drop_spans(fy_daemon *daemon, struct fy__channel *channel, const str
 void fy__request_fail(fy_daemon *daemon, struct fy__request *request, const fy_failure *failure)
 {
     assert(failure->error < 0);
-    if (request_failed(request))
+    if (fy__request_failed(request))
         return;
     request->result.failure = *failure;
     request->result.failure.label = request->label;
@@ -137,7 +132,7 @@ static struct fy__block *take_retry(fy_daemon *daemon, struct fy__channel *chann
         if (channel->retry == NULL)
             channel->retry_last = NULL;
         block->next = NULL;
-        if (!request_failed(block->span->request))
+        if (!fy__request_failed(block->span->request))
             return block;
         block_release(daemon, block);
     }
@@ -183,7 +178,7 @@ struct fy__block *fy__queue_take(fy_daemon *daemon, uint32_t index)
     block = channel->free;
     if (span == NULL || block == NULL)
         return NULL;
-    assert(!request_failed(span->request));
+    assert(!fy__request_failed(span->request));
     assert(channel->in_flight < channel->depth);
     channel->free = block->next;
     block_cut(daemon, span, block);
@@ -228,7 +223,7 @@ void fy__queue_finish(fy_daemon *daemon, struct fy__block *block, int64_t result
     struct fy__channel *channel = &daemon->channels[fy__channel_of(block->operation)];
     struct fy__request *request = block->span->request;
     const int verdict = block_judge(daemon, block, result);
-    if (verdict == 1 && !request_failed(request)) {
+    if (verdict == 1 && !fy__request_failed(request)) {
         block->next = NULL;
         if (channel->retry_last != NULL)
             channel->retry_last->next = block;

@@ -134,7 +134,7 @@ static struct timespec deadline_after(uint64_t timeout_ns)
     return (struct timespec){.tv_sec = (time_t)(at_ns / 1000000000), .tv_nsec = (long)(at_ns % 1000000000)};
 }
 
-/* Under the lock. 0: the request is done. */
+/* Under the lock, which it lets go of. 0: the request is done. */
 static int wait_done(fy_daemon *daemon, struct fy__request *request, fy_ticket ticket, uint64_t timeout_ns)
 {
     if (request->done)
@@ -143,15 +143,29 @@ static int wait_done(fy_daemon *daemon, struct fy__request *request, fy_ticket t
         return -ETIME;
     const struct timespec deadline = deadline_after(timeout_ns);
     int late = 0;
-    daemon->waiters++;
     while (request->ticket == ticket && !request->done && late == 0)
         late = pthread_cond_timedwait(&request->finished, &daemon->lock, &deadline);
-    daemon->waiters--;
-    if (daemon->waiters == 0 && daemon->stopping)
-        pthread_cond_broadcast(&daemon->idle);
     if (request->ticket != ticket)
         return -ENOENT; /* another thread waited for it too, and was first */
     return request->done ? 0 : -ETIME;
+}
+
+/* Under the lock, which it lets go of to sum the data. The ticket is spent and the row free. */
+static void result_take(fy_daemon *daemon, struct fy__request *request, fy_result *result)
+{
+    const struct fy__span span = request->span;
+    const bool sums = request->operation != FY_OP_UPDATE && !fy__request_failed(request) &&
+                      (daemon->options.flags & FY_DAEMON_DATA_SUMS) != 0;
+    assert(request->done && daemon->waiters > 0);
+    *result = request->result;
+    request->ticket = 0;
+    request->next_free = daemon->requests_free;
+    daemon->requests_free = request;
+    if (!sums)
+        return;
+    fy__unlock(daemon);
+    result->data_sum = fy_checksum(daemon->arena->base + span.arena, span.size);
+    fy__lock(daemon);
 }
 
 FY_API int fy_wait(fy_daemon *daemon, fy_ticket ticket, uint64_t timeout_ns, fy_result *result)
@@ -161,23 +175,18 @@ FY_API int fy_wait(fy_daemon *daemon, fy_ticket ticket, uint64_t timeout_ns, fy_
     if (daemon->process != getpid())
         return -EPERM;
     fy__lock(daemon);
+    daemon->waiters++; /* until the end: a stop meanwhile leaves daemon and arena to us */
     struct fy__request *request = request_of(daemon, ticket);
-    const int error = request != NULL ? wait_done(daemon, request, ticket, timeout_ns) : -ENOENT;
-    if (error != 0) {
-        fy__unlock(daemon);
-        return error;
+    int error = request != NULL ? wait_done(daemon, request, ticket, timeout_ns) : -ENOENT;
+    if (error == 0) {
+        result_take(daemon, request, result);
+        error = result->failure.error;
     }
-    *result = request->result;
-    const struct fy__span span = request->span;
-    const bool sums = request->operation != FY_OP_UPDATE && result->failure.error == 0 &&
-                      (daemon->options.flags & FY_DAEMON_DATA_SUMS) != 0;
-    request->ticket = 0;
-    request->next_free = daemon->requests_free;
-    daemon->requests_free = request;
+    daemon->waiters--;
+    if (daemon->waiters == 0 && daemon->stopping)
+        pthread_cond_broadcast(&daemon->idle);
     fy__unlock(daemon);
-    if (sums)
-        result->data_sum = fy_checksum(daemon->arena->base + span.arena, span.size);
-    return result->failure.error;
+    return error;
 }
 
 FY_API int fy_daemon_events(fy_daemon *daemon, fy_event *out, uint32_t capacity, uint32_t *count, uint64_t *dropped)

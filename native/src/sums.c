@@ -3,8 +3,8 @@
  *
  * The order of additions is part of the result, so it is fixed: a leaf of 16384 values goes through 16 lanes in double
  * (the lane follows from i mod 16), the lanes are folded in halves, and leaves are added one after the other. So the sum of a
- * span equals the sums of its leaves added in order, whoever computed each of them. The square of a float is exact in
- * double; leaves of one call start at its first value, hence "splits at multiples of 16384".
+ * span equals the sums of its leaves added in order, whoever computed each of them; two halves of several leaves added
+ * up are another order. The square of a float is exact in double. Leaves of one call start at its first value.
  */
 #include <assert.h>
 #include <errno.h>

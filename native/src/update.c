@@ -92,28 +92,15 @@ static bool home_good(const fy_daemon *daemon, const fy_home *home, uint64_t siz
     return !has_source || home->source + size <= home->target || home->target + size <= home->source;
 }
 
-static bool segments_good(const fy_update *update, const fy_segment *segments)
-{
-    uint64_t end = 0;
-    for (uint32_t i = 0; i < update->segment_count; i++) {
-        if (segments[i].first < end || !fy__inside(segments[i].first, segments[i].count, update->params))
-            return false;
-        end = segments[i].first + segments[i].count;
-    }
-    return true;
-}
-
 int fy__update_check(const fy_daemon *daemon, const fy_update *update, const fy_segment *segments)
 {
     if (daemon->slots_count == 0)
         return -EINVAL; /* started without update threads */
     if (update->params == 0 || update->params % FY__PARAMS_UNIT != 0 || update->params > FY__SPAN_MAX / 4)
         return -EINVAL;
-    if (update->weights_dtype > FY_BFLOAT16 || update->gradients_dtype > FY_BFLOAT16 || update->step == 0)
-        return -EINVAL;
     if (update->segment_count > FY_MAX_SEGMENTS)
         return -E2BIG;
-    if ((update->segment_count > 0 && segments == NULL) || !segments_good(update, segments))
+    if (!fy__update_good(update, segments))
         return -EINVAL;
     const uint64_t weights_size = update->params * weight_bytes(update);
     const bool written = update->weights_target != FY_NOWHERE;
@@ -136,11 +123,6 @@ int fy__update_check(const fy_daemon *daemon, const fy_update *update, const fy_
 }
 
 /* ---- the chain ---- */
-
-static bool request_failed(const struct fy__request *request)
-{
-    return request->result.failure.error != 0;
-}
 
 static uint64_t scratch_of(const fy_daemon *daemon, const struct fy__slot *slot, const struct tensor *tensor)
 {
@@ -254,7 +236,7 @@ void fy__update_span_settled(fy_daemon *daemon, struct fy__slot *slot)
     slot->spans_left--;
     if (slot->spans_left > 0)
         return;
-    if (slot->phase == FY__READING && !request_failed(slot->request))
+    if (slot->phase == FY__READING && !fy__request_failed(slot->request))
         slot_ready(daemon, slot);
     else
         slot_free(daemon, slot);
@@ -262,7 +244,7 @@ void fy__update_span_settled(fy_daemon *daemon, struct fy__slot *slot)
 
 void fy__update_drop(fy_daemon *daemon, struct fy__request *request)
 {
-    assert(request_failed(request));
+    assert(fy__request_failed(request));
     for (uint32_t i = 0; i < daemon->updates.count; i++) {
         if (daemon->updates.items[i].item != request)
             continue;
@@ -360,7 +342,7 @@ static void slot_computed(fy_daemon *daemon, struct fy__slot *slot, const struct
     result->momentum_sum += outcome->sums[MOMENTUM];
     result->variance_sum += outcome->sums[VARIANCE];
     daemon->update_params += slot->count;
-    if (request_failed(slot->request))
+    if (fy__request_failed(slot->request))
         slot_free(daemon, slot); /* failed while computing: nothing more of it is written */
     else
         slot_write(daemon, slot);
@@ -377,7 +359,7 @@ void *fy__update_thread(void *argument)
             fy__sleep(daemon, &daemon->ready);
             continue;
         }
-        assert(slot->phase == FY__READY && !request_failed(slot->request));
+        assert(slot->phase == FY__READY && !fy__request_failed(slot->request));
         slot->phase = FY__COMPUTING;
         slot->spans_left = 0;
         if (slot->request->begin_ns == 0)

@@ -1,6 +1,7 @@
 /*
  * Stop with everything outstanding: reads, writes and updates, with threads waiting for some of them. Stop returns, the
- * waiting threads hear -ECANCELED or a result, nothing is left with the kernel, and the arena can go.
+ * waiting threads hear -ECANCELED or a result, nothing is left with the kernel, and the arena can go. Also at once after
+ * the stop, although a thread in fy_wait() was still summing what came: stop lets it finish.
  */
 #include "updating.h"
 
@@ -73,6 +74,60 @@ static void stop_in_the_middle(uint32_t backend, fy_arena *arena, fy_store *stor
     }
 }
 
+#define SUMMED (UINT64_C(64) << 20)
+
+struct summing {
+    fy_daemon *daemon;
+    fy_ticket ticket;
+    fy_result result;
+    _Atomic bool out;
+};
+
+static void *sum_thread(void *argument)
+{
+    struct summing *summing = argument;
+    CHECK_EQUAL(fy_wait(summing->daemon, summing->ticket, WAIT_NS, &summing->result), 0);
+    atomic_store(&summing->out, true);
+    return NULL;
+}
+
+static bool somebody_waits(fy_daemon *daemon)
+{
+    fy__lock(daemon);
+    const bool waits = daemon->waiters > 0;
+    fy__unlock(daemon);
+    return waits;
+}
+
+/* Stops as soon as everything has been read: the thread that waits for it has hardly begun to sum. */
+static void stop_while_summing(uint32_t backend)
+{
+    fy_arena *arena = testing_arena(SUMMED);
+    fy_store *store = testing_store(1, 1 << 20, SUMMED);
+    fy_options options = testing_options(backend);
+    options.flags = FY_DAEMON_DATA_SUMS;
+    options.block_size = 4 << 20;
+    struct summing summing = {.daemon = testing_daemon(&options, arena, store)};
+    unsigned char *base = fy_arena_base(arena);
+    testing_fill(base, SUMMED, backend);
+    const uint64_t expected = fy_checksum(base, SUMMED);
+    CHECK_EQUAL(testing_write(summing.daemon, 0, 0, SUMMED, NULL), 0);
+    memset(base, 0, SUMMED);
+    atomic_init(&summing.out, false);
+    CHECK_EQUAL(fy_submit_read(summing.daemon, 0, 0, SUMMED, 0, 1, &summing.ticket), 0);
+    pthread_t thread;
+    CHECK_EQUAL(pthread_create(&thread, NULL, sum_thread, &summing), 0);
+    while (!somebody_waits(summing.daemon) && !atomic_load(&summing.out))
+        CHECK_EQUAL(usleep(100), 0); /* no call may begin once stop has */
+    fy_counters counters = {0};
+    while (counters.read_bytes < SUMMED)
+        CHECK_EQUAL(fy_daemon_counters(summing.daemon, &counters), 0);
+    testing_close(summing.daemon, arena, store);
+    CHECK_EQUAL(pthread_join(thread, NULL), 0);
+    CHECK_EQUAL(summing.result.data_sum, expected);
+    CHECK_EQUAL(unlink(testing_path(0)), 0);
+}
+
 int main(void)
 {
     const uint32_t *backend = testing_backends();
@@ -92,6 +147,8 @@ int main(void)
     }
     stage_destroy(&stage);
     testing_close(NULL, arena, store);
+    for (backend = testing_backends(); *backend != FY_BACKEND_AUTO; backend++)
+        stop_while_summing(*backend);
     CHECK_EQUAL(fy_daemon_stop(NULL), 0);
     return 0;
 }
