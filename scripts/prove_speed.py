@@ -7,10 +7,12 @@
 
 compute: 8,192 tokens per step in 2 GiB beside plain PyTorch with everything in memory; 350m where 1.1b does not fit it.
 ssd: 512 tokens per step, disk held at 0.6 + 0.6 GB/s (fio's concurrent mix shows it), beside the larger of the disk's
-time and compute alone plus the CPU-seconds of updates and I/O. deepspeed: its NVMe offload on the same disk.
-Sides take turns (ABAB); a turn is one warm-up and `--measured` steps in a new process. Clipping is off where something
-is asked; with clipping the same is reported (--clipping off leaves that out). A run during which others were busy says
-so and is not kept: the same command measures it again.
+time and compute alone plus the CPU-seconds of updates and I/O. deepspeed: its NVMe offload on the same disk; where it
+cannot be run, the ratio to a recorded figure or a floor is reported, which shows nothing.
+Sides take turns (ABAB); a turn is one warm-up and `--measured` steps in a new process. Each of our runs must stay within
+its budget, by its own samples of its memory. Speed is asked for with clipping off; with clipping the same is reported
+(--clipping off leaves that out). A run of either side during which others were busy says so and is not kept: the same
+command measures it again.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof.fio import mix
 from proof.peers import RECORDED, deepspeed_run
-from proof.report import Row, at_least, at_most, conclude, missing, reported, say, unless_noisy
+from proof.report import Row, at_least, at_most, conclude, missing, reported, say, unless_noisy, unless_recorded, worst
 from proof.rows import LENGTH, rows_folder
-from proof.runs import Case, in_memory_run, needs_in_memory, our_run, write_recipe
+from proof.runs import Case, InMemory, in_memory_run, needs_in_memory, our_run, write_recipe
 from proof.setting import Setting, parser, run_script, size
 
 from fuyou_cli.cli import probe
@@ -71,6 +74,15 @@ def quiet(results: list[dict[str, Any]]) -> str:
     return f"others used up to {busiest:.2f} cores"
 
 
+def memory_row(what: str, results: list[dict[str, Any]]) -> Row:
+    """The largest sample of our own memory, warm-up and last step included, beside the budget."""
+    budget = results[0]["plan"]["budget"]
+    peaks = [max(step["ram_peak"] for step in result["steps"]) for result in results]
+    note = f"the largest that each run sampled of its own memory: {', '.join(gib(peak) for peak in peaks)}"
+    values = {"peaks": peaks, "budget": budget}
+    return at_most(f"{what}: peak memory, GiB", max(peaks) / GiB, budget / GiB, note=note, values=values)
+
+
 def median_of(steps: list[dict[str, Any]], name: str) -> float:
     return statistics.median(step[name] for step in steps)
 
@@ -96,18 +108,8 @@ def compute(setting: Setting, options: argparse.Namespace) -> list[Row]:
                 timed=True,
             )
             mine.append(our_run(setting, case))
-            theirs.append(
-                in_memory_run(
-                    setting,
-                    shape=shape,
-                    rows=case.rows,
-                    micro=case.micro,
-                    steps=1 + options.measured,
-                    turn=turn,
-                    clip=clip,
-                    rows_from=shared_rows(setting, case),
-                )
-            )
+            peer = InMemory(shape=shape, rows=case.rows, micro=case.micro, steps=1 + options.measured, turn=turn, clip=clip)
+            theirs.append(in_memory_run(setting, peer, rows_from=shared_rows(setting, case)))
         rows += compute_rows(shape, clip, mine, theirs, note)
     return rows
 
@@ -121,8 +123,9 @@ def compute_rows(shape: str, clip: float | None, mine: list[dict], theirs: list[
     text = f"{text}; {note}" if note else text
     values = {"ours": rates[0], "in_memory": rates[1], "peak_in_memory": theirs[0]["steps"][-1]["peak_resident"]}
     line = f"{what}: ours / in memory"
+    memory = memory_row(f"{what}: ours", mine)
     if clip is not None:
-        return [reported(line, f"{ratio:.3f}", note=text, values=values)]
+        return [reported(line, f"{ratio:.3f}", note=text, values=values), memory]
     losses = [side[0]["steps"][0]["loss"] for side in (mine, theirs)]
     same = at_most(
         f"{shape}: first step's loss, relative difference",
@@ -131,7 +134,7 @@ def compute_rows(shape: str, clip: float | None, mine: list[dict], theirs: list[
         note=f"same rows, same weights: ours {losses[0]:.5f}, in memory {losses[1]:.5f}",
     )
     row = at_least(line, ratio, RATIO_IN_MEMORY, note=text, values=values)
-    return [unless_noisy(row, [*mine, *theirs]), same]
+    return [unless_noisy(row, [*mine, *theirs]), memory, same]
 
 
 def shape_for_memory(shape: str) -> tuple[str, str]:
@@ -165,17 +168,16 @@ def ssd_case(setting: Setting, options: argparse.Namespace, *, turn: int, **chan
 
 
 def compute_alone(setting: Setting, options: argparse.Namespace, case: Case, **changed: Any) -> dict[str, Any]:
-    return in_memory_run(
-        setting,
+    alone = InMemory(
         shape=case.shape,
         rows=case.rows,
         micro=case.micro,
         steps=1 + options.measured,
         turn=case.turn,
-        rows_from=shared_rows(setting, case),
         compute_alone=True,
         **changed,
     )
+    return in_memory_run(setting, alone, rows_from=shared_rows(setting, case))
 
 
 def ssd(setting: Setting, options: argparse.Namespace) -> list[Row]:
@@ -187,7 +189,9 @@ def ssd(setting: Setting, options: argparse.Namespace) -> list[Row]:
             kept.append(our_run(setting, ssd_case(setting, options, turn=turn, clip=clip)))
     rows = [mix_row(mixes)]
     for clip, results in runs.items():
-        rows.append(bound_row(setting.shape, clip, results, alone))
+        budget = results[0]["plan"]["budget"]
+        what = f"{setting.shape}, 512 tokens a step in {gib(budget)}, clipping {'off' if clip is None else 'on'}"
+        rows += [bound_row(f"{what}: step / bound", clip, results, alone), memory_row(what, results)]
     return rows
 
 
@@ -202,7 +206,7 @@ def mix_row(mixes: list[dict[str, Any]]) -> Row:
     return at_least(what, lowest, RATE_SHOWN, note=f"{read / 1e9:.3f} + {write / 1e9:.3f} GB/s", values={"mixes": mixes})
 
 
-def bound_row(shape: str, clip: float | None, results: list[dict], alone: list[dict]) -> Row:
+def bound_row(what: str, clip: float | None, results: list[dict], alone: list[dict]) -> Row:
     """A step's time beside the larger of what the disk and what the processor needs at least."""
     steps = measured_steps(results, tail=True)
     seconds = median_of(steps, "seconds")
@@ -224,14 +228,21 @@ def bound_row(shape: str, clip: float | None, results: list[dict], alone: list[d
         "stalls": steps[-1]["stalls"],
         "busy": steps[-1]["busy"],
     }
-    budget = results[0]["plan"]["budget"]
-    what = f"{shape}, 512 tokens a step in {gib(budget)}, clipping {'off' if clip is None else 'on'}: step / bound"
     if clip is not None:
         return reported(what, f"{seconds / bound:.3f}", note=note, values=values)
     return unless_noisy(at_most(what, seconds / bound, OF_BOUND, note=note, values=values), [*results, *alone])
 
 
 # ---- DeepSpeed -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peer:
+    """DeepSpeed's seconds per step and where they are from."""
+
+    seconds: float | None
+    source: str
+    runs: Sequence[dict[str, Any]] = ()  # measured now; none: recorded, or a floor that favours it
 
 
 def deepspeed(setting: Setting, options: argparse.Namespace) -> list[Row]:
@@ -248,56 +259,55 @@ def deepspeed(setting: Setting, options: argparse.Namespace) -> list[Row]:
                 for clip in clippings(options):
                     case = ssd_case(setting, options, turn=turn, budget=budget, rows=batch, micro=micro, clip=clip)
                     mine.setdefault((budget, clip), []).append(our_run(setting, case))
-        seconds, source = peer_seconds(setting, options, batch, theirs, why)
+        peer = peer_of(setting, options, batch, theirs, why)
         for (budget, clip), results in mine.items():
-            rows.append(faster_row(setting.shape, batch, budget, clip, results, seconds, source))
+            clipping = "" if clip is None else ", ours with clipping"
+            what = f"{setting.shape}, {batch * LENGTH:,} tokens a step, ours in {gib(budget)}{clipping}"
+            row = faster_row(f"{what}: times DeepSpeed", FASTER[batch, budget], clip, results, peer)
+            rows += [row, memory_row(what, results)]
     return rows
 
 
-def peer_seconds(
-    setting: Setting, options: argparse.Namespace, batch: int, theirs: list[dict], why: str
-) -> tuple[float | None, str]:
-    """DeepSpeed's seconds per step and where they are from: measured now, recorded, or a floor that favours it."""
+def peer_of(setting: Setting, options: argparse.Namespace, batch: int, theirs: list[dict], why: str) -> Peer:
+    """What DeepSpeed needs: measured now, recorded, or a floor."""
     if theirs:
         peak = max(one["cg_peak_gib"] for one in theirs)
         text = f"DeepSpeed {theirs[0]['ds']} now: {spread([one['step_s'] for one in theirs])} s, {peak:.2f} GiB"
-        return statistics.median(one["step_s"] for one in theirs), text
+        return Peer(seconds=statistics.median(one["step_s"] for one in theirs), source=text, runs=theirs)
     if setting.shape != RECORDED["shape"]:
-        return None, f"DeepSpeed not run ({why}), and the recorded figure is of {RECORDED['shape']}"
+        return Peer(seconds=None, source=f"DeepSpeed not run ({why}), and the recorded figure is of {RECORDED['shape']}")
     if batch == 1:
         text = f"DeepSpeed recorded before ({why} now): {RECORDED['step_s']} s, {RECORDED['cg_peak_gib']} GiB"
-        return float(RECORDED["step_s"]), text
+        return Peer(seconds=float(RECORDED["step_s"]), source=text)
     case = ssd_case(setting, options, turn=0, rows=batch, micro=setting.micro)
     alone = compute_alone(setting, options, case, checkpointing=False)
     only = median_of(measured_steps([alone], tail=False), "seconds")
     floor = only + float(RECORDED["opt_s"])
-    return floor, (
+    text = (
         f"DeepSpeed not run ({why}); no more than a floor of its step: {floor:.1f} s = forward and backward in memory "
         f"without recompute {only:.1f} + its recorded optimizer part {RECORDED['opt_s']}, its fetches taken as free"
     )
+    return Peer(seconds=floor, source=text)
 
 
-def faster_row(
-    shape: str, batch: int, budget: int, clip: float | None, results: list[dict], seconds: float | None, source: str
-) -> Row:
-    tokens = batch * LENGTH
-    clipping = "" if clip is None else ", ours with clipping"
-    what = f"{shape}, {tokens:,} tokens a step, ours in {gib(budget)}{clipping}: times DeepSpeed"
-    bar = FASTER[batch, budget]
+def faster_row(what: str, bar: float, clip: float | None, results: list[dict], peer: Peer) -> Row:
+    """Their time over ours. Only where both were measured now does it pass or fail."""
     steps = [step["seconds"] for step in measured_steps(results, tail=True)]
-    if seconds is None:
-        return missing(what, f">= {bar:g}", f"{source}; ours {spread(steps)} s")
-    ratio = seconds / statistics.median(steps)
-    note = f"ours {spread(steps)} s; {source}; {quiet(results)}"
-    values = {"ours": steps, "deepspeed": seconds, "budget": budget, "tokens": tokens}
+    if peer.seconds is None:
+        return missing(what, f">= {bar:g}", f"{peer.source}; ours {spread(steps)} s")
+    ratio = peer.seconds / statistics.median(steps)
+    note = f"ours {spread(steps)} s; {peer.source}; {quiet([*results, *peer.runs])}"
+    tokens, budget = results[0]["steps"][0]["batch_tokens"], results[0]["plan"]["budget"]
+    values = {"ours": steps, "deepspeed": peer.seconds, "budget": budget, "tokens": tokens}
     if clip is not None:
         return reported(what, f"{ratio:.3f}", note=note, values=values)
-    return unless_noisy(at_least(what, ratio, bar, note=note, values=values), results)
+    row = unless_noisy(at_least(what, ratio, bar, note=note, values=values), [*results, *peer.runs])
+    return unless_recorded(row, recorded=not peer.runs)
 
 
 def prove(setting: Setting, options: argparse.Namespace) -> int:
     proofs = {"compute": compute, "ssd": ssd, "deepspeed": deepspeed}
-    code = 0
+    codes = []
     for part in [part for part in PARTS if part in options.parts]:
         rows = proofs[part](setting, options)
         settings = {
@@ -308,8 +318,9 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
             "peers": options.peers is not None,
         }
         notes = [] if options.peers else ["no --peers: DeepSpeed is not run"] if part == "deepspeed" else []
-        code |= conclude(f"prove_speed-{part}-{setting.shape}", rows, results=setting.results, settings=settings, notes=notes)
-    return code
+        name = f"prove_speed-{part}-{setting.shape}"
+        codes.append(conclude(name, rows, results=setting.results, settings=settings, notes=notes))
+    return worst(codes)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@
 
 bf16 weights and gradients, float32 masters and moments; torch's fused AdamW one parameter at a time on the gradient
 brought up to float32, so that only one such copy exists, and the master copied back. The head's logits are whole.
+Our weights and states rest in memory advised for huge pages; the proof scripts start this loop with
+GLIBC_TUNABLES=glibc.malloc.hugetlb=1 (glibc >= 2.35), so that what malloc maps for it is advised as well.
 """
 
 from __future__ import annotations

@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from . import watch
+from .report import digest
 from .rows import LENGTH
-from .runs import THREADS, limited, started
+from .runs import NOISE_CORES, THREADS, limited, started
 from .setting import Setting
 
 # Measured with ds_train.py on two cores, disk held at 0.6 + 0.6 GB/s, 1.1b shape, 512 tokens per step, no clipping.
@@ -26,7 +28,8 @@ def deepspeed_run(
         return {}, why
     assert peers is not None
     disk = f"disk {throttle[0] / 1e9:g}+{throttle[1] / 1e9:g} GB/s"
-    key = f"deepspeed {setting.shape}, {rows}x{LENGTH} by {micro}, {disk}, turn {turn}"
+    loop = digest([peers / "ds_train.py"])  # no part of this checkout: its contents go into the key
+    key = f"deepspeed {setting.shape}, {rows}x{LENGTH} by {micro}, {disk}, ds_train.py {loop}, turn {turn}"
     result = setting.measure(key, lambda: _deepspeed_run(setting, peers, rows=rows, micro=micro, throttle=throttle))
     if result.get("failed"):
         return {}, "ds_train.py failed: " + str(result["failed"]).splitlines()[-1]
@@ -53,19 +56,22 @@ def _deepspeed_run(setting: Setting, peers: Path, *, rows: int, micro: int, thro
     command += ["--batch", str(micro), "--accum", str(rows // micro), "--seq", str(LENGTH), "--warmup", "1"]
     command += ["--steps", "2", "--max-s", "1", "--threads", str(THREADS), "--out", str(out)]
     command += ["--nvme", str(setting.work / "ds_nvme")]
+    others = watch.Others()
     with (
         limited(setting.work, memory=None, throttle=throttle) as (held, _),
         output.open("wb") as file,
         started(command, held, file, BENCH_DIR=str(scratch)) as child,
     ):
         child.wait()
+    cores = others.cores()
     records = read_records(out)
     if child.returncode != 0 or not records or "step_s" not in records[-1]:
         said = records[-1].get("error", "") if records else ""
         return {"failed": f"{output.read_text(errors='replace')[-1500:]}\nexit code {child.returncode} {said}".strip()}
     wanted = ("step_s", "step_min", "step_max", "fwd_s", "bwd_s", "opt_s", "cg_peak_gib", "peak_rss_gib")
     wanted += ("rd_gb_step", "wr_gb_step", "ds", "quiet_steps", "steps", "interference")
-    return {name: records[-1].get(name) for name in wanted}
+    noise = {"others_cores": cores, "noisy": cores > NOISE_CORES}
+    return {name: records[-1].get(name) for name in wanted} | noise
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

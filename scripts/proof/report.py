@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +22,12 @@ from fuyou_cli.cli.profile import core_count, cpu_name
 
 ROOT = Path(__file__).resolve().parents[2]
 PASS, FAIL, REPORTED, MISSING, NOISY = "pass", "FAIL", "reported", "not measured", "NOT QUIET"
+HELD, FAILED, NOT_SHOWN = 0, 1, 3  # exit codes
+EXIT_CODES = (
+    "exit codes: 0 everything that is asked was shown to hold, 1 a line failed, 3 none failed but something that is asked "
+    "was not shown (not measured here, others were busy, or compared with a recorded figure), 2 error or usage, "
+    "130 interrupted"
+)
 Values = Mapping[str, object] | None  # what the JSON keeps beside the line
 
 
@@ -57,8 +64,27 @@ def unless_noisy(row: Row, results: Sequence[Mapping[str, object]]) -> Row:
     return replace(row, verdict=NOISY) if any(result.get("noisy") for result in results) else row
 
 
+def unless_recorded(row: Row, *, recorded: bool) -> Row:
+    """The row, but neither pass nor FAIL where the other side is a figure of another day: the ratio alone says little."""
+    return replace(row, verdict=REPORTED) if recorded else row
+
+
 def missing(what: str, asked: str, why: str) -> Row:
     return Row(what=what, asked=asked, measured="-", verdict=MISSING, note=why)
+
+
+def exit_code(rows: Iterable[Row]) -> int:
+    """FAILED when a line failed; NOT_SHOWN when none did, but one that asks for something does not pass either."""
+    verdicts = {row.verdict for row in rows if row.asked != "-" or row.verdict == FAIL}
+    if FAIL in verdicts:
+        return FAILED
+    return NOT_SHOWN if verdicts - {PASS} else HELD
+
+
+def worst(codes: Iterable[int]) -> int:
+    """One exit code for several proofs: a failure says most, then what was not shown."""
+    taken = set(codes)
+    return next((code for code in (FAILED, NOT_SHOWN) if code in taken), HELD)
 
 
 # ---- progress -----------------------------------------------------------------------------------------------------
@@ -118,8 +144,7 @@ def say(text: str) -> None:
 
 
 def conclude(name: str, rows: Sequence[Row], *, results: Path, settings: dict[str, object], notes: Sequence[str] = ()) -> int:
-    """Prints the table, writes `results`/`name`.json; the script's exit code: 1 when a line failed, 3 when none did but
-    not one that asks for something was shown either."""
+    """Prints the table, writes `results`/`name`.json; the script's exit code, see `exit_code`."""
     print(table(rows))
     for note in notes:
         print(f"note: {note}")
@@ -135,15 +160,12 @@ def conclude(name: str, rows: Sequence[Row], *, results: Path, settings: dict[st
         "rows": [asdict(row) for row in rows],
     }
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    failed = sum(row.verdict == FAIL for row in rows)
-    counts = f"{failed} of {len(rows)} lines FAILED"
+    counts = f"{sum(row.verdict == FAIL for row in rows)} of {len(rows)} lines FAILED"
     for verdict in (NOISY, MISSING):
         if number := sum(row.verdict == verdict for row in rows):
             counts += f", {number} {verdict.lower()}"
     print(f"{name}: {counts}; written to {path}")
-    if failed:
-        return 1
-    return 0 if any(row.verdict == PASS for row in rows) else 3
+    return exit_code(rows)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -190,14 +212,36 @@ def commit() -> str:
         return ""
 
 
+def described() -> str:
+    """Where and when, in a line: for output that is kept as text."""
+    return f"{now()}, commit {commit() or 'unknown'}, {cpu_name()}, {core_count()} cores, Linux {platform.release()}"
+
+
 def code() -> str:
-    """A name for the code that is measured: what is committed of it, and what differs from that."""
+    """A name for the code that measures and is measured: of the package and the C library what is committed and what
+    differs from that, of the scripts, where the other side's loop is, and of the extension in use what they hold."""
     measured = ["fuyou_cli", "native"]
     try:
         trees = _git("rev-parse", *(f"HEAD:{folder}" for folder in measured))
-        return hashlib.sha256((trees + _git("diff", "HEAD", "--", *measured)).encode()).hexdigest()[:12]
+        trees += _git("diff", "HEAD", "--", *measured)
     except (OSError, subprocess.CalledProcessError):
         return ""
+    scripts = sorted([*ROOT.glob("scripts/proof/*.py"), *ROOT.glob("scripts/prove_*.py")])
+    return hashlib.sha256((trees + digest([*scripts, *extension()])).encode()).hexdigest()[:12]
+
+
+def digest(files: Iterable[Path]) -> str:
+    """A name for the names and contents of these files."""
+    held = hashlib.sha256()
+    for file in files:
+        held.update(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return held.hexdigest()[:12]
+
+
+def extension() -> list[Path]:
+    """The built C extension that a run would load, wherever it was installed; it may be older than its sources."""
+    found = importlib.util.find_spec("fuyou_cli._native")
+    return [Path(found.origin)] if found is not None and found.origin else []
 
 
 def _git(*arguments: str) -> str:

@@ -140,7 +140,7 @@ def _our_run(setting: Setting, case: Case) -> dict[str, Any]:
     recipe = write_recipe(setting, case)
     log, output = setting.work / "run" / "log.jsonl", setting.work / "run.txt"
     command = [sys.executable, "-m", "fuyou_cli", "finetune", str(recipe)]
-    busy, own = watch.busy_seconds(), watch.children_seconds()
+    others = watch.Others()
     with limited(setting.work, memory=case.limit, throttle=case.throttle, wanted=case.watch_memory) as (held, why):
         with output.open("wb") as file, started(command, held, file) as child:
             seen = watch.follow(
@@ -148,7 +148,7 @@ def _our_run(setting: Setting, case: Case) -> dict[str, Any]:
             )
         kills = held.kills() if held is not None else 0
         with_files = held.peak_with_files() if held is not None else 0
-    others = (watch.busy_seconds() - busy) - (watch.children_seconds() - own)
+    cores = others.cores()
     records = read_log(log) if log.exists() else []
     plans = [record for record in records if record["event"] == "plan"]
     ends = [record for record in records if record["event"] == "end"]
@@ -170,12 +170,12 @@ def _our_run(setting: Setting, case: Case) -> dict[str, Any]:
         "kernel_whole": [after - before for before, after in zip(seen.before, seen.after, strict=True)],
         "daemon_whole": [ends[-1]["read_bytes"], ends[-1]["written_bytes"]] if ends else None,
         "exported_parameters": exported_parameters(setting.work / "run" / "model") if case.export else None,
-        "others_cores": round(max(0.0, others) / max(seen.seconds, 1e-9), 3),
+        "others_cores": cores,
     }
     if child.returncode != 0 or len(steps) != case.steps:
         end = output.read_text(errors="replace").strip().splitlines()[-12:]
         result["failed"] = f"exit code {child.returncode}, {len(steps)} steps, {kills} killed:\n" + "\n".join(end)
-    result["noisy"] = case.timed and result["others_cores"] > NOISE_CORES
+    result["noisy"] = case.timed and cores > NOISE_CORES
     fresh(setting.work / "store")  # tens of GB
     return result
 
@@ -238,56 +238,62 @@ def exported_parameters(folder: Path) -> int:
 # ---- the other side ------------------------------------------------------------------------------------------------
 
 
-def in_memory_run(
-    setting: Setting,
-    *,
-    shape: str,
-    rows: int,
-    micro: int,
-    steps: int,
-    turn: int,
-    rows_from: Callable[[], Path],
-    clip: float | None = None,
-    compute_alone: bool = False,
-    checkpointing: bool = True,
-) -> dict[str, Any]:
-    """Plain PyTorch in memory, kept under a key that says everything. Raises RunFailed."""
-    words = [f"in memory {shape}", f"{rows}x{LENGTH} by {micro}", f"{steps} steps"]
-    words += [f"clip {clip:g}" if clip is not None else "no clipping"]
-    words += ["compute alone"] if compute_alone else []
-    words += [] if checkpointing else ["activations kept"]
-    key = ", ".join([*words, f"turn {turn}"])
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InMemory:
+    """One run of plain PyTorch with everything in memory."""
 
-    def once() -> dict[str, Any]:
-        out, output = setting.work / "in_memory.jsonl", setting.work / "in_memory.txt"
-        command = [sys.executable, str(ROOT / "scripts" / "proof" / "in_memory.py")]
-        command += ["--model", str(setting.model(shape)), "--rows", str(rows_from())]
-        command += ["--batch", str(rows), "--micro", str(micro), "--steps", str(steps)]
+    shape: str
+    rows: int  # per step, of 512 tokens
+    micro: int
+    steps: int  # the first is the warm-up
+    turn: int
+    clip: float | None = None
+    compute_alone: bool = False
+    checkpointing: bool = True
+
+    @property
+    def key(self) -> str:
+        """Everything that shapes the measurement."""
+        words = [f"in memory {self.shape}", f"{self.rows}x{LENGTH} by {self.micro}", f"{self.steps} steps"]
+        words += [f"clip {self.clip:g}" if self.clip is not None else "no clipping"]
+        words += ["compute alone"] if self.compute_alone else []
+        words += [] if self.checkpointing else ["activations kept"]
+        return ", ".join([*words, f"turn {self.turn}"])
+
+    def command(self, *, model: Path, rows: Path, out: Path) -> list[str]:
+        command = [sys.executable, str(ROOT / "scripts" / "proof" / "in_memory.py"), "--model", str(model)]
+        command += ["--rows", str(rows), "--batch", str(self.rows), "--micro", str(self.micro), "--steps", str(self.steps)]
         command += ["--threads", str(THREADS), "--seed", str(SEED), "--length", str(LENGTH), "--out", str(out)]
-        command += ["--compute-alone"] if compute_alone else []
-        command += [] if checkpointing else ["--no-checkpointing"]
-        command += ["--clip", str(clip)] if clip is not None else []
-        out.unlink(missing_ok=True)
-        busy, own = watch.busy_seconds(), watch.children_seconds()
-        with output.open("wb") as file, started(command, None, file, OMP_NUM_THREADS=str(THREADS)) as child:
-            seen = watch.follow(child, log=out, group=None, memory=False, counters=False, steps=steps)
-        others = (watch.busy_seconds() - busy) - (watch.children_seconds() - own)
-        done = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-        result: dict[str, Any] = {
-            "warm_up": 1,
-            "steps": done,
-            "others_cores": round(max(0.0, others) / seen.seconds, 3),
-        }
-        result["noisy"] = result["others_cores"] > NOISE_CORES
-        if child.returncode != 0 or len(done) != steps:
-            end = output.read_text(errors="replace").strip().splitlines()[-6:]
-            hint = "; it was killed, probably for memory: try a smaller --shape" if child.returncode == -9 else ""
-            result["failed"] = f"exit code {child.returncode}{hint}:\n" + "\n".join(end)
-        return result
+        command += ["--compute-alone"] if self.compute_alone else []
+        command += [] if self.checkpointing else ["--no-checkpointing"]
+        command += ["--clip", str(self.clip)] if self.clip is not None else []
+        return command
 
-    result = setting.measure(key, once)
+
+def in_memory_run(setting: Setting, case: InMemory, *, rows_from: Callable[[], Path]) -> dict[str, Any]:
+    """The case on the rows that `rows_from` finds or makes, kept under its key. Raises RunFailed."""
+    result = setting.measure(case.key, lambda: _in_memory_run(setting, case, rows_from()))
     if result.get("failed"):
-        raise RunFailed(f"{key}: {result['failed']}")
+        raise RunFailed(f"{case.key}: {result['failed']}")
+    return result
+
+
+def _in_memory_run(setting: Setting, case: InMemory, rows: Path) -> dict[str, Any]:
+    out, output = setting.work / "in_memory.jsonl", setting.work / "in_memory.txt"
+    command = case.command(model=setting.model(case.shape), rows=rows, out=out)
+    out.unlink(missing_ok=True)
+    # Its weights in huge pages, as ours are: glibc advises what malloc maps.
+    environment = {"OMP_NUM_THREADS": str(THREADS), "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    others = watch.Others()
+    with output.open("wb") as file, started(command, None, file, **environment) as child:
+        watch.follow(child, log=out, group=None, memory=False, counters=False, steps=case.steps)
+    cores = others.cores()
+    done = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    result: dict[str, Any] = {"warm_up": 1, "steps": done, "others_cores": cores, "noisy": cores > NOISE_CORES}
+    if child.returncode != 0 or len(done) != case.steps:
+        end = output.read_text(errors="replace").strip().splitlines()[-6:]
+        hint = "; it was killed, probably for memory: try a smaller --shape" if child.returncode == -9 else ""
+        result["failed"] = f"exit code {child.returncode}{hint}:\n" + "\n".join(end)
     return result
 
 

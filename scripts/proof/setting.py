@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.core.units import parse_size
 
 from .limits import LimitsUnavailable
-from .report import ROOT, Progress
+from .report import EXIT_CODES, ROOT, Progress
 from .rows import model_folder, text_file
 
 SHAPES = ("1m", "50m", "125m", "350m", "1.1b")
@@ -51,7 +52,9 @@ class Setting:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=description, epilog=textwrap.fill(EXIT_CODES, 120), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made.add_argument("--work", type=Path, help="folder for models, stores, progress (1.1b: 40 GB; default: temporary)")
     made.add_argument("--shape", choices=SHAPES, default="1.1b", help="of the model; smaller ones try the script")
     made.add_argument("--micro", type=int, default=4, help="rows computed at once where a step has 16")

@@ -144,6 +144,17 @@ def io_of(pid: int) -> tuple[int, int]:
     return 0, 0
 
 
+class Others:
+    """How much of the machine other processes use from now on; children count as ours once they have ended."""
+
+    def __init__(self) -> None:
+        self.began, self.busy, self.own = time.monotonic(), busy_seconds(), children_seconds()
+
+    def cores(self) -> float:
+        used = (busy_seconds() - self.busy) - (children_seconds() - self.own)
+        return round(max(0.0, used) / max(time.monotonic() - self.began, 1e-9), 3)
+
+
 def busy_seconds() -> float:
     """CPU-seconds of the whole machine so far."""
     ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]

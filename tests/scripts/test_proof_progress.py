@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -53,7 +54,6 @@ def test_one_failing_line_fails_the_script_and_is_in_the_file(tmp_path: Path, ca
     assert [row.verdict for row in rows] == ["pass", "FAIL", "reported"]
     assert report.conclude("one", rows, results=tmp_path, settings={}) == 1
     assert report.conclude("two", rows[:1], results=tmp_path, settings={}) == 0
-    assert report.conclude("three", rows[2:], results=tmp_path, settings={}) == 3
     printed = capsys.readouterr().out
     assert "1 of 3 lines FAILED" in printed and "    why" in printed
     written = json.loads((tmp_path / "one.json").read_text())
@@ -65,3 +65,62 @@ def test_a_disturbed_line_neither_passes_nor_fails() -> None:
     row = report.at_least("rate", 2.0, 0.93)
     assert report.unless_noisy(row, [{"noisy": False}, {}]).verdict == "pass"
     assert report.unless_noisy(row, [{"noisy": False}, {"noisy": True}]).verdict == "NOT QUIET"
+
+
+HELD = report.at_least("rate", 0.95, 0.93)
+FAILED = report.at_least("rate", 0.9, 0.93)
+NOISY = report.unless_noisy(FAILED, [{"noisy": True}])
+MISSING = report.missing("rate", ">= 0.93", "absent")
+RECORDED = report.unless_recorded(HELD, recorded=True)
+REPORTED = report.reported("x", "1")
+
+
+@pytest.mark.parametrize(
+    ("rows", "code"),
+    [
+        ([HELD, REPORTED], 0),
+        ([HELD, NOISY], 3),
+        ([HELD, MISSING], 3),
+        ([HELD, RECORDED], 3),
+        ([HELD, NOISY, FAILED, MISSING], 1),
+    ],
+)
+def test_one_line_that_passes_does_not_stand_for_those_that_were_not_shown(
+    tmp_path: Path, rows: list[report.Row], code: int
+) -> None:
+    assert report.conclude("one", rows, results=tmp_path, settings={}) == code
+
+
+@pytest.mark.parametrize(("codes", "code"), [([0, 0], 0), ([0, 3, 0], 3), ([3, 1, 0], 1), ([1, 3], 1)])
+def test_of_several_proofs_a_failure_counts_most(codes: list[int], code: int) -> None:
+    assert report.worst(codes) == code
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with a file of each kind that is measured or measures."""
+    for name in ("fuyou_cli/a.py", "native/a.c", "scripts/proof/in_memory.py", "scripts/prove_speed.py", "README.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("one")
+    (tmp_path / "_native.so").write_text("one")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@x"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *words], check=True)
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.setattr(report, "extension", lambda: [tmp_path / "_native.so"])
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "name", ["fuyou_cli/a.py", "native/a.c", "scripts/proof/in_memory.py", "scripts/prove_speed.py", "_native.so"]
+)
+def test_other_code_on_either_side_has_another_name(checkout: Path, name: str) -> None:
+    before = report.code()
+    (checkout / "README.md").write_text("two")
+    assert before and report.code() == before
+    (checkout / name).write_text("two")
+    assert report.code() != before
+
+
+def test_the_extension_in_use_is_found() -> None:
+    assert [path.name.partition(".")[0] for path in report.extension()] == ["_native"]
