@@ -8,9 +8,11 @@ Two comparisons, in one process, every side in memory advised to huge pages, sam
             torch's upcast of the gradients + fused step on float32 masters + copy back to bfloat16 weights
 
 A sample counts as quiet when other processes used less than 0.15 cores during it; medians are over quiet samples where
-there are enough of them. Bars: 0.95 of the others' rate in float32, 1.3 times torch's in one pass.
+there are at least three, else over all, and then nothing is judged. Bars: 0.95 of the others' rate in float32, 1.3 times
+torch's in one pass.
 
---peers DIR: where DeepSpeed's operators were built (DIR/.bench/torch_ext); without DeepSpeed that side is left out.
+--peers DIR: where DeepSpeed's operators were built (DIR/.bench/torch_ext); without DeepSpeed that side is not shown.
+Exit codes: 0 every bar holds, 1 one was missed, 3 none was missed but one was not shown (no DeepSpeed, not quiet).
 """
 
 from __future__ import annotations
@@ -29,7 +31,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from proof.report import Row, at_least, commit, described, exit_code, in_words, missing, now, unless_noisy
+
 QUIET_CORES = 0.15
+ENOUGH = 3  # quiet samples of a side, for its median to mean something
+FLOAT32_BAR, ONE_PASS_BAR = 0.95, 1.3
 SAMPLE_SECONDS = 0.15
 UNIT = 16384
 Step = Callable[[], None]
@@ -210,7 +216,8 @@ def quiet_of(samples: list[tuple[float, float]]) -> list[float]:
     return [seconds for seconds, others in samples if others < QUIET_CORES]
 
 
-def report(title: str, threads: int, params: int, sizes: dict[str, int], bar: float, args: argparse.Namespace) -> None:
+def report(title: str, threads: int, params: int, sizes: dict[str, int], bar: float, args: argparse.Namespace) -> list[Row]:
+    """Measures and prints one comparison; a row per other side."""
     import torch
 
     torch.set_num_threads(threads)
@@ -219,35 +226,50 @@ def report(title: str, threads: int, params: int, sizes: dict[str, int], bar: fl
     else:
         memory, sides = float32_sides(threads, params, [name for name in sizes if name != "fuyou"])
     samples = measure(sides, args.good, args.max_seconds)
-    rates = {}
     print(f"\n{title}, {threads} thread{'s' if threads > 1 else ''}, {params / 1e6:.0f} M parameters")
-    for name, taken in samples.items():
-        quiet = quiet_of(taken)
-        chosen = quiet if len(quiet) >= 3 else [seconds for seconds, _ in taken]
-        rates[name] = params / statistics.median(chosen)
-        low, high = params / max(chosen), params / min(chosen)
-        size = sizes[name]
-        gigabytes = f"{rates[name] * size / 1e9:6.1f} GB/s at {size} B" if size else " " * 18
-        note = "" if len(quiet) >= 3 else "  NOT QUIET: other processes were busy"
-        print(
-            f"  {name:34s} {rates[name] / 1e9:5.2f} Gparam/s ({low / 1e9:.2f} to {high / 1e9:.2f})  {gigabytes}"
-            f"  {len(quiet)} of {len(taken)} samples quiet{note}"
-        )
-    for name, rate in rates.items():
-        if name == "fuyou":
-            continue
-        ratio = rates["fuyou"] / rate
-        verdict = "holds" if ratio >= bar else "MISSED"
-        print(f"  fuyou / {name}: {ratio:.2f}x (bar {bar}: {verdict})")
+    rates = print_sides(samples, params, sizes)
+    rows = []
+    for name in [name for name in samples if name != "fuyou"]:
+        row = judge(name, rates, samples, bar)
+        rows.append(row)
         if args.json:
-            line = dict(comparison=title, threads=threads, params=params, peer=name, ratio=ratio, rates=rates, bar=bar)
+            line = dict(comparison=title, threads=threads, params=params, peer=name, rates=rates, bar=bar, **row.values)
+            line |= dict(date=now(), commit=commit(), verdict=row.verdict)
             with args.json.open("a") as file:
                 file.write(json.dumps(line) + "\n")
     del sides
     _ = memory  # views end with the function; the arena goes with the process
+    return rows
 
 
-def main() -> None:
+def print_sides(samples: dict[str, list[tuple[float, float]]], params: int, sizes: dict[str, int]) -> dict[str, float]:
+    """A line per side; parameters per second by side."""
+    rates = {}
+    for name, taken in samples.items():
+        quiet = quiet_of(taken)
+        chosen = quiet if len(quiet) >= ENOUGH else [seconds for seconds, _ in taken]
+        rates[name] = params / statistics.median(chosen)
+        low, high = params / max(chosen), params / min(chosen)
+        size = sizes[name]
+        gigabytes = f"{rates[name] * size / 1e9:6.1f} GB/s at {size} B" if size else " " * 18
+        note = "" if len(quiet) >= ENOUGH else "  NOT QUIET: other processes were busy"
+        print(
+            f"  {name:34s} {rates[name] / 1e9:5.2f} Gparam/s ({low / 1e9:.2f} to {high / 1e9:.2f})  {gigabytes}"
+            f"  {len(quiet)} of {len(taken)} samples quiet{note}"
+        )
+    return rates
+
+
+def judge(peer: str, rates: dict[str, float], samples: dict[str, list[tuple[float, float]]], bar: float) -> Row:
+    """Prints our rate over the other side's; whether it holds is said only where both were quiet."""
+    ratio = rates["fuyou"] / rates[peer]
+    noisy = any(len(quiet_of(samples[side])) < ENOUGH for side in ("fuyou", peer))
+    row = unless_noisy(at_least(f"fuyou / {peer}", ratio, bar, values={"ratio": ratio}), [{"noisy": noisy}])
+    print(f"  {row.what}: {ratio:.2f}x (bar {bar}: {in_words(row)})")
+    return row
+
+
+def main() -> int:
     args = arguments()
     if args.peers:
         os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(args.peers / ".bench" / "torch_ext"))
@@ -256,18 +278,22 @@ def main() -> None:
 
     from fuyou_cli.swap import kernels
 
+    print(described())
     print(kernels.build_info())
     peers = ["torch fused"]
+    rows: list[Row] = []
     if find_spec("deepspeed"):
         peers.append("DeepSpeed CPU Adam")
     else:
         print("DeepSpeed is not installed: compared with torch alone")
+        rows.append(missing("fuyou / DeepSpeed CPU Adam", f">= {FLOAT32_BAR}", "not installed"))
     params = args.params // UNIT * UNIT
     for threads in args.threads:
-        report("float32", threads, params, dict.fromkeys(["fuyou", *peers], 28), 0.95, args)
+        rows += report("float32", threads, params, dict.fromkeys(["fuyou", *peers], 28), FLOAT32_BAR, args)
         sizes = {"fuyou": 26, "torch upcast + fused + copy back": 0}
-        report("one pass", threads, params, sizes, 1.3, args)
+        rows += report("one pass", threads, params, sizes, ONE_PASS_BAR, args)
+    return exit_code(rows)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,8 +7,9 @@ eight hot MiB are written a tenth faster than a hundred, by anybody), in pairs w
 both at once. CPU is what the kernel charges: for us the whole process with all its threads, for fio its own report of
 its I/O threads (neither its start nor the making of its data is counted).
 
-Bars: median ratio of bytes/s at least 0.95, CPU-seconds per GB at most 1.2 times fio's.
-Needs fio (apt-get install fio); without it our side runs alone.
+Bars: median ratio of bytes/s at least 0.95, CPU-seconds per GB at most 1.2 times fio's. Where other processes were busy
+the ratios are printed and not judged. Needs fio (apt-get install fio); without it our side runs alone.
+Exit codes: 0 every bar holds, 1 one was missed, 3 none was missed but one was not shown (no fio, not quiet).
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from proof.report import Row, at_least, at_most, commit, described, exit_code, in_words, missing, now, unless_noisy
 
 from fuyou_cli.core.units import MiB, parse_size
 from fuyou_cli.swap.arena import Arena
@@ -176,10 +179,16 @@ def take_pair(mode: str, daemon: SwapDaemon, path: Path, size: int, args: argpar
     return Pair(mine=mine, theirs=taken["fio"], others=max(0.0, busy_after - busy) / (end - begin))
 
 
-def compare(mode: str, daemon: SwapDaemon, path: Path, size: int, args: argparse.Namespace) -> None:
+def compare(mode: str, daemon: SwapDaemon, path: Path, size: int, args: argparse.Namespace) -> list[Row]:
+    """Measures and prints one mode; its bars."""
     pairs = [take_pair(mode, daemon, path, size, args, turn) for turn in range(1 + args.pairs)][1:]  # the first warms up
     while sum(pair.others < QUIET_CORES for pair in pairs) < args.pairs and len(pairs) < 4 * args.pairs:
         pairs.append(take_pair(mode, daemon, path, size, args, len(pairs)))
+    return judge(mode, pairs, args)
+
+
+def judge(mode: str, pairs: list[Pair], args: argparse.Namespace) -> list[Row]:
+    """Prints the quiet pairs where there are enough, else all of them, which then show nothing."""
     quiet = [pair for pair in pairs if pair.others < QUIET_CORES]
     chosen = quiet if len(quiet) >= args.pairs else pairs
     note = "" if len(quiet) >= args.pairs else " (NOT QUIET: other processes were busy)"
@@ -189,23 +198,29 @@ def compare(mode: str, daemon: SwapDaemon, path: Path, size: int, args: argparse
     print(describe("fuyou", mine))
     if not theirs:
         print("  fio is not installed: our side alone")
-        return
+        return [missing(f"{mode}: rate", f">= {RATE_BAR}", "no fio"), missing(f"{mode}: CPU", f"<= {CPU_BAR}", "no fio")]
     print(describe("fio", theirs))
     ratio = statistics.median(a.rate / b.rate for a, b in zip(mine, theirs, strict=True))
     cpu = statistics.median(a.cpu for a in mine) / statistics.median(b.cpu for b in theirs)
-    print(f"  fuyou / fio: rate {ratio:.2f}x (bar {RATE_BAR}: {'holds' if ratio >= RATE_BAR else 'MISSED'})")
-    print(f"  fuyou / fio: CPU  {cpu:.2f}x (bar {CPU_BAR}: {'holds' if cpu <= CPU_BAR else 'MISSED'})")
+    noise = [{"noisy": len(quiet) < args.pairs}]
+    rate_row = unless_noisy(at_least(f"{mode}: rate", ratio, RATE_BAR), noise)
+    cpu_row = unless_noisy(at_most(f"{mode}: CPU", cpu, CPU_BAR), noise)
+    print(f"  fuyou / fio: rate {ratio:.2f}x (bar {RATE_BAR}: {in_words(rate_row)})")
+    print(f"  fuyou / fio: CPU  {cpu:.2f}x (bar {CPU_BAR}: {in_words(cpu_row)})")
     if args.json:
         line = dict(
-            mode=mode, pairs=len(chosen), quiet=len(quiet), block=parse_size(args.block), depth=args.depth,
-            rate_ratio=ratio, cpu_ratio=cpu,
+            date=now(), commit=commit(), mode=mode, pairs=len(chosen), quiet=len(quiet), block=parse_size(args.block),
+            depth=args.depth, rate_ratio=ratio, rate=rate_row.verdict, cpu_ratio=cpu, cpu=cpu_row.verdict,
         )  # fmt: skip
         with args.json.open("a") as file:
             file.write(json.dumps(line) + "\n")
+    return [rate_row, cpu_row]
 
 
-def main() -> None:
+def main() -> int:
     args = arguments()
+    rows: list[Row] = []
+    print(described())
     size = parse_size(args.size) // SPAN * SPAN
     block = parse_size(args.block)
     path = args.dir / "bench_io.bin"
@@ -221,10 +236,11 @@ def main() -> None:
             fill(daemon, arena, size)
             store.sync()
             for mode in args.modes:
-                compare(mode, daemon, path, size, args)
+                rows += compare(mode, daemon, path, size, args)
     finally:
         path.unlink(missing_ok=True)
+    return exit_code(rows)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -23,10 +24,11 @@ from fuyou_cli.cli.profile import core_count, cpu_name
 ROOT = Path(__file__).resolve().parents[2]
 PASS, FAIL, REPORTED, MISSING, NOISY = "pass", "FAIL", "reported", "not measured", "NOT QUIET"
 HELD, FAILED, NOT_SHOWN = 0, 1, 3  # exit codes
-EXIT_CODES = (
+EXIT_CODES = textwrap.fill(
     "exit codes: 0 everything that is asked was shown to hold, 1 a line failed, 3 none failed but something that is asked "
     "was not shown (not measured here, others were busy, or compared with a recorded figure), 2 error or usage, "
-    "130 interrupted"
+    "130 interrupted",
+    120,
 )
 Values = Mapping[str, object] | None  # what the JSON keeps beside the line
 
@@ -67,6 +69,11 @@ def unless_noisy(row: Row, results: Sequence[Mapping[str, object]]) -> Row:
 def unless_recorded(row: Row, *, recorded: bool) -> Row:
     """The row, but neither pass nor FAIL where the other side is a figure of another day: the ratio alone says little."""
     return replace(row, verdict=REPORTED) if recorded else row
+
+
+def in_words(row: Row) -> str:
+    """What a bench says of a bar, beside its figure."""
+    return {PASS: "holds", FAIL: "MISSED", NOISY: "not judged: NOT QUIET"}[row.verdict]
 
 
 def missing(what: str, asked: str, why: str) -> Row:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,7 +52,7 @@ class Setting:
 
 def parser(description: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        description=description, epilog=textwrap.fill(EXIT_CODES, 120), formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("--work", type=Path, help="folder for models, stores, progress (1.1b: 40 GB; default: temporary)")
     made.add_argument("--shape", choices=SHAPES, default="1.1b", help="of the model; smaller ones try the script")

@@ -1,0 +1,70 @@
+"""scripts/bench_io.py and bench_adamw.py: a bar is judged only where the machine was quiet, and the exit code says it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import bench_adamw
+import bench_io
+from proof import report
+from proof.report import exit_code
+
+IO_OPTIONS = argparse.Namespace(pairs=3, block="1MiB", depth=32, json=None)
+
+
+def _pairs(rate: float, *, others: float, fio: bool = True) -> list[bench_io.Pair]:
+    theirs = bench_io.Sample(rate=1e9, cpu=1.0) if fio else None
+    return [bench_io.Pair(mine=bench_io.Sample(rate=rate * 1e9, cpu=1.0), theirs=theirs, others=others)] * 3
+
+
+@pytest.mark.parametrize(
+    ("rate", "others", "fio", "said", "code"),
+    [
+        (1.0, 0.0, True, "rate 1.00x (bar 0.95: holds)", 0),
+        (0.9, 0.0, True, "rate 0.90x (bar 0.95: MISSED)", 1),
+        (1.0, 1.0, True, "rate 1.00x (bar 0.95: not judged: NOT QUIET)", 3),
+        (0.9, 1.0, True, "rate 0.90x (bar 0.95: not judged: NOT QUIET)", 3),
+        (1.0, 0.0, False, "fio is not installed", 3),
+    ],
+)
+def test_io_is_judged_when_quiet(
+    rate: float, others: float, fio: bool, said: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = bench_io.judge("read", _pairs(rate, others=others, fio=fio), IO_OPTIONS)
+    assert said in capsys.readouterr().out
+    assert exit_code(rows) == code
+
+
+@pytest.mark.parametrize(
+    ("rate", "others", "said", "code"),
+    [
+        (1.0, 0.0, "fuyou / torch: 1.00x (bar 0.95: holds)", 0),
+        (0.9, 0.0, "fuyou / torch: 0.90x (bar 0.95: MISSED)", 1),
+        (1.0, 1.0, "fuyou / torch: 1.00x (bar 0.95: not judged: NOT QUIET)", 3),
+    ],
+)
+def test_adamw_is_judged_when_both_sides_were_quiet(
+    rate: float, others: float, said: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples = {"fuyou": [(1.0 / rate, 0.0)] * 3, "torch": [(1.0, 0.0)] * 2 + [(1.0, others)]}
+    rates = bench_adamw.print_sides(samples, 1, {"fuyou": 28, "torch": 28})
+    row = bench_adamw.judge("torch", rates, samples, 0.95)
+    assert said in capsys.readouterr().out
+    assert exit_code([row]) == code
+
+
+def test_the_output_of_a_bench_names_its_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--dir", str(tmp_path), "--size", "16MiB", "--pairs", "1", "--modes", "read", "--backend", "threads"]
+    monkeypatch.setattr(sys, "argv", ["bench_io.py", *words])
+    monkeypatch.setattr(bench_io.shutil, "which", lambda _: None)
+    monkeypatch.setattr(report, "commit", lambda: "1234567890")
+    assert bench_io.main() == 3
+    assert "commit 1234567890, " in capsys.readouterr().out.splitlines()[0]
