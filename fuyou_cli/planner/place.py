@@ -25,7 +25,7 @@ _KINDS = ("weights", "boundaries", "gradients", "states")
 def plan(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
     """The plan, or a PlanError that says how much memory would be enough."""
     smallest = 0
-    for lookahead, gradient_slots in _pipelines(wishes):
+    for lookahead, gradient_slots in _pipelines(wishes, stages=len(model.stages)):
         homes = _start(model, wishes)
         needed = _host_peak(model, hardware, wishes, homes, lookahead, gradient_slots)
         if needed <= wishes.cpu_budget:
@@ -34,19 +34,20 @@ def plan(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
         smallest = min(smallest or needed, needed)
     raise PlanError(
         f"does not fit: {gib(smallest)} of RAM is the least this run needs, offload.max_memory.cpu is {gib(wishes.cpu_budget)}",
-        hint=_smaller(model, hardware, wishes, smallest),
+        hint=_smaller(wishes, smallest),
     )
 
 
-def _pipelines(wishes: Wishes) -> list[tuple[int, int]]:
-    """(lookahead, gradient slots) from most overlap to least memory."""
+def _pipelines(wishes: Wishes, *, stages: int) -> list[tuple[int, int]]:
+    """(lookahead, gradient slots) from most overlap to least memory. Looking ahead further than every stage buys nothing."""
     if wishes.lookahead is not None:
-        return [(wishes.lookahead, 2), (wishes.lookahead, 1)]
+        lookahead = min(wishes.lookahead, stages)
+        return [(lookahead, 2), (lookahead, 1)]
     return [(2, 2), (1, 2), (1, 1)]
 
 
-def _smaller(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, smallest: int) -> str:
-    """Smaller runs, each one planned again."""
+def _smaller(wishes: Wishes, smallest: int) -> str:
+    """What would help; the least memory was planned, a smaller run is not planned again here."""
     numerics = wishes.numerics
     if numerics.micro_batch_size > 1:
         return (
@@ -175,7 +176,7 @@ def _predict(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, placed
     )
     tokens = numerics.batch_size * numerics.max_seq_len
     compute_flops = sum(visit.flops for visit in schedule.visits)
-    seconds = busy_seconds(model, hardware, schedule, device=wishes.device)
+    seconds = busy_seconds(model, hardware, schedule, stages=placed.stages, numerics=numerics, device=wishes.device)
     bottleneck = max(sorted(seconds), key=lambda name: seconds[name])
     return Predicted(
         cpu_peaks=_host_peaks(model, hardware, wishes, placed),

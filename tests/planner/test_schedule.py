@@ -161,12 +161,13 @@ def test_lookahead_keeps_what_is_needed_again_soon(lookahead: int) -> None:
 def test_seconds_are_bytes_over_rates() -> None:
     spec, chosen = _all_ssd(clip=1.0, tied=False)
     schedule = plan_schedule(spec, chosen)
-    seconds = busy_seconds(spec, HARDWARE, schedule, device="cpu")
+    seconds = busy_seconds(spec, HARDWARE, schedule, stages=chosen.stages, numerics=chosen.numerics, device="cpu")
     assert seconds["ssd read"] == schedule.traffic.read_total / HARDWARE.store_read_mixed
     assert seconds["ssd write"] == schedule.traffic.written_total / HARDWARE.store_write_mixed
     compute = sum(visit.flops for visit in schedule.visits) / HARDWARE.matmul_flops
     assert seconds["cpu"] > compute > 0
-    slower = busy_seconds(spec, replace(HARDWARE, matmul_flops=5e11), schedule, device="cpu")
+    half = replace(HARDWARE, matmul_flops=5e11)
+    slower = busy_seconds(spec, half, schedule, stages=chosen.stages, numerics=chosen.numerics, device="cpu")
     assert slower["cpu"] - seconds["cpu"] == pytest.approx(compute)
     assert chosen.predicted.step_seconds == max(chosen.predicted.seconds.values())
     assert chosen.predicted.seconds[chosen.predicted.bottleneck] == chosen.predicted.step_seconds

@@ -1,0 +1,101 @@
+"""Seconds by hand: the bytes of an update by its dtypes, and what crosses to a device with memory of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fuyou_cli.planner.place import plan
+from fuyou_cli.planner.simulate import update_bytes
+from fuyou_cli.planner.wishes import Wishes
+from fuyou_cli.spec.model import Dtype, ModelSpec
+from fuyou_cli.spec.plan import Numerics, Predicted, Tier
+
+from .models import HARDWARE, cut, model
+
+BLOCK, LEAF, NORM = 1 << 20, 1 << 19, 2048
+BLOCKS = 6
+PARAMETERS = 2 * LEAF + BLOCKS * BLOCK + NORM
+BOUNDARY = 4 * 64 * 1024 * 2  # rows, tokens, width, bfloat16
+RATED = replace(HARDWARE, device="cuda", h2d=2e9, d2h=1e9)
+
+
+def _numerics(compute: Dtype = "bfloat16", accumulate: Dtype = "bfloat16") -> Numerics:
+    return Numerics(
+        compute_dtype=compute, accumulate_dtype=accumulate, batch_size=4, micro_batch_size=2, max_seq_len=64,
+        head_chunk_tokens=0, torch_threads=1, seed=0,
+    )  # fmt: skip
+
+
+def _predicted(
+    spec: ModelSpec,
+    *,
+    clip: float | None = 1.0,
+    accumulate: Dtype = "bfloat16",
+    weights: Tier = "ssd",
+    boundaries: Tier = "ssd",
+    device: str = "cuda",
+) -> Predicted:
+    wishes = Wishes(
+        numerics=_numerics(spec.compute_dtype, accumulate), model_name="test", device=device, clip_grad_norm=clip,
+        cpu_budget=1 << 40, gpu_budget=1 << 40, weights=weights, boundaries=boundaries, lookahead=1,
+    )  # fmt: skip
+    return plan(spec, RATED, wishes).predicted
+
+
+SPEC = model(LEAF, *[BLOCK] * BLOCKS, NORM, LEAF)
+# Forward: the embedding's output, both of each block's and the norm's. Head: in and its gradient back. Backward: input
+# and the output's gradient in, the input's gradient back; the embedding's gradient in.
+BOUNDARIES_IN = (BLOCKS + 1) + 1 + 2 * (BLOCKS + 1) + 1
+BOUNDARIES_BACK = 1 + (BLOCKS + 1) + 1 + (BLOCKS + 1)
+
+
+@pytest.mark.parametrize(
+    ("compute", "accumulate", "size"),
+    [("bfloat16", "bfloat16", 14 + 12), ("bfloat16", "float32", 16 + 12), ("float32", "float32", 16 + 12)],
+)
+def test_an_update_reads_and_writes_what_its_dtypes_take(compute: Dtype, accumulate: Dtype, size: int) -> None:
+    """Read: weights, remainder, momentum, variance, gradient. Written: all but the gradient."""
+    assert update_bytes(_numerics(compute, accumulate)) == size
+    spec = model(LEAF, *[BLOCK] * BLOCKS, NORM, LEAF, dtype=compute)
+    assert _predicted(spec, accumulate=accumulate).seconds["update"] == PARAMETERS * size / RATED.adamw_bytes
+
+
+@pytest.mark.parametrize(("accumulate", "item"), [("bfloat16", 2), ("float32", 4)])
+@pytest.mark.parametrize("boundaries", ["cpu", "ssd"])
+def test_sums_and_boundaries_come_back_from_the_device(accumulate: Dtype, item: int, boundaries: Tier) -> None:
+    """In the dtype that gradients are summed in; a boundary crosses wherever it rests."""
+    seconds = _predicted(SPEC, accumulate=accumulate, boundaries=boundaries).seconds
+    assert seconds["d2h"] == (item * PARAMETERS + BOUNDARIES_BACK * BOUNDARY) / RATED.d2h
+
+
+@pytest.mark.parametrize(("clip", "embedding"), [(1.0, 1), (None, 2)])
+def test_weights_go_up_for_every_visit_but_the_turn(clip: float | None, embedding: int) -> None:
+    """The norm's are still there in backward. Without clipping the embedding is visited with its weights again."""
+    seconds = _predicted(SPEC, clip=clip).seconds
+    weights = 2 * (embedding * LEAF + 2 * BLOCKS * BLOCK + NORM + LEAF)
+    assert seconds["h2d"] == (weights + BOUNDARIES_IN * BOUNDARY) / RATED.h2d
+
+
+def test_weights_at_home_on_the_device_go_up_once() -> None:
+    seconds = _predicted(SPEC, weights="gpu").seconds
+    assert seconds["h2d"] == (2 * PARAMETERS + BOUNDARIES_IN * BOUNDARY) / RATED.h2d
+
+
+def test_gradients_of_tied_pieces_cross_twice() -> None:
+    """Down after the head's part, up and down again with the embedding's; a piece of a cut head takes its input twice."""
+    pieces = 2
+    spec = cut(model(LEAF, *[BLOCK] * BLOCKS, NORM, LEAF, tied=True), *[LEAF // pieces] * pieces)
+    seconds = _predicted(spec).seconds
+    parameters = LEAF + BLOCKS * BLOCK + NORM
+    back = 2 * (parameters + LEAF) + (BOUNDARIES_BACK + pieces - 1) * BOUNDARY
+    assert seconds["d2h"] == back / RATED.d2h
+    # up: both pieces in forward and for the logits; the last is there still for its gradient, the first is as well
+    weights = 2 * (2 * LEAF + 2 * BLOCKS * BLOCK + NORM)
+    into = weights + 2 * NORM + 2 * LEAF + (BOUNDARIES_IN + 2 * pieces - 1) * BOUNDARY
+    assert seconds["h2d"] == into / RATED.h2d
+
+
+def test_on_the_cpu_nothing_crosses() -> None:
+    assert {"h2d", "d2h", "compute", "update"}.isdisjoint(_predicted(SPEC, device="cpu").seconds)
