@@ -1,7 +1,10 @@
-"""Whether files to come fit their disks: one sum for each file system, whatever number of folders lie on it."""
+"""Whether files to come fit their disks: one sum for each file system, whatever number of folders lie on it.
+
+And what makes the names of written files durable."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +76,15 @@ def existing(path: Path) -> Path:
     """`path`, or the nearest folder above it that exists."""
     absolute = path.expanduser().absolute()
     return next((place for place in (absolute, *absolute.parents) if place.exists()), Path("/"))
+
+
+def sync_directory(directory: Path) -> None:
+    """The names in `directory` are on stable storage."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _taken(path: Path) -> int:

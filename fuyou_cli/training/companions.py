@@ -15,9 +15,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..core.disk import sync_directory
 from .checkpoint.companions import CODE_PATTERN, CONFIG_NAME, MODEL_PATTERNS, PATTERNS, is_companion
 from .checkpoint.files import inside, read_json
-from .manifest import COMPANIONS, sync_directory
+from .manifest import COMPANIONS
 from .paths import expanded
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 _OTHER_TEMPLATES = ("chat_template.json",)
 _TOKEN_TABLES = ("tokenizer.json", _CONFIG)
+_UNFINISHED = ".unfinished"
 
 
 def kept_companions(store: Path) -> Path | None:
@@ -89,14 +91,28 @@ def _holds(file: Path, pattern: re.Pattern[bytes]) -> bool:
 
 
 def _replace(folder: Path, files: dict[str, bytes | Path]) -> None:
-    """The folder's companions become `files`; config.json goes first and comes last, so that a folder with it is whole."""
+    """The folder's companions become `files`, each in one step and config.json last: a folder that has it was whole, and
+    stays whole wherever this is cut off."""
     folder.mkdir(exist_ok=True)
-    (folder / CONFIG_NAME).unlink(missing_ok=True)
-    for path in [path for path in folder.iterdir() if is_companion(path.name)]:
-        path.unlink()
-    for name in sorted(files, key=lambda name: name == CONFIG_NAME):
-        _write(folder / name, files[name])
+    names = sorted(files, key=lambda name: (name == CONFIG_NAME, name))
+    for name in names:
+        _write(folder / _unfinished(name), files[name])
+    for name in names:
+        (folder / _unfinished(name)).replace(folder / name)
     sync_directory(folder)
+    for path in sorted(folder.iterdir()):
+        if path.name not in files and _is_ours(path.name):  # no longer wanted, or begun by a run that was killed
+            path.unlink()
+    sync_directory(folder)
+
+
+def _unfinished(name: str) -> str:
+    """What no pattern of companions matches: a file being written is never exported."""
+    return f".{name}{_UNFINISHED}"
+
+
+def _is_ours(name: str) -> bool:
+    return is_companion(name) or (name.endswith(_UNFINISHED) and is_companion(name[1 : -len(_UNFINISHED)]))
 
 
 def _write(path: Path, content: bytes | Path) -> None:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from ..core.disk import sync_directory
 from ..core.errors import FuyouError, UsageError
 
 State = Literal["loading", "committed", "running"]
@@ -85,14 +86,6 @@ def write(directory: Path, manifest: Manifest) -> None:
         sync_directory(directory)
     except OSError as error:
         raise FuyouError(f"cannot write {directory / NAME}: {error.strerror}") from error
-
-
-def sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read(directory: Path) -> Manifest | None:

@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..core.disk import sync_directory
 from ..core.errors import UsageError
 from . import manifest as manifests
-from .manifest import Manifest, sync_directory
+from .manifest import Manifest
 from .paths import expanded
 from .storage import STORE_FILE
 

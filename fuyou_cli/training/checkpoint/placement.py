@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
+from fuyou_cli.core.disk import sync_directory
 from fuyou_cli.core.errors import UsageError
 
 from .companions import is_companion
@@ -107,15 +108,6 @@ def refuse_foreign(directory: Path) -> None:
             f"{directory}: holds files that fuyou did not write: {name_list(foreign)}",
             hint="Choose an empty or new output directory; nothing was changed.",
         )
-
-
-def sync_directory(path: Path) -> None:
-    """Makes the names in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _is_weights(name: str) -> bool:

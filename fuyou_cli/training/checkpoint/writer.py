@@ -15,12 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fuyou_cli.core.disk import sync_directory
 from fuyou_cli.core.errors import FuyouError, OutOfSpaceError, UsageError
 from fuyou_cli.core.units import MiB, align_up, gb
 
 from .files import INDEX_NAME, SINGLE_NAME, open_checkpoint
 from .header import BYTES_PER_ELEMENT, DTYPES, NAME_LIMIT
-from .placement import PartialDirectory, mark, sync_directory
+from .placement import PartialDirectory, mark
 
 PIECE = 16 * MiB  # bytes asked of `read` at a time, at most
 SYNC_EVERY = 64 * MiB  # bytes written between two syncs
