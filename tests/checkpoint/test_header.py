@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.training.checkpoint.header import HEADER_LIMIT, parse_file, read_header
+from fuyou_cli.training.checkpoint.header import HEADER_LIMIT, parse_file
 
 from .tiny_models import safetensors_bytes, write_file
 
@@ -24,7 +24,7 @@ GOOD = {"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
 def refusal(path: Path, content: bytes) -> str:
     path.write_bytes(content)
     with pytest.raises(UsageError) as caught:
-        read_header(path)
+        parse_file(path)
     assert str(path) in caught.value.message
     return caught.value.message
 
@@ -117,7 +117,7 @@ def test_refuses_an_absurd_header_length_without_reading_it(tmp_path: Path, leng
         file.write(struct.pack("<Q", length))
         file.truncate(1 << 30)  # sparse: long enough that only the limit can refuse it
     with pytest.raises(UsageError, match="says its header has"):
-        read_header(path)
+        parse_file(path)
 
 
 @pytest.mark.parametrize("size", range(8))
@@ -129,15 +129,15 @@ def test_refuses_what_is_not_a_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name, says in (("pipe", "not a regular file"), ("", "not a regular file"), ("absent", "cannot be opened")):
         with pytest.raises(UsageError, match=says):
-            read_header(tmp_path / name)
+            parse_file(tmp_path / name)
     with pytest.raises(UsageError, match="cannot be opened"):
-        read_header(tmp_path / "nul\0nul")
+        parse_file(tmp_path / "nul\0nul")
 
 
 def test_every_truncation_is_refused(tmp_path: Path) -> None:
     path = write_file(tmp_path / "x.safetensors", [("a", "F32", [2, 3], 24), ("b", "BF16", [4], 8)])
     whole = path.read_bytes()
-    assert read_header(path).keys() == {"a", "b"}
+    assert parse_file(path).entries.keys() == {"a", "b"}
     for size in range(len(whole)):
         refusal(path, whole[:size])
 
@@ -167,7 +167,7 @@ def test_mutated_files_give_entries_or_a_usage_error(
     path = tmp_path_factory.getbasetemp() / "mutated.safetensors"
     path.write_bytes(content)
     try:
-        entries = read_header(path)
+        entries = parse_file(path).entries
     except UsageError as error:
         error.message.encode("ascii")  # printable anywhere, whatever the file holds
         assert path.name in error.message
@@ -187,7 +187,7 @@ def test_arbitrary_headers_give_entries_or_a_usage_error(
     path = tmp_path_factory.getbasetemp() / "arbitrary.safetensors"
     path.write_bytes(safetensors_bytes(text, data))
     try:
-        read_header(path)
+        parse_file(path)
     except UsageError:
         return
     assert json.loads(text) is not None and data == b""

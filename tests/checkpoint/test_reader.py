@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.training.checkpoint import reader as reader_module
-from fuyou_cli.training.checkpoint.header import read_header
+from fuyou_cli.training.checkpoint.header import parse_file
 from fuyou_cli.training.checkpoint.reader import TensorReader
 
 from .tiny_models import assert_same_bits, read_all, same_bits
@@ -33,7 +33,7 @@ def test_reads_every_dtype(tmp_path: Path) -> None:
     }  # fmt: skip
     tensors |= {"scalar": torch.tensor(3.5), "empty": torch.empty(0, 3)}
     save_file(tensors, tmp_path / "x.safetensors")
-    entries = read_header(tmp_path / "x.safetensors")
+    entries = parse_file(tmp_path / "x.safetensors").entries
     assert_same_bits({name: read_all(entries)[name] for name in tensors}, tensors)
 
 
@@ -45,7 +45,7 @@ def test_converts_as_torch_does(tmp_path: Path, source: torch.dtype, wanted: tor
     tensor = torch.randn(7, 31).to(source)
     tensor[0, :3] = torch.tensor([float("nan"), float("inf"), -0.0])
     save_file({"before": torch.zeros(3, dtype=source), "w": tensor}, tmp_path / "x.safetensors")
-    entry = read_header(tmp_path / "x.safetensors")["w"]
+    entry = parse_file(tmp_path / "x.safetensors").entries["w"]
     with TensorReader() as reader:
         whole = torch.full((7, 31), 9, dtype=wanted)
         reader.read_into(entry, whole)
@@ -58,7 +58,7 @@ def test_converts_as_torch_does(tmp_path: Path, source: torch.dtype, wanted: tor
 
 def test_writes_nothing_outside_the_destination(tmp_path: Path) -> None:
     save_file({"w": torch.ones(10)}, tmp_path / "x.safetensors")
-    entry = read_header(tmp_path / "x.safetensors")["w"]
+    entry = parse_file(tmp_path / "x.safetensors").entries["w"]
     slot = torch.full((30,), 9, dtype=torch.bfloat16)
     with TensorReader() as reader:
         reader.read_into(entry, slot[10:20])
@@ -72,7 +72,7 @@ def test_writes_nothing_outside_the_destination(tmp_path: Path) -> None:
 
 def test_refuses_values_that_do_not_fit(tmp_path: Path) -> None:
     save_file({"big": torch.tensor([1.0, 1e6]), "whole": torch.arange(2)}, tmp_path / "x.safetensors")
-    entries = read_header(tmp_path / "x.safetensors")
+    entries = parse_file(tmp_path / "x.safetensors").entries
     with TensorReader() as reader:
         with pytest.raises(UsageError, match="'big' has values too large for float16"):
             reader.read_into(entries["big"], torch.empty(2, dtype=torch.float16))
@@ -85,7 +85,7 @@ def test_refuses_values_that_do_not_fit(tmp_path: Path) -> None:
 def test_a_file_that_shrinks_is_named(tmp_path: Path, wanted: torch.dtype) -> None:
     path = tmp_path / "x.safetensors"
     save_file({"w": torch.ones(1000)}, path)
-    entry = read_header(path)["w"]
+    entry = parse_file(path).entries["w"]
     path.write_bytes(path.read_bytes()[:-1])
     with TensorReader() as reader:
         with pytest.raises(UsageError, match=r"x\.safetensors: is truncated: tensor 'w'"):
@@ -103,7 +103,7 @@ def test_compares_stored_tensors(tmp_path: Path) -> None:
     other = one.clone()
     other[49] = 0
     save_file({"a": one, "b": one.clone(), "c": other, "d": one.clone()[:49]}, tmp_path / "x.safetensors")
-    entries = read_header(tmp_path / "x.safetensors")
+    entries = parse_file(tmp_path / "x.safetensors").entries
     with TensorReader() as reader:
         assert reader.equal(entries["a"], entries["b"])
         assert not reader.equal(entries["a"], entries["c"])
@@ -114,7 +114,7 @@ MEMORY_PROGRAM = """
 import json, os, resource, struct, sys
 from pathlib import Path
 import torch
-from fuyou_cli.training.checkpoint.header import read_header
+from fuyou_cli.training.checkpoint.header import parse_file
 from fuyou_cli.training.checkpoint.reader import TensorReader
 
 path, elements = Path(sys.argv[1]), 48 << 20
@@ -126,7 +126,7 @@ destination = torch.ones(elements, dtype=torch.bfloat16)
 part = torch.empty(1 << 20)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 with TensorReader() as reader:
-    entry = read_header(path)["w"]
+    entry = parse_file(path).entries["w"]
     reader.read_into(entry, destination)
     for first in range(0, elements, 1 << 20):
         reader.read_into(entry, part, first_element=first)

@@ -232,7 +232,5 @@ def test_real_questions_and_answers(tokenizer_dir: Path, tokenizer: Any, tmp_pat
     learnt = tokenizer.decode(tokens[mask == 1].tolist())
     assert learnt == "".join(f"{line['answer']}<|im_end|>" for line in lines)
     sampler = Sampler(len(rows), batch_size=16, shuffle=True, seed=42)
-    batches = [
-        collate(rows, sampler.batch(step), pad_id=rows.summary.pad_id, max_len=1024) for step in range(sampler.steps_per_epoch)
-    ]
+    batches = [collate(rows, sampler.batch(step), pad_id=rows.summary.pad_id, max_len=1024) for step in range(sampler.steps(1))]
     assert sum(batch.label_tokens for batch in batches) >= rows.summary.label_tokens

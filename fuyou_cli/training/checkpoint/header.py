@@ -79,17 +79,15 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    entries: dict[str, TensorEntry]
+    entries: dict[str, TensorEntry]  # by key
     metadata: dict[str, str]
 
 
-def read_header(path: Path) -> dict[str, TensorEntry]:
-    """The tensors of a safetensors file by key, in data order. Raises UsageError naming file and tensor."""
-    return parse_file(path).entries
-
-
 def parse_file(path: Path) -> Header:
-    """Tensors and metadata of a safetensors file, everything checked against the file's true length."""
+    """Tensors (in data order) and metadata of a safetensors file, everything checked against the file's true length.
+
+    Raises UsageError naming file and tensor.
+    """
     try:
         # Without O_NONBLOCK opening a pipe would wait for a writer for ever.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -28,13 +28,9 @@ class Sampler:
         self._epoch: int | None = None
         self._order: NDArray[np.int64] = np.arange(0)
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps until every row has been seen once; the last of them may reach into the next epoch."""
-        return self.steps(1)
-
     def steps(self, epochs: float) -> int:
-        """Steps until every row has been seen `epochs` times (a fraction counts rows, rounded up)."""
+        """Steps until every row has been seen `epochs` times (a fraction counts rows, rounded up); the last of them may
+        reach into the next epoch."""
         positions = -int(-(self.rows * epochs) // 1)
         return -(-positions // self.batch_size)
 
