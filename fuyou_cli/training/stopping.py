@@ -44,4 +44,5 @@ class StopRequests:
         if self._doing == "loading" or self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        self._announce("stopping after this micro-batch and saving the state; interrupting once more stops at once")
+        self._announce("stopping at the next micro-batch, or after this step if its updates have begun")
+        self._announce("the state is saved then; interrupting once more stops at once")
