@@ -61,6 +61,12 @@ class ComputeWeights:
             if uploaded.owner == owner and uploaded.arrived is not None:
                 uploaded.arrived.synchronize()
 
+    def settle_all(self) -> None:
+        """sync: no upload is under way, so that any of the host's slots may be used for something else."""
+        for uploaded in (*self.turns, *self.homes.values()):
+            if uploaded.arrived is not None:
+                uploaded.arrived.synchronize()
+
     def _upload(self, owner: int, host: torch.Tensor, generation: int) -> _Uploaded:
         target = self.homes.get(owner)
         if target is None:

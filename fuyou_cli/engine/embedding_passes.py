@@ -28,18 +28,12 @@ def embedding_backward(
 ) -> None:
     """Adds the gradients of one embedding to `total`. ids: (batch, tokens) int64; grad_y: (batch, tokens, width)."""
     assert total is not None
-    module = executor.stages[call.stage].module
     device = executor.device.torch_device
-    if is_plain(module) and grad_y.shape[0] == ids.shape[0]:
-        assert isinstance(module, torch.nn.Embedding)
+    if executor.looks_up(call.stage) and grad_y.shape[0] == ids.shape[0]:
         for rows in executor.micro_batches(ids.shape[0]):
-            add_embedding_rows(module, ids[rows].to(device), grad_y[rows].to(device), total)
+            grad = grad_y[rows].reshape(-1, grad_y.shape[-1]).to(device)
+            _add_rows(executor, call, ids[rows].reshape(-1).to(device), grad, total, first=0)
             executor.between()
-        return
-    if call.stage in executor.scaled_lookups and grad_y.shape[0] == ids.shape[0]:
-        assert isinstance(module, torch.nn.Embedding)
-        flat_ids, grad = ids.reshape(-1).to(device), grad_y.reshape(-1, grad_y.shape[-1]).to(device)
-        add_scaled_rows(module, call.run, flat_ids, grad, total, first=0)
         return
     if flat is None:  # two-phase updates need no weights here; a lookup's gradient does not depend on their values
         params = executor.model.stages[call.stage].params
@@ -88,23 +82,26 @@ def backward_in_pieces(executor: Executor, pieces: Sequence[int], call: Call, id
         executor.settle()
         begin = time.monotonic()
         assert total is not None
-        module = executor.stages[stage].module
-        assert isinstance(module, torch.nn.Embedding)
-        # A plain lookup adds micro-batch by micro-batch; any other one the whole batch at once, as it does uncut.
-        cuts = executor.micro_batches(ids.shape[0]) if is_plain(module) else [slice(0, ids.shape[0])]
-        for rows in cuts:
+        for rows in executor.micro_batches(ids.shape[0]):
             flat_ids = ids[rows].reshape(-1)
             here, first = _inside(executor, stage, flat_ids)
             if here.numel():
                 chosen = flat_ids[here].to(executor.device.torch_device)
                 grad = grad_y[rows].reshape(-1, grad_y.shape[-1])[here].to(executor.device.torch_device)
-                if is_plain(module):
-                    add_embedding_rows(module, chosen, grad, total, first=first)
-                else:
-                    add_scaled_rows(module, call.run, chosen, grad, total, first=first)
+                _add_rows(executor, call, chosen, grad, total, first=first)
             executor.between()
         executor.sums.close(stage, total)
         executor.leave(visit, begin)
+
+
+def _add_rows(executor: Executor, call: Call, ids: torch.Tensor, grad: torch.Tensor, total: GradientSum, *, first: int) -> None:
+    """Adds one micro-batch's gradient. ids: (tokens,) and grad: (tokens, width), on the device."""
+    module = executor.stages[call.stage].module
+    assert isinstance(module, torch.nn.Embedding)
+    if is_plain(module):
+        add_embedding_rows(module, ids, grad, total, first=first)
+    else:
+        add_scaled_rows(module, call.run, ids, grad, total, first=first)
 
 
 def _inside(executor: Executor, stage: int, ids: torch.Tensor) -> tuple[torch.Tensor, int]:

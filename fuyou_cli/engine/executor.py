@@ -178,6 +178,7 @@ class Executor:
         self._settled = False
         self._prefetched.clear()
         self.boundaries.forget(self.residency.wait_until)
+        self.weights.settle_all()
         self.residency.let_go_of_all()
 
     def _decide_updates(self) -> None:
@@ -232,6 +233,7 @@ class Executor:
 
     def _tick(self) -> None:
         """Called whenever something may have finished: moves everything that can move, never waits."""
+        self.residency.advance()
         self.boundaries.advance()
         self.sums.advance()
         if self._settled:
@@ -242,31 +244,34 @@ class Executor:
         visits = self.schedule.visits
         resuming = True  # so far; a visit that begins a new sum must not find its slot taken by one behind it
         for ahead in range(1, self.plan.lookahead + 1):
-            index = self._cursor + ahead
+            index, next_step = self._cursor + ahead, False
             if index >= len(visits):
                 if self._last_step:
                     return
-                index -= len(visits)
+                index, next_step = index - len(visits), True
             visit = visits[index]
             resuming = resuming and visit.resume and self.residency.try_resume_gradients(visit.stage)
             if visit.take and visit.stage in self.boundaries.kept and not self.boundaries.try_prefetch(visit.stage):
                 return
             if index in self._prefetched:
                 if ahead == 1:
-                    self._begin_upload(visit)
+                    self._begin_upload(visit, next_step=next_step)
                 continue
             if not self.residency.try_prefetch(visit):
                 return
             self._prefetched.add(index)
 
-    def _begin_upload(self, visit: Visit) -> None:
+    def _begin_upload(self, visit: Visit, *, next_step: bool) -> None:
         if not self.device.separate or visit.owner is None:
             return
         record = self.residency.records[visit.owner]
+        if next_step and record.generation < self._step:  # this step's update is still to come
+            return
         if record.span is not None and record.fetch is None and record.update is None and record.due is None:
             self.weights.begin(visit.owner, record.span, record.generation)
 
     def _give_up_prefetches(self) -> None:
+        self.weights.settle_all()
         for index in sorted(self._prefetched):
             self.residency.release(self.schedule.visits[index])
         self._prefetched.clear()
@@ -295,8 +300,13 @@ class Executor:
         self.leave(visit, begin)
         return y
 
+    def looks_up(self, stage: int) -> bool:
+        """Whether the stage is a table whose rows are looked up, and scaled at most: so it can be used by micro-batch."""
+        return stage in self.scaled_lookups or is_plain(self.stages[stage].module)
+
     def _forward_parts(self, call: Call, x: torch.Tensor) -> torch.Tensor:
-        if not x.is_floating_point():  # a lookup: cheap, and ids may be shared by all rows
+        if not x.is_floating_point() and not (self.device.separate and self.looks_up(call.stage)):
+            # ids may be shared by all rows; where memory is the host's, a lookup of the whole batch is its result
             self.device.seed(self._stream(call.stage, 0))
             return self.to_host(call.run(x.to(self.device.torch_device)))
         parts = list(self.micro_batches(x.shape[0]))
@@ -390,7 +400,6 @@ class Executor:
 
     def between(self) -> None:
         """Between micro-batches: look around, and let the caller stop."""
-        self.residency.advance()
         self._tick()
         self.between_micro_batches()
 

@@ -72,7 +72,6 @@ class Residency:
         while not done():
             time.sleep(pause)
             pause = min(2 * pause, _POLL_SECONDS)
-            self.advance()
             self._tick()
         self.stalls[cause] = self.stalls.get(cause, 0.0) + time.perf_counter() - begin
 

@@ -7,6 +7,7 @@ turns with their downloads; what follows a download runs when somebody looks (`a
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -19,6 +20,15 @@ from .residency import Residency
 from .skeleton import TORCH_DTYPE
 
 HandOver = Callable[[int, torch.Tensor], None]  # (stage, its complete gradients in host memory)
+
+
+@dataclass(frozen=True, slots=True)
+class _Download:
+    """Complete gradients on their way to the host: the device span they leave, and what follows."""
+
+    event: Event
+    span: torch.Tensor
+    arrived: Callable[[], None]
 
 
 class GradientSums:
@@ -39,7 +49,7 @@ class GradientSums:
         self._dtype = TORCH_DTYPE[plan.numerics.accumulate_dtype]
         self._sums: dict[int, GradientSum] = {}
         self._spans = self._open_spans(ITEM_SIZE[plan.numerics.accumulate_dtype])
-        self._downloads: list[tuple[Event, Callable[[], None]]] = []
+        self._downloads: list[_Download] = []
 
     def _open_spans(self, item: int) -> list[torch.Tensor]:
         """On a separate device two spans take turns with their downloads; one more stays with a tied head that is not cut."""
@@ -90,28 +100,32 @@ class GradientSums:
         record.held += 1
 
         def arrived() -> None:
-            self._spans.append(_whole(total.flat))
             then(host)
             self.residency.let_go(record)
 
-        self._downloads.append((event, arrived))
+        self._downloads.append(_Download(event, _whole(total.flat), arrived))
 
     def advance(self) -> None:
         """Hands over what has arrived. Never waits."""
-        while self._downloads and self._downloads[0][0].done():
-            self._downloads.pop(0)[1]()
+        while self._downloads and self._downloads[0].event.done():
+            self._arrive()
 
     def settle(self) -> None:
         """Everything under way has arrived and is handed over."""
         while self._downloads:
-            event, arrived = self._downloads.pop(0)
-            event.synchronize()
-            arrived()
+            self._downloads[0].event.synchronize()
+            self._arrive()
+
+    def _arrive(self) -> None:
+        download = self._downloads.pop(0)
+        self._spans.append(download.span)
+        download.arrived()
 
     def forget(self) -> None:
         """A step was given up: nothing is handed over."""
-        for event, _ in self._downloads:
-            event.synchronize()
+        for download in self._downloads:
+            download.event.synchronize()
+            self._spans.append(download.span)
         self._downloads.clear()
         for total in self._sums.values():
             if self.device.separate:

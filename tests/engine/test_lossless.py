@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from fuyou_cli.engine.updates import segments_of
 from fuyou_cli.spec.model import Dtype
@@ -103,6 +103,18 @@ def test_first_gradients_of_tied_weights(family: str, tmp_path: Path) -> None:
     subject = Subject(FAMILIES[family], Shape(dtype="bfloat16", accumulate="bfloat16", batch=2, micro=2))
     assert subject.spec.tied_head
     _check_first_gradients(subject, "bfloat16", tmp_path)
+
+
+@pytest.mark.parametrize("accumulate", ["float32", "bfloat16"])
+def test_first_gradients_of_an_embedding_that_scales(accumulate: Dtype, tmp_path: Path) -> None:
+    """Summed micro-batch by micro-batch, not over the whole batch in bfloat16."""
+    subject = Subject(_untied("gemma3"), Shape(dtype="bfloat16", accumulate=accumulate, chunk=0))
+    _check_first_gradients(subject, accumulate, tmp_path)
+
+
+def _untied(family: str) -> PreTrainedConfig:
+    config = FAMILIES[family]
+    return type(config)(**{**config.to_dict(), "tie_word_embeddings": False})
 
 
 def _check_first_gradients(subject: Subject, accumulate: Dtype, folder: Path) -> None:

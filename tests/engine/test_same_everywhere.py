@@ -20,6 +20,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "lookahead 1": dict(lookahead=1),
     "lookahead 2": dict(lookahead=2),
     "lookahead 4": dict(lookahead=4),
+    "lookahead further than the step": dict(lookahead=1000),
     "three directories": dict(directories=3),
     "threads": dict(backend="threads"),
     "io_uring": dict(backend="io_uring"),
