@@ -1,8 +1,9 @@
 """One training step: the model's own forward drives visits in the schedule's order; around each, weights, boundaries
 and gradients move as the plan says.
 
-The executor may wait in four places: for a visit's weights (fetch or update), for its boundary, for gradients (a slot, or
-those that rest until their second user), and at the end for what is still under way. Each wait is summed by cause.
+The executor may wait for four things: a visit's weights (a slot, their fetch or update), its boundary (a slot, or the
+bytes), gradients (a slot, or those that rest until their second user), and at the end what is still under way. Each wait is
+summed by cause. A device with memory of its own adds copies: those of a stage's results, and of weights about to change.
 """
 
 from __future__ import annotations
