@@ -1,9 +1,13 @@
-"""`key=value` on the command line: `optimizer.lr=3e-6`, `dataset.train[0].path=rows.jsonl`, `train.max_steps=null`."""
+"""`key=value` on the command line: `optimizer.lr=3e-6`, `dataset.train[0].path=rows.jsonl`, `train.max_steps=null`.
+
+`key=null` clears a key and `key=""` is the empty text. `key=` is refused, and so is an empty value within one: it is what
+a shell makes of a variable that is not set, and must not bring a default back in silence.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,14 +55,31 @@ def _parse(text: str) -> Override | list[Diagnostic]:
             _problem(text, f"the value is not readable: {problem.message}", 'quote it for YAML: key="text"', problem.code)
             for problem in wrong
         ]
+    for path in _unwritten(yaml.compose(value, Loader=yaml.SafeLoader), ()):
+        what = f"the value of `{show_path(path)}`" if path else "the value"
+        null = f"{show_path(path)}: null" if path else f"{key}=null"
+        remedy = f"write `{null}` to clear the key, or name a value (is a shell variable not set?)"
+        return [_problem(text, f"{what} is empty", remedy)]
     try:
         loaded = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)
     except yaml.YAMLError as error:
         return [_problem(text, f"the value is not readable: {syntax_error(source, error).message}")]
     except (OmegaConfBaseException, ValueError, OverflowError, RecursionError) as error:
         return [_problem(text, f"the value is not readable: {first_line(error)}")]
-    path = tuple(int(part) if part.isdecimal() and part.isascii() else part for part in _PART.findall(key))
-    return Override(text=text, path=path, value=loaded["value"] if isinstance(loaded, dict) else None)
+    at = tuple(int(part) if part.isdecimal() and part.isascii() else part for part in _PART.findall(key))
+    return Override(text=text, path=at, value=loaded["value"] if isinstance(loaded, dict) else None)
+
+
+def _unwritten(node: yaml.Node | None, path: Path) -> Iterator[Path]:
+    """Where nothing at all stands for a value; a quoted empty text is something."""
+    if node is None or (isinstance(node, yaml.ScalarNode) and not node.value and node.style is None):
+        yield path
+    elif isinstance(node, yaml.MappingNode):
+        for name, value in node.value:
+            yield from _unwritten(value, (*path, str(name.value)))
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            yield from _unwritten(value, (*path, index))
 
 
 def _problem(text: str, message: str, remedy: str | None = None, code: str = "override") -> Diagnostic:

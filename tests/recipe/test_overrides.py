@@ -49,6 +49,12 @@ def test_an_override_heals_what_the_file_has_wrong(load):
         ("seed=${", "override"),
         ("seed=${nothing}", "reference"),
         ("seed={a: 1, a: 2}", "duplicate-key"),
+        ("seed=", "override"),
+        ("seed= # of the day", "override"),
+        ("optimizer={lr: , eps: 1e-8}", "override"),
+        ("offload.dir=[/a, {x: }]", "override"),
+        ('output_dir=""', "out-of-range"),
+        ("seed=''", "wrong-type"),
         ("output_dir.x=3", "override"),
         ("dataset.train[3].path=x", "override"),
         ("dataset.train[first].path=x", "override"),
@@ -69,3 +75,19 @@ def test_all_wrong_overrides_are_reported_with_the_files_errors(refused):
     found = refused("sed: 1\n", "train.epoch=1", "x", "train.batch_size=big")
     assert {diagnostic.code for diagnostic in found.values()} == {"unknown-key", "override", "wrong-type"}
     assert len(found) == 4
+
+
+@pytest.mark.parametrize(
+    ("override", "help_"),
+    [
+        ("optimizer.lr=", "write `optimizer.lr=null` to clear the key"),
+        ("optimizer={lr: }", "write `lr: null` to clear the key"),
+    ],
+)
+def test_an_empty_value_is_no_way_to_say_null(refused, load, override, help_):
+    """`optimizer.lr=$LR` with LR not set must not train at the default instead of the recipe's 0.5."""
+    (found,) = refused("optimizer: {lr: 0.5}\n", override).values()
+    assert "is empty" in found.message
+    assert found.help.startswith(help_)
+    assert load("optimizer: {lr: 0.5}\n", "optimizer.lr=null").optimizer.lr == load().optimizer.lr
+    assert load("", "dataset.train[0].columns={prompt: ''}").dataset.train[0].columns == {"prompt": ""}
