@@ -44,5 +44,7 @@ class StopRequests:
         if self._doing == "loading" or self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        self._announce("stopping at the next micro-batch, or after this step if its updates have begun")
-        self._announce("the state is saved then; interrupting once more stops at once")
+        self._announce(
+            "stopping at the next micro-batch, or after this step if its updates have begun;\n"
+            "the state is saved then. Interrupting once more stops at once"
+        )
