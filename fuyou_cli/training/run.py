@@ -20,7 +20,7 @@ from ..engine.devices import open_device
 from ..engine.executor import Executor, StepAbandoned, StepOutcome
 from ..engine.host_memory import HostMemory
 from ..engine.updates import LearningRate, Optimizer
-from ..spec.plan import Span
+from ..spec.plan import Plan, Span
 from ..swap.arena import Arena
 from ..swap.daemon import Counters, DaemonOptions, SwapDaemon
 from ..swap.store import Store
@@ -76,42 +76,13 @@ class Run:
     def _open(self, free_space: Callable[[Path], int]) -> None:
         plan, prepared = self.plan, self.prepared
         torch.set_num_threads(plan.numerics.torch_threads)
-        self.paths = [directory / STORE_FILE for directory in prepared.directories]
-        if prepared.manifest is not None:
-            check_same_run(
-                prepared.manifest,
-                self.paths,
-                stripe=plan.io.stripe,
-                fingerprints=prepared.fingerprints,
-                total_steps=prepared.total_steps,
-            )
-        for directory in prepared.directories:
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        check_space(self.paths, plan.store_size, free_space)
+        self._claim_folders(free_space)
         arena = self._stack.enter_context(_open_arena(plan.arena_size))
         self.device = open_device(plan.device)
         self._stack.callback(self.device.close)  # its copies reach into the arena: closed before that is unmapped
-        self.store = self._stack.enter_context(Store.open(self.paths, stripe=plan.io.stripe, size=plan.store_size, create=True))
-        start_over = prepared.recipe.checkpoint.resume == "never"
-        check_unchanged(prepared.manifest, self.paths[0].parent, start_over=start_over)
-        self.daemon = self._stack.enter_context(
-            SwapDaemon(
-                arena,
-                self.store,
-                DaemonOptions(
-                    backend=plan.io.backend,
-                    read_depth=plan.io.read_depth,
-                    write_depth=plan.io.write_depth,
-                    update_threads=plan.io.update_threads,
-                    requests=_REQUESTS,
-                    chunk_params=plan.io.chunk_params,
-                    block_size=plan.io.block_size,
-                    scratch_offset=plan.io.scratch.offset,
-                    scratch_size=plan.io.scratch.size,
-                ),
-                label_names={stage.index: stage.name for stage in self.model.stages},
-            )
-        )
+        self._open_store()
+        names = {stage.index: stage.name for stage in self.model.stages}
+        self.daemon = self._stack.enter_context(SwapDaemon(arena, self.store, _daemon_options(plan), label_names=names))
         memory = HostMemory(arena)
         self.device.pin(memory.tensor(Span(offset=0, size=arena.size), torch.uint8))
         self.optimizer = _optimizer(prepared)
@@ -129,6 +100,29 @@ class Run:
         self.executor.after_visit = self._trim
         self.files = StageFiles(model=self.model, plan=plan, daemon=self.daemon, memory=memory)
         self.rates = _learning_rate(prepared)
+
+    def _claim_folders(self, free_space: Callable[[Path], int]) -> None:
+        """A saved run is still the one that was planned for, and the store's folders are there and large enough."""
+        plan, prepared = self.plan, self.prepared
+        self.paths = [directory / STORE_FILE for directory in prepared.directories]
+        if prepared.manifest is not None:
+            check_same_run(
+                prepared.manifest,
+                self.paths,
+                stripe=plan.io.stripe,
+                fingerprints=prepared.fingerprints,
+                total_steps=prepared.total_steps,
+            )
+        for directory in prepared.directories:
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        check_space(self.paths, plan.store_size, free_space)
+
+    def _open_store(self) -> None:
+        """The store, locked; only then is its manifest sure to stay what it was."""
+        plan, prepared = self.plan, self.prepared
+        self.store = self._stack.enter_context(Store.open(self.paths, stripe=plan.io.stripe, size=plan.store_size, create=True))
+        start_over = prepared.recipe.checkpoint.resume == "never"
+        check_unchanged(prepared.manifest, self.paths[0].parent, start_over=start_over)
 
     def __enter__(self) -> Run:
         return self
@@ -375,6 +369,21 @@ class MemoryWatch:
 
 def _open_arena(size: int) -> Arena:
     return Arena(max(size, 1 << 21))
+
+
+def _daemon_options(plan: Plan) -> DaemonOptions:
+    io = plan.io
+    return DaemonOptions(
+        backend=io.backend,
+        read_depth=io.read_depth,
+        write_depth=io.write_depth,
+        update_threads=io.update_threads,
+        requests=_REQUESTS,
+        chunk_params=io.chunk_params,
+        block_size=io.block_size,
+        scratch_offset=io.scratch.offset,
+        scratch_size=io.scratch.size,
+    )
 
 
 def _optimizer(prepared: Prepared) -> Optimizer:
