@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.paths import folder
 
 from .console import status_console, write_result
 
@@ -62,7 +63,7 @@ def _of_recipe(source: Path, overrides: Sequence[str]) -> _Asked:
 
     recipe = load_recipe(*find_recipe(str(source), overrides)).recipe
     resumed = recipe.checkpoint.resume not in ("auto", "never")  # such a run goes on in the folder it names
-    store = Path(recipe.checkpoint.resume).expanduser() if resumed else run_directories(recipe)[0]
+    store = folder(recipe.checkpoint.resume, key="checkpoint.resume") if resumed else run_directories(recipe)[0]
     return _Asked(store=store, dtype=recipe.export.dtype, max_shard_size=recipe.export.max_shard_size)
 
 

@@ -24,6 +24,13 @@ def wrong(code: str, reason: str) -> PydanticCustomError:
     return PydanticCustomError(code, "{reason}", {"reason": reason})
 
 
+def without_null(text: str) -> str:
+    """Text that may be a path: nothing in a file system has a null character in its name."""
+    if "\0" in text:
+        raise wrong("out_of_range", "has a null character, which no path and no name may have")
+    return text
+
+
 def _size(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise wrong("wrong_type", "expected a size such as 2GiB, 512MiB or 1.5TB")
@@ -126,6 +133,8 @@ def _folders(value: object) -> tuple[str, ...]:
     folders = [value] if isinstance(value, str) else value
     if not isinstance(folders, (list, tuple)) or not all(isinstance(folder, str) and folder for folder in folders):
         raise wrong("wrong_type", "expected a folder or a list of folders")
+    for folder in folders:
+        without_null(folder)
     if len(set(folders)) != len(folders):
         raise wrong("conflict", "names the same folder twice")
     if len(folders) > 16:

@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from .fields import AutoBlock, AutoCount, AutoPositive, AutoShare, Folders, Limit, MemoryLimit, Section, Size
+from fuyou_cli.core.paths import folder
 
-Text = Annotated[str, Field(min_length=1)]
+from .fields import AutoBlock, AutoCount, AutoPositive, AutoShare, Folders, Limit, MemoryLimit, Section, Size, without_null
+
+Text = Annotated[str, Field(min_length=1), AfterValidator(without_null)]
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -213,8 +215,10 @@ class Recipe(Section):
     logging: LoggingSection = LoggingSection()
 
     def offload_directories(self, environment: Mapping[str, str]) -> tuple[Path, ...]:
-        """Where the store goes: `offload.dir`, else FUYOU_OFFLOAD_DIR, else a folder beside the outputs."""
+        """Where the store goes: `offload.dir`, else FUYOU_OFFLOAD_DIR, else a folder beside the outputs. Raises UsageError
+        where one of them is a file or has no home."""
         if self.offload.dir:
-            return tuple(Path(folder).expanduser() for folder in self.offload.dir)
-        named = environment.get("FUYOU_OFFLOAD_DIR")
-        return (Path(named).expanduser(),) if named else (Path(self.output_dir).expanduser() / "store",)
+            return tuple(folder(name, key="offload.dir") for name in self.offload.dir)
+        if named := environment.get("FUYOU_OFFLOAD_DIR"):
+            return (folder(named, key="FUYOU_OFFLOAD_DIR"),)
+        return (folder(Path(self.output_dir, "store"), key="output_dir"),)

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.disk import sync_directory
+from ..core.paths import expanded
 from .checkpoint.companions import CODE_PATTERN, CONFIG_NAME, MODEL_PATTERNS, PATTERNS, is_companion
 from .checkpoint.files import inside, read_json
 from .manifest import COMPANIONS
-from .paths import expanded
 
 if TYPE_CHECKING:
     from .prepare import Prepared

@@ -97,6 +97,9 @@ def read(directory: Path) -> Manifest | None:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    except NotADirectoryError:
+        hint = "offload.dir and checkpoint.resume name folders"
+        raise UsageError(f"there can be no store in {directory}: a file is in its place", hint=hint) from None
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} cannot be read: {error}", hint="start over with checkpoint.resume=never") from None
     return _parsed(path, content)

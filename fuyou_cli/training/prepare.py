@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..core.errors import UsageError
+from ..core.paths import expanded, folder
 from ..core.units import MiB
 from ..planner.place import plan
 from ..planner.wishes import Wishes
@@ -19,7 +20,6 @@ from ..spec.model import Dtype, ModelSpec
 from ..spec.plan import Numerics, Plan, Tier
 from .limits import check_positions, check_tokens
 from .manifest import Manifest
-from .paths import expanded
 from .saved import find_saved
 from .storage import run_name
 
@@ -204,7 +204,7 @@ def _look_at_data(recipe: Recipe, say: Callable[[str], None], *, needed: bool) -
 
 def run_directories(recipe: Recipe) -> tuple[Path, ...]:
     """The folders of this run's store, one per striped directory."""
-    name = run_name(expanded(recipe.output_dir, key="output_dir"))
+    name = run_name(folder(recipe.output_dir, key="output_dir"))
     return tuple(directory.resolve() / name for directory in recipe.offload_directories(os.environ))
 
 
@@ -241,7 +241,7 @@ def tokenised_rows(recipe: Recipe, tokenizer_dir: Path) -> Rows:
         tokenizer_dir=tokenizer_dir,
         chat_template=None if template is None else expanded(template, key="tokenizer.chat_template"),
         pad_token=recipe.tokenizer.pad_token,
-        cache_dir=expanded(cache, key="dataset.cache_dir"),
+        cache_dir=folder(cache, key="dataset.cache_dir"),
     )
 
 

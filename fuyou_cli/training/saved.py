@@ -14,9 +14,9 @@ from pathlib import Path
 
 from ..core.disk import sync_directory
 from ..core.errors import UsageError
+from ..core.paths import folder
 from . import manifest as manifests
 from .manifest import Manifest
-from .paths import expanded
 from .storage import STORE_FILE
 
 PART_FILE = "part.json"
@@ -78,7 +78,7 @@ def find_saved(resume: str, directories: Sequence[Path]) -> Manifest | None:
     """
     if resume == "never":
         return None
-    source = directories[0] if resume == "auto" else expanded(resume, key="checkpoint.resume")
+    source = directories[0] if resume == "auto" else folder(resume, key="checkpoint.resume")
     found = manifests.read(source)
     if found is None and resume != "auto":
         raise UsageError(f"checkpoint.resume: there is no saved run in {source}")

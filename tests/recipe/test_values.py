@@ -107,3 +107,21 @@ def test_overrides_in_shipped_headers_are_valid():
         assert shown and overrides
         for override in overrides:
             load_recipe(path, [override])
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "column"),
+    [
+        ('offload: {dir: "a\\0b"}\n', "offload.dir", 15),
+        ('offload: {dir: [/a, "a\\0b"]}\n', "offload.dir", 15),
+        ('dataset.cache_dir="a\\0b"', "dataset.cache_dir", 0),
+        ('checkpoint: {resume: "a\\0b"}\n', "checkpoint.resume", 21),
+        ('tokenizer: {chat_template: "a\\0b"}\n', "tokenizer.chat_template", 27),
+    ],
+)
+def test_a_null_character_is_in_no_path(refused, text, path, column):
+    found = refused("", text)[path] if "=" in text else refused(text)[path]
+    assert "null character" in found.message
+    assert "\0" not in found.message
+    assert found.place.column == column
+    assert "=" in text or found.place.line == 6

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.core.errors import FuyouError, OutOfSpaceError, UsageError
+from fuyou_cli.core.paths import expanded
 from fuyou_cli.core.units import gb
-from fuyou_cli.training.paths import expanded
 
 from .companions import CODE_PATTERN, CONFIG_NAME, PATTERNS
 from .files import INDEX_NAME, SINGLE_NAME, read_json, shard_map

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.training.paths import expanded
+from fuyou_cli.core.paths import expanded
 
 KINDS = {".jsonl": "json", ".json": "json", ".txt": "text", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 TOKENIZER_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
@@ -58,7 +58,17 @@ def _names(files: tuple[Path, ...]) -> str:
 def locate(path: str, split: str) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
     """The data files of a file, a directory or a glob, sorted, and those passed over. In a directory where names of files
     say their split, only those of `split` are taken. Raises UsageError naming the path."""
-    here, passed = expanded(path, key="dataset.train"), list[Path]()
+    here = expanded(path, key="dataset.train")
+    try:
+        return _found(path, here, split)
+    except OSError as error:  # a folder that may not be read, a name too long
+        raise UsageError(f"dataset.train: {path}: {error.strerror}", hint="give a path that can be read") from error
+    except ValueError as error:  # pathlib's, of a pattern
+        raise UsageError(f"dataset.train: {path} is no glob: {error}", hint="write it as data/**/*.jsonl") from error
+
+
+def _found(path: str, here: Path, split: str) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+    passed = list[Path]()
     if here.is_file():
         found = [here]
         if here.suffix.lower() not in KINDS:

@@ -1,0 +1,44 @@
+"""Keys that name a folder, given a file: refused with the key, and nothing else is blamed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.recipe.load import load_recipe
+from fuyou_cli.training import manifest as manifests
+from fuyou_cli.training.prepare import run_directories
+from fuyou_cli.training.saved import find_saved
+
+from .conftest import Project
+
+
+@pytest.mark.parametrize("key", ["offload.dir", "output_dir"])
+def test_a_store_is_not_put_below_a_file(key: str, new_project: Callable[..., Project], tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("x")
+    recipe = load_recipe(new_project(changes={key: str(file)}).recipe).recipe
+    with pytest.raises(UsageError, match=f"^{key}: .*{file} is a file, not a folder"):
+        run_directories(recipe)
+
+
+def test_a_run_is_not_resumed_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "manifest.json"
+    file.write_text("{}")
+    with pytest.raises(UsageError, match=f"^checkpoint.resume: {file}: {file} is a file"):
+        find_saved(str(file), [tmp_path])
+    with pytest.raises(UsageError, match="a file is in its place"):
+        manifests.read(file)
+
+
+def test_a_refusal_is_two_lines_and_exit_code_2(new_project: Callable[..., Project], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    done = new_project().fuyou("plan", "recipe.yaml", f"offload.dir={tmp_path / 'file'}")
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        f"error: offload.dir: {tmp_path / 'file'}: {tmp_path / 'file'} is a file, not a folder",
+        "  help: name a folder, or a new one",
+    ]
