@@ -7,12 +7,10 @@ what the base model does not own (the language-model head) is the head stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -20,6 +18,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..core.errors import UsageError
 from ..core.units import align_up
 from ..spec.model import STAGE_ALIGN, TENSOR_ALIGN, StageKind, TensorSpec
+from .calls import TRIED, WORKING, refuse_by_configuration, stage_calls
+from .calls import one_row_masks as one_row_masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +64,13 @@ def is_block(module: nn.Module, model: PreTrainedModel) -> bool:
 def dissect(model: PreTrainedModel) -> Anatomy:
     """Stages of `model`, in the order its own forward runs them; the head last.
 
-    Raises UsageError when the model has no blocks or a block is nested in another.
+    Raises UsageError when the model has no blocks, or is one that cannot be streamed.
     """
     anatomy = Anatomy(model=model)
     units = list(_units(model.base_model, model))
     if not any(is_block(module, model) for _, module in units):
-        raise UsageError(f"{type(model).__name__} has no decoder blocks that can be streamed")
+        raise UsageError(f"{type(model).__name__} has no decoder blocks that can be streamed", hint=WORKING)
+    refuse_by_configuration(model)
     places = _places(model)
     owned: set[int] = set()
     for name, module in _running_order(units, model):
@@ -97,46 +98,22 @@ def _units(base: nn.Module, model: PreTrainedModel, prefix: str = "") -> Iterato
 
 
 def _running_order(units: list[tuple[str, nn.Module]], model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
-    """The units in the order the base model's own forward calls them, found by running it on two tokens with every unit
-    replaced by a stand-in of the right output shape. A unit called twice, or never, is refused by name."""
-    called: list[str] = []
-    names = {id(module): name for name, module in units}
-    stand_ins = {module: _stand_in(module, names[id(module)], called) for _, module in units}
-    with replaced_forwards(stand_ins), torch.no_grad(), one_row_masks(model):
-        model.base_model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
+    """The units in the order the base model's own forward calls them, found by running it on two rows of fake tensors.
+    A unit called twice, or never, is refused by name."""
+    calls = stage_calls(model, {module: name for name, module in units}, shape=TRIED)
+    called = [call.name for call in calls]
     for name, _ in units:
         if called.count(name) != 1:
             times = "never" if name not in called else f"{called.count(name)} times"
-            raise UsageError(f"{type(model).__name__}: {name} runs {times} in a forward pass; fuyou streams it once")
+            raise UsageError(
+                f"{type(model).__name__}: {name} runs {times} in a forward pass; fuyou streams it once", hint=WORKING
+            )
+    for call in calls:
+        if is_block(call.module, model) and not call.x.is_floating_point():
+            reason = f"{call.name} is a block that takes token ids"
+            raise UsageError(f"{type(model).__name__} cannot be streamed: {reason}", hint=WORKING)
     modules = dict(units)
     return [(name, modules[name]) for name in called]
-
-
-def _stand_in(module: nn.Module, name: str, called: list[str]) -> Callable[..., object]:
-    def forward(*args: object, **kwargs: object) -> torch.Tensor:
-        called.append(name)
-        first = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-        if isinstance(module, nn.Embedding):
-            ids = kwargs.get("position_ids")
-            shape = ids.shape if isinstance(ids, torch.Tensor) else first.shape
-            return torch.zeros(*shape, module.embedding_dim, dtype=module.weight.dtype)
-        if isinstance(module, nn.Linear):
-            return first.new_zeros(*first.shape[:-1], module.out_features)
-        return first
-
-    return forward
-
-
-@contextmanager
-def replaced_forwards(forwards: dict[nn.Module, Callable[..., object]]) -> Iterator[None]:
-    """Set `forward` on instances and undo it. Parameter names and classes stay as they are."""
-    for module, forward in forwards.items():
-        module.forward = forward
-    try:
-        yield
-    finally:
-        for module in forwards:
-            module.__dict__.pop("forward", None)
 
 
 def _places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str, str]]]:
@@ -177,29 +154,3 @@ def _add(
     anatomy.parameters.append(tuple(slotted))
     anatomy.params.append(align_up(offset, STAGE_ALIGN))
     anatomy.vocabulary.append(None)
-
-
-@contextmanager
-def one_row_masks(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, attention masks are built for one row and broadcast. Rows are padded on the right and causal, so every
-    row's mask is the same; a mask of the whole step's batch could be gigabytes."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
-    name = model.config._attn_implementation
-    if name not in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys():
-        yield
-        return
-    build_mask = ALL_MASK_ATTENTION_FUNCTIONS[name]
-
-    def build_one_row(*args: object, **kwargs: object) -> object:
-        if args:
-            args = (1, *args[1:])
-        else:
-            kwargs["batch_size"] = 1
-        return build_mask(*args, **kwargs)
-
-    ALL_MASK_ATTENTION_FUNCTIONS[name] = build_one_row
-    try:
-        yield
-    finally:
-        del ALL_MASK_ATTENTION_FUNCTIONS[name]

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-from .anatomy import replaced_forwards
+from .calls import replaced_forwards
 
 IGNORED = -100
 

@@ -18,10 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..spec.model import ModelSpec, StageSpec
-from .anatomy import Anatomy, Slotted, one_row_masks, replaced_forwards
+from .anatomy import Anatomy, Slotted
+from .calls import StageCall, only_refusals, stage_calls
 from .head import Head, Part, TokenLoss, pieces
 from .skeleton import TORCH_DTYPE
 from .stage import Stage
+from .streamed import boundary_of
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -63,7 +65,8 @@ def inspect(anatomy: Anatomy, *, dtype: str, micro_batch_size: int, max_seq_len:
     model = anatomy.model
     text = model.config.get_text_config()
     shape = (micro_batch_size, max_seq_len)
-    costs = _costs(anatomy, dtype=dtype, shape=shape, head_chunk_tokens=head_chunk_tokens)
+    with only_refusals(model, shape=shape):
+        costs = _costs(anatomy, dtype=dtype, shape=shape, head_chunk_tokens=head_chunk_tokens)
     stages = tuple(
         StageSpec(
             index=index,
@@ -99,7 +102,8 @@ def _choreography(anatomy: Anatomy, boundary: int) -> int:
 
 def _costs(anatomy: Anatomy, *, dtype: str, shape: tuple[int, int], head_chunk_tokens: int) -> list[_Cost]:
     """One entry per stage; blocks of the same shapes are run once."""
-    calls = _capture(anatomy, dtype=dtype, shape=shape)
+    stages = {m: name for m, name in zip(anatomy.modules, anatomy.names, strict=True) if m is not None}
+    calls = {call.module: call for call in stage_calls(anatomy.model, stages, shape=shape)}
     seen: dict[object, _Cost] = {}
     costs: list[_Cost] = []
     for index, kind in enumerate(anatomy.kinds):
@@ -107,16 +111,18 @@ def _costs(anatomy: Anatomy, *, dtype: str, shape: tuple[int, int], head_chunk_t
         shapes = tuple(item.spec.shape for item in anatomy.parameters[anatomy.owner(index)])
         key = (kind, type(anatomy.modules[index]), shapes, _layer_type(anatomy, index))
         if key not in seen:
-            flops = _matmul_flops(slotted, kind, shape)
+            flops = _matmul_flops(slotted, shape)
             if kind == "head" and anatomy.vocabulary[index] is not None:
                 seen[key] = _head_piece_cost(anatomy, index, dtype=dtype, shape=shape, chunk=head_chunk_tokens)
             elif kind == "head":
-                seen[key] = _head_cost(anatomy, dtype=dtype, shape=shape, chunk=head_chunk_tokens)
+                seen[key] = _head_cost(anatomy, index, dtype=dtype, shape=shape, chunk=head_chunk_tokens)
             elif kind == "embedding":
                 rows = shape[0] * shape[1] * (slotted[0].spec.shape[-1]) * TORCH_DTYPE[dtype].itemsize
                 seen[key] = _Cost(rows, 3 * rows, 0.0)
             else:
-                seen[key] = _stage_cost(anatomy, index, calls[index], dtype=dtype, flops=flops)
+                module = anatomy.modules[index]
+                assert module is not None
+                seen[key] = _stage_cost(anatomy, index, calls[module], dtype=dtype, flops=flops)
         costs.append(seen[key])
     return costs
 
@@ -132,50 +138,18 @@ def _layer_type(anatomy: Anatomy, index: int) -> object:
     return None
 
 
-def _matmul_flops(slotted: tuple[Slotted, ...], kind: str, shape: tuple[int, int]) -> float:
+def _matmul_flops(slotted: tuple[Slotted, ...], shape: tuple[int, int]) -> float:
     tokens = shape[0] * shape[1]
     return float(sum(2 * item.spec.numel * tokens for item in slotted if len(item.spec.shape) == 2))
 
 
-def _capture(anatomy: Anatomy, *, dtype: str, shape: tuple[int, int]) -> dict[int, Callable[[], tuple[Any, ...]]]:
-    """How the model's own forward calls each stage: (args, kwargs) with fake tensors, by stage."""
-    calls: dict[int, Any] = {}
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def stand_in(index: int, module: nn.Module) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            calls[index] = (mode, args, kwargs)
-            first = args[0] if args else next(v for v in kwargs.values() if isinstance(v, torch.Tensor))
-            if isinstance(module, nn.Embedding):
-                ids = kwargs.get("position_ids", first)
-                return torch.zeros(*ids.shape, module.embedding_dim, dtype=TORCH_DTYPE[dtype])
-            if isinstance(module, nn.Linear):
-                return first.new_zeros(*first.shape[:-1], module.out_features)
-            return first
-
-        return forward
-
-    forwards = {m: stand_in(i, m) for i, m in enumerate(anatomy.modules) if m is not None}
-    with torch.no_grad(), replaced_forwards(forwards), one_row_masks(anatomy.model), mode:
-        ids = torch.zeros(shape, dtype=torch.long)
-        positions = torch.arange(shape[1]).unsqueeze(0)
-        anatomy.base(input_ids=ids, position_ids=positions, use_cache=False)
-    return calls
-
-
-def _stage_cost(anatomy: Anatomy, index: int, call: Any, *, dtype: str, flops: float) -> _Cost:
-    mode, args, kwargs = call
-    module = anatomy.modules[index]
-    assert module is not None
-    original = type(module).forward.__get__(module)
-    keyword = None if args else next(k for k, v in kwargs.items() if isinstance(v, torch.Tensor))
-    with mode:
-        x = (args[0] if keyword is None else kwargs[keyword]).detach()
+def _stage_cost(anatomy: Anatomy, index: int, call: StageCall, *, dtype: str, flops: float) -> _Cost:
+    with call.mode:
+        x = call.x.detach()
         flat = torch.empty(anatomy.params[index], dtype=TORCH_DTYPE[dtype])
 
         def run(value: torch.Tensor) -> torch.Tensor:
-            out = original(value, *args[1:], **kwargs) if keyword is None else original(**{**kwargs, keyword: value})
-            return out if isinstance(out, torch.Tensor) else out[0]
+            return boundary_of(call.run(value), call.name)
 
         forward_peak = _peak(anatomy, index, flat, lambda parameters: run(x), trainable=False)
 
@@ -197,11 +171,10 @@ def _attention_flops(anatomy: Anatomy, shape: torch.Size) -> float:
     return 2.0 * shape[0] * shape[1] * shape[1] * heads * size
 
 
-def _head_cost(anatomy: Anatomy, *, dtype: str, shape: tuple[int, int], chunk: int) -> _Cost:
+def _head_cost(anatomy: Anatomy, index: int, *, dtype: str, shape: tuple[int, int], chunk: int) -> _Cost:
     """Loss and its gradients for one piece; the head's own parameters or, tied, the embedding's."""
     text = anatomy.model.config.get_text_config()
-    owner = 0 if anatomy.tied_head else len(anatomy.kinds) - 1
-    head = Head(anatomy.model)
+    head, owner = Head(anatomy.model), anatomy.owner(index)
     output = anatomy.model.get_output_embeddings()
     rows, tokens = next(pieces(*shape, chunk))
     size = (len(range(*rows.indices(shape[0]))), len(range(*tokens.indices(shape[1]))))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -61,33 +61,57 @@ def streamed_forward(
     ids of an embedding); every other tensor must be the same for all rows."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs, key = _find_input(args, kwargs, name)
+        args, kwargs, key = find_input(args, kwargs, name)
         x = args[0] if key is None else kwargs[key]
         rest = args[1:] if key is None else args
         others = {k: v for k, v in kwargs.items() if k != key}
-        _check_shared(rest, name)
-        _check_shared(others, name)
+        check_shared(rest, name)
+        check_shared(others, name)
         if device.type != "cpu":
             rest, others = _placed(rest, passes), _placed(others, passes)
         structure: list[Any] = []
 
         def run(part: torch.Tensor) -> torch.Tensor:
             out = original(part, *rest, **others) if key is None else original(*rest, **{key: part}, **others)
-            if isinstance(out, torch.Tensor):
-                return out
-            if not isinstance(out, tuple) or any(value is not None for value in out[1:]):
-                raise UsageError(f"{name} returns more than its boundary ({type(out).__name__}); fuyou cannot stream it")
-            structure[:] = [out]
-            boundary: torch.Tensor = out[0]
+            boundary = boundary_of(out, name)
+            structure[:] = [with_boundary(out, None, name)]  # without tensors: they would live until the stage is done
             return boundary
 
         y = StreamedStage.apply(anchor, x, Call(stage, run), passes)  # type: ignore[no-untyped-call]
-        return (y, *structure[0][1:]) if structure else y
+        return with_boundary(structure[0], y, name)
 
     return forward
 
 
-def _find_input(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> tuple[tuple[Any, ...], dict[str, Any], str | None]:
+class NotKept:
+    """In the place of what a stage returned beside its boundary, such as attention weights that nobody asked for. It
+    would be missing from the gradients, so a model that makes anything of it is refused."""
+
+    def __init__(self, stage: str) -> None:
+        self._stage = stage
+
+    def refuse(self, *_: object) -> NoReturn:
+        raise UsageError(f"{self._stage} returns more than its boundary, and the model uses it; fuyou cannot stream it")
+
+    __getattr__ = __getitem__ = __iter__ = __bool__ = __len__ = refuse
+
+
+def boundary_of(out: Any, name: str) -> torch.Tensor:
+    """The hidden state among what a stage returned: the first of a tuple, or all of it."""
+    first = out[0] if isinstance(out, tuple) and out else out
+    if not isinstance(first, torch.Tensor):
+        raise UsageError(f"{name} returns {type(out).__name__}, not a tensor first; fuyou cannot stream it")
+    return first
+
+
+def with_boundary(out: Any, boundary: torch.Tensor | None, name: str) -> Any:
+    """What the model's own forward gets for `out`: the same structure around `boundary`, and nothing else in it."""
+    if not isinstance(out, tuple):
+        return boundary
+    return (boundary, *(None if value is None else NotKept(name) for value in out[1:]))
+
+
+def find_input(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> tuple[tuple[Any, ...], dict[str, Any], str | None]:
     """Which argument is the stage's input: None for the first positional one, else a keyword."""
     if isinstance(kwargs.get("position_ids"), torch.Tensor) and name.rsplit(".", 1)[-1] == "embed_positions":
         return args, kwargs, "position_ids"
@@ -99,21 +123,23 @@ def _find_input(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> tup
     raise UsageError(f"{name} is called without a tensor fuyou recognises as its input")
 
 
-def _check_shared(value: Any, name: str) -> None:
+def check_shared(value: Any, name: str) -> None:
     """Tensors beside the input (positions, masks) are made once for all rows; one that is cut along the batch, or needs
     a gradient, would be wrong silently, so it is refused."""
     if isinstance(value, dict):
         for item in value.values():
-            _check_shared(item, name)
+            check_shared(item, name)
     elif isinstance(value, (tuple, list)):
         for item in value:
-            _check_shared(item, name)
+            check_shared(item, name)
     elif isinstance(value, torch.Tensor):
         if value.requires_grad:
             raise UsageError(f"{name} takes a second tensor that needs a gradient; fuyou cannot stream it")
         per_row = value.dim() >= 2 and value.shape[0] != 1
         if per_row and not (value.dim() == 2 and name.rsplit(".", 1)[-1] == "embed_positions"):
             raise UsageError(f"{name} takes a tensor of shape {tuple(value.shape)} that differs between rows")
+    elif isinstance(value, NotKept):
+        value.refuse()
     elif value is not None and not isinstance(value, (bool, int, float, str)) and type(value).__name__.endswith("Cache"):
         raise UsageError(f"{name} is called with a cache; fuyou trains with use_cache=False")
 

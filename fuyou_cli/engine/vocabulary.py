@@ -17,7 +17,8 @@ from torch import nn
 from ..core.errors import UsageError
 from ..core.units import align_up
 from ..spec.model import STAGE_ALIGN, TENSOR_ALIGN
-from .anatomy import Anatomy, Slotted, replaced_forwards
+from .anatomy import Anatomy, Slotted
+from .calls import replaced_forwards
 from .embedding import is_lookup, looked_up
 from .head import Head
 

@@ -31,6 +31,28 @@ def gpt2(dropout: float = 0.0) -> PreTrainedConfig:
     )  # fmt: skip
 
 
+def gpt_neo() -> PreTrainedConfig:
+    """Every other block looks at a window; blocks return attention weights that nobody asked for."""
+    return transformers.GPTNeoConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_layers=2, num_heads=4, max_position_embeddings=64, window_size=8,
+        attention_types=[[["global", "local"], 1]], intermediate_size=64, embed_dropout=0.0, attention_dropout=0.0,
+        resid_dropout=0.0,
+    )  # fmt: skip
+
+
+def gptj() -> PreTrainedConfig:
+    return transformers.GPTJConfig(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, rotary_dim=4, embd_pdrop=0.0,
+        resid_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+
+
+def falcon(**changes: object) -> PreTrainedConfig:
+    return transformers.FalconConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, **changes
+    )
+
+
 def opt(projected_to: int = 32) -> PreTrainedConfig:
     """`projected_to` other than 32 puts a projection before the first block and after the last one."""
     return transformers.OPTConfig(**_OPT, word_embed_proj_dim=projected_to)
@@ -44,6 +66,9 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "gemma3": transformers.Gemma3TextConfig(**_WINDOWED),
     "gpt2": gpt2(),
     "opt": opt(),
+    "gpt_neo": gpt_neo(),
+    "gptj": gptj(),
+    "falcon": falcon(),
     "gpt_neox": transformers.GPTNeoXConfig(**_COMMON, intermediate_size=64, attention_dropout=0.0, hidden_dropout=0.0),
     "phi3": transformers.Phi3Config(**_GATED, pad_token_id=0),
 }

@@ -22,8 +22,8 @@ from .rig import Rig, Shape, Subject
 
 GATED = ["embedding", "block", "block", "norm", "head"]
 POSITIONED = ["embedding", "embedding", "block", "block", "norm", "head"]
-KINDS = {**dict.fromkeys(FAMILIES, GATED), "gpt2": POSITIONED, "opt": POSITIONED}
-TIED = {"gemma2", "gemma3", "gpt2", "opt"}
+KINDS = {**dict.fromkeys(FAMILIES, GATED), "gpt2": POSITIONED, "opt": POSITIONED, "gpt_neo": POSITIONED}
+TIED = {"gemma2", "gemma3", "gpt2", "opt", "gpt_neo", "falcon"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -115,9 +115,29 @@ def test_what_differs_between_rows_or_learns_is_refused_by_name() -> None:
             _called(lambda part, **rest: part, x, **kwargs)
 
 
-def test_more_than_a_boundary_is_refused_by_name() -> None:
+def test_what_is_returned_beside_the_boundary_may_be_dropped_but_not_used() -> None:
     x = torch.zeros(2, 4, 8)
-    with pytest.raises(UsageError, match=r"layers\.3 returns more than its boundary"):
-        _called(lambda part: (part, torch.ones(1)), x)
     assert _called(lambda part: (part + 1, None), x)[1] is None
+    y, beside = _called(lambda part: (part + 1, torch.ones(1)), x)
+    assert torch.equal(y, x + 1)
+    uses: list[Any] = [
+        bool,
+        list,
+        len,
+        lambda value: value[0],
+        lambda value: value.sum(),
+        lambda value: _called(lambda part, state: part, x, state=value),
+    ]
+    for use in uses:
+        with pytest.raises(UsageError, match=r"layers\.3 returns more than its boundary, and the model uses it"):
+            use(beside)
+    for use in (lambda value: x + value, lambda value: torch.add(x, value)):
+        with pytest.raises((TypeError, UsageError)):
+            use(beside)
+    with pytest.raises(UsageError, match=r"layers\.3 returns dict, not a tensor first"):
+        _called(lambda part: {"y": part}, x)
+
+
+def test_an_input_given_by_name() -> None:
+    x = torch.zeros(2, 4, 8)
     assert torch.equal(_called(lambda hidden_states, scale: hidden_states + scale, hidden_states=x, scale=2.0), x + 2)

@@ -1,0 +1,75 @@
+"""Families that cannot be streamed: refused by name before anything is planned, never by what a library raised."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import transformers
+from transformers import PreTrainedConfig
+
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.engine.anatomy import dissect
+from fuyou_cli.engine.inspect import inspect
+from fuyou_cli.engine.skeleton import build
+
+from .families import VOCABULARY, falcon, llama, opt
+
+_SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def _with_layerdrop() -> PreTrainedConfig:
+    config = opt()
+    config.layerdrop = 0.5
+    return config
+
+
+REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
+    "bloom": (transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4), "differs between rows"),
+    "mpt": (transformers.MptConfig(vocab_size=VOCABULARY, d_model=32, n_layers=2, n_heads=4), "differs between rows"),
+    "falcon with alibi": (falcon(alibi=True), "differs between rows"),
+    "llama with dynamic rope": (
+        llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}),
+        "depends on the values",
+    ),
+    "xglm": (
+        transformers.XGLMConfig(
+            vocab_size=VOCABULARY, d_model=32, ffn_dim=64, num_layers=2, attention_heads=4, max_position_embeddings=64
+        ),
+        "Attention mask should be of size",
+    ),
+    "bert": (transformers.BertConfig(**_SMALL, intermediate_size=64, is_decoder=True), "a block that takes token ids"),
+    "mamba": (transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2), "no attention heads"),
+    "rwkv": (
+        transformers.RwkvConfig(
+            vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32, intermediate_size=64
+        ),
+        "no attention heads",
+    ),
+    "mixtral": (transformers.MixtralConfig(**_SMALL, intermediate_size=64, num_local_experts=4), "mixture of experts"),
+    "opt with layerdrop": (_with_layerdrop(), "layerdrop is above 0"),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", REFUSED)
+def test_refused_by_name(family: str, dtype: str, caplog: pytest.LogCaptureFixture) -> None:
+    config, reason = REFUSED[family]
+    with pytest.raises(UsageError) as caught:
+        dissect(build(config, dtype=dtype, attention="sdpa"))
+    name = config.architectures[0] if config.architectures else type(config).__name__.removesuffix("Config")
+    assert caught.value.message.startswith(name) and " cannot be streamed: " in caught.value.message
+    assert reason in caught.value.message
+    assert "tested families: Llama" in (caught.value.hint or "")
+    assert [record for record in caplog.records if record.name.startswith("torch")] == []
+
+
+def test_a_shape_no_tensor_can_have_is_refused_as_well() -> None:
+    anatomy = dissect(build(llama(), dtype="float32", attention="eager"))
+    with pytest.raises(UsageError, match="LlamaForCausalLM cannot be streamed at micro-batches of 1073741824 x 16777216"):
+        inspect(anatomy, dtype="float32", micro_batch_size=1 << 30, max_seq_len=1 << 24, head_chunk_tokens=0)
+
+
+def test_the_logger_speaks_again_afterwards() -> None:
+    dissect(build(llama(), dtype="float32", attention="sdpa"))
+    assert not logging.getLogger("torch._subclasses.fake_tensor").disabled
