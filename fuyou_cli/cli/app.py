@@ -24,7 +24,7 @@ _EPILOG = """
 \b
 Exit codes:
   0 ok   1 failed   2 usage or recipe error   3 does not fit
-  4 out of memory or disk   130 interrupted, state saved
+  4 out of memory or disk   130 interrupted, nothing trained is lost
 
 \b
 Environment:
@@ -258,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except _BadUsage as error:
         code = _usage(error, words)
     except OSError as error:
-        if error.errno == errno.EPIPE:  # the reader (head, less) has seen enough
+        if error.errno == errno.EPIPE and not hasattr(error, "__notes__"):  # the reader (head, less) has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = errors.FAILED
         else:

@@ -1,6 +1,7 @@
 """Where output goes: results on stdout, everything else on stderr.
 
-Plain lines are written here without Rich, whose import costs 40 ms; tables and progress ask for a Rich console.
+Plain lines are written here without Rich, whose import costs 40 ms; tables and progress ask for a Rich console. Nothing
+fails because stderr cannot be written to: a closed pipe or a terminal that is gone must not end a run of days.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import TYPE_CHECKING, Any, TextIO
+import textwrap
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,9 +23,41 @@ def write_result(text: str) -> None:
     print(text, file=sys.stdout)
 
 
+def write_last_result(text: str) -> None:
+    """A line on stdout at the end of work that is done, whether or not somebody still reads it."""
+    try:
+        print(text, file=sys.stdout, flush=True)
+    except OSError:
+        _send_nowhere(sys.stdout)
+
+
 def write_status(text: str) -> None:
-    """A line on stderr: everything a person may want to know besides."""
-    print(text, file=sys.stderr)
+    """A line on stderr: everything a person may want to know besides. On a terminal it breaks between words; several lines
+    are a drawing, and stay as they are."""
+    try:
+        wide = sys.stderr.isatty() and "\n" not in text
+        print(_wrapped(text, _width(sys.stderr)) if wide else text, file=sys.stderr, flush=True)
+    except OSError:
+        _send_nowhere(sys.stderr)
+
+
+def _wrapped(text: str, width: int) -> str:
+    """Continued lines are indented by two more; a word longer than a line (a path) is left to the terminal."""
+    indent = text[: len(text) - len(text.lstrip())]
+    return textwrap.fill(text, max(width, 20), subsequent_indent=f"{indent}  ", break_long_words=False, break_on_hyphens=False)
+
+
+def _width(stream: TextIO) -> int:
+    """COLUMNS where it is set, as everywhere; else the terminal's, and as many as a page has off a terminal."""
+    asked = os.environ.get("COLUMNS", "")
+    if asked.isascii() and asked.isdigit() and int(asked) > 0:
+        return int(asked)
+    if not stream.isatty():
+        return _PLAIN_WIDTH
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or _PLAIN_WIDTH
+    except OSError:
+        return _PLAIN_WIDTH
 
 
 def write_json(payload: dict[str, Any]) -> None:
@@ -38,13 +72,48 @@ def result_console() -> Console:
 
 def status_console() -> Console:
     """A Rich console on stderr."""
-    return _console(sys.stderr)
+    return _console(cast(TextIO, _Lasting(sys.stderr)))
 
 
 def _console(stream: TextIO) -> Console:
     from rich.console import Console
 
-    return Console(file=stream, highlight=False, markup=False, width=None if stream.isatty() else _PLAIN_WIDTH)
+    width = None if stream.isatty() else _width(stream)  # a terminal may change its width, and Rich knows COLUMNS
+    return Console(file=stream, highlight=False, markup=False, width=width)
+
+
+class _Lasting:
+    """A stream that drops what cannot be written, from then on."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            _send_nowhere(self._stream)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            _send_nowhere(self._stream)
+
+
+def _send_nowhere(stream: TextIO) -> None:
+    """What follows is dropped, and so is what the stream still holds: Python would fail on it at its own end."""
+    try:
+        nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+        stream.flush()
+    except (OSError, ValueError):
+        pass
 
 
 def prepare_streams() -> None:

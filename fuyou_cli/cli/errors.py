@@ -1,7 +1,7 @@
 """Errors to exit codes and to text, in one place.
 
-0 ok, 1 failed, 2 usage or recipe, 3 does not fit, 4 out of memory or disk, 130 interrupted. Errors of ours carry their
-code; a traceback is shown only with FUYOU_DEBUG=1, for errors nobody foresaw as well.
+0 ok, 1 failed, 2 usage or recipe, 3 does not fit, 4 out of memory or disk, 130 interrupted and saved. Errors of ours
+carry their code; a traceback is shown only with FUYOU_DEBUG=1, for errors nobody foresaw as well.
 """
 
 from __future__ import annotations
@@ -22,6 +22,12 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 def report(error: BaseException) -> int:
     """Say on stderr what happened and what to do. Returns the exit code."""
+    code = _report(error)
+    _say_notes(error)
+    return code
+
+
+def _report(error: BaseException) -> int:
     if debugging():
         traceback.print_exception(error, file=sys.stderr)
     if isinstance(error, FuyouError):
@@ -52,6 +58,13 @@ def excepthook(kind: type[BaseException], error: BaseException, trace: Traceback
     if debugging():
         sys.__excepthook__(kind, error, trace)
     report_unforeseen(error)
+    _say_notes(error)
+
+
+def _say_notes(error: BaseException) -> None:
+    """What is left of the run, say."""
+    for note in getattr(error, "__notes__", ()):
+        write_status(f"  note: {note}")
 
 
 def is_device_memory(error: BaseException) -> bool:

@@ -49,6 +49,11 @@ class NumericsError(FuyouError):
 
 
 class Interrupted(FuyouError):
-    """The run was stopped on request; the message says what is saved."""
+    """The run was stopped on request; the message says what is saved. `lost`: something trained is not."""
 
     exit_code = 130
+
+    def __init__(self, message: str, *, hint: str | None = None, lost: bool = False) -> None:
+        super().__init__(message, hint=hint)
+        if lost:
+            self.exit_code = FuyouError.exit_code

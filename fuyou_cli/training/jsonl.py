@@ -2,10 +2,13 @@
 
 A crash can cut the last line short. Opening the log again removes such a rest, so that every line is whole.
 A run that resumes at an earlier commit logs some steps again: the last record of a step is the valid one.
+A run that starts over begins a new log; the one before is kept as log.jsonl.1, or the next number that is free.
 """
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import math
 import os
@@ -14,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
-from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.errors import FuyouError, OutOfSpaceError, UsageError
 
 from .busy import busy_seconds
 from .report import StepReport
@@ -24,12 +27,15 @@ _BLOCK = 1 << 16
 
 
 class JsonlLog:
-    """An open log; use as a context manager. Raises UsageError when the file cannot be opened."""
+    """An open log; use as a context manager. Raises UsageError when the file cannot be opened, and FuyouError when it
+    cannot be written. `anew`: this run did not write what is there."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, anew: bool = False) -> None:
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            if anew:
+                _set_aside(path)
             self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise UsageError(f"cannot open the log {path}: {error.strerror}", hint="choose another output_dir") from error
@@ -39,7 +45,11 @@ class JsonlLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        try:
+            self.close()
+        except FuyouError:
+            if error is None:  # else that one matters more
+                raise
 
     def step(self, report: StepReport) -> None:
         """A finished step: every field, with the timeline condensed to busy seconds per resource."""
@@ -54,8 +64,11 @@ class JsonlLog:
         data = line.encode()
         if self._file is None:
             raise ValueError(f"the log {self.path} is closed")
-        while data:
-            data = data[os.write(self._file, data) :]
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError as error:
+            raise self._unwritable(error) from error
 
     def close(self) -> None:
         """Put everything on stable storage. Closing twice is fine."""
@@ -63,15 +76,32 @@ class JsonlLog:
             return
         file, self._file = self._file, None
         try:
-            os.fsync(file)
-        finally:
-            os.close(file)
+            try:
+                os.fsync(file)
+            finally:
+                os.close(file)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a pipe or a device: nothing to put anywhere
+                raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> FuyouError:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        kind = OutOfSpaceError if full else FuyouError
+        return kind(f"cannot write the log {self.path}: {error.strerror}", hint="free some space there" if full else None)
 
 
 def read_log(path: Path) -> list[dict[str, object]]:
     """Every whole record of the log, in the order written; a torn last line is left out."""
     whole, _, _ = path.read_bytes().rpartition(b"\n")
     return [json.loads(line) for line in whole.splitlines()]
+
+
+def _set_aside(path: Path) -> None:
+    """The log of an earlier run gets the next free number."""
+    if not path.is_file() or not path.stat().st_size:
+        return
+    older = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
+    path.rename(next(name for name in older if not name.exists()))
 
 
 def _drop_torn_line(file: int) -> None:

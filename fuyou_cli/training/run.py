@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
 
 import torch
 
@@ -39,7 +38,8 @@ _SAMPLE_SECONDS = 0.02
 
 class Run:
     """An open run. `memory_now` gives the process's anonymous and kernel bytes; `free_space` a folder's; `announce` hears
-    what a request to stop will do."""
+    what a request to stop will do. `ends_process`: whoever opened it ends the process when the run fails, and says why;
+    signals are ignored meanwhile."""
 
     def __init__(
         self,
@@ -49,6 +49,7 @@ class Run:
         free_space: Callable[[Path], int],
         trim: Callable[[], None] = lambda: None,
         announce: Callable[[str], None] = lambda text: None,
+        ends_process: bool = False,
     ) -> None:
         self.prepared, self.plan, self.model = prepared, prepared.plan, prepared.model
         self.memory = MemoryWatch(memory_now)
@@ -56,20 +57,21 @@ class Run:
         self.losses: list[float] = list(prepared.manifest.losses) if prepared.manifest else []
         self.step = prepared.manifest.step if prepared.manifest else 0
         self.written_before = prepared.manifest.written_total if prepared.manifest else 0
-        self.stopping = StopRequests(announce)
+        self.stopping = StopRequests(announce, to_the_end=ends_process)
+        self.stopping.may_abandon, self.stopping.at_stake = self._may_abandon, self._at_stake
         self._name = prepared.manifest.run if prepared.manifest else os.urandom(8).hex()
         self._on_disk: State = "committed" if prepared.manifest else "loading"
         self._since_saved = 0  # steps begun since the state on disk
         self._saved_step = self.step
+        self._training = self._in_step = self._saving = False
         self._steps: list[StepReport] = []
         self._began = time.monotonic()
-        self._stack = ExitStack()
-        self._stack.enter_context(self.memory)
-        try:
+        with ExitStack() as opening:
+            opening.enter_context(self.stopping)  # the last to be closed
+            opening.enter_context(self.memory)
+            self._stack = opening
             self._open(free_space)
-        except BaseException:
-            self._stack.close()
-            raise
+            self._stack = opening.pop_all()
 
     # ---- opening and closing -------------------------------------------------------------------------------------
 
@@ -97,7 +99,7 @@ class Run:
         )
         self._stack.callback(self.executor.close)
         self.executor.between_micro_batches = self._between_micro_batches
-        self.executor.after_visit = self._trim
+        self.executor.after_visit = self._after_visit
         self.files = StageFiles(model=self.model, plan=plan, daemon=self.daemon, memory=memory)
         self.rates = _learning_rate(prepared)
 
@@ -128,13 +130,13 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._stack.close()
+        self._stack.__exit__(kind, error, trace)
 
     def load(self, progress: Callable[[int], None]) -> None:
         """The model's weights as the store's generation 0, or the saved run's state."""
         records = self.executor.residency.records
         saved = self.prepared.manifest
-        with self._telling_what_is_saved(), self.stopping.during("loading"):
+        with self.stopping.during("loading"), self._telling_what_is_saved():
             if saved is not None:
                 self.files.restore(saved.stages, records)
                 return
@@ -145,19 +147,23 @@ class Run:
     # ---- stepping ------------------------------------------------------------------------------------------------
 
     def train(self, on_step: Callable[[StepReport], None]) -> None:
-        """Steps until the last one. Raises Interrupted, state saved, after a request to stop."""
-        with self._telling_what_is_saved():
-            with self.stopping.during("training"):
-                while self.step < self.prepared.total_steps:
-                    report = None if self.stopping.requested else self._one_step()
-                    if report is None:
-                        self._stop()
-                    else:
-                        self._steps.append(report)
-                        on_step(report)
+        """Steps until the last one. Raises Interrupted, state saved, after a request to stop; what `on_step` raises ends the
+        run in the same way."""
+        self._training = True
+        with self.stopping.during("training"), self._telling_what_is_saved():
+            while self.step < self.prepared.total_steps:
+                report = None if self.stopping.requested else self._one_step()
+                if report is None:
+                    self.executor.abandon()
+                    break
+                self._steps.append(report)
+                on_step(report)
             self.save()
+            if self.stopping.requested:
+                raise Interrupted(f"stopped after step {self.step} of {self.prepared.total_steps}")
 
     def _one_step(self) -> StepReport | None:
+        """None where it was given up on request."""
         prepared = self.prepared
         assert prepared.rows is not None and prepared.sampler is not None
         self._since_saved += 1
@@ -174,29 +180,45 @@ class Run:
         before, stalls_before = self.daemon.counters(), dict(self.executor.residency.stalls)
         self.daemon.events()
         begin = time.monotonic()
+        self._in_step = True
         try:
             outcome = self.executor.step(ids, labels, step=number, lr=lr, last=number == prepared.total_steps)
         except StepAbandoned:
+            self._in_step = False
             return None
         seconds = time.monotonic() - begin
-        self.step, after = number, self.daemon.counters()
+        self.step, self._in_step = number, False
         self.losses.append(outcome.loss)
+        return self._measured(outcome, lr, batch.tokens, begin, seconds, before, stalls_before)
+
+    def _measured(
+        self,
+        outcome: StepOutcome,
+        lr: float,
+        batch_tokens: int,
+        begin: float,
+        seconds: float,
+        before: Counters,
+        stalls_before: dict[str, float],
+    ) -> StepReport:
+        """The step that has just ended, beside the counters from before it."""
+        after = self.daemon.counters()
         stalls = {
             cause: total - stalls_before.get(cause, 0.0)
             for cause, total in self.executor.residency.stalls.items()
             if total > stalls_before.get(cause, 0.0)
         }
         return StepReport(
-            step=number,
-            total_steps=prepared.total_steps,
+            step=self.step,
+            total_steps=self.prepared.total_steps,
             loss=outcome.loss,
             lr=lr,
             grad_norm=outcome.grad_norm,
             tokens=outcome.label_tokens,
-            batch_tokens=batch.tokens,
+            batch_tokens=batch_tokens,
             seconds=seconds,
-            tflops=6.0 * self.model.parameters * batch.tokens / seconds / 1e12,
-            ram_now=self.memory.now(),
+            tflops=6.0 * self.model.parameters * batch_tokens / seconds / 1e12,
+            ram_now=self.memory.look(),
             ram_peak=self.memory.peak,
             read_bytes=after.read_bytes - before.read_bytes,
             written_bytes=after.written_bytes - before.written_bytes,
@@ -241,29 +263,68 @@ class Run:
         if self.stopping.requested and self.executor.may_abandon():
             raise StepAbandoned
 
+    def _after_visit(self) -> None:
+        self._trim()
+        self._between_micro_batches()  # a batch of one micro-batch has no other place to stop
+
     # ---- stopping and saving -------------------------------------------------------------------------------------
 
-    def _stop(self) -> NoReturn:
-        self.executor.abandon()
-        self.save()
-        raise Interrupted(f"stopped after step {self.step} of {self.prepared.total_steps}")
+    def _may_abandon(self) -> bool:
+        """Whether the state could be saved as soon as the micro-batch under way is done."""
+        return not self._in_step or self.executor.may_abandon()
+
+    def _at_stake(self) -> str:
+        """What ending at once would lose, for people."""
+        if self._on_disk == "running":
+            return "the whole run: it would have to start over"
+        return "this step"
 
     @contextmanager
     def _telling_what_is_saved(self) -> Iterator[None]:
-        """Whatever ends the run, the last words say what is left of it."""
+        """Whatever ends the run, what is whole is saved, and the last words say what is left of it."""
         try:
-            yield
+            try:
+                yield
+            except Exception as error:
+                self._rescue(error)
+                raise
         except KeyboardInterrupt:
-            raise Interrupted(f"stopped at once in step {self.step + 1}", hint=self._what_is_saved()) from None
-        except NumericsError as error:
-            if not error.changed:  # seen before anything was updated: the step before it is whole
-                self.executor.abandon()
-                self.save()
-            error.hint = f"{error.hint}; {self._what_is_saved()}"
+            self.stopping.end()
+            lost = self._on_disk == "running"
+            raise Interrupted(f"stopped at once in step {self.step + 1}", hint=self._what_is_saved(), lost=lost) from None
+        except Exception as error:
+            self.stopping.end()
+            self._tell(error)
             raise
-        except FuyouError as error:
-            error.hint = f"{error.hint}; {self._what_is_saved()}" if error.hint else self._what_is_saved()
-            raise
+
+    def _rescue(self, error: Exception) -> None:
+        """Saves the last whole step when an error ends the training, unless states may have been harmed."""
+        if not self._training or self._saving or isinstance(error, Interrupted):
+            return
+        if isinstance(error, NumericsError):
+            whole = not error.changed  # seen before anything was updated
+        else:  # the step's own errors of ours are the store's: what it holds is not known then
+            whole = not self._in_step or (self.executor.may_abandon() and not isinstance(error, FuyouError))
+        if not whole:
+            return
+        try:
+            self.executor.abandon()
+            self.save()
+        except Exception as failure:  # the first error is what has to be mended
+            error.add_note(f"saving the state failed as well: {failure}")
+
+    def _tell(self, error: Exception) -> None:
+        """Adds to the error what is left of the run."""
+        saved = self._what_is_saved()
+        if isinstance(error, NumericsError):
+            # the same command computes the same numbers, and a saved run takes no other rate or data
+            error.hint = f"{error.hint}; either takes checkpoint.resume=never, which starts over"
+            if self._on_disk == "committed":
+                error.hint += f" (the state after step {self._saved_step} is saved: fuyou export {self.paths[0].parent} OUT)"
+        elif isinstance(error, FuyouError):
+            error.hint = f"{error.hint}; {saved}" if error.hint else saved
+        else:
+            error.add_note(saved)
 
     def _what_is_saved(self) -> str:
         folder = self.paths[0].parent
@@ -276,12 +337,13 @@ class Run:
 
     def save(self) -> None:
         """Everything at one generation, on stable storage, and a manifest that says so."""
+        self._saving = True
         with self.stopping.during("saving"):
             self.executor.drain()
             self.files.save_resident(self.executor.residency.records)
             self.store.sync()
             self.save_manifest("committed")
-        self._since_saved, self._saved_step = 0, self.step
+        self._saving, self._since_saved, self._saved_step = False, 0, self.step
 
     def save_manifest(self, state: State) -> None:
         prepared = self.prepared
@@ -350,13 +412,21 @@ class MemoryWatch:
     """Samples the process's memory from a thread of its own, so that peaks inside a computation are seen."""
 
     def __init__(self, now: Callable[[], int]) -> None:
-        self.now, self.peak = now, now()
+        self._now, self.peak = now, now()
+        self._lock = threading.Lock()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="memory-watch", daemon=True)
 
+    def look(self) -> int:
+        """Bytes now, which no peak seen later is below."""
+        with self._lock:
+            now = self._now()
+            self.peak = max(self.peak, now)
+        return now
+
     def _watch(self) -> None:
         while not self._over.wait(_SAMPLE_SECONDS):
-            self.peak = max(self.peak, self.now())
+            self.look()
 
     def __enter__(self) -> MemoryWatch:
         self._thread.start()

@@ -1,50 +1,79 @@
-"""What Ctrl-C and SIGTERM mean, by what the run is doing: nothing that is saved, or about to be, is lost by pressing once."""
+"""What Ctrl-C, SIGTERM and SIGHUP mean, by what the run is doing: nothing that is saved, or could be, is lost unannounced."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
-from typing import Literal
+from contextlib import contextmanager, suppress
+from types import FrameType, TracebackType
+from typing import Any, Literal
 
-Doing = Literal["nothing", "loading", "training", "saving"]
+Doing = Literal["nothing", "loading", "training", "saving", "ended"]
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequests:
-    """`requested` is set by the first signal while training; the run looks at it between micro-batches. A second one, or
-    one while loading, where nothing can be lost, raises KeyboardInterrupt. While saving it takes two."""
+    """`requested` is set by the first signal while training; the run looks at it between micro-batches. While loading, where
+    nothing can be lost, a signal raises KeyboardInterrupt. Where a step can no longer be given up, and while saving, the
+    first one says what a second one would cost, and the second one raises.
 
-    def __init__(self, announce: Callable[[str], None]) -> None:
+    Signals are caught from enter to exit; with `to_the_end`, an exit by an error leaves them ignored: the process is about
+    to say how it ended, and to end.
+    """
+
+    def __init__(self, announce: Callable[[str], None], *, to_the_end: bool = False) -> None:
         self.requested = False
-        self._announce = announce
+        self.may_abandon: Callable[[], bool] = lambda: True  # whether the step under way can be given up
+        self.at_stake: Callable[[], str] = lambda: "this run"  # what giving up would lose
+        self._announce, self._to_the_end = announce, to_the_end
         self._doing: Doing = "nothing"
-        self._while_saving = 0
+        self._warned_while: Doing = "nothing"
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequests:
+        for number in _SIGNALS:
+            # nohup ignores hang-ups for us
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._request)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None and self._to_the_end:
+            self.end()
+            return
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     @contextmanager
     def during(self, doing: Doing) -> Iterator[None]:
         """Inside, signals mean what they mean while `doing`. May be nested."""
         doing_before, self._doing = self._doing, doing
-        self._while_saving = 0
-        before = {number: signal.signal(number, self._request) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._warned_while = "nothing"
         try:
             yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            self._doing = doing_before
+            if self._doing != "ended":
+                self._doing = doing_before
+
+    def end(self) -> None:
+        """All that can be saved is: signals are ignored from now on, so that it can be said."""
+        self._doing = "ended"
 
     def _request(self, number: int, frame: FrameType | None) -> None:
-        if self._doing == "saving":
-            self._while_saving += 1
-            if self._while_saving > 1:
-                raise KeyboardInterrupt
-            self._announce("saving the state; interrupting once more gives it up")
+        if self._doing == "ended":
             return
-        if self._doing == "loading" or self.requested:
+        if self._doing in ("nothing", "loading"):
             raise KeyboardInterrupt
         self.requested = True
-        self._announce(
-            "stopping at the next micro-batch, or after this step if its updates have begun;\n"
-            "the state is saved then. Interrupting once more stops at once"
-        )
+        if self._doing == "training" and self.may_abandon():
+            self._say("stopping at the next micro-batch; the state is saved then")
+            return
+        if self._warned_while == self._doing:
+            raise KeyboardInterrupt
+        self._warned_while = self._doing
+        what = "saving the state" if self._doing == "saving" else "finishing this step, whose updates have begun, then saving"
+        self._say(f"{what};\ninterrupting once more gives up {self.at_stake()}")
+
+    def _say(self, text: str) -> None:
+        with suppress(RuntimeError):  # this signal came inside the writing of another line, which Python cannot write in
+            self._announce(text)

@@ -141,7 +141,8 @@ def test_interrupted_while_saving(presses: int, stopped: Project, whole: list[fl
         run.executor.between_micro_batches = lambda: _stop_in(run, 3)
         with pytest.raises(Interrupted) as ended:
             run.train(lambda report: None)
-    assert "after this step if its updates have begun" in heard[0] and heard[1].startswith("saving the state")
+    assert heard[0].startswith("stopping at the next micro-batch") and heard[1].startswith("saving the state")
+    assert "interrupting once more gives up this step" in heard[1] and ended.value.exit_code == 130
     assert max(len(line) for said in heard for line in said.splitlines()) <= 80
     assert ("stopped after step 2" if presses == 1 else "stopped at once in step 3") in ended.value.message
     assert "after step 2 is saved" in str(ended.value.hint)
