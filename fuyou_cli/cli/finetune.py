@@ -1,4 +1,4 @@
-"""`fuyou finetune`: plan, show, load, train, export, report."""
+"""`fuyou finetune`: plan, show, load, train, report, export."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fuyou_cli.core.errors import PlanError
+from fuyou_cli.core.errors import FuyouError, Interrupted, PlanError
 from fuyou_cli.core.units import gb
 
 from . import probe
-from .console import status_console, write_result, write_status
+from .console import status_console, write_last_result, write_status
 from .prepared import prepared_for
-from .room import Room, export_folder, plan_problems, room_of
+from .room import Room, check_export, check_output, export_folder, plan_problems, room_of
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
@@ -29,15 +29,17 @@ def run_finetune(loaded: LoadedRecipe) -> None:
     from .allocator import settle_allocator
 
     settle_allocator()  # before torch takes its first block
+    check_output(loaded.recipe)
     prepared = prepared_for(loaded, planned=lambda considered: _refuse_unfit(loaded, considered))
     _introduce(loaded, prepared)
     report, source = _train(prepared)
-    _export(prepared, source)
     _conclude(prepared, report)
+    _export(prepared, source)
 
 
 def _refuse_unfit(loaded: LoadedRecipe, prepared: Prepared) -> None:
     """Shows a plan that does not fit, and ends there: before weights are fetched, and again with rows and all."""
+    check_export(prepared.recipe, prepared.model_dir)
     room = room_of(prepared)
     if problems := plan_problems(prepared.plan, room):
         _show_plan(loaded, prepared, room)
@@ -64,13 +66,17 @@ def _introduce(loaded: LoadedRecipe, prepared: Prepared) -> None:
     summary = rows.summary
     formats = ", ".join(f"{Path(path).name}: {name}" for path, name in summary.formats)
     write_status(
-        f"data: {summary.samples:,} samples ({formats}) in {summary.rows:,} rows, {summary.tokens:,} tokens, "
-        f"{summary.label_tokens:,} learnt from; {summary.truncated} truncated, {summary.dropped} dropped, "
-        f"{summary.without_loss} rows without a label left out"
+        f"data: {_some(summary.samples, 'sample')} ({formats}) in {_some(summary.rows, 'row')}, "
+        f"{_some(summary.tokens, 'token')}, {summary.label_tokens:,} learnt from; {summary.truncated:,} truncated, "
+        f"{summary.split:,} split, {summary.dropped:,} dropped, {_some(summary.without_loss, 'row')} without a label left out"
     )
     show_sample(console, summary.preview)
     if prepared.manifest is not None:
         write_status(f"resuming after step {prepared.manifest.step}: weights, states, schedule and data position")
+
+
+def _some(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def _train(prepared: Prepared) -> tuple[RunReport, Path]:
@@ -83,21 +89,37 @@ def _train(prepared: Prepared) -> tuple[RunReport, Path]:
 
     out = Path(prepared.recipe.output_dir).expanduser()
     out.mkdir(parents=True, exist_ok=True)
-    with Run(prepared, memory_now=probe.process_bytes, free_space=probe.free_space, trim=trim, announce=write_status) as run:
+    with Run(
+        prepared,
+        memory_now=probe.process_bytes,
+        free_space=probe.free_space,
+        trim=trim,
+        announce=write_status,
+        ends_process=True,
+    ) as run:
         write_status(f"swap daemon: {run.daemon.description}")
         _load(prepared, run)
         keep_companions(prepared, run.paths[0].parent)
         with ExitStack() as stack:
             log = None
             if "jsonl" in prepared.recipe.logging.backends:
-                log = stack.enter_context(JsonlLog(out / "log.jsonl"))
+                log = stack.enter_context(JsonlLog(out / "log.jsonl", anew=prepared.manifest is None))
                 log.write("plan", _promises(prepared))
             before = run.daemon.counters()
             _steps(prepared, run, log)
-            if log is not None:
-                log.write("end", _moved(before, run.daemon.counters()))
             report = run.report()
+            if log is not None:
+                _end_log(log, _moved(before, run.daemon.counters()))
         return report, run.paths[0].parent
+
+
+def _end_log(log: JsonlLog, fields: dict[str, object]) -> None:
+    """The run is over and saved: a log that cannot be written takes neither its report nor its export from it."""
+    try:
+        log.write("end", fields)
+        log.close()
+    except FuyouError as error:
+        write_status(f"note: {error.message}")
 
 
 def _moved(before: Counters, after: Counters) -> dict[str, object]:
@@ -162,8 +184,23 @@ def _steps(prepared: Prepared, run: Run, log: JsonlLog | None) -> None:
 
 
 def _export(prepared: Prepared, source: Path) -> None:
+    """Whatever fails here has not harmed the trained state, and can be done again without training."""
     if not prepared.recipe.export.at_end:
         return
+    again = f"the trained state is saved: fuyou export {source} OUT writes the model elsewhere"
+    try:
+        _write_model(prepared, source)
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted while the model was written", hint=again) from None
+    except FuyouError as error:
+        error.hint = f"{error.hint}; {again}" if error.hint else again
+        raise
+    except Exception as error:
+        error.add_note(again)
+        raise
+
+
+def _write_model(prepared: Prepared, source: Path) -> None:
     from fuyou_cli.training.exporting import export_store
 
     from .render.transfer import Transfers
@@ -177,7 +214,7 @@ def _export(prepared: Prepared, source: Path) -> None:
             max_shard_size=options.max_shard_size,
             progress=partial(transfers, f"exporting to {out.name}"),
         )
-    write_result(f"exported to {out}")
+    write_last_result(f"exported to {out}")
 
 
 def _conclude(prepared: Prepared, report: RunReport) -> None:
@@ -192,5 +229,8 @@ def _conclude(prepared: Prepared, report: RunReport) -> None:
         return
     show_summary(status_console(), report)
     out = Path(prepared.recipe.output_dir).expanduser() / "timeline.svg"
-    out.write_text(timeline_svg(report.timeline, title="One training step", stalls=report.stalls), encoding="utf-8")
-    write_status(f"timeline: {out}")
+    try:
+        out.write_text(timeline_svg(report.timeline, title="One training step", stalls=report.stalls), encoding="utf-8")
+        write_status(f"timeline: {out}")
+    except OSError as error:
+        write_status(f"note: the timeline cannot be written to {out}: {error.strerror}")

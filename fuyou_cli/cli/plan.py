@@ -8,7 +8,7 @@ from fuyou_cli.core.errors import PlanError
 
 from .console import result_console, write_json, write_result
 from .prepared import prepared_for
-from .room import Room, plan_problems, room_of
+from .room import Room, check_export, check_output, plan_problems, room_of
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
@@ -35,6 +35,8 @@ def run_plan(loaded: LoadedRecipe, *, json_output: bool = False, verbose: bool =
         write_json({**plan_json(prepared.plan, prepared.model, prepared.hardware, room), **extra})
     else:
         _show(loaded, prepared, room, verbose=verbose)
+    check_output(loaded.recipe)
+    check_export(loaded.recipe, prepared.model_dir)
     return not plan_problems(prepared.plan, room)
 
 

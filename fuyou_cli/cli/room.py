@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fuyou_cli.core.disk import FileSystem, Wanted, existing, file_systems, store_files
+from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.units import gb, gib
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.plan import Plan
@@ -55,6 +57,32 @@ def export_folder(recipe: Recipe, model_dir: Path) -> Path:
     """`model` below the output directory, never the folder the run started from."""
     out = Path(recipe.output_dir).expanduser() / "model"
     return out.with_name("model-finetuned") if out.resolve() == model_dir.resolve() else out
+
+
+def check_output(recipe: Recipe) -> None:
+    """Raises UsageError unless `output_dir` is a folder that can be written to, or can become one."""
+    out = Path(recipe.output_dir).expanduser()
+    there = existing(out)
+    if not there.is_dir():
+        raise UsageError(f"output_dir: {there} is a file, not a folder", hint="choose another output_dir")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(f"output_dir: {there} cannot be written to", hint="choose another output_dir, or change its mode")
+    for name in ("log.jsonl", "timeline.svg"):
+        if (out / name).is_dir():
+            raise UsageError(f"output_dir: {out / name} is a folder", hint="move it away, or choose another output_dir")
+
+
+def check_export(recipe: Recipe, model_dir: Path) -> None:
+    """Raises UsageError where the export at the end would find something that is not ours to replace."""
+    from fuyou_cli.training.checkpoint.placement import refuse_foreign
+
+    if not recipe.export.at_end:
+        return
+    try:
+        refuse_foreign(export_folder(recipe, model_dir))
+    except UsageError as error:
+        hint = "move that away, choose another output_dir, or set export.at_end=false"
+        raise UsageError(f"output_dir: {error.message}", hint=hint) from error
 
 
 def plan_problems(plan: Plan, room: Room) -> list[str]:

@@ -23,6 +23,7 @@ from fuyou_cli.spec.plan import Plan
 from fuyou_cli.training.report import StepReport
 
 from .theme import bar, symbols, tera
+from .timeline import worth_saying
 
 RECENT_STEPS = 20  # steps the pace is taken from
 MIN_STEP_SECONDS = 1e-9
@@ -147,7 +148,9 @@ class RunDisplay:
 
 def _waits(stalls: Mapping[str, float]) -> list[str]:
     """Every cause compute waited for, the longest first; a field each, so that a narrow block can break between them."""
-    causes = sorted((cause for cause, seconds in stalls.items() if seconds > 0), key=lambda cause: (-stalls[cause], cause))
+    causes = sorted(
+        (cause for cause, seconds in stalls.items() if worth_saying(seconds)), key=lambda cause: (-stalls[cause], cause)
+    )
     return [f"waited {duration(stalls[cause])} for {cause}" for cause in causes] or ["no waiting"]
 
 

@@ -43,10 +43,15 @@ def show_timeline(console: Console, busy: Sequence[Busy], *, stalls: dict[str, f
 
 def waiting(stalls: dict[str, float]) -> str:
     """ "compute waited 3.1 s for ssd read, 400 ms for update", longest first."""
-    named = sorted(((seconds, cause) for cause, seconds in stalls.items() if seconds > 0), reverse=True)
+    named = sorted(((seconds, cause) for cause, seconds in stalls.items() if worth_saying(seconds)), reverse=True)
     if not named:
         return "compute never waited"
     return "compute waited " + ", ".join(f"{duration(seconds)} for {cause}" for seconds, cause in named)
+
+
+def worth_saying(seconds: float) -> bool:
+    """Whether a wait is shown as more than "0 ms"."""
+    return round(seconds * 1000) >= 1
 
 
 def shaded(spans: Sequence[tuple[float, float]], end: float, columns: int, shapes: Symbols) -> str:
