@@ -108,7 +108,8 @@ def tokenise(tokenizer_dir: Path, tmp_path: Path) -> Iterator[Callable[..., Rows
         out.mkdir()
         source = {"path": str(files[0]), "files": [str(file) for file in files]}
         source |= {name: options.pop(name, value) for name, value in SOURCE_DEFAULTS.items()}
-        request = {"sources": [source], "tokenizer_dir": str(tokenizer_dir), "out": str(out)}
+        request = {"sources": [source], "out": str(out)}
+        request |= {"tokenizer_dir": str(options.pop("tokenizer_dir", tokenizer_dir))}
         request |= {"chat_template": chat_template, "pad_token": pad_token}
         request |= {name: options.pop(name, value) for name, value in OPTION_DEFAULTS.items()}
         assert not options, options

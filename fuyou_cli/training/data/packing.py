@@ -39,6 +39,8 @@ class Counts:
     split: int = 0  # spread over several rows, nothing lost
     without_loss: int = 0  # rows left out because no label of theirs carries loss
     run_together: int = 0  # pairs without white space between prompt and completion
+    special: int = 0  # samples with a special token's name in their text
+    special_example: str = ""  # where the first of them is, and its token
 
 
 def has_loss(mask: Mask) -> bool:

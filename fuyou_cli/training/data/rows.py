@@ -6,6 +6,7 @@ carries loss), offsets.npy (int64 [rows + 1]) and summary.json. It appears whole
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -22,8 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import fuyou_cli
-from fuyou_cli.core.errors import FuyouError, UsageError
+from fuyou_cli.core.errors import FuyouError, OutOfSpaceError, UsageError
 
+from .json_rows import first_bad_line
 from .preview import Pieces
 from .sources import Source, content_of, find_sources, tokenizer_content
 
@@ -50,16 +52,25 @@ class DataSummary:
     pad_id: int
     formats: tuple[tuple[str, str], ...]
     preview: Pieces
+    special: int = 0  # rows made before this was counted do not say
+    special_example: str = ""
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What a person should know before these rows are learnt from, one sentence each."""
-        if not self.run_together:
-            return ()
-        return (
-            f"in {self.run_together:,} of {self.samples:,} samples no white space parts prompt and completion; nothing is "
-            "put between them (if they should be apart, end the prompts in a space or a line break)",
-        )
+        found = []
+        if self.run_together:
+            found.append(
+                f"in {self.run_together:,} of {self.samples:,} samples no white space parts prompt and completion; nothing is "
+                "put between them (if they should be apart, end the prompts in a space or a line break)"
+            )
+        if self.special:
+            what = "sample contains" if self.special == 1 else "samples contain"
+            found.append(
+                f"{self.special:,} {what} special tokens as text, e.g. {self.special_example}; they are learnt from as "
+                "these tokens, not as their letters (write them otherwise where that is not meant)"
+            )
+        return tuple(found)
 
 
 class Rows:
@@ -128,14 +139,24 @@ def prepare(
     request = _request(sources, tokenizer_dir, _read_template(chat_template), pad_token) | options
     final = cache_dir / _fingerprint(request, sources, tokenizer_dir)
     if not final.is_dir():
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache_dir, prefix=".rows-") as scratch:
+        with _scratch(cache_dir) as scratch:
             out = Path(scratch, "rows")
             out.mkdir()
             workers = int(getattr(dataset, "num_workers", 0) or 1)
             _serve({**request, "out": str(out)}, scratch=Path(scratch), workers=workers)
             _put_in_place(out, final)
     return Rows(final, paths=[source.path for source in sources])
+
+
+def _scratch(cache_dir: Path) -> tempfile.TemporaryDirectory[str]:
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(dir=cache_dir, prefix=".rows-")
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        hint = "name a folder that can be written in dataset.cache_dir (without it, the output directory is used)"
+        raise UsageError(f"dataset.cache_dir: {cache_dir} cannot be written: {error.strerror}", hint=hint) from error
 
 
 def _put_in_place(out: Path, final: Path) -> None:
@@ -152,7 +173,11 @@ def _read_template(path: Path | None) -> str | None:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"tokenizer.chat_template: {path}: {error.strerror}") from error
+        raise UsageError(f"tokenizer.chat_template: {path}: {error.strerror}", hint="name a .jinja file") from error
+    except UnicodeDecodeError as error:
+        place = first_bad_line(path)
+        hint = "save it as UTF-8"
+        raise UsageError(f"tokenizer.chat_template: {place}: not UTF-8 text: {error.reason}", hint=hint) from error
 
 
 def _options(dataset: object) -> dict[str, Any]:
@@ -227,8 +252,21 @@ def _serve(request: dict[str, Any], *, scratch: Path, workers: int) -> None:
             f"reading the data was ended by signal {-done.returncode}",
             hint="signal 9 usually means that memory ran out" if done.returncode == -9 else None,
         )
-    if done.returncode != 0:
-        raise FuyouError(f"reading the data failed:\n{done.stderr[-2000:].strip()}")
-    reply = json.loads(done.stdout)
+    try:
+        reply = json.loads(done.stdout)
+    except ValueError:  # it did not get as far as its first line
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        reply = {"error": last, "hint": None, "kind": "unforeseen", "trace": done.stderr}
     if "error" in reply:
-        raise UsageError(reply["error"], hint=reply["hint"])
+        raise _told(reply)
+
+
+def _told(reply: dict[str, Any]) -> FuyouError:
+    """The worker's error as it would have been raised here."""
+    if reply["kind"] == "unforeseen":
+        told = f"reading the data failed: {reply['error']}"
+        if os.environ.get("FUYOU_DEBUG", "") in ("", "0"):
+            return FuyouError(told, hint="set FUYOU_DEBUG=1 to see the traceback")
+        return FuyouError(f"{told}\n{reply['trace'].strip()}")
+    kind = OutOfSpaceError if reply["kind"] == "space" else UsageError
+    return kind(reply["error"], hint=reply["hint"])

@@ -18,6 +18,7 @@ from fuyou_cli.core.errors import UsageError
 
 from .formats import Chat, Example, Pair, RowError, Text
 from .packing import Row
+from .told import Told
 
 _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 
@@ -26,11 +27,12 @@ def load_tokenizer(directory: Path, *, chat_template: str | None, pad_token: str
     """The tokenizer of a checkpoint directory; nothing is fetched and no code of the checkpoint runs."""
     from transformers import AutoTokenizer
 
-    try:
+    def unloadable(why: str) -> UsageError:
+        hint = "tokenizer.name_or_path names another; are its files whole?"
+        return UsageError(f"tokenizer: {directory} cannot be loaded: {why}", hint=hint)
+
+    with Told(unloadable):
         tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().split("\n", 1)[0]
-        raise UsageError(f"tokenizer: {directory} cannot be loaded: {reason}") from error
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     if pad_token is not None:
@@ -44,11 +46,15 @@ def load_tokenizer(directory: Path, *, chat_template: str | None, pad_token: str
 class Tokeniser:
     """Examples to tokens and mask. A `target` is what carries loss: all, completion, assistant, last_assistant."""
 
-    def __init__(self, tokenizer: Any, *, directory: Path) -> None:
+    def __init__(self, tokenizer: Any, *, directory: Path, template_key: str | None = None) -> None:
+        """`template_key`: of the recipe, where the chat template is not the tokenizer's own."""
         self._tokenizer = tokenizer
+        self._template = f"the chat template of {template_key or directory}"
+        self._directory = directory
         self.eos_id: int | None = tokenizer.eos_token_id
         self.stop_ids = frozenset(_stop_ids(tokenizer, directory))
-        self._starts = self._start_tokens()
+        with Told(lambda why: UsageError(f"tokenizer: {directory} does not tokenise: {why}")):
+            self._starts = self._start_tokens()
 
     @property
     def pad_id(self) -> int:
@@ -57,8 +63,8 @@ class Tokeniser:
         return next(value for value in known if value is not None)
 
     def encode(self, examples: Sequence[Example], *, target: str) -> list[Row]:
-        """Tokens int32 [n] and mask uint8 [n] of each example (all of one kind). Raises RowError on a conversation the
-        template cannot render, with the example's position as `args[1]`."""
+        """Tokens int32 [n] and mask uint8 [n] of each example (all of one kind). Raises RowError on a sample that cannot be
+        rendered or tokenised, with the example's position as `args[1]` where it is known."""
         if isinstance(examples[0], Chat):
             chats = [example for example in examples if isinstance(example, Chat)]
             return self._chats(chats, target=target)
@@ -68,8 +74,12 @@ class Tokeniser:
         return self._texts([example for example in examples if isinstance(example, Text)])
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
-        encoded: list[list[int]] = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        with Told(self._untokenised):
+            encoded: list[list[int]] = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         return encoded
+
+    def _untokenised(self, why: str) -> RowError:
+        return RowError(f"the tokenizer {self._directory} cannot tokenise this sample: {why}")
 
     def _start_tokens(self) -> list[int]:
         """What this tokenizer puts before a text: its start token, or nothing."""
@@ -106,7 +116,8 @@ class Tokeniser:
                 "the tokenizer has no chat template, which data of format messages needs",
                 hint="set tokenizer.chat_template to a .jinja file, or use a tokenizer that has one",
             )
-        marked = _GENERATION.search(self._tokenizer.get_chat_template()) is not None
+        with Told(lambda why: UsageError(f"{self._template} cannot be used: {why}")):
+            marked = _GENERATION.search(self._tokenizer.get_chat_template()) is not None
         if not self._tokenizer.is_fast and not marked:
             raise UsageError("masking conversations needs a fast tokenizer (a tokenizer.json)")
         rows = []
@@ -118,13 +129,9 @@ class Tokeniser:
         return rows
 
     def _render(self, chat: Chat, messages: Sequence[dict[str, object]], **options: Any) -> Any:
-        from jinja2.exceptions import TemplateError
-
         options = {"tokenize": False} | options
-        try:
+        with Told(lambda why: RowError(f"{self._template} refuses this conversation: {why}")):
             return self._tokenizer.apply_chat_template(list(messages), tools=list(chat.tools) or None, **options)
-        except (TemplateError, TypeError) as error:
-            raise RowError(f"the chat template refuses this conversation: {error}") from error
 
     def _marked(self, chat: Chat, target: str) -> Row:
         """The template itself says what the assistant generates."""
@@ -139,7 +146,8 @@ class Tokeniser:
 
     def _by_prefixes(self, chat: Chat, target: str) -> Row:
         whole: str = self._render(chat, chat.messages)
-        encoded = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        with Told(self._untokenised):
+            encoded = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         begins = np.asarray([begin for begin, _ in encoded["offset_mapping"]], np.int64)
         mask = np.full(len(begins), int(target == "all"), np.uint8)
         if target != "all":
@@ -190,5 +198,9 @@ def _stop_ids(tokenizer: Any, directory: Path) -> Iterator[int]:
         yield tokenizer.eos_token_id
     file = directory / "generation_config.json"
     if file.is_file():
-        named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        yield from named if isinstance(named, list) else [] if named is None else [named]
+        with Told(lambda why: UsageError(f"{file} cannot be read: {why}", hint="put it right, or remove it")):
+            named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+            ids = named if isinstance(named, list) else [] if named is None else [named]
+            if not all(isinstance(number, int) for number in ids):
+                raise ValueError("eos_token_id is neither a token's number nor a list of them")
+        yield from ids

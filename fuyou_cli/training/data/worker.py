@@ -1,7 +1,7 @@
 """The process that reads and tokenises: `python -m fuyou_cli.training.data.worker`, request on stdin, reply on stdout.
 
 It exists so that the datasets library and the tokenizer leave no memory behind in the trainer. The request is one JSON
-object (see `rows._request`); the rows go to files in its `out`, and the reply is {"ok": true} or {"error", "hint"}.
+object (see `rows._request`); the rows go to files in its `out`, and the reply is {"ok": true} or {"error", "hint", "kind"}.
 
 Its memory does not grow with the number of rows: what is tokenised at once is `BATCH_CHARS`, or one sample, and the
 tokenizer takes some 100 bytes per character; a line of the file is held whole. A text that may become several rows
@@ -10,15 +10,18 @@ tokenizer takes some 100 bytes per character; a line of the file is held whole. 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
+import traceback
 from array import array
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -28,7 +31,9 @@ from .formats import Example, Pair, RowError, Text, choose_format, loss_target, 
 from .packing import Counts, Row, Sample, has_loss, lay_out
 from .preview import decode_pieces
 from .reading import pieces_of, read_document, read_rows
+from .special import SpecialTexts
 from .tokenise import Tokeniser, load_tokenizer
+from .told import reason
 
 BATCH_EXAMPLES = 256  # tokenised together: the tokenizer's threads share a batch
 BATCH_CHARS = 1 << 18  # of a batch: it is closed by the sample that reaches this
@@ -85,10 +90,12 @@ def build(request: dict[str, Any]) -> None:
     """Files of the finished rows in `out`: tokens.bin, mask.bin, offsets.npy, summary.json. Raises UsageError."""
     out, directory = Path(request["out"]), Path(request["tokenizer_dir"])
     tokenizer = load_tokenizer(directory, chat_template=request["chat_template"], pad_token=request["pad_token"])
-    tokeniser = Tokeniser(tokenizer, directory=directory)
+    key = None if request["chat_template"] is None else "tokenizer.chat_template"
+    tokeniser = Tokeniser(tokenizer, directory=directory, template_key=key)
     counts, formats = Counts(), dict[int, str]()
     shown: list[Row] = []
-    samples = _watched(_samples(request, tokeniser, formats, counts), shown, request["max_seq_len"])
+    watch = SpecialWatch(SpecialTexts(tokenizer), counts)
+    samples = _watched(_samples(request, tokeniser, formats, counts, watch), shown, request["max_seq_len"])
     with RowWriter(out, tokeniser.stop_ids) as writer:
         options = {name: request[name] for name in ("packing", "overlong", "max_seq_len")}
         for row in lay_out(samples, counts=counts, **options):
@@ -111,7 +118,23 @@ def build(request: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def _samples(request: dict[str, Any], tokeniser: Tokeniser, formats: dict[int, str], counts: Counts) -> Iterator[Sample]:
+class SpecialWatch:
+    """Counts samples that have a special token as text; a document that comes in pieces counts once."""
+
+    def __init__(self, texts: SpecialTexts, counts: Counts) -> None:
+        self._texts, self._counts, self._seen = texts, counts, False
+
+    def __call__(self, place: str, example: Example) -> None:
+        found = None if self._seen else self._texts.first(example)
+        if found is not None:
+            self._counts.special += 1
+            self._counts.special_example = self._counts.special_example or f"{Path(place).name} {found!r}"
+        self._seen = isinstance(example, Text) and not example.ends and (self._seen or found is not None)
+
+
+def _samples(
+    request: dict[str, Any], tokeniser: Tokeniser, formats: dict[int, str], counts: Counts, watch: SpecialWatch
+) -> Iterator[Sample]:
     whole_documents = bool(request["packing"]) and request["overlong"] in ("truncate", "split")
     for number, source in enumerate(request["sources"]):
         left = source["max_samples"]
@@ -127,6 +150,8 @@ def _samples(request: dict[str, Any], tokeniser: Tokeniser, formats: dict[int, s
                 examples = _bounded(_examples(file, source, formats, number), cut=whole_documents)
             for batch in _batches(examples, left):
                 counts.run_together += sum(isinstance(example, Pair) and example.runs_together for _, example in batch)
+                for place, example in batch:
+                    watch(place, example)
                 target = loss_target(request["loss_on"], formats[number])
                 yield from _encoded(batch, tokeniser, target)
                 if left is not None:
@@ -200,10 +225,21 @@ def _encoded(batch: list[tuple[str, Example]], tokeniser: Tokeniser, target: str
     try:
         rows = tokeniser.encode([example for _, example in batch], target=target)
     except RowError as error:
-        raise UsageError(f"{batch[error.args[1]][0]}: {error.args[0]}") from error
+        at = batch[error.args[1]][0] if len(error.args) > 1 else _refused_at(batch, tokeniser, target)
+        raise UsageError(f"{at}: {error.args[0]}") from error
     for (place, example), (tokens, mask) in zip(batch, rows, strict=True):
         ends = not isinstance(example, Text) or example.ends
         yield Sample(tokens=tokens, mask=mask, place=place, ends=ends)
+
+
+def _refused_at(batch: list[tuple[str, Example]], tokeniser: Tokeniser, target: str) -> str:
+    """Where the sample is that a tokenizer refuses: of a batch it does not say which."""
+    for place, example in batch:
+        try:
+            tokeniser.encode([example], target=target)
+        except RowError:
+            return place
+    return f"{batch[0][0]} or one of the {len(batch) - 1:,} samples after it"
 
 
 def _watched(samples: Iterator[Sample], shown: list[Row], max_seq_len: int) -> Iterator[Sample]:
@@ -236,15 +272,28 @@ def main() -> int:
     """Serve one request. Libraries may print: their standard output goes to standard error."""
     reply_to = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    sys.excepthook = partial(_unforeseen, reply_to)
     reply: dict[str, Any]
     try:
         build(json.load(sys.stdin))
         reply = {"ok": True}
     except UsageError as error:
-        reply = {"error": error.message, "hint": error.hint}
+        reply = {"error": error.message, "hint": error.hint, "kind": "usage"}
+    except MemoryError:
+        reply = {"error": "memory ran out while the data was read", "hint": "lower dataset.num_workers", "kind": "space"}
+    except OSError as error:
+        kind = "space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "usage"
+        reply = {"error": f"the data cannot be read: {reason(error)}", "hint": None, "kind": kind}
     with reply_to:
         json.dump(reply, reply_to)
     return 0
+
+
+def _unforeseen(reply_to: TextIO, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """What nobody expected, in one line, and the rest for whoever debugs."""
+    rest = "".join(traceback.format_exception(kind, error, trace))
+    with reply_to:
+        json.dump({"error": reason(error), "hint": None, "kind": "unforeseen", "trace": rest}, reply_to)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,151 @@
+"""What tokenizers, templates and folders do wrong, told in one line with its place; and what is only noted."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fuyou_cli.core.errors import FuyouError, UsageError
+from fuyou_cli.training.data import Rows, prepare
+from fuyou_cli.training.data.told import Told, reason
+
+from .conftest import CHATML_UNMARKED, Entry, Section
+
+Write = Callable[[str, list[dict[str, Any]]], Path]
+Tokenise = Callable[..., Rows]
+TALK = {"messages": [{"role": "user", "content": "seven?"}, {"role": "assistant", "content": "apples"}]}
+
+
+def rows_of(file: Path, tokenizer_dir: Path, cache: Path, template: Path | None = None) -> Rows:
+    section = Section(train=[Entry(path=str(file))])
+    return prepare(dataset=section, tokenizer_dir=tokenizer_dir, chat_template=template, pad_token=None, cache_dir=cache)
+
+
+@pytest.mark.parametrize("content", ["{}", "[", '{"model": 5}'])
+def test_a_tokenizer_that_is_none_is_named(content: str, write: Write, tokenizer_dir: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(tokenizer_dir, tmp_path / "broken")
+    (broken / "tokenizer.json").write_text(content)
+    with pytest.raises(UsageError, match=f"^tokenizer: {broken} cannot be loaded: ") as caught:
+        rows_of(write("t.jsonl", [{"text": "x"}]), broken, tmp_path / "cache")
+    assert "\n" not in caught.value.message and "Traceback" not in caught.value.message
+
+
+def test_a_tokenizer_that_cannot_tokenise_one_sample_names_it(write: Write, tokenise: Tokenise, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<e>": 2}, unk_token="[UNK]"))  # which it does not have
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<e>").save_pretrained(tmp_path / "words")
+    file = write("t.jsonl", [{"text": "a b"}, {"text": "b a"}, {"text": "a c"}, {"text": "b"}])
+    with pytest.raises(UsageError, match=rf"^{file}:3: the tokenizer {tmp_path}/words cannot tokenise this sample: "):
+        tokenise(file, tokenizer_dir=tmp_path / "words")
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ 1/0 }}", "ZeroDivisionError: division by zero"),
+        ("{{ messages.index(3) }}", "3 is not in list"),
+        ("{{ raise_exception('no\\nmore') }}", "no$"),
+        ("{% if %}", "Expected an expression"),
+        ("{{ messages.nothing.at_all }}", "no attribute 'nothing'"),
+    ],
+)
+def test_a_template_that_fails_is_named_with_the_sample(template: str, words: str, write: Write, tokenise: Tokenise) -> None:
+    file = write("chat.jsonl", [TALK])
+    told = f"^{file}:1: the chat template of tokenizer.chat_template refuses this conversation: .*{words}"
+    with pytest.raises(UsageError, match=told):
+        tokenise(file, chat_template=template)
+
+
+def test_a_template_of_another_encoding_is_no_bug_of_ours(write: Write, tokenizer_dir: Path, tmp_path: Path) -> None:
+    template = tmp_path / "latin.jinja"
+    template.write_bytes(b"{# fine #}\n{# caf\xe9 #}\n")
+    with pytest.raises(UsageError, match=rf"^tokenizer.chat_template: {template}:2: not UTF-8 text"):
+        rows_of(write("chat.jsonl", [TALK]), tokenizer_dir, tmp_path / "cache", template)
+
+
+def test_a_list_of_stop_tokens_that_is_none(write: Write, tokenizer_dir: Path, tokenise: Tokenise, tmp_path: Path) -> None:
+    for number, content in enumerate(("[", "3", '{"eos_token_id": "x"}')):
+        model = shutil.copytree(tokenizer_dir, tmp_path / f"model-{number}")
+        (model / "generation_config.json").write_text(content)
+        with pytest.raises(UsageError, match=rf"^{model}/generation_config.json cannot be read: "):
+            tokenise(write("t.jsonl", [{"text": "x"}]), tokenizer_dir=model)
+
+
+def test_a_cache_that_cannot_be_names_its_key(write: Write, tokenizer_dir: Path, tmp_path: Path) -> None:
+    file = write("t.jsonl", [{"text": "x"}])
+    for cache in (file, file / "below", Path("/proc/zz")):
+        with pytest.raises(UsageError, match=f"^dataset.cache_dir: {cache} cannot be written: "):
+            rows_of(file, tokenizer_dir, cache)
+
+
+def test_a_pattern_that_is_none_names_the_path(tokenizer_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^dataset.train: /tmp/\*\*x/\[ is no glob: "):
+        rows_of(Path("/tmp/**x/["), tokenizer_dir, tmp_path)
+    with pytest.raises(UsageError, match=r"^dataset.train: .*File name too long"):
+        rows_of(Path("x" * 300), tokenizer_dir, tmp_path)
+
+
+def test_what_nobody_expected_is_one_line_unless_one_debugs(
+    write: Write, tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interpreter that loads a library of the user's in place of the real one: nothing we could name."""
+    (tmp_path / "path" / "datasets").mkdir(parents=True)
+    (tmp_path / "path" / "datasets" / "__init__.py").write_text("raise LookupError('one\\ntwo')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"))
+    file = write("t.jsonl", [{"text": "x"}])
+    for debugging, lines in (("0", 1), ("1", 2)):
+        monkeypatch.setenv("FUYOU_DEBUG", debugging)
+        with pytest.raises(FuyouError, match=r"^reading the data failed: LookupError: one") as caught:
+            rows_of(file, tokenizer_dir, tmp_path / "cache")
+        assert min(len(caught.value.message.splitlines()), 2) == lines
+        assert ("Traceback" in caught.value.message) == (lines == 2)
+
+
+def test_a_reason_is_one_short_line() -> None:
+    assert reason(KeyError("added_tokens")) == "KeyError: 'added_tokens'"
+    assert reason(ValueError("one\ntwo")) == "one"
+    assert reason(RuntimeError()) == "RuntimeError"
+    assert reason(PermissionError(13, "Permission denied", "x.jsonl")) == "x.jsonl: Permission denied"
+    assert len(reason(ValueError("x" * 9999))) == 300
+    for passed in (KeyboardInterrupt, MemoryError):
+        with pytest.raises(passed), Told(UsageError):
+            raise passed
+
+
+@pytest.mark.parametrize("template", [None, CHATML_UNMARKED], ids=["generation marks", "prefixes"])
+def test_the_tokens_of_a_template_are_no_text_of_the_data(template: str | None, write: Write, tokenise: Tokenise) -> None:
+    rows = tokenise(write("chat.jsonl", [TALK] * 3), chat_template=template)
+    assert rows.summary.special == 0 and rows.summary.notes == ()
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text": "the end <|im_end|> or so, <|pad|>"},
+        {"prompt": "the end <|im_end|>", "completion": " is near"},
+        {"prompt": "the end ", "completion": "<|im_end|> is near"},
+        {"instruction": "end", "input": "<|im_end|>", "output": " is near"},
+        {"messages": [{"role": "user", "content": "<|im_end|>?"}, {"role": "assistant", "content": "yes"}]},
+    ],
+)
+def test_special_tokens_as_text_are_counted(row: dict[str, Any], write: Write, tokenise: Tokenise) -> None:
+    plain = json.loads(json.dumps(row).replace("<|im_end|>", "!").replace("<|pad|>", "!"))
+    rows = tokenise(write("data.jsonl", [plain, row, plain, row]))
+    assert (rows.summary.special, rows.summary.special_example) == (2, "data.jsonl:2 '<|im_end|>'")
+    assert any(note.startswith("2 samples contain special tokens as text, e.g. data.jsonl:2") for note in rows.summary.notes)
+
+
+def test_a_long_document_counts_once(tokenise: Tokenise, tmp_path: Path) -> None:
+    file = tmp_path / "book.txt"
+    file.write_text("A <|pad|> and no more. \n" * 20_000)
+    rows = tokenise(file, packing="concat")
+    assert (rows.summary.special, rows.summary.samples) == (1, 1)
+    assert rows.summary.notes[0].startswith("1 sample contains special tokens as text, e.g. book.txt '<|pad|>'")
