@@ -137,6 +137,8 @@ def _with_weights_and_rows(considered: Prepared, hub: _Hub, *, probe: Probe, say
     device = device_name(recipe)
     hardware = probe(device)
     sampler, total = _steps(recipe, rows)
+    if repeated := sampler.note(total, recipe.train.epochs):
+        say(f"note: {repeated}")
     return replace(
         considered,
         model_dir=model_dir,

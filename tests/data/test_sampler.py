@@ -60,6 +60,31 @@ def test_steps_count_whole_epochs() -> None:
     assert sampler.epoch(5) == 2.0
 
 
+@pytest.mark.parametrize(
+    ("rows", "batch_size", "epochs", "facts"),
+    [
+        (10, 64, 1, "each row is seen about 6.4 times per step, and 1 step is 6.4 epochs, train.epochs is 1"),
+        (1, 6, 1, "each row is seen about 6 times per step, and 1 step is 6 epochs, train.epochs is 1"),
+        (10, 64, 32, "each row is seen about 6.4 times per step"),
+        (10, 64, None, "each row is seen about 6.4 times per step"),
+        (25, 10, 1, "3 steps are 1.2 epochs, train.epochs is 1"),
+        (100, 11, 1, None),  # 1.1 exactly
+        (25, 10, 2, None),
+        (25, 10, None, None),
+        (64, 64, 1, None),
+    ],
+)
+def test_rows_that_come_more_often_than_asked_are_noted(
+    rows: int, batch_size: int, epochs: int | None, facts: str | None
+) -> None:
+    sampler = Sampler(rows, batch_size=batch_size, shuffle=True, seed=0)
+    note = sampler.note(sampler.steps(epochs or 1), epochs)
+    assert (note is None) == (facts is None)
+    if note is not None:
+        plural = "s" * (rows != 1)
+        assert note == f"{rows} row{plural}, batches of {batch_size}: {facts} (a smaller train.batch_size comes closer)"
+
+
 def test_nonsense_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         Sampler(0, batch_size=1, shuffle=False, seed=0)

@@ -111,6 +111,18 @@ def test_notes_on_the_data_are_said(new_project: Callable[..., Project], tmp_pat
     assert any(text.startswith("note: in 4 of 4 samples no white space parts prompt and completion") for text in said)
 
 
+def test_rows_seen_more_often_than_asked_and_special_tokens_are_noted(
+    new_project: Callable[..., Project], tmp_path: Path
+) -> None:
+    file = tmp_path / "few.jsonl"
+    file.write_text('{"text": "an end <|end|>"}\n{"text": "none"}\n')
+    said: list[str] = []
+    changes = {"dataset.train": [{"path": str(file)}], "train.max_steps": None, "train.epochs": 1}
+    assert prepared(new_project(changes=changes), said).total_steps == 1
+    assert any(text.startswith("note: 2 rows, batches of 4: each row is seen about 2 times per step") for text in said)
+    assert any(text.startswith("note: 1 sample contains special tokens as text, e.g. few.jsonl:1 '<|end|>'") for text in said)
+
+
 def test_a_tokenizer_of_another_model_is_refused(new_project: Callable[..., Project], materials: Path, tmp_path: Path) -> None:
     """A token, or what fills short rows, beyond the embeddings: an index error in the first step, or worse on a GPU."""
     from transformers import AutoTokenizer

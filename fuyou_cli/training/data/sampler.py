@@ -34,6 +34,24 @@ class Sampler:
         positions = -int(-(self.rows * epochs) // 1)
         return -(-positions // self.batch_size)
 
+    def note(self, steps: int, epochs: int | None) -> str | None:
+        """What whole batches make of a run of `steps`, where it is not what a person expects: rows that come more than
+        once in a step, or a tenth more epochs than the recipe's (None: it asks for steps)."""
+        seen = steps * self.batch_size
+        more = epochs is not None and 10 * seen > 11 * self.rows * epochs
+        crowded = self.batch_size > self.rows
+        if not (more or crowded):
+            return None
+        facts = []
+        if crowded:
+            facts.append(f"each row is seen about {self.batch_size / self.rows:.3g} times per step")
+        if more:
+            facts.append(
+                f"{steps:,} {'steps are' if steps != 1 else 'step is'} {self.epoch(steps):.3g} epochs, train.epochs is {epochs}"
+            )
+        told = f"{self.rows:,} row{'s' * (self.rows != 1)}, batches of {self.batch_size:,}: {', and '.join(facts)}"
+        return f"{told} (a smaller train.batch_size comes closer)"
+
     def epoch(self, step: int) -> float:
         """How many times the data has been seen before global step `step`."""
         return step * self.batch_size / self.rows
