@@ -11,7 +11,7 @@ from .marks import Path, show_path
 from .rules import broken_rules
 from .schema import Recipe
 from .suggest import suggest_choice, suggest_key
-from .unbuilt import unbuilt_keys
+from .unbuilt import is_built, unbuilt_keys
 from .view import Finding, Written, show_value
 
 _NEEDED = {"model": "model.name_or_path", "dataset": "dataset.train"}  # a section that is missing lacks this key
@@ -104,6 +104,7 @@ def _missing(path: Path) -> Finding:
 
 def _choice(path: Path, value: Any, expected: str) -> Finding:
     choices = [choice.strip("'") for choice in expected.replace(" or ", ", ").split(", ")]
+    choices = [choice for choice in choices if is_built(path, choice)] or choices
     choices = [choice.lower() if choice in ("True", "False") else choice for choice in choices]
     listed = choices[0] if len(choices) == 1 else f"{', '.join(choices[:-1])} or {choices[-1]}"
     return Finding(

@@ -16,6 +16,9 @@ from fuyou_cli.core.units import parse_size
 
 Auto = Literal["auto"]
 
+_LARGEST_BLOCK = 1 << 30  # of one I/O, as in native/src/internal.h
+_DEEPEST_QUEUE = 256  # I/Os in flight per direction, as there
+_MOST_THREADS = 1024  # torch crashes when the system has no more of them
 _LARGEST = 1 << 62  # bytes; anything above is a slip of the pen, and overflows the store's addresses
 
 
@@ -97,14 +100,16 @@ def _percentage(text: str) -> float:
     return share
 
 
-def _auto_or_whole(least: int) -> Callable[[object], object]:
+def _auto_or_whole(least: int, most: int | None = None) -> Callable[[object], object]:
+    range_ = f"of at least {least}" if most is None else f"from {least} to {most}"
+
     def check(value: object) -> object:
         if value == "auto":
             return value
         if isinstance(value, bool) or not isinstance(value, int):
             raise wrong("wrong_type", "expected auto or a whole number")
-        if not least <= value < 2**31:
-            raise wrong("out_of_range", f"must be auto or a whole number of at least {least}")
+        if not least <= value <= (2**31 - 1 if most is None else most):
+            raise wrong("out_of_range", f"must be auto or a whole number {range_}")
         return value
 
     return check
@@ -126,6 +131,8 @@ def _auto_or_block(value: object) -> object:
     size = _size(value)
     if size % 4096:
         raise wrong("out_of_range", "must be a multiple of 4KiB: direct I/O moves whole blocks")
+    if size > _LARGEST_BLOCK:
+        raise wrong("out_of_range", f"must be at most {format_size(_LARGEST_BLOCK)}")
     return size
 
 
@@ -145,6 +152,8 @@ def _folders(value: object) -> tuple[str, ...]:
 Size = Annotated[int, PlainValidator(_size), PlainSerializer(format_size)]
 Limit = Annotated[MemoryLimit, PlainValidator(_memory_limit), PlainSerializer(lambda limit: limit.text)]
 AutoPositive = Annotated[int | Auto, PlainValidator(_auto_or_whole(1))]
+AutoDepth = Annotated[int | Auto, PlainValidator(_auto_or_whole(1, _DEEPEST_QUEUE))]
+AutoThreads = Annotated[int | Auto, PlainValidator(_auto_or_whole(1, _MOST_THREADS))]
 AutoCount = Annotated[int | Auto, PlainValidator(_auto_or_whole(0))]
 AutoShare = Annotated[float | Auto, PlainValidator(_auto_or_share)]
 AutoBlock = Annotated[

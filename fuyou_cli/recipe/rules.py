@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
-from .view import Finding, Written, default_of
+from .view import Finding, Written, default_of, show_value
 
 _SENSIBLE = 1 << 31
 _TIERS = ("weights", "gradients", "optimizer_states", "boundaries")
@@ -17,6 +18,22 @@ def _at(dotted: str) -> tuple[str, ...]:
 
 def _conflict(dotted: str, message: str, remedy: str | None = None) -> Finding:
     return Finding(path=_at(dotted), code="conflict", message=message, help=remedy)
+
+
+def _revision(written: Written) -> Iterator[Finding]:
+    name = written.get("model.name_or_path")
+    if not written.has("model.revision") or not isinstance(name, str):
+        return
+    try:
+        local = Path(name).expanduser().is_dir()
+    except (OSError, RuntimeError, ValueError):  # no such home, too long, a null character: said elsewhere
+        return
+    if local or name.startswith(("/", "./", "../", "~")):
+        yield _conflict(
+            "model.revision",
+            f"`model.revision` although {show_value(name)} is a folder, which has no revisions",
+            "leave it out, or name a model of the hub",
+        )
 
 
 def _data(written: Written) -> Iterator[Finding]:
@@ -123,6 +140,7 @@ def _backends(written: Written) -> Iterator[Finding]:
 
 
 RULES: tuple[Callable[[Written], Iterator[Finding]], ...] = (
+    _revision,
     _data,
     _length,
     _warmup,

@@ -13,7 +13,20 @@ from pydantic import AfterValidator, Field
 
 from fuyou_cli.core.paths import folder
 
-from .fields import AutoBlock, AutoCount, AutoPositive, AutoShare, Folders, Limit, MemoryLimit, Section, Size, without_null
+from .fields import (
+    AutoBlock,
+    AutoCount,
+    AutoDepth,
+    AutoPositive,
+    AutoShare,
+    AutoThreads,
+    Folders,
+    Limit,
+    MemoryLimit,
+    Section,
+    Size,
+    without_null,
+)
 
 Text = Annotated[str, Field(min_length=1), AfterValidator(without_null)]
 Positive = Annotated[int, Field(ge=1, lt=2**31)]
@@ -61,7 +74,7 @@ class DatasetSection(Section):
     train: Annotated[tuple[DatasetEntry, ...], Field(strict=False)]
     eval: Annotated[tuple[DatasetEntry, ...] | None, Field(strict=False)] = None
     eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    max_seq_len: Annotated[int, Field(ge=2, lt=2**31)] = 4096
+    max_seq_len: Annotated[int, Field(ge=2, le=2**24)] = 4096
     overlong: Literal["truncate", "drop", "split", "error"] = "truncate"
     packing: Literal[False, "concat", "isolated"] = False
     loss_on: Literal["auto", "all", "assistant", "last_assistant", "completion"] = "auto"
@@ -109,7 +122,7 @@ class TrainSection(Section):
     micro_batch_size: AutoPositive = "auto"
     head_chunk_tokens: AutoCount = "auto"  # 0: a whole micro-batch at once
     head_chunk_vocab: AutoCount = "auto"  # rows of embedding and head; 0: not cut along the vocabulary
-    threads: AutoPositive = "auto"
+    threads: AutoThreads = "auto"
     clip_grad_norm: PositiveFloat | None = 1.0
     compile: bool = False
     early_stopping: EarlyStopping | None = None
@@ -136,7 +149,7 @@ class MaxMemory(Section):
 
 class IoSection(Section):
     backend: Literal["auto", "io_uring", "threads"] = "auto"
-    queue_depth: AutoPositive = "auto"
+    queue_depth: AutoDepth = "auto"
     block_size: AutoBlock = "auto"
 
 

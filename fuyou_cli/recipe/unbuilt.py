@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from .marks import Path
 from .view import Finding, Written, show_value
 
 
@@ -161,3 +162,9 @@ def unbuilt_keys(written: Written) -> Iterator[Finding]:
                 yield Finding(
                     path=path, code="not-built", message=f"`{shown}` is not built yet: {row.feature}", help=row.instead
                 )
+
+
+def is_built(path: Path, value: object) -> bool:
+    """Whether the key at `path` may have `value` today."""
+    dotted = ".".join("*" if isinstance(part, int) else part for part in path)
+    return not any(row.path == dotted and row.asks(value) for row in UNBUILT)

@@ -64,6 +64,10 @@ def test_the_whole_report_as_a_person_sees_it(tmp_path, monkeypatch):
         ("lr_scheduler:\n  name: cosin\n", "lr_scheduler.name", "not-a-choice", 8, 9),
         ("offload:\n  device: no\n", "offload.device", "not-a-choice", 8, 11),
         ("offload: {io: {block_size: 1000}}\n", "offload.io.block_size", "out-of-range", 7, 28),
+        ("offload: {io: {block_size: 1TiB}}\n", "offload.io.block_size", "out-of-range", 7, 28),
+        ("offload: {io: {queue_depth: 257}}\n", "offload.io.queue_depth", "out-of-range", 7, 29),
+        ("train:\n  threads: 100000\n", "train.threads", "out-of-range", 8, 12),
+        ("  max_seq_len: 1073741824\n", "dataset.max_seq_len", "out-of-range", 7, 16),
         ("version: 2\n", "version", "not-a-choice", 7, 10),
         ("seed: ???\n", "seed", "missing-key", 7, 7),
         ("seed: ${nothing}\n", "seed", "reference", 7, 7),
@@ -116,6 +120,15 @@ def test_broken_yaml_has_a_place_and_a_snippet(refused, text, line, column):
 def test_suggestions(refused, written, meant):
     found = refused("", f"{written}=1")
     assert all(meant in (diagnostic.help or "") for diagnostic in found.values())
+
+
+def test_only_choices_that_are_built_are_offered(refused):
+    found = refused("optimizer: {state_dtype: fp8}\n", "dataset.train[0].format=csv", "offload.gradients=disk")
+    offered = found["dataset.train[0].format"].message + str(found["dataset.train[0].format"].help)
+    assert "auto, messages, alpaca, prompt_completion or text" in offered
+    assert "sharegpt" not in offered and "tokenized" not in offered
+    assert "expected float32, got" in found["optimizer.state_dtype"].message
+    assert "auto, cpu or ssd" in found["offload.gradients"].message
 
 
 def test_every_alias_leads_to_a_key_there_is():

@@ -32,6 +32,14 @@ def test_impossible_pairs(refused, text, key):
     assert {path: diagnostic.code for path, diagnostic in found.items()} == {key: "conflict"}
 
 
+def test_a_folder_has_no_revision(load, refused, tmp_path):
+    for name in (str(tmp_path), "./not-yet"):
+        found = refused("", f"model.name_or_path={name}", "model.revision=nope")
+        assert {path: diagnostic.code for path, diagnostic in found.items()} == {"model.revision": "conflict"}
+    assert load("", "model.name_or_path=some/model", "model.revision=main").model.revision == "main"
+    assert load("", f"model.name_or_path={tmp_path}", "model.revision=null").model.revision is None
+
+
 def test_flash_attention_needs_a_gpu(write):
     from fuyou_cli.recipe.diagnostics import RecipeErrors
     from fuyou_cli.recipe.load import load_recipe

@@ -125,3 +125,16 @@ def test_a_null_character_is_in_no_path(refused, text, path, column):
     assert "\0" not in found.message
     assert found.place.column == column
     assert "=" in text or found.place.line == 6
+
+
+def test_the_bounds_themselves_are_allowed(load):
+    recipe = load(
+        "offload: {io: {queue_depth: 256, block_size: 1GiB}}\ntrain: {threads: 1024}\n", "dataset.max_seq_len=16777216"
+    )
+    assert (recipe.offload.io.queue_depth, recipe.offload.io.block_size, recipe.train.threads) == (256, 1 << 30, 1024)
+
+
+def test_the_native_library_has_the_same_bounds():
+    header = (Path(__file__).parents[2] / "native" / "src" / "internal.h").read_text()
+    assert "#define FY__DEPTH_MAX 256u" in header
+    assert "#define FY__BLOCK_MAX (UINT64_C(1) << 30)" in header
