@@ -15,7 +15,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import PreTrainedModel
 
-from ..core.errors import FuyouError, UsageError
+from ..core.errors import UsageError
+from .skeleton import LIBRARY_ERRORS, said
 from .streamed import boundary_of, check_shared, find_input, with_boundary
 
 WORKING = (
@@ -100,14 +101,11 @@ def only_refusals(model: PreTrainedModel, *, shape: tuple[int, int]) -> Iterator
         yield
     except UsageError as error:
         raise _refusal(model, error.message) from None
-    except (FuyouError, MemoryError):
-        raise
     except DataDependentOutputException as error:
         reason = "its forward depends on the values of tokens or positions (rope_type dynamic and longrope do)"
         raise _refusal(model, reason) from error
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or ["no details"])[0]
-        raise _refusal(model, f"{type(error).__name__}: {reason}", large) from error
+    except LIBRARY_ERRORS as error:
+        raise _refusal(model, said(error), large) from error
     finally:
         logger.disabled = silenced
 

@@ -11,12 +11,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..core.errors import UsageError
 
 TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int16": torch.int16}
+
+# What transformers and torch raise over a model or a configuration that their code was not made for.
+LIBRARY_ERRORS = (
+    RuntimeError, LookupError, ValueError, TypeError, AttributeError, AssertionError, ArithmeticError, ImportError,
+    StrictDataclassError,
+)  # fmt: skip
 
 
 @contextmanager
@@ -37,15 +44,33 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
+def said(error: BaseException) -> str:
+    """One line of what a library raised; a KeyError's text alone says nothing."""
+    lines = str(error).strip().splitlines() or ["no details"]
+    if isinstance(error, StrictDataclassError):
+        return lines[-1].strip().removeprefix("ValueError: ").removeprefix("TypeError: ")
+    return lines[0] if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {lines[0]}"
+
+
 def load_config(directory: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The model's configuration, or a UsageError naming the file."""
+    file = directory / "config.json"
     try:
-        return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (ValueError, OSError, KeyError, TypeError) as error:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (*LIBRARY_ERRORS, OSError) as error:
         raise UsageError(
-            f"{directory / 'config.json'}: not a model configuration: {str(error).splitlines()[0]}",
+            f"{file}: not a model configuration: {said(error)}",
             hint="point model.name_or_path at a directory with a Hugging Face config.json",
-        ) from None
+        ) from error
+    quantized = getattr(config, "quantization_config", None) or getattr(config.get_text_config(), "quantization_config", None)
+    if quantized:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else getattr(quantized, "quant_method", None)
+        raise UsageError(
+            f"{file}: the checkpoint says that it is quantized with {getattr(method, 'value', method) or 'an unnamed method'}",
+            hint="fuyou trains bfloat16 or float32 weights: name the model it was made from; if the weights are plain, take "
+            "quantization_config out of config.json",
+        )
+    return config
 
 
 def build(config: PreTrainedConfig, *, dtype: str, attention: str, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -60,8 +85,14 @@ def build(config: PreTrainedConfig, *, dtype: str, attention: str, trust_remote_
                 attn_implementation=attention,
                 trust_remote_code=trust_remote_code,
             )
-    except (ValueError, KeyError) as error:
-        raise UsageError(f"cannot build a causal language model of this configuration: {error}") from None
+    except LIBRARY_ERRORS as error:
+        if isinstance(error, ImportError) and attention.startswith("flash"):
+            hint = "install it, or use model.attn_implementation=sdpa"
+            raise UsageError(f"model.attn_implementation: {attention}: {error}", hint=hint) from error
+        raise UsageError(
+            f"cannot build a causal language model of this configuration: {said(error)}",
+            hint="check config.json in the folder of model.name_or_path: it must be of a causal language model",
+        ) from error
     model.train()
     model.config.use_cache = False
     return model

@@ -21,14 +21,12 @@ from .anatomy import Anatomy, Slotted
 from .calls import replaced_forwards
 from .embedding import is_lookup, looked_up
 from .head import Head
+from .skeleton import LIBRARY_ERRORS
 
 AUTO_ABOVE = 1 << 27  # elements of a vocabulary tensor: `auto` leaves smaller ones whole
 AUTO_PIECE = 1 << 26  # elements of a piece at most: about a block of a model of 1 B parameters
 ROW_ALIGN = 64
 MOST_PIECES = 256
-
-# What a model's own code may raise on logits of a width that is not its vocabulary's.
-_REFUSALS = (RuntimeError, LookupError, ValueError, TypeError, AttributeError, AssertionError)
 
 
 def automatic_rows(vocabulary: int, width: int) -> int:
@@ -110,7 +108,7 @@ def scales_rows(embedding: nn.Embedding) -> bool:
         part = looked_up(embedding, embedding.forward, torch.tensor([2, 0, 1]), rows[3:])
         doubled = looked_up(embedding, embedding.forward, torch.arange(6), -2 * rows)
         ends = looked_up(embedding, embedding.forward, torch.tensor([[0], [last]]), rows[:1].expand(last + 1, -1))
-    except _REFUSALS:
+    except LIBRARY_ERRORS:
         return False
     return (
         whole.shape == rows.shape
@@ -139,7 +137,7 @@ def _logits_are_independent(anatomy: Anatomy, head: nn.Linear) -> bool:
         whole = transformed(slice(0, vocabulary))
         columns = [slice(a, b) for a, b in pairwise((0, vocabulary // 3, vocabulary // 2, vocabulary))]
         return all(torch.allclose(transformed(c), whole[..., c], rtol=1e-5, atol=1e-6) for c in columns)
-    except _REFUSALS:
+    except LIBRARY_ERRORS:
         return False
 
 

@@ -1,0 +1,50 @@
+"""Configurations that no model can be made of: one error that names the file and says what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.engine.anatomy import dissect
+from fuyou_cli.engine.skeleton import build, load_config
+
+from .families import llama
+
+_LLAMA = {
+    "model_type": "llama", "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": "a"}, r"config\.json: not a model configuration: Field 'hidden_size' expected int, got str"),
+        ({"num_attention_heads": 5}, r"config\.json: .*\(32\) is not a multiple of the number of attention heads \(5\)"),
+        ({"num_attention_heads": 0}, r"config\.json: not a model configuration: ZeroDivisionError"),
+        ({"num_hidden_layers": None}, r"config\.json: .*expected int, got NoneType"),
+        ({"dtype": "none"}, r"config\.json: not a model configuration"),
+        ({"hidden_act": "none"}, "cannot build a causal language model .*'none'"),
+        ({"rope_theta": "x"}, "cannot build a causal language model"),
+        ({"num_key_value_heads": 3}, "LlamaForCausalLM cannot be streamed"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"config\.json: .* it is quantized with gptq"),
+        ({"quantization_config": {"bits": 4}}, "it is quantized with an unnamed method"),
+    ],
+)
+def test_refused_in_words(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(_LLAMA | changes))
+    with pytest.raises(UsageError, match=message) as caught:
+        dissect(build(load_config(tmp_path), dtype="float32", attention="sdpa"))
+    assert caught.value.hint and "\n" not in caught.value.message
+
+
+@pytest.mark.skipif(find_spec("flash_attn") is not None, reason="the package is here")
+def test_an_attention_whose_package_is_absent() -> None:
+    with pytest.raises(UsageError, match="flash_attention_2: FlashAttention2") as caught:
+        build(llama(), dtype="bfloat16", attention="flash_attention_2")
+    assert "sdpa" in (caught.value.hint or "")
