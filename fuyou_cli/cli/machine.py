@@ -8,6 +8,7 @@ import platform
 from dataclasses import replace
 from pathlib import Path
 
+from fuyou_cli.core.errors import UsageError
 from fuyou_cli.spec.hardware import HardwareProfile
 
 from . import probe
@@ -61,5 +62,10 @@ def _device_facts(device: str) -> tuple[str | None, int]:
         return None, 0
     import torch
 
+    if not torch.cuda.is_available():
+        raise UsageError(
+            "offload.device: cuda, but no CUDA device is usable by this torch build",
+            hint="run `fuyou doctor`, or set offload.device=cpu",
+        )
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return properties.name, properties.total_memory

@@ -18,10 +18,10 @@ from ..core.errors import OutOfSpaceError, UsageError
 from ..engine.host_memory import HostMemory
 from ..engine.residency import Record
 from ..engine.skeleton import TORCH_DTYPE
-from ..spec.model import ModelSpec, StageSpec
+from ..spec.model import Dtype, ModelSpec, StageSpec
 from ..spec.plan import Plan, Span, StagePlan
 from ..swap.daemon import SwapDaemon
-from ..swap.kernels import split
+from ..swap.kernels import split, sum_squares
 from .checkpoint.header import TensorEntry
 from .checkpoint.reader import TensorReader
 from .manifest import StoredStage, StoredTensor
@@ -88,6 +88,7 @@ class StageFiles:
             entry = entries[tensor.name]
             if remainder is None:
                 reader.read_into(entry, view, first_element=tensor.first)
+                _check_finite(entry, view, self.model.compute_dtype)
             else:
                 rest = self.memory.tensor(remainder, torch.int16, stage.params)
                 rest = rest[tensor.offset : tensor.offset + tensor.numel]
@@ -177,6 +178,21 @@ def _fits(stored: str, compute: str) -> bool:
     return compute == "float32" or stored == "bfloat16"
 
 
+def _check_finite(entry: TensorEntry, values: torch.Tensor, dtype: Dtype) -> None:
+    """One pass over what was just read. Later it would be found as a loss that is not finite, and lr would be blamed."""
+    nonfinite = sum_squares(values.view(-1).view(torch.uint8).numpy().data, dtype)[1]
+    if nonfinite:
+        raise _damaged(entry, nonfinite, "not finite")
+
+
+def _damaged(entry: TensorEntry, count: int, what: str) -> UsageError:
+    values = "1 value" if count == 1 else f"{count:,} values"
+    return UsageError(
+        f"{entry.file}: {values} of {entry.name} {'is' if count == 1 else 'are'} {what}",
+        hint="the checkpoint is damaged: fetch it again, or take an earlier one",
+    )
+
+
 def _read_split(
     reader: TensorReader, entry: TensorEntry, weights: torch.Tensor, remainder: torch.Tensor, *, first: int
 ) -> None:
@@ -191,4 +207,4 @@ def _read_split(
             remainder[begin : begin + count].numpy().data,
         )
         if nonfinite:
-            raise UsageError(f"{entry.file}: {nonfinite} values of {entry.name} do not fit bfloat16")
+            raise _damaged(entry, nonfinite, "not finite in bfloat16")

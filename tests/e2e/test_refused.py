@@ -1,0 +1,67 @@
+"""What cannot be trained is one error with what to do and exit code 2, from the command as a person runs it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from fuyou_cli.core.errors import UsageError
+
+from .conftest import Project
+from .running import manifest_of, train
+
+NewProject = Callable[..., Project]
+
+
+def _refused(project: Project, *arguments: str) -> str:
+    said = project.fuyou(*arguments)
+    assert said.returncode == 2, said.stderr
+    assert "Traceback" not in said.stderr and "internal error" not in said.stderr
+    assert "help: " in said.stderr
+    assert not list(project.folder.rglob("store.bin"))
+    return said.stderr
+
+
+def _model(materials: Path, target: Path) -> Path:
+    return Path(shutil.copytree(materials / "model", target))
+
+
+def test_a_family_that_cannot_be_streamed(new_project: NewProject, materials: Path, tmp_path: Path) -> None:
+    model = _model(materials, tmp_path / "bloom")
+    transformers.BloomConfig(vocab_size=322, hidden_size=32, n_layer=2, n_head=4).save_pretrained(model)
+    (model / "model.safetensors").unlink()
+    project = new_project(changes={"model.name_or_path": str(model)})
+    assert "BloomForCausalLM cannot be streamed: h.0 takes a tensor of shape" in _refused(project, "finetune", "recipe.yaml")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_where_there_is_none(new_project: NewProject) -> None:
+    said = _refused(new_project(changes={"offload.device": "cuda"}), "plan", "recipe.yaml")
+    assert "offload.device: cuda, but no CUDA device is usable" in said
+
+
+def test_a_configuration_that_says_quantized(new_project: NewProject, materials: Path, tmp_path: Path) -> None:
+    model = _model(materials, tmp_path / "quantized")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq", "bits": 4}}))
+    said = _refused(new_project(changes={"model.name_or_path": str(model)}), "plan", "recipe.yaml")
+    assert "says that it is quantized with gptq" in said
+
+
+@pytest.mark.parametrize(("stored", "compute"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")])
+def test_a_checkpoint_with_nan(new_project: NewProject, materials: Path, tmp_path: Path, stored: str, compute: str) -> None:
+    model = _model(materials, tmp_path / "damaged")
+    tensors = {name: value.to(getattr(torch, stored)) for name, value in load_file(model / "model.safetensors").items()}
+    tensors["transformer.h.1.mlp.c_fc.weight"][3, 5] = float("nan")
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    project = new_project(changes={"model.name_or_path": str(model), "precision.compute": compute})
+    with pytest.raises(UsageError, match=r"model\.safetensors: 1 value of transformer\.h\.1\.mlp\.c_fc\.weight is not finite"):
+        train(project)
+    assert manifest_of(project).state == "loading"  # nothing to lose: the next run starts again
