@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.core.errors import FuyouError, OutOfSpaceError, PlanError, UsageError
+from fuyou_cli.core.paths import folder
 from fuyou_cli.core.units import GiB, duration, gib
 
 from . import probe
@@ -51,7 +52,7 @@ def run_quickstart(overrides: Sequence[str]) -> int:
     began = time.monotonic()
     loaded = _load(overrides)
     recipe = loaded.recipe
-    model, out = Path(recipe.model.name_or_path), Path(recipe.output_dir).expanduser()
+    model, out = Path(recipe.model.name_or_path), folder(recipe.output_dir, key="output_dir")
     _write_corpus(Path(recipe.dataset.train[0].path))
     write_status(f"making a small model and its tokenizer in {model}")
     _module("make_model", str(model))

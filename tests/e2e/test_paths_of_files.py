@@ -42,3 +42,17 @@ def test_a_refusal_is_two_lines_and_exit_code_2(new_project: Callable[..., Proje
         f"error: offload.dir: {tmp_path / 'file'}: {tmp_path / 'file'} is a file, not a folder",
         "  help: name a folder, or a new one",
     ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (("plan", "recipe.yaml", "offload.dir=~nosuchuser/x"), "offload.dir"),
+        (("export", "recipe.yaml", "out", "checkpoint.resume=~nosuchuser/x"), "checkpoint.resume"),
+        (("quickstart", "output_dir=~nosuchuser/x"), "output_dir"),
+    ],
+)
+def test_a_home_that_is_not_there_is_no_bug(arguments: tuple[str, ...], key: str, new_project: Callable[..., Project]) -> None:
+    done = new_project().fuyou(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0] == f"error: {key}: ~nosuchuser/x: Could not determine home directory."

@@ -226,7 +226,8 @@ def _encoded(batch: list[tuple[str, Example]], tokeniser: Tokeniser, target: str
         rows = tokeniser.encode([example for _, example in batch], target=target)
     except RowError as error:
         at = batch[error.args[1]][0] if len(error.args) > 1 else _refused_at(batch, tokeniser, target)
-        raise UsageError(f"{at}: {error.args[0]}") from error
+        hint = "mend the row, or leave it out; a template or a tokenizer that fails on every row is itself at fault"
+        raise UsageError(f"{at}: {error.args[0]}", hint=hint) from error
     for (place, example), (tokens, mask) in zip(batch, rows, strict=True):
         ends = not isinstance(example, Text) or example.ends
         yield Sample(tokens=tokens, mask=mask, place=place, ends=ends)
