@@ -38,11 +38,9 @@ class StopRequests:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is not None and self._to_the_end:
-            self.end()
-            return
+        ignored = kind is not None and self._to_the_end  # by the system: Python takes its own handlers away as it ends
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if ignored else handler)
 
     @contextmanager
     def during(self, doing: Doing) -> Iterator[None]:
