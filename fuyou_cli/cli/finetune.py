@@ -85,7 +85,7 @@ def _train(prepared: Prepared) -> tuple[RunReport, Path]:
     from fuyou_cli.training.jsonl import JsonlLog
     from fuyou_cli.training.run import Run
 
-    from .allocator import trim
+    from .allocator import settle_for_training, trim
 
     out = Path(prepared.recipe.output_dir).expanduser()
     out.mkdir(parents=True, exist_ok=True)
@@ -105,6 +105,7 @@ def _train(prepared: Prepared) -> tuple[RunReport, Path]:
             if "jsonl" in prepared.recipe.logging.backends:
                 log = stack.enter_context(JsonlLog(out / "log.jsonl", anew=prepared.manifest is None))
                 log.write("plan", _promises(prepared))
+            settle_for_training()
             before = run.daemon.counters()
             _steps(prepared, run, log)
             report = run.report()

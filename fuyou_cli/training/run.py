@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -34,6 +34,8 @@ from .storage import STORE_FILE, StageFiles, check_space
 
 _REQUESTS = 4096
 _SAMPLE_SECONDS = 0.02
+_SPARE_FILE, _SPARE_BYTES = "spare", 1 << 20  # disk for the manifest of the state saved when the disk has run full
+_SPARE_PER_STEP = 32  # a loss as text
 
 
 class Run:
@@ -156,11 +158,17 @@ class Run:
                 if report is None:
                     self.executor.abandon()
                     break
-                self._steps.append(report)
+                self._remember(report)
                 on_step(report)
             self.save()
             if self.stopping.requested:
                 raise Interrupted(f"stopped after step {self.step} of {self.prepared.total_steps}")
+
+    def _remember(self, report: StepReport) -> None:
+        """Only the last step's timeline is drawn; thousands of them would be a leak."""
+        if self._steps:
+            self._steps[-1] = replace(self._steps[-1], timeline=())
+        self._steps.append(report)
 
     def _one_step(self) -> StepReport | None:
         """None where it was given up on request."""
@@ -168,6 +176,7 @@ class Run:
         assert prepared.rows is not None and prepared.sampler is not None
         self._since_saved += 1
         if self._since_saved == 2:  # from here on extents of the state on disk are written over
+            self._set_room_aside()
             self.save_manifest("running")
         batch = collate(
             prepared.rows,
@@ -342,8 +351,18 @@ class Run:
             self.executor.drain()
             self.files.save_resident(self.executor.residency.records)
             self.store.sync()
+            self._spare.unlink(missing_ok=True)
             self.save_manifest("committed")
         self._saving, self._since_saved, self._saved_step = False, 0, self.step
+
+    def _set_room_aside(self) -> None:
+        """Without this a full disk, which ends a run by its log, would keep it from being saved."""
+        with self._spare.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, _SPARE_BYTES + _SPARE_PER_STEP * self.prepared.total_steps)
+
+    @property
+    def _spare(self) -> Path:
+        return self.paths[0].with_name(_SPARE_FILE)
 
     def save_manifest(self, state: State) -> None:
         prepared = self.prepared
@@ -353,7 +372,10 @@ class Run:
                 run=self._name,
                 files=tuple(str(path) for path in self.paths),
                 parts=tuple(str(path.with_name(PART_FILE)) for path in self.paths),
-                companions=tuple(str(path) for path in sorted((self.paths[0].parent / COMPANIONS).glob("*"))),
+                companions=(
+                    *(str(path) for path in sorted((self.paths[0].parent / COMPANIONS).glob("*"))),
+                    *([str(self._spare)] if state == "running" else []),  # what a killed run leaves, for `fuyou clean`
+                ),
                 stripe=self.plan.io.stripe,
                 store_size=self.plan.store_size,
                 state=state,
