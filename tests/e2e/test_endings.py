@@ -1,0 +1,187 @@
+"""How a run ends when nobody reads it, its log cannot be written, its terminal goes, or its output is in the way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from fuyou_cli.cli import probe
+from fuyou_cli.core.errors import Interrupted, NumericsError, OutOfSpaceError
+from fuyou_cli.training.jsonl import JsonlLog, read_log
+from fuyou_cli.training.report import StepReport
+from fuyou_cli.training.run import Run
+
+from .conftest import Project
+from .running import STEPS, exported, interrupt, manifest_of, prepared_run, store_of, train
+
+pytestmark = pytest.mark.timeout(120)
+NewProject = Callable[..., Project]
+LONG = {"train.max_steps": 400, "export.at_end": False}
+UNCLIPPED = {"train.max_steps": STEPS, "train.clip_grad_norm": None}
+
+
+def _signalled(project: Project, signals: Sequence[int], *, after: int, pause: float, prefix: str = "") -> tuple[int, str]:
+    """The exit code and the words of a run that gets `signals` once step `after` is in its log."""
+    command = project.command("finetune", project.recipe)
+    with subprocess.Popen(
+        ["sh", "-c", f'{prefix} exec "$@"', "sh", *command], cwd=project.folder, env=project.environment(),
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        while f'"step":{after},' not in _text(project.out / "log.jsonl"):
+            assert process.poll() is None
+            time.sleep(0.01)
+        for number in signals:
+            process.send_signal(number)
+            time.sleep(pause)
+        said = process.communicate(timeout=60)[1]
+    return process.returncode, said
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def test_a_reader_that_is_gone_does_not_end_the_run(new_project: NewProject) -> None:
+    whole, unread = new_project("whole"), new_project("unread")
+    train(whole)
+    with subprocess.Popen(
+        unread.command("finetune", unread.recipe), cwd=unread.folder, env=unread.environment(),
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        while not process.stdout.readline().startswith("step 2/"):
+            assert process.poll() is None
+        process.stdout.close()
+        assert process.wait(60) == 0
+    assert sorted(unread.losses()) == list(range(1, STEPS + 1))
+    assert (unread.out / "timeline.svg").exists()
+    ours, theirs = unread.exported(), exported(store_of(whole), whole.folder / "export")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("changes", [{}, UNCLIPPED], ids=["clipped", "unclipped"])
+def test_a_log_on_a_full_disk_saves_the_step_and_is_named(changes: dict[str, object], new_project: NewProject) -> None:
+    project = new_project(changes={"train.max_steps": STEPS, **changes})
+    log = JsonlLog(project.out / "log.jsonl")
+
+    def on_step(report: StepReport) -> None:
+        if report.step == 4:
+            assert log._file is not None
+            full = os.open("/dev/full", os.O_WRONLY)
+            os.dup2(full, log._file)
+            os.close(full)
+        log.step(report)
+
+    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+        run.load(lambda count: None)
+        with pytest.raises(OutOfSpaceError, match=r"log\.jsonl: No space left") as ended:
+            run.train(on_step)
+    assert "the state after step 4 is saved" in str(ended.value.hint)
+    assert not (store_of(project) / "spare").exists()
+    losses, _ = train(project)
+    assert losses == train(new_project("whole", {"train.max_steps": STEPS, **changes}))[0]
+
+
+def test_any_error_between_micro_batches_saves_the_step_before(new_project: NewProject) -> None:
+    project = new_project(changes={"train.max_steps": STEPS})
+
+    def fail(run: Run) -> None:
+        if run.step == 3:
+            raise RuntimeError("out of something")
+
+    with pytest.raises(RuntimeError) as ended:
+        train(project, fail)
+    assert "the state after step 3 is saved" in ended.value.__notes__[0]
+    assert train(project)[0] == train(new_project("whole", {"train.max_steps": STEPS}))[0]
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGHUP], [signal.SIGINT, signal.SIGTERM, signal.SIGTERM]], ids=len)
+def test_signals_save_and_are_heard_to_the_end(signals: list[int], new_project: NewProject) -> None:
+    project = new_project(changes=LONG)
+    code, said = _signalled(project, signals, after=3, pause=0.1)
+    assert (code, manifest_of(project).state) == (130, "committed")
+    assert "is saved in" in said
+
+
+def test_nohup_keeps_its_meaning(new_project: NewProject) -> None:
+    project = new_project(changes={"train.max_steps": 40, "export.at_end": False})
+    code, said = _signalled(project, [signal.SIGHUP], after=3, pause=0.0, prefix="trap '' HUP;")
+    assert code == 0, said
+
+
+@pytest.mark.parametrize("presses", [2, 3])
+def test_a_step_whose_updates_have_begun_warns_before_it_is_given_up(presses: int, new_project: NewProject) -> None:
+    """The first signal of `interrupt`, then others in the same micro-batch."""
+    project, heard = new_project(changes=UNCLIPPED), list[str]()
+    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space, announce=heard.append) as run:
+        run.load(lambda count: None)
+        press, look = interrupt(3, "backward"), run.executor.between_micro_batches
+
+        def between() -> None:
+            press(run)
+            for _ in range(presses - 1 if run.stopping.requested and len(heard) < 2 else 0):
+                os.kill(os.getpid(), signal.SIGINT)
+            look()
+
+        run.executor.between_micro_batches = between
+        with pytest.raises(Interrupted) as ended:
+            run.train(lambda report: None)
+    assert "updates have begun" in heard[0] and "gives up the whole run: it would have to start over" in heard[0]
+    assert ended.value.exit_code == 1 and "start over" in str(ended.value.hint)
+
+
+def test_numbers_that_fail_again_are_not_recommended(new_project: NewProject) -> None:
+    project = new_project(changes={"optimizer.lr": 1e30, "lr_scheduler.warmup_steps": 0})
+    with pytest.raises(NumericsError) as ended:
+        train(project)
+    assert "checkpoint.resume=never" in str(ended.value.hint) and "goes on from there" not in str(ended.value.hint)
+
+
+def test_an_output_in_the_way_is_refused_before_training(new_project: NewProject) -> None:
+    project = new_project()
+    (project.out / "model").mkdir(parents=True)
+    (project.out / "model" / "thesis.tex").write_text("precious")
+    for command in ("finetune", "plan"):
+        refused = project.fuyou(command, project.recipe)
+        assert refused.returncode == 2 and "error: output_dir: " in refused.stderr and "thesis.tex" in refused.stderr
+    (project.folder / "file").write_text("")
+    refused = project.fuyou("finetune", project.recipe, f"output_dir={project.folder}/file/out")
+    assert refused.returncode == 2 and "output_dir: " in refused.stderr and "is a file" in refused.stderr
+    assert not (project.out / "store").exists()
+
+
+def test_an_export_that_fails_takes_nothing_else(new_project: NewProject) -> None:
+    """The model's folder is taken while the run trains."""
+    project = new_project(changes={"train.max_steps": 60})
+    with subprocess.Popen(
+        project.command("finetune", project.recipe), cwd=project.folder, env=project.environment(),
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        while '"step":1,' not in _text(project.out / "log.jsonl"):
+            assert process.poll() is None
+            time.sleep(0.01)
+        (project.out / "timeline.svg").mkdir()
+        (project.out / "model").mkdir()
+        (project.out / "model" / "thesis.tex").write_text("precious")
+        said = process.communicate(timeout=100)[1]
+    assert process.returncode == 2
+    assert "Predicted and measured" in said and "note: the timeline cannot be written" in said
+    assert f"fuyou export {store_of(project)} OUT" in said and read_log(project.out / "log.jsonl")[-1]["event"] == "end"
+
+
+def test_starting_over_keeps_the_log_of_the_run_before(new_project: NewProject) -> None:
+    project = new_project(changes={"train.max_steps": 2, "export.at_end": False})
+    for number in range(3):
+        done = project.fuyou("finetune", project.recipe, *(["checkpoint.resume=never"] if number else []))
+        assert done.returncode == 0, done.stderr
+    logs = [project.out / name for name in ("log.jsonl", "log.jsonl.1", "log.jsonl.2")]
+    for log in logs:
+        assert [record["step"] for record in read_log(log) if record["event"] == "step"] == [1, 2]
+    assert "64 samples" in done.stderr and "split" in done.stderr
