@@ -24,6 +24,7 @@ LIBRARY_ERRORS = (
     RuntimeError, LookupError, ValueError, TypeError, AttributeError, AssertionError, ArithmeticError, ImportError,
     StrictDataclassError,
 )  # fmt: skip
+_UNREADABLE = (*LIBRARY_ERRORS, OSError)
 
 
 @contextmanager
@@ -57,7 +58,7 @@ def load_config(directory: Path, *, trust_remote_code: bool = False) -> PreTrain
     file = directory / "config.json"
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (*LIBRARY_ERRORS, OSError) as error:
+    except _UNREADABLE as error:
         raise UsageError(
             f"{file}: not a model configuration: {said(error)}",
             hint="point model.name_or_path at a directory with a Hugging Face config.json",
