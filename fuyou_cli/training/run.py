@@ -7,7 +7,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
@@ -356,8 +356,9 @@ class Run:
         self._saving, self._since_saved, self._saved_step = False, 0, self.step
 
     def _set_room_aside(self) -> None:
-        """Without this a full disk, which ends a run by its log, would keep it from being saved."""
-        with self._spare.open("wb") as file:
+        """Without this a full disk, which ends a run by its log, would keep it from being saved. Where there is no room for
+        it the run goes on without."""
+        with suppress(OSError), self._spare.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, _SPARE_BYTES + _SPARE_PER_STEP * self.prepared.total_steps)
 
     @property
