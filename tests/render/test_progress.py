@@ -102,13 +102,13 @@ def test_the_block_is_never_too_wide(printer: Printer, plan: Plan, width: int, a
 def test_every_wait_is_shown_in_80_columns(printer: Printer, plan: Plan) -> None:
     console, _ = printer(80)
     display = RunDisplay(console, total_steps=10, plan=plan, clock=Clock())
-    waits = {"weights": 1234.5, "gradient slot": 0.25, "boundary": 12.5, "step end": 100.0, "none": 0.0}
+    waits = {"weights": 1234.5, "gradient slot": 0.25, "boundary": 12.5, "step end": 100.0, "none": 0.0, "nothing seen": 0.0004}
     display.step(report(1, 2000.0, stalls=waits))
     lines = display.lines(80)
     assert all(line.cell_len <= 80 for line in lines)
     text = " ".join(" ".join(line.plain for line in lines).split())
     shown = [text.index(f"for {cause}") for cause in ("weights", "step end", "boundary", "gradient slot")]
-    assert shown == sorted(shown) and "for none" not in text
+    assert shown == sorted(shown) and "for none" not in text and "nothing seen" not in text
 
 
 def test_the_bar_moves_within_a_step(printer: Printer, plan: Plan) -> None:
