@@ -102,7 +102,7 @@ def only_refusals(model: PreTrainedModel, *, shape: tuple[int, int]) -> Iterator
     except UsageError as error:
         raise _refusal(model, error.message) from None
     except DataDependentOutputException as error:
-        reason = "its forward depends on the values of tokens or positions (rope_type dynamic and longrope do)"
+        reason = "its forward depends on the values of tokens or positions (rope_type dynamic does)"
         raise _refusal(model, reason) from error
     except LIBRARY_ERRORS as error:
         raise _refusal(model, said(error), large) from error

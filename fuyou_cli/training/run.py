@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -26,14 +24,15 @@ from ..swap.store import Store
 from . import manifest as manifests
 from .data import collate
 from .manifest import COMPANIONS, Manifest, State
+from .memory_watch import MemoryWatch
 from .prepare import Prepared
-from .report import Busy, RunReport, StepReport
+from .report import RunReport, StepReport
+from .reporting import run_report, timeline
 from .saved import PART_FILE, check_same_run, check_unchanged, write_parts
 from .stopping import StopRequests
 from .storage import STORE_FILE, StageFiles, check_space
 
 _REQUESTS = 4096
-_SAMPLE_SECONDS = 0.02
 _SPARE_FILE, _SPARE_BYTES = "spare", 1 << 20  # disk for the manifest of the state saved when the disk has run full
 _SPARE_PER_STEP = 32  # a loss as text
 
@@ -234,39 +233,8 @@ class Run:
             update_cpu_seconds=(after.update_cpu_ns - before.update_cpu_ns) / 1e9,
             io_cpu_seconds=(after.ring_cpu_ns - before.ring_cpu_ns) / 1e9,
             stalls=stalls,
-            timeline=self._timeline(outcome, begin),
+            timeline=timeline(outcome, self.daemon.events(), begin=begin, model=self.model),
         )
-
-    def _timeline(self, outcome: StepOutcome, begin: float) -> tuple[Busy, ...]:
-        names = [stage.name for stage in self.model.stages]
-        busy = [
-            Busy(
-                resource="compute",
-                label=f"{self._direction(item.phase)} {names[item.stage]}",
-                begin=item.begin - begin,
-                end=item.end - begin,
-            )
-            for item in outcome.intervals
-        ]
-        resources = {"read": "ssd read", "write": "ssd write", "update": "update"}
-        busy += [
-            Busy(
-                resource=resources[event.operation],
-                label=f"{event.operation} {names[event.label]}",
-                begin=max(0.0, event.begin_ns / 1e9 - begin),
-                end=event.end_ns / 1e9 - begin,
-                bytes=event.bytes,
-            )
-            for event in self.daemon.events()
-            if event.end_ns / 1e9 > begin
-        ]
-        return tuple(busy)
-
-    def _direction(self, phase: str) -> str:
-        """Where a visit counts: a whole head, which is both at once, with forward."""
-        if phase == "head":
-            return "backward" if self.model.head_is_cut else "forward"
-        return "forward" if phase == "logits" else phase
 
     def _between_micro_batches(self) -> None:
         if self.stopping.requested and self.executor.may_abandon():
@@ -319,7 +287,7 @@ class Run:
         try:
             self.executor.abandon()
             self.save()
-        except Exception as failure:  # the first error is what has to be mended
+        except (FuyouError, OSError, RuntimeError, MemoryError) as failure:  # the first error is what has to be mended
             error.add_note(f"saving the state failed as well: {failure}")
 
     def _tell(self, error: Exception) -> None:
@@ -397,67 +365,16 @@ class Run:
 
     def report(self) -> RunReport:
         """The run beside its plan. Medians leave out the first step, which also warms up."""
-        steps = self._steps
-        later = steps[1:] or steps
-        tokens = sum(step.batch_tokens for step in later)
-        seconds = sum(step.seconds for step in later) or 1e-9
-        stalls: dict[str, float] = {}
-        for step in steps:
-            for cause, waited in step.stalls.items():
-                stalls[cause] = stalls.get(cause, 0.0) + waited
-        predicted = self.plan.predicted
-        counters: Counters = self.daemon.counters()
-        return RunReport(
-            steps=len(steps),
+        return run_report(
+            self._steps,
+            losses=self.losses,
+            plan=self.plan,
+            parameters=self.model.parameters,
             seconds=time.monotonic() - self._began,
-            first_loss=self.losses[0] if self.losses else float("nan"),
-            last_loss=self.losses[-1] if self.losses else float("nan"),
-            losses=tuple(self.losses),
-            tokens_per_second=tokens / seconds,
-            tflops=6.0 * self.model.parameters * tokens / seconds / 1e12,
-            ram_budget=self.plan.cpu_budget,
             ram_peak=self.memory.peak,
-            ram_predicted=predicted.cpu_peak,
-            step_seconds=statistics.median(step.seconds for step in later) if later else 0.0,
-            step_predicted=predicted.step_seconds,
-            read_per_step=round(statistics.median(step.read_bytes for step in later)) if later else 0,
-            read_predicted=predicted.read_per_step,
-            written_per_step=round(statistics.median(step.written_bytes for step in later)) if later else 0,
-            written_predicted=predicted.written_per_step,
-            written_total=self.written_before + counters.written_bytes,
-            stalls=stalls,
-            timeline=steps[-1].timeline if steps else (),
-            output_dir=str(Path(self.prepared.recipe.output_dir).expanduser()),
+            written_total=self.written_before + self.daemon.counters().written_bytes,
+            output_dir=self.prepared.recipe.output_dir,
         )
-
-
-class MemoryWatch:
-    """Samples the process's memory from a thread of its own, so that peaks inside a computation are seen."""
-
-    def __init__(self, now: Callable[[], int]) -> None:
-        self._now, self.peak = now, now()
-        self._lock = threading.Lock()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="memory-watch", daemon=True)
-
-    def look(self) -> int:
-        """Bytes now, which no peak seen later is below."""
-        with self._lock:
-            now = self._now()
-            self.peak = max(self.peak, now)
-        return now
-
-    def _watch(self) -> None:
-        while not self._over.wait(_SAMPLE_SECONDS):
-            self.look()
-
-    def __enter__(self) -> MemoryWatch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
 
 
 def _open_arena(size: int) -> Arena:

@@ -1,0 +1,37 @@
+"""The process's memory over time, sampled beside the computation."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+_SAMPLE_SECONDS = 0.02
+
+
+class MemoryWatch:
+    """Samples the process's memory from a thread of its own, so that peaks inside a computation are seen."""
+
+    def __init__(self, now: Callable[[], int]) -> None:
+        self._now, self.peak = now, now()
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="memory-watch", daemon=True)
+
+    def look(self) -> int:
+        """Bytes now, which no peak seen later is below."""
+        with self._lock:
+            now = self._now()
+            self.peak = max(self.peak, now)
+        return now
+
+    def _watch(self) -> None:
+        while not self._over.wait(_SAMPLE_SECONDS):
+            self.look()
+
+    def __enter__(self) -> MemoryWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
