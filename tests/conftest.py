@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("fuyou", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("fuyou")
+
+# A shell's background job ignores Ctrl-C, and so would every command the tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)

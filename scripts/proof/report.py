@@ -22,6 +22,7 @@ from fuyou_cli.cli import probe
 from fuyou_cli.cli.profile import core_count, cpu_name
 
 ROOT = Path(__file__).resolve().parents[2]
+_SOURCES = {".py", ".c", ".h", ".txt", ".cmake", ".map"}
 PASS, FAIL, REPORTED, MISSING, NOISY = "pass", "FAIL", "reported", "not measured", "NOT QUIET"
 HELD, FAILED, NOT_SHOWN = 0, 1, 3  # exit codes
 EXIT_CODES = textwrap.fill(
@@ -225,23 +226,19 @@ def described() -> str:
 
 
 def code() -> str:
-    """A name for the code that measures and is measured: of the package and the C library what is committed and what
-    differs from that, of the scripts, where the other side's loop is, and of the extension in use what they hold."""
-    measured = ["fuyou_cli", "native"]
-    try:
-        trees = _git("rev-parse", *(f"HEAD:{folder}" for folder in measured))
-        trees += _git("diff", "HEAD", "--", *measured)
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    scripts = sorted([*ROOT.glob("scripts/proof/*.py"), *ROOT.glob("scripts/prove_*.py")])
-    return hashlib.sha256((trees + digest([*scripts, *extension()])).encode()).hexdigest()[:12]
+    """A name for the code that measures and is measured: the package, the C library, the scripts, where the other side's
+    loop is, and the extension in use."""
+    found = [path for folder in ("fuyou_cli", "native") for path in (ROOT / folder).rglob("*") if path.suffix in _SOURCES]
+    found += [*ROOT.glob("scripts/proof/*.py"), *ROOT.glob("scripts/prove_*.py")]
+    return digest([*sorted(found), *extension()])
 
 
 def digest(files: Iterable[Path]) -> str:
     """A name for the names and contents of these files."""
     held = hashlib.sha256()
     for file in files:
-        held.update(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+        name = file.relative_to(ROOT) if file.is_relative_to(ROOT) else file.name
+        held.update(f"{name} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
     return held.hexdigest()[:12]
 
 
@@ -249,10 +246,6 @@ def extension() -> list[Path]:
     """The built C extension that a run would load, wherever it was installed; it may be older than its sources."""
     found = importlib.util.find_spec("fuyou_cli._native")
     return [Path(found.origin)] if found is not None and found.origin else []
-
-
-def _git(*arguments: str) -> str:
-    return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=True).stdout
 
 
 def now() -> str:

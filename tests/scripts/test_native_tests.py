@@ -50,4 +50,5 @@ def test_the_installed_ctest_says_it_that_way(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("wb") as file:
         subprocess.run(["ctest", "--test-dir", str(tmp_path), "--output-on-failure"], stdout=file, check=True)
-    assert _summary(log) == "100% tests passed, 0 tests failed out of 2; did not run here: test_ring (Skipped)\n"
+    summary = _summary(log)  # since 4.1 ctest leaves out that none failed
+    assert summary.startswith("100% tests passed") and summary.endswith("out of 2; did not run here: test_ring (Skipped)\n")

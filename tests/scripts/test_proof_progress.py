@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -103,9 +102,6 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("one")
     (tmp_path / "_native.so").write_text("one")
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@x"]
-    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
-        subprocess.run([*git, *words], check=True)
     monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.setattr(report, "extension", lambda: [tmp_path / "_native.so"])
     return tmp_path
