@@ -55,6 +55,7 @@ class Run:
         self.prepared, self.plan, self.model = prepared, prepared.plan, prepared.model
         self.memory = MemoryWatch(memory_now)
         self._trim = trim  # gives freed memory back to the system; called after every visit
+        self._trim_above = _nearly_all(self.plan)  # and between micro-batches where memory is short
         self.losses: list[float] = list(prepared.manifest.losses) if prepared.manifest else []
         self.step = prepared.manifest.step if prepared.manifest else 0
         self.written_before = prepared.manifest.written_total if prepared.manifest else 0
@@ -237,12 +238,17 @@ class Run:
         )
 
     def _between_micro_batches(self) -> None:
+        if self.memory.look() > self._trim_above:
+            self._trim()
+        self._stop_here()
+
+    def _stop_here(self) -> None:
         if self.stopping.requested and self.executor.may_abandon():
             raise StepAbandoned
 
     def _after_visit(self) -> None:
         self._trim()
-        self._between_micro_batches()  # a batch of one micro-batch has no other place to stop
+        self._stop_here()  # a batch of one micro-batch has no other place to stop
 
     # ---- stopping and saving -------------------------------------------------------------------------------------
 
@@ -375,6 +381,13 @@ class Run:
             written_total=self.written_before + self.daemon.counters().written_bytes,
             output_dir=self.prepared.recipe.output_dir,
         )
+
+
+def _nearly_all(plan: Plan) -> int:
+    """Bytes of the process above which a micro-batch should not find the holes that the one before it left in the heap:
+    a fifth of what compute may take below what was predicted."""
+    compute = sum(line.size for line in plan.memory if line.what == "compute" and line.tier == "cpu")
+    return plan.predicted.cpu_peak - compute // 5
 
 
 def _open_arena(size: int) -> Arena:
