@@ -1,7 +1,7 @@
 """Errors to exit codes and to text, in one place.
 
-0 ok, 1 failed, 2 usage or recipe, 3 does not fit, 4 out of memory or disk, 130 interrupted and saved. Errors of ours
-carry their code; a traceback is shown only with FUYOU_DEBUG=1, for errors nobody foresaw as well.
+0 ok, 1 failed, 2 usage or recipe, 3 does not fit, 4 out of memory or disk, 130 interrupted, nothing trained lost.
+Errors of ours carry their code; a traceback is shown only with FUYOU_DEBUG=1, for errors nobody foresaw as well.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from fuyou_cli.core.disk import FileSystem, Wanted, existing, file_systems, store_files
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.paths import folder
 from fuyou_cli.core.units import gb, gib
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.plan import Plan
@@ -61,10 +62,8 @@ def export_folder(recipe: Recipe, model_dir: Path) -> Path:
 
 def check_output(recipe: Recipe) -> None:
     """Raises UsageError unless `output_dir` is a folder that can be written to, or can become one."""
-    out = Path(recipe.output_dir).expanduser()
+    out = folder(recipe.output_dir, key="output_dir")
     there = existing(out)
-    if not there.is_dir():
-        raise UsageError(f"output_dir: {there} is a file, not a folder", hint="choose another output_dir")
     if not os.access(there, os.W_OK | os.X_OK):
         raise UsageError(f"output_dir: {there} cannot be written to", hint="choose another output_dir, or change its mode")
     for name in ("log.jsonl", "timeline.svg"):

@@ -19,7 +19,6 @@ from ..core.errors import UsageError
 from ..core.units import align_up
 from ..spec.model import STAGE_ALIGN, TENSOR_ALIGN, StageKind, TensorSpec
 from .calls import TRIED, WORKING, refuse_by_configuration, stage_calls
-from .calls import one_row_masks as one_row_masks  # the executor takes it from here
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,9 @@ from ..planner.schedule import Visit, plan_schedule
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
 from ..swap.daemon import SwapDaemon
-from .anatomy import Anatomy, one_row_masks
+from .anatomy import Anatomy
 from .boundaries import Boundaries
+from .calls import one_row_masks
 from .compute_weights import ComputeWeights
 from .devices.base import Device
 from .embedding import is_lookup, is_plain
