@@ -51,7 +51,8 @@ def _show_plan(loaded: LoadedRecipe, prepared: Prepared, room: Room) -> None:
 
     command = f"fuyou finetune {loaded.path}"
     plan, model, hardware = prepared.plan, prepared.model, prepared.hardware
-    show_plan(status_console(), plan, model, hardware, room, verbose=False, command=command)
+    steps = prepared.total_steps or None
+    show_plan(status_console(), plan, model, hardware, room, verbose=False, steps=steps, command=command)
 
 
 def _introduce(loaded: LoadedRecipe, prepared: Prepared) -> None:

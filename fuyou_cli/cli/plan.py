@@ -50,5 +50,6 @@ def _show(loaded: LoadedRecipe, prepared: Prepared, room: Room, *, verbose: bool
         prepared.hardware,
         room,
         verbose=verbose,
+        steps=prepared.total_steps or None,
         command=f"fuyou finetune {loaded.path}",
     )

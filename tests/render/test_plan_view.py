@@ -11,7 +11,7 @@ from rich.console import Console
 
 from fuyou_cli.cli.render.plan import plan_json, show_plan
 from fuyou_cli.cli.room import Room, plan_problems
-from fuyou_cli.core.units import GiB, MiB
+from fuyou_cli.core.units import GiB, MiB, gb
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import MemoryLine, Plan
@@ -95,6 +95,21 @@ def test_a_separate_device_gets_a_column(
     assert row(printed(), "peak") == ["peak", "3.00", "1.84", "27.93"]
     problems = plan_problems(shown, replace(room, gpu=2 * GiB))
     assert problems == ["the step needs 3.00 GiB of GPU memory, offload.max_memory.gpu leaves 2.00 GiB"]
+
+
+@pytest.mark.parametrize(("steps", "words"), [(None, "1,000 steps write"), (250, "the run's 250 steps write")])
+def test_wear_is_the_runs_own_where_its_length_is_known(
+    printer: Printer,
+    plan: Plan,
+    model: ModelSpec,
+    hardware: HardwareProfile,
+    room: Room,
+    steps: int | None,
+    words: str,
+) -> None:
+    console, printed = printer(100, ascii=True)
+    show_plan(console, plan, model, hardware, room, verbose=False, steps=steps)
+    assert f"{words} {gb((steps or 1000) * plan.predicted.written_per_step)}" in printed()
 
 
 def test_equal_stages_share_a_line(

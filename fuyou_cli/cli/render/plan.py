@@ -47,16 +47,18 @@ def show_plan(
     room: Room,
     *,
     verbose: bool,
+    steps: int | None = None,
     command: str = "fuyou finetune recipe.yaml",
 ) -> None:
-    """The whole plan; `command` is what the last line says to run when it fits."""
+    """The whole plan; `steps` is how many the run takes where the recipe says it, `command` what the last line says to run
+    when it fits."""
     shapes = symbols(console)
     say(console, Text.assemble(("fuyou plan", "bold"), "  ", plan.model))
     pairs(console, _understood(plan, model, shapes) + _machine(plan, hardware, shapes))
     _placement(console, plan, room, shapes)
     _phase_peaks(console, plan, shapes)
     _step(console, plan, model, shapes)
-    _traffic(console, plan, room, shapes)
+    _traffic(console, plan, room, shapes, steps=steps)
     if verbose:
         _stages(console, plan, model, shapes)
     _verdict(console, plan, room, command)
@@ -255,7 +257,7 @@ def _work(name: str, seconds: float, plan: Plan, model: ModelSpec) -> tuple[str,
     return "", ""
 
 
-def _traffic(console: Console, plan: Plan, room: Room, shapes: Symbols) -> None:
+def _traffic(console: Console, plan: Plan, room: Room, shapes: Symbols, *, steps: int | None) -> None:
     predicted = plan.predicted
     heading(console, "SSD traffic per step")
     content = ruled(shapes)
@@ -268,7 +270,8 @@ def _traffic(console: Console, plan: Plan, room: Room, shapes: Symbols) -> None:
     content.add_section()
     content.add_row("total", gb(predicted.read_per_step), gb(predicted.written_per_step), style="bold")
     show(console, content, indent=2)
-    wear = f"1,000 steps write {gb(1000 * predicted.written_per_step)}" if predicted.written_per_step else "no wear"
+    counted = f"the run's {steps:,} steps write" if steps else "1,000 steps write"
+    wear = f"{counted} {gb((steps or 1000) * predicted.written_per_step)}" if predicted.written_per_step else "no wear"
     pairs(console, [("wear", f"{wear} (1 TB = 1e12 bytes, as drives are rated)"), *map(_disk, room.disks)])
 
 
