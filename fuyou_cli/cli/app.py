@@ -266,7 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (FuyouError, KeyboardInterrupt, MemoryError) as error:
         code = errors.report(error)
     except RuntimeError as error:
-        if not errors.is_device_memory(error):
+        if not errors.is_out_of_memory(error):
             raise
         code = errors.report(error)
     sys.exit(code)

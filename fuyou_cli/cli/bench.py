@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from rich.console import Console
@@ -22,15 +23,15 @@ def run_bench(
     out: Console | None = None,
     err: Console | None = None,
 ) -> BenchReport:
-    """Measures in `directory` (default: the current one) and prints to `out`, as a table or as one JSON object.
-
+    """Measures in `directory` (default: where stores go unless a recipe says, else here) and prints to `out`, as a table or
+    as one JSON object.
 
     The profile is kept for the plans to come. What is being measured appears on `err`, on one line that is gone at the
     end, if that is a terminal.
     """
     out = out or result_console()
     err = err or status_console()
-    place = directory or Path.cwd()
+    place = directory or Path(os.environ.get("FUYOU_OFFLOAD_DIR") or ".")
     if err.is_terminal:
         with err.status("starting", spinner="line") as status:
             report = measure(place, quick=quick, device=device, progress=lambda what: status.update(f"measuring: {what}"))

@@ -158,7 +158,7 @@ def _extension() -> Iterator[Check]:
         yield Check(name="native extension", status="problem", found=f"does not load: {error}", advice=remedy)
         return
     info = str(kernels.build_info())
-    built = "no io_uring" not in info
+    built = kernels.has_io_uring()
     advice = "" if built else "built without io_uring: install liburing-dev and build again; threads are used until then"
     yield Check(name="native extension", status="ok" if built else "note", found=info, advice=advice)
 

@@ -36,7 +36,7 @@ def _report(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         write_status("interrupted")
         return INTERRUPTED
-    if isinstance(error, MemoryError) or is_device_memory(error):
+    if isinstance(error, MemoryError) or is_out_of_memory(error):
         _say(f"out of memory: {_text(error)}", "lower offload.max_memory or train.micro_batch_size; see `fuyou plan`")
         return OUT_OF_SPACE
     if isinstance(error, OSError):
@@ -67,10 +67,12 @@ def _say_notes(error: BaseException) -> None:
         write_status(f"  note: {note}")
 
 
-def is_device_memory(error: BaseException) -> bool:
-    """torch's out-of-memory error, recognised without importing torch."""
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch's out-of-memory errors, recognised without importing torch: a device's has a class, the host's only words."""
     torch = sys.modules.get("torch")
-    return torch is not None and isinstance(error, getattr(torch, "OutOfMemoryError", ()))
+    if torch is not None and isinstance(error, getattr(torch, "OutOfMemoryError", ())):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def debugging() -> bool:

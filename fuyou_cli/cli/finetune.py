@@ -32,8 +32,10 @@ def run_finetune(loaded: LoadedRecipe) -> None:
     check_output(loaded.recipe)
     prepared = prepared_for(loaded, planned=lambda considered: _refuse_unfit(loaded, considered))
     _introduce(loaded, prepared)
-    report, source = _train(prepared)
+    report, source, stopped = _train(prepared)
     _conclude(prepared, report)
+    if stopped and prepared.recipe.export.at_end:
+        raise Interrupted("stopped after the last step: the model is not written", hint=_again(source))
     _export(prepared, source)
 
 
@@ -47,12 +49,11 @@ def _refuse_unfit(loaded: LoadedRecipe, prepared: Prepared) -> None:
 
 
 def _show_plan(loaded: LoadedRecipe, prepared: Prepared, room: Room) -> None:
+    from .prepared import facts_of
     from .render.plan import show_plan
 
-    command = f"fuyou finetune {loaded.path}"
     plan, model, hardware = prepared.plan, prepared.model, prepared.hardware
-    steps = prepared.total_steps or None
-    show_plan(status_console(), plan, model, hardware, room, verbose=False, steps=steps, command=command)
+    show_plan(status_console(), plan, model, hardware, room, verbose=False, facts=facts_of(loaded, prepared))
 
 
 def _introduce(loaded: LoadedRecipe, prepared: Prepared) -> None:
@@ -80,8 +81,8 @@ def _some(number: int, what: str) -> str:
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 
-def _train(prepared: Prepared) -> tuple[RunReport, Path]:
-    """Runs to the end and saves; the report and the store's folder."""
+def _train(prepared: Prepared) -> tuple[RunReport, Path, bool]:
+    """Runs to the end and saves; the report, the store's folder, and whether somebody asked to stop when all was done."""
     from fuyou_cli.training.companions import keep_companions
     from fuyou_cli.training.jsonl import JsonlLog
     from fuyou_cli.training.run import Run
@@ -112,7 +113,7 @@ def _train(prepared: Prepared) -> tuple[RunReport, Path]:
             report = run.report()
             if log is not None:
                 _end_log(log, _moved(before, run.daemon.counters()))
-        return report, run.paths[0].parent
+        return report, run.paths[0].parent, run.stopping.requested
 
 
 def _end_log(log: JsonlLog, fields: dict[str, object]) -> None:
@@ -189,7 +190,7 @@ def _export(prepared: Prepared, source: Path) -> None:
     """Whatever fails here has not harmed the trained state, and can be done again without training."""
     if not prepared.recipe.export.at_end:
         return
-    again = f"the trained state is saved: fuyou export {source} OUT writes the model elsewhere"
+    again = _again(source)
     try:
         _write_model(prepared, source)
     except KeyboardInterrupt:
@@ -200,6 +201,10 @@ def _export(prepared: Prepared, source: Path) -> None:
     except Exception as error:
         error.add_note(again)
         raise
+
+
+def _again(source: Path) -> str:
+    return f"the trained state is saved: fuyou export {source} OUT writes the model elsewhere"
 
 
 def _write_model(prepared: Prepared, source: Path) -> None:

@@ -33,7 +33,7 @@ def hardware_for(directory: Path, *, device: str) -> HardwareProfile:
     profile says so (`fuyou bench` measures them)."""
     path = profile_path(directory, device=device)
     name, memory = _device_facts(device)
-    profile = read_profile(path) if path.exists() else None
+    profile = _kept(path)
     if profile is None or (name is not None and profile.device_name != name):  # another card than was measured
         profile = assumed_hardware(directory, device=device, device_name=name, device_memory=memory)
     return replace(
@@ -45,6 +45,15 @@ def hardware_for(directory: Path, *, device: str) -> HardwareProfile:
         process_bytes=probe.process_bytes(),
         disk_free=probe.free_space(directory),
     )
+
+
+def _kept(path: Path) -> HardwareProfile | None:
+    """What `fuyou bench` left there. It is advice: what cannot be read is said, and stands in nobody's way."""
+    try:
+        return read_profile(path) if path.exists() else None
+    except UsageError as error:
+        write_status(f"note: {error.message}; rates are assumed (`fuyou bench` replaces it)")
+        return None
 
 
 def keep(profile: HardwareProfile, directory: Path) -> None:

@@ -43,27 +43,52 @@ def _joiner(group: Path) -> Callable[[], None]:
     return join
 
 
-def _make_group(limit: int) -> Path | None:
-    """A new group below ours whose limit was accepted, or None."""
-    for parent, name in _parents():
+def _make_group(limit: int, root: Path = probe.ROOT) -> Path | None:
+    """A new group that accepted the limit, swap included, or None."""
+    for parent, version in _parents(root):
         group = parent / f"fuyou-{os.getpid()}"
         try:
+            if version == 2:
+                _let_children_hold_memory(parent)
             group.mkdir()
         except OSError:
             continue
         try:
-            (group / name).write_text(str(limit))
-            (group / "cgroup.procs").read_text()
-            return group
+            _hold(group, version, limit)
         except OSError:
             with suppress(OSError):
                 group.rmdir()
+            continue
+        return group
     return None
 
 
-def _parents() -> list[tuple[Path, str]]:
-    """Folders of the groups this process is in that govern memory, with the name of their limit."""
-    return [
-        (limits.folder, "memory.max" if limits.version == 2 else "memory.limit_in_bytes")
-        for limits in probe.own_memory_groups()
-    ]
+def _parents(root: Path) -> list[tuple[Path, int]]:
+    """Where a group that governs memory may be made, with its version. Version 2 lets no group have both processes and
+    children with limits, but for the topmost: ours has a process, this one."""
+    found = []
+    for own in probe.own_memory_groups(root):
+        places = (own.top, own.folder) if own.version == 2 else (own.folder, own.top)
+        found += [(place, own.version) for place in dict.fromkeys(places)]
+    return found
+
+
+def _let_children_hold_memory(parent: Path) -> None:
+    control = parent / "cgroup.subtree_control"
+    if "memory" not in control.read_text().split():
+        control.write_text("+memory")
+
+
+def _hold(group: Path, version: int, limit: int) -> None:
+    if version == 2:
+        _write_if_there(group / "memory.swap.max", "0")
+        (group / "memory.max").write_text(str(limit))
+        return
+    (group / "memory.limit_in_bytes").write_text(str(limit))
+    _write_if_there(group / "memory.memsw.limit_in_bytes", str(limit))
+
+
+def _write_if_there(file: Path, text: str) -> None:
+    """Swap has its own limit where the kernel counts it."""
+    if file.exists():
+        file.write_text(text)

@@ -41,6 +41,7 @@ def run_plan(loaded: LoadedRecipe, *, json_output: bool = False, verbose: bool =
 
 
 def _show(loaded: LoadedRecipe, prepared: Prepared, room: Room, *, verbose: bool) -> None:
+    from .prepared import facts_of
     from .render.plan import show_plan
 
     show_plan(
@@ -50,6 +51,5 @@ def _show(loaded: LoadedRecipe, prepared: Prepared, room: Room, *, verbose: bool
         prepared.hardware,
         room,
         verbose=verbose,
-        steps=prepared.total_steps or None,
-        command=f"fuyou finetune {loaded.path}",
+        facts=facts_of(loaded, prepared),
     )

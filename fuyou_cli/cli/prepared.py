@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from . import probe
 from .console import status_console, write_status
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
     from fuyou_cli.training.prepare import Prepared
+
+    from .render.plan import RunFacts
 
 
 def prepared_for(loaded: LoadedRecipe, **options: Any) -> Prepared:
@@ -27,3 +30,17 @@ def prepared_for(loaded: LoadedRecipe, **options: Any) -> Prepared:
             progress=transfers,
             **options,
         )
+
+
+def facts_of(loaded: LoadedRecipe, prepared: Prepared) -> RunFacts:
+    """What the plan's screen says beside the plan."""
+    from fuyou_cli.swap.kernels import has_io_uring
+
+    from .render.plan import RunFacts
+
+    return RunFacts(
+        steps=prepared.total_steps or None,
+        io_uring=has_io_uring(),
+        folder=probe.existing(prepared.directories[0].parent),
+        command=f"fuyou finetune {loaded.path}",
+    )

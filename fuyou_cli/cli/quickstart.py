@@ -73,6 +73,11 @@ def run_quickstart(overrides: Sequence[str]) -> int:
             else "its message is above",
         )
     done = _done(recipe, out)
+    if not ended.enforced and done.peak > limit:
+        raise FuyouError(
+            f"the run took {gib(done.peak)} of memory, its budget is {gib(limit)} (no memory group could hold it here)",
+            hint="please report it, with the output of `fuyou doctor`",
+        )
     exported = Path(done.plan["export"])
     after = _samples(exported)
     difference = _compare(loaded, overrides, done)
@@ -214,7 +219,7 @@ def _compare(loaded: LoadedRecipe, overrides: Sequence[str], done: Done) -> floa
 
 def _held(ended: Ended, limit: int, done: Done) -> str:
     if not ended.enforced:
-        return "not enforced here: no memory group could be made"
+        return "measured, not held: no memory group could be made here"
     return "held there by the kernel" if limit == done.plan["budget"] else f"held to {gib(limit)} by the kernel"
 
 

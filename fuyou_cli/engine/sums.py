@@ -113,10 +113,10 @@ class GradientSums:
     def settle(self) -> None:
         """Everything under way has arrived and is handed over."""
         while self._downloads:
-            self._downloads[0].event.synchronize()
             self._arrive()
 
     def _arrive(self) -> None:
+        self._downloads[0].event.synchronize()  # a copy that failed is over as well: here it says so
         download = self._downloads.pop(0)
         self._spans.append(download.span)
         download.arrived()

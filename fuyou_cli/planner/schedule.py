@@ -1,5 +1,5 @@
-"""`expand(model, plan)`: one training step as an ordered list of visits. The executor follows it and the simulator runs it;
-no other description of a step exists.
+"""`plan_schedule(model, plan)`: one training step as an ordered list of visits. The executor follows it and the simulator
+runs it; no other description of a step exists.
 
 A visit is one pass over one stage. The order is forward through all stages, the head (forward and backward at once),
 then backward through all stages. A head cut along the vocabulary is passed over twice: "logits" folds the loss of every

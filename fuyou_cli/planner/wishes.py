@@ -16,7 +16,6 @@ class Wishes:
     device: str
     clip_grad_norm: float | None
     cpu_budget: int  # the whole process
-    gpu_budget: int  # 0 on device cpu
     weights: Tier | None = None
     states: Tier | None = None
     gradients: Tier | None = None

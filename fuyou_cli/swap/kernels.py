@@ -93,6 +93,11 @@ def build_info() -> str:
     return str(ffi.string(lib.fy_build_info()).decode())
 
 
+def has_io_uring() -> bool:
+    """Whether this library was built with io_uring; the kernel may refuse it all the same."""
+    return "no io_uring" not in build_info()
+
+
 def _check(code: int) -> None:
     if code:
         raise refusal_error("the native kernel refused its arguments", code)

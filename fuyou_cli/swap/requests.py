@@ -110,7 +110,8 @@ class Counters:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """One finished request on the clock of `time.monotonic_ns`."""
+    """One finished request, or a stretch of an update's I/O, on the clock of `time.monotonic_ns`. An update itself has no
+    bytes: its I/O has."""
 
     operation: Literal["read", "write", "update"]
     label: int

@@ -20,6 +20,7 @@ from ..spec.model import Dtype, ModelSpec
 from ..spec.plan import Numerics, Plan, Tier
 from .limits import check_positions, check_tokens
 from .manifest import Manifest
+from .rates import learning_rate
 from .saved import find_saved
 from .storage import run_name
 
@@ -84,6 +85,7 @@ def prepare(
     `probe` measures the machine for a device once libraries are loaded; `say` hears what takes a while; `progress` hears
     of a download, what it is, the bytes so far and in all, from another thread; `planned` hears the plan before weights
     are fetched (rows and entries are still empty), and may refuse it by raising."""
+    _check_backend(recipe)
     directories = run_directories(recipe)
     manifest = find_saved(recipe.checkpoint.resume, directories) if not planning_only else None
     if manifest is not None and recipe.checkpoint.resume != "auto":  # a run named by its folder goes on in that folder
@@ -124,6 +126,16 @@ def prepare(
     return _with_weights_and_rows(considered, hub, probe=probe, say=say)
 
 
+def _check_backend(recipe: Recipe) -> None:
+    from ..swap.kernels import has_io_uring
+
+    if recipe.offload.io.backend == "io_uring" and not has_io_uring():
+        raise UsageError(
+            "offload.io.backend: io_uring, but fuyou was built without it",
+            hint="write auto or threads, or install liburing-dev and build again (scripts/quickstart does)",
+        )
+
+
 def _with_weights_and_rows(considered: Prepared, hub: _Hub, *, probe: Probe, say: Callable[[str], None]) -> Prepared:
     """The dear part: weights fetched and looked at, data tokenised, and the plan once more for the process as it is then."""
     recipe, anatomy, model = considered.recipe, considered.anatomy, considered.model
@@ -135,8 +147,10 @@ def _with_weights_and_rows(considered: Prepared, hub: _Hub, *, probe: Probe, say
     for note in rows.summary.notes:
         say(f"note: {note}")
     device = device_name(recipe)
-    hardware = probe(device)
     sampler, total = _steps(recipe, rows)
+    learning_rate(recipe, total)  # refuses a warm-up longer than the epochs are
+    hardware = probe(device)
+    hardware = replace(hardware, process_bytes=hardware.process_bytes + sampler.peak_bytes)
     if repeated := sampler.note(total, recipe.train.epochs):
         say(f"note: {repeated}")
     return replace(
@@ -377,7 +391,6 @@ def wishes(recipe: Recipe, numerics: Numerics, hardware: HardwareProfile, *, dev
         device=device,
         clip_grad_norm=recipe.train.clip_grad_norm,
         cpu_budget=limit.cpu.resolve(total=hardware.ram_total, auto=int(hardware.ram_available * 0.9)),
-        gpu_budget=limit.gpu.resolve(total=hardware.device_memory, auto=int(hardware.device_memory * 0.95)),
         weights=tier(offload.weights) or everything,
         states=tier(offload.optimizer_states) or everything,
         gradients=tier(offload.gradients) or everything,
@@ -411,7 +424,7 @@ def _schedule_length(recipe: Recipe, total_steps: int) -> int | None:
 
 def _fingerprints(recipe: Recipe, anatomy: Anatomy, model: ModelSpec, rows: Rows, total_steps: int) -> dict[str, str]:
     """Digests of what a resumed run must agree on."""
-    config = json.loads(anatomy.model.config.to_json_string(use_diff=False))
+    config = json.loads(anatomy.model.config.to_json_string(use_diff=True))  # not what another version adds as a default
     described: dict[str, Any] = {
         "model": [
             [[s.name, s.params, [[t.name, list(t.shape)] for t in s.tensors]] for s in model.stages],
@@ -426,4 +439,4 @@ def _fingerprints(recipe: Recipe, anatomy: Anatomy, model: ModelSpec, rows: Rows
     digests = {
         name: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest() for name, value in described.items()
     }
-    return {**digests, "data": rows.fingerprint}
+    return {**digests, "data": rows.summary.digest}

@@ -16,7 +16,7 @@ from ..core.errors import FuyouError, Interrupted, NumericsError
 from ..engine.devices import open_device
 from ..engine.executor import Executor, StepAbandoned, StepOutcome
 from ..engine.host_memory import HostMemory
-from ..engine.updates import LearningRate, Optimizer
+from ..engine.updates import Optimizer
 from ..spec.plan import Plan, Span
 from ..swap.arena import Arena
 from ..swap.daemon import Counters, DaemonOptions, SwapDaemon
@@ -26,6 +26,7 @@ from .data import collate
 from .manifest import COMPANIONS, Manifest, State
 from .memory_watch import MemoryWatch
 from .prepare import Prepared
+from .rates import learning_rate
 from .report import RunReport, StepReport
 from .reporting import run_report, timeline
 from .saved import PART_FILE, check_same_run, check_unchanged, write_parts
@@ -103,7 +104,7 @@ class Run:
         self.executor.between_micro_batches = self._between_micro_batches
         self.executor.after_visit = self._after_visit
         self.files = StageFiles(model=self.model, plan=plan, daemon=self.daemon, memory=memory)
-        self.rates = _learning_rate(prepared)
+        self.rates = learning_rate(prepared.recipe, prepared.total_steps)
 
     def _claim_folders(self, free_space: Callable[[Path], int]) -> None:
         """A saved run is still the one that was planned for, and the store's folders are there and large enough."""
@@ -149,8 +150,8 @@ class Run:
     # ---- stepping ------------------------------------------------------------------------------------------------
 
     def train(self, on_step: Callable[[StepReport], None]) -> None:
-        """Steps until the last one. Raises Interrupted, state saved, after a request to stop; what `on_step` raises ends the
-        run in the same way."""
+        """Steps until the last one. Raises Interrupted, state saved, after a request to stop with steps left to do; what
+        `on_step` raises ends the run in the same way."""
         self._training = True
         with self.stopping.during("training"), self._telling_what_is_saved():
             while self.step < self.prepared.total_steps:
@@ -161,7 +162,7 @@ class Run:
                 self._remember(report)
                 on_step(report)
             self.save()
-            if self.stopping.requested:
+            if self.stopping.requested and self.step < self.prepared.total_steps:
                 raise Interrupted(f"stopped after step {self.step} of {self.prepared.total_steps}")
 
     def _remember(self, report: StepReport) -> None:
@@ -417,19 +418,4 @@ def _optimizer(prepared: Prepared) -> Optimizer:
         beta2=optimizer.betas[1],
         epsilon=optimizer.eps,
         weight_decay=optimizer.weight_decay,
-    )
-
-
-def _learning_rate(prepared: Prepared) -> LearningRate:
-    schedule, total = prepared.recipe.lr_scheduler, prepared.total_steps
-    warmup = schedule.warmup_steps
-    if warmup is None:
-        warmup = round((schedule.warmup_ratio or 0.0) * total)
-    return LearningRate(
-        name=schedule.name,
-        peak=prepared.recipe.optimizer.lr,
-        warmup_steps=min(warmup, total),
-        total_steps=total,
-        min_ratio=schedule.min_lr_ratio,
-        decay_steps=max(1, total // 10) if schedule.name == "wsd" else 0,
     )

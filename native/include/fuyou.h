@@ -190,8 +190,10 @@ typedef struct {
 } fy_counters;
 int fy_daemon_counters(fy_daemon *daemon, fy_counters *out);
 
-/* A bounded log of what was busy when, for the timeline: one entry per finished request (I/O or update). The caller
- * drains it; when it is full the oldest entries are dropped and counted. CLOCK_MONOTONIC nanoseconds. */
+/* A bounded log of what was busy when, for the timeline: one entry per finished request. The I/O of an update is told as
+ * reads and writes with the update's label, joined where pauses between chunks are under 10 ms; the update's own entry,
+ * from its first chunk computed to its last byte written, has no bytes. The caller drains the log; when it is full the
+ * oldest entries are dropped and counted. CLOCK_MONOTONIC nanoseconds. */
 typedef struct {
     uint32_t operation; /* FY_OP_READ, FY_OP_WRITE, FY_OP_UPDATE */
     uint32_t label;

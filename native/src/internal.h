@@ -41,7 +41,8 @@
 #define FY__UPDATE_THREADS_MAX 64u
 #define FY__POOL_THREADS_MAX 32u       /* per direction; a deeper queue does not make more threads */
 #define FY__RETRIES_MAX 64u            /* of one block without any progress, on EAGAIN, EINTR or a sliver */
-#define FY__EVENTS_MAX 4096u
+#define FY__EVENTS_MAX 16384u
+#define FY__EVENTS_GAP_NS UINT64_C(10000000) /* between I/O of chunks that is one entry */
 #define FY__DESCRIPTION_MAX 512u
 #define FY__SLOT_SPANS 4u              /* weights or gradients, remainder, momentum, variance */
 #define FY__CHUNK_UNIT 16384u
@@ -164,6 +165,8 @@ struct fy__slot {
     struct fy__slot *next; /* free list */
     uint64_t first;        /* parameter */
     uint64_t count;
+    uint64_t io_begin_ns;  /* of the phase's first block; 0: none taken yet */
+    uint64_t io_bytes;     /* of the phase */
     struct fy__span spans[FY__SLOT_SPANS];
 };
 
@@ -194,6 +197,7 @@ struct fy__events {
     uint32_t first;
     uint32_t count;
     uint64_t dropped;
+    fy_event growing[2]; /* by channel: chunks' I/O that the next chunk may join; end_ns 0: none */
 };
 
 struct fy_daemon {
@@ -246,6 +250,12 @@ void fy__queue_finish(fy_daemon *daemon, struct fy__block *block, int64_t result
 void fy__request_fail(fy_daemon *daemon, struct fy__request *request, const fy_failure *failure);
 /* Takes one part off; the last one finishes the ticket. */
 void fy__request_settle(fy_daemon *daemon, struct fy__request *request);
+
+/* ---- events.c: what was busy when ---- */
+void fy__events_add(struct fy__events *events, const fy_event *event);
+/* A read or write of an update's chunk: joins the entry of the chunk before it, if that is of the same label. */
+void fy__events_chunk(struct fy__events *events, const fy_event *event);
+uint32_t fy__events_take(struct fy__events *events, fy_event *out, uint32_t capacity, uint64_t *dropped);
 
 /* ---- update.c: the read-update-write chain ---- */
 int fy__update_check(const fy_daemon *daemon, const fy_update *update, const fy_segment *segments);

@@ -17,17 +17,6 @@
 
 #include <errno.h>
 
-static void event_push(struct fy__events *events, const fy_event *event)
-{
-    if (events->count == FY__EVENTS_MAX) {
-        events->first = (events->first + 1) % FY__EVENTS_MAX;
-        events->count--;
-        events->dropped++;
-    }
-    events->entries[(events->first + events->count) % FY__EVENTS_MAX] = *event;
-    events->count++;
-}
-
 void fy__request_settle(fy_daemon *daemon, struct fy__request *request)
 {
     assert(request->parts > 0);
@@ -36,13 +25,13 @@ void fy__request_settle(fy_daemon *daemon, struct fy__request *request)
     if (request->parts > 0)
         return;
     const uint64_t now_ns = fy__now_ns();
-    event_push(&daemon->events, &(fy_event){
-                                    .operation = request->operation,
-                                    .label = request->label,
-                                    .begin_ns = request->begin_ns != 0 ? request->begin_ns : now_ns,
-                                    .end_ns = now_ns,
-                                    .bytes = request->bytes,
-                                });
+    fy__events_add(&daemon->events, &(fy_event){
+                                        .operation = request->operation,
+                                        .label = request->label,
+                                        .begin_ns = request->begin_ns != 0 ? request->begin_ns : now_ns,
+                                        .end_ns = now_ns,
+                                        .bytes = request->operation == FY_OP_UPDATE ? 0 : request->bytes,
+                                    });
     request->done = true;
     assert(daemon->outstanding > 0);
     daemon->outstanding--;
@@ -190,6 +179,8 @@ struct fy__block *fy__queue_take(fy_daemon *daemon, uint32_t index)
     struct fy__request *request = span->request;
     if (request->begin_ns == 0 && request->operation != FY_OP_UPDATE)
         request->begin_ns = fy__now_ns();
+    if (span->slot != NULL && span->slot->io_begin_ns == 0)
+        span->slot->io_begin_ns = fy__now_ns();
     return block;
 }
 

@@ -196,15 +196,7 @@ FY_API int fy_daemon_events(fy_daemon *daemon, fy_event *out, uint32_t capacity,
     if (daemon->process != getpid())
         return -EPERM;
     fy__lock(daemon);
-    struct fy__events *events = &daemon->events;
-    const uint32_t taken = events->count < capacity ? events->count : capacity;
-    for (uint32_t i = 0; i < taken; i++)
-        out[i] = events->entries[(events->first + i) % FY__EVENTS_MAX];
-    events->first = (events->first + taken) % FY__EVENTS_MAX;
-    events->count -= taken;
-    *count = taken;
-    *dropped = events->dropped;
-    events->dropped = 0;
+    *count = fy__events_take(&daemon->events, out, capacity, dropped);
     fy__unlock(daemon);
     return 0;
 }

@@ -159,7 +159,29 @@ static void span_push(fy_daemon *daemon, struct fy__slot *slot, uint32_t operati
         .request = slot->request,
         .slot = slot,
     };
+    slot->io_bytes += size;
     fy__queue_push(daemon, span, order_of(slot));
+}
+
+static void slot_enter(struct fy__slot *slot, enum fy__phase phase)
+{
+    slot->phase = phase;
+    slot->spans_left = 0;
+    slot->io_begin_ns = 0;
+    slot->io_bytes = 0;
+}
+
+/* The phase's I/O is over and went well: for the timeline. */
+static void slot_tell(fy_daemon *daemon, const struct fy__slot *slot)
+{
+    assert(slot->io_begin_ns != 0 && slot->io_bytes > 0);
+    fy__events_chunk(&daemon->events, &(fy_event){
+                                          .operation = slot->phase == FY__READING ? FY_OP_READ : FY_OP_WRITE,
+                                          .label = slot->request->label,
+                                          .begin_ns = slot->io_begin_ns,
+                                          .end_ns = fy__now_ns(),
+                                          .bytes = slot->io_bytes,
+                                      });
 }
 
 static void slot_ready(fy_daemon *daemon, struct fy__slot *slot)
@@ -172,8 +194,7 @@ static void slot_ready(fy_daemon *daemon, struct fy__slot *slot)
 static void slot_read(fy_daemon *daemon, struct fy__slot *slot)
 {
     const fy_update *update = &slot->request->update;
-    slot->phase = FY__READING;
-    slot->spans_left = 0;
+    slot_enter(slot, FY__READING);
     for (uint32_t i = 0; i < TENSORS; i++) {
         const struct tensor tensor = tensor_of(update, i);
         if (!tensor.used || tensor.home.source == FY_NOWHERE)
@@ -236,6 +257,8 @@ void fy__update_span_settled(fy_daemon *daemon, struct fy__slot *slot)
     slot->spans_left--;
     if (slot->spans_left > 0)
         return;
+    if (!fy__request_failed(slot->request))
+        slot_tell(daemon, slot);
     if (slot->phase == FY__READING && !fy__request_failed(slot->request))
         slot_ready(daemon, slot);
     else
@@ -314,8 +337,7 @@ static struct outcome slot_compute(const fy_daemon *daemon, const struct fy__slo
 static void slot_write(fy_daemon *daemon, struct fy__slot *slot)
 {
     const fy_update *update = &slot->request->update;
-    slot->phase = FY__WRITING;
-    slot->spans_left = 0;
+    slot_enter(slot, FY__WRITING);
     if (update->weights_target != FY_NOWHERE) {
         const uint64_t bytes = weight_bytes(update);
         span_push(daemon, slot, FY_OP_WRITE, update->weights + slot->first * bytes,

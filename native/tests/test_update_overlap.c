@@ -58,6 +58,15 @@ static void check(fy_daemon *daemon, uint32_t index, const fy_update *update, co
     }
 }
 
+static void forget_events(fy_daemon *daemon)
+{
+    fy_event events[256];
+    uint32_t count = 256;
+    uint64_t dropped = 0;
+    while (count == 256) /* until nothing is left */
+        CHECK_EQUAL(fy_daemon_events(daemon, events, 256, &count, &dropped), 0);
+}
+
 static void check_events(fy_daemon *daemon, const fy_counters *before, const fy_counters *after)
 {
     fy_event events[256];
@@ -65,15 +74,22 @@ static void check_events(fy_daemon *daemon, const fy_counters *before, const fy_
     uint64_t dropped = 0;
     uint64_t bytes = 0;
     uint32_t updates = 0;
+    uint64_t of_updates[2] = {0, 0}; /* read, written */
     CHECK_EQUAL(fy_daemon_events(daemon, events, 256, &count, &dropped), 0);
     CHECK_EQUAL(dropped, 0);
     for (uint32_t i = 0; i < count; i++) {
         CHECK(events[i].begin_ns <= events[i].end_ns);
         updates += events[i].operation == FY_OP_UPDATE;
         bytes += events[i].bytes;
+        if (events[i].operation == FY_OP_UPDATE)
+            CHECK_EQUAL(events[i].bytes, 0);
+        else if (events[i].label != 99)
+            of_updates[events[i].operation == FY_OP_WRITE] += events[i].bytes;
     }
     CHECK_EQUAL(updates, STAGES);
-    CHECK_EQUAL(bytes, after->read_bytes + after->written_bytes);
+    CHECK_EQUAL(bytes, after->read_bytes + after->written_bytes - before->read_bytes - before->written_bytes);
+    CHECK_EQUAL(of_updates[0], after->read_bytes - before->read_bytes - STAGES * EXTENT);
+    CHECK_EQUAL(of_updates[1], after->written_bytes - before->written_bytes);
     CHECK_EQUAL(fy_daemon_events(daemon, events, 256, &count, &dropped), 0);
     CHECK_EQUAL(count, 0);
     /* Of the updates alone: 10 bytes per parameter read (remainder, moments), 12 written. */
@@ -103,6 +119,7 @@ static void overlap(uint32_t backend, uint32_t threads)
         stage_create(&stages[i], 40 + 10 * i);
         place(daemon, i);
     }
+    forget_events(daemon);
     CHECK_EQUAL(fy_daemon_counters(daemon, &before), 0);
     for (uint32_t i = 0; i < STAGES; i++) {
         updates[i] = moved_update(i);

@@ -63,3 +63,18 @@ def test_a_kept_profile_is_this_machines_and_this_devices(tmp_path: Path, monkey
             elsewhere.setattr(module, name, value)
             assert machine.hardware_for(tmp_path, device="cpu").measured == "assumed", name
     assert machine.profile_path(tmp_path, device="cuda") != machine.profile_path(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("left", ["", '{"schema_version": 1, "dev', '{"schema_version": 0}'])
+def test_a_damaged_kept_profile_stands_in_nobodys_way(
+    left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = machine.profile_path(tmp_path, device="cpu")
+    path.parent.mkdir(parents=True)
+    path.write_text(left)
+    assert machine.hardware_for(tmp_path, device="cpu").measured == "assumed"
+    assert str(path) in capsys.readouterr().err
+    machine.keep(replace(profile.assumed_hardware(tmp_path), measured="2026-01-02"), tmp_path)
+    assert machine.hardware_for(tmp_path, device="cpu").measured == "2026-01-02"
+    assert [file.name for file in path.parent.iterdir()] == [path.name]

@@ -215,7 +215,14 @@ def test_errors_become_exit_codes(fault, code, said):
     assert (done.returncode, done.stderr, done.stdout) == (code, said, "")
 
 
-@pytest.mark.parametrize("fault", ["OSError(errno.ENOSPC, 'No space left on device')", "MemoryError"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "OSError(errno.ENOSPC, 'No space left on device')",
+        "MemoryError",
+        "RuntimeError('[enforce fail at alloc_cpu.cpp:1] data. DefaultCPUAllocator: can not allocate memory')",  # torch's words
+    ],
+)
 def test_running_out_exits_4(fault):
     assert _main_with(fault).returncode == 4
 

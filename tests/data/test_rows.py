@@ -160,7 +160,7 @@ def rows_on_disk(directory: Path, samples: list[tuple[list[int], list[int]]]) ->
     (directory / "mask.bin").write_bytes(b"".join(np.array(mask, np.uint8).tobytes() for _, mask in samples))
     np.save(directory / "offsets.npy", np.cumsum([0, *lengths]).astype(np.int64))
     zeros = ["label_tokens", "samples", "truncated", "dropped", "split", "without_loss", "run_together"]
-    zeros += ["highest_token_id", "pad_id"]
+    zeros += ["highest_token_id", "pad_id", "special", "special_example", "digest"]
     summary = {"rows": len(samples), "tokens": sum(lengths), "longest_row": max(lengths), "formats": [], "preview": []}
     (directory / "summary.json").write_text(json.dumps(summary | dict.fromkeys(zeros, 0)))
     return Rows(directory)
@@ -234,3 +234,18 @@ def test_real_questions_and_answers(tokenizer_dir: Path, tokenizer: Any, tmp_pat
     sampler = Sampler(len(rows), batch_size=16, shuffle=True, seed=42)
     batches = [collate(rows, sampler.batch(step), pad_id=rows.summary.pad_id, max_len=1024) for step in range(sampler.steps(1))]
     assert sum(batch.label_tokens for batch in batches) >= rows.summary.label_tokens
+
+
+def test_another_library_makes_the_same_rows_the_same_data(
+    write: Write, tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A saved run goes on after an upgrade that changes no token; one that changes some is another run."""
+    file = write("text.jsonl", [{"text": f"{n} apples"} for n in range(9)])
+    section = Section(train=[Entry(path=str(file))])
+    rows = prepared(section, tokenizer_dir, tmp_path / "store")
+    monkeypatch.setattr("fuyou_cli.training.data.rows.version", lambda name: "99.9")
+    again = prepared(section, tokenizer_dir, tmp_path / "store")
+    assert again.fingerprint != rows.fingerprint and again.summary.digest == rows.summary.digest
+    other = write("other.jsonl", [{"text": f"{n} pears"} for n in range(9)])
+    changed = prepared(Section(train=[Entry(path=str(other))]), tokenizer_dir, tmp_path / "store")
+    assert changed.summary.digest != rows.summary.digest

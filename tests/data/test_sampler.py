@@ -3,6 +3,8 @@ larger than the data, one row, sizes that do not divide."""
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
@@ -94,3 +96,16 @@ def test_nonsense_is_refused() -> None:
 
 FIRST_ORDER = [7, 1, 6, 4, 3, 5, 0, 2]
 SECOND_ORDER = [4, 5, 3, 0, 2, 7, 1, 6]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_what_it_takes_is_what_it_says(shuffle: bool) -> None:
+    sampler = Sampler(200_000, batch_size=4, shuffle=shuffle, seed=1)
+    tracemalloc.start()
+    try:
+        for step in (0, 49_999, 50_000, 149_999):  # into the next epochs, where an order is there already
+            sampler.batch(step)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert 8 * sampler.rows <= peak <= sampler.peak_bytes

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from fuyou_cli.cli import probe
+from fuyou_cli.cli.finetune import run_finetune
 from fuyou_cli.core.errors import Interrupted, NumericsError, OutOfSpaceError
+from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.jsonl import JsonlLog, read_log
 from fuyou_cli.training.report import StepReport
 from fuyou_cli.training.run import Run
@@ -185,3 +187,34 @@ def test_starting_over_keeps_the_log_of_the_run_before(new_project: NewProject) 
     for log in logs:
         assert [record["step"] for record in read_log(log) if record["event"] == "step"] == [1, 2]
     assert "64 samples" in done.stderr and "split" in done.stderr
+
+
+def test_asked_to_stop_after_the_last_step_the_run_has_its_report(new_project: NewProject) -> None:
+    project = new_project(changes={"train.max_steps": STEPS})
+    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+        run.load(lambda count: None)
+        run.train(lambda report: os.kill(os.getpid(), signal.SIGINT) if report.step == STEPS else None)
+        assert run.stopping.requested
+        assert run.report().steps == STEPS
+    assert manifest_of(project).step == STEPS
+
+
+def test_asked_to_stop_after_the_last_step_the_export_waits_for_another_time(
+    new_project: NewProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = new_project(changes={"train.max_steps": STEPS})
+    monkeypatch.setattr("fuyou_cli.cli.allocator.settle_allocator", lambda: None)  # of this process
+    monkeypatch.setattr("fuyou_cli.cli.allocator.settle_for_training", lambda: None)
+    step = JsonlLog.step
+
+    def step_and_stop(log: JsonlLog, report: StepReport) -> None:
+        step(log, report)
+        if report.step == STEPS:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(JsonlLog, "step", step_and_stop)
+    with pytest.raises(Interrupted, match="the model is not written"):
+        run_finetune(load_recipe(project.recipe))
+    assert (project.out / "timeline.svg").exists() and not (project.out / "model").exists()
+    assert project.fuyou("finetune", project.recipe).returncode == 0
+    assert (project.out / "model").is_dir()

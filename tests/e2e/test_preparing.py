@@ -118,6 +118,7 @@ def test_rows_seen_more_often_than_asked_and_special_tokens_are_noted(
     file.write_text('{"text": "an end <|end|>"}\n{"text": "none"}\n')
     said: list[str] = []
     changes = {"dataset.train": [{"path": str(file)}], "train.max_steps": None, "train.epochs": 1}
+    changes["lr_scheduler.warmup_steps"] = 0
     assert prepared(new_project(changes=changes), said).total_steps == 1
     assert any(text.startswith("note: 2 rows, batches of 4: each row is seen about 2 times per step") for text in said)
     assert any(text.startswith("note: 1 sample contains special tokens as text, e.g. few.jsonl:1 '<|end|>'") for text in said)
@@ -161,3 +162,28 @@ def test_positions_that_are_computed_only_warn(new_project: Callable[..., Projec
     shorter = {"model.name_or_path": str(model), "dataset.max_seq_len": 16}
     prepared(new_project("shorter", shorter), said, planning_only=True)
     assert said == []
+
+
+def test_a_warm_up_longer_than_the_epochs_are_is_refused(new_project: Callable[..., Project]) -> None:
+    """Shortened in silence, a run made longer later would go on at another rate."""
+    schedule = {"lr_scheduler.name": "constant", "lr_scheduler.warmup_steps": 17}
+    with pytest.raises(UsageError, match=r"lr_scheduler\.warmup_steps: a warm-up of 17 steps .* 16"):
+        prepared(new_project("short", {"train.max_steps": None, "train.epochs": 1, **schedule}))
+    longer = prepared(new_project("long", {"train.max_steps": None, "train.epochs": 2, **schedule}))
+    assert longer.total_steps == 32
+
+
+def test_the_order_of_the_rows_is_in_the_plan(new_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = prepared(new_project("plain"))
+    monkeypatch.setattr("fuyou_cli.training.data.Sampler.PEAK_BYTES", 24 + 1_000_000)
+    larger = prepared(new_project("larger"))
+    assert larger.plan.predicted.cpu_peak - plain.plan.predicted.cpu_peak == 64 * 1_000_000
+
+
+def test_a_backend_that_was_not_built_is_refused_at_once(
+    new_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fuyou_cli.swap.kernels.build_info", lambda: "gcc; no io_uring; portable")
+    with pytest.raises(UsageError, match=r"offload\.io\.backend: io_uring"):
+        prepared(new_project("wants", {"offload.io": {"backend": "io_uring"}}), planning_only=True)
+    assert prepared(new_project("leaves"), planning_only=True).plan.io.backend == "auto"

@@ -115,7 +115,7 @@ class Rig:
         home: Tier | None = "ssd",
         gradients: Tier | None = None,
         clip: float | None = 0.5,
-        device: Literal["cpu", "emulated"] = "cpu",
+        device: Literal["cpu", "emulated", "cuda"] = "cpu",
         lookahead: int | None = None,
         budget: int = 1 << 33,
         directories: int = 1,
@@ -129,7 +129,7 @@ class Rig:
         self.losses: list[float] = []
         self.wishes = Wishes(
             numerics=subject.numerics, model_name="tiny", device=device, clip_grad_norm=clip, cpu_budget=budget,
-            gpu_budget=0, weights=home, states=home, gradients=gradients or home, boundaries=home,
+            weights=home, states=home, gradients=gradients or home, boundaries=home,
             lookahead=lookahead, io_backend=backend, update_threads=update_threads, chunk_params=CHUNK,
             scratch_size=scratch_size(CHUNK, chunks), read_depth=4, write_depth=4, block_size=64 << 10, stripe=64 << 10,
         )  # fmt: skip

@@ -66,7 +66,7 @@ def wishes_for(draw: st.DrawFn, spec: ModelSpec, *, budget: int = 1 << 40, pinne
     )  # fmt: skip
     return Wishes(
         numerics=numerics, model_name="test", device=draw(st.sampled_from(["cpu", "emulated"])), clip_grad_norm=clip,
-        cpu_budget=budget, gpu_budget=0, weights=draw(tier), states=draw(tier), boundaries=draw(tier),
+        cpu_budget=budget, weights=draw(tier), states=draw(tier), boundaries=draw(tier),
         gradients=draw(tier) if clip else None, lookahead=draw(st.sampled_from([None, 1, 2, 4])),
         scratch_size=draw(st.integers(1, 8)) * MiB,
     )  # fmt: skip

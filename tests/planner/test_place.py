@@ -142,7 +142,7 @@ def test_what_survives_a_run_does_not_depend_on_the_placement(case: tuple[ModelS
     spec, wishes, chosen = case
     other = Wishes(
         numerics=wishes.numerics, model_name="test", device="cpu", clip_grad_norm=wishes.clip_grad_norm,
-        cpu_budget=ROOMY, gpu_budget=0, lookahead=lookahead,
+        cpu_budget=ROOMY, lookahead=lookahead,
     )  # fmt: skip
     elsewhere = plan(spec, HARDWARE, other)
     assert [durable(stage) for stage in chosen.stages] == [durable(stage) for stage in elsewhere.stages]
@@ -184,7 +184,7 @@ def test_memory_goes_where_it_saves_most() -> None:
     )  # fmt: skip
     wishes = Wishes(
         numerics=numerics, model_name="test", device="cpu", clip_grad_norm=None, cpu_budget=4 * GiB,
-        gpu_budget=0, lookahead=1,
+        lookahead=1,
     )  # fmt: skip
     chosen = plan(spec, HARDWARE, wishes)
     blocks = chosen.stages[1:-2]

@@ -116,7 +116,7 @@ def _all_ssd(*, clip: float | None, tied: bool, lookahead: int = 1, dtype: str =
         max_seq_len=64, head_chunk_tokens=0, torch_threads=1, seed=0,
     )  # fmt: skip
     wishes = Wishes(
-        numerics=numerics, model_name="test", device="cpu", clip_grad_norm=clip, cpu_budget=1 << 40, gpu_budget=0,
+        numerics=numerics, model_name="test", device="cpu", clip_grad_norm=clip, cpu_budget=1 << 40,
         weights="ssd", states="ssd", gradients="ssd" if clip else None, boundaries="ssd", lookahead=lookahead,
     )  # fmt: skip
     return spec, plan(spec, HARDWARE, wishes)

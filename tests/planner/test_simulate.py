@@ -39,7 +39,7 @@ def _predicted(
 ) -> Predicted:
     wishes = Wishes(
         numerics=_numerics(spec.compute_dtype, accumulate), model_name="test", device=device, clip_grad_norm=clip,
-        cpu_budget=1 << 40, gpu_budget=1 << 40, weights=weights, boundaries=boundaries, lookahead=1,
+        cpu_budget=1 << 40, weights=weights, boundaries=boundaries, lookahead=1,
     )  # fmt: skip
     return plan(spec, RATED, wishes).predicted
 

@@ -106,7 +106,7 @@ def _wishes(clip: float | None) -> Wishes:
         head_chunk_tokens=0, torch_threads=1, seed=0,
     )  # fmt: skip
     return Wishes(
-        numerics=numerics, model_name="test", device="cpu", clip_grad_norm=clip, cpu_budget=ROOMY, gpu_budget=0,
+        numerics=numerics, model_name="test", device="cpu", clip_grad_norm=clip, cpu_budget=ROOMY,
         weights="ssd", states="ssd", gradients="ssd", boundaries="ssd", lookahead=1,
     )  # fmt: skip
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from fuyou_cli.cli.render.plan import plan_json, show_plan
+from fuyou_cli.cli.render.plan import RunFacts, plan_json, show_plan
 from fuyou_cli.cli.room import Room, plan_problems
 from fuyou_cli.core.units import GiB, MiB, gb
 from fuyou_cli.spec.hardware import HardwareProfile
@@ -32,7 +33,7 @@ def test_figures_fit_the_width(
     printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room, width: int, ascii: bool
 ) -> None:
     console, printed = printer(width, ascii=ascii)
-    show_plan(console, plan, model, hardware, room, verbose=True)
+    show_plan(console, plan, model, hardware, room, verbose=True, facts=RunFacts())
     text = printed()
     assert max(map(len, text.splitlines())) <= width
     assert text.isascii() == ascii
@@ -50,7 +51,7 @@ def test_figures_fit_the_width(
 
 def test_bars_grow_with_time(printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room) -> None:
     console, printed = printer(120, ascii=True)
-    show_plan(console, plan, model, hardware, room, verbose=False)
+    show_plan(console, plan, model, hardware, room, verbose=False, facts=RunFacts())
     bars = {name: row(printed(), name) for name in ("compute", "update")}
     assert bars["compute"][-2] == "#" * 20  # 95 %, rounded up
     assert bars["update"][-1] == "#"
@@ -68,7 +69,7 @@ def test_what_does_not_fit_is_said_in_words(
         "the store and the exported model need 32.2 GB of disk in /nvme; 10 GB are free",
     ]
     console, printed = printer(80)
-    show_plan(console, small, model, hardware, tight, verbose=False)
+    show_plan(console, small, model, hardware, tight, verbose=False, facts=RunFacts())
     assert "does not fit" in printed() and "over budget" in printed() and "fuyou finetune" not in printed()
     assert row(printed(), "available") == ["available", "1.00", "9.31"]
     assert plan_problems(plan, room) == []
@@ -80,7 +81,7 @@ def test_what_the_run_holds_already_counts_as_room(
     resumed = replace(room, disks=(disk(free=10 * 10**9, held=28_600 * MiB),))
     assert plan_problems(plan, resumed) == []
     console, printed = printer(120, ascii=True)
-    show_plan(console, plan, model, hardware, resumed, verbose=False)
+    show_plan(console, plan, model, hardware, resumed, verbose=False, facts=RunFacts())
     assert "the store and the exported model: 32.2 GB, 30 GB of it there already; 10 GB free" in printed()
 
 
@@ -90,7 +91,7 @@ def test_a_separate_device_gets_a_column(
     lines = (*plan.memory, MemoryLine(what="weights", tier="gpu", size=512 * MiB, total=2_200 * MiB, policy="slots"))
     shown = replace(plan, memory=lines, predicted=replace(plan.predicted, gpu_peak=3 * GiB))
     console, printed = printer(80)
-    show_plan(console, shown, model, hardware, replace(room, gpu=24 * GiB), verbose=False)
+    show_plan(console, shown, model, hardware, replace(room, gpu=24 * GiB), verbose=False, facts=RunFacts())
     assert row(printed(), "weights")[:5] == ["weights", "2.15", "0.50", "0.41", "4.30"]
     assert row(printed(), "peak") == ["peak", "3.00", "1.84", "27.93"]
     problems = plan_problems(shown, replace(room, gpu=2 * GiB))
@@ -108,18 +109,36 @@ def test_wear_is_the_runs_own_where_its_length_is_known(
     words: str,
 ) -> None:
     console, printed = printer(100, ascii=True)
-    show_plan(console, plan, model, hardware, room, verbose=False, steps=steps)
+    show_plan(console, plan, model, hardware, room, verbose=False, facts=RunFacts(steps=steps))
     assert f"{words} {gb((steps or 1000) * plan.predicted.written_per_step)}" in printed()
+
+
+def test_a_build_without_io_uring_says_so(
+    printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room
+) -> None:
+    for built in (True, False):
+        console, printed = printer(160, ascii=True)
+        show_plan(console, plan, model, hardware, room, verbose=False, facts=RunFacts(io_uring=built))
+        assert ("I/O by threads (built without io_uring)" in printed()) is not built
+
+
+def test_assumed_rates_say_how_to_measure_them(
+    printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room
+) -> None:
+    console, printed = printer(160, ascii=True)
+    assumed = replace(hardware, measured="assumed")
+    show_plan(console, plan, model, assumed, room, verbose=False, facts=RunFacts(folder=Path("/nvme")))
+    assert "`fuyou bench --dir /nvme` measures them" in printed()
 
 
 def test_equal_stages_share_a_line(
     printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room
 ) -> None:
     console, printed = printer(100, ascii=True)
-    show_plan(console, plan, model, hardware, room, verbose=True)
+    show_plan(console, plan, model, hardware, room, verbose=True, facts=RunFacts())
     assert row(printed(), "1-22")[:6] == ["1-22", "block", "x22", "44", "M", "84"]
     quiet, terse = printer(100, ascii=True)
-    show_plan(quiet, plan, model, hardware, room, verbose=False)
+    show_plan(quiet, plan, model, hardware, room, verbose=False, facts=RunFacts())
     assert "1-22" not in terse()
 
 
@@ -127,7 +146,7 @@ def test_names_cannot_break_an_ascii_console(
     printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room
 ) -> None:
     console, printed = printer(80, ascii=True)
-    show_plan(console, replace(plan, model="模型 [bold]x[/bold]"), model, hardware, room, verbose=False)
+    show_plan(console, replace(plan, model="模型 [bold]x[/bold]"), model, hardware, room, verbose=False, facts=RunFacts())
     assert "?? [bold]x[/bold]" in printed()
 
 
@@ -151,7 +170,7 @@ def test_a_cut_vocabulary_is_said_and_its_pieces_are_one_line(
     cut = replace(plan, numerics=replace(plan.numerics, vocabulary_rows=1000))
     for width in (80, 120):
         console, printed = printer(width, ascii=True)
-        show_plan(console, cut, replace(model, stages=stages), hardware, room, verbose=True)
+        show_plan(console, cut, replace(model, stages=stages), hardware, room, verbose=True, facts=RunFacts())
         text = printed()
         assert max(map(len, text.splitlines())) <= width
         assert "in pieces of 1,000 tokens of the vocabulary" in " ".join(text.split())

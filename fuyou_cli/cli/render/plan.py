@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -39,6 +40,16 @@ TIER_TITLE: dict[Tier, str] = {"gpu": "GPU", "cpu": "RAM", "ssd": "SSD"}
 POLICY_WIDTH = 96  # columns from which the policy column is shown
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFacts:
+    """What belongs on the screen and is no part of a plan."""
+
+    steps: int | None = None  # None where the data decides
+    io_uring: bool = True  # whether this build has it
+    folder: Path = Path()  # whose drive the store would be on
+    command: str = "fuyou finetune recipe.yaml"  # to run what fits
+
+
 def show_plan(
     console: Console,
     plan: Plan,
@@ -47,21 +58,19 @@ def show_plan(
     room: Room,
     *,
     verbose: bool,
-    steps: int | None = None,
-    command: str = "fuyou finetune recipe.yaml",
+    facts: RunFacts,
 ) -> None:
-    """The whole plan; `steps` is how many the run takes where the recipe says it, `command` what the last line says to run
-    when it fits."""
+    """The whole plan, and how to run it when it fits."""
     shapes = symbols(console)
     say(console, Text.assemble(("fuyou plan", "bold"), "  ", plan.model))
-    pairs(console, _understood(plan, model, shapes) + _machine(plan, hardware, shapes))
+    pairs(console, _understood(plan, model, shapes) + _machine(plan, hardware, facts, shapes))
     _placement(console, plan, room, shapes)
     _phase_peaks(console, plan, shapes)
     _step(console, plan, model, shapes)
-    _traffic(console, plan, room, shapes, steps=steps)
+    _traffic(console, plan, room, shapes, steps=facts.steps)
     if verbose:
         _stages(console, plan, model, shapes)
-    _verdict(console, plan, room, command)
+    _verdict(console, plan, room, facts.command)
 
 
 def plan_json(plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room) -> dict[str, object]:
@@ -127,11 +136,11 @@ def _understood(plan: Plan, model: ModelSpec, shapes: Symbols) -> list[tuple[str
     ]
 
 
-def _machine(plan: Plan, hardware: HardwareProfile, shapes: Symbols) -> list[tuple[str, str]]:
+def _machine(plan: Plan, hardware: HardwareProfile, facts: RunFacts, shapes: Symbols) -> list[tuple[str, str]]:
     device = f"{hardware.device} ({hardware.device_name})"
     if hardware.device_memory:
         device += f" {gib(hardware.device_memory)}"
-    facts = [
+    parts = [
         device,
         f"{hardware.cores} cores",
         f"{gib(hardware.ram_total)} RAM, {gib(hardware.ram_available)} available",
@@ -148,14 +157,17 @@ def _machine(plan: Plan, hardware: HardwareProfile, shapes: Symbols) -> list[tup
         rates.append(f"to GPU {rate(hardware.h2d)}, back {rate(hardware.d2h)}")
     dot = f" {shapes.dot} "
     threads = "1 update thread" if plan.io.update_threads == 1 else f"{plan.io.update_threads} update threads"
-    source = "assumed, not measured" if hardware.measured == "assumed" else f"measured {hardware.measured}"
+    backend = plan.io.backend if facts.io_uring else "by threads (built without io_uring)"
+    source = f"measured {hardware.measured}"
+    if hardware.measured == "assumed":
+        source = f"assumed, not measured: `fuyou bench --dir {facts.folder}` measures them"
     return [
-        ("machine", dot.join(facts)),
+        ("machine", dot.join(parts)),
         ("rates", f"{dot.join(rates) or 'none'} ({source})"),
         (
             "engine",
             f"lookahead {plan.lookahead} {shapes.dot} {threads} {shapes.dot} "
-            f"I/O {plan.io.backend}, {gib(plan.io.block_size)} blocks, {plan.io.read_depth} reads and "
+            f"I/O {backend}, {gib(plan.io.block_size)} blocks, {plan.io.read_depth} reads and "
             f"{plan.io.write_depth} writes in flight",
         ),
     ]

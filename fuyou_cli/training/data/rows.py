@@ -29,7 +29,7 @@ from .json_rows import first_bad_line
 from .preview import Pieces
 from .sources import Source, content_of, find_sources, tokenizer_content
 
-LAYOUT_VERSION = 2  # raise when the same data and options would give other rows
+LAYOUT_VERSION = 3  # raise when the same data and options would give other rows
 OVERLONG = ("truncate", "drop", "split", "error")
 
 
@@ -50,10 +50,11 @@ class DataSummary:
     longest_row: int
     highest_token_id: int
     pad_id: int
+    digest: str  # of every row: what a run goes on with, whatever made it
     formats: tuple[tuple[str, str], ...]
     preview: Pieces
-    special: int = 0  # rows made before this was counted do not say
-    special_example: str = ""
+    special: int
+    special_example: str
 
     @property
     def notes(self) -> tuple[str, ...]:

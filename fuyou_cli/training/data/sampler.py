@@ -15,8 +15,11 @@ class Sampler:
     the next.
 
     The permutation is the stable sort order of Philox's raw output for (seed, epoch), which numpy keeps the same
-    between releases (`Generator.permutation` it does not). One permutation is held: 8 bytes per row.
+    between releases (`Generator.permutation` it does not). One permutation is held: 8 bytes per row; while it is made,
+    `PEAK_BYTES` per row.
     """
+
+    PEAK_BYTES = 24  # 8 drawn, 8 of their order, and what the sort works with
 
     def __init__(self, rows: int, *, batch_size: int, shuffle: bool, seed: int) -> None:
         if rows < 1 or batch_size < 1:
@@ -27,6 +30,11 @@ class Sampler:
         self._seed = seed % (1 << 64)
         self._epoch: int | None = None
         self._order: NDArray[np.int64] = np.arange(0)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes it takes at most, sooner or later."""
+        return self.PEAK_BYTES * self.rows
 
     def steps(self, epochs: float) -> int:
         """Steps until every row has been seen `epochs` times (a fraction counts rows, rounded up); the last of them may
@@ -71,6 +79,7 @@ class Sampler:
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
         if self._epoch is None or (self._shuffle and self._epoch != epoch):
+            self._order = np.arange(0)  # not beside the next one
             if self._shuffle:
                 drawn = np.random.Philox(key=np.array([self._seed, epoch], np.uint64)).random_raw(self.rows)
                 self._order = np.argsort(drawn, kind="stable")

@@ -11,6 +11,7 @@ tokenizer takes some 100 bytes per character; a line of the file is held whole. 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import sys
@@ -48,12 +49,15 @@ class RowWriter:
         self._tokens = (directory / "tokens.bin").open("wb")
         self._mask = (directory / "mask.bin").open("wb")
         self._offsets = array("q", [0])
+        self._digest = hashlib.sha256()
         self._stop_ids = np.asarray(sorted(stop_ids), np.int32)
         self.label_tokens = self.longest = self.highest_id = 0
         self.learns_to_stop = False
 
     def append(self, row: Row) -> None:
         tokens, mask = row
+        for data in (len(tokens).to_bytes(8, "little"), tokens.tobytes(), mask.tobytes()):
+            self._digest.update(data)
         self._tokens.write(tokens.tobytes())
         self._mask.write(mask.tobytes())
         self._offsets.append(self._offsets[-1] + len(tokens))
@@ -66,6 +70,11 @@ class RowWriter:
     @property
     def rows(self) -> int:
         return len(self._offsets) - 1
+
+    @property
+    def digest(self) -> str:
+        """Of every row's length, tokens and mask, in order."""
+        return self._digest.hexdigest()
 
     @property
     def tokens(self) -> int:
@@ -108,6 +117,7 @@ def build(request: dict[str, Any]) -> None:
         "longest_row": writer.longest,
         "highest_token_id": writer.highest_id,
         "pad_id": tokeniser.pad_id,
+        "digest": writer.digest,
         "formats": sorted(formats.items()),  # by number of the source: the rows do not depend on where it is
         "preview": decode_pieces(tokenizer, shown[0]) if shown else (),
         **asdict(counts),

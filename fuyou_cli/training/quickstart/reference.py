@@ -23,6 +23,8 @@ def in_memory_losses(recipe: Recipe, steps: int, *, micro_batch_size: int, threa
     import torch
     from transformers import AutoModelForCausalLM
 
+    from ..rates import learning_rate
+
     torch.set_num_threads(threads)
     dtype = torch.bfloat16 if recipe.precision.compute == "bfloat16" else torch.float32
     model: Any = AutoModelForCausalLM.from_pretrained(
@@ -42,7 +44,7 @@ def in_memory_losses(recipe: Recipe, steps: int, *, micro_batch_size: int, threa
         betas=recipe.optimizer.betas,
         eps=recipe.optimizer.eps,
     )
-    rates = _rates(recipe, total_steps)
+    rates = learning_rate(recipe, total_steps)
     for step, batch in enumerate(_batches(recipe, steps), start=1):
         yield _accumulate(model, masters, batch, micro_batch_size)
         if recipe.train.clip_grad_norm is not None:
@@ -70,23 +72,6 @@ def _accumulate(model: Any, masters: dict[str, Any], batch: Batch, micro_batch_s
             masters[name].grad = gradient if masters[name].grad is None else masters[name].grad.add_(gradient)
             parameter.grad = None
     return total
-
-
-def _rates(recipe: Recipe, total: int) -> Any:
-    from ...engine.updates import LearningRate
-
-    schedule = recipe.lr_scheduler
-    warmup = schedule.warmup_steps
-    if warmup is None:
-        warmup = round((schedule.warmup_ratio or 0.0) * total)
-    return LearningRate(
-        name=schedule.name,
-        peak=recipe.optimizer.lr,
-        warmup_steps=min(warmup, total),
-        total_steps=total,
-        min_ratio=schedule.min_lr_ratio,
-        decay_steps=max(1, total // 10) if schedule.name == "wsd" else 0,
-    )
 
 
 def _batches(recipe: Recipe, steps: int) -> Iterator[Batch]:

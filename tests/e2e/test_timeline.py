@@ -1,0 +1,41 @@
+"""What a step's timeline says of the ssd is what the counters say: the I/O of updates is most of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from fuyou_cli.cli import probe
+from fuyou_cli.training.report import StepReport
+from fuyou_cli.training.run import Run
+
+from .conftest import Project
+from .running import STEPS, prepared_run
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
+def test_every_byte_is_on_the_timeline(new_project: Callable[..., Project], clip: float | None) -> None:
+    project = new_project(changes={"train.max_steps": STEPS, "train.clip_grad_norm": clip})
+    reports: list[StepReport] = []
+    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+        run.load(lambda count: None)
+        run.train(reports.append)
+    shown = {"ssd read": 0, "ssd write": 0}
+    for report in _with_timelines(reports):
+        assert {item.resource for item in report.timeline} == {"compute", "update", *shown}
+        for item in report.timeline:
+            assert 0 <= item.begin <= item.end
+            if item.resource in shown:
+                shown[item.resource] += item.bytes
+    counted = [sum(report.read_bytes for report in reports[1:]), sum(report.written_bytes for report in reports[1:])]
+    # what a step's end finds under way is told with the next step, or after the last
+    assert list(shown.values()) == pytest.approx(counted, rel=0.25)
+
+
+def _with_timelines(reports: list[StepReport]) -> list[StepReport]:
+    """But the first, whose updates have no states to read."""
+    assert all(report.timeline for report in reports)
+    return reports[1:]
