@@ -151,7 +151,7 @@ choose_torch() {
     local version build why="already installed, and 2.10 or newer is wanted"
     [ -n "$(usable_torch "$venv/bin/python")" ] || fetch_torch
     version=$(usable_torch "$venv/bin/python")
-    build=$("$venv/bin/python" -c 'import torch; print("CUDA " + torch.version.cuda if torch.version.cuda else "CPU")') ||
+    build=$("$venv/bin/python" -W ignore -c 'import torch; print("CUDA " + torch.version.cuda if torch.version.cuda else "CPU")') ||
         die "torch $version is installed and does not import, see above"
     say "torch: $version, $build build: $why"
     echo "torch==$version" >"$venv/constraints.txt"

@@ -237,7 +237,9 @@ def _conclude(prepared: Prepared, report: RunReport) -> None:
     show_summary(status_console(), report)
     out = Path(prepared.recipe.output_dir).expanduser() / "timeline.svg"
     try:
-        out.write_text(timeline_svg(report.timeline, title="One training step", stalls=report.stalls), encoding="utf-8")
+        out.write_text(
+            timeline_svg(report.timeline, title="One training step", stalls=report.timeline_stalls), encoding="utf-8"
+        )
         write_status(f"timeline: {out}")
     except OSError as error:
         write_status(f"note: the timeline cannot be written to {out}: {error.strerror}")

@@ -56,6 +56,7 @@ class RunReport:
     written_per_step: int
     written_predicted: int
     written_total: int
-    stalls: dict[str, float]
-    timeline: tuple[Busy, ...]
+    stalls: dict[str, float]  # of all steps
+    timeline: tuple[Busy, ...]  # of the last step, which waited:
+    timeline_stalls: dict[str, float]
     output_dir: str

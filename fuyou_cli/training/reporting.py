@@ -87,5 +87,6 @@ def run_report(
         written_total=written_total,
         stalls=stalls,
         timeline=steps[-1].timeline if steps else (),
+        timeline_stalls=steps[-1].stalls if steps else {},
         output_dir=str(Path(output_dir).expanduser()),
     )

@@ -223,6 +223,7 @@ def run_report(timeline: tuple[Busy, ...]) -> RunReport:
         written_predicted=15_400_000_000,
         written_total=616_000_000_000,
         stalls={"ssd read": 3.1, "update": 0.4},
+        timeline_stalls={"ssd read": 0.3},
         timeline=timeline,
         output_dir="outputs/run",
     )

@@ -108,6 +108,18 @@ def test_svg_requests_in_flight_together_do_not_hide_each_other() -> None:
     assert drawn["r3"][3] > 1.9 * drawn["r0"][3]  # alone: the whole row
 
 
+def test_many_causes_of_waiting_stand_below_the_legend() -> None:
+    items = [Busy(resource="compute", label="forward a", begin=0.0, end=1.0)]
+    stalls = {f"weights of the kind of stage number {number}": 1.0 + number for number in range(9)}
+    svg = ElementTree.fromstring(timeline_svg(items, title="t", stalls=stalls))
+    texts = [(float(node.get("y", 0)), node.text or "") for node in svg.iter(f"{SVG}text")]
+    legend = next(y for y, text in texts if text == "backward with recompute")
+    waited = [(y, text) for y, text in texts if y > legend]
+    assert " ".join(text for _, text in waited).count("weights of the kind") == 9
+    assert len(waited) > 2 and all(len(text) <= 118 for _, text in waited)
+    assert [y for y, _ in waited] == sorted({y for y, _ in waited}) and waited[-1][0] < float(svg.get("height", 0)) - 8
+
+
 def test_svg_is_well_formed_for_any_label() -> None:
     items = [Busy(resource="compute", label='forward <a> & "b" \x1b', begin=0.0, end=1e-4)]
     svg = timeline_svg(items, title="a < b & c", stalls={"ssd <read>": 1.0})

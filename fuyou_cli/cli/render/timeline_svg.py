@@ -7,6 +7,7 @@ label, times and bytes as a tooltip.
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
@@ -25,6 +26,7 @@ TOP = 92
 ROW, GAP = 34, 12
 MAX_LANES = 4
 LEAST_WIDTH = 0.6  # of one interval: still visible
+LINE, LETTERS = 17, 118  # of the small text below: height, and how many fit beside each other
 
 # (fill on light, fill on dark)
 COLOURS: dict[str, tuple[str, str]] = {
@@ -56,7 +58,8 @@ def timeline_svg(busy: Sequence[Busy], *, title: str, stalls: dict[str, float]) 
     end = max((item.end for item in busy), default=0.0) or 1.0
     names = ordered(list(dict.fromkeys(item.resource for item in busy)))
     bottom = TOP + len(names) * (ROW + GAP)
-    height = bottom + 74
+    waited = textwrap.wrap(waiting(stalls), LETTERS)
+    height = bottom + 74 + LINE * len(waited)
     used = busy_seconds(busy)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img">',
@@ -70,7 +73,7 @@ def timeline_svg(busy: Sequence[Busy], *, title: str, stalls: dict[str, float]) 
     for index, name in enumerate(names):
         items = [item for item in busy if item.resource == name]
         parts += _row(name, items, used.get(name, 0.0), end, TOP + index * (ROW + GAP))
-    parts += _legend(bottom + 58, waiting(stalls), "compute" in names)
+    parts += _legend(bottom + 58, waited, "compute" in names)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -183,14 +186,15 @@ def _row(name: str, items: Sequence[Busy], seconds: float, end: float, y: int) -
     return parts
 
 
-def _legend(y: int, waited: str, with_compute: bool) -> list[str]:
+def _legend(y: int, waited: Sequence[str], with_compute: bool) -> list[str]:
     parts, x = [], LEFT
     for name in ("forward", "backward") if with_compute else ():
         parts.append(f'<rect class="{_kind(name)}" x="{x}" y="{y - 10}" width="12" height="12" rx="2"/>')
         shown = "backward with recompute" if name == "backward" else name
         parts.append(f'<text class="small" x="{x + 18}" y="{y}">{shown}</text>')
         x += 18 + 7 * len(shown) + 22
-    parts.append(f'<text class="small" x="{LEFT + PLOT}" y="{y}" text-anchor="end">{_text(waited)}</text>')
+    for number, line in enumerate(waited, start=1):
+        parts.append(f'<text class="small" x="{LEFT}" y="{y + 4 + LINE * number}">{_text(line)}</text>')
     parts.append(f'<text class="small" x="{LEFT + PLOT + 50}" y="{TOP - 18}" text-anchor="end">busy</text>')
     return parts
 
