@@ -8,6 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from fuyou_cli.core.paths import folder
+
 from .console import result_console, status_console
 from .machine import keep
 from .measure import BenchReport, measure
@@ -31,7 +33,7 @@ def run_bench(
     """
     out = out or result_console()
     err = err or status_console()
-    place = directory or Path(os.environ.get("FUYOU_OFFLOAD_DIR") or ".")
+    place = _place(directory)
     if err.is_terminal:
         with err.status("starting", spinner="line") as status:
             report = measure(place, quick=quick, device=device, progress=lambda what: status.update(f"measuring: {what}"))
@@ -43,3 +45,9 @@ def run_bench(
     else:
         show_bench(out, report)
     return report
+
+
+def _place(directory: Path | None) -> Path:
+    if directory is not None:
+        return folder(directory, key="--dir")
+    return folder(os.environ.get("FUYOU_OFFLOAD_DIR") or ".", key="FUYOU_OFFLOAD_DIR")

@@ -34,7 +34,7 @@ def run_finetune(loaded: LoadedRecipe) -> None:
     _introduce(loaded, prepared)
     report, source, stopped = _train(prepared)
     _conclude(prepared, report)
-    if stopped and prepared.recipe.export.at_end:
+    if stopped:
         raise Interrupted("stopped after the last step: the model is not written", hint=_again(source))
     _export(prepared, source)
 
@@ -82,7 +82,7 @@ def _some(number: int, what: str) -> str:
 
 
 def _train(prepared: Prepared) -> tuple[RunReport, Path, bool]:
-    """Runs to the end and saves; the report, the store's folder, and whether somebody asked to stop when all was done."""
+    """Runs to the end and saves; the report, the store's folder, and whether somebody asked to stop before the export."""
     from fuyou_cli.training.companions import keep_companions
     from fuyou_cli.training.jsonl import JsonlLog
     from fuyou_cli.training.run import Run
@@ -111,9 +111,14 @@ def _train(prepared: Prepared) -> tuple[RunReport, Path, bool]:
             before = run.daemon.counters()
             _steps(prepared, run, log)
             report = run.report()
-            if log is not None:
+            if log is not None and not _waits_for_export(prepared, run):
                 _end_log(log, _moved(before, run.daemon.counters()))
-        return report, run.paths[0].parent, run.stopping.requested
+        return report, run.paths[0].parent, _waits_for_export(prepared, run)
+
+
+def _waits_for_export(prepared: Prepared, run: Run) -> bool:
+    """All steps are done, and somebody asked to stop: the same command has the export left to do."""
+    return run.stopping.requested and prepared.recipe.export.at_end
 
 
 def _end_log(log: JsonlLog, fields: dict[str, object]) -> None:

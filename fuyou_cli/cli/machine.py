@@ -6,6 +6,7 @@ import hashlib
 import os
 import platform
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from fuyou_cli.core.errors import UsageError
@@ -52,8 +53,14 @@ def _kept(path: Path) -> HardwareProfile | None:
     try:
         return read_profile(path) if path.exists() else None
     except UsageError as error:
-        write_status(f"note: {error.message}; rates are assumed (`fuyou bench` replaces it)")
+        _note(f"{error.message}; rates are assumed (`fuyou bench` replaces it)")
         return None
+
+
+@cache
+def _note(text: str) -> None:
+    """Once, however often a run looks at the machine."""
+    write_status(f"note: {text}")
 
 
 def keep(profile: HardwareProfile, directory: Path) -> None:

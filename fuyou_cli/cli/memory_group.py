@@ -25,15 +25,24 @@ def run_limited(command: Sequence[str], limit: int, *, environment: dict[str, st
     group = _make_group(limit)
     try:
         process = subprocess.Popen(command, env=environment, preexec_fn=None if group is None else _joiner(group))
+    except subprocess.SubprocessError:  # it may be made, and not be joined
+        process = subprocess.Popen(command, env=environment)
+        _remove(group)
+        group = None
+    try:
         while True:
             try:
                 return Ended(code=process.wait(), enforced=group is not None)
             except KeyboardInterrupt:  # the command got it as well and saves its state
                 continue
     finally:
-        if group is not None:
-            with suppress(OSError):
-                group.rmdir()
+        _remove(group)
+
+
+def _remove(group: Path | None) -> None:
+    if group is not None:
+        with suppress(OSError):
+            group.rmdir()
 
 
 def _joiner(group: Path) -> Callable[[], None]:
@@ -64,12 +73,14 @@ def _make_group(limit: int, root: Path = probe.ROOT) -> Path | None:
 
 
 def _parents(root: Path) -> list[tuple[Path, int]]:
-    """Where a group that governs memory may be made, with its version. Version 2 lets no group have both processes and
-    children with limits, but for the topmost: ours has a process, this one."""
+    """Where a group that governs memory may be made, with its version; nearest first, so that as many limits as can be
+    still hold. Version 2 lets no group but the topmost have both processes and children with limits, and ours has a
+    process, this one: then the new group is a sibling."""
     found = []
     for own in probe.own_memory_groups(root):
-        places = (own.top, own.folder) if own.version == 2 else (own.folder, own.top)
-        found += [(place, own.version) for place in dict.fromkeys(places)]
+        for place in (own.folder, *own.folder.parents):
+            if place.is_relative_to(own.top):
+                found.append((place, own.version))
     return found
 
 

@@ -83,8 +83,12 @@ def write_profile(profile: HardwareProfile, path: Path) -> None:
     """The profile as JSON, for planning elsewhere or later."""
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = path.with_name(f"{path.name}.{os.getpid()}")  # nobody ever reads half of one
-    whole.write_text(json.dumps({"schema_version": SCHEMA_VERSION, **asdict(profile)}, indent=2) + "\n")
-    whole.replace(path)
+    try:
+        whole.write_text(json.dumps({"schema_version": SCHEMA_VERSION, **asdict(profile)}, indent=2) + "\n")
+        whole.replace(path)
+    except OSError:
+        whole.unlink(missing_ok=True)
+        raise
 
 
 def read_profile(path: Path) -> HardwareProfile:

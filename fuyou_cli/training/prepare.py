@@ -163,7 +163,7 @@ def _with_weights_and_rows(considered: Prepared, hub: _Hub, *, probe: Probe, say
         sampler=sampler,
         checkpoint=checkpoint,
         entries=entries,
-        fingerprints=_fingerprints(recipe, anatomy, model, rows, total),
+        fingerprints=_fingerprints(recipe, model_dir, model, rows, total),
     )
 
 
@@ -422,9 +422,9 @@ def _schedule_length(recipe: Recipe, total_steps: int) -> int | None:
     return None if schedule.name == "constant" and not schedule.warmup_ratio else total_steps
 
 
-def _fingerprints(recipe: Recipe, anatomy: Anatomy, model: ModelSpec, rows: Rows, total_steps: int) -> dict[str, str]:
+def _fingerprints(recipe: Recipe, model_dir: Path, model: ModelSpec, rows: Rows, total_steps: int) -> dict[str, str]:
     """Digests of what a resumed run must agree on."""
-    config = json.loads(anatomy.model.config.to_json_string(use_diff=True))  # not what another version adds as a default
+    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))  # as it is: libraries add their defaults
     described: dict[str, Any] = {
         "model": [
             [[s.name, s.params, [[t.name, list(t.shape)] for t in s.tensors]] for s in model.stages],

@@ -22,17 +22,17 @@ def _machine(root: Path, mount: str, groups: str) -> Path:
     return root
 
 
-def test_on_version_two_the_top_comes_first(tmp_path: Path) -> None:
+def test_on_version_two_a_sibling_is_tried_before_the_top(tmp_path: Path) -> None:
     root = _machine(tmp_path, "30 22 0:30 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n", "0::/user.slice/run.scope\n")
     top = root / "sys/fs/cgroup"
-    assert memory_group._parents(root) == [(top, 2), (top / "user.slice/run.scope", 2)]
+    assert memory_group._parents(root) == [(top / "user.slice/run.scope", 2), (top / "user.slice", 2), (top, 2)]
 
 
 def test_on_version_one_a_group_of_our_own_comes_first(tmp_path: Path) -> None:
     mount = "30 22 0:30 / /sys/fs/cgroup rw - cgroup cgroup rw,memory\n"
     root = _machine(tmp_path, mount, "4:memory:/user.slice/run.scope\n")
     top = root / "sys/fs/cgroup"
-    assert memory_group._parents(root) == [(top / "user.slice/run.scope", 1), (top, 1)]
+    assert memory_group._parents(root) == [(top / "user.slice/run.scope", 1), (top / "user.slice", 1), (top, 1)]
 
 
 def test_children_are_allowed_to_hold_memory_once(tmp_path: Path) -> None:

@@ -10,10 +10,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from fuyou_cli.cli import quickstart
+from fuyou_cli.cli.memory_group import Ended
+from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.training.quickstart import make_model
 from fuyou_cli.training.quickstart.make_corpus import corpus_text
 
@@ -134,3 +138,11 @@ def test_another_folder_for_its_output(tmp_path: Path, monkeypatch: pytest.Monke
     assert f"{tmp_path}/people/here/model: Auto" in done.stdout
     assert (tmp_path / "people" / "here" / "model" / "config.json").exists()
     assert not (tmp_path / "~").exists()
+
+
+def test_a_peak_above_the_budget_is_an_error_where_nothing_held_it() -> None:
+    over = quickstart.Done(plan={"budget": 100 << 20}, losses=(1.0,), peak=101 << 20)
+    quickstart._refuse_excess(Ended(code=0, enforced=True), over)
+    quickstart._refuse_excess(Ended(code=0, enforced=False), replace(over, peak=100 << 20))
+    with pytest.raises(FuyouError, match="101 MiB of memory, its budget is 100 MiB"):
+        quickstart._refuse_excess(Ended(code=0, enforced=False), over)

@@ -79,7 +79,7 @@ class Sampler:
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
         if self._epoch is None or (self._shuffle and self._epoch != epoch):
-            self._order = np.arange(0)  # not beside the next one
+            self._order, self._epoch = np.arange(0), None  # not beside the next one
             if self._shuffle:
                 drawn = np.random.Philox(key=np.array([self._seed, epoch], np.uint64)).random_raw(self.rows)
                 self._order = np.argsort(drawn, kind="stable")
