@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("fuyou", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
@@ -11,3 +12,11 @@ settings.load_profile("fuyou")
 
 # A shell's background job ignores Ctrl-C, and so would every command the tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device here")

@@ -23,26 +23,24 @@ class Ended:
 def run_limited(command: Sequence[str], limit: int, *, environment: dict[str, str]) -> Ended:
     """Runs `command` with at most `limit` bytes for all its processes; without a limit where none can be set."""
     group = _make_group(limit)
-    try:
-        process = subprocess.Popen(command, env=environment, preexec_fn=None if group is None else _joiner(group))
-    except subprocess.SubprocessError:  # it may be made, and not be joined
-        process = subprocess.Popen(command, env=environment)
-        _remove(group)
-        group = None
-    try:
-        while True:
-            try:
-                return Ended(code=process.wait(), enforced=group is not None)
-            except KeyboardInterrupt:  # the command got it as well and saves its state
-                continue
-    finally:
-        _remove(group)
-
-
-def _remove(group: Path | None) -> None:
     if group is not None:
-        with suppress(OSError):
-            group.rmdir()
+        try:
+            process = subprocess.Popen(command, env=environment, preexec_fn=_joiner(group))
+            return Ended(code=_wait(process), enforced=True)
+        except subprocess.SubprocessError:  # it could be made, and cannot be joined
+            pass
+        finally:
+            with suppress(OSError):
+                group.rmdir()
+    return Ended(code=_wait(subprocess.Popen(command, env=environment)), enforced=False)
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:  # the command got it as well and saves its state
+            continue
 
 
 def _joiner(group: Path) -> Callable[[], None]:

@@ -132,11 +132,12 @@ def _write_corpus(path: Path) -> None:
 
 
 def _limit(recipe: Recipe) -> int:
-    """Bytes of the memory group: the budget, resolved as the planner resolves it."""
+    """Bytes of the memory group: the budget, resolved as the planner resolves it, or what we are held to ourselves."""
     from .profile import usable_memory
 
     asked = recipe.offload.max_memory.cpu
-    return asked.resolve(total=probe.physical_memory(), auto=int(usable_memory() * 0.9))
+    budget = asked.resolve(total=probe.physical_memory(), auto=int(usable_memory() * 0.9))
+    return min(budget, probe.memory_limit())
 
 
 def _start_over(recipe: Recipe, out: Path) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 from .families import gpt2, llama
 from .rig import Rig, Shape, Subject, unequal
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
+pytestmark = pytest.mark.gpu
 STEPS = 4
 
 

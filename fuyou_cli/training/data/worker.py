@@ -56,10 +56,10 @@ class RowWriter:
 
     def append(self, row: Row) -> None:
         tokens, mask = row
-        for data in (len(tokens).to_bytes(8, "little"), tokens.tobytes(), mask.tobytes()):
+        self._digest.update(len(tokens).to_bytes(8, "little"))
+        for file, data in ((self._tokens, tokens.tobytes()), (self._mask, mask.tobytes())):
             self._digest.update(data)
-        self._tokens.write(tokens.tobytes())
-        self._mask.write(mask.tobytes())
+            file.write(data)
         self._offsets.append(self._offsets[-1] + len(tokens))
         self.label_tokens += int(np.count_nonzero(mask[1:]))
         self.longest = max(self.longest, len(tokens))
