@@ -20,7 +20,7 @@ case "$1 $2" in
 "-m ensurepip") [ -n "$ENSUREPIP" ] && touch "$home/pip" ;;
 "-m venv") echo venv >>"$home/asked" ;;
 "- ") cat "$home/torch" 2>/dev/null ;;
--c*) grep -q cpu "$home/torch" && echo CPU || echo CUDA 13 ;;
+"-W ignore" | -c*) grep -q cpu "$home/torch" && echo CPU || echo CUDA 13 ;;
 *) echo Python 3.12 ;;
 esac
 """
