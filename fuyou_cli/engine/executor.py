@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from ..planner.lookahead import Lookahead
 from ..planner.schedule import Visit, plan_schedule
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
@@ -31,7 +32,7 @@ from .gradients import GradientSum, squared_norm
 from .head import IGNORED, Head, shifted
 from .head_passes import run_head
 from .host_memory import HostMemory
-from .residency import Residency
+from .moves import DaemonMoves
 from .stage import Stage
 from .streamed import Call, StreamedStage, streamed_forward
 from .sums import GradientSums
@@ -81,8 +82,10 @@ class Executor:
         self.device, self.memory, self.optimizer = device, memory, optimizer
         self.stages = [Stage(anatomy, spec) for spec in model.stages]
         self.schedule = plan_schedule(model, plan)
-        self.residency = Residency(model=model, plan=plan, daemon=daemon, tick=self._tick)
+        self.moves = DaemonMoves(model=model, plan=plan, daemon=daemon, tick=self._tick)
+        self.residency = self.moves.residency
         self.boundaries = Boundaries(plan=plan, daemon=daemon, memory=memory)
+        self.lookahead = Lookahead(schedule=self.schedule, residency=self.residency, boundaries=self.boundaries.ledger)
         self.weights = ComputeWeights(model=model, plan=plan, memory=memory, device=device)
         self.head = Head(anatomy.model)
         self.between_micro_batches: Callable[[], None] = lambda: None
@@ -102,7 +105,6 @@ class Executor:
         }
         self._pieces = {cut[0]: cut} if cut else {}  # of the embedding, by the stage that its forward is called as
         self._cursor, self._settled = -1, False
-        self._prefetched: set[int] = set()
         self._squares: dict[int, float] = {}
         self._step, self._last_step, self._scalars = 0, False, Scalars(optimizer=optimizer, lr=0.0, step=1)
         self._outcome = StepOutcome(loss=0.0, grad_norm=None, label_tokens=0)
@@ -165,7 +167,8 @@ class Executor:
         """Every update is done and every transfer over: the stages rest at the same generation."""
         self.sums.settle()
         self._settled = False
-        self._give_up_prefetches()
+        self.weights.settle_all()
+        self.lookahead.give_up()
         self.residency.drain()
 
     def may_abandon(self) -> bool:
@@ -178,8 +181,8 @@ class Executor:
         self.sums.forget()
         self._head_gradient = None
         self._settled = False
-        self._prefetched.clear()
-        self.boundaries.forget(self.residency.wait_until)
+        self.lookahead.forget()
+        self.boundaries.ledger.forget(self.residency.wait_until)
         self.weights.settle_all()
         self.residency.let_go_of_all()
 
@@ -211,9 +214,7 @@ class Executor:
         visit = self.schedule.visits[self._cursor]
         assert (visit.phase, visit.stage) == (phase, stage), (visit, phase, stage)
         self._settled = False
-        prefetched = visit.index in self._prefetched
-        self._prefetched.discard(visit.index)
-        span = self.residency.acquire(visit, prefetched=prefetched)
+        span = self.residency.acquire(visit, prefetched=self.lookahead.taken(visit))
         flat = None
         if span is not None:
             assert visit.owner is not None
@@ -236,34 +237,12 @@ class Executor:
     def _tick(self) -> None:
         """Called whenever something may have finished: moves everything that can move, never waits."""
         self.residency.advance()
-        self.boundaries.advance()
+        self.boundaries.ledger.advance()
         self.sums.advance()
         if self._settled:
-            self._prefetch()
+            self.lookahead.advance(self._cursor, last_step=self._last_step, nearest=self._begin_upload)
 
-    def _prefetch(self) -> None:
-        """Starts what the next `lookahead` visits need, in order, as far as slots are free."""
-        visits = self.schedule.visits
-        resuming = True  # so far; a visit that begins a new sum must not find its slot taken by one behind it
-        for ahead in range(1, self.plan.lookahead + 1):
-            index, next_step = self._cursor + ahead, False
-            if index >= len(visits):
-                if self._last_step:
-                    return
-                index, next_step = index - len(visits), True
-            visit = visits[index]
-            resuming = resuming and visit.resume and self.residency.try_resume_gradients(visit.stage)
-            if visit.take and visit.stage in self.boundaries.kept and not self.boundaries.try_prefetch(visit.stage):
-                return
-            if index in self._prefetched:
-                if ahead == 1:
-                    self._begin_upload(visit, next_step=next_step)
-                continue
-            if not self.residency.try_prefetch(visit):
-                return
-            self._prefetched.add(index)
-
-    def _begin_upload(self, visit: Visit, *, next_step: bool) -> None:
+    def _begin_upload(self, visit: Visit, next_step: bool) -> None:
         if not self.device.separate or visit.owner is None:
             return
         record = self.residency.records[visit.owner]
@@ -271,12 +250,6 @@ class Executor:
             return
         if record.span is not None and record.fetch is None and record.update is None and record.due is None:
             self.weights.begin(visit.owner, record.span, record.generation)
-
-    def _give_up_prefetches(self) -> None:
-        self.weights.settle_all()
-        for index in sorted(self._prefetched):
-            self.residency.release(self.schedule.visits[index])
-        self._prefetched.clear()
 
     def shared(self, value: torch.Tensor) -> torch.Tensor:
         """`value` on the device, copied once per step. Its source is kept too, so that its identity stays its own."""

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
+from ..planner.residency import Residency
 from ..spec.model import ITEM_SIZE, ModelSpec
 from ..spec.plan import Plan
 from .devices.base import Device, Event
 from .gradients import GradientSum
 from .host_memory import HostMemory
-from .residency import Residency
 from .skeleton import TORCH_DTYPE
 
 HandOver = Callable[[int, torch.Tensor], None]  # (stage, its complete gradients in host memory)

@@ -16,8 +16,8 @@ import torch
 from ..core.disk import file_systems, store_files
 from ..core.errors import OutOfSpaceError, UsageError
 from ..engine.host_memory import HostMemory
-from ..engine.residency import Record
 from ..engine.skeleton import TORCH_DTYPE
+from ..planner.residency import Record
 from ..spec.model import Dtype, ModelSpec, StageSpec
 from ..spec.plan import Plan, Span, StagePlan
 from ..swap.daemon import SwapDaemon

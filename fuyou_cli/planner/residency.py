@@ -1,28 +1,53 @@
 """The residency ledger: which stage's weights are where, of which generation, and what is on its way.
 
 One record per stage. Weights of a stage carry the number of the step whose update they contain; a visit gets exactly
-the generation it asks for or waits for it, and nothing else waits. Only the training thread uses the ledger: it looks
-for finished requests whenever it waits and between micro-batches (`advance`), which never blocks.
+the generation it asks for or waits for it, and nothing else waits. The ledger moves no bytes and reads no clock: whoever
+runs a step (the executor, with the swap daemon) or imagines one (the simulator, with rates) gives it what does, so that
+both follow the same rules. It is used from one thread, which looks for finished requests whenever it waits and between
+micro-batches (`advance`).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NoReturn
+from typing import Any, Literal, Protocol
 
-from ..core.errors import NumericsError
-from ..planner.schedule import Visit
 from ..spec.model import ITEM_SIZE, ModelSpec
 from ..spec.plan import Plan, Span
-from ..swap.daemon import Result, SwapDaemon, Update
-from .updates import Scalars, build_update
+from .schedule import Visit
 
 FETCH_PRIORITY = 0  # before any update: compute waits for it
 UPDATE_PRIORITY = 1 << 16  # plus the stage's place in the next forward
-_FIRST_POLL_SECONDS, _POLL_SECONDS = 50e-6, 0.002  # a wait looks around often at first, then less often
+
+
+class Transfers(Protocol):
+    """Moves bytes between arena and store, both named by offsets. Every submit returns a ticket."""
+
+    def read(self, arena_offset: int, store_offset: int, size: int, *, priority: int = 0, label: int = 0) -> int: ...
+
+    def write(self, arena_offset: int, store_offset: int, size: int, *, priority: int = 0, label: int = 0) -> int: ...
+
+    def poll(self, ticket: int) -> object | None:
+        """What the request ended with, once; None while it is under way."""
+        ...
+
+
+class Runner(Protocol):
+    """Whoever runs the step that the ledger is kept for."""
+
+    def update(self, record: Record) -> int:
+        """Starts AdamW of the record's stage with what is `due`; its ticket."""
+        ...
+
+    def updated(self, record: Record, result: Any) -> None:
+        """The update is over; raises where the step cannot go on."""
+        ...
+
+    def waited(self, done: Callable[[], bool]) -> float:
+        """Returns when `done()`, moving everything that can move meanwhile; the seconds it took."""
+        ...
 
 
 @dataclass(slots=True)
@@ -37,7 +62,7 @@ class Record:
     slotted: bool = False  # span is a slot, not a home
     fetch: int | None = None
     update: int | None = None
-    due: Scalars | None = None  # a two-phase update to run before the next visit's compute
+    due: Any = None  # what a two-phase update needs (the runner's), to run before the next visit's compute
     held: int = 0  # visits, prefetches and downloads that need the span
     kept: bool = False  # the schedule keeps the span for the stage's next visit
     gradient_slot: Span | None = None  # freed when the update has finished
@@ -49,8 +74,8 @@ class Record:
 class Residency:
     """Fetches, updates and releases weights as the schedule asks. `stalls` sums what compute waited for, by cause."""
 
-    def __init__(self, *, model: ModelSpec, plan: Plan, daemon: SwapDaemon, tick: Callable[[], None]) -> None:
-        self.model, self.plan, self.daemon, self._tick = model, plan, daemon, tick
+    def __init__(self, *, model: ModelSpec, plan: Plan, transfers: Transfers, runner: Runner) -> None:
+        self.model, self.plan, self.transfers, self._runner = model, plan, transfers, runner
         self.item = ITEM_SIZE[model.compute_dtype]
         self.records = [Record(stage=stage.index) for stage in model.stages]
         self.free_weights = [list(slots.weight_slots) for slots in plan.slot_classes]
@@ -63,31 +88,24 @@ class Residency:
     # ---- waiting -------------------------------------------------------------------------------------------------
 
     def wait_until(self, done: Callable[[], bool], cause: str) -> None:
-        """Returns when `done()`; meanwhile keeps the ledger moving. The time is a stall of `cause`."""
+        """Returns when `done()`; meanwhile everything keeps moving. The time is a stall of `cause`."""
         self.advance()
-        if done():
-            return
-        begin = time.perf_counter()
-        pause = _FIRST_POLL_SECONDS
-        while not done():
-            time.sleep(pause)
-            pause = min(2 * pause, _POLL_SECONDS)
-            self._tick()
-        self.stalls[cause] = self.stalls.get(cause, 0.0) + time.perf_counter() - begin
+        if not done():
+            self.stalls[cause] = self.stalls.get(cause, 0.0) + self._runner.waited(done)
 
     def advance(self) -> None:
         """Notices what has finished and starts what has become possible. Never waits."""
         for record in self.records:
-            if record.gradient_write is not None and self.daemon.poll(record.gradient_write) is not None:
+            if record.gradient_write is not None and self.transfers.poll(record.gradient_write) is not None:
                 record.gradient_write = None
                 self._free_gradient_slot(record)
-            if record.gradient_read is not None and self.daemon.poll(record.gradient_read) is not None:
+            if record.gradient_read is not None and self.transfers.poll(record.gradient_read) is not None:
                 record.gradient_read = None
-            if record.fetch is not None and self.daemon.poll(record.fetch) is not None:
+            if record.fetch is not None and self.transfers.poll(record.fetch) is not None:
                 record.fetch = None
                 self._free_if_idle(record)  # who asked for it may have let go meanwhile
             if record.update is not None:
-                result = self.daemon.poll(record.update)
+                result = self.transfers.poll(record.update)
                 if result is not None:
                     self._finish_update(record, result)
             if record.due is not None and self._may_update(record):
@@ -139,7 +157,7 @@ class Residency:
         record.span = free.pop()
         record.slotted = True
         extent = plan.weights_extents[record.generation % 2]
-        record.fetch = self.daemon.read(
+        record.fetch = self.transfers.read(
             record.span.offset, extent.offset, extent.size, priority=FETCH_PRIORITY, label=record.stage
         )
         return True
@@ -171,7 +189,7 @@ class Residency:
         record.gradients = "resting"
         if plan.gradients_extent is None or record.gradient_slot is None:
             return
-        record.gradient_write = self.daemon.write(
+        record.gradient_write = self.transfers.write(
             record.gradient_slot.offset,
             plan.gradients_extent.offset,
             plan.gradients_extent.size,
@@ -193,7 +211,7 @@ class Residency:
                 return False
             assert plan.gradients_extent is not None
             record.gradient_slot = free.pop()
-            record.gradient_read = self.daemon.read(
+            record.gradient_read = self.transfers.read(
                 record.gradient_slot.offset,
                 plan.gradients_extent.offset,
                 plan.gradients_extent.size,
@@ -221,17 +239,17 @@ class Residency:
 
     # ---- updates -------------------------------------------------------------------------------------------------
 
-    def update_now(self, stage: int, scalars: Scalars) -> None:
-        """One-phase: the stage's gradients are complete and its weights are in RAM; AdamW starts in the daemon."""
+    def update_now(self, stage: int, due: object) -> None:
+        """One-phase: the stage's gradients are complete and its weights are in RAM; AdamW starts at once."""
         record = self.records[stage]
-        record.due = scalars
+        record.due = due
         self._submit_due(record)
 
-    def update_later(self, scalars: Scalars) -> None:
+    def update_later(self, due: object) -> None:
         """Two-phase: every stage is updated before its first visit of the next step (or when drained)."""
         for record, stage in zip(self.records, self.model.stages, strict=True):
             if stage.params:
-                record.due = scalars
+                record.due = due
 
     def _may_update(self, record: Record) -> bool:
         return (
@@ -243,47 +261,17 @@ class Residency:
         )
 
     def _submit_due(self, record: Record) -> None:
-        assert record.due is not None and record.span is not None
-        request, segments = build_update(
-            stage=self.model.stages[record.stage],
-            plan=self.plan.stages[record.stage],
-            model=self.model,
-            accumulate_dtype=self.plan.numerics.accumulate_dtype,
-            generation=record.generation,
-            zero_moments=record.zero_moments,
-            zero_remainder=record.zero_remainder,
-            weights=record.span,
-            gradients=record.gradient_slot,
-            scalars=record.due,
-            priority=UPDATE_PRIORITY + record.stage,
-        )
-        record.update = self.daemon.update(Update(**request, segments=segments))
+        record.update = self._runner.update(record)
         record.due = None
 
-    def _finish_update(self, record: Record, result: Result) -> None:
+    def _finish_update(self, record: Record, result: object) -> None:
         record.update = None
-        if result.nonfinite:
-            self._refuse_weights(record, result)
+        self._runner.updated(record, result)
         record.generation += 1
         record.zero_moments = False
         record.zero_remainder = False
         self._free_gradient_slot(record)
         self._free_if_idle(record)
-
-    def _refuse_weights(self, record: Record, result: Result) -> NoReturn:
-        """Names where it began: backward reaches the last stages first, whatever order their updates finish in."""
-        found = {record.stage: result.nonfinite}
-        for other in self.records:
-            if other.update is not None:
-                found[other.stage] = self.daemon.wait(other.update).nonfinite
-                other.update = None
-        stage = max(stage for stage, count in found.items() if count)
-        name = self.model.stages[stage].name
-        raise NumericsError(
-            f"step {record.generation + 1}: {found[stage]} weights of {name} are not finite after the update",
-            hint="lower optimizer.lr, or set train.clip_grad_norm, which sees gradients before anything is updated",
-            changed=True,
-        )
 
     def let_go_of_all(self) -> None:
         """A step was given up: nobody needs a span or its gradients. Updates due or under way go on."""

@@ -1,0 +1,70 @@
+"""The residency ledger's runner where bytes really move: updates in the swap daemon, waits on the wall clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from ..core.errors import NumericsError
+from ..planner.residency import UPDATE_PRIORITY, Record, Residency
+from ..spec.model import ModelSpec
+from ..spec.plan import Plan
+from ..swap.daemon import Result, SwapDaemon, Update
+from .updates import build_update
+
+_FIRST_POLL_SECONDS, _POLL_SECONDS = 50e-6, 0.002  # a wait looks around often at first, then less often
+
+
+class DaemonMoves:
+    """Keeps `residency` for one executor; `tick` moves everything that can move."""
+
+    def __init__(self, *, model: ModelSpec, plan: Plan, daemon: SwapDaemon, tick: Callable[[], None]) -> None:
+        self.model, self.plan, self.daemon, self._tick = model, plan, daemon, tick
+        self.residency = Residency(model=model, plan=plan, transfers=daemon, runner=self)
+
+    def update(self, record: Record) -> int:
+        """Starts the AdamW of one stage, wholly in C; its ticket. `record.due` holds its `Scalars`."""
+        assert record.span is not None
+        request, segments = build_update(
+            stage=self.model.stages[record.stage],
+            plan=self.plan.stages[record.stage],
+            model=self.model,
+            accumulate_dtype=self.plan.numerics.accumulate_dtype,
+            generation=record.generation,
+            zero_moments=record.zero_moments,
+            zero_remainder=record.zero_remainder,
+            weights=record.span,
+            gradients=record.gradient_slot,
+            scalars=record.due,
+            priority=UPDATE_PRIORITY + record.stage,
+        )
+        return self.daemon.update(Update(**request, segments=segments))
+
+    def updated(self, record: Record, result: Result) -> None:
+        if result.nonfinite:
+            self._refuse_weights(record, result)
+
+    def waited(self, done: Callable[[], bool]) -> float:
+        begin = time.perf_counter()
+        pause = _FIRST_POLL_SECONDS
+        while not done():
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_SECONDS)
+            self._tick()
+        return time.perf_counter() - begin
+
+    def _refuse_weights(self, record: Record, result: Result) -> NoReturn:
+        """Names where it began: backward reaches the last stages first, whatever order their updates finish in."""
+        found = {record.stage: result.nonfinite}
+        for other in self.residency.records:
+            if other.update is not None:
+                found[other.stage] = self.daemon.wait(other.update).nonfinite
+                other.update = None
+        stage = max(stage for stage, count in found.items() if count)
+        name = self.model.stages[stage].name
+        raise NumericsError(
+            f"step {record.generation + 1}: {found[stage]} weights of {name} are not finite after the update",
+            hint="lower optimizer.lr, or set train.clip_grad_norm, which sees gradients before anything is updated",
+            changed=True,
+        )

@@ -1,0 +1,99 @@
+"""The ledger of boundaries: where each stage's input rests between forward and backward, and what is on its way.
+
+Like the residency ledger it moves nothing itself: the executor and the simulator follow the same rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..core.units import align_up
+from ..spec.plan import Plan, Span
+from .residency import Transfers
+
+_WRITE_PRIORITY = 1  # behind weights being waited for, before updates: it frees a slot
+_READ_PRIORITY = 0
+_ALIGN = 4096
+
+Wait = Callable[[Callable[[], bool], str], None]
+
+
+@dataclass(slots=True)
+class _Kept:
+    size: int
+    span: Span | None  # None: on the ssd only
+    write: int | None = None
+    read: int | None = None
+
+
+class BoundaryLedger:
+    """`room` and `filled` in forward, `ready` in backward, `drop` when the stage's backward is over."""
+
+    def __init__(self, *, plan: Plan, transfers: Transfers) -> None:
+        self.plan, self.transfers = plan, transfers
+        self.free = list(plan.boundary_slots)
+        self.kept: dict[int, _Kept] = {}
+
+    def advance(self) -> None:
+        """Notices finished transfers; a written boundary gives its slot back. Never waits."""
+        for kept in self.kept.values():
+            if kept.write is not None and self.transfers.poll(kept.write) is not None:
+                kept.write = None
+                assert kept.span is not None
+                self.free.append(kept.span)
+                kept.span = None
+            if kept.read is not None and self.transfers.poll(kept.read) is not None:
+                kept.read = None
+
+    def room(self, stage: int, wait_until: Wait) -> Span:
+        """Where the boundary goes: its home in RAM, or a slot."""
+        span = self.plan.stages[stage].boundary_ram
+        if span is None:
+            wait_until(lambda: bool(self.free), "a slot for a boundary")
+            span = self.free.pop()
+        return span
+
+    def filled(self, stage: int, span: Span, size: int) -> None:
+        """The boundary's `size` bytes are in `span`; on their way to the ssd if that is their home."""
+        plan = self.plan.stages[stage]
+        kept = self.kept[stage] = _Kept(size=align_up(size, _ALIGN), span=span)
+        if plan.boundary_ram is None:
+            assert plan.boundary_extent is not None
+            kept.write = self.transfers.write(
+                span.offset, plan.boundary_extent.offset, kept.size, priority=_WRITE_PRIORITY, label=stage
+            )
+
+    def try_prefetch(self, stage: int) -> bool:
+        """Starts reading a boundary that is on the ssd. False: no slot is free, or it is still being written."""
+        kept = self.kept[stage]
+        if kept.write is not None:
+            return False
+        if kept.span is not None:
+            return True
+        if not self.free:
+            return False
+        extent = self.plan.stages[stage].boundary_extent
+        assert extent is not None
+        kept.span = self.free.pop()
+        kept.read = self.transfers.read(kept.span.offset, extent.offset, kept.size, priority=_READ_PRIORITY, label=stage)
+        return True
+
+    def ready(self, stage: int, wait_until: Wait) -> Span:
+        """Where the boundary is again, valid until it is dropped."""
+        kept = self.kept[stage]
+        wait_until(lambda: self.try_prefetch(stage) and kept.read is None, "a boundary")
+        assert kept.span is not None
+        return kept.span
+
+    def drop(self, stage: int) -> None:
+        """Nobody needs it any more."""
+        kept = self.kept.pop(stage)
+        if self.plan.stages[stage].boundary_ram is None and kept.span is not None:
+            self.free.append(kept.span)
+
+    def forget(self, wait_until: Wait) -> None:
+        """Drops every boundary once nothing moves any more."""
+        wait_until(lambda: all(kept.write is None and kept.read is None for kept in self.kept.values()), "boundaries")
+        for stage in list(self.kept):
+            self.drop(stage)
