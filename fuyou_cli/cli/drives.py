@@ -1,23 +1,34 @@
-"""What a folder's drive can do and is: direct I/O and its alignment, model, wear, and whether io_uring may be used."""
+"""What a folder's drives can do and are: direct I/O and its alignment, models, wear, and whether io_uring may be used."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import fcntl
+import json
 import mmap
 import os
+import shutil
 import struct
+import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from fuyou_cli.spec.hardware import Drive
+
+from .endurance import rated_bytes
 from .probe import existing
 
 _ALIGNMENTS = (512, 4096)  # bytes, tried in this order
 _SYS_IO_URING_SETUP = 425  # the same number on every architecture but alpha
 _IO_URING_PARAMS = 120  # bytes of struct io_uring_params
 _NVME_ADMIN = 0xC0484E41  # NVME_IOCTL_ADMIN_CMD
+_NVME_UNIT = 512_000  # bytes: the log counts in 1000 blocks of 512
+_SECTOR = 512  # bytes: what /sys counts in, whatever the drive's own are
+_DEEPEST = 8  # layers of partitions and volumes
+_SMARTCTL_SECONDS = 5.0
+_LBAS_WRITTEN = 241  # the ATA attribute "Total LBAs Written"
 _GET_LOG_PAGE, _SMART_LOG, _SMART_BYTES = 0x02, 0x02, 512
 
 
@@ -84,22 +95,51 @@ def io_uring_refusal() -> str | None:
 
 
 def block_device(folder: Path, sysfs: Path = Path("/sys")) -> Path | None:
-    """The whole drive under a folder, as its folder in /sys: through partitions and device-mapper layers. None where
-    the file system has no drive of its own (tmpfs, overlay, network)."""
+    """The whole drive under a folder, as its folder in /sys: through partitions and device-mapper layers; the first of
+    several. None where the file system has no drive of its own (tmpfs, overlay, network)."""
+    return next(iter(block_devices(folder, sysfs)), None)
+
+
+def block_devices(folder: Path, sysfs: Path = Path("/sys")) -> list[Path]:
+    """Every whole drive under a folder: those of a RAID, or of a volume over several."""
     number = existing(folder).stat().st_dev
-    device = sysfs / "dev/block" / f"{os.major(number)}:{os.minor(number)}"
-    for _ in range(8):
-        if not device.exists():
-            return None
-        device = device.resolve()
-        slaves = sorted((device / "slaves").iterdir()) if (device / "slaves").is_dir() else []
-        if (device / "partition").exists():
-            device = device.parent
-        elif slaves:
-            device = slaves[0]
-        else:
-            return device
-    return None
+    return list(dict.fromkeys(_whole_drives(sysfs / "dev/block" / f"{os.major(number)}:{os.minor(number)}", _DEEPEST)))
+
+
+def _whole_drives(device: Path, depth: int) -> list[Path]:
+    if not device.exists() or depth == 0:
+        return []
+    device = device.resolve()
+    if (device / "partition").exists():
+        return _whole_drives(device.parent, depth - 1)
+    layers = device / "slaves"
+    below = sorted(layers.iterdir()) if layers.is_dir() else []
+    return [drive for layer in below for drive in _whole_drives(layer, depth - 1)] if below else [device]
+
+
+def drives_under(folder: Path, sysfs: Path = Path("/sys"), *, ask: bool = False) -> tuple[Drive, ...]:
+    """The drives under a folder with what is known of their endurance. `ask`: smartctl too, which may take a second."""
+    return tuple(_drive(device, ask=ask) for device in block_devices(folder, sysfs))
+
+
+def _drive(device: Path, *, ask: bool) -> Drive:
+    model = drive_model(device) or ""
+    capacity = _sectors(device) * _SECTOR
+    wear = nvme_wear(device) or (_smartctl(device) if ask else None)
+    return Drive(
+        model=model,
+        capacity=capacity,
+        rated_bytes=rated_bytes(model, capacity),
+        used_bytes=wear.written if wear is not None else 0,
+    )
+
+
+def _sectors(device: Path) -> int:
+    try:
+        text = (device / "size").read_text().strip()
+    except OSError:
+        return 0
+    return int(text) if text.isdecimal() else 0
 
 
 def drive_model(device: Path) -> str | None:
@@ -131,4 +171,32 @@ def nvme_wear(device: Path, dev: Path = Path("/dev")) -> Wear | None:
 
 def parse_smart(log: bytes) -> Wear:
     """The SMART log page of the NVMe specification: units of 1000 blocks of 512 bytes."""
-    return Wear(percent_used=log[5], written=int.from_bytes(log[48:64], "little") * 512_000)
+    return Wear(percent_used=log[5], written=int.from_bytes(log[48:64], "little") * _NVME_UNIT)
+
+
+def _smartctl(device: Path) -> Wear | None:
+    """What smartctl tells an ordinary user; it mostly tells only root, and that is no error."""
+    program = shutil.which("smartctl")
+    if program is None:
+        return None
+    try:
+        done = subprocess.run(
+            [program, "--json", "--all", f"/dev/{device.name}"],
+            capture_output=True, text=True, timeout=_SMARTCTL_SECONDS, stdin=subprocess.DEVNULL, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return parse_smartctl(done.stdout)
+
+
+def parse_smartctl(text: str) -> Wear | None:
+    """The JSON of smartctl: an NVMe drive's log, or the attributes of a SATA drive. None where it tells neither."""
+    try:
+        report = json.loads(text)
+        if log := report.get("nvme_smart_health_information_log"):
+            return Wear(percent_used=int(log["percentage_used"]), written=int(log["data_units_written"]) * _NVME_UNIT)
+        table = report.get("ata_smart_attributes", {}).get("table", [])
+        lbas = [int(row["raw"]["value"]) for row in table if row["id"] == _LBAS_WRITTEN]
+        return Wear(percent_used=0, written=lbas[0] * int(report["logical_block_size"])) if lbas else None
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return None

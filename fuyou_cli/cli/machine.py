@@ -10,9 +10,9 @@ from functools import cache
 from pathlib import Path
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.spec.hardware import HardwareProfile
+from fuyou_cli.spec.hardware import Drive, HardwareProfile, merged_rates
 
-from . import probe
+from . import drives, probe
 from .console import write_status
 from .profile import assumed_hardware, core_count, cpu_name, read_profile, usable_memory, write_profile
 
@@ -37,6 +37,7 @@ def hardware_for(directory: Path, *, device: str) -> HardwareProfile:
     profile = _kept(path)
     if profile is None or (name is not None and profile.device_name != name):  # another card than was measured
         profile = assumed_hardware(directory, device=device, device_name=name, device_memory=memory)
+    pinnable, why = probe.pinnable()
     return replace(
         profile,
         device=device,
@@ -45,7 +46,17 @@ def hardware_for(directory: Path, *, device: str) -> HardwareProfile:
         ram_available=usable_memory(),
         process_bytes=probe.process_bytes(),
         disk_free=probe.free_space(directory),
+        pinnable=pinnable,
+        pinnable_why=why,
+        drives=_with_wear(profile.drives, drives.drives_under(directory)),
     )
+
+
+def _with_wear(kept: tuple[Drive, ...], now: tuple[Drive, ...]) -> tuple[Drive, ...]:
+    """The drives as they are; what only `fuyou bench` could ask them (it takes a second) as it was then."""
+    if [drive.model for drive in kept] != [drive.model for drive in now]:
+        return now
+    return tuple(replace(new, used_bytes=max(old.used_bytes, new.used_bytes)) for old, new in zip(kept, now, strict=True))
 
 
 def _kept(path: Path) -> HardwareProfile | None:
@@ -63,14 +74,32 @@ def _note(text: str) -> None:
     write_status(f"note: {text}")
 
 
-def keep(profile: HardwareProfile, directory: Path) -> None:
-    """Remembers a measured profile for the plans to come."""
+def keep(profile: HardwareProfile, directory: Path) -> HardwareProfile:
+    """Remembers a measured profile for the plans to come, with what earlier measurements of the same machine know beside
+    it: rates of other stages, and those of sustained writing. Returns what is kept."""
     path = profile_path(directory, device=profile.device)
+    before = _kept(path)
+    if before is not None and before.device_name == profile.device_name:
+        profile = _joined(before, profile)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_profile(profile, path)
     except OSError as error:
         write_status(f"note: the profile could not be kept in {path}: {error.strerror}")
+    return profile
+
+
+def _joined(before: HardwareProfile, found: HardwareProfile) -> HardwareProfile:
+    joined = replace(found, stage_rates=merged_rates(before.stage_rates, found.stage_rates))
+    if found.sustained_write:
+        return joined
+    return replace(
+        joined,
+        sustained_write=before.sustained_write,
+        sustained_read_mixed=before.sustained_read_mixed,
+        sustained_write_mixed=before.sustained_write_mixed,
+        burst_bytes=before.burst_bytes,
+    )
 
 
 def _device_facts(device: str) -> tuple[str | None, int]:

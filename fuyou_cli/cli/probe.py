@@ -48,6 +48,16 @@ def physical_memory(root: Path = ROOT) -> int:
     return _kib(root / "proc/meminfo", "MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def pinnable(root: Path = ROOT) -> tuple[int, str]:
+    """Bytes of host memory that a GPU's driver may be given to hold in place, and what sets that limit.
+
+    RLIMIT_MEMLOCK is not among the limits: the driver locks pages by itself, and does not ask for it."""
+    limits = [(group.limit, f"the control group {group.path} allows no more") for group in cgroup_limits(root)]
+    whole = physical_memory(root)
+    limits.append((whole // 2, "WSL lets half of RAM be pinned") if is_wsl(root) else (whole, "all of RAM"))
+    return min(limits, key=lambda limit: limit[0])
+
+
 def process_bytes(root: Path = ROOT) -> int:
     """Anonymous memory and page tables of this process: what a memory limit counts, files left out."""
     status = root / "proc/self/status"

@@ -7,16 +7,17 @@ import json
 import os
 import platform
 import re
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.spec.hardware import HardwareProfile
 
-from . import probe
+from . import drives, probe
+from .typed_data import Reading
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 # What `assumed_hardware` takes for granted: a plain server with one NVMe drive.
 ASSUMED_FLOPS_PER_CORE = 40e9
@@ -26,6 +27,7 @@ ASSUMED_READ_MIXED, ASSUMED_WRITE_MIXED = 1.2e9, 0.8e9
 ASSUMED_ADAMW = 10e9
 ASSUMED_PCIE = 12e9
 ASSUMED_PROCESS = 450 * MiB
+ASSUMED_GPU_PROCESS = 2 * GiB  # more, for the libraries of CUDA
 
 
 def core_count() -> int:
@@ -58,25 +60,39 @@ def assumed_hardware(
     """This machine's memory and disk with assumed rates: for planning without measuring. `measured` says so."""
     cores = core_count()
     on_gpu = device == "cuda"
+    place = directory or Path()
+    pinnable, why = probe.pinnable()
     return HardwareProfile(
         device=device,
         device_name=device_name or cpu_name(),
         cores=cores,
         ram_total=probe.physical_memory(),
         ram_available=usable_memory(),
-        process_bytes=ASSUMED_PROCESS + (2 * GiB if on_gpu else 0),
+        process_bytes=ASSUMED_PROCESS + (ASSUMED_GPU_PROCESS if on_gpu else 0),
         device_memory=device_memory,
-        disk_free=probe.free_space(directory or Path()),
+        disk_free=probe.free_space(place),
         matmul_flops=ASSUMED_GPU_FLOPS if on_gpu else ASSUMED_FLOPS_PER_CORE * cores,
         store_read=ASSUMED_READ,
         store_write=ASSUMED_WRITE,
         store_read_mixed=ASSUMED_READ_MIXED,
         store_write_mixed=ASSUMED_WRITE_MIXED,
-        adamw_bytes=ASSUMED_ADAMW,
+        adamw=((1, ASSUMED_ADAMW),),
         h2d=ASSUMED_PCIE if device_memory else 0.0,
         d2h=ASSUMED_PCIE if device_memory else 0.0,
         measured="assumed",
+        pinnable=pinnable,
+        pinnable_why=why,
+        drives=drives.drives_under(place),
+        name=platform.node(),
     )
+
+
+def described(text: str | Path) -> HardwareProfile:
+    """A machine one does not have, for planning: shipped parts by name (`rtx4090,2xgen4,128GiB`), or a file. Raises
+    UsageError with everything that is wrong, and what is shipped where a name is unknown."""
+    from .described import profile_from
+
+    return profile_from(text, process_bytes=(ASSUMED_PROCESS, ASSUMED_PROCESS + ASSUMED_GPU_PROCESS))
 
 
 def write_profile(profile: HardwareProfile, path: Path) -> None:
@@ -99,10 +115,8 @@ def read_profile(path: Path) -> HardwareProfile:
         raise UsageError(f"cannot read the hardware profile {path}: {error}", hint="make one: fuyou bench") from error
     if not isinstance(data, dict) or data.pop("schema_version", None) != SCHEMA_VERSION:
         raise UsageError(f"{path} is not a hardware profile of version {SCHEMA_VERSION}", hint="make one: fuyou bench")
-    kinds = {field.name: str(field.type) for field in fields(HardwareProfile)}
-    wrong = sorted(kinds.keys() ^ data.keys())
-    accepted: dict[str, type | tuple[type, ...]] = {"str": str, "int": int, "float": (int, float)}
-    wrong += [name for name, kind in kinds.items() if name in data and not isinstance(data[name], accepted[kind])]
-    if wrong:
-        raise UsageError(f"{path}: missing, unknown or of the wrong type: {', '.join(wrong)}", hint="see fuyou bench")
-    return HardwareProfile(**data)
+    reading = Reading(written=False)
+    values = reading.fields_of(HardwareProfile, data)
+    if reading.problems:
+        raise UsageError(f"{path}: {'; '.join(reading.problems)}", hint="make a new one: fuyou bench")
+    return HardwareProfile(**values)

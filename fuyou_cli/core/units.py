@@ -10,6 +10,7 @@ import re
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGTP]i?B|B)?\s*$")
+_RATE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGTP]i?)?(B/s|FLOPS|FLOP/s)\s*$")
 _FACTOR = {None: 1, "B": 1}
 for _power, _letter in enumerate("KMGTP", start=1):
     _FACTOR[f"{_letter}B"] = 1000**_power
@@ -26,6 +27,21 @@ def parse_size(text: str | int) -> int:
     if match is None:
         raise ValueError(f"{text!r} is not a size: write 2GiB, 512MiB, 1.5TB or a number of bytes")
     return int(float(match[1]) * _FACTOR[match[2]])
+
+
+def parse_rate(text: str | int | float, unit: str) -> float:
+    """Per second: of "21GB/s" or "7450 MB/s" where `unit` is B/s, of "162TFLOPS" where it is FLOP/s, or a plain number.
+    Raises ValueError naming the accepted forms."""
+    if isinstance(text, (int, float)) and not isinstance(text, bool):
+        if not 0 <= text < float("inf"):
+            raise ValueError("a rate is a finite number and not negative")
+        return float(text)
+    match = _RATE.match(text) if isinstance(text, str) else None
+    if match is None or (match[3] == "B/s") != (unit == "B/s"):
+        example = "21GB/s or 3.5GiB/s" if unit == "B/s" else "162TFLOPS"
+        raise ValueError(f"{text!r} is not a rate in {unit}: write {example}, or a number")
+    prefix = match[2] or ""
+    return float(match[1]) * _FACTOR[f"{prefix}B"]
 
 
 def align_up(value: int, unit: int) -> int:

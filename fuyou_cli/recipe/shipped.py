@@ -9,9 +9,18 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 def shipped_recipes() -> dict[str, Path]:
     """Name -> file, sorted by name. Empty when the installation has none."""
+    return _named(Path())
+
+
+def shipped_hardware() -> dict[str, Path]:
+    """The lists of parts that a machine can be described by: name (gpus, drives, hosts) -> file."""
+    return _named(Path("hardware"))
+
+
+def _named(inside: Path) -> dict[str, Path]:
     for folder in (_PACKAGE / "recipes", _PACKAGE / "shipped_recipes", _PACKAGE.parent / "recipes"):
         if folder.is_dir():
-            return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+            return {path.stem: path for path in sorted((folder / inside).glob("*.yaml"))}
     return {}
 
 

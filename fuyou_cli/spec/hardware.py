@@ -1,15 +1,62 @@
 """`HardwareProfile`: the machine as measured (or as described in a file), dated.
 
-Rates are bytes or FLOPs per second. Zero means "not measured".
+Rates are bytes or FLOPs per second. Zero means "not measured", of sizes "not known".
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from math import log
+from typing import Literal
+
+from .model import Dtype
+
+RatedKind = Literal["block", "head"]
+
+# What a digest leaves out: how much is there now, and what things are called. The rest is rates.
+_NOT_RATES = (
+    "ram_total", "ram_available", "process_bytes", "device_memory", "disk_free", "pinnable", "pinnable_why", "drives", "name",
+    "measured", "sources",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageRate:
+    """What compute gets on one stage at micro-batches of `tokens` tokens, as `StageSpec.forward_flops` counts: once for
+    `forward` (of a head: its "logits" pass), three times for `backward` (recompute and backward; a head's one visit).
+
+    `params` are those of the weights it computes with, padding included: a tied head's are its embedding's."""
+
+    kind: RatedKind
+    dtype: Dtype
+    hidden: int
+    params: int
+    tokens: int
+    forward: float  # FLOP/s
+    backward: float
+
+    @property
+    def shape(self) -> tuple[str, str, int, int, int]:
+        """What was measured, without what was found."""
+        return self.kind, self.dtype, self.hidden, self.params, self.tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drive:
+    """One drive under the store's folder."""
+
+    model: str
+    capacity: int
+    rated_bytes: int = 0  # that its maker warrants to be written over its life
+    used_bytes: int = 0  # of those, written so far
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareProfile:
+    """One machine, one device of it, and the drives a store would lie on."""
+
     device: str  # cpu | emulated | cuda
     device_name: str
     cores: int
@@ -18,12 +65,59 @@ class HardwareProfile:
     process_bytes: int  # anonymous + kernel memory of this process before the arena exists, libraries loaded
     device_memory: int  # 0 on device cpu
     disk_free: int
-    matmul_flops: float  # in the compute dtype, all threads
+    matmul_flops: float  # in the compute dtype, all threads: where no stage's rate is known
     store_read: float
     store_write: float
     store_read_mixed: float  # while writing
     store_write_mixed: float  # while reading
-    adamw_bytes: float  # one update thread
+    adamw: tuple[tuple[int, float], ...]  # update threads, ascending -> bytes/s of all of them together
     h2d: float
     d2h: float
-    measured: str  # ISO date, or "assumed"
+    measured: str  # ISO date, "assumed", or "described"
+    stage_rates: tuple[StageRate, ...] = ()
+    shared_compute: float = 1.0  # of their rates, what compute and one update thread keep while both run: less on device cpu
+    shared_adamw: float = 1.0
+    io_cpu: float = 0.0  # seconds of core time per byte that the store moves
+    sustained_write: float = 0.0  # once a drive's fast region is full
+    sustained_read_mixed: float = 0.0
+    sustained_write_mixed: float = 0.0
+    burst_bytes: int = 0  # written at `store_write` before it fell to `sustained_write`
+    pinnable: int = 0  # host memory that may be registered with a device
+    pinnable_why: str = ""
+    drives: tuple[Drive, ...] = ()
+    name: str = ""
+    sources: tuple[str, ...] = ()  # where the figures come from, for people
+
+    @property
+    def adamw_bytes(self) -> float:
+        """Bytes/s of one update thread, 0 where that is not measured."""
+        return next((rate for threads, rate in self.adamw if threads == 1), 0.0)
+
+    def stage_rate(self, kind: RatedKind, dtype: Dtype, hidden: int, params: int, tokens: int) -> StageRate:
+        """What is known of such a stage: measured on just this shape, else on the nearest of its kind and dtype (by the
+        ratio of parameters, then of tokens, then of widths), else `matmul_flops` for both rates."""
+
+        def distance(rate: StageRate) -> tuple[float, float, float, tuple[str, str, int, int, int]]:
+            return (_ratio(rate.params, params), _ratio(rate.tokens, tokens), _ratio(rate.hidden, hidden), rate.shape)
+
+        alike = [rate for rate in self.stage_rates if (rate.kind, rate.dtype) == (kind, dtype)]
+        fallback = StageRate(
+            kind=kind, dtype=dtype, hidden=hidden, params=params, tokens=tokens, forward=self.matmul_flops,
+            backward=self.matmul_flops,
+        )  # fmt: skip
+        return min(alike, key=distance, default=fallback)
+
+    def digest(self) -> str:
+        """Twelve characters that name the rates: the same wherever and whenever they are the same."""
+        rates = {key: value for key, value in asdict(self).items() if key not in _NOT_RATES}
+        return hashlib.sha256(json.dumps(rates, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def merged_rates(kept: tuple[StageRate, ...], found: tuple[StageRate, ...]) -> tuple[StageRate, ...]:
+    """Both, in a fixed order; of one shape measured twice, `found`."""
+    by_shape = {rate.shape: rate for rate in (*kept, *found)}
+    return tuple(by_shape[shape] for shape in sorted(by_shape))
+
+
+def _ratio(one: int, other: int) -> float:
+    return abs(log(max(one, 1) / max(other, 1)))

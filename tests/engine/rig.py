@@ -43,7 +43,7 @@ CHUNK = 16384  # parameters: the smallest update chunk, so that small stages hav
 HARDWARE = HardwareProfile(
     device="cpu", device_name="test", cores=2, ram_total=1 << 34, ram_available=1 << 34, process_bytes=0,
     device_memory=0, disk_free=1 << 40, matmul_flops=1e12, store_read=1e9, store_write=1e9, store_read_mixed=1e9,
-    store_write_mixed=1e9, adamw_bytes=1e10, h2d=0.0, d2h=0.0, measured="2026-01-01",
+    store_write_mixed=1e9, adamw=((1, 1e10),), h2d=0.0, d2h=0.0, measured="2026-01-01",
 )  # fmt: skip
 
 OPTIMIZER = Optimizer(lr=4e-3, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay=0.1)

@@ -15,7 +15,7 @@ from fuyou_cli.spec.plan import Numerics
 HARDWARE = HardwareProfile(
     device="cpu", device_name="test", cores=2, ram_total=64 * GiB, ram_available=60 * GiB, process_bytes=300 * MiB,
     device_memory=0, disk_free=1 << 44, matmul_flops=1e12, store_read=2e9, store_write=1e9, store_read_mixed=1.2e9,
-    store_write_mixed=0.8e9, adamw_bytes=1e10, h2d=0.0, d2h=0.0, measured="2026-01-01",
+    store_write_mixed=0.8e9, adamw=((1, 1e10),), h2d=0.0, d2h=0.0, measured="2026-01-01",
 )  # fmt: skip
 
 

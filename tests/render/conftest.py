@@ -80,7 +80,7 @@ def hardware() -> HardwareProfile:
         store_write=1.4e9,
         store_read_mixed=1.2e9,
         store_write_mixed=0.9e9,
-        adamw_bytes=12.4e9,
+        adamw=((1, 12.4e9),),
         h2d=0.0,
         d2h=0.0,
         measured="2026-11-21",
