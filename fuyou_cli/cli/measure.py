@@ -119,7 +119,7 @@ def measure(
         store_write=store.write.value,
         store_read_mixed=store.read_mixed.value,
         store_write_mixed=store.write_mixed.value,
-        adamw_bytes=adamw[0].value,
+        adamw=((1, adamw[0].value),),
         h2d=copies[0].value if copies else 0.0,
         d2h=copies[1].value if copies else 0.0,
         measured=date.today().isoformat(),

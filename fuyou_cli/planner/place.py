@@ -13,9 +13,10 @@ from ..core.units import MiB, gib
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ITEM_SIZE, ModelSpec
 from ..spec.plan import MemoryLine, Plan, Predicted, Tier
+from .bound import busy_seconds
+from .costs import Costs
 from .memory import BASE_SLACK, Homes, Layout, boundary_size, compute_memory, layout
 from .schedule import expand
-from .simulate import busy_seconds
 from .wishes import Wishes
 
 PLAN_VERSION = 1
@@ -176,7 +177,14 @@ def _predict(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, placed
     )
     tokens = numerics.batch_size * numerics.max_seq_len
     compute_flops = sum(visit.flops for visit in schedule.visits)
-    seconds = busy_seconds(model, hardware, schedule, stages=placed.stages, numerics=numerics, device=wishes.device)
+    costs = Costs(
+        model=model,
+        hardware=hardware,
+        numerics=numerics,
+        clipped=wishes.clip_grad_norm is not None,
+        on_host=wishes.device != "cuda",
+    )
+    seconds = busy_seconds(costs, schedule, stages=placed.stages, device=wishes.device)
     bottleneck = max(sorted(seconds), key=lambda name: seconds[name])
     return Predicted(
         cpu_peaks=_host_peaks(model, hardware, wishes, placed),

@@ -1,103 +1,324 @@
-"""Seconds each resource is busy in one step. The step takes at least the busiest one's time.
+"""`simulate(...)`: a few steps of a schedule on a machine that exists on paper; the last one is the answer.
 
-On device cpu compute and update share the cores, so their seconds add up. On a device with memory of its own weights and
-boundaries go to it and gradients and boundaries come back, always by way of the host's memory.
+The loop below is the executor's sequence of a visit: weights, boundary and a place for gradients first, then everything
+that comes next may start, then compute, then what was summed goes to rest or to its update. All decisions (which slot,
+what is prefetched, when an update may begin) are the ledgers', the same objects that a run uses.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from ..spec.hardware import HardwareProfile
-from ..spec.model import ITEM_SIZE, ModelSpec, StageSpec
-from ..spec.plan import Numerics, StagePlan
-from .schedule import Schedule
+from ..spec.model import ITEM_SIZE, ModelSpec
+from ..spec.plan import Plan, StagePlan
+from .boundaries import BoundaryLedger
+from .costs import Costs
+from .device import DeviceSide, crossing
+from .lookahead import Lookahead
+from .machine import Sharing, VirtualMachine, Work
+from .residency import UPDATE_PRIORITY, Record, Residency
+from .schedule import Schedule, Visit
+from .timeline import Asked, Timeline
 
-_MOMENTS_BYTES = 8  # per parameter: momentum and variance, float32
-_WEIGHTS_ON_DEVICE = 2  # stages whose streamed weights a device holds at a time; they take turns
-_IO_CPU_SECONDS_PER_BYTE = 0.1e-9  # kernel and checksum time; measured with `fuyou bench`, order of magnitude
+_LOOKS = 4  # at most, per visit: a run looks around after every micro-batch
+_STATE_ITEMS = {"bfloat16": 10, "float32": 8}  # bytes per parameter beside the weights
 
 
-def busy_seconds(
+class _Imagined:
+    """The ledgers' runner on a virtual machine: transfers and updates become jobs, waiting is letting time pass."""
+
+    def __init__(
+        self, model: ModelSpec, plan: Plan, schedule: Schedule, costs: Costs, machine: VirtualMachine, *, state_bytes: int
+    ) -> None:
+        self.model, self.plan, self.costs, self.machine = model, plan, costs, machine
+        self.residency = Residency(model=model, plan=plan, transfers=self, runner=self)
+        self.boundaries = BoundaryLedger(plan=plan, transfers=self)
+        self.lookahead = Lookahead(schedule=schedule, residency=self.residency, boundaries=self.boundaries)
+        self.device = DeviceSide(model, plan) if plan.device != "cpu" else None
+        self.moved_in, self.moved_out = 0, 0  # bytes of the store
+        self.asked: list[Asked] = []
+        self.after: list[tuple[int, Callable[[], None]]] = []  # downloads under way and what follows them
+        self._state_bytes = state_bytes
+        self._cursor, self._settled = -1, False
+
+    # ---- transfers (the ledgers call these) ------------------------------------------------------------------------
+
+    def read(self, arena_offset: int, store_offset: int, size: int, *, priority: int = 0, label: int = 0) -> int:
+        self.moved_in += size
+        what = self._ask("read", store_offset, label)
+        return self.machine.submit(Work(read=size), what=what, stage=label, priority=priority)
+
+    def write(self, arena_offset: int, store_offset: int, size: int, *, priority: int = 0, label: int = 0) -> int:
+        self.moved_out += size
+        what = self._ask("write", store_offset, label)
+        return self.machine.submit(Work(write=size), what=what, stage=label, priority=priority)
+
+    def poll(self, ticket: int) -> object | None:
+        return ticket if self.machine.collect(ticket) else None
+
+    def _ask(self, direction: str, store_offset: int, stage: int) -> str:
+        what = f"{direction} {_content(self.plan.stages[stage], store_offset)}"
+        self.asked.append(Asked(what=what, stage=stage))
+        return what
+
+    # ---- updates and waiting (the residency ledger calls these) ----------------------------------------------------
+
+    def update(self, record: Record) -> int:
+        plan, params = self.plan.stages[record.stage], self.model.stages[record.stage].params
+        read = written = 0
+        if plan.states == "ssd":
+            read = written = self._state_bytes * params
+        if plan.weights == "ssd":
+            written += ITEM_SIZE[self.model.compute_dtype] * params
+        if record.gradient_slot is None and plan.gradients_ram is None and plan.gradients_extent is not None:
+            read += plan.gradients_extent.size
+        self.moved_in += read
+        self.moved_out += written
+        self.asked.append(Asked(what="update", stage=record.stage))
+        work = Work(read=read, write=written, update=self.costs.update_seconds(plan))
+        return self.machine.submit(work, what="update", stage=record.stage, priority=UPDATE_PRIORITY + record.stage)
+
+    def updated(self, record: Record, result: object) -> None:
+        pass
+
+    def waited(self, done: Callable[[], bool]) -> float:
+        begin = self.machine.now
+        while not done():
+            self.machine.advance()
+            self.tick()
+        return self.machine.now - begin
+
+    # ---- one visit -------------------------------------------------------------------------------------------------
+
+    def visit(self, visit: Visit, *, last_step: bool, update: Callable[[int], None]) -> None:
+        """As the executor does it. `update` hears of complete gradients."""
+        self._cursor, self._settled = visit.index, False
+        self._last_step = last_step
+        self.residency.acquire(visit, prefetched=self.lookahead.taken(visit))
+        if visit.take:
+            self.boundaries.ready(visit.stage, self.residency.wait_until)
+        total = visit.owner if visit.owner is not None else visit.stage
+        summed = visit.sum_gradients and self.model.stages[total].params > 0
+        if summed:
+            self._open_sum(visit, total)
+        if visit.stash:
+            span = self.boundaries.room(visit.stage, self.residency.wait_until)
+            self.boundaries.filled(visit.stage, span, self._kept_bytes(visit.stage))
+        self._settled = True
+        self.tick()
+        self._compute(visit)
+        if visit.take:
+            self.boundaries.drop(visit.stage)
+        if summed and not self._stays(visit):
+            self._close_sum(visit, total, update)
+        self.residency.release(visit)
+        self.tick()
+
+    def tick(self) -> None:
+        """Everything that can move moves."""
+        self.residency.advance()
+        self.boundaries.advance()
+        while self.after and self.machine.collect(self.after[0][0]):
+            self.after.pop(0)[1]()
+        if self._settled:
+            self.lookahead.advance(self._cursor, last_step=self._last_step, nearest=self._begin_upload)
+
+    def _open_sum(self, visit: Visit, total: int) -> None:
+        if visit.resume:
+            self.residency.resume_gradients(total)
+        else:
+            self.residency.acquire_gradients(total)
+
+    def _stays(self, visit: Visit) -> bool:
+        """The sum of a tied head that is not cut goes on in the embedding's backward."""
+        return visit.phase == "head" and self.model.tied_head and not self.model.head_is_cut
+
+    def _close_sum(self, visit: Visit, total: int, update: Callable[[int], None]) -> None:
+        def handed_over() -> None:
+            if visit.rest:
+                self.residency.rest_gradients(total)
+            else:
+                update(total)
+
+        if self.device is None:
+            handed_over()
+            return
+        record = self.residency.records[total]
+        record.held += 1  # as in a run: the update that follows reads and writes the host's weights
+
+        def arrived() -> None:
+            handed_over()
+            self.residency.let_go(record)
+
+        size = ITEM_SIZE[self.plan.numerics.accumulate_dtype] * self.model.stages[total].params
+        self.after.append((self.machine.submit(self._copy(down=size), what="gradients", stage=total), arrived))
+        if len(self.after) > 1:  # two spans take turns
+            first = self.after[0]
+            self.residency.wait_until(lambda: first not in self.after, "a download of gradients")
+
+    # ---- compute ---------------------------------------------------------------------------------------------------
+
+    def _compute(self, visit: Visit) -> None:
+        seconds = self.costs.compute_seconds(visit)
+        looks = min(_LOOKS, self.costs.micro_batches)
+        copies: list[int] = []
+        if self.device is not None:
+            copies = self._begin_copies(visit)
+        for _ in range(looks):
+            ticket = self.machine.submit(Work(compute=seconds / looks), what=visit.phase, stage=visit.stage)
+            while not self.machine.collect(ticket):
+                self.machine.advance()
+            self.tick()
+        for copy in copies:
+            while not self.machine.collect(copy):
+                self.machine.advance()
+
+    def _begin_copies(self, visit: Visit) -> list[int]:
+        """Weights first, then boundaries in and out, beside compute micro-batch by micro-batch."""
+        assert self.device is not None
+        if visit.owner is not None:
+            record = self.residency.records[visit.owner]
+            ticket = self._upload(visit.owner, record.generation)
+            while ticket is not None and not self.machine.is_done(ticket):
+                self.machine.advance()
+        up, down = crossing(self.model.stages[visit.stage], visit.phase)
+        size = self.costs.boundary
+        copies = [self._copy(up=up * size), self._copy(down=down * size)]
+        return [self.machine.submit(copy, what="boundary", stage=visit.stage) for copy in copies if copy.parts()]
+
+    def _copy(self, *, up: float = 0.0, down: float = 0.0) -> Work:
+        """Between host and device; an unknown rate costs nothing."""
+        hardware = self.machine.hardware
+        return Work(up=up if hardware.h2d else 0.0, down=down if hardware.d2h else 0.0)
+
+    def _begin_upload(self, visit: Visit, next_step: bool) -> None:
+        if self.device is None or visit.owner is None:
+            return
+        record = self.residency.records[visit.owner]
+        ready = record.span is not None and record.fetch is None and record.update is None and record.due is None
+        if ready and not (next_step and not self._updated(record)):
+            self._upload(visit.owner, record.generation)
+
+    def _updated(self, record: Record) -> bool:
+        return record.generation >= self.generation
+
+    def _upload(self, owner: int, generation: int) -> int | None:
+        """The ticket of the copy under way, None where the weights are there."""
+        assert self.device is not None
+        size = ITEM_SIZE[self.model.compute_dtype] * self.model.stages[owner].params
+
+        def begin() -> int:
+            return self.machine.submit(self._copy(up=size), what="weights", stage=owner)
+
+        return self.device.upload(owner, generation, begin)
+
+    def _kept_bytes(self, stage: int) -> int:
+        plan = self.plan.stages[stage]
+        span = plan.boundary_ram or plan.boundary_extent
+        assert span is not None
+        return span.size
+
+    generation = 0  # of the step under way, once its updates are done
+
+
+def _content(plan: StagePlan, store_offset: int) -> str:
+    """What rests at this place of the store."""
+    if plan.gradients_extent is not None and store_offset == plan.gradients_extent.offset:
+        return "gradients"
+    if plan.boundary_extent is not None and store_offset == plan.boundary_extent.offset:
+        return "boundary"
+    return "weights"
+
+
+def sharing_of(hardware: HardwareProfile, plan: Plan) -> Sharing:
+    """On device cpu compute and updates share the cores unless there are more of them than compute takes."""
+    threads = plan.io.update_threads
+    if plan.device == "cuda":
+        return Sharing(update_threads=threads)
+    spare = hardware.cores - plan.numerics.torch_threads
+    if spare >= threads:
+        return Sharing(update_threads=threads, io_cores=0.0 if spare > threads else hardware.io_cpu)
+    return Sharing(
+        compute_left=hardware.shared_compute,
+        update_left=hardware.shared_adamw,
+        io_cores=hardware.io_cpu,
+        update_threads=threads,
+    )
+
+
+def simulate(
     model: ModelSpec,
     hardware: HardwareProfile,
+    plan: Plan,
     schedule: Schedule,
     *,
-    stages: tuple[StagePlan, ...],
-    numerics: Numerics,
-    device: str,
-) -> dict[str, float]:
-    """Resource -> seconds. Resources whose rate is unknown (zero) are left out."""
-    traffic = schedule.traffic
-    both = traffic.read_total > 0 and traffic.written_total > 0
-    read_rate = hardware.store_read_mixed if both else hardware.store_read
-    write_rate = hardware.store_write_mixed if both else hardware.store_write
-    seconds: dict[str, float] = {}
-    compute = sum(visit.flops for visit in schedule.visits) / hardware.matmul_flops if hardware.matmul_flops else 0.0
-    updated = model.stored_parameters * update_bytes(numerics)
-    update = updated / hardware.adamw_bytes if hardware.adamw_bytes else 0.0
-    moved = (traffic.read_total + traffic.written_total) * _IO_CPU_SECONDS_PER_BYTE
-    if device == "cpu":
-        seconds["cpu"] = compute + update + moved
-    else:
-        seconds["compute"] = compute
-        seconds["update"] = update
-        to_device, to_host = copied_bytes(model, schedule, stages=stages, numerics=numerics)
-        if hardware.h2d:
-            seconds["h2d"] = to_device / hardware.h2d
-        if hardware.d2h:
-            seconds["d2h"] = to_host / hardware.d2h
-    if read_rate and traffic.read_total:
-        seconds["ssd read"] = traffic.read_total / read_rate
-    if write_rate and traffic.written_total:
-        seconds["ssd write"] = traffic.written_total / write_rate
-    return seconds
+    steps: int = 3,
+    state_bytes: int | None = None,
+) -> Timeline:
+    """The last of `steps` steps. `state_bytes`: per parameter beside the weights, where it is not fuyou's own layout."""
+    costs = Costs(
+        model=model,
+        hardware=hardware,
+        numerics=plan.numerics,
+        clipped=plan.clip_grad_norm is not None,
+        on_host=plan.device != "cuda",
+    )
+    machine = VirtualMachine(hardware, sharing_of(hardware, plan))
+    layout = state_bytes if state_bytes is not None else _STATE_ITEMS[model.compute_dtype]
+    run = _Imagined(model, plan, schedule, costs, machine, state_bytes=layout)
+    ends: list[float] = []
+    forward = 0.0
+    before = _Before(run)
+    for step in range(steps):
+        if step == steps - 1:
+            before = _Before(run)
+        run.generation = step + 1
+        forward = _step(run, schedule.visits)
+        ends.append(machine.now)
+    begin = before.now
+    return Timeline(
+        step_seconds=ends[-1] - begin,
+        forward_seconds=forward - begin,
+        busy={name: seconds - before.busy.get(name, 0.0) for name, seconds in sorted(machine.busy.items())},
+        stalls={
+            cause: seconds - before.stalls.get(cause, 0.0)
+            for cause, seconds in sorted(run.residency.stalls.items())
+            if seconds > before.stalls.get(cause, 0.0)
+        },
+        read=run.moved_in - before.read,
+        written=run.moved_out - before.written,
+        work=tuple(done for done in machine.log if done.end > begin),
+        asked=tuple(run.asked[before.asked :]),
+    )
 
 
-def update_bytes(numerics: Numerics) -> int:
-    """Bytes of memory that one update reads and writes per parameter: weights, remainder and moments twice, the gradient
-    once. 26 in bfloat16; 28 with float32 gradients, and in float32."""
-    remainder = ITEM_SIZE["int16"] if numerics.compute_dtype == "bfloat16" else 0
-    return 2 * (ITEM_SIZE[numerics.compute_dtype] + remainder + _MOMENTS_BYTES) + ITEM_SIZE[numerics.accumulate_dtype]
+class _Before:
+    """What had happened when the step began."""
+
+    def __init__(self, run: _Imagined) -> None:
+        self.now, self.busy = run.machine.now, dict(run.machine.busy)
+        self.stalls = dict(run.residency.stalls)
+        self.read, self.written, self.asked = run.moved_in, run.moved_out, len(run.asked)
 
 
-def copied_bytes(model: ModelSpec, schedule: Schedule, *, stages: tuple[StagePlan, ...], numerics: Numerics) -> tuple[int, int]:
-    """Bytes of one step to a device with memory of its own, and back from it."""
-    gradient = ITEM_SIZE[numerics.accumulate_dtype]
-    params = [stage.params for stage in model.stages]
-    shared = sum(params[stage.index] for stage in model.stages if model.has_two_users(stage.index))  # rest in between
-    boundary = model.boundary_bytes_per_token * numerics.batch_size * numerics.max_seq_len
-    moved = [_boundaries(model.stages[visit.stage], visit.phase) for visit in schedule.visits]
-    to_device = _uploaded_weights(model, schedule, stages) + gradient * shared + boundary * sum(into for into, _ in moved)
-    to_host = gradient * (sum(params) + shared) + boundary * sum(back for _, back in moved)
-    return to_device, to_host
+def _step(run: _Imagined, visits: Sequence[Visit]) -> float:
+    """Runs one step; when its forward was over."""
+    forward = run.machine.now
 
-
-def _uploaded_weights(model: ModelSpec, schedule: Schedule, stages: tuple[StagePlan, ...]) -> int:
-    """Weights of a generation go up once where they rest on the device, else whenever two others were needed since."""
-    item = ITEM_SIZE[model.compute_dtype]
-    size = 0
-    held: list[int] = []
-    at_home: set[int] = set()
-    for visit in schedule.visits:
-        owner = visit.owner
-        if owner is None or model.stages[owner].params == 0:
-            continue
-        known = owner in at_home or owner in held
-        if not known:
-            size += item * model.stages[owner].params
-        if stages[owner].weights == "gpu":
-            at_home.add(owner)
+    def update(stage: int) -> None:
+        if run.plan.two_phase:
+            run.residency.rest_gradients(stage)
         else:
-            others = [other for other in held if other != owner]
-            held = [*others[1 - _WEIGHTS_ON_DEVICE :], owner]
-    return size
+            run.residency.update_now(stage, True)
 
-
-def _boundaries(stage: StageSpec, phase: str) -> tuple[int, int]:
-    """Boundaries of the whole batch that a visit takes to the device and brings back. The ids of an embedding are small;
-    its pieces share one boundary, counted with the first."""
-    if stage.kind == "embedding":
-        if stage.vocabulary is not None and stage.vocabulary[0] > 0:
-            return 0, 0
-        return (0, 1) if phase == "forward" else (1, 0)
-    # backward: the input and the output's gradient in, the input's gradient back
-    return {"forward": (1, 1), "logits": (1, 0), "head": (1, 1), "backward": (2, 1)}[phase]
+    for visit in visits:
+        run.visit(visit, last_step=False, update=update)
+        if visit.phase == "forward":
+            forward = run.machine.now
+    while run.after:
+        run.machine.advance()
+        run.tick()
+    if run.plan.two_phase:
+        run.residency.update_later(True)
+    return forward

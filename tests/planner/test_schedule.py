@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuyou_cli.planner.bound import busy_seconds
+from fuyou_cli.planner.costs import Costs
 from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.schedule import Schedule, plan_schedule
-from fuyou_cli.planner.simulate import busy_seconds
 from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec
 from fuyou_cli.spec.plan import Numerics, Plan
@@ -161,13 +162,16 @@ def test_lookahead_keeps_what_is_needed_again_soon(lookahead: int) -> None:
 def test_seconds_are_bytes_over_rates() -> None:
     spec, chosen = _all_ssd(clip=1.0, tied=False)
     schedule = plan_schedule(spec, chosen)
-    seconds = busy_seconds(spec, HARDWARE, schedule, stages=chosen.stages, numerics=chosen.numerics, device="cpu")
+    costs = Costs(model=spec, hardware=HARDWARE, numerics=chosen.numerics, clipped=True, on_host=True)
+    seconds = busy_seconds(costs, schedule, stages=chosen.stages, device="cpu")
     assert seconds["ssd read"] == schedule.traffic.read_total / HARDWARE.store_read_mixed
-    assert seconds["ssd write"] == schedule.traffic.written_total / HARDWARE.store_write_mixed
+    beside = schedule.traffic.read_total / HARDWARE.store_read_mixed * HARDWARE.store_write_mixed  # written meanwhile
+    alone = (schedule.traffic.written_total - beside) / HARDWARE.store_write
+    assert seconds["ssd write"] == pytest.approx(seconds["ssd read"] + alone)
     compute = sum(visit.flops for visit in schedule.visits) / HARDWARE.matmul_flops
     assert seconds["cpu"] > compute > 0
-    half = replace(HARDWARE, matmul_flops=5e11)
-    slower = busy_seconds(spec, half, schedule, stages=chosen.stages, numerics=chosen.numerics, device="cpu")
+    half = replace(costs, hardware=replace(HARDWARE, matmul_flops=5e11))
+    slower = busy_seconds(half, schedule, stages=chosen.stages, device="cpu")
     assert slower["cpu"] - seconds["cpu"] == pytest.approx(compute)
     assert chosen.predicted.step_seconds == max(chosen.predicted.seconds.values())
     assert chosen.predicted.seconds[chosen.predicted.bottleneck] == chosen.predicted.step_seconds

@@ -1,0 +1,89 @@
+"""Seconds of work per resource in one step, in closed form. No step is faster than its busiest resource, so this is what
+candidates are pruned with; how much of it overlaps is the simulator's to say.
+
+On device cpu compute and updates share the cores, so their seconds add up. On a device with memory of its own weights and
+boundaries go to it and gradients and boundaries come back, always by way of the host's memory.
+"""
+
+from __future__ import annotations
+
+from ..spec.hardware import HardwareProfile
+from ..spec.model import ITEM_SIZE, ModelSpec
+from ..spec.plan import Numerics, StagePlan
+from .costs import Costs
+from .device import WEIGHTS_ON_DEVICE, crossing
+from .schedule import Schedule
+
+
+def busy_seconds(costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan, ...], device: str) -> dict[str, float]:
+    """Resource -> seconds. Resources whose rate is unknown (zero) are left out."""
+    model, hardware, numerics = costs.model, costs.hardware, costs.numerics
+    seconds: dict[str, float] = {}
+    compute = sum(costs.compute_seconds(visit) for visit in schedule.visits)
+    update = sum(costs.update_seconds(stage) for stage in stages)
+    traffic = schedule.traffic
+    if device == "cpu":
+        moved = (traffic.read_total + traffic.written_total) * hardware.io_cpu
+        seconds["cpu"] = compute + update * _taken_by_updates(hardware, numerics) + moved
+    else:
+        seconds["compute"] = compute
+        seconds["update"] = update
+        to_device, to_host = copied_bytes(model, schedule, stages=stages, numerics=numerics)
+        if hardware.h2d:
+            seconds["h2d"] = to_device / hardware.h2d
+        if hardware.d2h:
+            seconds["d2h"] = to_host / hardware.d2h
+    return seconds | store_seconds(hardware, traffic.read_total, traffic.written_total)
+
+
+def store_seconds(hardware: HardwareProfile, read: int, written: int) -> dict[str, float]:
+    """The least time for these bytes: both directions at once as long as both have something to do, the rest alone."""
+    reading, writing = hardware.store_read, hardware.store_write
+    both_read, both_write = hardware.store_read_mixed or reading, hardware.store_write_mixed or writing
+    seconds: dict[str, float] = {}
+    together = min(read / both_read if both_read else 0.0, written / both_write if both_write else 0.0)
+    if reading and read:
+        seconds["ssd read"] = together + (read - together * both_read) / reading
+    if writing and written:
+        seconds["ssd write"] = together + (written - together * both_write) / writing
+    return seconds
+
+
+def _taken_by_updates(hardware: HardwareProfile, numerics: Numerics) -> float:
+    """Of compute's time, per second of an update thread's."""
+    if hardware.cores > numerics.torch_threads:
+        return 0.0
+    return (1 - hardware.shared_compute) / hardware.shared_adamw if hardware.shared_adamw else 1.0
+
+
+def copied_bytes(model: ModelSpec, schedule: Schedule, *, stages: tuple[StagePlan, ...], numerics: Numerics) -> tuple[int, int]:
+    """Bytes of one step to a device with memory of its own, and back from it."""
+    gradient = ITEM_SIZE[numerics.accumulate_dtype]
+    params = [stage.params for stage in model.stages]
+    shared = sum(params[stage.index] for stage in model.stages if model.has_two_users(stage.index))  # rest in between
+    boundary = model.boundary_bytes_per_token * numerics.batch_size * numerics.max_seq_len
+    moved = [crossing(model.stages[visit.stage], visit.phase) for visit in schedule.visits]
+    to_device = _uploaded_weights(model, schedule, stages) + gradient * shared + boundary * sum(into for into, _ in moved)
+    to_host = gradient * (sum(params) + shared) + boundary * sum(back for _, back in moved)
+    return to_device, to_host
+
+
+def _uploaded_weights(model: ModelSpec, schedule: Schedule, stages: tuple[StagePlan, ...]) -> int:
+    """Weights of a generation go up once where they rest on the device, else whenever two others were needed since."""
+    item = ITEM_SIZE[model.compute_dtype]
+    size = 0
+    held: list[int] = []
+    at_home: set[int] = set()
+    for visit in schedule.visits:
+        owner = visit.owner
+        if owner is None or model.stages[owner].params == 0:
+            continue
+        known = owner in at_home or owner in held
+        if not known:
+            size += item * model.stages[owner].params
+        if stages[owner].weights == "gpu":
+            at_home.add(owner)
+        else:
+            others = [other for other in held if other != owner]
+            held = [*others[1 - WEIGHTS_ON_DEVICE :], owner]
+    return size

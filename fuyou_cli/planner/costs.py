@@ -1,0 +1,101 @@
+"""Seconds of compute per visit, and what one update takes, from the rates of a machine.
+
+Matrix products and attention go at the rate measured on a stage of this kind (`HardwareProfile.stage_rate`). Beside them
+compute moves bytes that no product hides: boundaries copied in and out, gradients added up per micro-batch, and with
+clipping read once more for the norm. Those go at the rate of memory, which AdamW on all threads shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..spec.hardware import HardwareProfile
+from ..spec.model import ITEM_SIZE, ModelSpec
+from ..spec.plan import Numerics, StagePlan
+from .schedule import Visit
+
+_MOMENTS_BYTES = 8  # per parameter: momentum and variance, float32
+_NORM_PASSES = {"forward": 6, "backward": 16}  # over the boundary: float32 inside, one weight
+
+
+def update_bytes(numerics: Numerics) -> int:
+    """Bytes of memory that one update reads and writes per parameter: weights, remainder and moments twice, the gradient
+    once. 26 in bfloat16; 28 with float32 gradients, and in float32."""
+    remainder = ITEM_SIZE["int16"] if numerics.compute_dtype == "bfloat16" else 0
+    return 2 * (ITEM_SIZE[numerics.compute_dtype] + remainder + _MOMENTS_BYTES) + ITEM_SIZE[numerics.accumulate_dtype]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Costs:
+    """What visits and updates of one model and batch take on one machine."""
+
+    model: ModelSpec
+    hardware: HardwareProfile
+    numerics: Numerics
+    clipped: bool
+    on_host: bool  # compute runs on the host's cores
+
+    @property
+    def micro_batches(self) -> int:
+        return -(-self.numerics.batch_size // self.numerics.micro_batch_size)
+
+    @property
+    def boundary(self) -> int:
+        """Bytes of one boundary of the whole batch."""
+        return self.model.boundary_bytes_per_token * self.numerics.batch_size * self.numerics.max_seq_len
+
+    def compute_seconds(self, visit: Visit) -> float:
+        """Of the whole batch, nothing else running."""
+        return self._products(visit) + (self._moved(visit) / self._memory_rate if self.on_host else 0.0)
+
+    def update_seconds(self, stage: StagePlan) -> float:
+        """Of one update thread, its bytes in memory."""
+        rate = self.hardware.adamw_bytes
+        return update_bytes(self.numerics) * self.model.stages[stage.stage].params / rate if rate else 0.0
+
+    @property
+    def _memory_rate(self) -> float:
+        """Bytes per second of plain passes over memory with all threads of compute."""
+        rates = [rate for threads, rate in self.hardware.adamw if threads <= self.numerics.torch_threads]
+        return max(rates, default=self.hardware.adamw_bytes) or float("inf")
+
+    def _products(self, visit: Visit) -> float:
+        if not visit.flops:
+            return 0.0
+        stage = self.model.stages[visit.stage]
+        owner = self.model.stages[visit.owner] if visit.owner is not None else stage
+        rate = self.hardware.stage_rate(
+            kind="head" if stage.kind == "head" else "block",
+            dtype=self.model.compute_dtype,
+            hidden=self.model.hidden_size,
+            params=owner.params,
+            tokens=self.numerics.micro_batch_size * self.numerics.max_seq_len,
+        )
+        flops = rate.forward if visit.phase in ("forward", "logits") else rate.backward
+        return visit.flops / flops if flops else 0.0
+
+    def _moved(self, visit: Visit) -> float:
+        """Bytes that compute moves through the host's memory beside its products."""
+        stage = self.model.stages[visit.stage]
+        whole = self.boundary
+        first_piece = stage.vocabulary is None or stage.vocabulary[0] == 0
+        moved = float(whole * 2 * visit.stash)  # the copy that is kept
+        if stage.kind == "embedding":
+            moved += (3 if visit.phase == "backward" else 2) * whole * first_piece
+        elif stage.kind == "norm":
+            moved += _NORM_PASSES["backward" if visit.phase == "backward" else "forward"] * whole
+        elif self.micro_batches > 1:
+            moved += 2 * whole  # outputs of micro-batches gathered
+        return moved + self._gradients_moved(visit)
+
+    def _gradients_moved(self, visit: Visit) -> float:
+        """A gradient is made in the compute dtype by every micro-batch but the sum is one: read, add, write; the norm reads
+        it once more."""
+        if not visit.sum_gradients:
+            return 0.0
+        stage = self.model.stages[visit.stage]
+        params = self.model.stages[self.model.owner(visit.stage)].params
+        item = ITEM_SIZE[self.numerics.accumulate_dtype]
+        times = 1 if stage.kind == "embedding" else self.micro_batches  # by rows: few of the table's
+        summed = params * times * (ITEM_SIZE[self.model.compute_dtype] + 2 * item)
+        return float(summed + params * item * self.clipped)

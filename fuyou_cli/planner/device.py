@@ -1,0 +1,51 @@
+"""What crosses between the host and a device with memory of its own: weights up, gradients back, boundaries both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..spec.model import ModelSpec, StageSpec
+from ..spec.plan import Plan
+
+WEIGHTS_ON_DEVICE = 2  # stages whose streamed weights a device holds at a time; they take turns
+
+
+@dataclass(slots=True)
+class _There:
+    generation: int
+    ticket: int  # of the copy
+
+
+class DeviceSide:
+    """Which stages' weights are on the device, of which generation."""
+
+    def __init__(self, model: ModelSpec, plan: Plan) -> None:
+        self.model = model
+        self._at_home = {stage.stage for stage in plan.stages if stage.weights == "gpu"}
+        self._there: dict[int, _There] = {}  # streamed ones in the order of their last use
+
+    def upload(self, owner: int, generation: int, begin: Callable[[], int]) -> int | None:
+        """Makes the weights of `owner` be there: the ticket of their copy, new or under way; None for a stage without
+        weights. They stay until `WEIGHTS_ON_DEVICE` others were needed since, or for good at home."""
+        if self.model.stages[owner].params == 0:
+            return None
+        there = self._there.pop(owner, None)
+        if there is None or there.generation != generation:
+            there = _There(generation, begin())
+        self._there[owner] = there
+        streamed = [stage for stage in self._there if stage not in self._at_home]
+        for stage in streamed[:-WEIGHTS_ON_DEVICE]:
+            del self._there[stage]
+        return there.ticket
+
+
+def crossing(stage: StageSpec, phase: str) -> tuple[int, int]:
+    """Boundaries of the whole batch that a visit takes to the device and brings back. The ids of an embedding are small;
+    its pieces share one boundary, counted with the first."""
+    if stage.kind == "embedding":
+        if stage.vocabulary is not None and stage.vocabulary[0] > 0:
+            return 0, 0
+        return (0, 1) if phase == "forward" else (1, 0)
+    # backward: the input and the output's gradient in, the input's gradient back
+    return {"forward": (1, 1), "logits": (1, 0), "head": (1, 1), "backward": (2, 1)}[phase]

@@ -1,0 +1,212 @@
+"""A machine that exists on paper: work takes the time its rates say, and work under way at once shares them.
+
+Time jumps from one completion to the next. In between every job moves at a constant speed, all its parts in step (an
+update reads, computes and writes chunk by chunk, so it is as fast as the slowest of the three). Jobs are served by
+priority, then in order of arrival, as the daemon serves them; what a job cannot use is left to the next.
+
+Reading and writing at once interfere: either is held to its mixed rate while the other runs at its own, and gets back in
+proportion what the other leaves. On device cpu compute and updates share cores: what one update thread takes, compute
+loses (all its threads wait for the slowest).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..spec.hardware import HardwareProfile
+
+Resource = Literal["compute", "update", "ssd read", "ssd write", "h2d", "d2h"]
+
+_DONE = 1e-12  # of a job: left over by rounding
+_HALVINGS = 12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What a job takes: bytes of transfers, seconds of compute or of one update thread with nothing beside them."""
+
+    read: float = 0.0
+    write: float = 0.0
+    update: float = 0.0
+    compute: float = 0.0
+    up: float = 0.0  # to the device
+    down: float = 0.0  # back
+
+    def parts(self) -> tuple[tuple[Resource, float], ...]:
+        """Resources the job uses, and how much."""
+        every: tuple[tuple[Resource, float], ...] = (
+            ("compute", self.compute), ("update", self.update), ("ssd read", self.read), ("ssd write", self.write),
+            ("h2d", self.up), ("d2h", self.down),
+        )  # fmt: skip
+        return tuple((name, amount) for name, amount in every if amount > 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Done:
+    """A finished job: when it moved first and last."""
+
+    what: str
+    stage: int
+    begin: float
+    end: float
+    parts: tuple[tuple[Resource, float], ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    ticket: int
+    what: str
+    stage: int
+    order: tuple[int, int]
+    parts: tuple[tuple[Resource, float], ...]
+    left: float = 1.0  # share still to do
+    speed: float = 0.0  # share per second
+    begin: float | None = None  # when it first moved
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharing:
+    """How compute and updates get in each other's way. On a device with cores of its own: not at all."""
+
+    compute_left: float = 1.0  # of compute's rate while update threads run at full speed beside it
+    update_left: float = 1.0  # of an update's rate while compute runs
+    io_cores: float = 0.0  # seconds of compute lost per byte moved
+    update_threads: int = 1  # one update is cut into chunks for all of them
+
+
+@dataclass(slots=True)
+class VirtualMachine:
+    """Runs jobs; `now` is seconds since it was made. `busy` sums, by resource, seconds times the share in use."""
+
+    hardware: HardwareProfile
+    sharing: Sharing
+    now: float = 0.0
+    busy: dict[Resource, float] = field(default_factory=dict)
+    log: list[Done] = field(default_factory=list)
+    _jobs: list[_Job] = field(default_factory=list)
+    _finished: set[int] = field(default_factory=set)
+    _tickets: int = 0
+    _stale: bool = True  # speeds do not fit the jobs any more
+    _in_use: dict[Resource, float] = field(default_factory=dict)  # share of what each resource can do now
+
+    def submit(self, work: Work, *, what: str, stage: int, priority: int = 0) -> int:
+        """The job's ticket. Work of nothing is done at once."""
+        self._tickets += 1
+        parts = work.parts()
+        if not parts:
+            self._finished.add(self._tickets)
+            return self._tickets
+        job = _Job(self._tickets, what, stage, (priority, self._tickets), parts)
+        place = len(self._jobs)
+        while place and self._jobs[place - 1].order > job.order:
+            place -= 1
+        self._jobs.insert(place, job)
+        self._stale = True
+        return self._tickets
+
+    def collect(self, ticket: int) -> bool:
+        """Whether the job is done; a done one is forgotten."""
+        if ticket not in self._finished:
+            return False
+        self._finished.discard(ticket)
+        return True
+
+    def is_done(self, ticket: int) -> bool:
+        """The same, for work that several wait for: it is not forgotten."""
+        return ticket in self._finished
+
+    def advance(self) -> None:
+        """To the next completion. Raises RuntimeError where nothing moves: somebody waits for what never comes."""
+        if self._stale:
+            self._allot()
+        ahead = min((job.left / job.speed for job in self._jobs if job.speed > 0), default=None)
+        if ahead is None:
+            waiting = ", ".join(f"{job.what} of stage {job.stage}" for job in self._jobs) or "nothing"
+            raise RuntimeError(f"nothing moves on this machine; under way: {waiting}")
+        self.now += ahead
+        for name, share in self._in_use.items():
+            self.busy[name] = self.busy.get(name, 0.0) + share * ahead
+        going = []
+        for job in self._jobs:
+            job.left -= job.speed * ahead
+            if job.left <= _DONE and job.speed > 0:
+                self._finish(job)
+            else:
+                going.append(job)
+        self._jobs = going
+
+    def _finish(self, job: _Job) -> None:
+        self._finished.add(job.ticket)
+        assert job.begin is not None
+        self.log.append(Done(what=job.what, stage=job.stage, begin=job.begin, end=self.now, parts=job.parts))
+        self._stale = True
+
+    # ---- rates ---------------------------------------------------------------------------------------------------
+
+    def _allot(self) -> None:
+        """Speeds of all jobs from now until one of them ends."""
+        self._stale = False
+        wanted = {name for job in self._jobs for name, _ in job.parts}
+        rates = self._rates(wanted)
+        used = self._serve(rates)
+        if {"ssd read", "ssd write"} <= wanted:
+            used = self._settle(rates, used)
+        self._slow_compute(used)
+        self._in_use = {name: used[name] / rates[name] for name in wanted if rates[name]}
+        for job in self._jobs:
+            if job.begin is None and job.speed > 0:
+                job.begin = self.now
+
+    def _rates(self, wanted: set[Resource]) -> dict[Resource, float]:
+        machine = self.hardware
+        both = {"ssd read", "ssd write"} <= wanted
+        return {
+            "compute": 1.0,
+            "update": self.sharing.update_threads * (self.sharing.update_left if "compute" in wanted else 1.0),
+            "ssd read": machine.store_read_mixed if both else machine.store_read,
+            "ssd write": machine.store_write_mixed if both else machine.store_write,
+            "h2d": machine.h2d,
+            "d2h": machine.d2h,
+        }
+
+    def _serve(self, rates: dict[Resource, float]) -> dict[Resource, float]:
+        """Gives every job, in order, what is left; the rates used."""
+        left = dict(rates)
+        for job in self._jobs:
+            job.speed = min(left[name] / amount for name, amount in job.parts)
+            for name, amount in job.parts:
+                left[name] = max(0.0, left[name] - job.speed * amount)
+        return {name: rate - left[name] for name, rate in rates.items()}
+
+    def _settle(self, rates: dict[Resource, float], used: dict[Resource, float]) -> dict[Resource, float]:
+        """One direction that does not take all of its mixed rate leaves the other more than its own: at most what lies on
+        the line from both mixed rates to one direction alone. What a job then takes of both moves that line's point, so
+        it is looked for in a few halvings."""
+        machine = self.hardware
+        alone = {"ssd read": machine.store_read, "ssd write": machine.store_write}
+        mixed = {"ssd read": machine.store_read_mixed, "ssd write": machine.store_write_mixed}
+        if alone == mixed or not all(mixed.values()):
+            return used
+        pairs: tuple[tuple[Resource, Resource], ...] = (("ssd read", "ssd write"), ("ssd write", "ssd read"))
+        slack, full = min(pairs, key=lambda pair: used[pair[0]] / mixed[pair[0]])
+        if used[slack] >= mixed[slack] * (1 - _DONE):
+            return used
+        low, high = 0.0, 1.0  # share of its mixed rate that the slack direction takes
+        for _ in range(_HALVINGS):
+            share = (low + high) / 2
+            rates[full] = alone[full] - (alone[full] - mixed[full]) * share
+            used = self._serve(rates)
+            low, high = (share, high) if used[slack] / mixed[slack] > share else (low, share)
+        return used
+
+    def _slow_compute(self, used: dict[Resource, float]) -> None:
+        """What updates and transfers take from the cores that compute runs on."""
+        sharing = self.sharing
+        if sharing.update_left <= 0:
+            return
+        taken = (1 - sharing.compute_left) * used["update"] / (sharing.update_left * sharing.update_threads)
+        taken += sharing.io_cores * (used["ssd read"] + used["ssd write"])
+        for job in self._jobs:
+            if job.parts[0][0] == "compute":
+                job.speed *= max(0.05, 1.0 - taken)

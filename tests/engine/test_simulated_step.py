@@ -1,0 +1,106 @@
+"""A simulated step asks for the same transfers and updates as a real one, in the same order: both follow one schedule and
+one set of ledgers, so a difference would be in how the simulator's loop or the executor's passes use them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from fuyou_cli.planner.schedule import plan_schedule
+from fuyou_cli.planner.simulate import simulate
+from fuyou_cli.spec.plan import Plan
+
+from .families import llama
+from .rig import HARDWARE, Rig, Shape, Subject
+
+STEPS = 4
+Asked = dict[str, list[int]]  # what -> stages in the order they were asked for
+
+
+@pytest.fixture(scope="module", params=[{}, {"tie_word_embeddings": True}], ids=["untied", "tied"])
+def subject(request: pytest.FixtureRequest) -> Subject:
+    config = llama(num_hidden_layers=5, **request.param)
+    return Subject(config, Shape(dtype="bfloat16", batch=4, micro=1))
+
+
+class _Heard:
+    """The daemon, and what it was asked for."""
+
+    def __init__(self, daemon: Any, plan: Plan) -> None:
+        self._daemon, self._stages = daemon, plan.stages
+        self.asked: Asked = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._daemon, name)
+
+    def read(self, arena: int, store: int, size: int, *, priority: int = 0, label: int = 0) -> int:
+        self._hear("read", store, label)
+        return self._daemon.read(arena, store, size, priority=priority, label=label)
+
+    def write(self, arena: int, store: int, size: int, *, priority: int = 0, label: int = 0) -> int:
+        self._hear("write", store, label)
+        return self._daemon.write(arena, store, size, priority=priority, label=label)
+
+    def update(self, update: Any) -> int:
+        self.asked.setdefault("update", []).append(update.label)
+        return self._daemon.update(update)
+
+    def _hear(self, direction: str, store: int, label: int) -> None:
+        stage = self._stages[label]
+        what = "weights"
+        if stage.boundary_extent is not None and store == stage.boundary_extent.offset:
+            what = "boundary"
+        if stage.gradients_extent is not None and store == stage.gradients_extent.offset:
+            what = "gradients"
+        self.asked.setdefault(f"{direction} {what}", []).append(label)
+
+
+def _really(subject: Subject, folder: Path, **options: Any) -> tuple[Plan, Asked]:
+    """What the last whole step of a few asks for."""
+    with Rig(subject, folder, **options) as rig:
+        heard = _Heard(rig.daemon, rig.plan)
+        rig.executor.residency.transfers = heard
+        rig.executor.boundaries.ledger.transfers = heard
+        rig.executor.moves.daemon = heard  # type: ignore[assignment]
+        asked: Asked = {}
+        for number, (ids, labels) in enumerate(subject.batches(STEPS), start=1):
+            rig.step(ids, labels, number)
+            asked, heard.asked = heard.asked, {}
+        rig.executor.drain()
+        return rig.plan, asked
+
+
+def _on_paper(subject: Subject, plan: Plan) -> Asked:
+    step = simulate(subject.spec, replace(HARDWARE, device=plan.device), plan, plan_schedule(subject.spec, plan), steps=STEPS)
+    asked: Asked = {}
+    for done in step.asked:
+        asked.setdefault(done.what, []).append(done.stage)
+    return asked
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+@pytest.mark.parametrize("lookahead", [1, 3])
+def test_clipped_the_requests_are_the_same(
+    device: Literal["cpu", "emulated"], lookahead: int, subject: Subject, tmp_path: Path
+) -> None:
+    plan, really = _really(subject, tmp_path, clip=0.5, device=device, lookahead=lookahead)
+    paper = _on_paper(subject, plan)
+    assert {what: sorted(stages) for what, stages in paper.items()} == {what: sorted(stages) for what, stages in really.items()}
+    for what in ("write boundary", "read boundary", "write gradients"):
+        assert paper[what] == really[what], what
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_unclipped_the_requests_are_the_same(device: Literal["cpu", "emulated"], subject: Subject, tmp_path: Path) -> None:
+    """Weights just updated may still be there when they are wanted again: which ones depends on the clock."""
+    plan, really = _really(subject, tmp_path, clip=None, device=device, lookahead=2)
+    paper = _on_paper(subject, plan)
+    assert paper.keys() == really.keys()
+    for what in ("update", "write boundary", "read boundary"):
+        assert paper[what] == really[what], what
+    planned = [visit.owner for visit in plan_schedule(subject.spec, plan).visits if visit.fetch]
+    for asked in (paper, really):
+        assert len(asked["read weights"]) <= len(planned) and set(asked["read weights"]) <= set(planned)

@@ -1,0 +1,118 @@
+"""The machine on paper, by hand: what one job takes, how several share, and that no time is lost or found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuyou_cli.planner.machine import Sharing, VirtualMachine, Work
+
+from .models import HARDWARE
+
+RATES = replace(
+    HARDWARE, store_read=4.0, store_write=2.0, store_read_mixed=2.0, store_write_mixed=1.0, h2d=8.0, d2h=8.0
+)  # bytes per second, small so that the arithmetic can be done in the head
+
+
+def _machine(**sharing: float) -> VirtualMachine:
+    return VirtualMachine(RATES, Sharing(**sharing))  # type: ignore[arg-type]
+
+
+def _until(machine: VirtualMachine, *tickets: int) -> list[float]:
+    """When each of them was done."""
+    ends = dict.fromkeys(tickets, 0.0)
+    waiting = set(tickets)
+    while waiting:
+        for ticket in sorted(waiting):
+            if machine.collect(ticket):
+                waiting.discard(ticket)
+                ends[ticket] = machine.now
+        if waiting:
+            machine.advance()
+    return [ends[ticket] for ticket in tickets]
+
+
+@pytest.mark.parametrize(
+    ("work", "seconds"),
+    [
+        (Work(read=12), 3.0), (Work(write=12), 6.0), (Work(compute=5), 5.0), (Work(update=5), 5.0), (Work(up=16), 2.0),
+        (Work(down=4), 0.5), (Work(), 0.0),
+    ],
+)  # fmt: skip
+def test_alone_a_job_takes_its_amount_over_the_rate(work: Work, seconds: float) -> None:
+    machine = _machine()
+    assert _until(machine, machine.submit(work, what="x", stage=0)) == [seconds]
+
+
+def test_the_parts_of_a_job_move_in_step() -> None:
+    """Reading x takes x/2 of its mixed rate, which leaves 2 - x/2 to writing: both go at 4/3."""
+    machine = _machine()
+    assert _until(machine, machine.submit(Work(read=8, write=8, update=3), what="update", stage=0)) == [
+        pytest.approx(6, rel=1e-3)
+    ]
+    assert machine.busy["update"] == pytest.approx(3.0)
+
+
+def test_a_reader_beside_a_writer_is_held_to_the_mixed_rate_and_no_longer() -> None:
+    """Both for 4 s (8 read at 2, 4 written at 1); what is left of the read goes at 4."""
+    machine = _machine()
+    read, write = (machine.submit(work, what="x", stage=0) for work in (Work(read=20), Work(write=4)))
+    assert _until(machine, read, write) == [4.0 + 12 / 4, 4.0]
+
+
+def test_what_one_direction_leaves_the_other_gets_in_part() -> None:
+    """An update at half the mixed write rate: reading gets half of the way back from 2 to 4."""
+    machine = _machine()
+    slow = machine.submit(Work(write=1, update=2), what="update", stage=0)
+    read = machine.submit(Work(read=100), what="fetch", stage=1)
+    _until(machine, slow)
+    assert machine.now == 2.0
+    assert _until(machine, read) == [pytest.approx(2.0 + (100 - 2 * 3) / 4, rel=1e-3)]
+
+
+def test_priority_before_arrival() -> None:
+    machine = _machine()
+    late = machine.submit(Work(read=4), what="update", stage=0, priority=9)
+    first = machine.submit(Work(read=4), what="fetch", stage=1, priority=0)
+    second = machine.submit(Work(read=4), what="fetch", stage=2, priority=0)
+    assert _until(machine, late, first, second) == [3.0, 1.0, 2.0]
+
+
+def test_updates_and_compute_share_cores() -> None:
+    """Each at half its rate while both run: 2 s of update take 4 s, in which compute gets 2 of its 5 s done."""
+    machine = _machine(compute_left=0.5, update_left=0.5)
+    compute = machine.submit(Work(compute=5), what="forward", stage=0)
+    update = machine.submit(Work(update=2), what="update", stage=0, priority=1)
+    assert _until(machine, compute, update) == [7.0, 4.0]
+
+
+def test_transfers_take_their_share_of_the_cores() -> None:
+    machine = _machine(io_cores=0.1)  # 4 bytes a second take 0.4 of compute
+    compute = machine.submit(Work(compute=3), what="forward", stage=0)
+    machine.submit(Work(read=400), what="fetch", stage=0)
+    assert _until(machine, compute) == [pytest.approx(5.0)]
+
+
+def test_waiting_for_nothing_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="nothing moves"):
+        _machine().advance()
+
+
+works = st.builds(
+    Work, read=st.integers(0, 50), write=st.integers(0, 50), update=st.integers(0, 5), compute=st.integers(0, 5),
+    up=st.integers(0, 50), down=st.integers(0, 50),
+)  # fmt: skip
+
+
+@given(st.lists(st.tuples(works, st.integers(0, 3)), min_size=1, max_size=8), st.sampled_from([1.0, 0.5, 0.25]))
+def test_nothing_is_lost_or_found(jobs: list[tuple[Work, int]], share: float) -> None:
+    """Everything ends, no resource is busy for longer than the time there was, and none does its work faster than alone."""
+    machine = _machine(compute_left=share, update_left=share)
+    tickets = [machine.submit(work, what="x", stage=i, priority=p) for i, (work, p) in enumerate(jobs)]
+    _until(machine, *tickets)
+    assert all(seconds <= machine.now * (1 + 1e-9) for seconds in machine.busy.values())
+    for name, rate in (("read", 4.0), ("write", 2.0), ("update", 1.0), ("compute", 1.0), ("up", 8.0), ("down", 8.0)):
+        assert sum(getattr(work, name) for work, _ in jobs) / rate <= machine.now * (1 + 1e-9) + 1e-9

@@ -1,0 +1,69 @@
+"""Simulated steps of models drawn at random: they end, take at least what their busiest resource takes, and move the bytes
+that the schedule says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fuyou_cli.planner.place import plan
+from fuyou_cli.planner.schedule import plan_schedule
+from fuyou_cli.planner.simulate import simulate
+from fuyou_cli.planner.timeline import Timeline
+from fuyou_cli.planner.wishes import Wishes
+from fuyou_cli.spec.hardware import HardwareProfile
+from fuyou_cli.spec.model import ModelSpec
+from fuyou_cli.spec.plan import Plan
+
+from .models import HARDWARE, cut_models, models, wishes_for
+
+COPYING = replace(HARDWARE, device="cuda", h2d=2e9, d2h=1e9)
+SHARED = replace(HARDWARE, shared_compute=0.5, shared_adamw=0.5, io_cpu=1e-10)
+specs = st.one_of(models(), cut_models())
+
+
+def _simulated(spec: ModelSpec, hardware: HardwareProfile, wishes: Wishes, steps: int = 3) -> tuple[Plan, Timeline]:
+    made = plan(spec, hardware, wishes)
+    return made, simulate(spec, hardware, made, plan_schedule(spec, made), steps=steps)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), spec=specs, device=st.sampled_from(["cpu", "emulated", "cuda"]))
+def test_a_step_takes_at_least_its_busiest_resource(data: st.DataObject, spec: ModelSpec, device: str) -> None:
+    wishes = replace(data.draw(wishes_for(spec)), device=device)
+    made, step = _simulated(spec, COPYING if device == "cuda" else SHARED, wishes)
+    assert 0 <= step.forward_seconds <= step.step_seconds
+    assert all(seconds <= step.step_seconds * (1 + 1e-9) for seconds in step.busy.values())
+    two_phase = made.clip_grad_norm is not None
+    if two_phase:  # without clipping, weights just updated may still be there when the next step needs them
+        assert (step.read, step.written) == (made.predicted.read_per_step, made.predicted.written_per_step)
+    else:
+        assert step.read <= made.predicted.read_per_step
+        assert step.written == made.predicted.written_per_step
+    reading = step.read / (made.predicted.read_per_step or 1)
+    for name, seconds in made.predicted.seconds.items():
+        assert seconds * (reading if name == "ssd read" else 1) <= step.step_seconds * (1 + 1e-6) + 1e-9, name
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), spec=specs)
+def test_the_same_inputs_give_the_same_timeline(data: st.DataObject, spec: ModelSpec) -> None:
+    wishes = data.draw(wishes_for(spec))
+    assert _simulated(spec, SHARED, wishes)[1] == _simulated(spec, SHARED, wishes)[1]
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), spec=specs, factor=st.sampled_from([0.25, 4.0]))
+def test_time_scales_with_the_machine(data: st.DataObject, spec: ModelSpec, factor: float) -> None:
+    """A machine that is slower in everything takes that much longer, and nothing else changes."""
+    wishes = data.draw(wishes_for(spec))
+    rates = ("matmul_flops", "store_read", "store_write", "store_read_mixed", "store_write_mixed")
+    slower = replace(
+        SHARED, **{name: getattr(SHARED, name) / factor for name in rates}, io_cpu=SHARED.io_cpu * factor,
+        adamw=tuple((threads, rate / factor) for threads, rate in SHARED.adamw),
+    )  # fmt: skip
+    one, other = _simulated(spec, SHARED, wishes)[1], _simulated(spec, slower, wishes)[1]
+    assert other.step_seconds == pytest.approx(factor * one.step_seconds, rel=1e-6)
