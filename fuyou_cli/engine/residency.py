@@ -37,7 +37,7 @@ class Record:
     slotted: bool = False  # span is a slot, not a home
     fetch: int | None = None
     update: int | None = None
-    due: Scalars | None = None  # a two-phase update to run before the next visit's compute
+    due: Scalars | None = None  # a deferred update to run before the next visit's compute
     held: int = 0  # visits, prefetches and downloads that need the span
     kept: bool = False  # the schedule keeps the span for the stage's next visit
     gradient_slot: Span | None = None  # freed when the update has finished
@@ -166,7 +166,7 @@ class Residency:
         return record.gradient_slot
 
     def rest_gradients(self, stage: int) -> None:
-        """Gradients go to their home: until the norm is known, or until their sum is resumed."""
+        """Gradients go to their home: until a deferred update, or until their sum is resumed."""
         record, plan = self.records[stage], self.plan.stages[stage]
         record.gradients = "resting"
         if plan.gradients_extent is None or record.gradient_slot is None:
@@ -222,15 +222,15 @@ class Residency:
     # ---- updates -------------------------------------------------------------------------------------------------
 
     def update_now(self, stage: int, scalars: Scalars) -> None:
-        """One-phase: the stage's gradients are complete and its weights are in RAM; AdamW starts in the daemon."""
+        """The stage's gradients are complete and its weights are in RAM; AdamW starts in the daemon."""
         record = self.records[stage]
         record.due = scalars
         self._submit_due(record)
 
     def update_later(self, scalars: Scalars) -> None:
-        """Two-phase: every stage is updated before its first visit of the next step (or when drained)."""
+        """Every stage whose update is deferred gets it before its first visit of the next step (or when drained)."""
         for record, stage in zip(self.records, self.model.stages, strict=True):
-            if stage.params:
+            if stage.params and self.plan.stages[stage.index].deferred:
                 record.due = scalars
 
     def _may_update(self, record: Record) -> bool:
