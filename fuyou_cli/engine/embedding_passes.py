@@ -35,7 +35,7 @@ def embedding_backward(
             _add_rows(executor, call, ids[rows].reshape(-1).to(device), grad, total, first=0)
             executor.between()
         return
-    if flat is None:  # two-phase updates need no weights here; a lookup's gradient does not depend on their values
+    if flat is None:  # a deferred update needs no weights here; a lookup's gradient does not depend on their values
         params = executor.model.stages[call.stage].params
         flat = torch.zeros(params, dtype=TORCH_DTYPE[executor.model.compute_dtype], device=device)
     with torch.enable_grad(), executor.installed(call.stage, flat, trainable=True) as parameters:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -84,6 +84,8 @@ class Executor:
         self.schedule = plan_schedule(model, plan)
         self.moves = DaemonMoves(model=model, plan=plan, daemon=daemon, tick=self._tick)
         self.residency = self.moves.residency
+        at_once = [visit.index for visit in self.schedule.visits if visit.update == "after"]
+        self._first_update = min(at_once, default=len(self.schedule.visits))  # the visit whose end begins it
         self.boundaries = Boundaries(plan=plan, daemon=daemon, memory=memory)
         self.lookahead = Lookahead(schedule=self.schedule, residency=self.residency, boundaries=self.boundaries.ledger)
         self.weights = ComputeWeights(model=model, plan=plan, memory=memory, device=device)
@@ -134,7 +136,7 @@ class Executor:
     # ---- a step --------------------------------------------------------------------------------------------------
 
     def step(self, input_ids: torch.Tensor, labels: torch.Tensor, *, step: int, lr: float, last: bool = False) -> StepOutcome:
-        """Forward, backward, and every update accepted (one-phase) or due in the next forward (two-phase).
+        """Forward, backward, and every update accepted, or due in the next forward where it is deferred.
 
         input_ids, labels: (batch, tokens) int64 in host memory; labels hold -100 where nothing is learnt. Step counts
         from 1. `last` stops prefetching for a step that will not come.
@@ -159,8 +161,7 @@ class Executor:
         torch.autograd.backward([edge], [gradient])
         del gradient
         self.sums.settle()
-        if self.plan.two_phase:
-            self._decide_updates()
+        self._decide_updates()
         return self._outcome
 
     def drain(self) -> None:
@@ -172,9 +173,8 @@ class Executor:
         self.residency.drain()
 
     def may_abandon(self) -> bool:
-        """Whether the step under way can be given up: no update of it has begun."""
-        phase = self.schedule.visits[self._cursor].phase if self._cursor >= 0 else "forward"
-        return self.plan.two_phase or phase in ("forward", "logits")
+        """Whether the step under way can be given up: no update of it has begun, nor will one at the end of this visit."""
+        return self._cursor < self._first_update
 
     def abandon(self) -> None:
         """Forgets the step under way (or what was prefetched for the next). Updates of earlier steps stay due."""
@@ -187,24 +187,29 @@ class Executor:
         self.residency.let_go_of_all()
 
     def _decide_updates(self) -> None:
-        """All gradients rest and their squares are known: the clipping factor, then updates in the next forward."""
-        limit = self.plan.clip_grad_norm
-        assert limit is not None
-        norm = sum(self._squares[stage] for stage in sorted(self._squares)) ** 0.5
-        self._outcome.grad_norm = norm
-        scale = min(1.0, limit / (norm + 1e-6))
-        self.residency.update_later(
-            Scalars(optimizer=self.optimizer, lr=self._scalars.lr, step=self._step, gradient_scale=scale)
-        )
+        """All deferred gradients rest, and their squares are known: the clipping factor, then updates in the next forward."""
+        scale, limit = 1.0, self.plan.clip_grad_norm
+        if limit is not None:
+            norm = sum(self._squares[stage] for stage in sorted(self._squares)) ** 0.5
+            self._outcome.grad_norm = norm
+            scale = min(1.0, limit / (norm + 1e-6))
+        self.residency.update_later(replace(self._scalars, gradient_scale=scale))
 
     def _hand_over(self, stage: int, gradients: torch.Tensor) -> None:
         """The stage's gradients are complete and in host memory: they rest, or its update starts."""
-        if self.plan.two_phase:
-            dtype = self.plan.numerics.accumulate_dtype
-            self._squares[stage] = squared_norm(self.model.stages[stage], gradients, dtype=dtype, step=self._step)
-            self.residency.rest_gradients(stage)
-        else:
+        if not self.plan.stages[stage].deferred:
             self.residency.update_now(stage, self._scalars)
+            return
+        # Also where no norm is asked for: by the time of the update those that are not finite would be found in the first
+        # stages of forward, wherever they began.
+        self._squares[stage] = squared_norm(
+            self.model.stages[stage],
+            gradients,
+            dtype=self.plan.numerics.accumulate_dtype,
+            step=self._step,
+            changed=not self.may_abandon(),
+        )
+        self.residency.rest_gradients(stage)
 
     # ---- visits --------------------------------------------------------------------------------------------------
 

@@ -75,9 +75,9 @@ class GradientSum:
         self.flat[end:].zero_()
 
 
-def squared_norm(stage: StageSpec, flat: torch.Tensor, *, dtype: Dtype, step: int) -> float:
+def squared_norm(stage: StageSpec, flat: torch.Tensor, *, dtype: Dtype, step: int, changed: bool) -> float:
     """Sum of squares of a stage's host-resident gradients, tensor by tensor in order (a fixed tree). Raises NumericsError
-    naming the tensor when a value is not finite."""
+    naming the tensor when a value is not finite; `changed`: whether an update of the step has begun."""
     item = flat.element_size()
     memory = flat.view(torch.uint8).numpy().data
     total = 0.0
@@ -88,7 +88,7 @@ def squared_norm(stage: StageSpec, flat: torch.Tensor, *, dtype: Dtype, step: in
             raise NumericsError(
                 f"step {step}: {nonfinite} gradients of {spec.name} ({stage.name}) are not finite",
                 hint="lower optimizer.lr or look at the data of this step",
-                changed=False,
+                changed=changed,
             )
         total += squares
     return total

@@ -17,14 +17,25 @@ from .schedule import Schedule
 
 def busy_seconds(costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan, ...], device: str) -> dict[str, float]:
     """Resource -> seconds. Resources whose rate is unknown (zero) are left out."""
+    seconds = _least_seconds(costs, schedule, stages=stages, device=device)
+    if device == "cpu":
+        seconds["cpu"] += (schedule.traffic.read_total + schedule.traffic.written_total) * costs.hardware.io_cpu
+    return seconds
+
+
+def lower_bound(costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan, ...], device: str) -> float:
+    """Seconds that no step with these visits and homes is faster than. What transfers take from the cores is left out: while
+    compute waits they take nothing."""
+    return max(_least_seconds(costs, schedule, stages=stages, device=device).values())
+
+
+def _least_seconds(costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan, ...], device: str) -> dict[str, float]:
     model, hardware, numerics = costs.model, costs.hardware, costs.numerics
     seconds: dict[str, float] = {}
     compute = sum(costs.compute_seconds(visit) for visit in schedule.visits)
     update = sum(costs.update_seconds(stage) for stage in stages)
-    traffic = schedule.traffic
     if device == "cpu":
-        moved = (traffic.read_total + traffic.written_total) * hardware.io_cpu
-        seconds["cpu"] = compute + update * _taken_by_updates(hardware, numerics) + moved
+        seconds["cpu"] = compute + update * _taken_by_updates(hardware, numerics)
     else:
         seconds["compute"] = compute
         seconds["update"] = update
@@ -33,7 +44,7 @@ def busy_seconds(costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan, .
             seconds["h2d"] = to_device / hardware.h2d
         if hardware.d2h:
             seconds["d2h"] = to_host / hardware.d2h
-    return seconds | store_seconds(hardware, traffic.read_total, traffic.written_total)
+    return seconds | store_seconds(hardware, schedule.traffic.read_total, schedule.traffic.written_total)
 
 
 def store_seconds(hardware: HardwareProfile, read: int, written: int) -> dict[str, float]:
@@ -50,10 +61,10 @@ def store_seconds(hardware: HardwareProfile, read: int, written: int) -> dict[st
 
 
 def _taken_by_updates(hardware: HardwareProfile, numerics: Numerics) -> float:
-    """Of compute's time, per second of an update thread's."""
-    if hardware.cores > numerics.torch_threads:
+    """Of compute's time, per second of an update thread's: while both run, or while compute waits for it."""
+    if hardware.cores > numerics.torch_threads or not hardware.shared_adamw:
         return 0.0
-    return (1 - hardware.shared_compute) / hardware.shared_adamw if hardware.shared_adamw else 1.0
+    return min(1.0, (1 - hardware.shared_compute) / hardware.shared_adamw)
 
 
 def copied_bytes(model: ModelSpec, schedule: Schedule, *, stages: tuple[StagePlan, ...], numerics: Numerics) -> tuple[int, int]:

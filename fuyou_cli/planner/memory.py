@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from ..core.units import MiB, align_up
 from ..spec.model import ITEM_SIZE, ModelSpec
 from ..spec.plan import IoPlan, SlotClass, Span, StagePlan, Tier
+from .defer import deferrals
 from .wishes import Wishes
 
 ARENA_UNIT = 2 * MiB  # hugepages round what is touched to this
@@ -82,8 +83,9 @@ def layout(model: ModelSpec, wishes: Wishes, homes: Homes, *, lookahead: int, gr
     durable = _Room(STORE_UNIT)
     transient = _Room(STORE_UNIT, used=durable_size(model))
     classes = classes_of(model)
+    deferred = deferrals(model, wishes)
     slot_classes = tuple(
-        _slot_class(arena, model, wishes, homes, classes, number, lookahead=lookahead, gradient_slots=gradient_slots)
+        _slot_class(arena, model, wishes, homes, deferred, classes, number, lookahead=lookahead, gradient_slots=gradient_slots)
         for number in range(max(classes) + 1)
     )
     on_ssd = sum(tier == "ssd" for tier in homes.boundaries)
@@ -91,7 +93,8 @@ def layout(model: ModelSpec, wishes: Wishes, homes: Homes, *, lookahead: int, gr
     boundary_slots = tuple(arena.take(boundary_size(model, wishes)) for _ in range(slots))
     scratch = arena.take(wishes.scratch_size)
     stages = tuple(
-        _stage(arena, durable, transient, model, wishes, homes, index, classes[index]) for index in range(len(model.stages))
+        _stage(arena, durable, transient, model, wishes, homes, index, classes[index], deferred=deferred[index])
+        for index in range(len(model.stages))
     )
     return Layout(
         stages=stages,
@@ -124,23 +127,24 @@ def _slot_class(
     model: ModelSpec,
     wishes: Wishes,
     homes: Homes,
+    deferred: tuple[bool, ...],
     classes: list[int],
     number: int,
     *,
     lookahead: int,
     gradient_slots: int,
 ) -> SlotClass:
-    """Weights: one computing, `lookahead` on their way, and one per update under way. Gradients: one being summed, the
-    others being updated or written; one more where the gradients of a tied head that is not cut stay through backward."""
+    """Weights: one computing, `lookahead` on their way, and one per update under way after backward; a deferred update has
+    the slot of the visit it comes before. Gradients: one being summed, the others being updated or written; one more where
+    the gradients of a tied head that is not cut stay through backward."""
     members = [i for i, c in enumerate(classes) if c == number and model.stages[i].params]
-    two_phase = wishes.clip_grad_norm is not None
     largest = max((model.stages[i].params for i in members), default=0)
     weight_size = largest * ITEM_SIZE[model.compute_dtype]
     gradient_size = largest * ITEM_SIZE[wishes.numerics.accumulate_dtype]
     streamed = sum(homes.weights[i] == "ssd" for i in members)
-    in_update = 0 if two_phase else gradient_slots - 1
+    in_update = 0 if all(deferred[i] for i in members) else gradient_slots - 1
     weights = min(streamed, 1 + lookahead + in_update)
-    passing = sum(not _rests(model, i, two_phase) or homes.gradients[i] == "ssd" for i in members)
+    passing = sum(not _rests(model, i, deferred[i]) or homes.gradients[i] == "ssd" for i in members)
     gradients = min(passing, gradient_slots)
     if model.tied_head and not model.head_is_cut and 0 in members and passing > gradients and gradients:
         gradients += 1
@@ -152,9 +156,9 @@ def _slot_class(
     )
 
 
-def _rests(model: ModelSpec, stage: int, two_phase: bool) -> bool:
-    """Whether gradients of the stage need a home: until the norm is known, or from a tied head's backward to its own."""
-    return two_phase or model.has_two_users(stage)
+def _rests(model: ModelSpec, stage: int, deferred: bool) -> bool:
+    """Whether gradients of the stage need a home: until a deferred update, or from a tied head's backward to its own."""
+    return deferred or model.has_two_users(stage)
 
 
 def _stage(
@@ -166,9 +170,11 @@ def _stage(
     homes: Homes,
     index: int,
     slot_class: int,
+    *,
+    deferred: bool,
 ) -> StagePlan:
     stage = model.stages[index]
-    rests = _rests(model, index, wishes.clip_grad_norm is not None)
+    rests = _rests(model, index, deferred)
     bf16 = model.compute_dtype == "bfloat16"
     item = ITEM_SIZE[model.compute_dtype]
     gradient_size = stage.params * ITEM_SIZE[wishes.numerics.accumulate_dtype]
@@ -186,6 +192,7 @@ def _stage(
         gradients=homes.gradients[index],
         boundary=homes.boundaries[index],
         slot_class=slot_class,
+        deferred=deferred,
         weights_extents=pair(item * stage.params),
         remainder_extents=pair(2 * stage.params) if bf16 else None,
         momentum_extents=pair(4 * stage.params),

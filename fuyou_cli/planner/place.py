@@ -15,6 +15,7 @@ from ..spec.model import ITEM_SIZE, ModelSpec
 from ..spec.plan import MemoryLine, Plan, Predicted, Tier
 from .bound import busy_seconds
 from .costs import Costs
+from .defer import deferrals
 from .memory import BASE_SLACK, Homes, Layout, boundary_size, compute_memory, layout
 from .schedule import expand
 from .wishes import Wishes
@@ -62,13 +63,13 @@ def _start(model: ModelSpec, wishes: Wishes) -> Homes:
     """All on the ssd except what the recipe pins elsewhere; stages without such a tensor say cpu."""
     count = len(model.stages)
     keeps = [stage.kind in ("block", "norm") for stage in model.stages]
-    two_phase = wishes.clip_grad_norm is not None
+    deferred = deferrals(model, wishes)
     boundaries: tuple[Tier, ...] = tuple((wishes.boundaries or "ssd") if kept else "cpu" for kept in keeps)
     return Homes(
         weights=(wishes.weights or "ssd",) * count,
         states=(wishes.states or "ssd",) * count,
         gradients=tuple(
-            (wishes.gradients or "ssd") if two_phase or model.has_two_users(index) else "cpu" for index in range(count)
+            (wishes.gradients or "ssd") if deferred[index] or model.has_two_users(index) else "cpu" for index in range(count)
         ),
         boundaries=boundaries,
     )
@@ -109,11 +110,10 @@ def _fill(
 def _candidates(model: ModelSpec, wishes: Wishes, homes: Homes, lookahead: int) -> list[tuple[float, int, int, str, int]]:
     """(-traffic saved per byte, kind order, spread, kind, stage). Stages of one kind are taken spread out over the step,
     so that what stays on the ssd is spread out too."""
-    two_phase = wishes.clip_grad_norm is not None
+    deferred = deferrals(model, wishes)
     visits = expand(
         model,
         stages=layout(model, wishes, homes, lookahead=lookahead, gradient_slots=1).stages,
-        two_phase=two_phase,
         lookahead=lookahead,
         micro_batches=1,
     ).visits
@@ -123,7 +123,7 @@ def _candidates(model: ModelSpec, wishes: Wishes, homes: Homes, lookahead: int) 
             continue
         fetches = sum(visit.fetch and visit.owner == stage.index for visit in visits)
         keeps_boundary = stage.kind in ("block", "norm")
-        rests = int(two_phase) + int(model.has_two_users(stage.index))
+        rests = int(deferred[stage.index]) + int(model.has_two_users(stage.index))
         options = [
             ("weights", float(fetches + 1), wishes.weights is None),
             ("boundaries", 2.0, wishes.boundaries is None and keeps_boundary),
@@ -168,13 +168,7 @@ def _assemble(
 def _predict(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, placed: Layout, lookahead: int) -> Predicted:
     numerics = wishes.numerics
     micro_batches = -(-numerics.batch_size // numerics.micro_batch_size)
-    schedule = expand(
-        model,
-        stages=placed.stages,
-        two_phase=wishes.clip_grad_norm is not None,
-        lookahead=lookahead,
-        micro_batches=micro_batches,
-    )
+    schedule = expand(model, stages=placed.stages, lookahead=lookahead, micro_batches=micro_batches)
     tokens = numerics.batch_size * numerics.max_seq_len
     compute_flops = sum(visit.flops for visit in schedule.visits)
     costs = Costs(
@@ -243,7 +237,7 @@ def _memory_lines(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, p
     resting = sum(stage.gradients_ram.size for stage in placed.stages if stage.gradients_ram)
     on_ssd = sum(stage.gradients_extent.size for stage in placed.stages if stage.gradients_extent)
     total = params * ITEM_SIZE[wishes.numerics.accumulate_dtype]
-    policy = "rest until the norm is known" if wishes.clip_grad_norm is not None else "updated at once"
+    policy = _gradients_policy(model, wishes, placed)
     if any(model.has_two_users(stage.index) for stage in model.stages):
         policy += "; tied pieces rest from head to embedding"
     add("gradients", "cpu", gradient_slots + resting, total, policy)
@@ -260,3 +254,12 @@ def _memory_lines(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, p
     if wishes.device != "cpu":
         add("compute", "gpu", _device_peak(model, wishes, placed), 0, "two stages and one micro-batch")
     return tuple(lines)
+
+
+def _gradients_policy(model: ModelSpec, wishes: Wishes, placed: Layout) -> str:
+    if wishes.clip_grad_norm is not None:
+        return "rest until the norm is known"
+    deferred = sum(model.stages[stage.stage].params for stage in placed.stages if stage.deferred)
+    if not deferred:
+        return "updated at once"
+    return f"{deferred / model.stored_parameters:.0%} rest until the next forward"

@@ -62,7 +62,7 @@ class Record:
     slotted: bool = False  # span is a slot, not a home
     fetch: int | None = None
     update: int | None = None
-    due: Any = None  # what a two-phase update needs (the runner's), to run before the next visit's compute
+    due: Any = None  # what a deferred update needs (the runner's), to run before the next visit's compute
     held: int = 0  # visits, prefetches and downloads that need the span
     kept: bool = False  # the schedule keeps the span for the stage's next visit
     gradient_slot: Span | None = None  # freed when the update has finished
@@ -184,7 +184,7 @@ class Residency:
         return record.gradient_slot
 
     def rest_gradients(self, stage: int) -> None:
-        """Gradients go to their home: until the norm is known, or until their sum is resumed."""
+        """Gradients go to their home: until a deferred update, or until their sum is resumed."""
         record, plan = self.records[stage], self.plan.stages[stage]
         record.gradients = "resting"
         if plan.gradients_extent is None or record.gradient_slot is None:
@@ -240,15 +240,15 @@ class Residency:
     # ---- updates -------------------------------------------------------------------------------------------------
 
     def update_now(self, stage: int, due: object) -> None:
-        """One-phase: the stage's gradients are complete and its weights are in RAM; AdamW starts at once."""
+        """The stage's gradients are complete and its weights are in RAM; AdamW starts at once."""
         record = self.records[stage]
         record.due = due
         self._submit_due(record)
 
     def update_later(self, due: object) -> None:
-        """Two-phase: every stage is updated before its first visit of the next step (or when drained)."""
+        """Every stage whose update is deferred gets it before its first visit of the next step (or when drained)."""
         for record, stage in zip(self.records, self.model.stages, strict=True):
-            if stage.params:
+            if stage.params and self.plan.stages[stage.index].deferred:
                 record.due = due
 
     def _may_update(self, record: Record) -> bool:

@@ -6,7 +6,8 @@ then backward through all stages. A head cut along the vocabulary is passed over
 token over the pieces, "head" differentiates piece by piece, in reverse, so that it begins with weights just used.
 
 Weights come from the ssd unless they rest in RAM or were kept since the visit before;
-updates run after a stage's backward, or, when the gradient norm must be known first, before its forward in the next step.
+updates run after a stage's backward, or, where they are deferred (all of them when the gradient norm must be known first),
+before its forward in the next step.
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ class Schedule:
     traffic: Traffic
 
 
-def expand(model: ModelSpec, *, stages: tuple[StagePlan, ...], two_phase: bool, lookahead: int, micro_batches: int) -> Schedule:
+def expand(model: ModelSpec, *, stages: tuple[StagePlan, ...], lookahead: int, micro_batches: int) -> Schedule:
     """The steady-state step (states no longer all zero, gradients of every stage present)."""
-    order = _order(model, two_phase=two_phase)
+    order = _order(model, stages)
     visits: list[Visit] = []
     for index, (phase, stage, owner) in enumerate(order):
         distance = _distance(order, index)
@@ -78,7 +79,7 @@ def expand(model: ModelSpec, *, stages: tuple[StagePlan, ...], two_phase: bool, 
                 owner=owner,
                 fetch=on_ssd and held_since > lookahead,
                 keep=on_ssd and distance <= lookahead,
-                update=_update(model, order, index, two_phase=two_phase),
+                update=_update(model, stages, order, index),
                 stash=phase == "forward" and _keeps_boundary(model, stage),
                 take=phase == "backward" and _keeps_boundary(model, stage),
                 sum_gradients=phase in ("head", "backward"),
@@ -87,7 +88,7 @@ def expand(model: ModelSpec, *, stages: tuple[StagePlan, ...], two_phase: bool, 
                 flops=_flops(model, phase, stage) * micro_batches,
             )
         )
-    return Schedule(visits=tuple(visits), traffic=_traffic(model, stages, visits, two_phase=two_phase))
+    return Schedule(visits=tuple(visits), traffic=_traffic(model, stages, visits))
 
 
 def plan_schedule(model: ModelSpec, plan: Plan) -> Schedule:
@@ -95,7 +96,6 @@ def plan_schedule(model: ModelSpec, plan: Plan) -> Schedule:
     return expand(
         model,
         stages=plan.stages,
-        two_phase=plan.two_phase,
         lookahead=plan.lookahead,
         micro_batches=-(-numerics.batch_size // numerics.micro_batch_size),
     )
@@ -105,7 +105,7 @@ def _keeps_boundary(model: ModelSpec, stage: int) -> bool:
     return model.stages[stage].kind in ("block", "norm")
 
 
-def _order(model: ModelSpec, *, two_phase: bool) -> list[tuple[Pass, int, int | None]]:
+def _order(model: ModelSpec, stages: tuple[StagePlan, ...]) -> list[tuple[Pass, int, int | None]]:
     """(phase, stage, owner of the weights) in running order. An embedding's backward needs no weights, but its update
     does, so it is visited with them when the update follows at once."""
     body = [stage for stage in model.stages if stage.kind != "head"]
@@ -115,7 +115,7 @@ def _order(model: ModelSpec, *, two_phase: bool) -> list[tuple[Pass, int, int | 
         order += [("logits", head, model.owner(head)) for head in heads]
     order += [("head", head, model.owner(head)) for head in reversed(heads)]
     for stage in reversed(body):
-        needs_weights = stage.kind != "embedding" or not two_phase
+        needs_weights = stage.kind != "embedding" or not stages[stage.index].deferred
         order.append(("backward", stage.index, stage.index if needs_weights else None))
     return order
 
@@ -138,15 +138,15 @@ def _distance_back(order: list[tuple[Pass, int, int | None]], index: int) -> int
 
 
 def _update(
-    model: ModelSpec, order: list[tuple[Pass, int, int | None]], index: int, *, two_phase: bool
+    model: ModelSpec, stages: tuple[StagePlan, ...], order: list[tuple[Pass, int, int | None]], index: int
 ) -> Literal["none", "before", "after"]:
-    """Where the owner's AdamW happens relative to this visit: before its first visit of the step (two-phase), or after
-    its last one."""
+    """Where the owner's AdamW happens relative to this visit: before its first visit of the step (deferred), or after its
+    last one."""
     owner = order[index][2]
     if owner is None or model.stages[owner].params == 0:
         return "none"
     uses = [position for position, visit in enumerate(order) if visit[2] == owner]
-    if two_phase:
+    if stages[owner].deferred:
         return "before" if index == uses[0] else "none"
     return "after" if index == uses[-1] else "none"
 
@@ -159,7 +159,7 @@ def _flops(model: ModelSpec, phase: Pass, stage: int) -> float:
     return {"forward": 1, "logits": 1, "head": 3, "backward": 3}[phase] * forward
 
 
-def _traffic(model: ModelSpec, stages: tuple[StagePlan, ...], visits: list[Visit], *, two_phase: bool) -> Traffic:
+def _traffic(model: ModelSpec, stages: tuple[StagePlan, ...], visits: list[Visit]) -> Traffic:
     read = dict.fromkeys(("weights", "states", "gradients", "boundaries"), 0)
     written = dict.fromkeys(read, 0)
     item = ITEM_SIZE[model.compute_dtype]
@@ -180,7 +180,7 @@ def _traffic(model: ModelSpec, stages: tuple[StagePlan, ...], visits: list[Visit
             read["states"] += state_item * stage.params
             written["states"] += state_item * stage.params
         if plan.gradients_extent is not None:
-            rests = int(two_phase) + int(model.has_two_users(stage.index))  # until the norm; from the head to here
+            rests = int(plan.deferred) + int(model.has_two_users(stage.index))  # until the update; from the head to here
             read["gradients"] += rests * plan.gradients_extent.size
             written["gradients"] += rests * plan.gradients_extent.size
     return Traffic(read=read, written=written)

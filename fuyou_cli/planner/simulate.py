@@ -307,7 +307,7 @@ def _step(run: _Imagined, visits: Sequence[Visit]) -> float:
     forward = run.machine.now
 
     def update(stage: int) -> None:
-        if run.plan.two_phase:
+        if run.plan.stages[stage].deferred:
             run.residency.rest_gradients(stage)
         else:
             run.residency.update_now(stage, True)
@@ -319,6 +319,5 @@ def _step(run: _Imagined, visits: Sequence[Visit]) -> float:
     while run.after:
         run.machine.advance()
         run.tick()
-    if run.plan.two_phase:
-        run.residency.update_later(True)
+    run.residency.update_later(True)
     return forward

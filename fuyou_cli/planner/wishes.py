@@ -21,6 +21,7 @@ class Wishes:
     gradients: Tier | None = None
     boundaries: Tier | None = None
     lookahead: int | None = None
+    defer: float | None = None  # share of the parameters updated in the next forward, 0 to 1; clipping defers all
     io_backend: str = "auto"
     read_depth: int = 16
     write_depth: int = 16

@@ -133,6 +133,17 @@ def _strategy(written: Written) -> Iterator[Finding]:
             )
 
 
+def _deferral(written: Written) -> Iterator[Finding]:
+    share = written.get("offload.defer_updates")
+    is_number = isinstance(share, (int, float)) and not isinstance(share, bool)
+    if is_number and 0 <= share < 1 and written.get("train.clip_grad_norm") is not None:
+        yield _conflict(
+            "offload.defer_updates",
+            f"`offload.defer_updates: {show_value(share)}` but `train.clip_grad_norm` makes every update wait for the norm",
+            "leave it auto, or turn clipping off with `train.clip_grad_norm: null`",
+        )
+
+
 def _backends(written: Written) -> Iterator[Finding]:
     backends = written.get("logging.backends")
     if isinstance(backends, list) and len(set(map(str, backends))) != len(backends):
@@ -149,6 +160,7 @@ RULES: tuple[Callable[[Written], Iterator[Finding]], ...] = (
     _device,
     _emulated,
     _strategy,
+    _deferral,
     _backends,
 )
 

@@ -118,12 +118,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
         feature="kept or swapped activations",
         instead="use auto or recompute",
     ),
-    Unbuilt(
-        path="offload.defer_updates",
-        asks=_other_than("auto", 0),
-        feature="updates deferred by a chosen fraction",
-        instead="leave it auto",
-    ),
     Unbuilt(path="offload.ssd_write_limit", asks=_set, feature="stopping at a write limit", instead="leave it null"),
     Unbuilt(
         path="checkpoint.mode",

@@ -44,9 +44,10 @@ class StagePlan:
     stage: int
     weights: Tier
     states: Tier
-    gradients: Tier  # where they rest until the norm, or a tied embedding's own backward; cpu when they never rest
+    gradients: Tier  # where they rest until a deferred update, or a tied embedding's own backward; cpu when they never rest
     boundary: Tier  # the stage's input, kept for backward; cpu when the stage keeps none
     slot_class: int  # which weight and gradient slots it uses
+    deferred: bool  # its update waits for the next forward, just before its own use; else it follows its backward at once
     weights_extents: tuple[Span, Span]
     remainder_extents: tuple[Span, Span] | None
     momentum_extents: tuple[Span, Span]
@@ -135,8 +136,3 @@ class Plan:
     cpu_budget: int
     memory: tuple[MemoryLine, ...]
     predicted: Predicted
-
-    @property
-    def two_phase(self) -> bool:
-        """Gradients rest until the global norm is known; updates run in the next forward."""
-        return self.clip_grad_norm is not None

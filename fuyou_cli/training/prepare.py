@@ -396,6 +396,7 @@ def wishes(recipe: Recipe, numerics: Numerics, hardware: HardwareProfile, *, dev
         gradients=tier(offload.gradients) or everything,
         boundaries=tier(offload.boundaries) or everything,
         lookahead=None if offload.lookahead == "auto" else offload.lookahead,
+        defer=None if offload.defer_updates == "auto" else offload.defer_updates,
         io_backend=offload.io.backend,
         read_depth=depth,
         write_depth=depth,

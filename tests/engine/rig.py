@@ -117,6 +117,7 @@ class Rig:
         clip: float | None = 0.5,
         device: Literal["cpu", "emulated", "cuda"] = "cpu",
         lookahead: int | None = None,
+        defer: float | None = None,
         budget: int = 1 << 33,
         directories: int = 1,
         backend: str = "auto",
@@ -130,7 +131,7 @@ class Rig:
         self.wishes = Wishes(
             numerics=subject.numerics, model_name="tiny", device=device, clip_grad_norm=clip, cpu_budget=budget,
             weights=home, states=home, gradients=gradients or home, boundaries=home,
-            lookahead=lookahead, io_backend=backend, update_threads=update_threads, chunk_params=CHUNK,
+            lookahead=lookahead, defer=defer, io_backend=backend, update_threads=update_threads, chunk_params=CHUNK,
             scratch_size=scratch_size(CHUNK, chunks), read_depth=4, write_depth=4, block_size=64 << 10, stripe=64 << 10,
         )  # fmt: skip
         self.plan: Plan = plan(self.spec, HARDWARE, self.wishes)
@@ -247,7 +248,7 @@ class Rig:
         return found
 
     def resting_gradients(self, stage: StageSpec) -> torch.Tensor:
-        """Two-phase with gradients at home in RAM: what the next update will read."""
+        """Deferred, with gradients at home in RAM: what the next update will read."""
         span = self.plan.stages[stage.index].gradients_ram
         assert span is not None
         return self.memory.tensor(span, TORCH_DTYPE[self.plan.numerics.accumulate_dtype], stage.params).clone()

@@ -55,10 +55,11 @@ def models(draw: st.DrawFn, unit: int = STAGE_ALIGN, most: int = 4 << 20) -> Mod
 
 @st.composite
 def wishes_for(draw: st.DrawFn, spec: ModelSpec, *, budget: int = 1 << 40, pinned: bool = True) -> Wishes:
-    """Random numerics, clipping, lookahead, device and pins."""
+    """Random numerics, clipping or a share of deferred updates, lookahead, device and pins."""
     tier = st.sampled_from([None, None, "cpu", "ssd"]) if pinned else st.none()
     micro = draw(st.integers(1, 4))
     clip = draw(st.sampled_from([None, 1.0]))
+    defer = draw(st.sampled_from([None, 0.0, 0.3, 0.5, 0.9, 1.0])) if clip is None else None
     numerics = Numerics(
         compute_dtype=spec.compute_dtype, micro_batch_size=micro, batch_size=micro * draw(st.integers(1, 8)),
         accumulate_dtype=draw(st.sampled_from([spec.compute_dtype, "float32"])),
@@ -67,7 +68,7 @@ def wishes_for(draw: st.DrawFn, spec: ModelSpec, *, budget: int = 1 << 40, pinne
     return Wishes(
         numerics=numerics, model_name="test", device=draw(st.sampled_from(["cpu", "emulated"])), clip_grad_norm=clip,
         cpu_budget=budget, weights=draw(tier), states=draw(tier), boundaries=draw(tier),
-        gradients=draw(tier) if clip else None, lookahead=draw(st.sampled_from([None, 1, 2, 4])),
+        gradients=draw(tier) if clip or defer else None, lookahead=draw(st.sampled_from([None, 1, 2, 4])), defer=defer,
         scratch_size=draw(st.integers(1, 8)) * MiB,
     )  # fmt: skip
 

@@ -37,18 +37,19 @@ def test_every_stage_is_visited_in_order(case: tuple[ModelSpec, Plan, Schedule])
 
 @given(scheduled())
 def test_every_stage_is_updated_exactly_once(case: tuple[ModelSpec, Plan, Schedule]) -> None:
-    """After its last use when updates follow backward, before its first when they wait for the norm; always on a visit
-    that has the weights."""
+    """After its last use when its update follows backward, before its first when it is deferred; always on a visit that
+    has the weights."""
     spec, chosen, schedule = case
-    when = "before" if chosen.two_phase else "after"
     updates = [visit for visit in schedule.visits if visit.update != "none"]
     assert sorted(visit.owner for visit in updates if visit.owner is not None) == [
         stage.index for stage in spec.stages if stage.params
     ]
     for visit in updates:
-        assert visit.update == when
+        assert visit.owner is not None
+        deferred = chosen.stages[visit.owner].deferred
+        assert visit.update == ("before" if deferred else "after")
         uses = [other.index for other in schedule.visits if other.owner == visit.owner]
-        assert visit.index == (min(uses) if chosen.two_phase else max(uses))
+        assert visit.index == (min(uses) if deferred else max(uses))
 
 
 @given(scheduled())
@@ -88,12 +89,11 @@ def test_traffic_is_the_sum_over_visits_and_stages(case: tuple[ModelSpec, Plan, 
     boundary = spec.boundary_bytes_per_token * numerics.batch_size * numerics.max_seq_len
     homes = list(zip(spec.stages, chosen.stages, strict=True))
     on_ssd = {
-        kind: sum(stage.params for stage, placed in homes if getattr(placed, kind) == "ssd")
-        for kind in ("weights", "states", "gradients")
+        kind: sum(stage.params for stage, placed in homes if getattr(placed, kind) == "ssd") for kind in ("weights", "states")
     }
     boundaries = boundary * sum(placed.boundary == "ssd" for _, placed in homes)
     fetched = sum(spec.stages[v.owner].params for v in schedule.visits if v.fetch and v.owner is not None)
-    resting = gradient * on_ssd["gradients"] if chosen.two_phase else 0
+    resting = gradient * sum(s.params for s, placed in homes if placed.deferred and placed.gradients == "ssd")
     assert schedule.traffic.read == {
         "weights": item * fetched, "states": states * on_ssd["states"], "gradients": resting, "boundaries": boundaries,
     }  # fmt: skip

@@ -24,6 +24,8 @@ from fuyou_cli.recipe.unbuilt import UNBUILT
         ("offload: {strategy: none, optimizer_states: ssd}\n", "offload.optimizer_states"),
         ("offload: {strategy: manual, weights: cpu}\n", "offload.strategy"),
         ("offload: {dir: [/a, /a]}\n", "offload.dir"),
+        ("offload: {defer_updates: 0.5}\n", "offload.defer_updates"),
+        ("train: {clip_grad_norm: 2}\noffload: {defer_updates: 0}\n", "offload.defer_updates"),
         ("logging: {backends: [jsonl, jsonl]}\n", "logging.backends"),
     ],
 )
@@ -88,7 +90,6 @@ NOT_BUILT = {
     "offload.optimizer_states": "offload.optimizer_states=gpu",
     "offload.boundaries": "offload.boundaries=gpu",
     "offload.activations": "offload.activations=swap",
-    "offload.defer_updates": "offload.defer_updates=0.5",
     "offload.ssd_write_limit": "offload.ssd_write_limit=50TB",
     "checkpoint.mode": "checkpoint.mode=redo",
     "checkpoint.commit_every_steps": "checkpoint.commit_every_steps=1",
@@ -119,7 +120,7 @@ def test_keys_whose_feature_is_not_built_are_errors_that_name_them(refused, key,
 def test_neutral_values_of_such_keys_are_fine(load):
     neutral = [
         "adapter=null", "freeze=[]", "eval=null", "dataset.eval=null", "dataset.eval_fraction=0", "train.compile=false",
-        "offload.activations=recompute", "offload.defer_updates=0", "checkpoint.mode=auto", "train.max_time=null",
+        "offload.activations=recompute", "offload.defer_updates=1", "checkpoint.mode=auto", "train.max_time=null",
         "precision.compute=float32", "dataset.packing=concat", "dataset.train[0].weight=1",
         "precision.allow_tf32=false", "offload.weights=gpu", "offload.gradients=ssd", "export.private=true",
         "dataset.train[0].split=validation",

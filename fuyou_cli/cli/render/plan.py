@@ -122,8 +122,8 @@ def _understood(plan: Plan, model: ModelSpec, shapes: Symbols) -> list[tuple[str
         chunk += f", embedding and head in pieces of {numerics.vocabulary_rows:,} tokens of the vocabulary"
     clip = (
         f"clipping at norm {plan.clip_grad_norm:g}, exact: updates wait for the last gradient"
-        if plan.two_phase
-        else "no clipping: every update overlaps backward"
+        if plan.clip_grad_norm is not None
+        else _without_clipping(plan, model)
     )
     return [
         ("model", f"{model.architecture}, {count(model.parameters)} parameters, {blocks} blocks{tied}"),
@@ -134,6 +134,13 @@ def _understood(plan: Plan, model: ModelSpec, shapes: Symbols) -> list[tuple[str
             f"micro-batch {numerics.micro_batch_size}{chunk}",
         ),
     ]
+
+
+def _without_clipping(plan: Plan, model: ModelSpec) -> str:
+    deferred = sum(model.stages[stage.stage].params for stage in plan.stages if stage.deferred)
+    if not deferred:
+        return "no clipping: every update overlaps backward"
+    return f"no clipping: {deferred / model.stored_parameters:.0%} of the updates run in the next forward, the rest in backward"
 
 
 def _machine(plan: Plan, hardware: HardwareProfile, facts: RunFacts, shapes: Symbols) -> list[tuple[str, str]]:

@@ -1,0 +1,54 @@
+"""Which stages' updates wait for the next forward: all of them where the gradient norm must be known first, else a share.
+
+A stage that is not deferred is updated as soon as its gradients are complete. One that is rests its gradients at their home
+and is updated in the next forward, before its own use: the same numbers, moved to where the store has less to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..spec.model import ModelSpec
+from .wishes import Wishes
+
+
+def deferrals(model: ModelSpec, wishes: Wishes) -> tuple[bool, ...]:
+    """Per stage, whether its update waits for the next forward. What is left to the planner is not deferred yet."""
+    return deferred_stages(model, 1.0 if wishes.clip_grad_norm is not None else wishes.defer or 0.0)
+
+
+def deferred_stages(model: ModelSpec, share: float) -> tuple[bool, ...]:
+    """Stages that hold `share` (0 to 1) of the parameters, to within half of the largest; all of them at 1.
+
+    Evenly spread: an update that waits runs at most `lookahead` visits before its stage's use, and one that does not holds
+    slots until it is done, so neither can move far. With every n-th stage deferred each stretch of forward has the same
+    work for the store beside the same compute, and so has each stretch of backward. The first stages taken together would
+    make the beginning of forward as heavy as backward was and leave the rest of it idle.
+
+    The embedding comes last of all, once everything else waits. Its backward ends the step and its forward begins the next
+    one: deferring moves its update nowhere, and adds a way out and back for its gradients between the two.
+    """
+    stages = model.stages
+    if not 0.0 < share < 1.0:
+        return (share >= 1.0,) * len(stages)
+    params = [stage.params for stage in stages]
+    embeddings = [stage.index for stage in reversed(stages) if stage.kind == "embedding"]
+    others = [stage.index for stage in stages if stage.kind != "embedding"]
+    wanted = share * sum(params)
+    chosen = _spread(others, params, wanted)
+    chosen |= _spread(embeddings, params, wanted - sum(params[index] for index in others))
+    return tuple(index in chosen for index in range(len(stages)))
+
+
+def _spread(indexes: Sequence[int], params: Sequence[int], wanted: float) -> set[int]:
+    """Of `indexes` those that hold `wanted` parameters, evenly spread: each is taken when what is taken falls behind by
+    more than half of it."""
+    total = sum(params[index] for index in indexes)
+    chosen: set[int] = set()
+    passed = taken = 0
+    for index in indexes:
+        passed += params[index]
+        if taken + params[index] / 2 < wanted * passed / max(1, total):
+            chosen.add(index)
+            taken += params[index]
+    return chosen
