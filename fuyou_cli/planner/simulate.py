@@ -9,6 +9,7 @@ from __future__ import annotations
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ITEM_SIZE, ModelSpec, StageSpec
 from ..spec.plan import Numerics, StagePlan
+from .boundary import kept_bytes
 from .schedule import Schedule
 
 _MOMENTS_BYTES = 8  # per parameter: momentum and variance, float32
@@ -66,8 +67,10 @@ def copied_bytes(model: ModelSpec, schedule: Schedule, *, stages: tuple[StagePla
     shared = sum(params[stage.index] for stage in model.stages if model.has_two_users(stage.index))  # rest in between
     boundary = model.boundary_bytes_per_token * numerics.batch_size * numerics.max_seq_len
     moved = [_boundaries(model.stages[visit.stage], visit.phase) for visit in schedule.visits]
-    to_device = _uploaded_weights(model, schedule, stages) + gradient * shared + boundary * sum(into for into, _ in moved)
-    to_host = gradient * (sum(params) + shared) + boundary * sum(back for _, back in moved)
+    micro_batches = -(-numerics.batch_size // numerics.micro_batch_size)
+    kept = sum(kept_bytes(model.stages[stage.stage], stage.kept) for stage in stages) * micro_batches
+    to_device = _uploaded_weights(model, schedule, stages) + gradient * shared + boundary * sum(into for into, _ in moved) + kept
+    to_host = gradient * (sum(params) + shared) + boundary * sum(back for _, back in moved) + kept
     return to_device, to_host
 
 
