@@ -31,6 +31,7 @@ from .gradients import GradientSum, squared_norm
 from .head import IGNORED, Head, shifted
 from .head_passes import run_head
 from .host_memory import HostMemory
+from .kept_outputs import KeptOutputs
 from .residency import Residency
 from .stage import Stage
 from .streamed import Call, StreamedStage, streamed_forward
@@ -82,7 +83,8 @@ class Executor:
         self.stages = [Stage(anatomy, spec) for spec in model.stages]
         self.schedule = plan_schedule(model, plan)
         self.residency = Residency(model=model, plan=plan, daemon=daemon, tick=self._tick)
-        self.boundaries = Boundaries(plan=plan, daemon=daemon, memory=memory)
+        self.boundaries = Boundaries(model=model, plan=plan, daemon=daemon, memory=memory)
+        self.outputs = KeptOutputs(model=model, plan=plan, boundaries=self.boundaries, memory=memory, device=device)
         self.weights = ComputeWeights(model=model, plan=plan, memory=memory, device=device)
         self.head = Head(anatomy.model)
         self.between_micro_batches: Callable[[], None] = lambda: None
@@ -179,6 +181,7 @@ class Executor:
         self._head_gradient = None
         self._settled = False
         self._prefetched.clear()
+        self.outputs.forget()
         self.boundaries.forget(self.residency.wait_until)
         self.weights.settle_all()
         self.residency.let_go_of_all()
@@ -296,9 +299,11 @@ class Executor:
         self.settle()
         begin = time.monotonic()
         state = self.device.random_state()
-        with torch.no_grad(), self.installed(call.stage, flat, trainable=False):
+        with torch.no_grad(), self.installed(call.stage, flat, trainable=self.outputs.any(call.stage)):
             y = self._forward_parts(call, x)
         self.device.restore_random_state(state)
+        if visit.stash:
+            self.boundaries.seal(call.stage)
         self.leave(visit, begin)
         return y
 
@@ -315,7 +320,7 @@ class Executor:
         y: torch.Tensor | None = None
         for number, rows in enumerate(parts):
             self.device.seed(self._stream(call.stage, number))
-            part = call.run(x[rows].to(self.device.torch_device))
+            part = self._run(call, x[rows].to(self.device.torch_device), number)
             if len(parts) == 1:
                 return self.to_host(part)
             if y is None:
@@ -324,6 +329,15 @@ class Executor:
             self.between()
         assert y is not None
         return y
+
+    def _run(self, call: Call, x: torch.Tensor, micro_batch: int) -> torch.Tensor:
+        """Forward of one micro-batch, of which no graph stays."""
+        if not self.outputs.any(call.stage):
+            y: torch.Tensor = call.run(x)
+            return y
+        with self.outputs.keeping(call.stage, micro_batch):
+            y = call.run(x.detach().requires_grad_(True))
+        return y.detach()
 
     def backward(self, call: Call, ids: torch.Tensor | None, grad_y: torch.Tensor) -> torch.Tensor | None:
         """The gradient of the stage's input for the whole batch (None for ids); the stage's own gradients are summed."""
@@ -334,8 +348,7 @@ class Executor:
             backward_in_pieces(self, self._pieces[call.stage], call, ids, grad_y)
             return None
         visit, flat = self.enter("backward", call.stage)
-        x = self.boundaries.take(call.stage, self.residency.wait_until) if visit.take else ids
-        assert x is not None
+        boundary = self.boundaries.take(call.stage, self.residency.wait_until) if visit.take else []
         total = self.sums.open(call.stage)
         self.settle()
         begin = time.monotonic()
@@ -343,7 +356,7 @@ class Executor:
             embedding_backward(self, call, ids, grad_y, flat, total)
             grad_x = None
         else:
-            grad_x = self._backward_parts(call, x, grad_y, flat, total)
+            grad_x = self._backward_parts(call, boundary, grad_y, flat, total)
         if visit.take:
             self.boundaries.drop(call.stage)
         self.sums.close(call.stage, total)
@@ -351,22 +364,24 @@ class Executor:
         return grad_x
 
     def _backward_parts(
-        self, call: Call, x: torch.Tensor, grad_y: torch.Tensor, flat: torch.Tensor | None, total: GradientSum | None
+        self, call: Call, x: list[torch.Tensor], grad_y: torch.Tensor, flat: torch.Tensor | None, total: GradientSum | None
     ) -> torch.Tensor:
-        parts = list(self.micro_batches(x.shape[0]))
+        """x: the boundary by micro-batch."""
+        parts = list(self.micro_batches(grad_y.shape[0]))
         grad_x: torch.Tensor | None = None
         for number, rows in enumerate(parts):
-            part = x[rows].to(self.device.torch_device).detach().requires_grad_(True)
+            part = x[number].to(self.device.torch_device).detach().requires_grad_(True)
             self.device.seed(self._stream(call.stage, number))
             with torch.enable_grad(), self.installed(call.stage, flat, trainable=True) as parameters:
-                y = call.run(part)
+                with self.outputs.giving_back(call.stage, number):
+                    y = call.run(part)
                 self.differentiate(y, grad_y[rows].to(self.device.torch_device), [part, *parameters], total)
             del y
             assert part.grad is not None
             if len(parts) == 1:
                 return self.to_host(part.grad)
             if grad_x is None:
-                grad_x = torch.empty(x.shape, dtype=part.grad.dtype)
+                grad_x = torch.empty((grad_y.shape[0], *part.shape[1:]), dtype=part.grad.dtype)
             grad_x[rows] = part.grad
             self.between()
         assert grad_x is not None

@@ -69,9 +69,9 @@ def copied_bytes(model: ModelSpec, schedule: Schedule, *, stages: tuple[StagePla
     moved = [_boundaries(model.stages[visit.stage], visit.phase) for visit in schedule.visits]
     micro_batches = -(-numerics.batch_size // numerics.micro_batch_size)
     kept = sum(kept_bytes(model.stages[stage.stage], stage.kept) for stage in stages) * micro_batches
-    to_device = _uploaded_weights(model, schedule, stages) + gradient * shared + boundary * sum(into for into, _ in moved) + kept
-    to_host = gradient * (sum(params) + shared) + boundary * sum(back for _, back in moved) + kept
-    return to_device, to_host
+    to_device = _uploaded_weights(model, schedule, stages) + gradient * shared + boundary * sum(into for into, _ in moved)
+    to_host = gradient * (sum(params) + shared) + boundary * sum(back for _, back in moved)
+    return to_device + kept, to_host + kept
 
 
 def _uploaded_weights(model: ModelSpec, schedule: Schedule, stages: tuple[StagePlan, ...]) -> int:
