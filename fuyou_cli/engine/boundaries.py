@@ -1,43 +1,87 @@
-"""The boundary of each stage (its input, the whole step's batch) as a tensor: copied to where the ledger keeps it."""
+"""The boundary of each stage (its input, the whole step's batch) as tensors: copied to where the ledger keeps it.
+
+With it rest the outputs of the operators that the plan keeps (`kept_outputs`), each micro-batch's behind its own rows.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
 from ..core.errors import UsageError
+from ..core.units import align_up
 from ..planner.boundaries import BoundaryLedger, Wait
+from ..planner.boundary import RECORD_ALIGN, BoundaryLayout, boundary_layout
+from ..spec.model import ModelSpec
 from ..spec.plan import Plan, Span
 from ..swap.daemon import SwapDaemon
 from .host_memory import HostMemory
 
 
-class Boundaries:
-    """Stash in forward, take in backward, drop when the stage's backward is over."""
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    shape: torch.Size
+    dtype: torch.dtype
+    layout: BoundaryLayout
 
-    def __init__(self, *, plan: Plan, daemon: SwapDaemon, memory: HostMemory) -> None:
-        self.ledger, self.memory = BoundaryLedger(plan=plan, transfers=daemon), memory
-        self._kinds: dict[int, tuple[torch.Size, torch.dtype]] = {}
+
+class Boundaries:
+    """Stash in forward and seal when the stage's forward is over; take in backward, drop when that is over."""
+
+    def __init__(self, *, model: ModelSpec, plan: Plan, daemon: SwapDaemon, memory: HostMemory) -> None:
+        self.model, self.plan, self.memory = model, plan, memory
+        self.ledger = BoundaryLedger(plan=plan, transfers=daemon)
+        self._kinds: dict[int, _Kind] = {}
 
     def stash(self, stage: int, boundary: torch.Tensor, wait_until: Wait) -> None:
-        """Keeps a copy of `boundary` (host memory)."""
+        """Keeps a copy of `boundary` (host memory). Outputs may be put beside it until it is sealed."""
+        layout = self._layout(stage, boundary)
         span = self.ledger.room(stage, wait_until)
-        size = boundary.numel() * boundary.element_size()
-        if size > span.size:
+        if layout.size > align_up(span.size, RECORD_ALIGN):
             raise UsageError(
-                f"the boundary of stage {stage} takes {size} bytes, planned {span.size}",
+                f"the boundary of stage {stage} takes {layout.size} bytes, planned {span.size}",
                 hint="its dtype is wider than precision.compute: this model family is not supported yet",
             )
-        self._kinds[stage] = (boundary.shape, boundary.dtype)
-        self._view(stage, span).copy_(boundary)
-        self.ledger.filled(stage, span, size)
+        self.ledger.stashed(stage, span, layout.size)
+        self._kinds[stage] = _Kind(boundary.shape, boundary.dtype, layout)
+        for number, rows in enumerate(boundary.split(self.plan.numerics.micro_batch_size)):
+            self._rows(stage, number).copy_(rows)
+        if not self.plan.stages[stage].kept:
+            self.ledger.seal(stage)
 
-    def take(self, stage: int, wait_until: Wait) -> torch.Tensor:
-        """The boundary as stashed, valid until it is dropped."""
-        return self._view(stage, self.ledger.ready(stage, wait_until))
+    def seal(self, stage: int) -> None:
+        """The stage's forward is over: every output is in its place."""
+        if self.plan.stages[stage].kept:
+            self.ledger.seal(stage)
+
+    def take(self, stage: int, wait_until: Wait) -> list[torch.Tensor]:
+        """The boundary as stashed, micro-batch by micro-batch, valid until it is dropped."""
+        self.ledger.ready(stage, wait_until)
+        rows = self._kinds[stage].shape[0]
+        return [self._rows(stage, number) for number in range(-(-rows // self.plan.numerics.micro_batch_size))]
+
+    def output(self, stage: int, micro_batch: int, operator: int) -> Span:
+        """Where in the arena an operator's output rests, between stash and seal and between take and drop."""
+        within = self._kinds[stage].layout.output(micro_batch, operator)
+        return Span(offset=self.ledger.where(stage).offset + within.offset, size=within.size)
 
     def drop(self, stage: int) -> None:
         self.ledger.drop(stage)
 
-    def _view(self, stage: int, span: Span) -> torch.Tensor:
-        shape, dtype = self._kinds[stage]
-        return self.memory.tensor(span, dtype, shape.numel()).view(shape)
+    def _layout(self, stage: int, boundary: torch.Tensor) -> BoundaryLayout:
+        """Of this boundary, which may be smaller than planned."""
+        return boundary_layout(
+            self.model.stages[stage],
+            self.plan.stages[stage].kept,
+            rows=boundary.shape[0],
+            row_bytes=boundary[0].numel() * boundary.element_size(),
+            micro_batch_size=self.plan.numerics.micro_batch_size,
+        )
+
+    def _rows(self, stage: int, number: int) -> torch.Tensor:
+        """One micro-batch's rows."""
+        kind, micro = self._kinds[stage], self.plan.numerics.micro_batch_size
+        shape = torch.Size((min(micro, kind.shape[0] - number * micro), *kind.shape[1:]))
+        begin = self.ledger.where(stage).offset + number * kind.layout.record
+        return self.memory.tensor(Span(offset=begin, size=shape.numel() * kind.dtype.itemsize), kind.dtype).view(shape)

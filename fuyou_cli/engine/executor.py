@@ -32,6 +32,7 @@ from .gradients import GradientSum, squared_norm
 from .head import IGNORED, Head, shifted
 from .head_passes import run_head
 from .host_memory import HostMemory
+from .kept_outputs import KeptOutputs
 from .moves import DaemonMoves
 from .stage import Stage
 from .streamed import Call, StreamedStage, streamed_forward
@@ -86,8 +87,9 @@ class Executor:
         self.residency = self.moves.residency
         at_once = [visit.index for visit in self.schedule.visits if visit.update == "after"]
         self._first_update = min(at_once, default=len(self.schedule.visits))  # the visit whose end begins it
-        self.boundaries = Boundaries(plan=plan, daemon=daemon, memory=memory)
+        self.boundaries = Boundaries(model=model, plan=plan, daemon=daemon, memory=memory)
         self.lookahead = Lookahead(schedule=self.schedule, residency=self.residency, boundaries=self.boundaries.ledger)
+        self.outputs = KeptOutputs(model=model, plan=plan, boundaries=self.boundaries, memory=memory, device=device)
         self.weights = ComputeWeights(model=model, plan=plan, memory=memory, device=device)
         self.head = Head(anatomy.model)
         self.between_micro_batches: Callable[[], None] = lambda: None
@@ -182,6 +184,7 @@ class Executor:
         self._head_gradient = None
         self._settled = False
         self.lookahead.forget()
+        self.outputs.forget()
         self.boundaries.ledger.forget(self.residency.wait_until)
         self.weights.settle_all()
         self.residency.let_go_of_all()
@@ -274,9 +277,11 @@ class Executor:
         self.settle()
         begin = time.monotonic()
         state = self.device.random_state()
-        with torch.no_grad(), self.installed(call.stage, flat, trainable=False):
+        with torch.no_grad(), self.installed(call.stage, flat, trainable=self.outputs.any(call.stage)):
             y = self._forward_parts(call, x)
         self.device.restore_random_state(state)
+        if visit.stash:
+            self.boundaries.seal(call.stage)
         self.leave(visit, begin)
         return y
 
@@ -293,7 +298,7 @@ class Executor:
         y: torch.Tensor | None = None
         for number, rows in enumerate(parts):
             self.device.seed(self._stream(call.stage, number))
-            part = call.run(x[rows].to(self.device.torch_device))
+            part = self._run(call, x[rows].to(self.device.torch_device), number)
             if len(parts) == 1:
                 return self.to_host(part)
             if y is None:
@@ -302,6 +307,15 @@ class Executor:
             self.between()
         assert y is not None
         return y
+
+    def _run(self, call: Call, x: torch.Tensor, micro_batch: int) -> torch.Tensor:
+        """Forward of one micro-batch, of which no graph stays."""
+        if not self.outputs.any(call.stage):
+            y: torch.Tensor = call.run(x)
+            return y
+        with self.outputs.keeping(call.stage, micro_batch):
+            y = call.run(x.detach().requires_grad_(True))
+        return y.detach()
 
     def backward(self, call: Call, ids: torch.Tensor | None, grad_y: torch.Tensor) -> torch.Tensor | None:
         """The gradient of the stage's input for the whole batch (None for ids); the stage's own gradients are summed."""
@@ -312,8 +326,7 @@ class Executor:
             backward_in_pieces(self, self._pieces[call.stage], call, ids, grad_y)
             return None
         visit, flat = self.enter("backward", call.stage)
-        x = self.boundaries.take(call.stage, self.residency.wait_until) if visit.take else ids
-        assert x is not None
+        boundary = self.boundaries.take(call.stage, self.residency.wait_until) if visit.take else []
         total = self.sums.open(call.stage)
         self.settle()
         begin = time.monotonic()
@@ -321,7 +334,7 @@ class Executor:
             embedding_backward(self, call, ids, grad_y, flat, total)
             grad_x = None
         else:
-            grad_x = self._backward_parts(call, x, grad_y, flat, total)
+            grad_x = self._backward_parts(call, boundary, grad_y, flat, total)
         if visit.take:
             self.boundaries.drop(call.stage)
         self.sums.close(call.stage, total)
@@ -329,22 +342,24 @@ class Executor:
         return grad_x
 
     def _backward_parts(
-        self, call: Call, x: torch.Tensor, grad_y: torch.Tensor, flat: torch.Tensor | None, total: GradientSum | None
+        self, call: Call, x: list[torch.Tensor], grad_y: torch.Tensor, flat: torch.Tensor | None, total: GradientSum | None
     ) -> torch.Tensor:
-        parts = list(self.micro_batches(x.shape[0]))
+        """x: the boundary by micro-batch."""
+        parts = list(self.micro_batches(grad_y.shape[0]))
         grad_x: torch.Tensor | None = None
         for number, rows in enumerate(parts):
-            part = x[rows].to(self.device.torch_device).detach().requires_grad_(True)
+            part = x[number].to(self.device.torch_device).detach().requires_grad_(True)
             self.device.seed(self._stream(call.stage, number))
             with torch.enable_grad(), self.installed(call.stage, flat, trainable=True) as parameters:
-                y = call.run(part)
+                with self.outputs.giving_back(call.stage, number):
+                    y = call.run(part)
                 self.differentiate(y, grad_y[rows].to(self.device.torch_device), [part, *parameters], total)
             del y
             assert part.grad is not None
             if len(parts) == 1:
                 return self.to_host(part.grad)
             if grad_x is None:
-                grad_x = torch.empty(x.shape, dtype=part.grad.dtype)
+                grad_x = torch.empty((grad_y.shape[0], *part.shape[1:]), dtype=part.grad.dtype)
             grad_x[rows] = part.grad
             self.between()
         assert grad_x is not None

@@ -17,10 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..spec.model import ModelSpec, StageSpec
-from .anatomy import Anatomy, Slotted
+from ..spec.model import ModelSpec, OperatorSpec, StageSpec
+from .anatomy import Anatomy
 from .calls import StageCall, only_refusals, stage_calls
 from .head import Head, Part, TokenLoss, pieces
+from .operator_trace import OperatorTrace, SavedBytes, unseen_expert_flops
 from .skeleton import TORCH_DTYPE
 from .stage import Stage
 from .streamed import boundary_of
@@ -58,6 +59,8 @@ class _Cost:
     forward_peak: int
     backward_peak: int
     flops: float
+    operators: tuple[OperatorSpec, ...] = ()
+    activation_bytes: int = 0
 
 
 def inspect(anatomy: Anatomy, *, dtype: str, micro_batch_size: int, max_seq_len: int, head_chunk_tokens: int) -> ModelSpec:
@@ -78,6 +81,8 @@ def inspect(anatomy: Anatomy, *, dtype: str, micro_batch_size: int, max_seq_len:
             forward_peak=costs[index].forward_peak,
             backward_peak=costs[index].backward_peak,
             vocabulary=anatomy.vocabulary[index],
+            operators=costs[index].operators,
+            activation_bytes=costs[index].activation_bytes,
         )
         for index, kind in enumerate(anatomy.kinds)
     )
@@ -111,7 +116,6 @@ def _costs(anatomy: Anatomy, *, dtype: str, shape: tuple[int, int], head_chunk_t
         shapes = tuple(item.spec.shape for item in anatomy.parameters[anatomy.owner(index)])
         key = (kind, type(anatomy.modules[index]), shapes, _layer_type(anatomy, index))
         if key not in seen:
-            flops = _matmul_flops(slotted, shape)
             if kind == "head" and anatomy.vocabulary[index] is not None:
                 seen[key] = _head_piece_cost(anatomy, index, dtype=dtype, shape=shape, chunk=head_chunk_tokens)
             elif kind == "head":
@@ -122,7 +126,7 @@ def _costs(anatomy: Anatomy, *, dtype: str, shape: tuple[int, int], head_chunk_t
             else:
                 module = anatomy.modules[index]
                 assert module is not None
-                seen[key] = _stage_cost(anatomy, index, calls[module], dtype=dtype, flops=flops)
+                seen[key] = _stage_cost(anatomy, index, calls[module], dtype=dtype)
         costs.append(seen[key])
     return costs
 
@@ -138,12 +142,7 @@ def _layer_type(anatomy: Anatomy, index: int) -> object:
     return None
 
 
-def _matmul_flops(slotted: tuple[Slotted, ...], shape: tuple[int, int]) -> float:
-    tokens = shape[0] * shape[1]
-    return float(sum(2 * item.spec.numel * tokens for item in slotted if len(item.spec.shape) == 2))
-
-
-def _stage_cost(anatomy: Anatomy, index: int, call: StageCall, *, dtype: str, flops: float) -> _Cost:
+def _stage_cost(anatomy: Anatomy, index: int, call: StageCall, *, dtype: str) -> _Cost:
     with call.mode:
         x = call.x.detach()
         flat = torch.empty(anatomy.params[index], dtype=TORCH_DTYPE[dtype])
@@ -159,16 +158,24 @@ def _stage_cost(anatomy: Anatomy, index: int, call: StageCall, *, dtype: str, fl
             _backward(y, torch.empty_like(y), [leaf, *parameters])
 
         backward_peak = _peak(anatomy, index, flat, both, trainable=True)
-    attention = _attention_flops(anatomy, x.shape) if anatomy.kinds[index] == "block" else 0.0
-    return _Cost(forward_peak, backward_peak, flops + attention)
+        trace, saved = _look(anatomy, index, flat, call)
+    flops = trace.flops + unseen_expert_flops(trace, x.shape[:-1].numel(), anatomy.model.config.get_text_config())
+    if anatomy.kinds[index] != "block":
+        return _Cost(forward_peak, backward_peak, flops)
+    return _Cost(forward_peak, backward_peak, flops, tuple(trace.found), saved)
 
 
-def _attention_flops(anatomy: Anatomy, shape: torch.Size) -> float:
-    """Scores and their product with the values, half of it for causality."""
-    text = anatomy.model.config.get_text_config()
-    heads = int(text.num_attention_heads)
-    size = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
-    return 2.0 * shape[0] * shape[1] * shape[1] * heads * size
+def _look(anatomy: Anatomy, index: int, flat: torch.Tensor, call: StageCall) -> tuple[OperatorTrace, int]:
+    """The operators of one forward as it is recomputed for backward, and the bytes it saves."""
+    leaf = call.x.detach().clone().requires_grad_(True)
+    names = tuple(slotted.spec.name.partition(f"{call.name}.")[2] for slotted in anatomy.parameters[index])
+    trace = OperatorTrace(flat, tuple(slotted.spec for slotted in anatomy.parameters[index]), names)
+    saved = SavedBytes(flat, leaf, call.args, call.kwargs)
+    stage = Stage(anatomy, _bare(anatomy, index))
+    hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack)
+    with stage.installed(flat, trainable=True), torch.enable_grad(), hooks, trace:
+        call.run(leaf)
+    return trace, saved.total
 
 
 def _head_cost(anatomy: Anatomy, index: int, *, dtype: str, shape: tuple[int, int], chunk: int) -> _Cost:

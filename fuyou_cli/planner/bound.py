@@ -10,6 +10,7 @@ from __future__ import annotations
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ITEM_SIZE, ModelSpec
 from ..spec.plan import Numerics, StagePlan
+from .boundary import kept_bytes
 from .costs import Costs
 from .device import WEIGHTS_ON_DEVICE, crossing
 from .schedule import Schedule
@@ -76,7 +77,9 @@ def copied_bytes(model: ModelSpec, schedule: Schedule, *, stages: tuple[StagePla
     moved = [crossing(model.stages[visit.stage], visit.phase) for visit in schedule.visits]
     to_device = _uploaded_weights(model, schedule, stages) + gradient * shared + boundary * sum(into for into, _ in moved)
     to_host = gradient * (sum(params) + shared) + boundary * sum(back for _, back in moved)
-    return to_device, to_host
+    micro_batches = -(-numerics.batch_size // numerics.micro_batch_size)
+    kept = sum(kept_bytes(model.stages[stage.stage], stage.kept) for stage in stages) * micro_batches
+    return to_device + kept, to_host + kept
 
 
 def _uploaded_weights(model: ModelSpec, schedule: Schedule, stages: tuple[StagePlan, ...]) -> int:

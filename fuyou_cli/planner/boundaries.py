@@ -28,7 +28,7 @@ class _Kept:
 
 
 class BoundaryLedger:
-    """`room` and `filled` in forward, `ready` in backward, `drop` when the stage's backward is over."""
+    """`room`, `stashed` and `seal` in forward, `ready` in backward, `drop` when the stage's backward is over."""
 
     def __init__(self, *, plan: Plan, transfers: Transfers) -> None:
         self.plan, self.transfers = plan, transfers
@@ -54,14 +54,17 @@ class BoundaryLedger:
             span = self.free.pop()
         return span
 
-    def filled(self, stage: int, span: Span, size: int) -> None:
-        """The boundary's `size` bytes are in `span`; on their way to the ssd if that is their home."""
-        plan = self.plan.stages[stage]
-        kept = self.kept[stage] = _Kept(size=align_up(size, _ALIGN), span=span)
+    def stashed(self, stage: int, span: Span, size: int) -> None:
+        """The boundary's `size` bytes belong in `span`; they are there by `seal`."""
+        self.kept[stage] = _Kept(size=align_up(size, _ALIGN), span=span)
+
+    def seal(self, stage: int) -> None:
+        """All of it is there; on its way to the ssd if that is its home."""
+        plan, kept = self.plan.stages[stage], self.kept[stage]
         if plan.boundary_ram is None:
             assert plan.boundary_extent is not None
             kept.write = self.transfers.write(
-                span.offset, plan.boundary_extent.offset, kept.size, priority=_WRITE_PRIORITY, label=stage
+                self.where(stage).offset, plan.boundary_extent.offset, kept.size, priority=_WRITE_PRIORITY, label=stage
             )
 
     def try_prefetch(self, stage: int) -> bool:
@@ -79,12 +82,15 @@ class BoundaryLedger:
         kept.read = self.transfers.read(kept.span.offset, extent.offset, kept.size, priority=_READ_PRIORITY, label=stage)
         return True
 
-    def ready(self, stage: int, wait_until: Wait) -> Span:
-        """Where the boundary is again, valid until it is dropped."""
-        kept = self.kept[stage]
-        wait_until(lambda: self.try_prefetch(stage) and kept.read is None, "a boundary")
-        assert kept.span is not None
-        return kept.span
+    def ready(self, stage: int, wait_until: Wait) -> None:
+        """Returns when the boundary is in memory again, until it is dropped."""
+        wait_until(lambda: self.try_prefetch(stage) and self.kept[stage].read is None, "a boundary")
+
+    def where(self, stage: int) -> Span:
+        """Its place in the arena, between `stashed` and `seal` and between `ready` and `drop`."""
+        span = self.kept[stage].span
+        assert span is not None
+        return span
 
     def drop(self, stage: int) -> None:
         """Nobody needs it any more."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from ..core.units import MiB, align_up
 from ..spec.model import ITEM_SIZE, ModelSpec
 from ..spec.plan import IoPlan, SlotClass, Span, StagePlan, Tier
+from .boundary import Kept, planned_boundary
 from .defer import deferrals
 from .wishes import Wishes
 
@@ -23,12 +24,14 @@ COMPUTE_SLACK = 0.3  # of what compute allocates: the heap's fragmentation and k
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Homes:
-    """Where each stage's tensors rest: one tier per stage and kind."""
+    """Where each stage's tensors rest: one tier per stage and kind. `kept`: operators whose outputs rest with the
+    boundary."""
 
     weights: tuple[Tier, ...]
     states: tuple[Tier, ...]
     gradients: tuple[Tier, ...]
     boundaries: tuple[Tier, ...]
+    kept: Kept
 
 
 @dataclass(slots=True)
@@ -57,10 +60,11 @@ class Layout:
     store_size: int
 
 
-def boundary_size(model: ModelSpec, wishes: Wishes) -> int:
-    """One boundary of the whole step's batch."""
-    numerics = wishes.numerics
-    return align_up(model.boundary_bytes_per_token * numerics.batch_size * numerics.max_seq_len, STORE_UNIT)
+def boundary_size(model: ModelSpec, wishes: Wishes, homes: Homes, stage: int) -> int:
+    """A stage's boundary of the whole step's batch, with the outputs that rest with it; 0 for a stage without."""
+    if model.stages[stage].kind not in ("block", "norm"):
+        return 0
+    return planned_boundary(model, wishes.numerics, stage, homes.kept[stage]).size
 
 
 def classes_of(model: ModelSpec) -> list[int]:
@@ -90,7 +94,9 @@ def layout(model: ModelSpec, wishes: Wishes, homes: Homes, *, lookahead: int, gr
     )
     on_ssd = sum(tier == "ssd" for tier in homes.boundaries)
     slots = min(lookahead + 2, on_ssd + 1) if on_ssd else 0
-    boundary_slots = tuple(arena.take(boundary_size(model, wishes)) for _ in range(slots))
+    passing = (boundary_size(model, wishes, homes, i) for i, tier in enumerate(homes.boundaries) if tier == "ssd")
+    largest = max(passing, default=0)
+    boundary_slots = tuple(arena.take(largest) for _ in range(slots))
     scratch = arena.take(wishes.scratch_size)
     stages = tuple(
         _stage(arena, durable, transient, model, wishes, homes, index, classes[index], deferred=deferred[index])
@@ -179,8 +185,7 @@ def _stage(
     item = ITEM_SIZE[model.compute_dtype]
     gradient_size = stage.params * ITEM_SIZE[wishes.numerics.accumulate_dtype]
     weights_home, states_home = homes.weights[index], homes.states[index]
-    keeps_boundary = stage.kind in ("block", "norm")
-    boundary = boundary_size(model, wishes) if keeps_boundary else 0
+    boundary = boundary_size(model, wishes, homes, index)
 
     def pair(size: int) -> tuple[Span, Span]:
         return durable.take(size), durable.take(size)
@@ -205,6 +210,7 @@ def _stage(
         variance_ram=arena.take_if(states_home != "ssd", 4 * stage.params),
         gradients_ram=arena.take_if(rests and homes.gradients[index] != "ssd", gradient_size),
         boundary_ram=arena.take_if(homes.boundaries[index] != "ssd", boundary),
+        kept=homes.kept[index],
     )
 
 

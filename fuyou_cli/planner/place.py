@@ -12,11 +12,12 @@ from ..core.errors import PlanError
 from ..core.units import MiB, gib
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ITEM_SIZE, ModelSpec
-from ..spec.plan import MemoryLine, Plan, Predicted, Tier
+from ..spec.plan import MemoryLine, Plan, Predicted, StagePlan, Tier
 from .bound import busy_seconds
+from .boundary import Kept, every_operator, kept_bytes
 from .costs import Costs
 from .defer import deferrals
-from .memory import BASE_SLACK, Homes, Layout, boundary_size, compute_memory, layout
+from .memory import BASE_SLACK, Homes, Layout, compute_memory, layout
 from .schedule import expand
 from .wishes import Wishes
 
@@ -72,7 +73,14 @@ def _start(model: ModelSpec, wishes: Wishes) -> Homes:
             (wishes.gradients or "ssd") if deferred[index] or model.has_two_users(index) else "cpu" for index in range(count)
         ),
         boundaries=boundaries,
+        kept=_kept(model, wishes),
     )
+
+
+def _kept(model: ModelSpec, wishes: Wishes) -> Kept:
+    if wishes.kept == "all":
+        return every_operator(model)
+    return wishes.kept or ((),) * len(model.stages)
 
 
 def _host_peak(
@@ -208,7 +216,14 @@ def _device_peak(model: ModelSpec, wishes: Wishes, placed: Layout) -> int:
     sums = 3 if model.tied_head and not model.head_is_cut else 2
     largest = max(stage.params for stage in model.stages) * ITEM_SIZE[wishes.numerics.accumulate_dtype]
     weights = item * (sum(homes) + 2 * max(streamed, default=0))
-    return weights + sums * largest + max(stage.backward_peak for stage in model.stages)
+    return weights + sums * largest + max(_pass_peak(model, stage) for stage in placed.stages)
+
+
+def _pass_peak(model: ModelSpec, stage: StagePlan) -> int:
+    """Beside what a pass allocates, kept outputs are on their way to the host in forward; in backward one arrives early."""
+    spec = model.stages[stage.stage]
+    largest = max((operator.bytes for operator in spec.operators if operator.index in stage.kept), default=0)
+    return max(spec.backward_peak + largest, spec.forward_peak + kept_bytes(spec, stage.kept))
 
 
 def _memory_lines(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, placed: Layout) -> tuple[MemoryLine, ...]:
@@ -242,12 +257,13 @@ def _memory_lines(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, p
         policy += "; tied pieces rest from head to embedding"
     add("gradients", "cpu", gradient_slots + resting, total, policy)
     add("gradients", "ssd", on_ssd, total, policy)
-    kept = [stage for stage in placed.stages if stage.boundary_ram or stage.boundary_extent]
-    boundary_total = len(kept) * boundary_size(model, wishes)
-    in_ram = sum(stage.boundary_ram.size for stage in kept if stage.boundary_ram)
-    in_ram += sum(span.size for span in placed.boundary_slots)
-    add("boundaries", "cpu", in_ram, boundary_total, "recompute the rest")
-    add("boundaries", "ssd", sum(s.boundary_extent.size for s in kept if s.boundary_extent), boundary_total, "recompute")
+    in_ram = sum(stage.boundary_ram.size for stage in placed.stages if stage.boundary_ram)
+    on_ssd = sum(stage.boundary_extent.size for stage in placed.stages if stage.boundary_extent)
+    slots = sum(span.size for span in placed.boundary_slots)
+    swapped = any(stage.kept for stage in placed.stages)
+    policies = ("with kept outputs", "with kept outputs") if swapped else ("recompute the rest", "recompute")
+    add("boundaries", "cpu", in_ram + slots, in_ram + on_ssd, policies[0])
+    add("boundaries", "ssd", on_ssd, in_ram + on_ssd, policies[1])
     add("compute", "cpu", compute_memory(model, wishes).total, 0, "activations of one micro-batch")
     add("update chunks", "cpu", placed.io.scratch.size, 0, "read, AdamW, write")
     add("process", "cpu", hardware.process_bytes + BASE_SLACK + placed.arena_size // 512, 0, "Python, torch, threads")

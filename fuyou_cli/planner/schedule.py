@@ -17,6 +17,7 @@ from typing import Literal
 
 from ..spec.model import ITEM_SIZE, ModelSpec
 from ..spec.plan import Plan, StagePlan
+from .boundary import kept_flops
 
 Pass = Literal["forward", "logits", "head", "backward"]
 
@@ -85,7 +86,7 @@ def expand(model: ModelSpec, *, stages: tuple[StagePlan, ...], lookahead: int, m
                 sum_gradients=phase in ("head", "backward"),
                 rest=phase == "head" and model.has_two_users(model.owner(stage)),
                 resume=phase == "backward" and model.has_two_users(stage),
-                flops=_flops(model, phase, stage) * micro_batches,
+                flops=_flops(model, phase, stage, stages[stage].kept) * micro_batches,
             )
         )
     return Schedule(visits=tuple(visits), traffic=_traffic(model, stages, visits))
@@ -151,12 +152,14 @@ def _update(
     return "after" if index == uses[-1] else "none"
 
 
-def _flops(model: ModelSpec, phase: Pass, stage: int) -> float:
+def _flops(model: ModelSpec, phase: Pass, stage: int, kept: tuple[int, ...]) -> float:
+    """Of one micro-batch."""
     forward = model.stages[stage].forward_flops
     if model.stages[stage].kind == "embedding":
         return 0.0
-    # backward = recompute + twice forward; a head in one visit computes its logits once
-    return {"forward": 1, "logits": 1, "head": 3, "backward": 3}[phase] * forward
+    # backward = recompute of what was not kept + twice forward; a head in one visit computes its logits once
+    spared = kept_flops(model.stages[stage], kept) if phase == "backward" else 0.0
+    return {"forward": 1, "logits": 1, "head": 3, "backward": 3}[phase] * forward - spared
 
 
 def _traffic(model: ModelSpec, stages: tuple[StagePlan, ...], visits: list[Visit]) -> Traffic:

@@ -13,6 +13,7 @@ from ..spec.hardware import HardwareProfile
 from ..spec.model import ITEM_SIZE, ModelSpec
 from ..spec.plan import Plan, StagePlan
 from .boundaries import BoundaryLedger
+from .boundary import kept_bytes
 from .costs import Costs
 from .device import DeviceSide, crossing
 from .lookahead import Lookahead
@@ -104,10 +105,14 @@ class _Imagined:
             self._open_sum(visit, total)
         if visit.stash:
             span = self.boundaries.room(visit.stage, self.residency.wait_until)
-            self.boundaries.filled(visit.stage, span, self._kept_bytes(visit.stage))
+            self.boundaries.stashed(visit.stage, span, self._kept_bytes(visit.stage))
+            if not self.plan.stages[visit.stage].kept:
+                self.boundaries.seal(visit.stage)
         self._settled = True
         self.tick()
         self._compute(visit)
+        if visit.stash and self.plan.stages[visit.stage].kept:
+            self.boundaries.seal(visit.stage)
         if visit.take:
             self.boundaries.drop(visit.stage)
         if summed and not self._stays(visit):
@@ -184,7 +189,8 @@ class _Imagined:
                 self.machine.advance()
         up, down = crossing(self.model.stages[visit.stage], visit.phase)
         size = self.costs.boundary
-        copies = [self._copy(up=up * size), self._copy(down=down * size)]
+        kept = kept_bytes(self.model.stages[visit.stage], self.plan.stages[visit.stage].kept) * self.costs.micro_batches
+        copies = [self._copy(up=up * size + kept * visit.take), self._copy(down=down * size + kept * visit.stash)]
         return [self.machine.submit(copy, what="boundary", stage=visit.stage) for copy in copies if copy.parts()]
 
     def _copy(self, *, up: float = 0.0, down: float = 0.0) -> Work:

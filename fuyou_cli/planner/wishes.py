@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ..spec.plan import Numerics, Tier
+from .boundary import Kept
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,6 +22,7 @@ class Wishes:
     states: Tier | None = None
     gradients: Tier | None = None
     boundaries: Tier | None = None
+    kept: Kept | Literal["all"] | None = None  # operators whose outputs are kept, per stage
     lookahead: int | None = None
     defer: float | None = None  # share of the parameters updated in the next forward, 0 to 1; clipping defers all
     io_backend: str = "auto"

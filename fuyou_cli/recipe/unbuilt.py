@@ -114,9 +114,9 @@ UNBUILT: tuple[Unbuilt, ...] = (
     ),
     Unbuilt(
         path="offload.activations",
-        asks=_one_of("keep", "swap"),
-        feature="kept or swapped activations",
-        instead="use auto or recompute",
+        asks=_one_of("keep"),
+        feature="activations kept on the GPU",
+        instead="use auto, swap or recompute",
     ),
     Unbuilt(path="offload.ssd_write_limit", asks=_set, feature="stopping at a write limit", instead="leave it null"),
     Unbuilt(

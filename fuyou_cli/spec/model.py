@@ -40,6 +40,21 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OperatorSpec:
+    """An operator of a stage's forward whose output can be kept for backward instead of computed again: a product of
+    matrices, or attention. Figures are for one micro-batch of the planned shape."""
+
+    index: int  # ordinal among such operators of one forward, in running order; some of them may not be listed
+    name: str  # what it is, and the weight it uses: "mm self_attn.q_proj", "attention"
+    flops: float
+    bytes: int  # of its output, with what its own backward needs beside it
+
+    @property
+    def kind(self) -> str:
+        return self.name.partition(" ")[0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StageSpec:
     """One stage. `params` counts elements with padding; `trainable` without. Byte and FLOP figures are for one
     micro-batch of the planned shape."""
@@ -53,6 +68,8 @@ class StageSpec:
     forward_peak: int  # bytes a forward of one micro-batch allocates at most, inputs and outputs of the stage excluded
     backward_peak: int  # the same for recompute and backward, gradients of one tensor at a time included
     vocabulary: tuple[int, int] | None = None  # first row and end of a piece of the vocabulary; None: not a piece
+    operators: tuple[OperatorSpec, ...] = ()  # of a block, in running order
+    activation_bytes: int = 0  # of a block: all that autograd saves of one micro-batch, weights and input excluded
 
     @property
     def trainable(self) -> int:

@@ -60,6 +60,7 @@ class StagePlan:
     variance_ram: Span | None
     gradients_ram: Span | None
     boundary_ram: Span | None
+    kept: tuple[int, ...] = ()  # operators whose outputs rest with the boundary, by index; the others are recomputed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -395,6 +395,7 @@ def wishes(recipe: Recipe, numerics: Numerics, hardware: HardwareProfile, *, dev
         states=tier(offload.optimizer_states) or everything,
         gradients=tier(offload.gradients) or everything,
         boundaries=tier(offload.boundaries) or everything,
+        kept="all" if offload.activations == "swap" else None,
         lookahead=None if offload.lookahead == "auto" else offload.lookahead,
         defer=None if offload.defer_updates == "auto" else offload.defer_updates,
         io_backend=offload.io.backend,

@@ -28,6 +28,7 @@ from fuyou_cli.engine.inspect import inspect
 from fuyou_cli.engine.skeleton import TORCH_DTYPE, build
 from fuyou_cli.engine.updates import Optimizer
 from fuyou_cli.engine.vocabulary import cut_vocabulary
+from fuyou_cli.planner.boundary import Kept
 from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.hardware import HardwareProfile
@@ -124,13 +125,15 @@ class Rig:
         update_threads: int = 1,
         chunks: int = 6,
         optimizer: Optimizer = OPTIMIZER,
+        boundaries: Tier | None = None,
+        kept: Kept | Literal["all"] | None = None,
     ) -> None:
         self.subject, self.anatomy, self.spec = subject, subject.anatomy, subject.spec
         self.optimizer, self.steps_done = optimizer, 0
         self.losses: list[float] = []
         self.wishes = Wishes(
             numerics=subject.numerics, model_name="tiny", device=device, clip_grad_norm=clip, cpu_budget=budget,
-            weights=home, states=home, gradients=gradients or home, boundaries=home,
+            weights=home, states=home, gradients=gradients or home, boundaries=boundaries or home, kept=kept,
             lookahead=lookahead, defer=defer, io_backend=backend, update_threads=update_threads, chunk_params=CHUNK,
             scratch_size=scratch_size(CHUNK, chunks), read_depth=4, write_depth=4, block_size=64 << 10, stripe=64 << 10,
         )  # fmt: skip

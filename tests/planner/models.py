@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.hardware import HardwareProfile
-from fuyou_cli.spec.model import STAGE_ALIGN, ModelSpec, StageKind, StageSpec, TensorSpec
+from fuyou_cli.spec.model import STAGE_ALIGN, ModelSpec, OperatorSpec, StageKind, StageSpec, TensorSpec
 from fuyou_cli.spec.plan import Numerics
 
 HARDWARE = HardwareProfile(
@@ -19,12 +19,20 @@ HARDWARE = HardwareProfile(
 )  # fmt: skip
 
 
+# One is missing, as attention is that cannot be kept, and sizes are no multiples of anything.
+OPERATORS = (
+    OperatorSpec(index=0, name="mm in", flops=700.0, bytes=30_000),
+    OperatorSpec(index=2, name="attention", flops=50.0, bytes=4096 * 64),
+    OperatorSpec(index=3, name="mm out", flops=1100.0, bytes=70),
+)
+
+
 def stage(index: int, kind: StageKind, params: int, vocabulary: tuple[int, int] | None = None) -> StageSpec:
     tensors = (TensorSpec(name=f"{index}.weight", shape=(params,), offset=0, numel=params, decay=True),)
     return StageSpec(
         index=index, kind=kind, name=f"stage {index}", params=params, tensors=tensors if params else (),
         forward_flops=float(2 * params), forward_peak=4 * params % (64 * MiB), backward_peak=9 * params % (128 * MiB),
-        vocabulary=vocabulary,
+        vocabulary=vocabulary, operators=OPERATORS if kind == "block" else (),
     )  # fmt: skip
 
 
@@ -69,8 +77,17 @@ def wishes_for(draw: st.DrawFn, spec: ModelSpec, *, budget: int = 1 << 40, pinne
         numerics=numerics, model_name="test", device=draw(st.sampled_from(["cpu", "emulated"])), clip_grad_norm=clip,
         cpu_budget=budget, weights=draw(tier), states=draw(tier), boundaries=draw(tier),
         gradients=draw(tier) if clip or defer else None, lookahead=draw(st.sampled_from([None, 1, 2, 4])), defer=defer,
-        scratch_size=draw(st.integers(1, 8)) * MiB,
+        scratch_size=draw(st.integers(1, 8)) * MiB, kept=draw(st.sampled_from([None, None, "all"])),
     )  # fmt: skip
+
+
+def boundary_bytes(spec: ModelSpec, numerics: Numerics, kept: bool) -> int:
+    """Of one stage, all of its operators kept or none: a micro-batch's outputs follow its rows, 64-byte aligned."""
+    row = spec.boundary_bytes_per_token * numerics.max_seq_len
+    if not kept:
+        return row * numerics.batch_size
+    record = row * numerics.micro_batch_size + 30_016 + 4096 * 64 + 128
+    return numerics.batch_size // numerics.micro_batch_size * (-(-record // 4096) * 4096)
 
 
 def with_budget(wishes: Wishes, budget: int) -> Wishes:

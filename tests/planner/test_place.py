@@ -17,7 +17,7 @@ from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec
 from fuyou_cli.spec.plan import Numerics, Plan, Span, StagePlan
 
-from .models import HARDWARE, model, models, wishes_for, with_budget
+from .models import HARDWARE, boundary_bytes, model, models, wishes_for, with_budget
 
 ROOMY = 1 << 40
 
@@ -80,7 +80,6 @@ def test_spans_and_extents_never_overlap(case: tuple[ModelSpec, Wishes, Plan]) -
 def test_every_stage_has_room_for_what_it_needs(case: tuple[ModelSpec, Wishes, Plan]) -> None:
     spec, wishes, chosen = case
     weight, gradient = ITEM_SIZE[spec.compute_dtype], ITEM_SIZE[wishes.numerics.accumulate_dtype]
-    boundary = spec.boundary_bytes_per_token * wishes.numerics.batch_size * wishes.numerics.max_seq_len
     for stage, placed in zip(spec.stages, chosen.stages, strict=True):
         slots = chosen.slot_classes[placed.slot_class]
         sizes = [weight, *([2] if placed.remainder_extents else []), 4, 4]
@@ -95,6 +94,8 @@ def test_every_stage_has_room_for_what_it_needs(case: tuple[ModelSpec, Wishes, P
         assert (placed.momentum_ram is not None) == (placed.states == "cpu")
         if stage.kind in ("block", "norm"):
             rooms = [placed.boundary_ram] if placed.boundary == "cpu" else chosen.boundary_slots
+            boundary = boundary_bytes(spec, wishes.numerics, bool(placed.kept))
+            assert placed.kept == (tuple(o.index for o in stage.operators) if wishes.kept else ())
             assert rooms and all(span is not None and span.size >= boundary for span in rooms)
             assert (placed.boundary_extent is not None) == (placed.boundary == "ssd")
 

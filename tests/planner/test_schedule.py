@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuyou_cli.planner.bound import busy_seconds
+from fuyou_cli.planner.boundary import Kept
 from fuyou_cli.planner.costs import Costs
 from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.schedule import Schedule, plan_schedule
@@ -16,7 +17,7 @@ from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec
 from fuyou_cli.spec.plan import Numerics, Plan
 
-from .models import HARDWARE, model, models, wishes_for, with_budget
+from .models import HARDWARE, OPERATORS, boundary_bytes, model, models, wishes_for, with_budget
 
 
 @st.composite
@@ -86,12 +87,11 @@ def test_traffic_is_the_sum_over_visits_and_stages(case: tuple[ModelSpec, Plan, 
     item, numerics = ITEM_SIZE[spec.compute_dtype], chosen.numerics
     states = 10 if spec.compute_dtype == "bfloat16" else 8
     gradient = ITEM_SIZE[numerics.accumulate_dtype]
-    boundary = spec.boundary_bytes_per_token * numerics.batch_size * numerics.max_seq_len
     homes = list(zip(spec.stages, chosen.stages, strict=True))
     on_ssd = {
         kind: sum(stage.params for stage, placed in homes if getattr(placed, kind) == "ssd") for kind in ("weights", "states")
     }
-    boundaries = boundary * sum(placed.boundary == "ssd" for _, placed in homes)
+    boundaries = sum(boundary_bytes(spec, numerics, bool(p.kept)) for _, p in homes if p.boundary == "ssd")
     fetched = sum(spec.stages[v.owner].params for v in schedule.visits if v.fetch and v.owner is not None)
     resting = gradient * sum(s.params for s, placed in homes if placed.deferred and placed.gradients == "ssd")
     assert schedule.traffic.read == {
@@ -110,7 +110,9 @@ BLOCK, LEAF, NORM = 1 << 20, 1 << 19, 2048
 BLOCKS = 6
 
 
-def _all_ssd(*, clip: float | None, tied: bool, lookahead: int = 1, dtype: str = "bfloat16") -> tuple[ModelSpec, Plan]:
+def _all_ssd(
+    *, clip: float | None, tied: bool, lookahead: int = 1, dtype: str = "bfloat16", kept: Kept | None = None
+) -> tuple[ModelSpec, Plan]:
     spec = model(LEAF, *[BLOCK] * BLOCKS, NORM, LEAF, tied=tied, dtype=dtype)
     numerics = Numerics(
         compute_dtype=spec.compute_dtype, accumulate_dtype=spec.compute_dtype, batch_size=4, micro_batch_size=2,
@@ -118,7 +120,7 @@ def _all_ssd(*, clip: float | None, tied: bool, lookahead: int = 1, dtype: str =
     )  # fmt: skip
     wishes = Wishes(
         numerics=numerics, model_name="test", device="cpu", clip_grad_norm=clip, cpu_budget=1 << 40,
-        weights="ssd", states="ssd", gradients="ssd" if clip else None, boundaries="ssd", lookahead=lookahead,
+        weights="ssd", states="ssd", gradients="ssd" if clip else None, boundaries="ssd", lookahead=lookahead, kept=kept,
     )  # fmt: skip
     return spec, plan(spec, HARDWARE, wishes)
 
@@ -178,10 +180,15 @@ def test_seconds_are_bytes_over_rates() -> None:
 
 
 def test_compute_is_counted_with_recompute() -> None:
-    """Forward once, backward three times (recompute and twice forward), per micro-batch; an embedding is a lookup."""
+    """Forward once, backward three times (recompute and twice forward), per micro-batch; an embedding is a lookup. What
+    is kept is not recomputed."""
     spec, chosen = _all_ssd(clip=None, tied=False)
     per_micro_batch = {stage.index: stage.forward_flops for stage in spec.stages}
     body = sum(flops for index, flops in per_micro_batch.items() if 0 < index < len(spec.stages) - 1)
     expected = 2 * (4 * body + 3 * per_micro_batch[len(spec.stages) - 1])
     assert chosen.predicted.compute_flops == pytest.approx(expected)
+    spared = [(), (), (0, 3), (2,), *[()] * (len(spec.stages) - 4)]
+    _, swapped = _all_ssd(clip=None, tied=False, kept=tuple(spared))
+    spared_flops = OPERATORS[0].flops + OPERATORS[2].flops + OPERATORS[1].flops
+    assert swapped.predicted.compute_flops == pytest.approx(expected - 2 * spared_flops)
     assert chosen.predicted.step_flops == 6.0 * spec.parameters * 4 * 64

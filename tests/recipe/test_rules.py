@@ -89,7 +89,7 @@ NOT_BUILT = {
     "offload.gradients": "offload.gradients=gpu",
     "offload.optimizer_states": "offload.optimizer_states=gpu",
     "offload.boundaries": "offload.boundaries=gpu",
-    "offload.activations": "offload.activations=swap",
+    "offload.activations": "offload.activations=keep",
     "offload.ssd_write_limit": "offload.ssd_write_limit=50TB",
     "checkpoint.mode": "checkpoint.mode=redo",
     "checkpoint.commit_every_steps": "checkpoint.commit_every_steps=1",
@@ -120,7 +120,7 @@ def test_keys_whose_feature_is_not_built_are_errors_that_name_them(refused, key,
 def test_neutral_values_of_such_keys_are_fine(load):
     neutral = [
         "adapter=null", "freeze=[]", "eval=null", "dataset.eval=null", "dataset.eval_fraction=0", "train.compile=false",
-        "offload.activations=recompute", "offload.defer_updates=1", "checkpoint.mode=auto", "train.max_time=null",
+        "offload.activations=swap", "offload.defer_updates=1", "checkpoint.mode=auto", "train.max_time=null",
         "precision.compute=float32", "dataset.packing=concat", "dataset.train[0].weight=1",
         "precision.allow_tf32=false", "offload.weights=gpu", "offload.gradients=ssd", "export.private=true",
         "dataset.train[0].split=validation",

@@ -1,0 +1,201 @@
+"""Outputs of operators kept from forward to backward: copied beside the boundary in forward, and given back in the
+recompute, which then computes only what was not kept.
+
+An output is given back once, so what the model's code does to it in place hurts nobody. Forward runs as the recompute
+will, with autograd at work and what it would save dropped: some kernels return more, or others run, where a gradient is
+wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ..core.errors import UsageError
+from ..core.units import align_up
+from ..planner.boundary import OUTPUT_ALIGN
+from ..spec.model import ModelSpec, OperatorSpec
+from ..spec.plan import Plan, Span
+from .boundaries import Boundaries
+from .devices.base import Device, Event
+from .host_memory import HostMemory
+from .operators import Operators
+
+
+@dataclass(frozen=True, slots=True)
+class _Resting:
+    """One tensor of an output, `offset` bytes behind the output's start."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def view(self, memory: HostMemory, span: Span) -> torch.Tensor:
+        """In the arena, with the strides that it had."""
+        size = self.shape.numel() * self.dtype.itemsize
+        flat = memory.tensor(Span(offset=span.offset + self.offset, size=size), self.dtype)
+        return flat.as_strided(self.shape, self.stride)
+
+
+_Output = tuple[list[Any], bool]  # tensors that rest and values as they are; whether the operator returns a tuple
+_Outputs = dict[int, _Output]  # by operator
+
+
+class KeptOutputs:
+    """For the stages of one plan. Layouts of what rests are remembered from a micro-batch's forward to its backward."""
+
+    def __init__(self, *, model: ModelSpec, plan: Plan, boundaries: Boundaries, memory: HostMemory, device: Device) -> None:
+        self.model, self.plan, self.boundaries, self.memory, self.device = model, plan, boundaries, memory, device
+        self._resting: dict[tuple[int, int], _Outputs] = {}
+
+    def any(self, stage: int) -> bool:
+        return bool(self.plan.stages[stage].kept)
+
+    @contextmanager
+    def keeping(self, stage: int, micro_batch: int) -> Iterator[None]:
+        """Inside, one micro-batch's forward runs, and the outputs that the plan keeps are copied to the host. Every copy is
+        over at the end."""
+        chosen = {o.index: o for o in self.model.stages[stage].operators if o.index in self.plan.stages[stage].kept}
+        mode = _Keeping(self, chosen, self._place(stage, micro_batch))
+        hooks = torch.autograd.graph.saved_tensors_hooks(_drop, _refuse)
+        try:
+            with torch.enable_grad(), hooks, mode:
+                yield
+        finally:
+            mode.settle()
+        self._resting[stage, micro_batch] = mode.outputs
+
+    def giving_back(self, stage: int, micro_batch: int) -> AbstractContextManager[object]:
+        """Inside, one micro-batch is recomputed from what was kept."""
+        if not self.any(stage):
+            return nullcontext()
+        return _GivingBack(self, self._resting.pop((stage, micro_batch)), self._place(stage, micro_batch))
+
+    def forget(self) -> None:
+        """A step was given up."""
+        self._resting.clear()
+
+    def _place(self, stage: int, micro_batch: int) -> Callable[[int], Span]:
+        return lambda operator: self.boundaries.output(stage, micro_batch, operator)
+
+
+class _Keeping(Operators):
+    """Copies outputs as soon as they are computed. On a device with memory of its own the copies run beside what follows;
+    an operator that writes into a tensor being copied waits."""
+
+    def __init__(self, kept: KeptOutputs, chosen: dict[int, OperatorSpec], place: Callable[[int], Span]) -> None:
+        super().__init__()
+        self.outputs: _Outputs = {}
+        self._memory, self._device = kept.memory, kept.device
+        self._chosen, self._place = chosen, place
+        self._copies: dict[int, Event] = {}  # by storage
+
+    def operator(self, index: int, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        spec = self._chosen.get(index)
+        if spec is not None:
+            if spec.kind != kind:
+                raise UsageError(
+                    f"operator {index} of a stage is {kind} here, the plan was made for {spec.name}",
+                    hint="set offload.activations=recompute, which asks nothing of a model's operators",
+                )
+            self.outputs[index] = self._keep(spec, out)
+        return out
+
+    def beside(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self._copies and func._schema.is_mutable:
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata in self._copies:
+                    self._copies[leaf.untyped_storage()._cdata].wait()
+        return func(*args, **kwargs)
+
+    def settle(self) -> None:
+        """sync: every copy is over."""
+        for event in self._copies.values():
+            event.synchronize()
+        self._copies.clear()
+
+    def _keep(self, spec: OperatorSpec, out: Any) -> _Output:
+        span, end = self._place(spec.index), 0
+        values: list[Any] = []
+        for value in out if isinstance(out, tuple) else (out,):
+            if not isinstance(value, torch.Tensor) or value.numel() * value.element_size() < OUTPUT_ALIGN:
+                # a number, or as good as one (a kernel's random state): it stays where it is
+                values.append(value.clone() if isinstance(value, torch.Tensor) else value)
+                continue
+            resting = _Resting(end, value.dtype, value.shape, torch.empty_like(value, device="meta").stride())
+            size = value.numel() * value.element_size()
+            if end + size > span.size:
+                raise UsageError(
+                    f"the output of {spec.name} takes {end + size} bytes here, planned {span.size}",
+                    hint="set offload.activations=recompute, which keeps no outputs",
+                )
+            values.append(resting)
+            self._copy(value, resting.view(self._memory, span))
+            end = align_up(end + size, OUTPUT_ALIGN)
+        return values, isinstance(out, tuple)
+
+    def _copy(self, value: torch.Tensor, host: torch.Tensor) -> None:
+        if self._device.separate:
+            self._copies[value.untyped_storage()._cdata] = self._device.download(value, host)
+        else:
+            host.copy_(value)
+
+
+class _GivingBack(Operators):
+    """Returns what was kept instead of computing it: the host's memory itself, or on a device with memory of its own a copy
+    whose upload began when the one before was asked for."""
+
+    def __init__(self, kept: KeptOutputs, outputs: _Outputs, place: Callable[[int], Span]) -> None:
+        super().__init__()
+        self._memory, self._device, self._place = kept.memory, kept.device, place
+        self._outputs = outputs
+        self._order = sorted(outputs)
+        self._ahead: dict[int, tuple[list[Any], list[Event]]] = {}
+
+    def operator(self, index: int, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
+        if index not in self._outputs:
+            return func(*args, **kwargs)
+        values, events = self._ahead.pop(index) if index in self._ahead else self._begin(index)
+        for event in events:
+            event.wait()
+        if self._device.separate:
+            following = next((later for later in self._order if later > index), None)
+            if following is not None:
+                self._ahead[following] = self._begin(following)
+        return tuple(values) if self._outputs[index][1] else values[0]
+
+    def _begin(self, index: int) -> tuple[list[Any], list[Event]]:
+        span = self._place(index)
+        events: list[Event] = []
+        return [self._given(value, span, events) for value in self._outputs[index][0]], events
+
+    def _given(self, value: Any, span: Span, events: list[Event]) -> Any:
+        if not isinstance(value, _Resting):
+            return value
+        host = value.view(self._memory, span)
+        if not self._device.separate:
+            return host
+        target = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=self._device.torch_device)
+        events.append(self._device.upload(host, target))
+        return target
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for _, events in self._ahead.values():  # of a recompute that failed: the host's memory may be used for something else
+            for event in events:
+                event.synchronize()
+
+
+def _drop(tensor: torch.Tensor) -> None:
+    """What autograd would save in a forward that is recomputed."""
+
+
+def _refuse(nothing: None) -> NoReturn:
+    raise AssertionError("a forward that is recomputed has no backward of its own")

@@ -1,0 +1,109 @@
+"""The operators of a stage's forward whose outputs can be kept, numbered alike wherever the forward runs.
+
+Products of matrices and attention, in running order. Attention counts as one operator whatever it is made of: a device
+without a fused kernel for it, or dropout inside it, make several operators or draw random numbers; then its output is not
+kept, and the numbers of the others stay the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_aten = torch.ops.aten
+_FACTORS = {  # operator -> places of the two factors among its arguments
+    _aten.mm.default: (0, 1),
+    _aten.addmm.default: (1, 2),
+    _aten.bmm.default: (0, 1),
+    _aten.baddbmm.default: (1, 2),
+}
+_ATTENTION = frozenset(
+    f"_scaled_dot_product_{kernel}"
+    for kernel in (
+        "flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention",
+        "fused_attention_overrideable",
+    )
+)  # fmt: skip
+
+
+def name_of(func: Any) -> str:
+    """Without namespace and overload."""
+    name: str = func.overloadpacket.__name__
+    return name
+
+
+def factors(func: Any, args: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The matrices that `func` multiplies; None where it is no product, or of a column and a row (no real work)."""
+    places = _FACTORS.get(func)
+    if places is None:
+        return None
+    left, right = (args[place] for place in places)
+    return (left, right) if left.shape[-1] > 1 else None
+
+
+def is_attention(func: Any) -> bool:
+    return name_of(func) in _ATTENTION
+
+
+class Operators(TorchDispatchMode):
+    """Numbers the operators of one forward run inside. Subclasses say what becomes of them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._count = 0
+        self._attention = _AttentionCalls()
+
+    def operator(self, index: int, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """What the operator returns. `kind`: "attention", or the name of the product."""
+        return func(*args, **kwargs)
+
+    def beside(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What any other operator returns."""
+        return func(*args, **kwargs)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inside = self._attention.inside
+        if inside == "no" and factors(func, args) is not None:
+            return self.operator(self._next(), name_of(func), func, args, kwargs)
+        if inside == "exact" and is_attention(func):
+            return self.operator(self._attention.calls + self._count - 1, "attention", func, args, kwargs)
+        return self.beside(func, args, kwargs)
+
+    def _next(self) -> int:
+        self._count += 1
+        return self._count - 1 + self._attention.calls
+
+    def __enter__(self) -> Any:
+        self._attention.__enter__()  # type: ignore[no-untyped-call]
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._attention.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+
+
+class _AttentionCalls(TorchFunctionMode):
+    """Counts calls of scaled_dot_product_attention; `inside` one with dropout, or one whose result is exactly repeatable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.inside: Literal["no", "exact", "random"] = "no"
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        self.calls += 1
+        dropout = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+        self.inside = "random" if dropout else "exact"
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.inside = "no"

@@ -1,0 +1,75 @@
+"""What rests with a stage's boundary from forward to backward: per micro-batch its rows, then the outputs of the operators
+that are kept, so that backward takes them instead of computing them again.
+
+One description for who plans the memory and who fills it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..core.units import align_up
+from ..spec.model import ModelSpec, StageSpec
+from ..spec.plan import Numerics, Span
+
+OUTPUT_ALIGN = 64  # bytes: a cache line, and any dtype
+RECORD_ALIGN = 4096  # bytes: with O_DIRECT one micro-batch's record could move alone
+
+Kept = tuple[tuple[int, ...], ...]  # per stage, the indexes of the operators whose outputs are kept
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BoundaryLayout:
+    """Records of `record` bytes, one per micro-batch: at its start the rows, then outputs by operator index (spans within
+    the record). Where nothing is kept the rows of the whole batch follow each other without a gap."""
+
+    size: int  # of everything, a multiple of RECORD_ALIGN
+    record: int
+    outputs: dict[int, Span]
+
+    def output(self, micro_batch: int, operator: int) -> Span:
+        """Where an output of one micro-batch is, counted from the start of the boundary."""
+        span = self.outputs[operator]
+        return Span(offset=micro_batch * self.record + span.offset, size=span.size)
+
+
+def boundary_layout(
+    stage: StageSpec, kept: tuple[int, ...], *, rows: int, row_bytes: int, micro_batch_size: int
+) -> BoundaryLayout:
+    """For a batch of `rows` rows of `row_bytes` each."""
+    micro_batch = micro_batch_size * row_bytes
+    if not kept:
+        return BoundaryLayout(size=align_up(rows * row_bytes, RECORD_ALIGN), record=micro_batch, outputs={})
+    outputs: dict[int, Span] = {}
+    end = align_up(micro_batch, OUTPUT_ALIGN)
+    for operator in (operator for operator in stage.operators if operator.index in kept):
+        outputs[operator.index] = Span(offset=end, size=operator.bytes)
+        end = align_up(end + operator.bytes, OUTPUT_ALIGN)
+    record = align_up(end, RECORD_ALIGN)
+    return BoundaryLayout(size=record * -(-rows // micro_batch_size), record=record, outputs=outputs)
+
+
+def planned_boundary(model: ModelSpec, numerics: Numerics, stage: int, kept: tuple[int, ...]) -> BoundaryLayout:
+    """The boundary of the whole step's batch, as planned."""
+    return boundary_layout(
+        model.stages[stage],
+        kept,
+        rows=numerics.batch_size,
+        row_bytes=model.boundary_bytes_per_token * numerics.max_seq_len,
+        micro_batch_size=numerics.micro_batch_size,
+    )
+
+
+def every_operator(model: ModelSpec) -> Kept:
+    """All that can be kept."""
+    return tuple(tuple(operator.index for operator in stage.operators) for stage in model.stages)
+
+
+def kept_flops(stage: StageSpec, kept: tuple[int, ...]) -> float:
+    """What one micro-batch's recompute is spared."""
+    return sum(operator.flops for operator in stage.operators if operator.index in kept)
+
+
+def kept_bytes(stage: StageSpec, kept: tuple[int, ...]) -> int:
+    """What one micro-batch's outputs take."""
+    return sum(operator.bytes for operator in stage.operators if operator.index in kept)
