@@ -97,7 +97,7 @@ class GradientSums:
         event = self.device.download(total.flat, host)
         # The update reads and writes the host's weights; they stay held until the gradients have arrived.
         record = self.residency.records[owner]
-        record.held += 1
+        self.residency.hold(record)
 
         def arrived() -> None:
             then(host)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ITEM_SIZE, ModelSpec
-from ..spec.plan import Numerics, StagePlan
+from ..spec.plan import Numerics, Plan, StagePlan
 from .boundary import kept_bytes
 from .costs import Costs
 from .device import WEIGHTS_ON_DEVICE, crossing
-from .schedule import Schedule
+from .schedule import Schedule, phase_traffic
 
 
 def busy_seconds(costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan, ...], device: str) -> dict[str, float]:
@@ -24,13 +24,38 @@ def busy_seconds(costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan, .
     return seconds
 
 
-def lower_bound(costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan, ...], device: str) -> float:
-    """Seconds that no step with these visits and homes is faster than. What transfers take from the cores is left out: while
-    compute waits they take nothing."""
-    return max(_least_seconds(costs, schedule, stages=stages, device=device).values())
+def lower_bound(costs: Costs, schedule: Schedule, plan: Plan) -> float:
+    """Seconds that no step of this plan is faster than. What transfers take from the cores is left out: while compute waits
+    they take nothing. So are fetches that find the weights still there from an update."""
+    in_flight = max(len(slots.weight_slots) for slots in plan.slot_classes)
+    item = ITEM_SIZE[costs.model.compute_dtype]
+    spared = sum(
+        item * costs.model.stages[visit.owner].params
+        for visit in schedule.visits[: 2 * in_flight + 1]
+        if visit.fetch and visit.owner is not None and not plan.stages[visit.owner].deferred
+    )
+    return max(_least_seconds(costs, schedule, stages=plan.stages, device=plan.device, spared=spared).values())
 
 
-def _least_seconds(costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan, ...], device: str) -> dict[str, float]:
+def phase_estimate(costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan, ...], device: str) -> float:
+    """Seconds if forward and backward (with the head) each took as long as their busiest resource and nothing reached from
+    one into the other. Not a bound: updates do run on into the next forward. Good enough to say what to simulate first."""
+    hardware, seconds = costs.hardware, 0.0
+    for forward in (True, False):
+        visits = [visit for visit in schedule.visits if (visit.phase == "forward") == forward]
+        updated = [stage for stage in stages if stage.deferred == forward and costs.model.stages[stage.stage].params]
+        read, written = phase_traffic(costs.model, visits, updated, stages)
+        compute = sum(costs.compute_seconds(visit) for visit in visits)
+        update = sum(costs.update_seconds(stage) for stage in updated)
+        busiest = list(store_seconds(hardware, read, written).values())
+        busiest += [compute + update * _taken_by_updates(hardware, costs.numerics)] if device == "cpu" else [compute, update]
+        seconds += max(busiest)
+    return seconds
+
+
+def _least_seconds(
+    costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan, ...], device: str, spared: int = 0
+) -> dict[str, float]:
     model, hardware, numerics = costs.model, costs.hardware, costs.numerics
     seconds: dict[str, float] = {}
     compute = sum(costs.compute_seconds(visit) for visit in schedule.visits)
@@ -45,7 +70,7 @@ def _least_seconds(costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan,
             seconds["h2d"] = to_device / hardware.h2d
         if hardware.d2h:
             seconds["d2h"] = to_host / hardware.d2h
-    return seconds | store_seconds(hardware, schedule.traffic.read_total, schedule.traffic.written_total)
+    return seconds | store_seconds(hardware, schedule.traffic.read_total - spared, schedule.traffic.written_total)
 
 
 def store_seconds(hardware: HardwareProfile, read: int, written: int) -> dict[str, float]:

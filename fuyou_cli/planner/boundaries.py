@@ -34,10 +34,12 @@ class BoundaryLedger:
         self.plan, self.transfers = plan, transfers
         self.free = list(plan.boundary_slots)
         self.kept: dict[int, _Kept] = {}
+        self._moving: set[int] = set()
 
     def advance(self) -> None:
         """Notices finished transfers; a written boundary gives its slot back. Never waits."""
-        for kept in self.kept.values():
+        for stage in sorted(self._moving):
+            kept = self.kept[stage]
             if kept.write is not None and self.transfers.poll(kept.write) is not None:
                 kept.write = None
                 assert kept.span is not None
@@ -45,6 +47,8 @@ class BoundaryLedger:
                 kept.span = None
             if kept.read is not None and self.transfers.poll(kept.read) is not None:
                 kept.read = None
+            if kept.write is None and kept.read is None:
+                self._moving.discard(stage)
 
     def room(self, stage: int, wait_until: Wait) -> Span:
         """Where the boundary goes: its home in RAM, or a slot."""
@@ -63,6 +67,7 @@ class BoundaryLedger:
         plan, kept = self.plan.stages[stage], self.kept[stage]
         if plan.boundary_ram is None:
             assert plan.boundary_extent is not None
+            self._moving.add(stage)
             kept.write = self.transfers.write(
                 self.where(stage).offset, plan.boundary_extent.offset, kept.size, priority=_WRITE_PRIORITY, label=stage
             )
@@ -79,6 +84,7 @@ class BoundaryLedger:
         extent = self.plan.stages[stage].boundary_extent
         assert extent is not None
         kept.span = self.free.pop()
+        self._moving.add(stage)
         kept.read = self.transfers.read(kept.span.offset, extent.offset, kept.size, priority=_READ_PRIORITY, label=stage)
         return True
 

@@ -19,7 +19,7 @@ from ..spec.hardware import HardwareProfile
 Resource = Literal["compute", "update", "ssd read", "ssd write", "h2d", "d2h"]
 
 _DONE = 1e-12  # of a job: left over by rounding
-_HALVINGS = 12
+_HALVINGS, _CLOSE = 8, 0.002
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,9 +174,16 @@ class VirtualMachine:
         """Gives every job, in order, what is left; the rates used."""
         left = dict(rates)
         for job in self._jobs:
-            job.speed = min(left[name] / amount for name, amount in job.parts)
+            speed = float("inf")
             for name, amount in job.parts:
-                left[name] = max(0.0, left[name] - job.speed * amount)
+                possible = left[name] / amount
+                if possible < speed:
+                    speed = possible
+            job.speed = speed
+            if speed:
+                for name, amount in job.parts:
+                    rest = left[name] - speed * amount
+                    left[name] = rest if rest > 0 else 0.0
         return {name: rate - left[name] for name, rate in rates.items()}
 
     def _settle(self, rates: dict[Resource, float], used: dict[Resource, float]) -> dict[Resource, float]:
@@ -192,12 +199,16 @@ class VirtualMachine:
         slack, full = min(pairs, key=lambda pair: used[pair[0]] / mixed[pair[0]])
         if used[slack] >= mixed[slack] * (1 - _DONE):
             return used
-        low, high = 0.0, 1.0  # share of its mixed rate that the slack direction takes
+        low, high = used[slack] / mixed[slack], 1.0  # share of its mixed rate that the slack direction takes
+        share = low
         for _ in range(_HALVINGS):
-            share = (low + high) / 2
             rates[full] = alone[full] - (alone[full] - mixed[full]) * share
             used = self._serve(rates)
-            low, high = (share, high) if used[slack] / mixed[slack] > share else (low, share)
+            taken = used[slack] / mixed[slack]
+            if abs(taken - share) < _CLOSE:
+                break
+            low, high = (share, high) if taken > share else (low, share)
+            share = (low + high) / 2
         return used
 
     def _slow_compute(self, used: dict[Resource, float]) -> None:

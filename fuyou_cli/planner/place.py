@@ -1,67 +1,269 @@
-"""`plan(model, hardware, wishes)`: a deterministic placement. RAM is filled by store traffic saved per byte.
+"""From a `Choice` to homes: which stages' tensors rest in RAM.
 
-Everything rests on the ssd first; then, as long as the budget of the whole process holds, the tensors whose home in RAM
-saves most bytes of traffic per byte of RAM move there, in a fixed order. Search over alternatives is not done here.
+Everything rests on the ssd first. Outputs of operators get their share of what RAM is spare (the paper's Algorithm 1: the
+most FLOPs saved per byte first); then the tensors whose home in RAM saves most bytes of traffic per byte move there, in a
+fixed order; what is left goes to outputs again. `plan` is the first choice that fits, without a search.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from ..core.errors import PlanError
-from ..core.units import MiB, gib
+from ..core.units import MiB, align_up, gib
 from ..spec.hardware import HardwareProfile
-from ..spec.model import ITEM_SIZE, ModelSpec
-from ..spec.plan import MemoryLine, Plan, Predicted, StagePlan, Tier
-from .bound import busy_seconds
-from .boundary import Kept, every_operator, kept_bytes
-from .costs import Costs
+from ..spec.model import ITEM_SIZE, ModelSpec, OperatorSpec, StageSpec
+from ..spec.plan import Plan, StagePlan, Tier
+from .assemble import assemble, host_peaks
+from .boundary import Kept, every_operator
+from .choice import Choice, pipelines
 from .defer import deferrals
-from .memory import BASE_SLACK, Homes, Layout, compute_memory, layout
-from .schedule import expand
+from .memory import ARENA_UNIT, Homes, Layout, boundary_size, layout
 from .wishes import Wishes
 
-PLAN_VERSION = 1
 _KINDS = ("weights", "boundaries", "gradients", "states")
+_Value = TypeVar("_Value")
+_HUGE_PAGES = 1 + 1 / 512  # page tables of the arena
 
 
 def plan(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
-    """The plan, or a PlanError that says how much memory would be enough."""
-    smallest = 0
-    for lookahead, gradient_slots in _pipelines(wishes, stages=len(model.stages)):
-        homes = _start(model, wishes)
-        needed = _host_peak(model, hardware, wishes, homes, lookahead, gradient_slots)
-        if needed <= wishes.cpu_budget:
-            homes = _fill(model, hardware, wishes, homes, lookahead, gradient_slots)
-            return _assemble(model, hardware, wishes, homes, lookahead, gradient_slots)
-        smallest = min(smallest or needed, needed)
-    raise PlanError(
-        f"does not fit: {gib(smallest)} of RAM is the least this run needs, offload.max_memory.cpu is {gib(wishes.cpu_budget)}",
-        hint=_smaller(wishes, smallest),
+    """The first choice that fits, or a PlanError that says how much memory would be enough."""
+    for lookahead, slots in pipelines(wishes, stages=len(model.stages)):
+        made = made_of(model, hardware, wishes, Choice(lookahead=lookahead, gradient_slots=slots, defer=wishes.defer or 0.0))
+        if made is not None:
+            return made
+    raise too_small(model, hardware, wishes)
+
+
+def made_of(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, choice: Choice) -> Plan | None:
+    """The plan of this choice; None where it does not fit."""
+    asked = as_chosen(wishes, choice)
+    homes = placed(model, hardware, asked, choice)
+    if homes is None:
+        return None
+    return assemble(model, hardware, asked, homes, lookahead=choice.lookahead, gradient_slots=choice.gradient_slots)
+
+
+def as_chosen(wishes: Wishes, choice: Choice) -> Wishes:
+    return replace(wishes, defer=choice.defer) if wishes.clip_grad_norm is None else wishes
+
+
+def least_memory(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> int:
+    """Bytes of the whole process with nothing at home in RAM that may rest on the ssd."""
+    return min(
+        _host_peak(model, hardware, wishes, _start(model, wishes, 0.0), lookahead, slots)
+        for lookahead, slots in pipelines(wishes, stages=len(model.stages))
     )
 
 
-def _pipelines(wishes: Wishes, *, stages: int) -> list[tuple[int, int]]:
-    """(lookahead, gradient slots) from most overlap to least memory. Looking ahead further than every stage buys nothing."""
-    if wishes.lookahead is not None:
-        lookahead = min(wishes.lookahead, stages)
-        return [(lookahead, 2), (lookahead, 1)]
-    return [(2, 2), (1, 2), (1, 1)]
+def too_small(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> PlanError:
+    smallest, numerics = least_memory(model, hardware, wishes), wishes.numerics
+    more = f"give offload.max_memory.cpu={-(-smallest // MiB)}MiB"
+    other = (
+        f"halve train.micro_batch_size ({numerics.micro_batch_size}), which changes the run's numerics"
+        if numerics.micro_batch_size > 1
+        else f"lower dataset.max_seq_len ({numerics.max_seq_len})"
+    )
+    return PlanError(
+        f"does not fit: {gib(smallest)} of RAM is the least this run needs, offload.max_memory.cpu is {gib(wishes.cpu_budget)}",
+        hint=f"{more}, or {other}",
+    )
 
 
-def _smaller(wishes: Wishes, smallest: int) -> str:
-    """What would help; the least memory was planned, a smaller run is not planned again here."""
+def placed(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, choice: Choice) -> Homes | None:
+    """Homes within the budget; None where the choice needs more than there is."""
+    homes = _start(model, wishes, choice.swap)
+    spans = layout(model, wishes, homes, lookahead=choice.lookahead, gradient_slots=choice.gradient_slots)
+    needed = max(host_peaks(model, hardware, wishes, spans).values())
+    if needed > wishes.cpu_budget:
+        return None
+    filling = _Filling(model=model, wishes=wishes, homes=homes, spare=int((wishes.cpu_budget - needed) / _HUGE_PAGES))
+    outputs = _outputs(model, wishes) if choice.activations or choice.swap == 0 else []
+    if choice.activations:
+        filling.keep(outputs, share=choice.activations)
+    items = sorted(traffic_items(model, wishes, homes, spans), key=lambda item: item.order)
+    if choice.states:
+        filling.settle([item for item in items if item.kind == "states"], share=choice.states)
+    filling.settle(items)
+    if wishes.kept is None:
+        filling.keep(outputs, share=1.0)
+    return _within(filling, hardware, choice)
+
+
+def _within(filling: _Filling, hardware: HardwareProfile, choice: Choice) -> Homes:
+    """Takes back what moved last while the sums were a little short of what the layout takes."""
+    while filling.before:
+        needed = _host_peak(filling.model, hardware, filling.wishes, filling.homes, choice.lookahead, choice.gradient_slots)
+        if needed <= filling.wishes.cpu_budget:
+            break
+        filling.homes = filling.before.pop()
+    return filling.homes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Item:
+    """Tensors of one kind, of one stage or of all that share slots, which may rest in RAM instead of on the ssd."""
+
+    kind: str
+    stages: tuple[int, ...]
+    sizes: tuple[int, ...]  # bytes of RAM, per stage
+    freed: int  # bytes of slots that nobody needs once all of them rest in RAM
+    saved: float  # bytes of traffic per step
+
+    @property
+    def order(self) -> tuple[float, int, int, int]:
+        """The most traffic saved per byte of RAM first. Stages of one kind are taken spread out over the step, so that what
+        stays on the ssd is spread out too."""
+        size = sum(self.sizes) - self.freed
+        per_byte = self.saved / size if size > 0 else float("inf")
+        return (-per_byte, _KINDS.index(self.kind), _spread(self.stages[0]), len(self.stages))
+
+
+def _spread(stage: int) -> int:
+    return int(f"{stage:016b}"[::-1], 2)
+
+
+def traffic_items(model: ModelSpec, wishes: Wishes, homes: Homes, spans: Layout) -> list[Item]:
+    """What may move to RAM."""
+    single = [
+        item
+        for stage in model.stages
+        if stage.params
+        for item in _items_of(model, wishes, homes, spans.stages[stage.index], stage)
+    ]
+    return [*single, *_together(single, homes, spans)]
+
+
+def _items_of(model: ModelSpec, wishes: Wishes, homes: Homes, plan: StagePlan, stage: StageSpec) -> Iterator[Item]:
+    index, params = stage.index, stage.params
+    item, gradient = ITEM_SIZE[model.compute_dtype], ITEM_SIZE[wishes.numerics.accumulate_dtype]
+    states = (4, 4, 2) if model.compute_dtype == "bfloat16" else (4, 4)
+    rests = int(plan.deferred) + int(model.has_two_users(index))
+    boundary = boundary_size(model, wishes, homes, index)
+    uses = 2 if stage.kind in ("block", "norm") else 1  # in forward and in backward; what is visited twice in a row is kept
+    options: tuple[tuple[str, tuple[int, ...], float, bool], ...] = (
+        ("weights", (item * params,), (uses + 1.0) * item * params, wishes.weights is None),
+        ("boundaries", (boundary,), 2.0 * boundary, wishes.boundaries is None),
+        ("gradients", (gradient * params,), 2.0 * rests * gradient * params, wishes.gradients is None),
+        ("states", tuple(size * params for size in states), 2.0 * sum(states) * params, wishes.states is None),
+    )
+    for kind, sizes, saved, free in options:
+        if free and saved:
+            size = sum(align_up(size, ARENA_UNIT) for size in sizes)
+            yield Item(kind=kind, stages=(index,), sizes=(size,), freed=0, saved=saved)
+
+
+def _together(single: list[Item], homes: Homes, spans: Layout) -> Iterator[Item]:
+    """All stages that share slots: once the last of them rests in RAM, the slots are not needed. Of a few large stages (an
+    embedding and a head) that is as much as they take at home."""
+    shared: dict[tuple[str, int], list[Item]] = {}
+    for item in single:
+        stage = spans.stages[item.stages[0]]
+        if item.kind in ("weights", "gradients") and getattr(homes, item.kind)[stage.stage] == "ssd":
+            shared.setdefault((item.kind, stage.slot_class), []).append(item)
+        elif item.kind == "boundaries":
+            shared.setdefault((item.kind, 0), []).append(item)
+    for (kind, number), items in sorted(shared.items()):
+        members = [stage for stage in spans.stages if stage.slot_class == number and stage.momentum_extents[0].size]
+        slots = {
+            "weights": spans.slot_classes[number].weight_slots,
+            "gradients": spans.slot_classes[number].gradient_slots if len(items) == len(members) else (),
+            "boundaries": spans.boundary_slots,
+        }[kind]
+        if slots:
+            yield Item(
+                kind=kind,
+                stages=tuple(item.stages[0] for item in items),
+                sizes=tuple(item.sizes[0] for item in items),
+                freed=sum(align_up(span.size, ARENA_UNIT) for span in slots),
+                saved=sum(item.saved for item in items),
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Output:
+    """An operator's outputs of the whole batch."""
+
+    stage: int
+    operator: OperatorSpec
+    size: int
+
+    @property
+    def order(self) -> tuple[float, int, int, int]:
+        return (-self.operator.flops / max(1, self.operator.bytes), _spread(self.stage), self.stage, self.operator.index)
+
+
+def _outputs(model: ModelSpec, wishes: Wishes) -> list[_Output]:
+    """The most FLOPs saved per byte first."""
     numerics = wishes.numerics
-    if numerics.micro_batch_size > 1:
-        return (
-            f"give offload.max_memory.cpu={-(-smallest // MiB)}MiB, or halve train.micro_batch_size "
-            f"({numerics.micro_batch_size}), which changes the run's numerics"
-        )
-    return f"give offload.max_memory.cpu={-(-smallest // MiB)}MiB, or lower dataset.max_seq_len ({numerics.max_seq_len})"
+    micro_batches = -(-numerics.batch_size // numerics.micro_batch_size)
+    found = [
+        _Output(stage=stage.index, operator=operator, size=operator.bytes * micro_batches)
+        for stage in model.stages
+        for operator in stage.operators
+    ]
+    return sorted(found, key=lambda output: output.order)
 
 
-def _start(model: ModelSpec, wishes: Wishes) -> Homes:
-    """All on the ssd except what the recipe pins elsewhere; stages without such a tensor say cpu."""
+@dataclass(slots=True)
+class _Filling:
+    """Moves tensors to RAM while there is room. `before` holds the homes before each move, to take moves back."""
+
+    model: ModelSpec
+    wishes: Wishes
+    homes: Homes
+    spare: int
+    before: list[Homes] = field(default_factory=list)
+
+    def settle(self, items: list[Item], *, share: float = 1.0) -> None:
+        """Tensors, in their order, as far as they fit in `share` of what is spare."""
+        limit = self.spare - int(self.spare * share)  # what is to be left
+        for item in items:
+            tiers = getattr(self.homes, item.kind)
+            left = [place for place, stage in enumerate(item.stages) if tiers[stage] == "ssd"]
+            size = sum(item.sizes[place] for place in left) - item.freed
+            if not left or self.spare - size < limit:
+                continue
+            for place in left:
+                tiers = _with(tiers, item.stages[place], "cpu")
+            self._take(size, replace(self.homes, **{item.kind: tiers}))
+
+    def keep(self, outputs: list[_Output], *, share: float) -> None:
+        """Outputs of operators, in their order, within `share` of what is spare; the boundary they rest with comes along."""
+        limit = self.spare - int(self.spare * share)  # what is to be left
+        for output in outputs:
+            kept = self.homes.kept[output.stage]
+            if output.operator.index in kept:
+                continue
+            taken = tuple(sorted((*kept, output.operator.index)))
+            at_home = self.homes.boundaries[output.stage] == "cpu"
+            if not at_home and self.wishes.boundaries is not None:
+                continue
+            old = boundary_size(self.model, self.wishes, self.homes, output.stage) if at_home else 0
+            moved = replace(
+                self.homes,
+                kept=_with(self.homes.kept, output.stage, taken),
+                boundaries=_with(self.homes.boundaries, output.stage, "cpu"),
+            )
+            new = boundary_size(self.model, self.wishes, moved, output.stage)
+            size = align_up(new, ARENA_UNIT) - align_up(old, ARENA_UNIT)
+            if self.spare - size >= limit:
+                self._take(size, moved)
+
+    def _take(self, size: int, homes: Homes) -> None:
+        self.before.append(self.homes)
+        self.homes, self.spare = homes, self.spare - size
+
+
+def _with(values: tuple[_Value, ...], index: int, value: _Value) -> tuple[_Value, ...]:
+    return (*values[:index], value, *values[index + 1 :])
+
+
+def _start(model: ModelSpec, wishes: Wishes, swap: float) -> Homes:
+    """All on the ssd except what the recipe pins elsewhere; stages without such a tensor say cpu. `swap` of the outputs
+    rest with the boundaries there."""
     count = len(model.stages)
     keeps = [stage.kind in ("block", "norm") for stage in model.stages]
     deferred = deferrals(model, wishes)
@@ -73,209 +275,31 @@ def _start(model: ModelSpec, wishes: Wishes) -> Homes:
             (wishes.gradients or "ssd") if deferred[index] or model.has_two_users(index) else "cpu" for index in range(count)
         ),
         boundaries=boundaries,
-        kept=_kept(model, wishes),
+        kept=_kept(model, wishes, swap),
     )
 
 
-def _kept(model: ModelSpec, wishes: Wishes) -> Kept:
+def _kept(model: ModelSpec, wishes: Wishes, swap: float) -> Kept:
     if wishes.kept == "all":
         return every_operator(model)
-    return wishes.kept or ((),) * len(model.stages)
+    if wishes.kept is not None:
+        return wishes.kept
+    return tuple(_swapped(stage.operators, swap) for stage in model.stages)
+
+
+def _swapped(operators: tuple[OperatorSpec, ...], share: float) -> tuple[int, ...]:
+    """The most FLOPs saved per byte first, as long as they are within `share` of all the bytes."""
+    left = share * sum(operator.bytes for operator in operators)
+    chosen: list[int] = []
+    for operator in sorted(operators, key=lambda operator: (-operator.flops / max(1, operator.bytes), operator.index)):
+        if share and operator.bytes <= left:
+            left -= operator.bytes
+            chosen.append(operator.index)
+    return tuple(sorted(chosen))
 
 
 def _host_peak(
     model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, homes: Homes, lookahead: int, gradient_slots: int
 ) -> int:
-    placed = layout(model, wishes, homes, lookahead=lookahead, gradient_slots=gradient_slots)
-    return max(_host_peaks(model, hardware, wishes, placed).values())
-
-
-def _host_peaks(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, placed: Layout) -> dict[str, int]:
-    """Phase -> anonymous and kernel bytes of the process at most."""
-    base = hardware.process_bytes + BASE_SLACK
-    homes_in_ram = sum(
-        span.size
-        for stage in placed.stages
-        for span in (stage.weights_ram, stage.remainder_ram, stage.momentum_ram, stage.variance_ram)
-        if span is not None
-    )
-    largest_slot = max((slots.weight_size for slots in placed.slot_classes), default=0)
-    train = base + placed.arena_size + placed.arena_size // 512 + compute_memory(model, wishes).total
-    return {"load": base + homes_in_ram + 2 * largest_slot + 64 * MiB, "train": train, "export": train}
-
-
-def _fill(
-    model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, homes: Homes, lookahead: int, gradient_slots: int
-) -> Homes:
-    """Moves tensors to RAM by traffic saved per byte while the whole process stays inside the budget."""
-    for _, _, _, kind, index in sorted(_candidates(model, wishes, homes, lookahead)):
-        moved = _moved(homes, kind, index)
-        if _host_peak(model, hardware, wishes, moved, lookahead, gradient_slots) <= wishes.cpu_budget:
-            homes = moved
-    return homes
-
-
-def _candidates(model: ModelSpec, wishes: Wishes, homes: Homes, lookahead: int) -> list[tuple[float, int, int, str, int]]:
-    """(-traffic saved per byte, kind order, spread, kind, stage). Stages of one kind are taken spread out over the step,
-    so that what stays on the ssd is spread out too."""
-    deferred = deferrals(model, wishes)
-    visits = expand(
-        model,
-        stages=layout(model, wishes, homes, lookahead=lookahead, gradient_slots=1).stages,
-        lookahead=lookahead,
-        micro_batches=1,
-    ).visits
-    candidates: list[tuple[float, int, int, str, int]] = []
-    for stage in model.stages:
-        if stage.params == 0:
-            continue
-        fetches = sum(visit.fetch and visit.owner == stage.index for visit in visits)
-        keeps_boundary = stage.kind in ("block", "norm")
-        rests = int(deferred[stage.index]) + int(model.has_two_users(stage.index))
-        options = [
-            ("weights", float(fetches + 1), wishes.weights is None),
-            ("boundaries", 2.0, wishes.boundaries is None and keeps_boundary),
-            ("gradients", 2.0 * rests, wishes.gradients is None and rests > 0),
-            ("states", 2.0, wishes.states is None),
-        ]
-        for kind, saved, free in options:
-            if free:
-                spread = int(f"{stage.index:016b}"[::-1], 2)
-                candidates.append((-saved, _KINDS.index(kind), spread, kind, stage.index))
-    return candidates
-
-
-def _moved(homes: Homes, kind: str, index: int) -> Homes:
-    tiers = getattr(homes, kind)
-    return replace(homes, **{kind: (*tiers[:index], "cpu", *tiers[index + 1 :])})
-
-
-def _assemble(
-    model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, homes: Homes, lookahead: int, gradient_slots: int
-) -> Plan:
-    placed = layout(model, wishes, homes, lookahead=lookahead, gradient_slots=gradient_slots)
-    return Plan(
-        version=PLAN_VERSION,
-        model=wishes.model_name,
-        device=wishes.device,
-        numerics=wishes.numerics,
-        clip_grad_norm=wishes.clip_grad_norm,
-        stages=placed.stages,
-        slot_classes=placed.slot_classes,
-        boundary_slots=placed.boundary_slots,
-        lookahead=lookahead,
-        io=placed.io,
-        arena_size=placed.arena_size,
-        store_size=placed.store_size,
-        cpu_budget=wishes.cpu_budget,
-        memory=_memory_lines(model, hardware, wishes, placed),
-        predicted=_predict(model, hardware, wishes, placed, lookahead),
-    )
-
-
-def _predict(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, placed: Layout, lookahead: int) -> Predicted:
-    numerics = wishes.numerics
-    micro_batches = -(-numerics.batch_size // numerics.micro_batch_size)
-    schedule = expand(model, stages=placed.stages, lookahead=lookahead, micro_batches=micro_batches)
-    tokens = numerics.batch_size * numerics.max_seq_len
-    compute_flops = sum(visit.flops for visit in schedule.visits)
-    costs = Costs(
-        model=model,
-        hardware=hardware,
-        numerics=numerics,
-        clipped=wishes.clip_grad_norm is not None,
-        on_host=wishes.device != "cuda",
-    )
-    seconds = busy_seconds(costs, schedule, stages=placed.stages, device=wishes.device)
-    bottleneck = max(sorted(seconds), key=lambda name: seconds[name])
-    return Predicted(
-        cpu_peaks=_host_peaks(model, hardware, wishes, placed),
-        gpu_peak=_device_peak(model, wishes, placed),
-        ssd_bytes=placed.store_size,
-        export_bytes=model.parameters * wishes.export_item,
-        read_per_step=schedule.traffic.read_total,
-        written_per_step=schedule.traffic.written_total,
-        read_by=schedule.traffic.read,
-        written_by=schedule.traffic.written,
-        step_flops=6.0 * model.parameters * tokens,
-        compute_flops=compute_flops,
-        seconds=seconds,
-        step_seconds=seconds[bottleneck],
-        bottleneck=bottleneck,
-    )
-
-
-def _device_peak(model: ModelSpec, wishes: Wishes, placed: Layout) -> int:
-    """Weights that rest there, two more stages' weights and sums that take turns (a tied head that is not cut keeps a
-    third sum through backward), and the hungriest stage."""
-    if wishes.device == "cpu":
-        return 0
-    item = ITEM_SIZE[model.compute_dtype]
-    homes = [model.stages[stage.stage].params for stage in placed.stages if stage.weights == "gpu"]
-    streamed = [model.stages[stage.stage].params for stage in placed.stages if stage.weights != "gpu"]
-    sums = 3 if model.tied_head and not model.head_is_cut else 2
-    largest = max(stage.params for stage in model.stages) * ITEM_SIZE[wishes.numerics.accumulate_dtype]
-    weights = item * (sum(homes) + 2 * max(streamed, default=0))
-    return weights + sums * largest + max(_pass_peak(model, stage) for stage in placed.stages)
-
-
-def _pass_peak(model: ModelSpec, stage: StagePlan) -> int:
-    """Beside what a pass allocates, kept outputs are on their way to the host in forward; in backward one arrives early."""
-    spec = model.stages[stage.stage]
-    largest = max((operator.bytes for operator in spec.operators if operator.index in stage.kept), default=0)
-    return max(spec.backward_peak + largest, spec.forward_peak + kept_bytes(spec, stage.kept))
-
-
-def _memory_lines(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, placed: Layout) -> tuple[MemoryLine, ...]:
-    """The placement matrix: what each kind takes in each tier."""
-    item = ITEM_SIZE[model.compute_dtype]
-    states_item = 8 if model.compute_dtype == "float32" else 10
-    params = model.stored_parameters
-    lines: list[MemoryLine] = []
-
-    def add(what: str, tier: Tier, size: int, total: int, policy: str) -> None:
-        if size:
-            lines.append(MemoryLine(what=what, tier=tier, size=size, total=total, policy=policy))
-
-    def home(kind: str, bytes_per_parameter: int, tier: Tier) -> int:
-        return sum(
-            model.stages[stage.stage].params * bytes_per_parameter for stage in placed.stages if getattr(stage, kind) == tier
-        )
-
-    slots = sum(span.size for slot in placed.slot_classes for span in slot.weight_slots)
-    weights_ram = home("weights", item, "cpu") + home("weights", item, "gpu")
-    add("weights", "cpu", weights_ram + slots, params * item, "home and slots")
-    add("weights", "ssd", 2 * params * item, params * item, "two extents")
-    add("optimizer states", "cpu", home("states", states_item, "cpu"), params * states_item, "home")
-    add("optimizer states", "ssd", 2 * params * states_item, params * states_item, "two extents")
-    gradient_slots = sum(span.size for slot in placed.slot_classes for span in slot.gradient_slots)
-    resting = sum(stage.gradients_ram.size for stage in placed.stages if stage.gradients_ram)
-    on_ssd = sum(stage.gradients_extent.size for stage in placed.stages if stage.gradients_extent)
-    total = params * ITEM_SIZE[wishes.numerics.accumulate_dtype]
-    policy = _gradients_policy(model, wishes, placed)
-    if any(model.has_two_users(stage.index) for stage in model.stages):
-        policy += "; tied pieces rest from head to embedding"
-    add("gradients", "cpu", gradient_slots + resting, total, policy)
-    add("gradients", "ssd", on_ssd, total, policy)
-    in_ram = sum(stage.boundary_ram.size for stage in placed.stages if stage.boundary_ram)
-    on_ssd = sum(stage.boundary_extent.size for stage in placed.stages if stage.boundary_extent)
-    slots = sum(span.size for span in placed.boundary_slots)
-    swapped = any(stage.kept for stage in placed.stages)
-    policies = ("with kept outputs", "with kept outputs") if swapped else ("recompute the rest", "recompute")
-    add("boundaries", "cpu", in_ram + slots, in_ram + on_ssd, policies[0])
-    add("boundaries", "ssd", on_ssd, in_ram + on_ssd, policies[1])
-    add("compute", "cpu", compute_memory(model, wishes).total, 0, "activations of one micro-batch")
-    add("update chunks", "cpu", placed.io.scratch.size, 0, "read, AdamW, write")
-    add("process", "cpu", hardware.process_bytes + BASE_SLACK + placed.arena_size // 512, 0, "Python, torch, threads")
-    if wishes.device != "cpu":
-        add("compute", "gpu", _device_peak(model, wishes, placed), 0, "two stages and one micro-batch")
-    return tuple(lines)
-
-
-def _gradients_policy(model: ModelSpec, wishes: Wishes, placed: Layout) -> str:
-    if wishes.clip_grad_norm is not None:
-        return "rest until the norm is known"
-    deferred = sum(model.stages[stage.stage].params for stage in placed.stages if stage.deferred)
-    if not deferred:
-        return "updated at once"
-    return f"{deferred / model.stored_parameters:.0%} rest until the next forward"
+    spans = layout(model, wishes, homes, lookahead=lookahead, gradient_slots=gradient_slots)
+    return max(host_peaks(model, hardware, wishes, spans).values())

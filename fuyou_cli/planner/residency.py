@@ -81,6 +81,7 @@ class Residency:
         self.free_weights = [list(slots.weight_slots) for slots in plan.slot_classes]
         self.free_gradients = [list(slots.gradient_slots) for slots in plan.slot_classes]
         self.stalls: dict[str, float] = {}
+        self._moving: set[int] = set()  # stages with something under way or due: the others need no look
         for record, stage in zip(self.records, plan.stages, strict=True):
             if stage.weights_ram is not None:
                 record.span = stage.weights_ram
@@ -95,21 +96,27 @@ class Residency:
 
     def advance(self) -> None:
         """Notices what has finished and starts what has become possible. Never waits."""
-        for record in self.records:
-            if record.gradient_write is not None and self.transfers.poll(record.gradient_write) is not None:
-                record.gradient_write = None
-                self._free_gradient_slot(record)
-            if record.gradient_read is not None and self.transfers.poll(record.gradient_read) is not None:
-                record.gradient_read = None
-            if record.fetch is not None and self.transfers.poll(record.fetch) is not None:
-                record.fetch = None
-                self._free_if_idle(record)  # who asked for it may have let go meanwhile
-            if record.update is not None:
-                result = self.transfers.poll(record.update)
-                if result is not None:
-                    self._finish_update(record, result)
-            if record.due is not None and self._may_update(record):
-                self._submit_due(record)
+        for stage in sorted(self._moving):
+            record = self.records[stage]
+            self._advance(record)
+            if not _has_work(record):
+                self._moving.discard(stage)
+
+    def _advance(self, record: Record) -> None:
+        if record.gradient_write is not None and self.transfers.poll(record.gradient_write) is not None:
+            record.gradient_write = None
+            self._free_gradient_slot(record)
+        if record.gradient_read is not None and self.transfers.poll(record.gradient_read) is not None:
+            record.gradient_read = None
+        if record.fetch is not None and self.transfers.poll(record.fetch) is not None:
+            record.fetch = None
+            self._free_if_idle(record)  # who asked for it may have let go meanwhile
+        if record.update is not None:
+            result = self.transfers.poll(record.update)
+            if result is not None:
+                self._finish_update(record, result)
+        if record.due is not None and self._may_update(record):
+            self._submit_due(record)
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
@@ -120,7 +127,7 @@ class Residency:
         record = self.records[visit.owner]
         if record.span is None and not self._take_slot(record):
             return False
-        record.held += 1
+        self.hold(record)
         record.kept = False
         return True
 
@@ -144,6 +151,11 @@ class Residency:
         record.kept = visit.keep
         self.let_go(record)
 
+    def hold(self, record: Record) -> None:
+        """One need of the span more; an update that is due may begin."""
+        record.held += 1
+        self._moving.add(record.stage)
+
     def let_go(self, record: Record) -> None:
         """One need of the span less."""
         record.held -= 1
@@ -157,6 +169,7 @@ class Residency:
         record.span = free.pop()
         record.slotted = True
         extent = plan.weights_extents[record.generation % 2]
+        self._moving.add(record.stage)
         record.fetch = self.transfers.read(
             record.span.offset, extent.offset, extent.size, priority=FETCH_PRIORITY, label=record.stage
         )
@@ -189,6 +202,7 @@ class Residency:
         record.gradients = "resting"
         if plan.gradients_extent is None or record.gradient_slot is None:
             return
+        self._moving.add(stage)
         record.gradient_write = self.transfers.write(
             record.gradient_slot.offset,
             plan.gradients_extent.offset,
@@ -211,6 +225,7 @@ class Residency:
                 return False
             assert plan.gradients_extent is not None
             record.gradient_slot = free.pop()
+            self._moving.add(stage)
             record.gradient_read = self.transfers.read(
                 record.gradient_slot.offset,
                 plan.gradients_extent.offset,
@@ -250,6 +265,7 @@ class Residency:
         for record, stage in zip(self.records, self.model.stages, strict=True):
             if stage.params and self.plan.stages[stage.index].deferred:
                 record.due = due
+                self._moving.add(record.stage)
 
     def _may_update(self, record: Record) -> bool:
         return (
@@ -261,6 +277,7 @@ class Residency:
         )
 
     def _submit_due(self, record: Record) -> None:
+        self._moving.add(record.stage)
         record.update = self._runner.update(record)
         record.due = None
 
@@ -298,7 +315,7 @@ class Residency:
                 continue
             if record.span is None:
                 self.wait_until(partial(self._take_slot, record), "a slot for the weights")
-            record.held += 1
+            self.hold(record)
             self.wait_until(partial(_is_updated, record), "updates at the end")
             self.let_go(record)
         self.wait_until(
@@ -307,6 +324,12 @@ class Residency:
             ),
             "updates at the end",
         )
+
+
+def _has_work(record: Record) -> bool:
+    """Whether something of it is under way, or an update is due and somebody holds the span for it."""
+    under_way = (record.fetch, record.update, record.gradient_write, record.gradient_read)
+    return any(ticket is not None for ticket in under_way) or (record.due is not None and record.held > 0)
 
 
 def _is_updated(record: Record) -> bool:

@@ -12,6 +12,7 @@ before its forward in the next step.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,10 +68,12 @@ class Schedule:
 def expand(model: ModelSpec, *, stages: tuple[StagePlan, ...], lookahead: int, micro_batches: int) -> Schedule:
     """The steady-state step (states no longer all zero, gradients of every stage present)."""
     order = _order(model, stages)
+    uses: dict[int | None, list[int]] = {}
+    for index, (_, _, owner) in enumerate(order):
+        uses.setdefault(owner, []).append(index)
     visits: list[Visit] = []
     for index, (phase, stage, owner) in enumerate(order):
-        distance = _distance(order, index)
-        held_since = _distance_back(order, index)
+        held_since, distance = _distances(uses[owner], index, len(order))
         on_ssd = owner is not None and stages[owner].weights == "ssd" and model.stages[owner].params > 0
         visits.append(
             Visit(
@@ -80,7 +83,7 @@ def expand(model: ModelSpec, *, stages: tuple[StagePlan, ...], lookahead: int, m
                 owner=owner,
                 fetch=on_ssd and held_since > lookahead,
                 keep=on_ssd and distance <= lookahead,
-                update=_update(model, stages, order, index),
+                update=_update(model, stages, owner, uses[owner], index),
                 stash=phase == "forward" and _keeps_boundary(model, stage),
                 take=phase == "backward" and _keeps_boundary(model, stage),
                 sum_gradients=phase in ("head", "backward"),
@@ -121,32 +124,22 @@ def _order(model: ModelSpec, stages: tuple[StagePlan, ...]) -> list[tuple[Pass, 
     return order
 
 
-def _distance(order: list[tuple[Pass, int, int | None]], index: int) -> int:
-    """Visits until the same owner's weights are needed again, counted over the step's end."""
-    owner = order[index][2]
-    for ahead in range(1, len(order) + 1):
-        if order[(index + ahead) % len(order)][2] == owner:
-            return ahead
-    return len(order)
-
-
-def _distance_back(order: list[tuple[Pass, int, int | None]], index: int) -> int:
-    owner = order[index][2]
-    for back in range(1, len(order) + 1):
-        if order[(index - back) % len(order)][2] == owner:
-            return back
-    return len(order)
+def _distances(uses: list[int], index: int, visits: int) -> tuple[int, int]:
+    """Visits since the same weights were used, and until they are used again, counted over the step's end. `uses` are the
+    visits that use them, in order."""
+    place = uses.index(index)
+    since = index - uses[place - 1] + (visits if place == 0 else 0)
+    until = uses[(place + 1) % len(uses)] - index + (visits if place == len(uses) - 1 else 0)
+    return since, until
 
 
 def _update(
-    model: ModelSpec, stages: tuple[StagePlan, ...], order: list[tuple[Pass, int, int | None]], index: int
+    model: ModelSpec, stages: tuple[StagePlan, ...], owner: int | None, uses: list[int], index: int
 ) -> Literal["none", "before", "after"]:
     """Where the owner's AdamW happens relative to this visit: before its first visit of the step (deferred), or after its
     last one."""
-    owner = order[index][2]
     if owner is None or model.stages[owner].params == 0:
         return "none"
-    uses = [position for position, visit in enumerate(order) if visit[2] == owner]
     if stages[owner].deferred:
         return "before" if index == uses[0] else "none"
     return "after" if index == uses[-1] else "none"
@@ -187,3 +180,30 @@ def _traffic(model: ModelSpec, stages: tuple[StagePlan, ...], visits: list[Visit
             read["gradients"] += rests * plan.gradients_extent.size
             written["gradients"] += rests * plan.gradients_extent.size
     return Traffic(read=read, written=written)
+
+
+def phase_traffic(
+    model: ModelSpec, visits: Sequence[Visit], updated: Sequence[StagePlan], stages: tuple[StagePlan, ...]
+) -> tuple[int, int]:
+    """Store bytes read and written by these visits and by the updates of these stages."""
+    item = ITEM_SIZE[model.compute_dtype]
+    state_item = 8 if model.compute_dtype == "float32" else 10
+    read = written = 0
+    for visit in visits:
+        if visit.fetch and visit.owner is not None:
+            read += item * model.stages[visit.owner].params
+        plan = stages[visit.stage]
+        if plan.boundary_extent is not None:
+            written += plan.boundary_extent.size * visit.stash
+            read += plan.boundary_extent.size * visit.take
+        if visit.sum_gradients and plan.deferred and plan.gradients_extent is not None:
+            written += plan.gradients_extent.size
+    for plan in updated:
+        params = model.stages[plan.stage].params
+        written += item * params * (plan.weights == "ssd")
+        if plan.states == "ssd":
+            read += state_item * params
+            written += state_item * params
+        if plan.deferred and plan.gradients_extent is not None:
+            read += plan.gradients_extent.size
+    return read, written

@@ -150,7 +150,7 @@ class _Imagined:
             handed_over()
             return
         record = self.residency.records[total]
-        record.held += 1  # as in a run: the update that follows reads and writes the host's weights
+        self.residency.hold(record)  # as in a run: the update that follows reads and writes the host's weights
 
         def arrived() -> None:
             handed_over()

@@ -5,7 +5,7 @@ Sizes are bytes, offsets are bytes from the start of the arena or of the store's
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from .model import Dtype
@@ -111,9 +111,11 @@ class Predicted:
     written_by: dict[str, int]
     step_flops: float  # 6 N per token
     compute_flops: float  # with recompute
-    seconds: dict[str, float]  # resource -> busy seconds per step
-    step_seconds: float
+    seconds: dict[str, float]  # resource -> seconds of work per step
+    step_seconds: float  # simulated; before that the busiest resource's
     bottleneck: str
+    forward_seconds: float = 0.0  # of step_seconds
+    stalls: dict[str, float] = field(default_factory=dict)  # what compute waits for -> seconds per step, simulated
 
     @property
     def cpu_peak(self) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ..core.errors import UsageError
 from ..core.paths import expanded, folder
 from ..core.units import MiB
-from ..planner.place import plan
+from ..planner.search import fastest
 from ..planner.wishes import Wishes
 from ..spec.hardware import HardwareProfile
 from ..spec.model import Dtype, ModelSpec
@@ -102,7 +102,7 @@ def prepare(
     numerics = _numerics(recipe, anatomy, hardware, manifest)
     anatomy = _cut(anatomy, numerics)
     model = _specification(anatomy, numerics)
-    chosen = plan(model, hardware, wishes(recipe, numerics, hardware, device=device))
+    chosen = fastest(model, hardware, wishes(recipe, numerics, hardware, device=device))
     considered = Prepared(
         recipe=recipe,
         model_dir=model_dir,
@@ -157,7 +157,7 @@ def _with_weights_and_rows(considered: Prepared, hub: _Hub, *, probe: Probe, say
         considered,
         model_dir=model_dir,
         hardware=hardware,
-        plan=plan(model, hardware, wishes(recipe, considered.plan.numerics, hardware, device=device)),
+        plan=fastest(model, hardware, wishes(recipe, considered.plan.numerics, hardware, device=device)),
         total_steps=total,
         rows=rows,
         sampler=sampler,

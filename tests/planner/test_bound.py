@@ -40,6 +40,7 @@ def _predicted(
     wishes = Wishes(
         numerics=_numerics(spec.compute_dtype, accumulate), model_name="test", device=device, clip_grad_norm=clip,
         cpu_budget=1 << 40, weights=weights, boundaries=boundaries, lookahead=1,
+        kept=((),) * len(spec.stages),
     )  # fmt: skip
     return plan(spec, RATED, wishes).predicted
 

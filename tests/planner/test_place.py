@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from fuyou_cli.core.errors import PlanError
 from fuyou_cli.core.units import GiB, MiB
+from fuyou_cli.planner.boundary import planned_boundary
 from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec
 from fuyou_cli.spec.plan import Numerics, Plan, Span, StagePlan
 
-from .models import HARDWARE, boundary_bytes, model, models, wishes_for, with_budget
+from .models import HARDWARE, model, models, wishes_for, with_budget
 
 ROOMY = 1 << 40
 
@@ -94,8 +95,9 @@ def test_every_stage_has_room_for_what_it_needs(case: tuple[ModelSpec, Wishes, P
         assert (placed.momentum_ram is not None) == (placed.states == "cpu")
         if stage.kind in ("block", "norm"):
             rooms = [placed.boundary_ram] if placed.boundary == "cpu" else chosen.boundary_slots
-            boundary = boundary_bytes(spec, wishes.numerics, bool(placed.kept))
-            assert placed.kept == (tuple(o.index for o in stage.operators) if wishes.kept else ())
+            boundary = planned_boundary(spec, wishes.numerics, stage.index, placed.kept).size
+            everything = tuple(operator.index for operator in stage.operators)
+            assert placed.kept == everything if wishes.kept else set(placed.kept) <= set(everything)
             assert rooms and all(span is not None and span.size >= boundary for span in rooms)
             assert (placed.boundary_extent is not None) == (placed.boundary == "ssd")
 

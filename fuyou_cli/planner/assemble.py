@@ -1,0 +1,162 @@
+"""From homes to a `Plan`: spans, the table of memory, and the closed form's figures."""
+
+from __future__ import annotations
+
+from ..core.units import MiB
+from ..spec.hardware import HardwareProfile
+from ..spec.model import ITEM_SIZE, ModelSpec
+from ..spec.plan import MemoryLine, Plan, Predicted, StagePlan, Tier
+from .bound import busy_seconds
+from .boundary import kept_bytes
+from .costs import Costs
+from .memory import BASE_SLACK, Homes, Layout, compute_memory, layout
+from .schedule import expand
+from .wishes import Wishes
+
+PLAN_VERSION = 1
+
+
+def host_peaks(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, placed: Layout) -> dict[str, int]:
+    """Phase -> anonymous and kernel bytes of the process at most."""
+    base = hardware.process_bytes + BASE_SLACK
+    homes_in_ram = sum(
+        span.size
+        for stage in placed.stages
+        for span in (stage.weights_ram, stage.remainder_ram, stage.momentum_ram, stage.variance_ram)
+        if span is not None
+    )
+    largest_slot = max((slots.weight_size for slots in placed.slot_classes), default=0)
+    train = base + placed.arena_size + placed.arena_size // 512 + compute_memory(model, wishes).total
+    return {"load": base + homes_in_ram + 2 * largest_slot + 64 * MiB, "train": train, "export": train}
+
+
+def assemble(
+    model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, homes: Homes, *, lookahead: int, gradient_slots: int
+) -> Plan:
+    """The plan with these homes: every span of arena and store, and what one step takes by the closed form."""
+    placed = layout(model, wishes, homes, lookahead=lookahead, gradient_slots=gradient_slots)
+    return Plan(
+        version=PLAN_VERSION,
+        model=wishes.model_name,
+        device=wishes.device,
+        numerics=wishes.numerics,
+        clip_grad_norm=wishes.clip_grad_norm,
+        stages=placed.stages,
+        slot_classes=placed.slot_classes,
+        boundary_slots=placed.boundary_slots,
+        lookahead=lookahead,
+        io=placed.io,
+        arena_size=placed.arena_size,
+        store_size=placed.store_size,
+        cpu_budget=wishes.cpu_budget,
+        memory=_memory_lines(model, hardware, wishes, placed),
+        predicted=_predict(model, hardware, wishes, placed, lookahead),
+    )
+
+
+def _predict(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, placed: Layout, lookahead: int) -> Predicted:
+    numerics = wishes.numerics
+    micro_batches = -(-numerics.batch_size // numerics.micro_batch_size)
+    schedule = expand(model, stages=placed.stages, lookahead=lookahead, micro_batches=micro_batches)
+    tokens = numerics.batch_size * numerics.max_seq_len
+    compute_flops = sum(visit.flops for visit in schedule.visits)
+    costs = Costs(
+        model=model,
+        hardware=hardware,
+        numerics=numerics,
+        clipped=wishes.clip_grad_norm is not None,
+        on_host=wishes.device != "cuda",
+    )
+    seconds = busy_seconds(costs, schedule, stages=placed.stages, device=wishes.device)
+    bottleneck = max(sorted(seconds), key=lambda name: seconds[name])
+    return Predicted(
+        cpu_peaks=host_peaks(model, hardware, wishes, placed),
+        gpu_peak=_device_peak(model, wishes, placed),
+        ssd_bytes=placed.store_size,
+        export_bytes=model.parameters * wishes.export_item,
+        read_per_step=schedule.traffic.read_total,
+        written_per_step=schedule.traffic.written_total,
+        read_by=schedule.traffic.read,
+        written_by=schedule.traffic.written,
+        step_flops=6.0 * model.parameters * tokens,
+        compute_flops=compute_flops,
+        seconds=seconds,
+        step_seconds=seconds[bottleneck],
+        bottleneck=bottleneck,
+    )
+
+
+def _device_peak(model: ModelSpec, wishes: Wishes, placed: Layout) -> int:
+    """Weights that rest there, two more stages' weights and sums that take turns (a tied head that is not cut keeps a
+    third sum through backward), and the hungriest stage."""
+    if wishes.device == "cpu":
+        return 0
+    item = ITEM_SIZE[model.compute_dtype]
+    homes = [model.stages[stage.stage].params for stage in placed.stages if stage.weights == "gpu"]
+    streamed = [model.stages[stage.stage].params for stage in placed.stages if stage.weights != "gpu"]
+    sums = 3 if model.tied_head and not model.head_is_cut else 2
+    largest = max(stage.params for stage in model.stages) * ITEM_SIZE[wishes.numerics.accumulate_dtype]
+    weights = item * (sum(homes) + 2 * max(streamed, default=0))
+    return weights + sums * largest + max(_pass_peak(model, stage) for stage in placed.stages)
+
+
+def _pass_peak(model: ModelSpec, stage: StagePlan) -> int:
+    """Beside what a pass allocates, kept outputs are on their way to the host in forward; in backward one arrives early."""
+    spec = model.stages[stage.stage]
+    largest = max((operator.bytes for operator in spec.operators if operator.index in stage.kept), default=0)
+    return max(spec.backward_peak + largest, spec.forward_peak + kept_bytes(spec, stage.kept))
+
+
+def _memory_lines(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, placed: Layout) -> tuple[MemoryLine, ...]:
+    """The placement matrix: what each kind takes in each tier."""
+    item = ITEM_SIZE[model.compute_dtype]
+    states_item = 8 if model.compute_dtype == "float32" else 10
+    params = model.stored_parameters
+    lines: list[MemoryLine] = []
+
+    def add(what: str, tier: Tier, size: int, total: int, policy: str) -> None:
+        if size:
+            lines.append(MemoryLine(what=what, tier=tier, size=size, total=total, policy=policy))
+
+    def home(kind: str, bytes_per_parameter: int, tier: Tier) -> int:
+        return sum(
+            model.stages[stage.stage].params * bytes_per_parameter for stage in placed.stages if getattr(stage, kind) == tier
+        )
+
+    slots = sum(span.size for slot in placed.slot_classes for span in slot.weight_slots)
+    weights_ram = home("weights", item, "cpu") + home("weights", item, "gpu")
+    add("weights", "cpu", weights_ram + slots, params * item, "home and slots")
+    add("weights", "ssd", 2 * params * item, params * item, "two extents")
+    add("optimizer states", "cpu", home("states", states_item, "cpu"), params * states_item, "home")
+    add("optimizer states", "ssd", 2 * params * states_item, params * states_item, "two extents")
+    gradient_slots = sum(span.size for slot in placed.slot_classes for span in slot.gradient_slots)
+    resting = sum(stage.gradients_ram.size for stage in placed.stages if stage.gradients_ram)
+    on_ssd = sum(stage.gradients_extent.size for stage in placed.stages if stage.gradients_extent)
+    total = params * ITEM_SIZE[wishes.numerics.accumulate_dtype]
+    policy = _gradients_policy(model, wishes, placed)
+    if any(model.has_two_users(stage.index) for stage in model.stages):
+        policy += "; tied pieces rest from head to embedding"
+    add("gradients", "cpu", gradient_slots + resting, total, policy)
+    add("gradients", "ssd", on_ssd, total, policy)
+    in_ram = sum(stage.boundary_ram.size for stage in placed.stages if stage.boundary_ram)
+    on_ssd = sum(stage.boundary_extent.size for stage in placed.stages if stage.boundary_extent)
+    slots = sum(span.size for span in placed.boundary_slots)
+    swapped = any(stage.kept for stage in placed.stages)
+    policies = ("with kept outputs", "with kept outputs") if swapped else ("recompute the rest", "recompute")
+    add("boundaries", "cpu", in_ram + slots, in_ram + on_ssd, policies[0])
+    add("boundaries", "ssd", on_ssd, in_ram + on_ssd, policies[1])
+    add("compute", "cpu", compute_memory(model, wishes).total, 0, "activations of one micro-batch")
+    add("update chunks", "cpu", placed.io.scratch.size, 0, "read, AdamW, write")
+    add("process", "cpu", hardware.process_bytes + BASE_SLACK + placed.arena_size // 512, 0, "Python, torch, threads")
+    if wishes.device != "cpu":
+        add("compute", "gpu", _device_peak(model, wishes, placed), 0, "two stages and one micro-batch")
+    return tuple(lines)
+
+
+def _gradients_policy(model: ModelSpec, wishes: Wishes, placed: Layout) -> str:
+    if wishes.clip_grad_norm is not None:
+        return "rest until the norm is known"
+    deferred = sum(model.stages[stage.stage].params for stage in placed.stages if stage.deferred)
+    if not deferred:
+        return "updated at once"
+    return f"{deferred / model.stored_parameters:.0%} rest until the next forward"

@@ -1,0 +1,114 @@
+"""`Choice`: one point of what the planner may choose, and the family of points that a search looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TypeVar
+
+from ..spec.model import ModelSpec
+from .wishes import Wishes
+
+_PIPELINES = ((1, 1), (1, 2), (2, 2), (2, 3), (3, 3), (3, 4), (3, 6), (4, 8))  # (lookahead, gradient slots), by memory
+_USUAL = (2, 2)
+_DEFER = tuple(eighth / 8 for eighth in range(9))
+_Value = TypeVar("_Value")
+_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class Choice:
+    """Which stages' tensors go to RAM follows from these by fixed rules (`place`)."""
+
+    lookahead: int
+    gradient_slots: int
+    states: float = 0.0  # share of the spare RAM that goes to optimizer states before weights, which save more per byte
+    defer: float = 0.0  # share of the parameters whose updates wait for the next forward; without meaning under clipping
+    activations: float = 0.0  # share of the spare RAM that goes to outputs of operators before anything else
+    swap: float = 0.0  # share of the outputs' bytes that rest with boundaries on the ssd
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """Every combination of these values, each knob's in order of size."""
+
+    pipelines: tuple[tuple[int, int], ...]
+    states: tuple[float, ...]
+    defer: tuple[float, ...]
+    activations: tuple[float, ...]
+    swap: tuple[float, ...]
+
+    def __len__(self) -> int:
+        return len(self.pipelines) * len(self.states) * len(self.defer) * len(self.activations) * len(self.swap)
+
+    def __iter__(self) -> Iterator[Choice]:
+        for values in product(self.pipelines, self.states, self.defer, self.activations, self.swap):
+            yield _choice(*values)
+
+    def corners(self) -> Iterator[Choice]:
+        """A few that differ much, in the middle of what is in flight."""
+        middle = _USUAL if _USUAL in self.pipelines else self.pipelines[len(self.pipelines) // 2]
+        some = self.defer[: len(self.defer) // 2 + 1]
+        for defer, kept, swapped in product(_ends(some), _ends(self.activations), _ends(self.swap)):
+            yield _choice(middle, self.states[0], defer, kept, swapped)
+
+    def smallest(self) -> Iterator[Choice]:
+        """Nothing kept or deferred, from what takes most memory to what takes least."""
+        for pipeline in reversed(self.pipelines):
+            yield _choice(pipeline, self.states[0], self.defer[0], self.activations[0], self.swap[0])
+
+    def around(self, choice: Choice) -> Iterator[Choice]:
+        """The choices one notch away in one knob."""
+        pipeline = (choice.lookahead, choice.gradient_slots)
+        for near in _near(self.pipelines, pipeline):
+            yield replace(choice, lookahead=near[0], gradient_slots=near[1])
+        for states in _near(self.states, choice.states):
+            yield replace(choice, states=states)
+        for late in _near(self.defer, choice.defer):
+            yield replace(choice, defer=late)
+        for kept in _near(self.activations, choice.activations):
+            yield replace(choice, activations=kept)
+        for swapped in _near(self.swap, choice.swap):
+            yield replace(choice, swap=swapped)
+
+
+def _choice(pipeline: tuple[int, int], states: float, defer: float, activations: float, swap: float) -> Choice:
+    return Choice(
+        lookahead=pipeline[0], gradient_slots=pipeline[1], states=states, defer=defer, activations=activations, swap=swap
+    )
+
+
+def _ends(values: tuple[float, ...]) -> tuple[float, ...]:
+    return values[:1] if len(values) == 1 else (values[0], values[-1])
+
+
+def _near(values: tuple[_Value, ...], value: _Value) -> list[_Value]:
+    place = values.index(value)
+    return [values[index] for index in (place + 1, place - 1) if 0 <= index < len(values)]
+
+
+def pipelines(wishes: Wishes, *, stages: int) -> list[tuple[int, int]]:
+    """(lookahead, gradient slots) for a plan without a search: the usual one, then with less memory. Looking ahead further
+    than every stage buys nothing."""
+    if wishes.lookahead is not None:
+        lookahead = min(wishes.lookahead, stages)
+        return [(lookahead, 2), (lookahead, 1)]
+    return [(2, 2), (1, 2), (1, 1)]
+
+
+def family(model: ModelSpec, wishes: Wishes) -> Family:
+    """What the recipe pins, or what cannot matter, has one value."""
+    stages = len(model.stages)
+    if wishes.lookahead is not None:
+        in_flight = tuple((min(wishes.lookahead, stages), slots) for slots in (1, 2, 3, 4, 6, 8))
+    else:
+        in_flight = tuple(pair for pair in _PIPELINES if pair[0] <= max(1, stages))
+    can_keep = wishes.kept is None and any(stage.operators for stage in model.stages)
+    return Family(
+        pipelines=in_flight,
+        states=_SHARES if wishes.states is None and wishes.weights is None else (0.0,),
+        defer=_DEFER if wishes.clip_grad_norm is None and wishes.defer is None else (wishes.defer or 0.0,),
+        activations=_SHARES if can_keep and wishes.boundaries is None else (0.0,),
+        swap=_SHARES if can_keep and wishes.boundaries != "cpu" else (0.0,),
+    )
