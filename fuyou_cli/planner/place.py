@@ -76,9 +76,12 @@ def _start(model: ModelSpec, wishes: Wishes) -> Homes:
 
 
 def _kept(model: ModelSpec, wishes: Wishes) -> Kept:
+    every = every_operator(model)
     if wishes.kept == "all":
-        return every_operator(model)
-    return wishes.kept or ((),) * len(model.stages)
+        return every
+    kept = wishes.kept or ((),) * len(model.stages)
+    assert all(set(some) <= set(known) for some, known in zip(kept, every, strict=True)), (kept, every)
+    return kept
 
 
 def _host_peak(
