@@ -277,7 +277,7 @@ class Executor:
         self.settle()
         begin = time.monotonic()
         state = self.device.random_state()
-        with torch.no_grad(), self.installed(call.stage, flat, trainable=self.outputs.any(call.stage)):
+        with torch.no_grad(), self.installed(call.stage, flat, trainable=self.outputs.keeps(call.stage)):
             y = self._forward_parts(call, x)
         self.device.restore_random_state(state)
         if visit.stash:
@@ -310,7 +310,7 @@ class Executor:
 
     def _run(self, call: Call, x: torch.Tensor, micro_batch: int) -> torch.Tensor:
         """Forward of one micro-batch, of which no graph stays."""
-        if not self.outputs.any(call.stage):
+        if not self.outputs.keeps(call.stage):
             y: torch.Tensor = call.run(x)
             return y
         with self.outputs.keeping(call.stage, micro_batch):

@@ -54,7 +54,7 @@ class KeptOutputs:
         self.model, self.plan, self.boundaries, self.memory, self.device = model, plan, boundaries, memory, device
         self._resting: dict[tuple[int, int], _Outputs] = {}
 
-    def any(self, stage: int) -> bool:
+    def keeps(self, stage: int) -> bool:
         return bool(self.plan.stages[stage].kept)
 
     @contextmanager
@@ -73,7 +73,7 @@ class KeptOutputs:
 
     def giving_back(self, stage: int, micro_batch: int) -> AbstractContextManager[object]:
         """Inside, one micro-batch is recomputed from what was kept."""
-        if not self.any(stage):
+        if not self.keeps(stage):
             return nullcontext()
         return _GivingBack(self, self._resting.pop((stage, micro_batch)), self._place(stage, micro_batch))
 

@@ -55,7 +55,7 @@ class Operators(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._count = 0
+        self._products = 0
         self._attention = _AttentionCalls()
 
     def operator(self, index: int, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
@@ -68,16 +68,18 @@ class Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        inside = self._attention.inside
-        if inside == "no" and factors(func, args) is not None:
-            return self.operator(self._next(), name_of(func), func, args, kwargs)
-        if inside == "exact" and is_attention(func):
-            return self.operator(self._attention.calls + self._count - 1, "attention", func, args, kwargs)
-        return self.beside(func, args, kwargs)
+        kind = self._kind(func, args)
+        if kind is None:
+            return self.beside(func, args, kwargs)
+        self._products += kind != "attention"  # calls of attention are counted as they begin
+        return self.operator(self._products + self._attention.calls - 1, kind, func, args, kwargs)
 
-    def _next(self) -> int:
-        self._count += 1
-        return self._count - 1 + self._attention.calls
+    def _kind(self, func: Any, args: Any) -> str | None:
+        if self._attention.inside == "exact" and is_attention(func):
+            return "attention"
+        if self._attention.inside == "no" and factors(func, args) is not None:
+            return name_of(func)
+        return None
 
     def __enter__(self) -> Any:
         self._attention.__enter__()  # type: ignore[no-untyped-call]

@@ -280,9 +280,11 @@ def _start(model: ModelSpec, wishes: Wishes, swap: float) -> Homes:
 
 
 def _kept(model: ModelSpec, wishes: Wishes, swap: float) -> Kept:
+    every = every_operator(model)
     if wishes.kept == "all":
-        return every_operator(model)
+        return every
     if wishes.kept is not None:
+        assert all(set(some) <= set(known) for some, known in zip(wishes.kept, every, strict=True)), (wishes.kept, every)
         return wishes.kept
     return tuple(_swapped(stage.operators, swap) for stage in model.stages)
 

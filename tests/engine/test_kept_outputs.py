@@ -1,0 +1,307 @@
+"""Outputs kept from forward to backward: not a bit of the result changes, and what was kept is not computed again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.engine.devices.cpu import PastEvent
+from fuyou_cli.engine.devices.emulated import EmulatedDevice
+from fuyou_cli.engine.executor import StepAbandoned
+from fuyou_cli.planner.boundary import Kept, kept_flops
+from fuyou_cli.planner.schedule import plan_schedule
+from fuyou_cli.swap.native import ffi
+
+from . import rig as rigs
+from .families import FAMILIES, gpt2, llama
+from .rig import Rig, Shape, Subject, unequal
+from .test_compute_memory import _OutsideOf
+
+STEPS = 2
+Outcome = tuple[list[float], dict[str, torch.Tensor]]
+
+# Three micro-batches, the last one of a single row.
+UNEVEN = {"batch": 5, "micro": 2}
+WHOLE = {"batch": 2, "micro": 2}
+
+
+def _outcome(subject: Subject, folder: Path, **way: Any) -> Outcome:
+    with Rig(subject, folder, **{"home": "cpu", **way}) as rig:
+        return rig.run(STEPS), rig.weights()
+
+
+def _assert_same(ours: Outcome, theirs: Outcome) -> None:
+    assert ours[0] == theirs[0]
+    assert unequal(ours[1], theirs[1]) == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bitwise_recompute(family: str, tmp_path: Path) -> None:
+    """Every operator of every family, each in some dtype, place and cut of the batch."""
+    number = list(FAMILIES).index(family)
+    dtype: Any = ("float32", "bfloat16")[number % 2]
+    shape = Shape(dtype=dtype, accumulate=dtype, **(UNEVEN, WHOLE)[number // 2 % 2])
+    subject = Subject(FAMILIES[family], shape)
+    expected = _outcome(subject, tmp_path / "recompute")
+    device, other = ("cpu", "emulated") if number % 3 else ("emulated", "cpu")
+    _assert_same(_outcome(subject, tmp_path / "cpu", boundaries="cpu", device=device, kept="all"), expected)
+    _assert_same(_outcome(subject, tmp_path / "ssd", boundaries="ssd", device=other, kept="all"), expected)
+
+
+@pytest.fixture(scope="module")
+def dropping() -> Subject:
+    """GPT-2 draws random numbers between its operators, and inside its attention."""
+    return Subject(gpt2(dropout=0.1), Shape(**UNEVEN))
+
+
+@pytest.fixture(scope="module")
+def recomputed(dropping: Subject, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return _outcome(dropping, tmp_path_factory.mktemp("recompute"))
+
+
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_choice_of_operators(
+    data: st.DataObject, dropping: Subject, recomputed: Outcome, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    kept: Kept = tuple(
+        tuple(operator.index for operator in stage.operators if data.draw(st.booleans())) for stage in dropping.spec.stages
+    )
+    way = {"boundaries": data.draw(st.sampled_from(["cpu", "ssd"])), "device": data.draw(st.sampled_from(["cpu", "emulated"]))}
+    _assert_same(_outcome(dropping, tmp_path_factory.mktemp("kept"), kept=kept, **way), recomputed)
+
+
+class _Multiplied(TorchDispatchMode):
+    """FLOPs of the products of matrices run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self.flops += 2 * args[0].numel() * args[1].shape[1]
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_is_kept_is_not_computed_again(tmp_path: Path) -> None:
+    """Counted while a step runs, beside what the schedule says."""
+    subject = Subject(llama(num_hidden_layers=3), Shape(batch=4, micro=2))
+    every = subject.spec.stages[1].operators
+    products = tuple(operator.index for operator in every if operator.kind == "mm")
+    kept: Kept = ((), products, (), products[2:4], (), ())
+    counted, planned = [], []
+    for way in (None, kept):
+        with Rig(subject, tmp_path / str(way is None), home="cpu", kept=way) as rig:
+            ids, labels = next(subject.batches(1))
+            with _Multiplied() as counter:
+                rig.step(ids, labels, 1, last=True)
+            rig.executor.drain()
+            counted.append(counter.flops)
+            planned.append(sum(visit.flops for visit in plan_schedule(subject.spec, rig.plan).visits))
+    spared = sum(kept_flops(stage, some) for stage, some in zip(subject.spec.stages, kept, strict=True))
+    assert len(products) == 7 and spared > 0
+    assert counted[0] - counted[1] == planned[0] - planned[1] == 2 * spared
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_backward_uses_what_was_kept(device: Any, tmp_path: Path) -> None:
+    """What is spoilt between forward and backward shows in the result."""
+    subject = Subject(llama(), Shape())
+    outcomes = []
+    for spoil in (False, True):
+        with Rig(subject, tmp_path / str(spoil), home="cpu", device=device, kept="all") as rig:
+            if spoil:
+                rig.executor.after_visit = lambda rig=rig: _spoil_first_output(rig)  # type: ignore[misc]
+            outcomes.append((rig.run(1), rig.weights()))
+    assert outcomes[0][0] == outcomes[1][0]
+    names = unequal(outcomes[0][1], outcomes[1][1])
+    assert any(name.startswith("model.layers.0.") for name in names)
+
+
+def _spoil_first_output(rig: Rig) -> None:
+    visit = rig.executor.schedule.visits[rig.executor._cursor]
+    if (visit.phase, visit.stage) == ("forward", 1):
+        for operator in rig.spec.stages[1].operators:
+            if operator.name == "mm mlp.up_proj":
+                rig.memory.tensor(rig.executor.boundaries.output(1, 0, operator.index), torch.float32).mul_(2)
+
+
+def test_attention_with_dropout_is_never_kept(dropping: Subject) -> None:
+    """Its random numbers would not be drawn. What comes behind it keeps its number."""
+    exact = Subject(gpt2(), Shape(**UNEVEN)).spec.stages[2].operators
+    random = dropping.spec.stages[2].operators
+    assert [operator.name for operator in exact] == [
+        "addmm attn.c_attn", "attention", "addmm attn.c_proj", "addmm mlp.c_fc", "addmm mlp.c_proj",
+    ]  # fmt: skip
+    assert [operator.index for operator in exact] == [0, 1, 2, 3, 4]
+    assert random == (exact[0], *exact[2:])
+
+
+class _Late(EmulatedDevice):
+    """Copies to the host when somebody asks for the copy, and no earlier."""
+
+    def download(self, device: torch.Tensor, host: torch.Tensor) -> Any:
+        return _LateCopy(device, host)
+
+
+class _LateCopy(PastEvent):
+    def __init__(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        self._pair: tuple[torch.Tensor, torch.Tensor] | None = (source, target)
+
+    def wait(self) -> None:
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        if self._pair is not None:
+            self._pair[1].copy_(self._pair[0])
+            self._pair = None
+
+    def done(self) -> bool:
+        self.synchronize()
+        return True
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["cpu", "late copies"])
+def test_an_output_changed_in_place_is_kept_as_it_was(late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy still under way has to be over before its source changes, and backward uses the value before the change."""
+    subject = Subject(llama(), Shape())
+    for layer in subject.anatomy.model.base_model.layers:
+        monkeypatch.setattr(layer.mlp, "forward", _changing(layer.mlp))
+    expected = _outcome(subject, tmp_path / "recompute")
+    assert expected[0] != _outcome(Subject(llama(), Shape()), tmp_path / "plain")[0]
+    if late:
+        monkeypatch.setattr(rigs, "open_device", lambda kind: _Late())
+    device = "emulated" if late else "cpu"
+    _assert_same(_outcome(subject, tmp_path / "kept", device=device, kept="all"), expected)
+
+
+def _changing(mlp: Any) -> Any:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        gate = mlp.gate_proj(x)
+        gate += 0.5
+        return mlp.down_proj(torch.nn.functional.silu(gate) * mlp.up_proj(x))
+
+    return forward
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_memory_of_a_step_does_not_rise(family: str, tmp_path: Path) -> None:
+    """What was kept is used where it rests, so backward allocates less."""
+    subject = Subject(FAMILIES[family], Shape(batch=4, micro=4, tokens=64))
+    peaks = []
+    for kept in (None, "all"):
+        with Rig(subject, tmp_path / str(kept), home="cpu", kept=kept) as rig:  # type: ignore[arg-type]
+            begin = int(ffi.cast("uintptr_t", rig.memory.arena._base))
+            live = _OutsideOf(begin, begin + rig.memory.arena.size)
+            ids, labels = next(subject.batches(1))
+            with live:
+                rig.step(ids, labels, 1, last=True)
+            rig.executor.drain()
+            peaks.append(live.peak)
+    assert peaks[1] <= peaks[0]
+
+
+@pytest.mark.parametrize("place", ["cpu", "ssd"])
+def test_a_step_given_up_leaves_nothing_behind(place: Any, tmp_path: Path) -> None:
+    subject = Subject(llama(), Shape())
+    expected = _outcome(subject, tmp_path / "whole")
+    with Rig(subject, tmp_path / "broken", home="cpu", boundaries=place, device="emulated", kept="all") as rig:
+        batches = list(subject.batches(STEPS))
+        rig.step(*batches[0], 1)
+        for phase in ("forward", "backward"):
+            rig.executor.between_micro_batches = lambda phase=phase: _give_up(rig, phase)  # type: ignore[misc]
+            with pytest.raises(StepAbandoned):
+                rig.executor.step(*batches[1], step=2, lr=rig.optimizer.lr)
+            rig.executor.abandon()
+        rig.executor.between_micro_batches = lambda: None
+        rig.step(*batches[1], 2, last=True)
+        rig.executor.drain()
+        _assert_same((rig.losses, rig.weights()), expected)
+        assert len(rig.executor.boundaries.free) == len(rig.plan.boundary_slots)
+
+
+def _give_up(rig: Rig, phase: str) -> None:
+    visit = rig.executor.schedule.visits[rig.executor._cursor]
+    if (visit.phase, visit.stage) == (phase, 1):
+        raise StepAbandoned
+
+
+def test_one_more_step_moves_exactly_what_was_predicted(tmp_path: Path) -> None:
+    subject = Subject(llama(num_hidden_layers=3), Shape(dtype="bfloat16", accumulate="bfloat16", **UNEVEN))
+    moved = []
+    for steps in (2, 3):
+        with Rig(subject, tmp_path / str(steps), home="cpu", boundaries="ssd", kept="all") as rig:
+            rig.run(steps, settle=True)
+            moved.append((rig.counters().read_bytes, rig.counters().written_bytes))
+            predicted = rig.plan.predicted
+    assert [after - before for before, after in zip(*moved, strict=True)] == [
+        predicted.read_per_step,
+        predicted.written_per_step,
+    ]
+    outputs = sum(operator.bytes for stage in subject.spec.stages for operator in stage.operators)
+    assert predicted.read_by["boundaries"] == predicted.read_per_step > 3 * outputs  # three micro-batches
+
+
+def test_another_sequence_of_operators_than_planned_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device whose library multiplies otherwise."""
+    subject = Subject(llama(), Shape())
+    with Rig(subject, tmp_path, home="cpu", kept="all") as rig:
+        mlp = subject.anatomy.model.base_model.layers[0].mlp
+        monkeypatch.setattr(mlp, "forward", lambda x: torch.bmm(x, x.transpose(1, 2)) @ x)
+        with pytest.raises(UsageError, match=r"operator 5 of a stage is bmm here, the plan was made for mm mlp\.gate_proj"):
+            rig.run(1)
+        monkeypatch.undo()
+        rig.executor.abandon()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "falcon"])
+def test_bytes_that_autograd_saves(family: str) -> None:
+    """As counted on fake tensors, and in a block of plain PyTorch that runs. Fake tensors have attention take a mask, and
+    keys and values for every head, where the run may do without."""
+    subject = Subject(FAMILIES[family], Shape(batch=2, micro=2))
+    spec = next(stage for stage in subject.spec.stages if stage.kind == "block")
+    model = subject.fresh()
+    block = model.base_model.get_submodule(spec.name)
+    saved: dict[int, torch.Tensor] = {}
+    original, beside = block.forward, [*block.parameters()]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        beside.extend(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            return original(*args, **kwargs)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.setdefault(tensor.untyped_storage()._cdata, tensor)
+        return tensor
+
+    block.forward = forward
+    y = model(input_ids=next(subject.batches(1))[0], use_cache=False).logits
+    given = {tensor.untyped_storage()._cdata for tensor in beside}
+    assert y.requires_grad
+    real = sum(tensor.untyped_storage().nbytes() for key, tensor in saved.items() if key not in given)
+    masked = {"llama": 2 * 2048 + 1024, "gpt2": 1024}.get(family, 0)
+    assert spec.activation_bytes == real + masked
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gpt_neo", "falcon"])
+def test_flops_of_a_dense_block(family: str) -> None:
+    """Twice its matrices per token, and half of attention's scores and of their product with the values."""
+    subject = Subject(FAMILIES[family], Shape(micro=2, tokens=16))
+    text = subject.config.get_text_config()
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    for stage in subject.spec.stages:
+        if stage.kind == "block":
+            matrices = sum(tensor.numel for tensor in stage.tensors if len(tensor.shape) == 2)
+            attention = 2 * 2 * 16 * 16 * text.num_attention_heads * size
+            assert stage.forward_flops == 2 * matrices * 2 * 16 + attention
+            assert 0.9 * stage.forward_flops <= sum(operator.flops for operator in stage.operators) <= stage.forward_flops
+            assert len({operator.index for operator in stage.operators}) == len(stage.operators) >= 4
