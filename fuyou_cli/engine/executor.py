@@ -103,7 +103,9 @@ class Executor:
             if stage.kind == "embedding" and is_lookup(module) and not is_plain(module) and scales_rows(module)
         }
         self._pieces = {cut[0]: cut} if cut else {}  # of the embedding, by the stage that its forward is called as
-        self._cursor, self._settled = -1, False
+        self._cursor = -1
+        # Of the visit under way: it has its slots for weights and boundary, for gradients, and its weights on the device.
+        self._settled = self._summing = self._uploaded = False
         self._prefetched: set[int] = set()
         self._squares: dict[int, float] = {}
         self._step, self._last_step, self._scalars = 0, False, Scalars(optimizer=optimizer, lr=0.0, step=1)
@@ -210,25 +212,50 @@ class Executor:
 
     # ---- visits --------------------------------------------------------------------------------------------------
 
-    def enter(self, phase: str, stage: int) -> tuple[Visit, torch.Tensor | None]:
-        """The next visit of the schedule, its weights ready to compute with (None when it needs none)."""
+    def enter(self, phase: str, stage: int, boundary: torch.Tensor | None = None) -> tuple[Visit, torch.Tensor | None]:
+        """The next visit of the schedule, its weights ready to compute with (None when it needs none), and `boundary`, its
+        input, stashed where backward will want it.
+
+        As soon as the visit has its own slots what comes next may be prefetched, also while it waits for what its slots are
+        to hold: until then a visit behind it could take the slot it waits for, and wait for it in turn.
+        """
         self._cursor += 1
         visit = self.schedule.visits[self._cursor]
         assert (visit.phase, visit.stage) == (phase, stage), (visit, phase, stage)
-        self._settled = False
-        prefetched = visit.index in self._prefetched
-        self._prefetched.discard(visit.index)
-        span = self.residency.acquire(visit, prefetched=prefetched)
+        summed = (visit.stage if visit.owner is None else visit.owner) if visit.sum_gradients else None
+        self._settled, self._summing, self._uploaded = False, summed is None, False
+        self._take_slots(visit, boundary)
+        # Not before its last step's gradients were used: they may still be where the new ones are to be summed.
+        if summed is not None and self.residency.is_current(summed):
+            self._take_sum(visit, summed)
+        self._settled = True
+        self._tick()
+        span = self.residency.acquire(visit)
+        if summed is not None and not self._summing:
+            self._take_sum(visit, summed)
         flat = None
         if span is not None:
             assert visit.owner is not None
             flat = self.weights.flat(visit.owner, span, self.residency.records[visit.owner].generation)
+        self._uploaded = True
+        self._tick()
         return visit, flat
 
-    def settle(self) -> None:
-        """The visit has all it waits for: from now on what comes next may be prefetched."""
-        self._settled = True
-        self._tick()
+    def _take_slots(self, visit: Visit, boundary: torch.Tensor | None) -> None:
+        """For weights and boundary: what they are to hold is there or on its way."""
+        if visit.index in self._prefetched:
+            self._prefetched.remove(visit.index)
+        else:
+            self.residency.take_slot(visit)
+        if visit.stash:
+            assert boundary is not None
+            self.boundaries.stash(visit.stage, boundary, self.residency.wait_until)
+        if visit.take:
+            self.residency.wait_until(lambda: self.boundaries.try_prefetch(visit.stage), "a slot for a boundary")
+
+    def _take_sum(self, visit: Visit, owner: int) -> None:
+        self.sums.take_slot(owner, resume=visit.resume)
+        self._summing = True
 
     def leave(self, visit: Visit, begin: float) -> None:
         self._outcome.intervals.append(Interval(phase=visit.phase, stage=visit.stage, begin=begin, end=time.monotonic()))
@@ -249,7 +276,7 @@ class Executor:
     def _prefetch(self) -> None:
         """Starts what the next `lookahead` visits need, in order, as far as slots are free."""
         visits = self.schedule.visits
-        resuming = True  # so far; a visit that begins a new sum must not find its slot taken by one behind it
+        resuming = self._summing  # so far; a visit that begins a new sum must not find its slot taken by one behind it
         for ahead in range(1, self.plan.lookahead + 1):
             index, next_step = self._cursor + ahead, False
             if index >= len(visits):
@@ -261,7 +288,7 @@ class Executor:
             if visit.take and visit.stage in self.boundaries.kept and not self.boundaries.try_prefetch(visit.stage):
                 return
             if index in self._prefetched:
-                if ahead == 1:
+                if ahead == 1 and self._uploaded:  # its turn on the device is not the one this visit is to have
                     self._begin_upload(visit, next_step=next_step)
                 continue
             if not self.residency.try_prefetch(visit):
@@ -295,10 +322,7 @@ class Executor:
         """The stage's output for the whole batch. x: (batch, tokens, ...) in host memory."""
         if call.stage in self._pieces:
             return forward_in_pieces(self, self._pieces[call.stage], call, x)
-        visit, flat = self.enter("forward", call.stage)
-        if visit.stash:
-            self.boundaries.stash(call.stage, x, self.residency.wait_until)
-        self.settle()
+        visit, flat = self.enter("forward", call.stage, x)
         begin = time.monotonic()
         state = self.device.random_state()
         with torch.no_grad(), self.installed(call.stage, flat, trainable=False):
@@ -342,7 +366,6 @@ class Executor:
         x = self.boundaries.take(call.stage, self.residency.wait_until) if visit.take else ids
         assert x is not None
         total = self.sums.open(call.stage)
-        self.settle()
         begin = time.monotonic()
         if ids is not None:
             embedding_backward(self, call, ids, grad_y, flat, total)

@@ -106,17 +106,25 @@ class Residency:
         record.kept = False
         return True
 
-    def acquire(self, visit: Visit, *, prefetched: bool) -> Span | None:
+    def take_slot(self, visit: Visit) -> None:
+        """The visit has a span for its weights, and what is missing there is on its way."""
+        if visit.owner is not None:
+            kind = self.model.stages[visit.owner].kind
+            self.wait_until(lambda: self.try_prefetch(visit), f"a slot for the weights of the {kind}")
+
+    def acquire(self, visit: Visit) -> Span | None:
         """The span holding the weights this visit computes with, of the right generation."""
         if visit.owner is None or self.model.stages[visit.owner].params == 0:
             return None
-        record = self.records[visit.owner]
-        name = self.model.stages[visit.owner].kind
-        if not prefetched:
-            self.wait_until(lambda: self.try_prefetch(visit), f"a slot for the weights of the {name}")
-        self.wait_until(lambda: record.fetch is None, f"weights of the {name}")
-        self.wait_until(lambda: record.update is None and record.due is None, f"update of the {name}")
+        record, kind = self.records[visit.owner], self.model.stages[visit.owner].kind
+        self.wait_until(lambda: record.fetch is None, f"weights of the {kind}")
+        self.wait_until(lambda: self.is_current(record.stage), f"update of the {kind}")
         return record.span
+
+    def is_current(self, stage: int) -> bool:
+        """Whether no update of the stage is due or under way."""
+        record = self.records[stage]
+        return record.due is None and record.update is None
 
     def release(self, visit: Visit) -> None:
         """The visit is over. A kept span stays for the next visit's prefetch."""
@@ -204,12 +212,10 @@ class Residency:
         return True
 
     def resume_gradients(self, stage: int) -> Span:
-        """Where gradients that rested are again, to be summed on."""
+        """Where gradients that rested are again, to be summed on. They are wanted back already."""
         record, plan = self.records[stage], self.plan.stages[stage]
-        self.wait_until(
-            lambda: self.try_resume_gradients(stage) and record.gradient_read is None,
-            f"gradients of the {self.model.stages[stage].kind}",
-        )
+        assert record.gradients == "resumed"
+        self.wait_until(lambda: record.gradient_read is None, f"gradients of the {self.model.stages[stage].kind}")
         span = plan.gradients_ram if plan.gradients_ram is not None else record.gradient_slot
         assert span is not None
         return span
@@ -311,7 +317,7 @@ class Residency:
             if record.span is None:
                 self.wait_until(partial(self._take_slot, record), "a slot for the weights")
             record.held += 1
-            self.wait_until(partial(_is_updated, record), "updates at the end")
+            self.wait_until(partial(self.is_current, record.stage), "updates at the end")
             self.let_go(record)
         self.wait_until(
             lambda: all(
@@ -319,7 +325,3 @@ class Residency:
             ),
             "updates at the end",
         )
-
-
-def _is_updated(record: Record) -> bool:
-    return record.due is None and record.update is None

@@ -59,9 +59,18 @@ class GradientSums:
         stays = self.model.tied_head and not self.model.head_is_cut
         return [self.device.empty(largest) for _ in range(3 if stays else 2)]
 
+    def take_slot(self, owner: int, *, resume: bool = False) -> None:
+        """The sum of `owner` has a place in host memory; with `resume` what rests is on its way there."""
+        if self.model.stages[owner].params == 0 or owner in self._sums:
+            return
+        if resume:
+            self.residency.wait_until(lambda: self.residency.try_resume_gradients(owner), "a slot for gradients")
+        else:
+            self.residency.acquire_gradients(owner)
+
     def open(self, owner: int, *, resume: bool = False) -> GradientSum | None:
-        """The sum of the gradients of stage `owner`, begun or gone on with; None for a stage without parameters. With
-        `resume` it goes on from what rests at the gradients' home."""
+        """The sum of the gradients of stage `owner`, begun or gone on with in the slot it has taken; None for a stage without
+        parameters. With `resume` it goes on from what rested at the gradients' home."""
         spec = self.model.stages[owner]
         if spec.params == 0:
             return None
