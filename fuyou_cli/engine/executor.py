@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from ..planner.schedule import Visit, plan_schedule
 from ..spec.model import ModelSpec
@@ -96,6 +97,7 @@ class Executor:
         self._shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by identity: masks and positions on the device
         self._head_gradient: torch.Tensor | None = None  # on its way from the head to the last stage's backward
         self._replaced: list[torch.nn.Module] = []
+        self._looking: list[RemovableHandle] = []
         cut = [stage.index for stage in model.stages if stage.kind == "embedding" and stage.vocabulary is not None]
         self.scaled_lookups = {  # whose gradients are sums of rows too; found before their forwards are replaced
             stage.index
@@ -123,6 +125,8 @@ class Executor:
                 stage.spec.index, stage.spec.name, original, self, self._anchor, self.device.torch_device
             )
             self._replaced.append(stage.module)
+            # A visit of one micro-batch is long: what its prefetches were fetched for, such as updates, is begun inside it.
+            self._looking += stage.call_inside(self._tick)
             if self.device.separate:
                 for module in stage.module.modules():
                     for name, value in module._buffers.items():
@@ -132,6 +136,9 @@ class Executor:
         for module in self._replaced:
             module.__dict__.pop("forward", None)
         self._replaced.clear()
+        for handle in self._looking:
+            handle.remove()
+        self._looking.clear()
 
     # ---- a step --------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +144,44 @@ def test_the_fewest_slots_are_enough(name: str, updates: str, device: Any, tmp_p
         assert max(len(slots.gradient_slots) for slots in rig.plan.slot_classes) == (2 if name == "tied" else 1)
         assert rig.run(STEPS) == losses
         assert unequal(rig.weights(), weights) == []
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_a_deferred_update_begins_inside_the_visit_before(device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of one micro-batch: weights that arrive in the middle of a stage's forward are updated before its end."""
+    subject = Subject(llama(num_hidden_layers=3), Shape(batch=2, micro=2))
+    with Rig(subject, tmp_path, lookahead=1, device=device) as rig:
+        batches = list(subject.batches(2))
+        rig.step(*batches[0], 1)
+        daemon = HeldBack(rig, monkeypatch, ("read", 3), ("read", 3))
+        daemon.holds = True
+        record = rig.executor.residency.records[3]
+        seen: list[bool] = []
+
+        def arrives(*_: Any) -> None:
+            """Called in the second block, whose next one is on its way."""
+            if daemon.holds:
+                seen.append(record.due is None)
+                while rig.counters().queued or rig.counters().in_flight:
+                    time.sleep(0.001)
+                daemon.holds = False
+
+        block = subject.anatomy.model.get_submodule("model.layers.1")
+        attention, last = block.get_submodule("self_attn.q_proj"), block.get_submodule("mlp.down_proj")
+        hooks = [attention.register_forward_pre_hook(arrives)]
+        hooks.append(last.register_forward_pre_hook(lambda *_: seen.append(record.due is None)))
+        try:
+            rig.step(*batches[1], 2, last=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        assert seen[:2] == [False, True]
+
+
+def test_a_closed_executor_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    subject = Subject(llama(), Shape())
+    with Rig(subject, tmp_path) as rig:
+        rig.run(1)
+    for module in subject.anatomy.model.modules():
+        assert not module._forward_hooks and "forward" not in vars(module)
