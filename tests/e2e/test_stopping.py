@@ -159,6 +159,21 @@ def test_placement_may_change_between_stop_and_resume(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.timeout(60)
+def test_another_share_may_be_deferred_after_a_stop(new_project: Callable[..., Project], tmp_path: Path) -> None:
+    unclipped = {"train.max_steps": STEPS, "train.clip_grad_norm": None}
+    expected, store = train(new_project("whole", unclipped))
+    project = new_project("shares", {**unclipped, "offload.defer_updates": 0.7})
+    for step, share in ((2, 0.3), (4, 1), (5, 0)):
+        with pytest.raises(Interrupted):
+            train(project, interrupt(step, "forward"))
+        project.write_recipe({**unclipped, "offload.defer_updates": share})
+    losses, resumed = train(project)
+    assert losses == expected
+    ours, theirs = exported(resumed, tmp_path / "ours"), exported(store, tmp_path / "theirs")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 class Killed(BaseException):
     """Stands for whatever ends a run without a word."""
 
