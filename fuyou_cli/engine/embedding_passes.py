@@ -51,7 +51,6 @@ def forward_in_pieces(executor: Executor, pieces: Sequence[int], call: Call, ids
     found = 0
     for stage in pieces:
         visit, flat = executor.enter("forward", stage)
-        executor.settle()
         begin = time.monotonic()
         here, first = _inside(executor, stage, flat_ids)
         if here.numel():
@@ -79,7 +78,6 @@ def backward_in_pieces(executor: Executor, pieces: Sequence[int], call: Call, id
     for stage in reversed(pieces):
         visit, _ = executor.enter("backward", stage)
         total = executor.sums.open(stage, resume=visit.resume)
-        executor.settle()
         begin = time.monotonic()
         assert total is not None
         for rows in executor.micro_batches(ids.shape[0]):

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from ..planner.lookahead import Lookahead
 from ..planner.schedule import Visit, plan_schedule
@@ -88,7 +89,9 @@ class Executor:
         at_once = [visit.index for visit in self.schedule.visits if visit.update == "after"]
         self._first_update = min(at_once, default=len(self.schedule.visits))  # the visit whose end begins it
         self.boundaries = Boundaries(model=model, plan=plan, daemon=daemon, memory=memory)
-        self.lookahead = Lookahead(schedule=self.schedule, residency=self.residency, boundaries=self.boundaries.ledger)
+        self.lookahead = Lookahead(
+            schedule=self.schedule, residency=self.residency, boundaries=self.boundaries.ledger, tick=self._tick
+        )
         self.outputs = KeptOutputs(model=model, plan=plan, boundaries=self.boundaries, memory=memory, device=device)
         self.weights = ComputeWeights(model=model, plan=plan, memory=memory, device=device)
         self.head = Head(anatomy.model)
@@ -101,6 +104,7 @@ class Executor:
         self._shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by identity: masks and positions on the device
         self._head_gradient: torch.Tensor | None = None  # on its way from the head to the last stage's backward
         self._replaced: list[torch.nn.Module] = []
+        self._looking: list[RemovableHandle] = []
         cut = [stage.index for stage in model.stages if stage.kind == "embedding" and stage.vocabulary is not None]
         self.scaled_lookups = {  # whose gradients are sums of rows too; found before their forwards are replaced
             stage.index
@@ -108,9 +112,8 @@ class Executor:
             if stage.kind == "embedding" and is_lookup(module) and not is_plain(module) and scales_rows(module)
         }
         self._pieces = {cut[0]: cut} if cut else {}  # of the embedding, by the stage that its forward is called as
-        self._cursor, self._settled = -1, False
         self._squares: dict[int, float] = {}
-        self._step, self._last_step, self._scalars = 0, False, Scalars(optimizer=optimizer, lr=0.0, step=1)
+        self._step, self._scalars = 0, Scalars(optimizer=optimizer, lr=0.0, step=1)
         self._outcome = StepOutcome(loss=0.0, grad_norm=None, label_tokens=0)
         self._replace_forwards()
 
@@ -125,6 +128,8 @@ class Executor:
                 stage.spec.index, stage.spec.name, original, self, self._anchor, self.device.torch_device
             )
             self._replaced.append(stage.module)
+            # A visit of one micro-batch is long: what its prefetches were fetched for, such as updates, is begun inside it.
+            self._looking += stage.call_inside(self._tick)
             if self.device.separate:
                 for module in stage.module.modules():
                     for name, value in module._buffers.items():
@@ -134,6 +139,9 @@ class Executor:
         for module in self._replaced:
             module.__dict__.pop("forward", None)
         self._replaced.clear()
+        for handle in self._looking:
+            handle.remove()
+        self._looking.clear()
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
@@ -143,8 +151,8 @@ class Executor:
         input_ids, labels: (batch, tokens) int64 in host memory; labels hold -100 where nothing is learnt. Step counts
         from 1. `last` stops prefetching for a step that will not come.
         """
-        self._step, self._last_step, self._squares = step, last, {}
-        self._cursor = -1
+        self._step, self._squares = step, {}
+        self.lookahead.begin_step(last=last)
         self._shared.clear()
         self._scalars = Scalars(optimizer=self.optimizer, lr=lr, step=step)
         self._outcome = StepOutcome(loss=0.0, grad_norm=None, label_tokens=0)
@@ -169,20 +177,20 @@ class Executor:
     def drain(self) -> None:
         """Every update is done and every transfer over: the stages rest at the same generation."""
         self.sums.settle()
-        self._settled = False
+        self.lookahead.pause()
         self.weights.settle_all()
         self.lookahead.give_up()
         self.residency.drain()
 
     def may_abandon(self) -> bool:
         """Whether the step under way can be given up: no update of it has begun, nor will one at the end of this visit."""
-        return self._cursor < self._first_update
+        return self.lookahead.cursor < self._first_update
 
     def abandon(self) -> None:
         """Forgets the step under way (or what was prefetched for the next). Updates of earlier steps stay due."""
         self.sums.forget()
         self._head_gradient = None
-        self._settled = False
+        self.lookahead.pause()
         self.lookahead.forget()
         self.outputs.forget()
         self.boundaries.ledger.forget(self.residency.wait_until)
@@ -216,23 +224,26 @@ class Executor:
 
     # ---- visits --------------------------------------------------------------------------------------------------
 
-    def enter(self, phase: str, stage: int) -> tuple[Visit, torch.Tensor | None]:
-        """The next visit of the schedule, its weights ready to compute with (None when it needs none)."""
-        self._cursor += 1
-        visit = self.schedule.visits[self._cursor]
+    def enter(self, phase: str, stage: int, boundary: torch.Tensor | None = None) -> tuple[Visit, torch.Tensor | None]:
+        """The next visit of the schedule, its weights ready to compute with (None when it needs none), and `boundary`, its
+        input, stashed where backward will want it.
+
+        As soon as the visit has its own slots what comes next may be prefetched, also while it waits for what its slots are
+        to hold: until then a visit behind it could take the slot it waits for, and wait for it in turn.
+        """
+        visit = self.lookahead.enter(lambda visit: self._stash(visit, boundary))
         assert (visit.phase, visit.stage) == (phase, stage), (visit, phase, stage)
-        self._settled = False
-        span = self.residency.acquire(visit, prefetched=self.lookahead.taken(visit))
+        span = None if visit.owner is None else self.residency.records[visit.owner].span
         flat = None
         if span is not None:
             assert visit.owner is not None
             flat = self.weights.flat(visit.owner, span, self.residency.records[visit.owner].generation)
+        self.lookahead.on_device()
         return visit, flat
 
-    def settle(self) -> None:
-        """The visit has all it waits for: from now on what comes next may be prefetched."""
-        self._settled = True
-        self._tick()
+    def _stash(self, visit: Visit, boundary: torch.Tensor | None) -> None:
+        assert boundary is not None
+        self.boundaries.stash(visit.stage, boundary, self.residency.wait_until)
 
     def leave(self, visit: Visit, begin: float) -> None:
         self._outcome.intervals.append(Interval(phase=visit.phase, stage=visit.stage, begin=begin, end=time.monotonic()))
@@ -247,8 +258,7 @@ class Executor:
         self.residency.advance()
         self.boundaries.ledger.advance()
         self.sums.advance()
-        if self._settled:
-            self.lookahead.advance(self._cursor, last_step=self._last_step, nearest=self._begin_upload)
+        self.lookahead.advance(self._begin_upload)
 
     def _begin_upload(self, visit: Visit, next_step: bool) -> None:
         if not self.device.separate or visit.owner is None:
@@ -271,10 +281,7 @@ class Executor:
         """The stage's output for the whole batch. x: (batch, tokens, ...) in host memory."""
         if call.stage in self._pieces:
             return forward_in_pieces(self, self._pieces[call.stage], call, x)
-        visit, flat = self.enter("forward", call.stage)
-        if visit.stash:
-            self.boundaries.stash(call.stage, x, self.residency.wait_until)
-        self.settle()
+        visit, flat = self.enter("forward", call.stage, x)
         begin = time.monotonic()
         state = self.device.random_state()
         with torch.no_grad(), self.installed(call.stage, flat, trainable=self.outputs.keeps(call.stage)):
@@ -328,7 +335,6 @@ class Executor:
         visit, flat = self.enter("backward", call.stage)
         boundary = self.boundaries.take(call.stage, self.residency.wait_until) if visit.take else []
         total = self.sums.open(call.stage)
-        self.settle()
         begin = time.monotonic()
         if ids is not None:
             embedding_backward(self, call, ids, grad_y, flat, total)

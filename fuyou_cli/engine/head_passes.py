@@ -38,7 +38,6 @@ def _whole(executor: Executor, hidden: torch.Tensor, targets: torch.Tensor, *, n
     device = executor.device.torch_device
     visit, flat = executor.enter("head", stage)
     total = executor.sums.open(visit.owner if visit.owner is not None else stage)
-    executor.settle()
     begin = time.monotonic()
     gradient = torch.empty_like(hidden)
     loss = 0.0
@@ -82,7 +81,6 @@ def _in_pieces(
 def _fold_piece(executor: Executor, stage: int, hidden: torch.Tensor, tokens: TokenLoss) -> None:
     """The piece's logits of every token, into its loss."""
     visit, flat = executor.enter("logits", stage)
-    executor.settle()
     begin = time.monotonic()
     with torch.no_grad(), executor.head.stubbed(), executor.installed(visit.owner, flat, trainable=False):
         for part, piece in _parts(executor, hidden):
@@ -104,7 +102,6 @@ def _differentiate_piece(
     visit, flat = executor.enter("head", stage)
     assert visit.owner is not None
     total = executor.sums.open(visit.owner)
-    executor.settle()
     begin = time.monotonic()
     with executor.head.stubbed(), executor.installed(visit.owner, flat, trainable=True) as parameters:
         for part, piece in _parts(executor, hidden):

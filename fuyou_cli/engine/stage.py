@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ..spec.model import StageSpec
 from .anatomy import Anatomy, Slotted
@@ -19,6 +20,14 @@ class Stage:
         self.spec = spec
         self.module = anatomy.modules[spec.index]
         self.slotted: tuple[Slotted, ...] = anatomy.parameters[spec.index]
+
+    def call_inside(self, look: Callable[[], None]) -> list[RemovableHandle]:
+        """From now on `look` is called inside the stage's forward, after each innermost module, until the handles are removed.
+        A stage that is one module alone has no inside."""
+        if self.module is None:
+            return []
+        inside = [part for part in self.module.modules() if part is not self.module and not any(part.children())]
+        return [part.register_forward_hook(lambda *_: look()) for part in inside]
 
     @contextmanager
     def installed(self, flat: torch.Tensor, *, trainable: bool) -> Iterator[list[nn.Parameter]]:

@@ -60,8 +60,8 @@ class GradientSums:
         return [self.device.empty(largest) for _ in range(3 if stays else 2)]
 
     def open(self, owner: int, *, resume: bool = False) -> GradientSum | None:
-        """The sum of the gradients of stage `owner`, begun or gone on with; None for a stage without parameters. With
-        `resume` it goes on from what rests at the gradients' home."""
+        """The sum of the gradients of stage `owner`, begun or gone on with in the slot it has taken; None for a stage without
+        parameters. With `resume` it goes on from what rested at the gradients' home."""
         spec = self.model.stages[owner]
         if spec.params == 0:
             return None

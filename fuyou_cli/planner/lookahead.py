@@ -1,4 +1,9 @@
-"""What the next visits need is started before they come, in order, as far as slots are free."""
+"""One visit after the other: each takes its slots first, then what the next visits need is started, in order, as far as slots
+are free.
+
+Slots first: what is ahead then never waits for something that a visit behind it holds. As soon as a visit has its own,
+what comes next may start, also while the visit waits for what its slots are to hold.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +15,76 @@ from .schedule import Schedule, Visit
 
 
 class Lookahead:
-    """Prefetches for the `plan.lookahead` visits behind the one under way, over the step's end as well."""
+    """The visit under way, and prefetches for the `plan.lookahead` visits behind it, over the step's end as well. `tick`
+    moves everything that can move and calls `advance`."""
 
-    def __init__(self, *, schedule: Schedule, residency: Residency, boundaries: BoundaryLedger) -> None:
-        self._visits, self._residency, self._boundaries = schedule.visits, residency, boundaries
+    def __init__(
+        self, *, schedule: Schedule, residency: Residency, boundaries: BoundaryLedger, tick: Callable[[], None]
+    ) -> None:
+        self._visits, self._residency, self._boundaries, self._tick = schedule.visits, residency, boundaries, tick
         self._distance = residency.plan.lookahead
         self._started: set[int] = set()
+        self._last_step = False
+        self.cursor = -1
+        # Of the visit under way: it has its slots for weights and boundary, for gradients, and its weights on the device.
+        self._settled = self._summing = self._uploaded = False
 
-    def taken(self, visit: Visit) -> bool:
-        """Whether the visit's weights were started for; its turn has come."""
-        started = visit.index in self._started
-        self._started.discard(visit.index)
-        return started
+    def begin_step(self, *, last: bool) -> None:
+        """`last` stops prefetching for a step that will not come."""
+        self.cursor, self._last_step = -1, last
 
-    def advance(self, cursor: int, *, last_step: bool, nearest: Callable[[Visit, bool], None]) -> None:
-        """Starts what can be started for the visits behind `cursor`. `nearest` hears of the very next visit, once its
-        weights are on their way, and whether it is in the next step."""
-        resuming = True  # so far; a visit that begins a new sum must not find its slot taken by one behind it
+    def enter(self, stash: Callable[[Visit], None]) -> Visit:
+        """The next visit of the schedule, once its slots are its own and its weights in memory. `stash` puts its input where
+        backward will want it."""
+        self.cursor += 1
+        visit = self._visits[self.cursor]
+        summed = (visit.stage if visit.owner is None else visit.owner) if visit.sum_gradients else None
+        self._settled, self._summing, self._uploaded = False, summed is None, False
+        self._take_slots(visit, stash)
+        # Not before its last step's gradients were used: they may still be where the new ones are to be summed.
+        if summed is not None and self._residency.is_current(summed):
+            self._take_sum(visit, summed)
+        self._settled = True
+        self._tick()
+        self._residency.acquire(visit)
+        if summed is not None and not self._summing:
+            self._take_sum(visit, summed)
+        return visit
+
+    def on_device(self) -> None:
+        """The visit's weights are where it computes: the next visit's may take their turn there."""
+        self._uploaded = True
+        self._tick()
+
+    def _take_slots(self, visit: Visit, stash: Callable[[Visit], None]) -> None:
+        """For weights and boundary: what they are to hold is there or on its way."""
+        if visit.index in self._started:
+            self._started.remove(visit.index)
+        else:
+            self._residency.take_slot(visit)
+        if visit.stash:
+            stash(visit)
+        if visit.take:
+            self._residency.wait_until(lambda: self._boundaries.try_prefetch(visit.stage), "a slot for a boundary")
+
+    def _take_sum(self, visit: Visit, owner: int) -> None:
+        """A place for the sum of the owner's gradients; where it is resumed, what rests is on its way there."""
+        if visit.resume:
+            self._residency.wait_until(lambda: self._residency.try_resume_gradients(owner), "a slot for gradients")
+        elif self._residency.model.stages[owner].params:
+            self._residency.acquire_gradients(owner)
+        self._summing = True
+
+    def advance(self, nearest: Callable[[Visit, bool], None]) -> None:
+        """Starts what can be started. `nearest` hears of the very next visit once its weights are on their way and the
+        device is ready for them, and whether it is in the next step."""
+        if not self._settled:
+            return
+        resuming = self._summing  # so far; a visit that begins a new sum must not find its slot taken by one behind it
         for ahead in range(1, self._distance + 1):
-            index, next_step = cursor + ahead, False
+            index, next_step = self.cursor + ahead, False
             if index >= len(self._visits):
-                if last_step:
+                if self._last_step:
                     return
                 index, next_step = index - len(self._visits), True
             visit = self._visits[index]
@@ -38,12 +92,16 @@ class Lookahead:
             if visit.take and visit.stage in self._boundaries.kept and not self._boundaries.try_prefetch(visit.stage):
                 return
             if index in self._started:
-                if ahead == 1:
+                if ahead == 1 and self._uploaded:  # its turn on the device is not the one this visit is to have
                     nearest(visit, next_step)
                 continue
             if not self._residency.try_prefetch(visit):
                 return
             self._started.add(index)
+
+    def pause(self) -> None:
+        """Nothing more is started until the next visit."""
+        self._settled = False
 
     def give_up(self) -> None:
         """What was started for is not needed: the stages let go of it."""

@@ -131,17 +131,25 @@ class Residency:
         record.kept = False
         return True
 
-    def acquire(self, visit: Visit, *, prefetched: bool) -> Span | None:
+    def take_slot(self, visit: Visit) -> None:
+        """The visit has a span for its weights, and what is missing there is on its way."""
+        if visit.owner is not None:
+            kind = self.model.stages[visit.owner].kind
+            self.wait_until(lambda: self.try_prefetch(visit), f"a slot for the weights of the {kind}")
+
+    def acquire(self, visit: Visit) -> Span | None:
         """The span holding the weights this visit computes with, of the right generation."""
         if visit.owner is None or self.model.stages[visit.owner].params == 0:
             return None
-        record = self.records[visit.owner]
-        name = self.model.stages[visit.owner].kind
-        if not prefetched:
-            self.wait_until(lambda: self.try_prefetch(visit), f"a slot for the weights of the {name}")
-        self.wait_until(lambda: record.fetch is None, f"weights of the {name}")
-        self.wait_until(lambda: record.update is None and record.due is None, f"update of the {name}")
+        record, kind = self.records[visit.owner], self.model.stages[visit.owner].kind
+        self.wait_until(lambda: record.fetch is None, f"weights of the {kind}")
+        self.wait_until(lambda: self.is_current(record.stage), f"update of the {kind}")
         return record.span
+
+    def is_current(self, stage: int) -> bool:
+        """Whether no update of the stage is due or under way."""
+        record = self.records[stage]
+        return record.due is None and record.update is None
 
     def release(self, visit: Visit) -> None:
         """The visit is over. A kept span stays for the next visit's prefetch."""
@@ -237,12 +245,10 @@ class Residency:
         return True
 
     def resume_gradients(self, stage: int) -> Span:
-        """Where gradients that rested are again, to be summed on."""
+        """Where gradients that rested are again, to be summed on. They are wanted back already."""
         record, plan = self.records[stage], self.plan.stages[stage]
-        self.wait_until(
-            lambda: self.try_resume_gradients(stage) and record.gradient_read is None,
-            f"gradients of the {self.model.stages[stage].kind}",
-        )
+        assert record.gradients == "resumed"
+        self.wait_until(lambda: record.gradient_read is None, f"gradients of the {self.model.stages[stage].kind}")
         span = plan.gradients_ram if plan.gradients_ram is not None else record.gradient_slot
         assert span is not None
         return span
@@ -316,7 +322,7 @@ class Residency:
             if record.span is None:
                 self.wait_until(partial(self._take_slot, record), "a slot for the weights")
             self.hold(record)
-            self.wait_until(partial(_is_updated, record), "updates at the end")
+            self.wait_until(partial(self.is_current, record.stage), "updates at the end")
             self.let_go(record)
         self.wait_until(
             lambda: all(
@@ -330,7 +336,3 @@ def _has_work(record: Record) -> bool:
     """Whether something of it is under way, or an update is due and somebody holds the span for it."""
     under_way = (record.fetch, record.update, record.gradient_write, record.gradient_read)
     return any(ticket is not None for ticket in under_way) or (record.due is not None and record.held > 0)
-
-
-def _is_updated(record: Record) -> bool:
-    return record.due is None and record.update is None

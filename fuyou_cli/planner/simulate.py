@@ -7,7 +7,7 @@ what is prefetched, when an update may begin) are the ledgers', the same objects
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ITEM_SIZE, ModelSpec
@@ -35,13 +35,12 @@ class _Imagined:
         self.model, self.plan, self.costs, self.machine = model, plan, costs, machine
         self.residency = Residency(model=model, plan=plan, transfers=self, runner=self)
         self.boundaries = BoundaryLedger(plan=plan, transfers=self)
-        self.lookahead = Lookahead(schedule=schedule, residency=self.residency, boundaries=self.boundaries)
+        self.lookahead = Lookahead(schedule=schedule, residency=self.residency, boundaries=self.boundaries, tick=self.tick)
         self.device = DeviceSide(model, plan) if plan.device != "cpu" else None
         self.moved_in, self.moved_out = 0, 0  # bytes of the store
         self.asked: list[Asked] = []
         self.after: list[tuple[int, Callable[[], None]]] = []  # downloads under way and what follows them
         self._state_bytes = state_bytes
-        self._cursor, self._settled = -1, False
 
     # ---- transfers (the ledgers call these) ------------------------------------------------------------------------
 
@@ -92,24 +91,18 @@ class _Imagined:
 
     # ---- one visit -------------------------------------------------------------------------------------------------
 
-    def visit(self, visit: Visit, *, last_step: bool, update: Callable[[int], None]) -> None:
-        """As the executor does it. `update` hears of complete gradients."""
-        self._cursor, self._settled = visit.index, False
-        self._last_step = last_step
-        self.residency.acquire(visit, prefetched=self.lookahead.taken(visit))
+    def visit(self, *, update: Callable[[int], None]) -> Visit:
+        """The next one, as the executor does it. `update` hears of complete gradients."""
+        visit = self.lookahead.enter(self._stash)
         if visit.take:
             self.boundaries.ready(visit.stage, self.residency.wait_until)
         total = visit.owner if visit.owner is not None else visit.stage
         summed = visit.sum_gradients and self.model.stages[total].params > 0
-        if summed:
-            self._open_sum(visit, total)
-        if visit.stash:
-            span = self.boundaries.room(visit.stage, self.residency.wait_until)
-            self.boundaries.stashed(visit.stage, span, self._kept_bytes(visit.stage))
-            if not self.plan.stages[visit.stage].kept:
-                self.boundaries.seal(visit.stage)
-        self._settled = True
-        self.tick()
+        if summed and visit.resume:
+            self.residency.resume_gradients(total)
+        if self.device is not None and visit.owner is not None:
+            self._wait_for_upload(visit.owner)
+        self.lookahead.on_device()
         self._compute(visit)
         if visit.stash and self.plan.stages[visit.stage].kept:
             self.boundaries.seal(visit.stage)
@@ -119,6 +112,13 @@ class _Imagined:
             self._close_sum(visit, total, update)
         self.residency.release(visit)
         self.tick()
+        return visit
+
+    def _stash(self, visit: Visit) -> None:
+        span = self.boundaries.room(visit.stage, self.residency.wait_until)
+        self.boundaries.stashed(visit.stage, span, self._kept_bytes(visit.stage))
+        if not self.plan.stages[visit.stage].kept:
+            self.boundaries.seal(visit.stage)
 
     def tick(self) -> None:
         """Everything that can move moves."""
@@ -126,14 +126,7 @@ class _Imagined:
         self.boundaries.advance()
         while self.after and self.machine.collect(self.after[0][0]):
             self.after.pop(0)[1]()
-        if self._settled:
-            self.lookahead.advance(self._cursor, last_step=self._last_step, nearest=self._begin_upload)
-
-    def _open_sum(self, visit: Visit, total: int) -> None:
-        if visit.resume:
-            self.residency.resume_gradients(total)
-        else:
-            self.residency.acquire_gradients(total)
+        self.lookahead.advance(self._begin_upload)
 
     def _stays(self, visit: Visit) -> bool:
         """The sum of a tied head that is not cut goes on in the embedding's backward."""
@@ -180,18 +173,17 @@ class _Imagined:
                 self.machine.advance()
 
     def _begin_copies(self, visit: Visit) -> list[int]:
-        """Weights first, then boundaries in and out, beside compute micro-batch by micro-batch."""
-        assert self.device is not None
-        if visit.owner is not None:
-            record = self.residency.records[visit.owner]
-            ticket = self._upload(visit.owner, record.generation)
-            while ticket is not None and not self.machine.is_done(ticket):
-                self.machine.advance()
+        """Boundaries in and out, beside compute micro-batch by micro-batch."""
         up, down = crossing(self.model.stages[visit.stage], visit.phase)
         size = self.costs.boundary
         kept = kept_bytes(self.model.stages[visit.stage], self.plan.stages[visit.stage].kept) * self.costs.micro_batches
         copies = [self._copy(up=up * size + kept * visit.take), self._copy(down=down * size + kept * visit.stash)]
         return [self.machine.submit(copy, what="boundary", stage=visit.stage) for copy in copies if copy.parts()]
+
+    def _wait_for_upload(self, owner: int) -> None:
+        ticket = self._upload(owner, self.residency.records[owner].generation)
+        while ticket is not None and not self.machine.is_done(ticket):
+            self.machine.advance()
 
     def _copy(self, *, up: float = 0.0, down: float = 0.0) -> Work:
         """Between host and device; an unknown rate costs nothing."""
@@ -280,7 +272,7 @@ def simulate(
         if step == steps - 1:
             before = _Before(run)
         run.generation = step + 1
-        forward = _step(run, schedule.visits)
+        forward = _step(run, len(schedule.visits))
         ends.append(machine.now)
     begin = before.now
     return Timeline(
@@ -308,7 +300,7 @@ class _Before:
         self.read, self.written, self.asked = run.moved_in, run.moved_out, len(run.asked)
 
 
-def _step(run: _Imagined, visits: Sequence[Visit]) -> float:
+def _step(run: _Imagined, visits: int) -> float:
     """Runs one step; when its forward was over."""
     forward = run.machine.now
 
@@ -318,9 +310,9 @@ def _step(run: _Imagined, visits: Sequence[Visit]) -> float:
         else:
             run.residency.update_now(stage, True)
 
-    for visit in visits:
-        run.visit(visit, last_step=False, update=update)
-        if visit.phase == "forward":
+    run.lookahead.begin_step(last=False)
+    for _ in range(visits):
+        if run.visit(update=update).phase == "forward":
             forward = run.machine.now
     while run.after:
         run.machine.advance()

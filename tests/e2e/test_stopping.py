@@ -31,6 +31,8 @@ PLACES: dict[str, dict[str, Any]] = {
     "unclipped, fp32, two directories": {"train.clip_grad_norm": None, "precision.compute": "float32"},
     "clipped, vocabulary cut": {"train.head_chunk_vocab": 100},
     "unclipped, vocabulary cut": {"train.head_chunk_vocab": 100, "train.clip_grad_norm": None},
+    "unclipped, half deferred": {"train.clip_grad_norm": None, "offload.defer_updates": 0.5},
+    "all deferred, in RAM": {**RAM, "train.clip_grad_norm": None, "offload.defer_updates": 1},
 }
 
 
@@ -64,14 +66,13 @@ def test_stopped_anywhere_and_resumed_is_the_same_run(place: str, new_project: C
 @pytest.mark.parametrize("place", ["clipped, vocabulary cut", "unclipped, vocabulary cut"])
 @pytest.mark.timeout(60)
 def test_stopped_in_a_cut_head(place: str, new_project: Callable[..., Project], tmp_path: Path) -> None:
-    """Between the logits of two pieces nothing has been updated; between their gradients, without clipping, it has."""
+    """Nothing has been updated yet: gradients of a tied head's pieces rest until the embedding has added its own."""
     expected, store = train(new_project("whole", _changes(tmp_path / "whole", place)))
     broken = new_project("broken", _changes(tmp_path / "broken", place))
     for step, phase in ((2, "logits"), (3, "head")):
         with pytest.raises(Interrupted):
             train(broken, interrupt(step, phase))
-        finished = step if phase == "head" and "unclipped" in place else step - 1
-        assert len(manifest_of(broken).losses) == finished
+        assert len(manifest_of(broken).losses) == step - 1
     losses, resumed = train(broken)
     assert losses == expected
     ours, theirs = exported(resumed, tmp_path / "ours"), exported(store, tmp_path / "theirs")
@@ -153,6 +154,21 @@ def test_placement_may_change_between_stop_and_resume(
     expected, store = train(whole)
     stopped.write_recipe({"train.max_steps": STEPS, **RAM, "offload.lookahead": 4, "offload.io.backend": "threads"})
     losses, resumed = train(stopped)
+    assert losses == expected
+    ours, theirs = exported(resumed, tmp_path / "ours"), exported(store, tmp_path / "theirs")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.timeout(60)
+def test_another_share_may_be_deferred_after_a_stop(new_project: Callable[..., Project], tmp_path: Path) -> None:
+    unclipped = {"train.max_steps": STEPS, "train.clip_grad_norm": None}
+    expected, store = train(new_project("whole", unclipped))
+    project = new_project("shares", {**unclipped, "offload.defer_updates": 0.7})
+    for step, share in ((2, 0.3), (4, 1), (5, 0)):
+        with pytest.raises(Interrupted):
+            train(project, interrupt(step, "forward"))
+        project.write_recipe({**unclipped, "offload.defer_updates": share})
+    losses, resumed = train(project)
     assert losses == expected
     ours, theirs = exported(resumed, tmp_path / "ours"), exported(store, tmp_path / "theirs")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

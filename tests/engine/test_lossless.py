@@ -35,7 +35,7 @@ class Shadow:
         self.variance = {index: torch.zeros_like(flat) for index, flat in self.masters.items()}
 
     def follow(self) -> None:
-        """After a two-phase step: gradients rest, updates are due."""
+        """After a clipped step: gradients rest, updates are due."""
         self.step += 1
         for stage in self.rig.owning_stages():
             due = self.rig.executor.residency.records[stage.index].due

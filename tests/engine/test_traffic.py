@@ -23,9 +23,9 @@ def subject(request: pytest.FixtureRequest) -> Subject:
     return Subject(config, Shape(dtype=request.param, accumulate=request.param, batch=2, micro=2))
 
 
-def _moved(subject: Subject, folder: Path, steps: int, clip: float | None) -> tuple[int, int, int]:
+def _moved(subject: Subject, folder: Path, steps: int, clip: float | None, defer: float | None = None) -> tuple[int, int, int]:
     """Bytes read and written, and parameters updated, in `steps` steps and the draining after them."""
-    with Rig(subject, folder, clip=clip, lookahead=1, optimizer=OPTIMIZER) as rig:
+    with Rig(subject, folder, clip=clip, defer=defer, lookahead=1, optimizer=OPTIMIZER) as rig:
         before = rig.counters()
         rig.run(steps, settle=True)
         after = rig.counters()
@@ -36,13 +36,17 @@ def _moved(subject: Subject, folder: Path, steps: int, clip: float | None) -> tu
     )
 
 
-@pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
-def test_one_more_step_moves_exactly_what_was_predicted(clip: float | None, subject: Subject, tmp_path: Path) -> None:
-    """The first two steps differ (states are still all zero, updates of a clipped step run in the next one), so a run
-    of four steps is compared with one of three."""
-    with Rig(subject, tmp_path / "plan", clip=clip, lookahead=1) as rig:
+@pytest.mark.parametrize(
+    ("clip", "defer"), [(0.5, None), (None, None), (None, 0.4)], ids=["clipped", "unclipped", "some deferred"]
+)
+def test_one_more_step_moves_exactly_what_was_predicted(
+    clip: float | None, defer: float | None, subject: Subject, tmp_path: Path
+) -> None:
+    """The first two steps differ (states are still all zero, deferred updates run in the next one), so a run of four steps
+    is compared with one of three."""
+    with Rig(subject, tmp_path / "plan", clip=clip, defer=defer, lookahead=1) as rig:
         predicted = rig.plan.predicted
-    three, four = (_moved(subject, tmp_path / str(steps), steps, clip) for steps in (3, 4))
+    three, four = (_moved(subject, tmp_path / str(steps), steps, clip, defer) for steps in (3, 4))
     read, written, updated = (after - before for before, after in zip(three, four, strict=True))
     assert read == predicted.read_per_step
     assert written == predicted.written_per_step

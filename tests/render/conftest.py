@@ -111,6 +111,7 @@ def plan(model: ModelSpec) -> Plan:
             gradients="ssd",
             boundary="cpu",
             slot_class=0,
+            deferred=True,
             weights_extents=(span, span),
             remainder_extents=(span, span),
             momentum_extents=(span, span),

@@ -49,6 +49,22 @@ def test_figures_fit_the_width(
     assert text.splitlines()[-1].startswith("fits") and "fuyou finetune recipe.yaml" in text
 
 
+def test_when_updates_run_is_said(
+    printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room
+) -> None:
+    def text(clip: float | None, *deferred: int) -> str:
+        console, printed = printer(120)
+        stages = tuple(replace(stage, deferred=stage.stage in deferred) for stage in plan.stages)
+        shown = replace(plan, clip_grad_norm=clip, stages=stages)
+        show_plan(console, shown, model, hardware, room, verbose=False, facts=RunFacts())
+        return " ".join(printed().split())
+
+    half = model.stages[1].params / model.stored_parameters
+    assert "clipping at norm 1, exact: updates wait for the last gradient" in text(1.0, *range(len(plan.stages)))
+    assert "no clipping: every update overlaps backward" in text(None)
+    assert f"no clipping: {half:.0%} of the updates run in the next forward" in text(None, 1)
+
+
 def test_bars_grow_with_time(printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room) -> None:
     console, printed = printer(120, ascii=True)
     show_plan(console, plan, model, hardware, room, verbose=False, facts=RunFacts())

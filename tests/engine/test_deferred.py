@@ -1,0 +1,180 @@
+"""Updates deferred into the next forward, some or all: not one bit of losses and weights changes, and every byte of the
+gradients' way is planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fuyou_cli.core.errors import NumericsError
+from fuyou_cli.engine.executor import StepAbandoned
+
+from .families import gpt2, llama
+from .rig import Rig, Shape, Subject, unequal
+
+STEPS = 4
+SHARES = [0.3, 0.5, 1.0]
+WAYS: dict[str, dict[str, Any]] = {
+    "gradients on the ssd": dict(gradients="ssd"),
+    "gradients in RAM": dict(gradients="cpu"),
+    "one ahead": dict(gradients="ssd", lookahead=1),
+    "all in RAM": dict(home="cpu"),
+    "emulated device, gradients on the ssd": dict(device="emulated", gradients="ssd"),
+    "emulated device, gradients in RAM": dict(device="emulated", gradients="cpu", lookahead=4),
+}
+Outcome = tuple[list[float], dict[str, torch.Tensor]]
+
+
+def _subject(name: str) -> Subject:
+    if name == "tied":
+        return Subject(gpt2(dropout=0.1), Shape())
+    if name == "tied, cut":
+        return Subject(llama(tie_word_embeddings=True), Shape(vocabulary=40))
+    # 37,000 parameters a block: an update takes three chunks
+    return Subject(llama(hidden_size=64, intermediate_size=128, num_hidden_layers=3), Shape())
+
+
+@pytest.fixture(scope="module", params=["untied", "tied", "tied, cut"])
+def subject(request: pytest.FixtureRequest) -> Subject:
+    return _subject(request.param)
+
+
+@pytest.fixture(scope="module")
+def expected(subject: Subject, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """Every update at once."""
+    with Rig(subject, tmp_path_factory.mktemp("store"), clip=None, defer=0.0) as rig:
+        assert not any(stage.deferred for stage in rig.plan.stages)
+        return rig.run(STEPS), rig.weights()
+
+
+@pytest.mark.parametrize(
+    ("way", "share"), [(way, share) for way in WAYS for share in SHARES if share == 0.5 or "gradients" in way]
+)
+def test_bitwise_the_same(way: str, share: float, subject: Subject, expected: Outcome, tmp_path: Path) -> None:
+    with Rig(subject, tmp_path, clip=None, defer=share, **WAYS[way]) as rig:
+        waiting = [rig.plan.stages[stage.index].deferred for stage in rig.owning_stages()]
+        assert any(waiting) and all(waiting) == (share == 1.0)
+        losses, weights = rig.run(STEPS), rig.weights()
+        assert rig.generations == {STEPS}
+    assert losses == expected[0]
+    assert unequal(weights, expected[1]) == []
+
+
+def test_deferred_means_not_before_the_next_forward(tmp_path: Path) -> None:
+    """When a step has ended, half of the stages wait, with the step's own rate and no clipping; then they are updated one
+    after the other, each before its own use."""
+    with Rig(_subject("untied"), tmp_path, clip=None, defer=0.5) as rig:
+        records, stages = rig.executor.residency.records, rig.plan.stages
+        batches = list(rig.subject.batches(2))
+        rig.step(*batches[0], 1)
+        waiting = {stage.index for stage in rig.owning_stages() if stages[stage.index].deferred}
+        assert waiting == {record.stage for record in records if record.due is not None}
+        assert {(r.due.step, r.due.gradient_scale) for r in records if r.due is not None} == {(1, 1.0)}
+        assert all(records[stage].generation == 0 for stage in waiting)
+        seen: dict[int, int] = {}
+
+        def look() -> None:
+            visit = rig.executor.schedule.visits[rig.executor._cursor]
+            if visit.phase == "forward" and visit.owner is not None:
+                seen[visit.owner] = records[visit.owner].generation
+
+        rig.executor.between_micro_batches = look
+        rig.step(*batches[1], 2, last=True)
+        assert seen.keys() >= waiting - {rig.spec.stages[-1].index} and set(seen.values()) == {1}
+
+
+def _moved(subject: Subject, folder: Path, steps: int, share: float) -> tuple[int, int, int]:
+    with Rig(subject, folder, clip=None, defer=share, lookahead=1) as rig:
+        before = rig.counters()
+        rig.run(steps, settle=True)
+        after = rig.counters()
+    return (
+        after.read_bytes - before.read_bytes,
+        after.written_bytes - before.written_bytes,
+        after.update_params - before.update_params,
+    )
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_one_more_step_moves_exactly_what_was_predicted(share: float, subject: Subject, tmp_path: Path) -> None:
+    with Rig(subject, tmp_path / "plan", clip=None, defer=share, lookahead=1) as rig:
+        predicted = rig.plan.predicted
+        waiting = sum(stage.params for stage in rig.owning_stages() if rig.plan.stages[stage.index].deferred)
+    three, four = (_moved(subject, tmp_path / str(steps), steps, share) for steps in (3, 4))
+    read, written, updated = (after - before for before, after in zip(three, four, strict=True))
+    assert (read, written) == (predicted.read_per_step, predicted.written_per_step)
+    assert updated == subject.spec.stored_parameters
+    two_users = sum(stage.params for stage in subject.spec.stages if subject.spec.has_two_users(stage.index))
+    assert predicted.read_by["gradients"] == predicted.written_by["gradients"] == 4 * (waiting + two_users)
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+@pytest.mark.parametrize(("share", "phase"), [(0.5, "forward"), (1.0, "backward")])
+def test_a_step_given_up_can_be_done_again(
+    share: float, phase: str, device: Any, subject: Subject, expected: Outcome, tmp_path: Path
+) -> None:
+    """Updates of the step before stay due and are done when the run is drained, as if it were saved and resumed here."""
+    with Rig(subject, tmp_path, clip=None, defer=share, device=device) as rig:
+        batches = list(subject.batches(STEPS))
+        rig.step(*batches[0], 1)
+
+        def give_up() -> None:
+            visit = rig.executor.schedule.visits[rig.executor._cursor]
+            if visit.phase == phase and rig.spec.stages[visit.stage].kind == "block":
+                assert rig.executor.may_abandon()
+                raise StepAbandoned
+
+        rig.executor.between_micro_batches = give_up
+        for _ in range(4):  # more often than there are spans that could be lost
+            with pytest.raises(StepAbandoned):
+                rig.step(*batches[1], 2)
+            rig.executor.abandon()
+            rig.executor.drain()
+            assert rig.generations == {1}
+        rig.losses[1:] = []
+        rig.executor.between_micro_batches = lambda: None
+        for number in range(2, STEPS + 1):
+            rig.step(*batches[number - 1], number, last=number == STEPS)
+        rig.executor.drain()
+        assert rig.losses == expected[0]
+        assert unequal(rig.weights(), expected[1]) == []
+
+
+@pytest.mark.parametrize("share", [0.0, *SHARES])
+def test_a_step_can_be_given_up_until_its_first_update(share: float, subject: Subject, tmp_path: Path) -> None:
+    with Rig(subject, tmp_path, clip=None, defer=share) as rig:
+        records = rig.executor.residency.records
+
+        def look() -> None:
+            begun = any(r.update is not None or r.generation > 0 for r in records)
+            assert not (begun and rig.executor.may_abandon())
+            at_once = [v.index for v in rig.executor.schedule.visits if v.update == "after"]
+            assert rig.executor.may_abandon() == (rig.executor._cursor < min(at_once, default=1000))
+
+        rig.executor.between_micro_batches = rig.executor.after_visit = look
+        rig.run(1)
+        assert rig.executor.may_abandon() == (share == 1.0)
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_gradients_that_are_not_finite_are_named_where_they_began(share: float, tmp_path: Path) -> None:
+    """In the step they belong to, before a deferred update could spread them; nothing has changed where all are deferred."""
+    subject = _subject("untied")
+    with Rig(subject, tmp_path, clip=None, defer=share) as rig:
+        stages = [s.index for s in subject.spec.stages if s.kind == "block" and rig.plan.stages[s.index].deferred]
+        first = stages[0] - 1  # of the blocks
+        mlp = subject.anatomy.model.get_submodule(f"model.layers.{first}.mlp")
+
+        def poison(module: Any, grad_input: Any, grad_output: Any) -> Any:
+            return (grad_input[0] * float("nan"),) if rig.executor._step >= 2 else None
+
+        hook = mlp.register_full_backward_hook(poison)
+        try:
+            with pytest.raises(NumericsError, match=rf"step 2: \d+ gradients of model\.layers\.{first}\.\S+") as found:
+                rig.run(3)
+        finally:
+            hook.remove()
+        assert found.value.changed == (share < 1.0)

@@ -1,0 +1,103 @@
+"""Which stages wait for the next forward, and what that moves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuyou_cli.planner.defer import deferred_stages
+from fuyou_cli.planner.place import plan
+from fuyou_cli.planner.schedule import plan_schedule
+from fuyou_cli.planner.wishes import Wishes
+from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec
+from fuyou_cli.spec.plan import Numerics
+
+from .models import HARDWARE, cut_models, model, models, wishes_for, with_budget
+from .test_place import ROOMY, assert_apart, in_arena, in_store, least
+
+SHARES = st.floats(0, 1)
+ANY = st.one_of(models(), cut_models())
+
+
+@given(ANY, SHARES)
+def test_the_share_is_one_of_parameters(spec: ModelSpec, share: float) -> None:
+    deferred = deferred_stages(spec, share)
+    held = sum(stage.params for stage, waits in zip(spec.stages, deferred, strict=True) if waits)
+    assert len(deferred) == len(spec.stages)
+    assert abs(held - share * spec.stored_parameters) <= max(stage.params for stage in spec.stages) / 2 + 1e-3
+
+
+@given(ANY, st.sampled_from([0.0, 1.0]))
+def test_none_or_all(spec: ModelSpec, share: float) -> None:
+    assert deferred_stages(spec, share) == (share == 1.0,) * len(spec.stages)
+
+
+@given(st.integers(2, 40), SHARES)
+def test_equal_blocks_are_deferred_evenly_spread(blocks: int, share: float) -> None:
+    """Of the first n blocks, for every n, what is deferred differs from an even share by less than one block."""
+    spec = model(2048, *[1 << 20] * blocks, 2048, 2048)
+    deferred = deferred_stages(spec, share)[1 : blocks + 1]
+    rate = sum(deferred) / blocks
+    for passed, taken in enumerate(accumulate(deferred), start=1):
+        assert abs(taken - rate * passed) <= 1
+
+
+@given(ANY, SHARES)
+def test_an_embedding_waits_only_where_all_else_does(spec: ModelSpec, share: float) -> None:
+    deferred = deferred_stages(spec, share)
+    waiting = [deferred[stage.index] for stage in spec.stages if stage.params and stage.kind != "embedding"]
+    pieces = [deferred[stage.index] for stage in spec.stages if stage.kind == "embedding"]
+    if any(pieces):
+        assert all(waiting)
+    assert pieces == sorted(pieces)  # of a cut one the pieces first that are used last
+
+
+@given(ANY.flatmap(lambda spec: st.tuples(st.just(spec), wishes_for(spec))), st.data())
+def test_gradients_have_a_home_exactly_where_they_rest(case: tuple[ModelSpec, Wishes], data: st.DataObject) -> None:
+    """At any budget that is not refused: spans are apart, the peak is inside, and a deferred stage's gradients are charged."""
+    spec, wishes = case
+    low = least(spec, wishes)
+    high = max(low, plan(spec, HARDWARE, with_budget(wishes, ROOMY)).predicted.cpu_peak)
+    chosen = plan(spec, HARDWARE, with_budget(wishes, data.draw(st.integers(low, high))))
+    assert_apart(in_arena(chosen), chosen.arena_size)
+    assert_apart(in_store(chosen), chosen.store_size)
+    assert chosen.arena_size < chosen.predicted.cpu_peak <= chosen.cpu_budget
+    assert all(stage.deferred for stage in chosen.stages) or wishes.clip_grad_norm is None
+    moved = 0
+    for stage, placed in zip(spec.stages, chosen.stages, strict=True):
+        homes = [span for span in (placed.gradients_ram, placed.gradients_extent) if span is not None]
+        times = int(placed.deferred) + int(spec.has_two_users(stage.index))
+        assert len(homes) == (1 if times and stage.params else 0)
+        if placed.gradients_extent is not None:
+            moved += times * stage.params * ITEM_SIZE[chosen.numerics.accumulate_dtype]
+    schedule = plan_schedule(spec, chosen)
+    assert schedule.traffic.read["gradients"] == schedule.traffic.written["gradients"] == moved
+    updates = {visit.owner: visit.update for visit in schedule.visits if visit.update != "none"}
+    owning = [stage.index for stage in spec.stages if stage.params]
+    assert updates == {index: "before" if chosen.stages[index].deferred else "after" for index in owning}
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5])
+def test_deferring_costs_the_way_of_the_gradients_and_nothing_else(share: float) -> None:
+    """Everything on the ssd: weights are fetched as often, states move once, deferred gradients go out and come back."""
+    spec = model(1 << 19, *[1 << 20] * 6, 2048, 1 << 19)
+    numerics = Numerics(
+        compute_dtype="bfloat16", accumulate_dtype="float32", batch_size=4, micro_batch_size=2, max_seq_len=64,
+        head_chunk_tokens=0, torch_threads=1, seed=0,
+    )  # fmt: skip
+    wishes = Wishes(
+        numerics=numerics, model_name="test", device="cpu", clip_grad_norm=None, cpu_budget=ROOMY, weights="ssd",
+        states="ssd", gradients="ssd", boundaries="ssd", lookahead=1,
+    )  # fmt: skip
+    none = plan(spec, HARDWARE, wishes).predicted
+    some = plan(spec, HARDWARE, replace(wishes, defer=share))
+    waiting = sum(spec.stages[stage.stage].params for stage in some.stages if stage.deferred)
+    assert waiting > 0
+    assert some.predicted.read_by == {**none.read_by, "gradients": 4 * waiting}
+    assert some.predicted.written_by == {**none.written_by, "gradients": 4 * waiting}
+    (line,) = [line for line in some.memory if line.what == "gradients" and line.tier == "ssd"]
+    assert line.size == 4 * waiting and "rest until the next forward" in line.policy
