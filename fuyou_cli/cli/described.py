@@ -280,4 +280,3 @@ def _refuse(place: str | Path, problems: list[str]) -> None:
         count = "1 error" if len(problems) == 1 else f"{len(problems)} errors"
         hint = "the keys are those of `profile` in `fuyou bench --json`; sizes as 64GiB, rates as 21GB/s or 162TFLOPS"
         raise UsageError(f"{place} does not describe a machine, {count}:\n{listed}", hint=hint)
-

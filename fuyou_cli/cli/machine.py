@@ -59,12 +59,13 @@ def _with_wear(kept: tuple[Drive, ...], now: tuple[Drive, ...]) -> tuple[Drive, 
     return tuple(replace(new, used_bytes=max(old.used_bytes, new.used_bytes)) for old, new in zip(kept, now, strict=True))
 
 
-def _kept(path: Path) -> HardwareProfile | None:
+def _kept(path: Path, *, said: bool = True) -> HardwareProfile | None:
     """What `fuyou bench` left there. It is advice: what cannot be read is said, and stands in nobody's way."""
     try:
         return read_profile(path) if path.exists() else None
     except UsageError as error:
-        _note(f"{error.message}; rates are assumed (`fuyou bench` replaces it)")
+        if said:
+            _note(f"{error.message}; rates are assumed (`fuyou bench` replaces it)")
         return None
 
 
@@ -78,7 +79,7 @@ def keep(profile: HardwareProfile, directory: Path) -> HardwareProfile:
     """Remembers a measured profile for the plans to come, with what earlier measurements of the same machine know beside
     it: rates of other stages, and those of sustained writing. Returns what is kept."""
     path = profile_path(directory, device=profile.device)
-    before = _kept(path)
+    before = _kept(path, said=False)  # what cannot be read is replaced now
     if before is not None and before.device_name == profile.device_name:
         profile = _joined(before, profile)
     try:
