@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -75,11 +76,14 @@ def _measured(
     place: Path, recipe: Recipe | None, *, quick: bool, device: str, sustained: bool, progress: Progress
 ) -> BenchReport:
     """Everything that was asked for; what can be wrong with a recipe is found before anything is measured."""
+    begin = time.monotonic()
     if recipe is None:
         report = measure(place, quick=quick, device=device, progress=progress)
     else:
         report = _with_recipe(place, recipe, quick=quick, device=device, progress=progress)
-    return _with_sustained(report, place, progress) if sustained else report
+    if sustained:
+        report = _with_sustained(report, place, progress)
+    return replace(report, seconds=time.monotonic() - begin)
 
 
 def _with_recipe(place: Path, recipe: Recipe, *, quick: bool, device: str, progress: Progress) -> BenchReport:
@@ -92,7 +96,7 @@ def _with_recipe(place: Path, recipe: Recipe, *, quick: bool, device: str, progr
     anatomy, numerics = anatomy_of(recipe, assumed_hardware(place), say=write_status)
     report = measure(place, quick=quick, device=device, progress=progress)
     free = _device_free() if target.type == "cuda" else probe.memory_available()
-    stages = measure_recipe(anatomy, numerics, report.profile, target, quick=quick, free=free, progress=progress)
+    stages = measure_recipe(anatomy, numerics, target, quick=quick, free=free, progress=progress)
     profile = replace(report.profile, stage_rates=merged_rates(report.profile.stage_rates, stages.stage_rates))
     return replace(report, profile=profile, rates=(*report.rates, *stages.rates), notes=(*report.notes, *stages.notes))
 

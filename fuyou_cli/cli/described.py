@@ -33,6 +33,9 @@ _RATED = (
     "store_read", "store_write", "store_read_mixed", "store_write_mixed", "sustained_write", "sustained_read_mixed",
     "sustained_write_mixed",
 )  # fmt: skip
+_OPTIONAL = (  # of a file without parts: `_defaults`
+    "device", "device_memory", "h2d", "d2h", "disk_free", "measured", "ram_available", "process_bytes",
+)  # fmt: skip
 Part = TypeVar("Part")
 
 
@@ -210,7 +213,7 @@ def _from_file(path: Path, process_bytes: tuple[int, int]) -> HardwareProfile:
         start = _composed(parts, process_bytes) if parts is not None else {}
     except UsageError as error:
         raise UsageError(f"{path}: parts: {error.message}", hint=error.hint) from None
-    optional = {field.name for field in fields(HardwareProfile)} if parts is not None else _defaults({}, process_bytes)
+    optional = {field.name for field in fields(HardwareProfile)} if parts is not None else _OPTIONAL
     given = reading.fields_of(HardwareProfile, data, optional=optional)
     _refuse(path, reading.problems)
     if parts is not None and "ram_total" in given:

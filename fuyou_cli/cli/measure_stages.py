@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
 from fuyou_cli.core.units import count, gib
-from fuyou_cli.spec.hardware import HardwareProfile, RatedKind, StageRate
+from fuyou_cli.spec.hardware import RatedKind, StageRate
 from fuyou_cli.spec.model import ITEM_SIZE, Dtype, ModelSpec, StageSpec
 from fuyou_cli.spec.plan import Numerics
 
@@ -27,7 +27,7 @@ ACCUMULATE: Dtype = "float32"
 LEAST_TOKENS, MOST_TOKENS = 64, 512
 QUICK_SECONDS, FULL_SECONDS = 2.5, 40.0  # of all layers of a few widths together
 QUICK_PAIR, FULL_PAIR = 0.3, 2.0  # of one forward and one backward that tokens are chosen for
-RECIPE_QUICK_PAIR, RECIPE_FULL_PAIR = 6.0, 40.0
+RECIPE_QUICK_PAIR, RECIPE_FULL_PAIR = 8.0, 40.0
 USABLE = 0.8  # of the memory that is free
 
 
@@ -197,116 +197,115 @@ def timed(
 def measure_recipe(
     anatomy: Anatomy,
     numerics: Numerics,
-    profile: HardwareProfile,
     device: torch.device,
     *,
     quick: bool,
     free: int,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Stages:
-    """One block and the head of the model, at the recipe's dtype and micro-batch. `profile` says what to expect, `free` the
-    bytes of memory there are to compute in: where a stage takes too long or too much, fewer tokens are measured, and a
-    note says so."""
+    """One block and the head of the model, at the recipe's dtype and micro-batch. `free`: bytes of memory there are to
+    compute in. Where a stage takes too long or too much, fewer tokens are measured, and a note says so."""
     import torch
 
     threads = torch.get_num_threads()
     torch.set_num_threads(numerics.torch_threads)
-    pair = RECIPE_QUICK_PAIR if quick else RECIPE_FULL_PAIR
-    size = _Size(profile=profile, numerics=numerics, seconds=pair, free=int(free * USABLE))
+    seconds = RECIPE_QUICK_PAIR if quick else RECIPE_FULL_PAIR
+    own = _Own(anatomy=anatomy, numerics=numerics, device=device, seconds=seconds, free=int(free * USABLE))
     try:
         progress("the recipe's decoder block")
-        block = _recipe_block(anatomy, size, device)
+        block = own.block()
         progress("the recipe's head")
-        return block + _recipe_head(anatomy, size, device)
+        return block + own.head()
     finally:
         torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Size:
-    """What may be measured at once."""
+class _Own:
+    """The stages of a recipe's model, and what may be spent on each: about `seconds` for a forward and a backward."""
 
-    profile: HardwareProfile
+    anatomy: Anatomy
     numerics: Numerics
+    device: torch.device
     seconds: float
     free: int
 
-    def fits(self, kind: RatedKind, params: int, hidden: int, tokens: int, *, flops: float, peak: float) -> bool:
-        """Whether `tokens` tokens can be computed: `flops` forward, and `peak` bytes beside weights and gradients."""
-        rate = self.profile.stage_rate(kind, self.numerics.compute_dtype, hidden, params, tokens)
-        seconds = flops * (1 / rate.forward + 3 / rate.backward)
-        return seconds <= self.seconds and self.weights(params) + peak <= self.free
+    def block(self) -> Stages:
+        numerics = self.numerics
+        whole = numerics.micro_batch_size * numerics.max_seq_len
+        inspected = self._inspected((numerics.micro_batch_size, numerics.max_seq_len))
+        stage = block_of(inspected)
 
-    def weights(self, params: int) -> int:
+        def made(tokens: int) -> Alone:
+            length = min(tokens, numerics.max_seq_len)
+            shape = (tokens // length, length)
+            return layer_alone(
+                self.anatomy, self._inspected(shape), self.device, numerics.compute_dtype, shape, numerics.accumulate_dtype
+            )
+
+        alone = self._grown(made, stage.params, whole, stage.backward_peak)
+        return self._found("block", alone, inspected.hidden_size, stage.params, whole, whole)
+
+    def head(self) -> Stages:
+        numerics = self.numerics
+        shape = (numerics.micro_batch_size, numerics.max_seq_len)
+        whole = shape[0] * shape[1]
+        inspected = self._inspected(shape)
+        params = _head_owner(inspected).params
+        first = min(numerics.head_chunk_tokens or whole, whole)  # tokens a run computes at once
+
+        def made(tokens: int) -> Alone:
+            chunk = numerics.head_chunk_tokens if tokens == first else tokens
+            dtypes = (numerics.compute_dtype, numerics.accumulate_dtype)
+            return _head_alone(self.anatomy, inspected, self.device, *dtypes, shape, chunk)
+
+        alone = self._grown(made, params, first, _head(inspected).backward_peak)
+        return self._found("head", alone, inspected.hidden_size, params, first, whole)
+
+    def _grown(self, made: Callable[[int], Alone], params: int, whole: int, peak: int) -> Alone | None:
+        """The stage at `whole` tokens, or at as many as time and memory allow (`peak`: bytes that `whole` take beside weights
+        and gradients). None where not even its weights fit."""
+        left = self.free - self._weights(params)
+        if left <= 0:
+            return None
+        tokens = min(whole, LEAST_TOKENS)
+        while True:
+            alone = made(tokens)
+            alone.forward()
+            alone.backward()
+            taken = times(alone.forward, self.device, 1)[0] + times(alone.backward, self.device, 1)[0]
+            more = min(whole, 8 * tokens)
+            while more > tokens and (taken * more / tokens > self.seconds or peak * more / whole > left):
+                more //= 2
+            if more <= tokens:
+                return alone
+            tokens = more
+            del alone  # its weights, before those of the next
+
+    def _found(self, kind: RatedKind, alone: Alone | None, hidden: int, params: int, first: int, whole: int) -> Stages:
+        """The rates; of a whole chunk (`first` tokens) they are those of the micro-batch of `whole`, its chunks being alike."""
+        if alone is None:
+            needs = f"{gib(self._weights(params))} of weights and gradients, {gib(self.free)} are free"
+            return Stages(stage_rates=(), rates=(), notes=(f"the recipe's {kind} is not measured: it needs {needs}",))
+        rated = whole if alone.tokens == first else alone.tokens
+        dtype = self.numerics.compute_dtype
+        found = timed(alone, self.device, kind, dtype, hidden, params, rated, seconds=self.seconds)
+        if alone.tokens == first:
+            return found
+        note = f"the recipe's {kind} is measured on {alone.tokens} tokens: {first} would take too long or too much memory here"
+        return found + Stages(stage_rates=(), rates=(), notes=(note,))
+
+    def _weights(self, params: int) -> int:
         """Bytes of weights and of their gradients' sum."""
         return params * (ITEM_SIZE[self.numerics.compute_dtype] + ITEM_SIZE[self.numerics.accumulate_dtype])
 
-    def too_large(self, what: str, params: int) -> Stages | None:
-        if self.weights(params) <= self.free:
-            return None
-        note = (
-            f"the recipe's {what} is not measured: {gib(self.weights(params))} of weights and gradients, {gib(self.free)} free"
+    def _inspected(self, shape: tuple[int, int]) -> ModelSpec:
+        from fuyou_cli.engine.inspect import inspect
+
+        return inspect(
+            self.anatomy,
+            dtype=self.numerics.compute_dtype,
+            micro_batch_size=shape[0],
+            max_seq_len=shape[1],
+            head_chunk_tokens=self.numerics.head_chunk_tokens,
         )
-        return Stages(stage_rates=(), rates=(), notes=(note,))
-
-
-def _inspected(anatomy: Anatomy, numerics: Numerics, shape: tuple[int, int]) -> ModelSpec:
-    from fuyou_cli.engine.inspect import inspect
-
-    return inspect(
-        anatomy,
-        dtype=numerics.compute_dtype,
-        micro_batch_size=shape[0],
-        max_seq_len=shape[1],
-        head_chunk_tokens=numerics.head_chunk_tokens,
-    )
-
-
-def _recipe_block(anatomy: Anatomy, size: _Size, device: torch.device) -> Stages:
-    numerics = size.numerics
-    whole = (numerics.micro_batch_size, numerics.max_seq_len)
-    model = _inspected(anatomy, numerics, whole)
-    stage, hidden = block_of(model), model.hidden_size
-    if refusal := size.too_large("block", stage.params):
-        return refusal
-    shape = whole
-    while (tokens := shape[0] * shape[1]) > LEAST_TOKENS:
-        share = tokens / (whole[0] * whole[1])
-        flops, peak = stage.forward_flops * share, stage.backward_peak * share
-        if size.fits("block", stage.params, hidden, tokens, flops=flops, peak=peak):
-            break
-        shape = (shape[0] // 2, shape[1]) if shape[0] > 1 else (1, shape[1] // 2)
-    if shape != whole:
-        model = _inspected(anatomy, numerics, shape)
-    alone = layer_alone(anatomy, model, device, numerics.compute_dtype, shape, numerics.accumulate_dtype)
-    found = timed(alone, device, "block", numerics.compute_dtype, hidden, stage.params, alone.tokens, seconds=size.seconds / 2)
-    return found + _fewer("block", alone.tokens, whole[0] * whole[1])
-
-
-def _recipe_head(anatomy: Anatomy, size: _Size, device: torch.device) -> Stages:
-    numerics = size.numerics
-    shape = (numerics.micro_batch_size, numerics.max_seq_len)
-    model = _inspected(anatomy, numerics, shape)
-    stage, params, hidden = _head(model), _head_owner(model).params, model.hidden_size
-    if refusal := size.too_large("head", params):
-        return refusal
-    tokens = shape[0] * shape[1]
-    first = min(numerics.head_chunk_tokens or tokens, tokens)  # what a run computes at once
-    taken = first
-    while taken > LEAST_TOKENS:
-        flops, peak = stage.forward_flops * taken / tokens, stage.backward_peak * taken / first
-        if size.fits("head", params, hidden, taken, flops=flops, peak=peak):
-            break
-        taken //= 2
-    chunk = numerics.head_chunk_tokens if taken == first else taken
-    alone = _head_alone(anatomy, model, device, numerics.compute_dtype, numerics.accumulate_dtype, shape, chunk)
-    rated = tokens if taken == first else alone.tokens  # whole chunks are alike: the rate is that of the micro-batch
-    found = timed(alone, device, "head", numerics.compute_dtype, hidden, params, rated, seconds=size.seconds / 2)
-    return found + _fewer("head", alone.tokens, first)
-
-
-def _fewer(what: str, taken: int, wanted: int) -> Stages:
-    if taken == wanted:
-        return NOTHING
-    note = f"the recipe's {what} is measured on {taken} tokens: {wanted} at once would take too long or too much memory here"
-    return Stages(stage_rates=(), rates=(), notes=(note,))
