@@ -1,7 +1,7 @@
 """A machine one does not have: composed of shipped parts (`rtx4090,2xgen4,128GiB`), or written down in a file.
 
 A file is YAML with the keys of `HardwareProfile`; sizes and rates may have units. `parts: rtx4090,2xgen4,128GiB` starts from
-parts, and its other keys replace what they say.
+parts, and its other keys replace what they say. A profile that `fuyou bench` kept on another machine is such a file too.
 """
 
 from __future__ import annotations
@@ -205,6 +205,7 @@ def _offer() -> str:
 
 def _from_file(path: Path, process_bytes: tuple[int, int]) -> HardwareProfile:
     data = dict(_mapping(path))
+    data.pop("schema_version", None)  # of a kept profile; its keys are checked one by one
     parts = data.pop("parts", None)
     if parts is not None and not isinstance(parts, str):
         _refuse(path, ["parts: names with commas are wanted, such as rtx4090,2xgen4,128GiB"])

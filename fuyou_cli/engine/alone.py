@@ -3,6 +3,8 @@ what a run sees. No other stage's weights exist."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,19 +35,20 @@ class BlockAlone:
         call = _call_of(anatomy, spec.index, dtype=dtype, shape=shape)
         args, kwargs = tree_map(lambda value: _placed(value, device), (call.args, call.kwargs))
         self._call = StageCall(call.module, call.name, args, kwargs, call.key, call.mode)
-        _move_buffers(call.module, device)
+        self._buffers = _Buffers(call.module, device)
         self._flat = _filled(spec.params, dtype, device)
         self._total = GradientSum(stage=spec, flat=torch.empty(spec.params, dtype=TORCH_DTYPE[accumulate], device=device))
         self._input = torch.randn(call.x.shape, dtype=TORCH_DTYPE[dtype], device=device)
 
     def forward(self) -> None:
-        with torch.no_grad(), self._stage.installed(self._flat, trainable=False):
+        with torch.no_grad(), self._buffers.placed(), self._stage.installed(self._flat, trainable=False):
             boundary_of(self._call.run(self._input), self._call.name)
 
     def backward(self) -> None:
         """Recompute and backward; gradients are added to a sum, as from the second micro-batch of a step on."""
         x = self._input.detach().requires_grad_(True)
-        with torch.enable_grad(), self._stage.installed(self._flat, trainable=True) as parameters:
+        installed = self._stage.installed(self._flat, trainable=True)
+        with torch.enable_grad(), self._buffers.placed(), installed as parameters:
             y = boundary_of(self._call.run(x), self._call.name)
             with self._total.collecting(parameters):
                 torch.autograd.backward([y], [self._input], inputs=[x, *parameters])
@@ -142,11 +145,23 @@ def _placed(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
-def _move_buffers(stage: nn.Module, device: torch.device) -> None:
-    """As the executor does for a device of its own."""
-    for module in stage.modules():
-        for name, value in module._buffers.items():
-            module._buffers[name] = None if value is None else value.to(device)
+class _Buffers:
+    """A stage's buffers on a device, in their places only while it computes: the skeleton stays as it was."""
+
+    def __init__(self, stage: nn.Module, device: torch.device) -> None:
+        self._copies = [(module, name, _placed(value, device)) for module in stage.modules()
+                        for name, value in module._buffers.items()]  # fmt: skip
+
+    @contextmanager
+    def placed(self) -> Iterator[None]:
+        before = [(module, name, module._buffers[name]) for module, name, _ in self._copies]
+        for module, name, copy in self._copies:
+            module._buffers[name] = copy
+        try:
+            yield
+        finally:
+            for module, name, original in before:
+                module._buffers[name] = original
 
 
 def _filled(params: int, dtype: Dtype, device: torch.device) -> torch.Tensor:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fuyou_cli.cli.profile import described
+from fuyou_cli.cli.profile import described, write_profile
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.units import GiB, parse_rate
 from fuyou_cli.recipe.shipped import shipped_hardware, shipped_recipes
@@ -109,6 +110,13 @@ def test_a_machine_in_a_file(tmp_path: Path) -> None:
     assert rate == StageRate(
         kind="block", dtype="bfloat16", hidden=4096, params=218_112_000, tokens=1024, forward=3e13, backward=3.5e13
     )  # fmt: skip
+
+
+def test_a_profile_kept_on_another_machine(tmp_path: Path) -> None:
+    (tmp_path / "box.yaml").write_text(WHOLE)
+    measured = replace(described(tmp_path / "box.yaml"), measured="2026-01-02", name="there", h2d=1.25e-3)
+    write_profile(measured, tmp_path / "profile.json")
+    assert described(str(tmp_path / "profile.json")) == measured
 
 
 def test_a_file_that_starts_from_parts(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_the_whole_bench_as_json(tmp_path: Path, small: Path) -> None:
     assert report is not None
     data = json.loads(text.getvalue())
     assert data == json.loads(json.dumps(bench_json(report)))
-    assert data["schema_version"] == 1 and data["written_bytes"] <= 2_000_000_000
+    assert data["schema_version"] == 2 and data["written_bytes"] <= 2_000_000_000
     names = [rate["name"] for rate in data["rates"]]
     for name in ("matmul bfloat16", "matmul float32", "training step", "store read while writing"):
         assert name in names

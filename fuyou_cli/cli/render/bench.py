@@ -13,7 +13,7 @@ from fuyou_cli.spec.hardware import HardwareProfile
 from ..measure import BenchReport, Rate
 from .theme import Symbols, bar, column, heading, pairs, ruled, say, show, symbols
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 NOTE_WIDTH = 110  # columns from which it is said beside each rate what it was measured on
 
 
