@@ -43,8 +43,9 @@ def run_bench(
     out: Console | None = None,
     err: Console | None = None,
 ) -> BenchReport | None:
-    """Measures in `directory` (default: the recipe's store folder, else where stores go unless a recipe says, else here) and
-    prints to `out`, as a table or as one JSON object. A recipe's own block and head are measured beside the rest.
+    """Measures in `directory` (default: the recipe's store folders, as one striped store, else where stores go unless a
+    recipe says, else here) and prints to `out`, as a table or as one JSON object. A recipe's own block and head are measured
+    beside the rest.
 
     The profile is kept for the plans to come. What is being measured appears on `err`, on one line that is gone at the end,
     if that is a terminal. None when `sustained` writing was not agreed to: then nothing is measured.
@@ -52,19 +53,19 @@ def run_bench(
     out = out or result_console()
     err = err or status_console()
     recipe = loaded.recipe if loaded is not None else None
-    place = _place(directory, recipe)
-    if sustained and not _agreed(place, yes):
+    places = _places(directory, recipe)
+    if sustained and not _agreed(places, yes):
         return None
     chosen = device or _device_of(recipe)
     if err.is_terminal:
         with err.status("starting", spinner="line") as status:
             report = _measured(
-                place, recipe, quick=quick, device=chosen, sustained=sustained,
+                places, recipe, quick=quick, device=chosen, sustained=sustained,
                 progress=lambda what: status.update(f"measuring: {what}"),
             )  # fmt: skip
     else:
-        report = _measured(place, recipe, quick=quick, device=chosen, sustained=sustained, progress=lambda _: None)
-    report = replace(report, profile=keep(report.profile, place))
+        report = _measured(places, recipe, quick=quick, device=chosen, sustained=sustained, progress=lambda _: None)
+    report = replace(report, profile=keep(report.profile, *places))
     if json_output:
         out.file.write(json.dumps(bench_json(report), indent=2) + "\n")
     else:
@@ -73,39 +74,39 @@ def run_bench(
 
 
 def _measured(
-    place: Path, recipe: Recipe | None, *, quick: bool, device: str, sustained: bool, progress: Progress
+    places: tuple[Path, ...], recipe: Recipe | None, *, quick: bool, device: str, sustained: bool, progress: Progress
 ) -> BenchReport:
     """Everything that was asked for; what can be wrong with a recipe is found before anything is measured."""
     begin = time.monotonic()
     if recipe is None:
-        report = measure(place, quick=quick, device=device, progress=progress)
+        report = measure(*places, quick=quick, device=device, progress=progress)
     else:
-        report = _with_recipe(place, recipe, quick=quick, device=device, progress=progress)
+        report = _with_recipe(places, recipe, quick=quick, device=device, progress=progress)
     if sustained:
-        report = _with_sustained(report, place, progress)
+        report = _with_sustained(report, places, progress)
     return replace(report, seconds=time.monotonic() - begin)
 
 
-def _with_recipe(place: Path, recipe: Recipe, *, quick: bool, device: str, progress: Progress) -> BenchReport:
+def _with_recipe(places: tuple[Path, ...], recipe: Recipe, *, quick: bool, device: str, progress: Progress) -> BenchReport:
     from fuyou_cli.training.prepare import anatomy_of
 
     from .measure_stages import measure_recipe
 
     target = device_named(device)
     progress("the recipe's model")
-    anatomy, numerics = anatomy_of(recipe, assumed_hardware(place), say=write_status)
-    report = measure(place, quick=quick, device=device, progress=progress)
+    anatomy, numerics = anatomy_of(recipe, assumed_hardware(*places), say=write_status)
+    report = measure(*places, quick=quick, device=device, progress=progress)
     free = _device_free() if target.type == "cuda" else probe.memory_available()
     stages = measure_recipe(anatomy, numerics, target, quick=quick, free=free, progress=progress)
     profile = replace(report.profile, stage_rates=merged_rates(report.profile.stage_rates, stages.stage_rates))
     return replace(report, profile=profile, rates=(*report.rates, *stages.rates), notes=(*report.notes, *stages.notes))
 
 
-def _with_sustained(report: BenchReport, place: Path, progress: Progress) -> BenchReport:
+def _with_sustained(report: BenchReport, places: tuple[Path, ...], progress: Progress) -> BenchReport:
     from .measure_sustained import measure_sustained
 
     progress("sustained writing")
-    found = measure_sustained(place, free=probe.free_space(place), progress=progress)
+    found = measure_sustained(*places, free=probe.striped_space(*places), progress=progress)
     profile = replace(
         report.profile,
         sustained_write=found.write.value,
@@ -122,14 +123,15 @@ def _with_sustained(report: BenchReport, place: Path, progress: Progress) -> Ben
     )
 
 
-def _agreed(place: Path, yes: bool) -> bool:
+def _agreed(places: tuple[Path, ...], yes: bool) -> bool:
     """Says what sustained writing costs, and asks. Raises UsageError where there is nobody to ask."""
     from .measure_sustained import most_written
 
-    most = most_written(probe.free_space(place))
-    rated = sum(drive.rated_bytes for drive in drives.drives_under(place))
+    named = ", ".join(map(str, places))
+    most = most_written(probe.striped_space(*places))
+    rated = sum(drive.rated_bytes for drive in drives.drives_under(*places))
     share = f", {100 * most / rated:.3f} % of what its drives are rated for" if rated else ""
-    write_status(f"--sustained writes until the rate settles: up to {gb(most)} to {place}{share}. The file is removed.")
+    write_status(f"--sustained writes until the rate settles: up to {gb(most)} to {named}{share}. The files are removed.")
     if yes:
         return True
     answer = confirm(f"Write up to {gb(most)}?")
@@ -140,12 +142,13 @@ def _agreed(place: Path, yes: bool) -> bool:
     return answer
 
 
-def _place(directory: Path | None, recipe: Recipe | None) -> Path:
+def _places(directory: Path | None, recipe: Recipe | None) -> tuple[Path, ...]:
+    """The folders a store is striped over."""
     if directory is not None:
-        return folder(directory, key="--dir")
+        return (folder(directory, key="--dir"),)
     if recipe is not None:
-        return recipe.offload_directories(os.environ)[0]
-    return folder(os.environ.get("FUYOU_OFFLOAD_DIR") or ".", key="FUYOU_OFFLOAD_DIR")
+        return recipe.offload_directories(os.environ)
+    return (folder(os.environ.get("FUYOU_OFFLOAD_DIR") or ".", key="FUYOU_OFFLOAD_DIR"),)
 
 
 def _device_of(recipe: Recipe | None) -> str:

@@ -63,14 +63,13 @@ class BenchReport:
     written_bytes: int
 
 
-def measure_hardware(directory: Path, *, quick: bool, device: str = "auto") -> HardwareProfile:
-    """The machine's profile; the store is measured in `directory`. See `measure`."""
-    return measure(directory, quick=quick, device=device).profile
+def measure_hardware(*directories: Path, quick: bool, device: str = "auto") -> HardwareProfile:
+    """The machine's profile; the store is measured over `directories`. See `measure`."""
+    return measure(*directories, quick=quick, device=device).profile
 
 
 def measure(
-    directory: Path,
-    *,
+    *directories: Path,
     quick: bool,
     device: str = "auto",
     compute_dtype: Dtype = "bfloat16",
@@ -78,13 +77,13 @@ def measure(
 ) -> BenchReport:
     """Measure everything. `progress` hears what is being measured. `device` is auto, cpu or cuda.
 
-    Quick: under 15 s and at most 2 GB written. Files are made in a folder of their own in `directory` and removed.
-    Raises UsageError when the device or the directory cannot be used.
+    Quick: under 15 s and at most 2 GB written. Files, of one store striped over `directories`, are made in folders of their
+    own there and removed. Raises UsageError when the device or a directory cannot be used.
     """
     begin = time.monotonic()
     progress("starting torch")
     target = device_named(device)
-    facts = assumed_hardware(directory)
+    facts = assumed_hardware(*directories)
     process = probe.process_bytes()
     repeats = 3 if quick else 7
 
@@ -92,8 +91,8 @@ def measure(
     from .measure_store import measure_store  # the native extension, not needed by --help
     from .measure_update import measure_adamw
 
-    progress(f"store in {directory}")
-    store = measure_store(directory, quick=quick, free=facts.disk_free)
+    progress(f"store in {', '.join(map(str, directories))}")
+    store = measure_store(*directories, quick=quick, free=facts.disk_free)
     progress("AdamW")
     adamw = measure_adamw(facts.cores, repeats=repeats, available=facts.ram_available)
     progress("matrix multiplication")
@@ -126,7 +125,7 @@ def measure(
         h2d=copies[0].value if copies else 0.0,
         d2h=copies[1].value if copies else 0.0,
         stage_rates=merged_rates((), layers.stage_rates),
-        drives=drives.drives_under(directory, ask=True),
+        drives=drives.drives_under(*directories, ask=True),
         measured=date.today().isoformat(),
         sources=(f"fuyou bench, {'quick' if quick else 'full'}",),
     )

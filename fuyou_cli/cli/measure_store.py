@@ -7,7 +7,9 @@ import tempfile
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -46,35 +48,52 @@ class StoreRates:
         return self.read, self.write, self.read_mixed, self.write_mixed
 
 
-def measure_store(directory: Path, *, quick: bool, free: int) -> StoreRates:
-    """Rates of a store in `directory`, which has `free` bytes left. The first pass over new files is not counted.
+def measure_store(*directories: Path, quick: bool, free: int) -> StoreRates:
+    """Rates of a store striped over `directories`, which have `free` bytes left in all. The first pass over new files is not
+    counted.
 
     Quick writes at most 5.5 spans of 320 MiB: 1.9 GB. Raises UsageError or OutOfSpaceError when nothing can be
     measured there.
     """
     wanted = QUICK_SPAN if quick else FULL_SPAN
     span = min(wanted, (free - SPARE_DISK) // REQUEST * REQUEST)
+    named = ", ".join(map(str, directories))
     if span < LEAST_SPAN:
         raise OutOfSpaceError(
-            f"{directory} has {gb(free)} free: too little to measure",
+            f"{named} has {gb(free)} free: too little to measure",
             hint=f"free {gib(SPARE_DISK + LEAST_SPAN)}, or name another directory",
         )
-    notes = [f"only {gib(span)} instead of {gib(wanted)} of files: {directory} is short of space"] * (span < wanted)
+    notes = [f"only {gib(span)} instead of {gib(wanted)} of files: {named} is short of space"] * (span < wanted)
+    with new_store(directories, span) as (daemon, store):
+        return _measured(daemon, store, span, quick=quick, notes=notes)
+
+
+@contextmanager
+def new_store(directories: Sequence[Path], size: int) -> Iterator[tuple[SwapDaemon, Store]]:
+    """A store of `size` bytes striped over folders of its own in `directories`, its daemon, and an arena of two streams'
+    requests that holds random bytes; all of it is gone at the end. Raises UsageError where nothing can be written."""
+    folders: list[Path] = []
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix="fuyou-bench-", dir=directory))
-    except OSError as error:
-        raise UsageError(f"cannot write to {directory}: {error.strerror}", hint="name another directory") from error
-    try:
+        for directory in directories:
+            folders.append(_made_in(directory))
         with (
             Arena(2 * IN_FLIGHT * REQUEST) as arena,
-            Store.open([folder / "store.bin"], stripe=MiB, size=span, create=True) as store,
+            Store.open([folder / "store.bin" for folder in folders], stripe=MiB, size=size, create=True) as store,
             SwapDaemon(arena, store, DaemonOptions(block_size=MiB, update_threads=0)) as daemon,
         ):
-            fill(arena)
-            return _measured(daemon, store, span, quick=quick, notes=notes)
+            _fill(arena)
+            yield daemon, store
     finally:
-        shutil.rmtree(folder)  # made above, by this call
+        for folder in folders:
+            shutil.rmtree(folder)  # made above, by this call
+
+
+def _made_in(directory: Path) -> Path:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix="fuyou-bench-", dir=directory))
+    except OSError as error:
+        raise UsageError(f"cannot write to {directory}: {error.strerror}", hint="name another directory") from error
 
 
 def _measured(daemon: SwapDaemon, store: Store, span: int, *, quick: bool, notes: list[str]) -> StoreRates:
@@ -190,7 +209,7 @@ def _drive(daemon: SwapDaemon, stream: Stream, begin: float, limit: float, ends:
             daemon.wait(tickets.popleft())
 
 
-def fill(arena: Arena) -> None:
+def _fill(arena: Arena) -> None:
     """Bytes that do not compress: a drive that compresses must not look faster than it is."""
     import torch
 

@@ -6,22 +6,19 @@ wears the drive, so the cost is known, and agreed to, before.
 
 from __future__ import annotations
 
-import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fuyou_cli.core.errors import OutOfSpaceError, UsageError
-from fuyou_cli.core.units import GiB, MiB, gb
-from fuyou_cli.swap.arena import Arena
-from fuyou_cli.swap.daemon import DaemonOptions, SwapDaemon
+from fuyou_cli.core.errors import OutOfSpaceError
+from fuyou_cli.core.units import GiB, gb
+from fuyou_cli.swap.daemon import SwapDaemon
 from fuyou_cli.swap.store import Store
 
 from .measure import Rate, rate_of
-from .measure_store import IN_FLIGHT, REQUEST, Pace, Stream, fill, run_streams
+from .measure_store import IN_FLIGHT, Pace, Stream, new_store, run_streams
 
 WINDOW = GiB
 LEAST_WINDOWS = 8
@@ -53,25 +50,12 @@ def most_written(free: int) -> int:
     return windows * WINDOW
 
 
-def measure_sustained(directory: Path, *, free: int, progress: Callable[[str], None] = lambda _: None) -> Sustained:
-    """Rates of writing in `directory` when the drive's fast region is full. The file is removed. Raises UsageError or
-    OutOfSpaceError."""
+def measure_sustained(*directories: Path, free: int, progress: Callable[[str], None] = lambda _: None) -> Sustained:
+    """Rates of writing over `directories` when the fast regions of their drives are full. The files are removed. Raises
+    UsageError or OutOfSpaceError."""
     size = most_written(free)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix="fuyou-bench-", dir=directory))
-    except OSError as error:
-        raise UsageError(f"cannot write to {directory}: {error.strerror}", hint="name another directory") from error
-    try:
-        with (
-            Arena(2 * IN_FLIGHT * REQUEST) as arena,
-            Store.open([folder / "store.bin"], stripe=MiB, size=size, create=True) as store,
-            SwapDaemon(arena, store, DaemonOptions(block_size=MiB, update_threads=0)) as daemon,
-        ):
-            fill(arena)
-            return _measured(daemon, store, size // WINDOW, progress)
-    finally:
-        shutil.rmtree(folder)  # made above, by this call
+    with new_store(directories, size) as (daemon, store):
+        return _measured(daemon, store, size // WINDOW, progress)
 
 
 def _measured(daemon: SwapDaemon, store: Store, windows: int, progress: Callable[[str], None]) -> Sustained:

@@ -83,6 +83,8 @@ def test_a_kept_profile_is_this_machines_and_this_devices(tmp_path: Path, monkey
         with monkeypatch.context() as elsewhere:
             elsewhere.setattr(module, name, value)
             assert machine.hardware_for(tmp_path, device="cpu").measured == "assumed", name
+    assert machine.profile_path(tmp_path, tmp_path / "b", device="cpu") == machine.profile_path(tmp_path, device="cpu")
+    assert machine.profile_path(tmp_path, Path("/proc"), device="cpu") != machine.profile_path(tmp_path, device="cpu")
     assert machine.profile_path(tmp_path, device="cuda") != machine.profile_path(tmp_path, device="cpu")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fuyou_cli.cli import bench, measure_sustained
+from fuyou_cli.cli.measure_store import new_store
 from fuyou_cli.cli.measure_sustained import burst_windows, most_written, settled
 from fuyou_cli.cli.measure_sustained import measure_sustained as measured
 from fuyou_cli.core.errors import OutOfSpaceError, UsageError
@@ -54,6 +55,18 @@ def test_measured_for_real_and_removed(tmp_path: Path, monkeypatch: pytest.Monke
     for rate in (found.write, found.read_mixed, found.write_mixed):
         assert 1e6 < rate.low <= rate.value <= rate.high < 1e12
     assert (found.burst_bytes > 0) == (not any("did not fall" in note for note in found.notes))
+
+
+def test_a_store_over_two_folders(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    with new_store((tmp_path / "a", tmp_path / "b"), 64 * MiB) as (_, store):
+        assert [path.parent.parent.name for path in store.paths] == ["a", "b"]
+        assert [path.stat().st_size for path in store.paths] == [32 * MiB, 32 * MiB]
+    assert list((tmp_path / "a").iterdir()) == list((tmp_path / "b").iterdir()) == []
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UsageError, match="cannot write to"), new_store((tmp_path / "a", tmp_path / "file"), 64 * MiB):
+        pass
+    assert list((tmp_path / "a").iterdir()) == [] and (tmp_path / "file").read_text() == "mine"
 
 
 def test_nobody_is_asked_nothing_is_written(

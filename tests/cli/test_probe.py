@@ -187,12 +187,12 @@ def test_every_drive_of_a_raid(tmp_path):
     link = sysfs / "dev" / "block" / f"{os.major(number)}:{os.minor(number)}"
     link.parent.mkdir(parents=True)
     link.symlink_to(sysfs / "devices" / "dm-0")
-    found = drives.drives_under(tmp_path, sysfs)
+    found = drives.drives_under(tmp_path, tmp_path / "new", sysfs=sysfs)
     assert [(drive.model, drive.capacity, drive.rated_bytes) for drive in found] == [
         ("Samsung SSD 990 PRO 2TB", 2_000_398_934_016, 1200 * 10**12), ("Nobody knows", 4096, 0), ("", 8192, 0),
     ]  # fmt: skip
     assert drives.block_device(tmp_path, sysfs) == sysfs / "devices" / "nvme0n1"
-    assert drives.drives_under(tmp_path, tmp_path / "no sysfs") == ()
+    assert drives.drives_under(tmp_path, sysfs=tmp_path / "no sysfs") == ()
 
 
 @pytest.mark.parametrize(
@@ -233,9 +233,9 @@ def test_a_drive_that_tells_nothing_is_no_error(tmp_path, monkeypatch):
     for script, used in ((f"echo '{table}'; exit 4", 1536), ("echo no; exit 2", 0), ("kill -9 $$", 0)):
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(0o755)
-        (drive,) = drives.drives_under(tmp_path, tmp_path / "sys", ask=True)
+        (drive,) = drives.drives_under(tmp_path, sysfs=tmp_path / "sys", ask=True)
         assert drive.used_bytes == used
-    (drive,) = drives.drives_under(tmp_path, tmp_path / "sys")
+    (drive,) = drives.drives_under(tmp_path, sysfs=tmp_path / "sys")
     assert drive.used_bytes == 0  # not asked
 
 
