@@ -115,19 +115,29 @@ def plan(
 
 @app.command()
 def bench(
+    recipe: Annotated[
+        str | None, typer.Argument(help="A recipe whose own block and head are measured as well.", show_default=False)
+    ] = None,
+    overrides: Overrides = None,
     quick: Annotated[bool, typer.Option("--quick/--full", help="Under 15 s and 2 GB written, or longer.")] = True,
     json_output: Json = False,
     directory: Annotated[
-        Path | None, typer.Option("--dir", help="The folder whose drive is measured.", show_default=False)
+        Path | None,
+        typer.Option("--dir", help="The folder whose drive is measured (default: the recipe's).", show_default=False),
     ] = None,
+    sustained: Annotated[
+        bool, typer.Option("--sustained", help="Also write until the drive's rate settles: many GB; asks first.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Measure this machine.
 
-    Matrix products, the drive, the update and one training step.
+    Matrix products, layers, the drive, the update, and a training step beside it. Kept for the plans to come.
     """
     from .bench import run_bench
 
-    run_bench(directory, quick=quick, json_output=json_output)
+    loaded = _load(recipe, overrides) if recipe is not None else None
+    run_bench(directory, quick=quick, json_output=json_output, loaded=loaded, sustained=sustained, yes=yes)
 
 
 @app.command()

@@ -1,19 +1,34 @@
-"""`fuyou bench`: measure this machine and print what was found."""
+"""`fuyou bench`: measure this machine, print what was found, and keep it for the plans to come."""
 
 from __future__ import annotations
 
 import json
 import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.paths import folder
+from fuyou_cli.core.units import gb
+from fuyou_cli.spec.hardware import merged_rates
 
-from .console import result_console, status_console
+from . import drives, probe
+from .console import confirm, result_console, status_console, write_status
 from .machine import keep
-from .measure import BenchReport, measure
+from .measure import BenchReport, device_named, measure
+from .profile import assumed_hardware
 from .render.bench import bench_json, show_bench
+
+if TYPE_CHECKING:
+    from fuyou_cli.recipe.load import LoadedRecipe
+    from fuyou_cli.recipe.schema import Recipe
+
+Progress = Callable[[str], None]
 
 
 def run_bench(
@@ -21,25 +36,36 @@ def run_bench(
     *,
     quick: bool,
     json_output: bool,
-    device: str = "auto",
+    device: str | None = None,
+    loaded: LoadedRecipe | None = None,
+    sustained: bool = False,
+    yes: bool = False,
     out: Console | None = None,
     err: Console | None = None,
-) -> BenchReport:
-    """Measures in `directory` (default: where stores go unless a recipe says, else here) and prints to `out`, as a table or
-    as one JSON object.
+) -> BenchReport | None:
+    """Measures in `directory` (default: the recipe's store folders, as one striped store, else where stores go unless a
+    recipe says, else here) and prints to `out`, as a table or as one JSON object. A recipe's own block and head are measured
+    beside the rest.
 
-    The profile is kept for the plans to come. What is being measured appears on `err`, on one line that is gone at the
-    end, if that is a terminal.
+    The profile is kept for the plans to come. What is being measured appears on `err`, on one line that is gone at the end,
+    if that is a terminal. None when `sustained` writing was not agreed to: then nothing is measured.
     """
     out = out or result_console()
     err = err or status_console()
-    place = _place(directory)
+    recipe = loaded.recipe if loaded is not None else None
+    places = _places(directory, recipe)
+    if sustained and not _agreed(places, yes):
+        return None
+    chosen = device or _device_of(recipe)
     if err.is_terminal:
         with err.status("starting", spinner="line") as status:
-            report = measure(place, quick=quick, device=device, progress=lambda what: status.update(f"measuring: {what}"))
+            report = _measured(
+                places, recipe, quick=quick, device=chosen, sustained=sustained,
+                progress=lambda what: status.update(f"measuring: {what}"),
+            )  # fmt: skip
     else:
-        report = measure(place, quick=quick, device=device)
-    keep(report.profile, place)
+        report = _measured(places, recipe, quick=quick, device=chosen, sustained=sustained, progress=lambda _: None)
+    report = replace(report, profile=keep(report.profile, *places))
     if json_output:
         out.file.write(json.dumps(bench_json(report), indent=2) + "\n")
     else:
@@ -47,7 +73,91 @@ def run_bench(
     return report
 
 
-def _place(directory: Path | None) -> Path:
+def _measured(
+    places: tuple[Path, ...], recipe: Recipe | None, *, quick: bool, device: str, sustained: bool, progress: Progress
+) -> BenchReport:
+    """Everything that was asked for; what can be wrong with a recipe is found before anything is measured."""
+    begin = time.monotonic()
+    if recipe is None:
+        report = measure(*places, quick=quick, device=device, progress=progress)
+    else:
+        report = _with_recipe(places, recipe, quick=quick, device=device, progress=progress)
+    if sustained:
+        report = _with_sustained(report, places, progress)
+    return replace(report, seconds=time.monotonic() - begin)
+
+
+def _with_recipe(places: tuple[Path, ...], recipe: Recipe, *, quick: bool, device: str, progress: Progress) -> BenchReport:
+    from fuyou_cli.training.prepare import anatomy_of
+
+    from .measure_stages import measure_recipe
+
+    target = device_named(device)
+    progress("the recipe's model")
+    anatomy, numerics = anatomy_of(recipe, assumed_hardware(*places), say=write_status)
+    report = measure(*places, quick=quick, device=device, progress=progress)
+    free = _device_free() if target.type == "cuda" else probe.memory_available()
+    stages = measure_recipe(anatomy, numerics, target, quick=quick, free=free, progress=progress)
+    profile = replace(report.profile, stage_rates=merged_rates(report.profile.stage_rates, stages.stage_rates))
+    return replace(report, profile=profile, rates=(*report.rates, *stages.rates), notes=(*report.notes, *stages.notes))
+
+
+def _with_sustained(report: BenchReport, places: tuple[Path, ...], progress: Progress) -> BenchReport:
+    from .measure_sustained import measure_sustained
+
+    progress("sustained writing")
+    found = measure_sustained(*places, free=probe.striped_space(*places), progress=progress)
+    profile = replace(
+        report.profile,
+        sustained_write=found.write.value,
+        sustained_read_mixed=found.read_mixed.value,
+        sustained_write_mixed=found.write_mixed.value,
+        burst_bytes=found.burst_bytes,
+    )
+    return replace(
+        report,
+        profile=profile,
+        rates=(*report.rates, found.write, found.read_mixed, found.write_mixed),
+        notes=(*report.notes, *found.notes),
+        written_bytes=report.written_bytes + found.written_bytes,
+    )
+
+
+def _agreed(places: tuple[Path, ...], yes: bool) -> bool:
+    """Says what sustained writing costs, and asks. Raises UsageError where there is nobody to ask."""
+    from .measure_sustained import most_written
+
+    named = ", ".join(map(str, places))
+    most = most_written(probe.striped_space(*places))
+    rated = sum(drive.rated_bytes for drive in drives.drives_under(*places))
+    share = f", {100 * most / rated:.3f} % of what its drives are rated for" if rated else ""
+    write_status(f"--sustained writes until the rate settles: up to {gb(most)} to {named}{share}. The files are removed.")
+    if yes:
+        return True
+    answer = confirm(f"Write up to {gb(most)}?")
+    if answer is None:
+        raise UsageError("nothing was measured: there is no terminal to ask at", hint="add --yes")
+    if not answer:
+        write_status("nothing was measured")
+    return answer
+
+
+def _places(directory: Path | None, recipe: Recipe | None) -> tuple[Path, ...]:
+    """The folders a store is striped over."""
     if directory is not None:
-        return folder(directory, key="--dir")
-    return folder(os.environ.get("FUYOU_OFFLOAD_DIR") or ".", key="FUYOU_OFFLOAD_DIR")
+        return (folder(directory, key="--dir"),)
+    if recipe is not None:
+        return recipe.offload_directories(os.environ)
+    return (folder(os.environ.get("FUYOU_OFFLOAD_DIR") or ".", key="FUYOU_OFFLOAD_DIR"),)
+
+
+def _device_of(recipe: Recipe | None) -> str:
+    """The recipe's device; an emulated one computes on the processor."""
+    named = recipe.offload.device if recipe is not None else "auto"
+    return "cpu" if named == "emulated" else named
+
+
+def _device_free() -> int:
+    import torch
+
+    return int(torch.cuda.mem_get_info()[0])

@@ -1,7 +1,7 @@
 """A machine one does not have: composed of shipped parts (`rtx4090,2xgen4,128GiB`), or written down in a file.
 
 A file is YAML with the keys of `HardwareProfile`; sizes and rates may have units. `parts: rtx4090,2xgen4,128GiB` starts from
-parts, and its other keys replace what they say.
+parts, and its other keys replace what they say. A profile that `fuyou bench` kept on another machine is such a file too.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ _COUNTED = re.compile(r"^(\d+)x(.+)$")
 _RATED = (
     "store_read", "store_write", "store_read_mixed", "store_write_mixed", "sustained_write", "sustained_read_mixed",
     "sustained_write_mixed",
+)  # fmt: skip
+_OPTIONAL = (  # of a file without parts: `_defaults`
+    "device", "device_memory", "h2d", "d2h", "disk_free", "measured", "ram_available", "process_bytes",
 )  # fmt: skip
 Part = TypeVar("Part")
 
@@ -202,6 +205,7 @@ def _offer() -> str:
 
 def _from_file(path: Path, process_bytes: tuple[int, int]) -> HardwareProfile:
     data = dict(_mapping(path))
+    data.pop("schema_version", None)  # of a kept profile; its keys are checked one by one
     parts = data.pop("parts", None)
     if parts is not None and not isinstance(parts, str):
         _refuse(path, ["parts: names with commas are wanted, such as rtx4090,2xgen4,128GiB"])
@@ -210,7 +214,7 @@ def _from_file(path: Path, process_bytes: tuple[int, int]) -> HardwareProfile:
         start = _composed(parts, process_bytes) if parts is not None else {}
     except UsageError as error:
         raise UsageError(f"{path}: parts: {error.message}", hint=error.hint) from None
-    optional = {field.name for field in fields(HardwareProfile)} if parts is not None else _defaults({}, process_bytes)
+    optional = {field.name for field in fields(HardwareProfile)} if parts is not None else _OPTIONAL
     given = reading.fields_of(HardwareProfile, data, optional=optional)
     _refuse(path, reading.problems)
     if parts is not None and "ram_total" in given:

@@ -117,9 +117,11 @@ def _whole_drives(device: Path, depth: int) -> list[Path]:
     return [drive for layer in below for drive in _whole_drives(layer, depth - 1)] if below else [device]
 
 
-def drives_under(folder: Path, sysfs: Path = Path("/sys"), *, ask: bool = False) -> tuple[Drive, ...]:
-    """The drives under a folder with what is known of their endurance. `ask`: smartctl too, which may take a second."""
-    return tuple(_drive(device, ask=ask) for device in block_devices(folder, sysfs))
+def drives_under(*folders: Path, sysfs: Path = Path("/sys"), ask: bool = False) -> tuple[Drive, ...]:
+    """The drives under some folders, each once, with what is known of their endurance. `ask`: smartctl too, which may take a
+    second."""
+    devices = dict.fromkeys(device for folder in folders for device in block_devices(folder, sysfs))
+    return tuple(_drive(device, ask=ask) for device in devices)
 
 
 def _drive(device: Path, *, ask: bool) -> Drive:

@@ -17,26 +17,26 @@ from .console import write_status
 from .profile import assumed_hardware, core_count, cpu_name, read_profile, usable_memory, write_profile
 
 
-def profile_path(directory: Path, *, device: str) -> Path:
-    """Where the profile of this machine's `device` with the drive behind `directory` is kept between runs.
+def profile_path(*directories: Path, device: str) -> Path:
+    """Where the profile of this machine's `device` with the drives behind `directories` is kept between runs.
 
     Machines may share a home folder, and a number of a drive means nothing on another one: whatever a rate depends on is
     in the name."""
     base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fuyou"
-    drive = probe.existing(directory).stat().st_dev
+    drives_there = sorted({probe.existing(directory).stat().st_dev for directory in directories})
     computes_on = "cpu" if device == "emulated" else device
-    about = (platform.node(), cpu_name(), core_count(), computes_on, drive)
+    about = (platform.node(), cpu_name(), core_count(), computes_on, *drives_there)
     return base / f"profile-{hashlib.sha256(repr(about).encode()).hexdigest()[:12]}.json"
 
 
-def hardware_for(directory: Path, *, device: str) -> HardwareProfile:
-    """The kept profile of this machine with memory and disk as they are now; without one, rates are assumed and the
-    profile says so (`fuyou bench` measures them)."""
-    path = profile_path(directory, device=device)
+def hardware_for(*directories: Path, device: str) -> HardwareProfile:
+    """For a store striped over `directories`: the kept profile of this machine with memory and disk as they are now; without
+    one, rates are assumed and the profile says so (`fuyou bench` measures them)."""
+    path = profile_path(*directories, device=device)
     name, memory = _device_facts(device)
     profile = _kept(path)
     if profile is None or (name is not None and profile.device_name != name):  # another card than was measured
-        profile = assumed_hardware(directory, device=device, device_name=name, device_memory=memory)
+        profile = assumed_hardware(*directories, device=device, device_name=name, device_memory=memory)
     pinnable, why = probe.pinnable()
     return replace(
         profile,
@@ -45,10 +45,10 @@ def hardware_for(directory: Path, *, device: str) -> HardwareProfile:
         ram_total=probe.physical_memory(),
         ram_available=usable_memory(),
         process_bytes=probe.process_bytes(),
-        disk_free=probe.free_space(directory),
+        disk_free=probe.striped_space(*directories),
         pinnable=pinnable,
         pinnable_why=why,
-        drives=_with_wear(profile.drives, drives.drives_under(directory)),
+        drives=_with_wear(profile.drives, drives.drives_under(*directories)),
     )
 
 
@@ -59,12 +59,13 @@ def _with_wear(kept: tuple[Drive, ...], now: tuple[Drive, ...]) -> tuple[Drive, 
     return tuple(replace(new, used_bytes=max(old.used_bytes, new.used_bytes)) for old, new in zip(kept, now, strict=True))
 
 
-def _kept(path: Path) -> HardwareProfile | None:
+def _kept(path: Path, *, said: bool = True) -> HardwareProfile | None:
     """What `fuyou bench` left there. It is advice: what cannot be read is said, and stands in nobody's way."""
     try:
         return read_profile(path) if path.exists() else None
     except UsageError as error:
-        _note(f"{error.message}; rates are assumed (`fuyou bench` replaces it)")
+        if said:
+            _note(f"{error.message}; rates are assumed (`fuyou bench` replaces it)")
         return None
 
 
@@ -74,11 +75,11 @@ def _note(text: str) -> None:
     write_status(f"note: {text}")
 
 
-def keep(profile: HardwareProfile, directory: Path) -> HardwareProfile:
+def keep(profile: HardwareProfile, *directories: Path) -> HardwareProfile:
     """Remembers a measured profile for the plans to come, with what earlier measurements of the same machine know beside
     it: rates of other stages, and those of sustained writing. Returns what is kept."""
-    path = profile_path(directory, device=profile.device)
-    before = _kept(path)
+    path = profile_path(*directories, device=profile.device)
+    before = _kept(path, said=False)  # what cannot be read is replaced now
     if before is not None and before.device_name == profile.device_name:
         profile = _joined(before, profile)
     try:

@@ -21,11 +21,11 @@ def prepared_for(loaded: LoadedRecipe, **options: Any) -> Prepared:
     from .machine import hardware_for
     from .render.transfer import Transfers
 
-    directory = run_directories(loaded.recipe)[0]
+    directories = run_directories(loaded.recipe)
     with Transfers(status_console()) as transfers:
         return prepare(
             loaded.recipe,
-            probe=lambda device: hardware_for(directory, device=device),
+            probe=lambda device: hardware_for(*directories, device=device),
             say=write_status,
             progress=transfers,
             **options,

@@ -69,6 +69,14 @@ def free_space(path: Path) -> int:
     return shutil.disk_usage(existing(path)).free
 
 
+def striped_space(*folders: Path) -> int:
+    """Bytes that files striped over `folders` can have in all: as many times the least of them as there are folders, those
+    of one file system sharing what is free there. Raises OSError."""
+    systems = [existing(folder).stat().st_dev for folder in folders]
+    shares = [free_space(folder) // systems.count(system) for folder, system in zip(folders, systems, strict=True)]
+    return min(shares) * len(folders)
+
+
 def is_wsl(root: Path = ROOT) -> bool:
     return "microsoft" in (_text(root / "proc/sys/kernel/osrelease") or "").lower()
 

@@ -51,8 +51,7 @@ def usable_memory() -> int:
 
 
 def assumed_hardware(
-    directory: Path | None = None,
-    *,
+    *directories: Path,
     device: str = "cpu",
     device_name: str | None = None,
     device_memory: int = 0,
@@ -60,7 +59,7 @@ def assumed_hardware(
     """This machine's memory and disk with assumed rates: for planning without measuring. `measured` says so."""
     cores = core_count()
     on_gpu = device == "cuda"
-    place = directory or Path()
+    places = directories or (Path(),)
     pinnable, why = probe.pinnable()
     return HardwareProfile(
         device=device,
@@ -70,7 +69,7 @@ def assumed_hardware(
         ram_available=usable_memory(),
         process_bytes=ASSUMED_PROCESS + (ASSUMED_GPU_PROCESS if on_gpu else 0),
         device_memory=device_memory,
-        disk_free=probe.free_space(place),
+        disk_free=probe.striped_space(*places),
         matmul_flops=ASSUMED_GPU_FLOPS if on_gpu else ASSUMED_FLOPS_PER_CORE * cores,
         store_read=ASSUMED_READ,
         store_write=ASSUMED_WRITE,
@@ -82,7 +81,7 @@ def assumed_hardware(
         measured="assumed",
         pinnable=pinnable,
         pinnable_why=why,
-        drives=drives.drives_under(place),
+        drives=drives.drives_under(*places),
         name=platform.node(),
     )
 

@@ -31,7 +31,7 @@ class Reading:
         needed = [f.name for f in fields(kind) if f.default is MISSING and f.name not in optional]
         self.problems += [f"{_join(where, name)}: missing" for name in needed if name not in data]
         self.problems += [f"{_join(where, str(key))}: unknown key{_meant(key, hints)}" for key in data if key not in hints]
-        found = {}
+        found: dict[str, Any] = {}
         for key, value in data.items():
             before = len(self.problems)
             if key in hints:

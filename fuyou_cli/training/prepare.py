@@ -126,6 +126,18 @@ def prepare(
     return _with_weights_and_rows(considered, hub, probe=probe, say=say)
 
 
+def anatomy_of(
+    recipe: Recipe, hardware: HardwareProfile, *, say: Callable[[str], None], progress: Progress = _unheard
+) -> tuple[Anatomy, Numerics]:
+    """What a run of the recipe would compute with, without data, weights or a plan: the stages, and the numerics on a machine
+    of `hardware.cores` cores. Raises UsageError."""
+    model_dir = _Hub(recipe, say=say, progress=progress).model(need_weights=False)
+    anatomy = _anatomy(recipe, model_dir)
+    check_positions(recipe, anatomy, say)
+    numerics = _numerics(recipe, anatomy, hardware, None)
+    return _cut(anatomy, numerics), numerics
+
+
 def _check_backend(recipe: Recipe) -> None:
     from ..swap.kernels import has_io_uring
 

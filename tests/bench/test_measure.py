@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import statistics
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from rich.console import Console
 
 from fuyou_cli.cli import measure_store, profile
 from fuyou_cli.cli.bench import run_bench
-from fuyou_cli.cli.measure import BenchReport, Rate, measure_adamw, rate_of
+from fuyou_cli.cli.measure import BenchReport, Rate, rate_of
+from fuyou_cli.cli.measure_update import measure_adamw, measure_shared
 from fuyou_cli.cli.profile import read_profile
 from fuyou_cli.cli.render.bench import bench_json, show_bench
 from fuyou_cli.core.errors import OutOfSpaceError, UsageError
@@ -58,35 +60,56 @@ def test_files_go_when_measuring_fails(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_adamw_is_measured_per_thread_count() -> None:
     rates = measure_adamw(3, repeats=2)
-    assert [rate.name for rate in rates] == ["AdamW, 1 thread", "AdamW, 2 threads"]
-    for rate in rates:
+    assert [(threads, rate.name) for threads, rate in rates] == [(1, "AdamW, 1 thread"), (2, "AdamW, 2 threads")]
+    for _, rate in rates:
         check(rate)
         assert 1e8 < rate.value < 1e12  # bytes, not elements or gigabytes
 
 
-def test_the_whole_bench_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure_store, "QUICK_SPAN", 64 * MiB)
-    kept = tmp_path.parent / f"{tmp_path.name}-cache"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(kept))
+def test_what_runs_at_once_is_counted_on_both_sides() -> None:
+    """A step that only sleeps takes nothing from the update, and loses nothing to it."""
+    turns: list[float] = []
+
+    def step() -> None:
+        turns.append(time.monotonic())
+        time.sleep(0.02)
+
+    shared = measure_shared(step, 4e9, seconds=0.2, note="sleeps")
+    assert len(turns) >= 3 and 0.3 < shared.compute <= 1.0 and 0.2 < shared.adamw <= 1.0
+    alone, beside, update = shared.rates
+    for rate in shared.rates:
+        check(rate)
+    assert max(alone.high, beside.high) <= 4e9 / 0.02 and update.unit == "B/s"
+
+
+def test_the_whole_bench_as_json(tmp_path: Path, small: Path) -> None:
     text = io.StringIO()
     report = run_bench(tmp_path, quick=True, json_output=True, device="cpu", out=Console(file=text, width=40))
+    assert report is not None
     data = json.loads(text.getvalue())
     assert data == json.loads(json.dumps(bench_json(report)))
-    assert data["schema_version"] == 1 and data["written_bytes"] <= 2_000_000_000
+    assert data["schema_version"] == 2 and data["written_bytes"] <= 2_000_000_000
     names = [rate["name"] for rate in data["rates"]]
-    for name in ("matmul bfloat16", "matmul float32", "training step bfloat16", "store read while writing"):
+    for name in ("matmul bfloat16", "matmul float32", "training step", "store read while writing"):
         assert name in names
     for rate in report.rates:
         check(rate)
     rates = {rate.name: rate.value for rate in report.rates}
     found = report.profile
-    executed = rates["training step bfloat16"] * 4 / 3  # with the recompute that 6N leaves out
+    assert {(rate.kind, rate.dtype) for rate in found.stage_rates} == {
+        (kind, dtype) for kind in ("block", "head") for dtype in ("bfloat16", "float32")
+    }
+    block = next(rate for rate in found.stage_rates if (rate.kind, rate.dtype) == ("block", "bfloat16"))
+    assert (block.forward, block.backward) == (rates["block 256 bfloat16, forward"], rates["block 256 bfloat16, backward"])
+    executed = 4 / (1 / block.forward + 3 / block.backward)
     assert found.matmul_flops == min(rates["matmul bfloat16"], executed)
-    assert found.adamw_bytes == rates["AdamW, 1 thread"]
+    assert found.adamw[0] == (1, rates["AdamW, 1 thread"]) and found.adamw_bytes == rates["AdamW, 1 thread"]
+    assert 0 < found.shared_compute <= 1 and 0 < found.shared_adamw <= 1
+    assert 1e-13 < found.io_cpu < 1e-8  # seconds per byte
     assert found.store_write_mixed == rates["store write while reading"] and found.h2d == 0.0
-    assert found.process_bytes > 50 * MiB and found.measured != "assumed"
+    assert found.process_bytes > 50 * MiB and found.measured != "assumed" and data["digest"] == found.digest()
     assert list(tmp_path.iterdir()) == []
-    assert [read_profile(path) for path in kept.glob("fuyou/*.json")] == [found]
+    assert [read_profile(path) for path in small.glob("fuyou/*.json")] == [found]
 
 
 @pytest.fixture

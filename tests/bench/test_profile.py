@@ -11,6 +11,13 @@ import pytest
 from fuyou_cli.cli import machine, profile
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.units import GiB, MiB
+from fuyou_cli.spec.hardware import Drive, StageRate
+
+
+def rate(tokens: int, forward: float = 1e12) -> StageRate:
+    return StageRate(
+        kind="block", dtype="bfloat16", hidden=64, params=4096, tokens=tokens, forward=forward, backward=forward
+    )  # fmt: skip
 
 
 def test_figures_of_this_machine_are_sane() -> None:
@@ -18,6 +25,7 @@ def test_figures_of_this_machine_are_sane() -> None:
     assert facts.cores >= 1 and facts.device_name
     assert 64 * MiB < facts.ram_available <= facts.ram_total
     assert facts.disk_free > 0
+    assert 0 < facts.pinnable <= facts.ram_total and facts.pinnable_why
 
 
 def test_assumed_rates_say_so(tmp_path: Path) -> None:
@@ -29,14 +37,27 @@ def test_assumed_rates_say_so(tmp_path: Path) -> None:
 
 
 def test_a_profile_survives_the_disk(tmp_path: Path) -> None:
-    found = replace(profile.assumed_hardware(tmp_path), measured="2026-01-02", store_read=2.5e9)
+    found = replace(
+        profile.assumed_hardware(tmp_path),
+        measured="2026-01-02",
+        store_read=2.5e9,
+        stage_rates=(rate(512), rate(1024)),
+        adamw=((1, 3e9), (2, 5e9)),
+        drives=(Drive(model="a drive", capacity=10**12, used_bytes=7),),
+        sources=("here",),
+    )
     path = tmp_path / "profiles" / "here.json"
     profile.write_profile(found, path)
     assert profile.read_profile(path) == found
     data = json.loads(path.read_text())
-    path.write_text(json.dumps({**data, "cores": "two", "speed": 1}))
-    with pytest.raises(UsageError, match=r"speed, cores"):
+    wrong = {**data, "cores": "two", "speed": 1, "h2d": "1GB/s", "adamw": [[1]], "drives": [{"model": "x"}], "d2h": True}
+    wrong["stage_rates"] = [{**data["stage_rates"][0], "kind": "norm", "forward": -1.0}]
+    path.write_text(json.dumps(wrong))
+    with pytest.raises(UsageError) as error:
         profile.read_profile(path)
+    for key in ("speed: unknown", "cores: ", "h2d: ", "adamw[0]: ", "drives[0].capacity: missing", "d2h: ",
+                "stage_rates[0].kind: ", "stage_rates[0].forward: "):  # fmt: skip
+        assert key in error.value.message, key
     for text in ("{", "[]", '{"schema_version": 99}'):
         path.write_text(text)
         with pytest.raises(UsageError, match="profile"):
@@ -62,10 +83,26 @@ def test_a_kept_profile_is_this_machines_and_this_devices(tmp_path: Path, monkey
         with monkeypatch.context() as elsewhere:
             elsewhere.setattr(module, name, value)
             assert machine.hardware_for(tmp_path, device="cpu").measured == "assumed", name
+    assert machine.profile_path(tmp_path, tmp_path / "b", device="cpu") == machine.profile_path(tmp_path, device="cpu")
+    assert machine.profile_path(tmp_path, Path("/proc"), device="cpu") != machine.profile_path(tmp_path, device="cpu")
     assert machine.profile_path(tmp_path, device="cuda") != machine.profile_path(tmp_path, device="cpu")
 
 
-@pytest.mark.parametrize("left", ["", '{"schema_version": 1, "dev', '{"schema_version": 0}'])
+def test_measurements_of_one_machine_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    base = replace(profile.assumed_hardware(tmp_path), measured="2026-01-02")
+    machine.keep(replace(base, stage_rates=(rate(512), rate(1024)), sustained_write=5e8, burst_bytes=9), tmp_path)
+    again = machine.keep(replace(base, stage_rates=(rate(512, 2e12), rate(2048)), store_read=7e9), tmp_path)
+    assert again.stage_rates == (rate(512, 2e12), rate(1024), rate(2048))
+    assert (again.store_read, again.sustained_write, again.burst_bytes) == (7e9, 5e8, 9)
+    assert machine.hardware_for(tmp_path, device="cpu").stage_rates == again.stage_rates
+    newer = machine.keep(replace(base, sustained_write=6e8), tmp_path)
+    assert (newer.sustained_write, newer.burst_bytes) == (6e8, 0)  # measured together, replaced together
+    other = machine.keep(replace(base, device_name="another processor"), tmp_path)
+    assert other.stage_rates == () and other.sustained_write == 0.0
+
+
+@pytest.mark.parametrize("left", ["", '{"schema_version": 1, "dev', '{"schema_version": 1, "cores": 2}'])
 def test_a_damaged_kept_profile_stands_in_nobodys_way(
     left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

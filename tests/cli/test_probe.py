@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fuyou_cli.cli import drives, probe
+from fuyou_cli.cli.endurance import rated_bytes
 
 from .conftest import environment
 
@@ -166,3 +167,85 @@ def test_doctor_names_a_folder_in_memory(fuyou):
     text = fuyou("doctor", "--dir", "/dev/shm").stdout
     assert "this is memory, not a drive" in text
     assert "\x1b" not in text
+
+
+def test_every_drive_of_a_raid(tmp_path):
+    """A file system on a volume over two partitions of two drives, and a third drive taken whole."""
+    number = tmp_path.stat().st_dev
+    sysfs = tmp_path / "sys"
+    for name, model, sectors in (
+        ("nvme0n1", "Samsung SSD 990 PRO 2TB", 3907029168),
+        ("nvme1n1", "Nobody knows", 8),
+        ("sdc", "", 16),
+    ):
+        tree(sysfs / "devices" / name, {"device/model": f"{model}  \n", "size": f"{sectors}\n", f"{name}p1/partition": "1\n"})
+    for volume, below in (("dm-0", "md0"), ("md0", "nvme0n1/nvme0n1p1 nvme1n1/nvme1n1p1 sdc")):
+        slaves = sysfs / "devices" / volume / "slaves"
+        slaves.mkdir(parents=True)
+        for layer in below.split():
+            (slaves / Path(layer).name).symlink_to(sysfs / "devices" / layer)
+    link = sysfs / "dev" / "block" / f"{os.major(number)}:{os.minor(number)}"
+    link.parent.mkdir(parents=True)
+    link.symlink_to(sysfs / "devices" / "dm-0")
+    found = drives.drives_under(tmp_path, tmp_path / "new", sysfs=sysfs)
+    assert [(drive.model, drive.capacity, drive.rated_bytes) for drive in found] == [
+        ("Samsung SSD 990 PRO 2TB", 2_000_398_934_016, 1200 * 10**12), ("Nobody knows", 4096, 0), ("", 8192, 0),
+    ]  # fmt: skip
+    assert drives.block_device(tmp_path, sysfs) == sysfs / "devices" / "nvme0n1"
+    assert drives.drives_under(tmp_path, sysfs=tmp_path / "no sysfs") == ()
+
+
+@pytest.mark.parametrize(
+    ("model", "capacity", "rated"),
+    [
+        ("Samsung SSD 990 PRO 1TB", 1_000_204_886_016, 600), ("SAMSUNG MZQL23T8HCLS-00A07", 3_840_755_982_336, 7008),
+        ("WD_BLACK SN850X 4000GB", 4_000_787_030_016, 2400), ("SOLIDIGM SSDPF2KX038TZ", 3_840_755_982_336, 7008),
+        ("CT2000T700SSD3", 2_000_398_934_016, 1200), ("Samsung SSD 970 PRO 1TB", 1_024_209_543_168, 0),
+        ("WD_BLACK SN850XE", 10**12, 0), ("", 10**12, 0),
+    ],
+)  # fmt: skip
+def test_what_a_drive_is_rated_for(model, capacity, rated):
+    assert rated_bytes(model, capacity) == rated * 10**12
+
+
+def test_what_smartctl_tells():
+    nvme = {"nvme_smart_health_information_log": {"percentage_used": 3, "data_units_written": 2_000_000}}
+    assert drives.parse_smartctl(json.dumps(nvme)) == drives.Wear(percent_used=3, written=1_024_000_000_000)
+    rows = [{"id": 9, "raw": {"value": 7}}, {"id": 241, "raw": {"value": 1000}}]
+    sata = {"logical_block_size": 512, "ata_smart_attributes": {"table": rows}}
+    assert drives.parse_smartctl(json.dumps(sata)) == drives.Wear(percent_used=0, written=512_000)
+    for text in ("", "{", "[]", "7", '{"smartctl": {"exit_status": 2}}', '{"nvme_smart_health_information_log": {"x": 1}}',
+                 '{"ata_smart_attributes": {"table": [{"id": 241}]}}'):  # fmt: skip
+        assert drives.parse_smartctl(text) is None, text
+
+
+def test_a_drive_that_tells_nothing_is_no_error(tmp_path, monkeypatch):
+    """smartctl that fails, prints nonsense, or is not there."""
+    device = tree(tmp_path / "sys" / "devices" / "sda", {"device/model": "x\n", "size": "8\n"})
+    program = tmp_path / "bin" / "smartctl"
+    program.parent.mkdir()
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    number = tmp_path.stat().st_dev
+    link = tmp_path / "sys" / "dev" / "block" / f"{os.major(number)}:{os.minor(number)}"
+    link.parent.mkdir(parents=True)
+    link.symlink_to(device)
+    table = '{"logical_block_size": 512, "ata_smart_attributes": {"table": [{"id": 241, "raw": {"value": 3}}]}}'
+    for script, used in ((f"echo '{table}'; exit 4", 1536), ("echo no; exit 2", 0), ("kill -9 $$", 0)):
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        (drive,) = drives.drives_under(tmp_path, sysfs=tmp_path / "sys", ask=True)
+        assert drive.used_bytes == used
+    (drive,) = drives.drives_under(tmp_path, sysfs=tmp_path / "sys")
+    assert drive.used_bytes == 0  # not asked
+
+
+def test_what_may_be_pinned(tmp_path):
+    plain = tree(tmp_path / "a", {"proc/meminfo": MEMINFO, "proc/sys/kernel/osrelease": "6.8.0-45-generic\n"})
+    assert probe.pinnable(plain) == (16 * GIB, "all of RAM")
+    wsl = tree(tmp_path / "b", {"proc/meminfo": MEMINFO, "proc/sys/kernel/osrelease": "5.15-microsoft-standard-WSL2\n"})
+    assert probe.pinnable(wsl)[0] == 8 * GIB and "WSL" in probe.pinnable(wsl)[1]
+    bound = tree(tmp_path / "c", {
+        "proc/meminfo": MEMINFO, "proc/self/cgroup": "5:memory:/\n", "proc/self/mountinfo": V1_MOUNT,
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{3 * GIB}\n",
+    })  # fmt: skip
+    assert probe.pinnable(bound)[0] == 3 * GIB and "control group" in probe.pinnable(bound)[1]

@@ -8,11 +8,12 @@ from rich.console import Console
 from rich.text import Text
 
 from fuyou_cli.core.units import duration, gb, gib
+from fuyou_cli.spec.hardware import HardwareProfile
 
 from ..measure import BenchReport, Rate
 from .theme import Symbols, bar, column, heading, pairs, ruled, say, show, symbols
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 NOTE_WIDTH = 110  # columns from which it is said beside each rate what it was measured on
 
 
@@ -31,9 +32,13 @@ def show_bench(console: Console, report: BenchReport) -> None:
         [
             ("device", device),
             ("host", dot.join([*facts, f"{gb(profile.disk_free)} of disk free"])),
+            *_drives(profile),
             ("process", f"{gib(profile.process_bytes)} with torch and transformers loaded, before any of the model"),
         ],
     )
+    if profile.device == "cpu":
+        kept = f"compute keeps {profile.shared_compute:.0%}, the update {profile.shared_adamw:.0%}"
+        pairs(console, [("at once", f"beside one update thread {kept} of what each gets alone")])
     _rates(console, report, "Arithmetic", "FLOP/s", shapes)
     _rates(console, report, "Moving bytes", "B/s", shapes)
     if report.notes:
@@ -44,6 +49,17 @@ def show_bench(console: Console, report: BenchReport) -> None:
     say(console, f"{duration(report.seconds)}, {gb(report.written_bytes)} written, nothing left behind", style="dim")
 
 
+def _drives(profile: HardwareProfile) -> list[tuple[str, str]]:
+    """A line for each drive whose model is known."""
+    found = []
+    for drive in profile.drives:
+        if drive.model:
+            used = f" of which {gb(drive.used_bytes)} are written" if drive.used_bytes else ""
+            rated = f", rated for {gb(drive.rated_bytes)}{used}" if drive.rated_bytes else ""
+            found.append(("drive", f"{drive.model}, {gb(drive.capacity)}{rated}"))
+    return found
+
+
 def bench_json(report: BenchReport) -> dict[str, object]:
     """The same as data: rates per second, `profile` as `fuyou plan` takes it."""
     return {
@@ -52,6 +68,7 @@ def bench_json(report: BenchReport) -> dict[str, object]:
         "seconds": report.seconds,
         "written_bytes": report.written_bytes,
         "profile": asdict(report.profile),
+        "digest": report.profile.digest(),
         "rates": [asdict(rate) for rate in report.rates],
         "notes": list(report.notes),
     }

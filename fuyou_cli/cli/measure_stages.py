@@ -1,0 +1,311 @@
+"""Measures stages: small decoder layers and heads of a few widths, and a recipe's own, through the code that a run uses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, cast
+
+from fuyou_cli.core.units import count, gib
+from fuyou_cli.spec.hardware import RatedKind, StageRate
+from fuyou_cli.spec.model import ITEM_SIZE, Dtype, ModelSpec, StageSpec
+from fuyou_cli.spec.plan import Numerics
+
+from .measure import Rate, each, rate_of, times
+
+if TYPE_CHECKING:
+    import torch
+
+    from fuyou_cli.engine.alone import BlockAlone
+    from fuyou_cli.engine.anatomy import Anatomy
+
+WIDTHS = (1024, 2048, 512)  # in this order: when time runs out, the last are left out
+HEAD_WIDTH, HEAD_ROWS = 1024, 8192
+LAYER_FLOPS = 2.0 * 11  # per token and square of the width, forward: close enough to choose the number of tokens by
+ACCUMULATE: Dtype = "float32"
+LEAST_TOKENS, MOST_TOKENS = 64, 512
+QUICK_SECONDS, FULL_SECONDS = 2.5, 40.0  # of all layers of a few widths together
+QUICK_PAIR, FULL_PAIR = 0.3, 2.0  # of one forward and one backward that tokens are chosen for
+RECIPE_QUICK_PAIR, RECIPE_FULL_PAIR = 8.0, 40.0
+USABLE = 0.8  # of the memory that is free
+
+
+class Alone(Protocol):
+    """A stage by itself: `engine.alone`."""
+
+    flops: float
+    tokens: int
+
+    def forward(self) -> None: ...
+
+    def backward(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stages:
+    """What was found of some stages."""
+
+    stage_rates: tuple[StageRate, ...]
+    rates: tuple[Rate, ...]
+    notes: tuple[str, ...] = ()
+
+    def __add__(self, other: Stages) -> Stages:
+        return Stages(
+            stage_rates=self.stage_rates + other.stage_rates,
+            rates=self.rates + other.rates,
+            notes=self.notes + other.notes,
+        )
+
+
+NOTHING = Stages(stage_rates=(), rates=())
+
+
+# ---- layers of a few widths ------------------------------------------------------------------------------------------
+
+
+def measure_layers(device: torch.device, matmul: dict[Dtype, Rate], *, quick: bool) -> Stages:
+    """Llama layers of WIDTHS and a small head in both dtypes: as many as there is time for, the first width in any case."""
+    found, left = NOTHING, 0
+    end = time.perf_counter() + (QUICK_SECONDS if quick else FULL_SECONDS)
+    for width in WIDTHS:
+        tokens = MOST_TOKENS
+        for dtype in cast(tuple[Dtype, ...], ("bfloat16", "float32")):
+            if width != WIDTHS[0] and time.perf_counter() > end:
+                left += 1
+                continue
+            pair = QUICK_PAIR if quick else FULL_PAIR
+            tokens = affordable_tokens(LAYER_FLOPS * width**2, matmul[dtype].value / 2, pair)
+            anatomy, model = small_model(width, tokens)
+            found += _of_one_width(anatomy, model, device, dtype, tokens, pair=pair, head=width == HEAD_WIDTH)
+    notes = (f"{left} of {2 * len(WIDTHS)} layers left out: they take too long here (fuyou bench --full)",) * (left > 0)
+    return Stages(stage_rates=found.stage_rates, rates=found.rates, notes=notes)
+
+
+def _of_one_width(
+    anatomy: Anatomy, model: ModelSpec, device: torch.device, dtype: Dtype, tokens: int, *, pair: float, head: bool
+) -> Stages:
+    shape = (1, tokens)
+    block = timed(
+        layer_alone(anatomy, model, device, dtype, shape), device, "block", dtype, model.hidden_size,
+        block_of(model).params, tokens, seconds=pair,
+    )  # fmt: skip
+    if not head:
+        return block
+    return block + timed(
+        _head_alone(anatomy, model, device, dtype, ACCUMULATE, shape, 0), device, "head", dtype, model.hidden_size,
+        _head_owner(model).params, tokens, seconds=pair,
+    )  # fmt: skip
+
+
+def affordable_tokens(flops_per_token: float, rate: float, seconds: float, most: int = MOST_TOKENS) -> int:
+    """The largest power of two up to `most` whose forward, recompute and backward take `seconds` at most; at least 64."""
+    tokens = LEAST_TOKENS
+    while 2 * tokens <= most and 4 * flops_per_token * 2 * tokens <= seconds * rate:
+        tokens *= 2
+    return tokens
+
+
+def small_model(width: int, tokens: int) -> tuple[Anatomy, ModelSpec]:
+    """A Llama of one layer, without weights, at micro-batches of (1, tokens)."""
+    from transformers import LlamaConfig
+
+    from fuyou_cli.engine.anatomy import dissect
+    from fuyou_cli.engine.inspect import inspect
+    from fuyou_cli.engine.skeleton import build
+
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=width * 11 // 4,
+        num_attention_heads=width // 64,
+        num_key_value_heads=max(1, width // 256),
+        num_hidden_layers=1,
+        vocab_size=HEAD_ROWS,
+    )
+    anatomy = dissect(build(config, dtype="bfloat16", attention="sdpa"))
+    model = inspect(anatomy, dtype="bfloat16", micro_batch_size=1, max_seq_len=tokens, head_chunk_tokens=0)
+    return anatomy, model
+
+
+def layer_alone(
+    anatomy: Anatomy,
+    model: ModelSpec,
+    device: torch.device,
+    dtype: Dtype,
+    shape: tuple[int, int],
+    accumulate: Dtype = ACCUMULATE,
+) -> BlockAlone:
+    from fuyou_cli.engine.alone import BlockAlone
+
+    return BlockAlone(anatomy, block_of(model), dtype=dtype, accumulate=accumulate, shape=shape, device=device)
+
+
+def _head_alone(
+    anatomy: Anatomy,
+    model: ModelSpec,
+    device: torch.device,
+    dtype: Dtype,
+    accumulate: Dtype,
+    shape: tuple[int, int],
+    chunk: int,
+) -> Alone:
+    from fuyou_cli.engine.alone import HeadAlone
+
+    return HeadAlone(
+        anatomy, _head(model), _head_owner(model), dtype=dtype, accumulate=accumulate, shape=shape, chunk=chunk, device=device
+    )
+
+
+def block_of(model: ModelSpec) -> StageSpec:
+    """The first block: the others of a model are alike, or nearly."""
+    return next(stage for stage in model.stages if stage.kind == "block")
+
+
+def _head(model: ModelSpec) -> StageSpec:
+    """The whole head, or the first piece of its vocabulary."""
+    return next(stage for stage in model.stages if stage.kind == "head")
+
+
+def _head_owner(model: ModelSpec) -> StageSpec:
+    return model.stages[model.owner(_head(model).index)]
+
+
+# ---- timing one stage ------------------------------------------------------------------------------------------------
+
+
+def timed(
+    alone: Alone, device: torch.device, kind: RatedKind, dtype: Dtype, hidden: int, params: int, tokens: int, *, seconds: float
+) -> Stages:
+    """The rates of one stage, kept as those of micro-batches of `tokens`. `seconds`: of a forward and a backward, about."""
+    forward = each(alone.flops, times(alone.forward, device, 5, seconds=seconds / 4, least=2))
+    backward = each(3 * alone.flops, times(alone.backward, device, 5, seconds=0.75 * seconds, least=2))
+    what = f"{kind} {hidden} {dtype}"
+    note = f"{count(params)} parameters, {alone.tokens} tokens"
+    rates = (
+        rate_of(f"{what}, forward", "FLOP/s", forward, note),
+        rate_of(f"{what}, backward", "FLOP/s", backward, note),
+    )
+    rate = StageRate(
+        kind=kind, dtype=dtype, hidden=hidden, params=params, tokens=tokens, forward=rates[0].value, backward=rates[1].value
+    )
+    return Stages(stage_rates=(rate,), rates=rates)
+
+
+# ---- a recipe's own --------------------------------------------------------------------------------------------------
+
+
+def measure_recipe(
+    anatomy: Anatomy,
+    numerics: Numerics,
+    device: torch.device,
+    *,
+    quick: bool,
+    free: int,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Stages:
+    """One block and the head of the model, at the recipe's dtype and micro-batch. `free`: bytes of memory there are to
+    compute in. Where a stage takes too long or too much, fewer tokens are measured, and a note says so."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(numerics.torch_threads)
+    seconds = RECIPE_QUICK_PAIR if quick else RECIPE_FULL_PAIR
+    own = _Own(anatomy=anatomy, numerics=numerics, device=device, seconds=seconds, free=int(free * USABLE))
+    try:
+        progress("the recipe's decoder block")
+        block = own.block()
+        progress("the recipe's head")
+        return block + own.head()
+    finally:
+        torch.set_num_threads(threads)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Own:
+    """The stages of a recipe's model, and what may be spent on each: about `seconds` for a forward and a backward."""
+
+    anatomy: Anatomy
+    numerics: Numerics
+    device: torch.device
+    seconds: float
+    free: int
+
+    def block(self) -> Stages:
+        numerics = self.numerics
+        whole = numerics.micro_batch_size * numerics.max_seq_len
+        inspected = self._inspected((numerics.micro_batch_size, numerics.max_seq_len))
+        stage = block_of(inspected)
+
+        def made(tokens: int) -> Alone:
+            length = min(tokens, numerics.max_seq_len)
+            shape = (tokens // length, length)
+            return layer_alone(
+                self.anatomy, self._inspected(shape), self.device, numerics.compute_dtype, shape, numerics.accumulate_dtype
+            )
+
+        alone = self._grown(made, stage.params, whole, stage.backward_peak)
+        return self._found("block", alone, inspected.hidden_size, stage.params, whole, whole)
+
+    def head(self) -> Stages:
+        numerics = self.numerics
+        shape = (numerics.micro_batch_size, numerics.max_seq_len)
+        whole = shape[0] * shape[1]
+        inspected = self._inspected(shape)
+        params = _head_owner(inspected).params
+        first = min(numerics.head_chunk_tokens or whole, whole)  # tokens a run computes at once
+
+        def made(tokens: int) -> Alone:
+            chunk = numerics.head_chunk_tokens if tokens == first else tokens
+            dtypes = (numerics.compute_dtype, numerics.accumulate_dtype)
+            return _head_alone(self.anatomy, inspected, self.device, *dtypes, shape, chunk)
+
+        alone = self._grown(made, params, first, _head(inspected).backward_peak)
+        return self._found("head", alone, inspected.hidden_size, params, first, whole)
+
+    def _grown(self, made: Callable[[int], Alone], params: int, whole: int, peak: int) -> Alone | None:
+        """The stage at `whole` tokens, or at as many as time and memory allow (`peak`: bytes that `whole` take beside weights
+        and gradients). None where not even its weights fit."""
+        left = self.free - self._weights(params)
+        if left <= 0:
+            return None
+        tokens = min(whole, LEAST_TOKENS)
+        while True:
+            alone = made(tokens)
+            alone.forward()
+            alone.backward()
+            taken = times(alone.forward, self.device, 1)[0] + times(alone.backward, self.device, 1)[0]
+            more = min(whole, 8 * tokens)
+            while more > tokens and (taken * more / tokens > self.seconds or peak * more / whole > left):
+                more //= 2
+            if more <= tokens:
+                return alone
+            tokens = more
+            del alone  # its weights, before those of the next
+
+    def _found(self, kind: RatedKind, alone: Alone | None, hidden: int, params: int, first: int, whole: int) -> Stages:
+        """The rates; of a whole chunk (`first` tokens) they are those of the micro-batch of `whole`, its chunks being alike."""
+        if alone is None:
+            needs = f"{gib(self._weights(params))} of weights and gradients, {gib(self.free)} are free"
+            return Stages(stage_rates=(), rates=(), notes=(f"the recipe's {kind} is not measured: it needs {needs}",))
+        rated = whole if alone.tokens == first else alone.tokens
+        dtype = self.numerics.compute_dtype
+        found = timed(alone, self.device, kind, dtype, hidden, params, rated, seconds=self.seconds)
+        if alone.tokens == first:
+            return found
+        note = f"the recipe's {kind} is measured on {alone.tokens} tokens: {first} would take too long or too much memory here"
+        return found + Stages(stage_rates=(), rates=(), notes=(note,))
+
+    def _weights(self, params: int) -> int:
+        """Bytes of weights and of their gradients' sum."""
+        return params * (ITEM_SIZE[self.numerics.compute_dtype] + ITEM_SIZE[self.numerics.accumulate_dtype])
+
+    def _inspected(self, shape: tuple[int, int]) -> ModelSpec:
+        from fuyou_cli.engine.inspect import inspect
+
+        return inspect(
+            self.anatomy,
+            dtype=self.numerics.compute_dtype,
+            micro_batch_size=shape[0],
+            max_seq_len=shape[1],
+            head_chunk_tokens=self.numerics.head_chunk_tokens,
+        )

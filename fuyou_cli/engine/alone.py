@@ -1,0 +1,170 @@
+"""One stage of a model by itself, with random weights: computed as the executor computes a micro-batch, so that its time is
+what a run sees. No other stage's weights exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+
+from ..core.errors import UsageError
+from ..spec.model import Dtype, StageSpec
+from .anatomy import Anatomy
+from .calls import StageCall, one_row_masks, only_refusals, replaced_forwards
+from .gradients import GradientSum
+from .head import Head, Part, TokenLoss, pieces
+from .skeleton import TORCH_DTYPE
+from .stage import Stage
+from .streamed import boundary_of, find_input
+
+_FILLING = 1 << 16  # random values that are repeated: drawing one for each weight would take longer than computing with them
+
+
+class BlockAlone:
+    """A decoder block at micro-batches of `shape` (rows, tokens). `spec`: of the stage at that shape."""
+
+    def __init__(self, anatomy: Anatomy, spec: StageSpec, *, dtype: Dtype, accumulate: Dtype, shape: tuple[int, int],
+                 device: torch.device) -> None:  # fmt: skip
+        self.flops, self.tokens = spec.forward_flops, shape[0] * shape[1]
+        self._stage = Stage(anatomy, spec)
+        call = _call_of(anatomy, spec.index, dtype=dtype, shape=shape)
+        args, kwargs = tree_map(lambda value: _placed(value, device), (call.args, call.kwargs))
+        self._call = StageCall(call.module, call.name, args, kwargs, call.key, call.mode)
+        self._buffers = _Buffers(call.module, device)
+        self._flat = _filled(spec.params, dtype, device)
+        self._total = GradientSum(stage=spec, flat=torch.empty(spec.params, dtype=TORCH_DTYPE[accumulate], device=device))
+        self._input = torch.randn(call.x.shape, dtype=TORCH_DTYPE[dtype], device=device)
+
+    def forward(self) -> None:
+        with torch.no_grad(), self._buffers.placed(), self._stage.installed(self._flat, trainable=False):
+            boundary_of(self._call.run(self._input), self._call.name)
+
+    def backward(self) -> None:
+        """Recompute and backward; gradients are added to a sum, as from the second micro-batch of a step on."""
+        x = self._input.detach().requires_grad_(True)
+        installed = self._stage.installed(self._flat, trainable=True)
+        with torch.enable_grad(), self._buffers.placed(), installed as parameters:
+            y = boundary_of(self._call.run(x), self._call.name)
+            with self._total.collecting(parameters):
+                torch.autograd.backward([y], [self._input], inputs=[x, *parameters])
+
+
+class HeadAlone:
+    """The head, or one piece of its vocabulary, on the first chunk of tokens of a micro-batch of `shape`: what the others
+    take is alike. `owner` is the stage whose weights it computes with."""
+
+    def __init__(self, anatomy: Anatomy, spec: StageSpec, owner: StageSpec, *, dtype: Dtype, accumulate: Dtype,
+                 shape: tuple[int, int], chunk: int, device: torch.device) -> None:  # fmt: skip
+        cut = next(pieces(*shape, chunk))
+        rows, tokens = (len(range(*part.indices(size))) for part, size in zip(cut, shape, strict=True))
+        self.tokens = rows * tokens
+        self.flops = spec.forward_flops * self.tokens / (shape[0] * shape[1])
+        self._stage, self._head, self._vocabulary = Stage(anatomy, owner), Head(anatomy.model), spec.vocabulary
+        self._flat = _filled(owner.params, dtype, device)
+        self._total = GradientSum(stage=owner, flat=torch.empty(owner.params, dtype=TORCH_DTYPE[accumulate], device=device))
+        width = anatomy.model.get_output_embeddings().in_features
+        self._hidden = torch.randn(rows, tokens, width, dtype=TORCH_DTYPE[dtype], device=device)
+        self._targets = torch.zeros(rows, tokens, dtype=torch.long, device=device)
+        self._part = Part(slice(None), (slice(0, rows), slice(0, tokens)))
+
+    def forward(self) -> None:
+        """The "logits" pass."""
+        with torch.no_grad(), self._head.stubbed(), self._stage.installed(self._flat, trainable=False):
+            logits = self._head.logits(self._hidden)
+            if self._vocabulary is not None:
+                self._seen().fold(self._part, logits, first=self._vocabulary[0])
+
+    def backward(self) -> None:
+        """The one visit of a whole head (loss, forward and backward at once), or the second pass over a piece."""
+        piece = self._hidden.detach().requires_grad_(True)
+        with torch.enable_grad(), self._head.stubbed(), self._stage.installed(self._flat, trainable=True) as parameters:
+            if self._vocabulary is None:
+                y, slope = self._head.loss(piece, self._targets, normaliser=self.tokens), None
+            else:
+                y = self._head.logits(piece)
+                slope = [self._slope(y.detach(), self._vocabulary[0])]
+            with self._total.collecting(parameters):
+                torch.autograd.backward([y], slope, inputs=[piece, *parameters])
+
+    def _slope(self, logits: torch.Tensor, first: int) -> torch.Tensor:
+        return self._seen().gradient(self._part, logits, first=first, normaliser=self.tokens)
+
+    def _seen(self) -> TokenLoss:
+        """As after a first pass over every column: totals are not zero."""
+        tokens = TokenLoss.of(self._targets)
+        tokens.maximum.zero_()
+        tokens.total.fill_(1.0)
+        return tokens
+
+
+class _Reached(Exception):
+    """The stage that was wanted is called: nothing after it matters."""
+
+    def __init__(self, call: StageCall) -> None:
+        super().__init__()
+        self.call = call
+
+
+def _call_of(anatomy: Anatomy, index: int, *, dtype: Dtype, shape: tuple[int, int]) -> StageCall:
+    """How the model's own forward calls its first block, stage `index`, for ids of `shape`, with real tensors. The stages
+    before it compute nothing: they return zeros."""
+    model, wanted = anatomy.model, anatomy.modules[index]
+
+    def stand_in(module: nn.Module, name: str) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+            call = StageCall(module, name, *find_input(args, kwargs, name), FakeTensorMode())
+            if module is wanted:
+                raise _Reached(call)
+            return _zeros_from(module, call.x, TORCH_DTYPE[dtype])
+
+        return forward
+
+    stages = {m: stand_in(m, name) for m, name in zip(anatomy.modules, anatomy.names, strict=True) if m is not None}
+    try:
+        with only_refusals(model, shape=shape), torch.no_grad(), one_row_masks(model), replaced_forwards(stages):
+            ids = torch.zeros(shape, dtype=torch.long)
+            anatomy.base(input_ids=ids, position_ids=torch.arange(shape[1]).unsqueeze(0), use_cache=False)
+    except _Reached as reached:
+        return reached.call
+    raise UsageError(f"{type(model).__name__} never calls {anatomy.names[index]}")
+
+
+def _zeros_from(module: nn.Module, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros in the shape of what an embedding, a projection or a norm returns for `x`."""
+    if isinstance(module, nn.Embedding):
+        return torch.zeros(*x.shape, module.embedding_dim, dtype=dtype)
+    return torch.zeros(*x.shape[:-1], getattr(module, "out_features", x.shape[-1]), dtype=dtype)
+
+
+def _placed(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+class _Buffers:
+    """A stage's buffers on a device, in their places only while it computes: the skeleton stays as it was."""
+
+    def __init__(self, stage: nn.Module, device: torch.device) -> None:
+        self._copies = [(module, name, _placed(value, device)) for module in stage.modules()
+                        for name, value in module._buffers.items()]  # fmt: skip
+
+    @contextmanager
+    def placed(self) -> Iterator[None]:
+        before = [(module, name, module._buffers[name]) for module, name, _ in self._copies]
+        for module, name, copy in self._copies:
+            module._buffers[name] = copy
+        try:
+            yield
+        finally:
+            for module, name, original in before:
+                module._buffers[name] = original
+
+
+def _filled(params: int, dtype: Dtype, device: torch.device) -> torch.Tensor:
+    """Weights (params,) of the size that training starts with: neither zeros nor large."""
+    values = torch.randn(_FILLING, dtype=torch.float32).mul_(0.02).to(dtype=TORCH_DTYPE[dtype], device=device)
+    return values.repeat(-(-params // _FILLING))[:params]

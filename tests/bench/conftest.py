@@ -1,0 +1,53 @@
+"""Little of everything, so that measuring for real is quick."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from fuyou_cli.cli import measure, measure_stages, measure_store, measure_sustained
+from fuyou_cli.core.units import MiB
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Little is measured, on one thread, and kept in the folder that is given."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setattr(measure_store, "QUICK_SPAN", 64 * MiB)
+    monkeypatch.setattr(measure_stages, "WIDTHS", (256,))
+    monkeypatch.setattr(measure_stages, "HEAD_WIDTH", 256)
+    monkeypatch.setattr(measure_stages, "QUICK_PAIR", 0.05)
+    monkeypatch.setattr(measure_stages, "RECIPE_QUICK_PAIR", 0.5)
+    monkeypatch.setattr(measure, "MATMUL_SECONDS", 0.01)
+    monkeypatch.setattr(measure, "REPEAT_SECONDS", 0.1)
+    monkeypatch.setattr(measure, "SHARED_WIDTH", 256)
+    monkeypatch.setattr(measure, "SHARED_QUICK_SECONDS", 0.2)
+    monkeypatch.setattr(measure_sustained, "WINDOW", 16 * MiB)
+    monkeypatch.setattr(measure_sustained, "MOST_BYTES", 10 * 16 * MiB)
+    kept = tmp_path.parent / f"{tmp_path.name}-cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(kept))
+    yield kept
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def fuyou_there(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """fuyou(*arguments) as a process of its own in tmp_path, without a terminal."""
+
+    def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "fuyou_cli", *map(str, arguments)]
+        return subprocess.run(
+            command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+            stdin=subprocess.DEVNULL, timeout=120, check=False,
+        )  # fmt: skip
+
+    return run

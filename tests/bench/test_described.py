@@ -1,0 +1,196 @@
+"""A machine one does not have: by the names of its parts, or written in a file; whatever is wrong is said at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fuyou_cli.cli.profile import described, write_profile
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.units import GiB, parse_rate
+from fuyou_cli.recipe.shipped import shipped_hardware, shipped_recipes
+from fuyou_cli.spec.hardware import Drive, StageRate
+
+WHOLE = """
+device: cuda
+device_name: some card
+device_memory: 12GiB
+cores: 8
+ram_total: 64GiB
+matmul_flops: 40 TFLOPS
+store_read: 3GB/s
+store_write: 2GB/s
+store_read_mixed: 1.5GB/s
+store_write_mixed: 1024MiB/s
+adamw: {1: 8GB/s, 4: 2e10}
+h2d: 12GB/s
+d2h: 12GB/s
+io_cpu: 1e-10
+drives:
+  - {model: some drive, capacity: 1TB, rated_bytes: 600TB}
+stage_rates:
+  - {kind: block, dtype: bfloat16, hidden: 4096, params: 218112000, tokens: 1024, forward: 30TFLOPS, backward: 3.5e13}
+"""
+
+
+def test_parts_make_a_machine() -> None:
+    found = described("rtx4090,12xp5510,768GiB,2xgold5320")
+    assert (found.device, found.device_memory, found.cores) == ("cuda", 24 * GiB, 52)
+    assert found.matmul_flops == 162e12 and found.h2d == found.d2h == 21e9
+    assert found.store_read_mixed + found.store_write_mixed == pytest.approx(32e9, rel=1e-3)
+    assert len(found.drives) == 12 and found.disk_free == sum(drive.capacity for drive in found.drives) == 12 * 3_840 * 10**9
+    assert (found.ram_total, found.pinnable) == (768 * GiB, 768 * GiB) and 0 < found.ram_available < 768 * GiB
+    assert (found.measured, found.name) == ("described", "rtx4090,12xp5510,768GiB,2xgold5320")
+    assert found.stage_rate("block", "bfloat16", 1, 1, 1).backward == 162e12
+    assert any("ICDE 2025" in source for source in found.sources)
+
+
+def test_the_number_of_drives_counts() -> None:
+    rates = {n: described(f"rtx3090,{n}xp5510,128GiB") for n in (1, 2, 3, 6, 12, 24)}
+    mixed = {n: (found.store_read_mixed + found.store_write_mixed) / 1e9 for n, found in rates.items()}
+    assert [round(mixed[n], 1) for n in (1, 2, 3, 12, 24)] == [4.3, 7.4, 9.3, 32.0, 64.0]
+    assert mixed[3] < mixed[6] < mixed[12]
+    said = {n: [source for source in found.sources if source.startswith(f"{n} p5510")] for n, found in rates.items()}
+    assert said == {1: [], 2: [], 3: [], 12: [], 6: ["6 p5510: interpolated between 3 and 12"],
+                    24: ["24 p5510: assumption, those of 12, in proportion"]}  # fmt: skip
+    one, two = described("gen4,64GiB"), described("2xgen4,64GiB")
+    assert two.store_read == 2 * one.store_read and two.burst_bytes == 2 * one.burst_bytes
+    assert one.sustained_write < one.store_write / 4 and one.drives[0].rated_bytes == 1200 * 10**12
+
+
+@pytest.mark.parametrize("gpu", ["rtx3090", "rtx4080", "rtx4090", "a100", "h100", "h200"])
+@pytest.mark.parametrize("drives", ["gen4", "2xgen4", "gen5", "p5510"])
+def test_all_that_is_shipped(gpu: str, drives: str) -> None:
+    found = described(f"{gpu.upper()} + {drives} + 256GiB")
+    named = [source for source in found.sources if source.startswith((gpu, drives.split("x")[-1]))]
+    words = ("specification, not measured", "Ratel", "assumption")
+    assert len(named) >= 4 and all(any(word in source for word in words) for source in named)  # none without its origin
+    assert found.digest() != described(f"{gpu},{drives},256GiB,2xgold5320").digest()
+
+
+def test_without_a_gpu_the_host_computes() -> None:
+    found = described("gen4,64GiB")
+    assert (found.device, found.device_memory, found.h2d, found.cores) == ("cpu", 0, 0.0, 16)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("rtx4099,2xgen4,128GiB", "'rtx4099' is neither a part nor a size (did you mean rtx4090?)"),
+        ("rtx4090,128GiB", "no drives"),
+        ("rtx4090,gen4", "no RAM"),
+        ("rtx4090,gen4,128", "'128' is neither"),
+        ("rtx4090,rtx3090,gen4,64GiB,128GiB", "several of GPU, one is wanted; several of RAM"),
+        ("0xgen4,64GiB", "'0xgen4' is neither"),
+        ("", "no drives; no RAM"),
+    ],
+)
+def test_parts_that_are_none(text: str, said: str) -> None:
+    with pytest.raises(UsageError) as error:
+        described(text)
+    assert said in error.value.message and error.value.exit_code == 2
+    assert error.value.hint is not None
+    for name in ("rtx4090", "h200", "gen5", "p5510", "desktop", "768GiB"):
+        assert name in error.value.hint
+
+
+def test_a_machine_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "box.yaml"
+    path.write_text(WHOLE)
+    found = described(path)
+    assert found == described(str(path))
+    assert (found.name, found.device, found.measured) == ("box", "cuda", "described")
+    assert found.ram_total == 64 * GiB and found.matmul_flops == 40e12 and found.store_write_mixed == 1024 * 2**20
+    assert found.adamw == ((1, 8e9), (4, 2e10)) and found.io_cpu == 1e-10
+    assert found.drives == (Drive(model="some drive", capacity=10**12, rated_bytes=600 * 10**12),)
+    assert found.disk_free == 10**12
+    (rate,) = found.stage_rates
+    assert rate == StageRate(
+        kind="block", dtype="bfloat16", hidden=4096, params=218_112_000, tokens=1024, forward=3e13, backward=3.5e13
+    )  # fmt: skip
+
+
+def test_a_profile_kept_on_another_machine(tmp_path: Path) -> None:
+    (tmp_path / "box.yaml").write_text(WHOLE)
+    measured = replace(described(tmp_path / "box.yaml"), measured="2026-01-02", name="there", h2d=1.25e-3)
+    write_profile(measured, tmp_path / "profile.json")
+    assert described(str(tmp_path / "profile.json")) == measured
+
+
+def test_a_file_that_starts_from_parts(tmp_path: Path) -> None:
+    path = tmp_path / "box.yaml"
+    path.write_text("parts: rtx4090,2xgen4,128GiB\nram_total: 96GiB\nh2d: 25GB/s\n")
+    found, base = described(path), described("rtx4090,2xgen4,128GiB")
+    assert (found.h2d, found.ram_total, found.pinnable) == (25e9, 96 * GiB, 96 * GiB)
+    assert found.ram_available < 96 * GiB
+    assert (found.d2h, found.store_read, found.adamw) == (base.d2h, base.store_read, base.adamw)
+
+
+def test_everything_wrong_with_a_file_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "box.yaml"
+    text = WHOLE.replace("cores: 8", "cores: many").replace("store_read: 3GB/s", "store_reed: 3GB/s")
+    text = text.replace("h2d: 12GB/s", "h2d: 12TFLOPS").replace("kind: block", "kind: norm").replace("1TB", "-1")
+    path.write_text(text)
+    with pytest.raises(UsageError) as error:
+        described(path)
+    lines = error.value.message.splitlines()
+    assert str(path) in lines[0] and "6 errors" in lines[0]
+    for start in ("store_read: missing", "store_reed: unknown key (did you mean store_read", "cores: 'many'", "h2d: '12TFLOPS'",
+                  "drives[0].capacity: ", "stage_rates[0].kind: block or head"):  # fmt: skip
+        assert any(line.strip().startswith(start) for line in lines), start
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: [", "not readable as YAML"),
+        ("- 1", "keys and values"),
+        ("rtx4090", "keys and values"),
+        ("parts: [rtx4090]", "parts: names"),
+        ("parts: rtx4090,gen4", "parts: no machine"),
+        ("parts: rtx4090,gen4,64GiB\nram_available: 65GiB", "ram_available: more than ram_total"),
+        ("parts: rtx4090,gen4,64GiB\nadamw: {4: 8GB/s, 2: 9GB/s}", "adamw: rates of ascending"),
+        ("parts: rtx4090,gen4,64GiB\nshared_compute: 1.5", "shared_compute: a share"),
+        ("parts: rtx4090,gen4,64GiB\ndevice: tpu", "device: cpu, cuda or emulated"),
+        ("parts: rtx4090,gen4,64GiB\ndevice_memory: 0", "device_memory: more than 0"),
+        ("parts: rtx4090,gen4,64GiB\nstore_read: .nan", "store_read: a number"),
+        ("parts: rtx4090,gen4,64GiB\nstore_read: true", "store_read: a number"),
+    ],
+)
+def test_files_that_describe_no_machine(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "box.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError) as error:
+        described(path)
+    assert said in error.value.message and str(path) in error.value.message and error.value.exit_code == 2
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot read") as error:
+        described("none.yaml")
+    assert "rtx4090" in (error.value.hint or "")  # perhaps parts were meant
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match="cannot read"):
+        described(tmp_path / "bytes.yaml")
+
+
+def test_hardware_is_no_recipe() -> None:
+    assert set(shipped_hardware()) == {"gpus", "drives", "hosts"}
+    assert not set(shipped_hardware()) & set(shipped_recipes())
+
+
+@pytest.mark.parametrize(
+    ("text", "unit", "rate"),
+    [("21GB/s", "B/s", 21e9), ("2 GiB/s", "B/s", 2.0 * GiB), ("7450MB/s", "B/s", 7.45e9), ("162TFLOPS", "FLOP/s", 162e12),
+     ("1.5 PFLOP/s", "FLOP/s", 1.5e15), (5, "B/s", 5.0), (2.5e9, "B/s", 2.5e9)],
+)  # fmt: skip
+def test_rates_as_people_write_them(text: str | float, unit: str, rate: float) -> None:
+    assert parse_rate(text, unit) == rate
+
+
+@pytest.mark.parametrize("text", ["21", "21GB", "fast", "-1GB/s", "1GFLOPS", -1, float("nan"), True])
+def test_what_is_no_rate(text: str | float) -> None:
+    with pytest.raises(ValueError, match="rate"):
+        parse_rate(text, "B/s")

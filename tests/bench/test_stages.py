@@ -1,0 +1,132 @@
+"""`fuyou bench RECIPE`: the recipe's own block and head, and what is done where they are too large."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from rich.console import Console
+
+from fuyou_cli.cli import measure_stages
+from fuyou_cli.cli.bench import run_bench
+from fuyou_cli.cli.machine import hardware_for
+from fuyou_cli.cli.measure_stages import Stages, affordable_tokens, measure_recipe
+from fuyou_cli.core.units import GiB
+from fuyou_cli.engine.anatomy import Anatomy, dissect
+from fuyou_cli.engine.inspect import inspect
+from fuyou_cli.engine.skeleton import build
+from fuyou_cli.engine.vocabulary import cut_vocabulary
+from fuyou_cli.recipe.load import load_recipe
+from fuyou_cli.spec.model import ModelSpec
+from fuyou_cli.spec.plan import Numerics
+
+NUMERICS = Numerics(
+    compute_dtype="bfloat16", accumulate_dtype="float32", batch_size=4, micro_batch_size=2, max_seq_len=96,
+    head_chunk_tokens=64, torch_threads=1, seed=0, vocabulary_rows=128,
+)  # fmt: skip
+
+
+def tied_gemma() -> Anatomy:
+    config = transformers.Gemma2Config(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, sliding_window=32,
+    )  # fmt: skip
+    return cut_vocabulary(dissect(build(config, dtype="bfloat16", attention="sdpa")), NUMERICS.vocabulary_rows)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def inspected(anatomy: Anatomy) -> ModelSpec:
+    return inspect(
+        anatomy, dtype=NUMERICS.compute_dtype, micro_batch_size=NUMERICS.micro_batch_size,
+        max_seq_len=NUMERICS.max_seq_len, head_chunk_tokens=NUMERICS.head_chunk_tokens,
+    )  # fmt: skip
+
+
+def measured(anatomy: Anatomy, *, free: int = GiB) -> Stages:
+    return measure_recipe(anatomy, NUMERICS, torch.device("cpu"), quick=True, free=free)
+
+
+def test_a_recipes_stages_are_rated_as_the_planner_asks_for_them() -> None:
+    torch.set_num_threads(2)
+    anatomy = tied_gemma()
+    spec, found = inspected(anatomy), measured(anatomy)
+    assert torch.get_num_threads() == 2  # put back: the recipe's own are one
+    block = next(stage for stage in spec.stages if stage.kind == "block")
+    head = next(stage for stage in spec.stages if stage.kind == "head")
+    tokens = NUMERICS.micro_batch_size * NUMERICS.max_seq_len
+    assert [rate.shape for rate in found.stage_rates] == [
+        ("block", "bfloat16", 64, block.params, tokens),
+        ("head", "bfloat16", 64, spec.stages[spec.owner(head.index)].params, tokens),  # in chunks of 64, as a run
+    ]
+    assert all(rate.forward > 0 and rate.backward > 0 for rate in found.stage_rates) and found.notes == ()
+    assert [rate.name for rate in found.rates] == [
+        f"{kind} 64 bfloat16, {way}" for kind in ("block", "head") for way in ("forward", "backward")
+    ]
+
+
+def test_fewer_tokens_where_there_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure_stages, "RECIPE_QUICK_PAIR", 0.0)
+    monkeypatch.setattr(measure_stages, "LEAST_TOKENS", 16)
+    found = measured(tied_gemma())
+    assert [rate.tokens for rate in found.stage_rates] == [16, 16]
+    assert len(found.notes) == 2 and "measured on 16 tokens: 192 would" in found.notes[0] and "64 would" in found.notes[1]
+
+
+def test_fewer_tokens_where_there_is_no_memory() -> None:
+    """Whole rows as long as they fit, then parts of one."""
+    anatomy = tied_gemma()
+    block = next(stage for stage in inspected(anatomy).stages if stage.kind == "block")
+    found = measured(anatomy, free=int((6 * block.params + 0.9 * block.backward_peak) / measure_stages.USABLE))
+    assert found.stage_rates[0].tokens == 96 and "measured on 96 tokens" in found.notes[0]
+
+
+def test_what_never_fits_is_said_and_not_refused() -> None:
+    found = measured(tied_gemma(), free=1000)
+    assert found.stage_rates == () and found.rates == ()
+    assert len(found.notes) == 2 and all("is not measured: it needs" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("rate", "tokens"), [(1.0, 64), (4 * 127.0, 64), (4 * 128.0, 128), (4 * 511.0, 256), (1e9, 512)]
+)  # fmt: skip
+def test_tokens_for_a_time(rate: float, tokens: int) -> None:
+    assert affordable_tokens(1.0, rate, 1.0) == tokens
+
+
+def test_a_bench_of_a_recipe_is_kept_for_its_plans(tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With sustained writing as well; measured where the recipe's store goes."""
+    transformers.LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(tmp_path / "model")  # fmt: skip
+    (tmp_path / "recipe.yaml").write_text(
+        f"output_dir: {tmp_path}/out\nmodel: {{name_or_path: {tmp_path}/model}}\n"
+        f"dataset: {{train: [{{path: none.jsonl}}], max_seq_len: 32}}\n"
+        "train: {batch_size: 4, micro_batch_size: 2, threads: 1}\n"
+        f"offload: {{dir: {tmp_path}/store, device: emulated}}\n"
+    )
+    loaded = load_recipe(tmp_path / "recipe.yaml", ["precision.compute=float32"])
+    with (tmp_path / "shown").open("w") as shown:
+        report = run_bench(
+            None, quick=True, json_output=True, loaded=loaded, sustained=True, yes=True, out=Console(file=shown)
+        )  # fmt: skip
+    assert report is not None and list((tmp_path / "store").iterdir()) == []
+    data = json.loads((tmp_path / "shown").read_text())
+    assert data["written_bytes"] > 8 * 16 * 2**20
+    kept = hardware_for(tmp_path / "store", device="cpu")
+    own = [rate for rate in kept.stage_rates if rate.hidden == 64]
+    assert [(rate.kind, rate.dtype, rate.tokens) for rate in own] == [("block", "float32", 64), ("head", "float32", 64)]
+    assert kept.sustained_write > 0 and kept.sustained_write_mixed > 0 and kept.sustained_read_mixed > 0
+    assert kept.digest() == data["digest"] == replace(report.profile).digest()

@@ -1,0 +1,99 @@
+"""A stage by itself computes what it computes in a run: it is called alike, and its gradients are the model's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
+
+from fuyou_cli.engine.alone import BlockAlone, HeadAlone
+from fuyou_cli.engine.anatomy import Anatomy, dissect
+from fuyou_cli.engine.inspect import inspect
+from fuyou_cli.engine.skeleton import build
+from fuyou_cli.engine.vocabulary import cut_vocabulary
+from fuyou_cli.spec.model import ModelSpec
+
+from .families import FAMILIES, opt
+
+SHAPE = (1, 12)
+CPU = torch.device("cpu")
+
+
+def specified(family: str, *, rows: int = 0, chunk: int = 0, shape: tuple[int, int] = SHAPE) -> tuple[Anatomy, ModelSpec]:
+    torch.set_num_threads(1)
+    config = opt(projected_to=16) if family == "opt, projected" else FAMILIES[family]
+    anatomy = cut_vocabulary(dissect(build(config, dtype="float32", attention="sdpa")), rows)
+    spec = inspect(
+        anatomy, dtype="float32", micro_batch_size=shape[0], max_seq_len=shape[1], head_chunk_tokens=chunk
+    )  # fmt: skip
+    return anatomy, spec
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "opt, projected", "gpt_neo", "falcon", "gpt_neox"])
+def test_a_block_is_called_as_its_model_calls_it(family: str) -> None:
+    anatomy, spec = specified(family)
+    stage = next(stage for stage in spec.stages if stage.kind == "block")
+    alone = BlockAlone(anatomy, stage, dtype="float32", accumulate="float32", shape=SHAPE, device=CPU)
+    assert alone.tokens == 12 and alone.flops == stage.forward_flops
+    seen: list[tuple[object, ...]] = []
+    model = AutoModelForCausalLM.from_config(
+        anatomy.model.config, dtype=torch.float32, attn_implementation=anatomy.model.config._attn_implementation
+    )
+    block: nn.Module = model.base_model.get_submodule(stage.name)
+    block.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
+    model(input_ids=torch.zeros(SHAPE, dtype=torch.long), use_cache=False)
+    ours, theirs = (tree_leaves(list(call)) for call in ((alone._call.args, alone._call.kwargs), seen[0]))
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        if not isinstance(one, torch.Tensor):
+            assert one == other
+        elif one is alone._call.x:
+            assert one.shape == other.shape and one.dtype == other.dtype
+        else:
+            assert torch.equal(one, other)
+    alone.forward()
+    alone.backward()
+    assert alone._total.touched == set(range(len(stage.tensors)))
+    assert bool(alone._total.flat[: stage.tensors[0].numel].abs().sum() > 0)
+
+
+def test_a_blocks_gradients_add_up_in_a_wider_sum() -> None:
+    anatomy, spec = specified("llama")
+    stage = next(stage for stage in spec.stages if stage.kind == "block")
+    alone = BlockAlone(anatomy, stage, dtype="bfloat16", accumulate="float32", shape=SHAPE, device=CPU)
+    alone.backward()
+    spans = [slice(tensor.offset, tensor.offset + tensor.numel) for tensor in stage.tensors]
+    first = [alone._total.flat[span].clone() for span in spans]
+    alone.backward()
+    assert alone._total.flat.dtype == torch.float32
+    assert all(torch.equal(alone._total.flat[span], 2 * once) for span, once in zip(spans, first, strict=True))
+
+
+@pytest.mark.parametrize("rows", [0, 64])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])  # untied, and tied with capped logits
+def test_a_head_is_taken_chunk_by_chunk(family: str, rows: int) -> None:
+    anatomy, spec = specified(family, rows=rows, chunk=4)
+    head = next(stage for stage in spec.stages if stage.kind == "head")
+    owner = spec.stages[spec.owner(head.index)]
+    alone = HeadAlone(anatomy, head, owner, dtype="float32", accumulate="float32", shape=SHAPE, chunk=4, device=CPU)
+    assert alone.tokens == 4 and alone.flops == pytest.approx(head.forward_flops / 3)
+    alone.forward()
+    alone.backward()
+    weights = next(tensor for tensor in owner.tensors if len(tensor.shape) == 2)
+    gradient = alone._total.flat[weights.offset : weights.offset + weights.numel].view(weights.shape)
+    assert bool(torch.isfinite(gradient).all()) and bool((gradient.abs().sum(1) > 0).all())  # every row has its share
+
+
+def test_a_whole_heads_gradient_is_the_losss() -> None:
+    anatomy, spec = specified("llama")
+    head = spec.stages[-1]
+    alone = HeadAlone(anatomy, head, head, dtype="float32", accumulate="float32", shape=SHAPE, chunk=0, device=CPU)
+    alone.backward()
+    (tensor,) = head.tensors
+    weight = alone._flat[: tensor.numel].view(tensor.shape).clone().requires_grad_(True)
+    logits = alone._hidden.flatten(0, 1) @ weight.T
+    nn.functional.cross_entropy(logits, alone._targets.flatten()).backward()
+    assert weight.grad is not None
+    assert torch.allclose(alone._total.flat[: tensor.numel].view(tensor.shape), weight.grad, atol=1e-6)

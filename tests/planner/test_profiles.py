@@ -1,0 +1,81 @@
+"""What a profile answers about a stage, its update and itself: pure data, the same answers everywhere."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from fuyou_cli.spec.hardware import Drive, RatedKind, StageRate, merged_rates
+from fuyou_cli.spec.model import Dtype
+
+from .models import HARDWARE
+
+
+def rate(
+    params: int, tokens: int, *, kind: RatedKind = "block", dtype: Dtype = "bfloat16", hidden: int = 1024, forward: float = 1e12
+) -> StageRate:
+    return StageRate(kind=kind, dtype=dtype, hidden=hidden, params=params, tokens=tokens, forward=forward, backward=forward / 2)
+
+
+RATES = (
+    rate(10_000_000, 512, forward=1e12),
+    rate(10_000_000, 2048, forward=2e12),
+    rate(200_000_000, 512, hidden=4096, forward=3e12),
+    rate(200_000_000, 512, hidden=4096, dtype="float32", forward=4e12),
+    rate(60_000_000, 512, hidden=4096, kind="head", forward=5e12),
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        (("block", "bfloat16", 4096, 200_000_000, 512), 3e12),  # just that
+        (("block", "bfloat16", 1024, 10_000_000, 600), 1e12),  # the parameters are, 512 is nearer than 2048
+        (("block", "bfloat16", 1024, 10_000_000, 1100), 2e12),  # by the ratio: 1100 is nearer to 2048
+        (("block", "bfloat16", 2048, 44_000_000, 2048), 2e12),  # geometric middle of 10 M and 200 M: 44.7 M
+        (("block", "bfloat16", 2048, 46_000_000, 2048), 3e12),  # parameters before tokens
+        (("block", "float32", 1024, 10_000_000, 512), 4e12),  # never of another dtype
+        (("head", "bfloat16", 1024, 10_000_000, 512), 5e12),  # never of another kind
+        (("head", "float32", 1024, 10_000_000, 512), HARDWARE.matmul_flops),
+    ],
+)
+def test_the_nearest_rate(asked: tuple[RatedKind, Dtype, int, int, int], found: float) -> None:
+    for seed in range(5):  # in whatever order they were measured
+        shuffled = random.Random(seed).sample(RATES, len(RATES))
+        assert replace(HARDWARE, stage_rates=tuple(shuffled)).stage_rate(*asked).forward == found
+
+
+def test_without_rates_of_stages_the_matrix_product_stands_for_them() -> None:
+    fallback = HARDWARE.stage_rate("block", "bfloat16", 1024, 5, 7)
+    assert (fallback.forward, fallback.backward) == (HARDWARE.matmul_flops, HARDWARE.matmul_flops)
+    assert fallback.shape == ("block", "bfloat16", 1024, 5, 7)
+
+
+def test_ties_are_broken_the_same_way() -> None:
+    apart = (rate(10, 64, hidden=512, forward=1.0), rate(10, 64, hidden=2048, forward=2.0))
+    for rates in (apart, apart[::-1]):
+        assert replace(HARDWARE, stage_rates=rates).stage_rate("block", "bfloat16", 1024, 10, 64).forward == 1.0
+
+
+def test_a_shape_measured_again_replaces_itself_only() -> None:
+    again = rate(10_000_000, 512, forward=9e12)
+    merged = merged_rates(RATES, (again,))
+    assert len(merged) == len(RATES) and again in merged and RATES[0] not in merged
+    assert set(RATES[1:]) < set(merged)
+    assert merged == merged_rates(tuple(reversed(RATES)), (again,))
+
+
+def test_one_update_thread() -> None:
+    assert replace(HARDWARE, adamw=((1, 3e9), (2, 5e9))).adamw_bytes == 3e9
+    assert replace(HARDWARE, adamw=()).adamw_bytes == 0.0
+
+
+def test_the_digest_names_rates_and_nothing_else() -> None:
+    base = replace(HARDWARE, stage_rates=RATES)
+    assert base.digest() == replace(base).digest() and len(base.digest()) == 12
+    same = replace(base, ram_available=1, disk_free=2, name="x", measured="described", drives=(Drive(model="d", capacity=1),))
+    assert same.digest() == base.digest()
+    for change in ({"store_read": 1.0}, {"adamw": ((1, 1.0),)}, {"stage_rates": RATES[1:]}, {"shared_compute": 0.5}):
+        assert replace(base, **change).digest() != base.digest(), change  # type: ignore[arg-type]
