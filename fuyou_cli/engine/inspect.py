@@ -166,7 +166,9 @@ def _stage_cost(anatomy: Anatomy, index: int, call: StageCall, *, dtype: str, fl
 def _attention_flops(anatomy: Anatomy, shape: torch.Size) -> float:
     """Scores and their product with the values, half of it for causality."""
     text = anatomy.model.config.get_text_config()
-    heads = int(text.num_attention_heads)
+    heads = int(getattr(text, "num_attention_heads", None) or 0)
+    if heads == 0:  # recurrent
+        return 0.0
     size = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
     return 2.0 * shape[0] * shape[1] * shape[1] * heads * size
 
