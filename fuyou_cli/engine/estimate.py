@@ -1,8 +1,8 @@
 """The ModelSpec of a model that the engine cannot train: exact counts, and costs by rules where they cannot be traced.
 
-Peaks are traced as for any other model. Recurrent blocks run one step per token, so tracing a long row takes minutes: they
-are traced at two short lengths, and what a token adds between these is added for the rest. Where tracing fails, `ruled` has
-a rule for everything.
+Peaks are traced as for any other model. Recurrent blocks run one step per token, so tracing a long row takes minutes: as
+many tokens are traced in short rows instead, since what such a block keeps grows with the tokens and not with their
+distance. Where tracing fails, `ruled` has a rule for everything.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ..spec.model import ModelSpec, StageSpec
 from .anatomy import Anatomy
 from .experts import Mixture
 from .inspect import inspect
-from .ruled import head_tokens, ruled
+from .ruled import ruled
 from .skeleton import setting
 
-SHORT = (16, 32)  # tokens of a row at which recurrent blocks are traced
+STEPS = 16  # tokens of a row in which recurrent blocks are traced
 
 
 def estimate(anatomy: Anatomy, *, dtype: str, shape: tuple[int, int], head_chunk_tokens: int) -> ModelSpec:
@@ -83,28 +83,6 @@ def _is_recurrent(anatomy: Anatomy) -> bool:
 
 def _traced(anatomy: Anatomy, *, dtype: str, shape: tuple[int, int], head_chunk_tokens: int) -> ModelSpec:
     rows, tokens = shape
-    if tokens <= SHORT[1] or not _is_recurrent(anatomy):
-        return inspect(anatomy, dtype=dtype, micro_batch_size=rows, max_seq_len=tokens, head_chunk_tokens=head_chunk_tokens)
-    short, longer = (
-        inspect(anatomy, dtype=dtype, micro_batch_size=rows, max_seq_len=length, head_chunk_tokens=0) for length in SHORT
-    )
-    of_head = head_tokens(shape, head_chunk_tokens) / rows  # the length of rows that together have as many tokens
-    stages = [
-        _extended(one, other, of_head if one.kind == "head" else tokens, tokens)
-        for one, other in zip(short.stages, longer.stages, strict=True)
-    ]
-    return replace(longer, stages=tuple(stages))
-
-
-def _extended(short: StageSpec, longer: StageSpec, length: float, tokens: int) -> StageSpec:
-    """Peaks at `length` tokens a row and work at `tokens`, on the straight line through the two lengths."""
-
-    def at(position: float, one: float, other: float) -> float:
-        return one + (other - one) * (position - SHORT[0]) / (SHORT[1] - SHORT[0])
-
-    return replace(
-        longer,
-        forward_flops=at(tokens, short.forward_flops, longer.forward_flops),
-        forward_peak=int(at(length, short.forward_peak, longer.forward_peak)),
-        backward_peak=int(at(length, short.backward_peak, longer.backward_peak)),
-    )
+    if tokens > STEPS and _is_recurrent(anatomy):
+        rows, tokens = rows * -(-tokens // STEPS), STEPS
+    return inspect(anatomy, dtype=dtype, micro_batch_size=rows, max_seq_len=tokens, head_chunk_tokens=head_chunk_tokens)

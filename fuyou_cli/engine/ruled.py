@@ -1,9 +1,9 @@
 """A ModelSpec by rules alone, of a model that cannot be run on fake tensors.
 
-Exact: stages, tensors, shapes. By rule: a block or norm holds input and output of every active matrix, in backward also
-their gradients and the gradient of its largest tensor; a head holds 16 bytes for every logit of the tokens it takes at
-once, and the gradient of its weights; an embedding holds its rows, and in backward as much for their gradients as a traced
-one. Work is 2 per parameter and token.
+Exact: stages, tensors, shapes. By rule: a block or norm holds input and output of every matrix that a token meets, in
+backward also their gradients and the gradient of its largest tensor; a head holds 16 bytes for every logit of the tokens
+that it takes at once, in backward also the gradient of its weights; an embedding holds its rows, in backward three times.
+Work is 2 per parameter and token.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def ruled(anatomy: Anatomy, *, dtype: str, shape: tuple[int, int], head_chunk_to
     )
 
 
-def head_tokens(shape: tuple[int, int], chunk: int) -> int:
+def _head_tokens(shape: tuple[int, int], chunk: int) -> int:
     """Tokens whose logits are there at once."""
     rows, tokens = next(pieces(*shape, chunk))
     return len(range(*rows.indices(shape[0]))) * len(range(*tokens.indices(shape[1])))
@@ -62,7 +62,7 @@ def _cost(anatomy: Anatomy, index: int, *, item: int, shape: tuple[int, int], ch
     largest = item * max((tensor.numel for tensor in tensors), default=0)
     if kind == "head":
         first, end = anatomy.vocabulary[index] or (0, anatomy.model.config.get_text_config().vocab_size)
-        forward = _LOGIT_BYTES * (end - first) * head_tokens(shape, chunk)
+        forward = _LOGIT_BYTES * (end - first) * _head_tokens(shape, chunk)
         return 2.0 * (end - first) * _width(anatomy) * tokens, forward, forward + largest
     if kind == "embedding":
         rows = tokens * (tensors[0].shape[-1] if tensors else _width(anatomy)) * item
@@ -73,10 +73,11 @@ def _cost(anatomy: Anatomy, index: int, *, item: int, shape: tuple[int, int], ch
 
 
 def _ends(tensor: TensorSpec, mixture: Mixture) -> int:
-    """Elements that one token takes into a matrix and out of it; a vector is counted once."""
+    """Elements that one token takes into a matrix and out of it. A vector counts four times: norms compute in float32, and
+    keep the input in both."""
     if mixture.is_fused(tensor):
         return mixture.chosen * (sum(tensor.shape[1:3]))
-    ends = tensor.numel if len(tensor.shape) < 2 else tensor.shape[0] + tensor.numel // tensor.shape[0]
+    ends = 4 * tensor.numel if len(tensor.shape) < 2 else tensor.shape[0] + tensor.numel // tensor.shape[0]
     return ends * mixture.chosen // mixture.experts if mixture.is_routed(tensor) else ends
 
 
