@@ -23,6 +23,8 @@ TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int16": to
 
 LARGE = 1 << 30  # bytes
 _FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
+# By name: transformers puts functions of its own in the place of torch's while it builds.
+_FILLS = {"normal_", "uniform_", "fill_", "zero_", "constant_", "zeros_", "ones_", "kaiming_uniform_"}
 
 # What transformers and torch raise over a model or a configuration that their code was not made for.
 LIBRARY_ERRORS = (
@@ -32,9 +34,10 @@ LIBRARY_ERRORS = (
 _UNREADABLE = (*LIBRARY_ERRORS, OSError)
 
 
-class _LargeOnMeta(TorchFunctionMode):
+class _Weightless(TorchFunctionMode):
     """Inside, a tensor larger than any buffer should be is made on meta at once: the fused experts of one block can be
-    larger than the machine's memory, even before anything is written to them."""
+    larger than the machine's memory, even before anything is written to them. Filling one that is on meta is left out:
+    checking its arguments takes a third of the time of building."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -42,6 +45,8 @@ class _LargeOnMeta(TorchFunctionMode):
             made = func(*args, **{**kwargs, "device": "meta"})
             if made.nbytes > LARGE:
                 return made
+        elif getattr(func, "__name__", "") in _FILLS and (filled := kwargs.get("tensor", args[0] if args else None)).is_meta:
+            return filled
         return func(*args, **kwargs)
 
 
@@ -106,7 +111,7 @@ def build(config: PreTrainedConfig, *, dtype: str, attention: str, trust_remote_
     try:
         options: dict[str, Any] = {"dtype": TORCH_DTYPE[dtype], "attn_implementation": attention}
         options["trust_remote_code"] = trust_remote_code
-        with _parameters_on_meta(), _LargeOnMeta():
+        with _parameters_on_meta(), _Weightless():
             model = AutoModelForCausalLM.from_config(config, **options)
         if any(buffer.is_meta for buffer in model.buffers()):  # one was as large as that
             with _parameters_on_meta():
