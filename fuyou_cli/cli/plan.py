@@ -1,4 +1,6 @@
-"""`fuyou plan`: what a run would do and need. Nothing is run, measured or written."""
+"""`fuyou plan`: what a run would do and need. Nothing is run, measured or written.
+
+Planned is any causal language model, of which config.json is enough; one that cannot be trained yet says so."""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ def run_plan(loaded: LoadedRecipe, *, json_output: bool = False, verbose: bool =
     if json_output:
         from .render.plan import plan_json
 
-        write_json({**plan_json(prepared.plan, prepared.model, prepared.hardware, room), **extra})
+        shown = plan_json(prepared.plan, prepared.model, prepared.hardware, room, refusal=prepared.refusal)
+        write_json({**shown, **extra})
     else:
         _show(loaded, prepared, room, verbose=verbose)
     check_output(loaded.recipe)

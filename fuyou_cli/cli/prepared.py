@@ -43,4 +43,5 @@ def facts_of(loaded: LoadedRecipe, prepared: Prepared) -> RunFacts:
         io_uring=has_io_uring(),
         folder=probe.existing(prepared.directories[0].parent),
         command=f"fuyou finetune {loaded.path}",
+        refusal=prepared.refusal,
     )

@@ -65,15 +65,48 @@ def dissect(model: PreTrainedModel) -> Anatomy:
 
     Raises UsageError when the model has no blocks, or is one that cannot be streamed.
     """
-    anatomy = Anatomy(model=model)
-    units = list(_units(model.base_model, model))
-    if not any(is_block(module, model) for _, module in units):
+    blocks = _declared_blocks(model)
+    if not blocks:
         raise UsageError(f"{type(model).__name__} has no decoder blocks that can be streamed", hint=WORKING)
     refuse_by_configuration(model)
+    units = list(_units(model.base_model, blocks))
+    return _assembled(model, _running_order(units, model, blocks), blocks)
+
+
+def outline(model: PreTrainedModel) -> Anatomy:
+    """Stages of a model that `dissect` refuses, to be planned with and not to be run: every parameter belongs to exactly
+    one of them. The order is that of its forward where that can be followed, else embeddings before everything else as
+    registered. Where no module says that it is a block, the longest list of modules holds them.
+
+    Raises UsageError when there is no such list either.
+    """
+    blocks = _declared_blocks(model) or _longest_list(model)
+    if not blocks:
+        raise UsageError(f"{type(model).__name__} has no blocks: fuyou cannot tell its stages", hint=WORKING)
+    units = list(_units(model.base_model, blocks))
+    try:
+        order = _running_order(units, model, blocks)
+    except UsageError:
+        order = sorted(units, key=lambda unit: not _is_input(unit[1]))
+    return _assembled(model, order, blocks)
+
+
+def _declared_blocks(model: PreTrainedModel) -> set[nn.Module]:
+    return {module for module in model.base_model.modules() if module is not model.base_model and is_block(module, model)}
+
+
+def _longest_list(model: PreTrainedModel) -> set[nn.Module]:
+    lists = [module for module in model.base_model.modules() if isinstance(module, nn.ModuleList)]
+    return set(max(lists, key=len, default=()))
+
+
+def _assembled(model: PreTrainedModel, order: list[tuple[str, nn.Module]], blocks: set[nn.Module]) -> Anatomy:
+    """The stages of `order`, then the head with every parameter that is left."""
+    anatomy = Anatomy(model=model)
     places = _places(model)
     owned: set[int] = set()
-    for name, module in _running_order(units, model):
-        kind: StageKind = "block" if is_block(module, model) else "embedding" if _is_input(module) else "norm"
+    for name, module in order:
+        kind: StageKind = "block" if module in blocks else "embedding" if _is_input(module) else "norm"
         _add(anatomy, kind, name, module, module, places, owned)
     _add(anatomy, "head", "head", None, model, places, owned)
     embedding = model.get_input_embeddings()
@@ -86,17 +119,19 @@ def _is_input(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding)
 
 
-def _units(base: nn.Module, model: PreTrainedModel, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _units(base: nn.Module, blocks: set[nn.Module], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Topmost modules that are blocks or own parameters themselves, in registration order."""
     for name, child in base.named_children():
         path = f"{prefix}{name}"
-        if is_block(child, model) or any(True for _ in child.named_parameters(recurse=False)):
+        if child in blocks or any(True for _ in child.named_parameters(recurse=False)):
             yield path, child
         else:
-            yield from _units(child, model, path + ".")
+            yield from _units(child, blocks, path + ".")
 
 
-def _running_order(units: list[tuple[str, nn.Module]], model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+def _running_order(
+    units: list[tuple[str, nn.Module]], model: PreTrainedModel, blocks: set[nn.Module]
+) -> list[tuple[str, nn.Module]]:
     """The units in the order the base model's own forward calls them, found by running it on two rows of fake tensors.
     A unit called twice, or never, is refused by name."""
     calls = stage_calls(model, {module: name for name, module in units}, shape=TRIED)
@@ -108,7 +143,7 @@ def _running_order(units: list[tuple[str, nn.Module]], model: PreTrainedModel) -
                 f"{type(model).__name__}: {name} runs {times} in a forward pass; fuyou streams it once", hint=WORKING
             )
     for call in calls:
-        if is_block(call.module, model) and not call.x.is_floating_point():
+        if call.module in blocks and not call.x.is_floating_point():
             reason = f"{call.name} is a block that takes token ids"
             raise UsageError(f"{type(model).__name__} cannot be streamed: {reason}", hint=WORKING)
     modules = dict(units)

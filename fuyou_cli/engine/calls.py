@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from transformers import PreTrainedModel
 
 from ..core.errors import UsageError
-from .skeleton import LIBRARY_ERRORS, said
+from .skeleton import LIBRARY_ERRORS, said, setting
 from .streamed import boundary_of, check_shared, find_input, with_boundary
 
 WORKING = (
@@ -120,7 +120,7 @@ def refuse_by_configuration(model: PreTrainedModel) -> None:
     text = model.config.get_text_config()
 
     def number(*names: str) -> float:
-        values = [getattr(text, name, None) for name in names]
+        values = [setting(text, name) for name in names]
         return max((value for value in values if isinstance(value, (int, float))), default=0)
 
     if number("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts") > 1:

@@ -29,6 +29,14 @@ def shifted(labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
 
 
+class _OnlyPiece(BaseModelOutputWithPastAndCrossAttentions):  # type: ignore[misc]
+    """What the stubbed base model returns. Whatever else a family's head hands on (caches, router logits) is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
 class Head:
     """Computes logits through the model's own code."""
 
@@ -40,8 +48,8 @@ class Head:
     def stubbed(self) -> Iterator[None]:
         """Inside, the base model returns the piece that `logits` or `loss` was given instead of computing."""
 
-        def stub(*args: Any, **kwargs: Any) -> BaseModelOutputWithPastAndCrossAttentions:
-            return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self._piece)
+        def stub(*args: Any, **kwargs: Any) -> _OnlyPiece:
+            return _OnlyPiece(last_hidden_state=self._piece)
 
         stubs: dict[nn.Module, Callable[..., object]] = {self.model.base_model: stub}
         decoder = self.model.get_decoder()

@@ -9,15 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..core.errors import UsageError
 
 TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int16": torch.int16}
+
+LARGE = 1 << 30  # bytes
+_FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
+# By name: transformers puts functions of its own in the place of torch's while it builds.
+_FILLS = {"normal_", "uniform_", "fill_", "zero_", "constant_", "zeros_", "ones_", "kaiming_uniform_"}
 
 # What transformers and torch raise over a model or a configuration that their code was not made for.
 LIBRARY_ERRORS = (
@@ -27,9 +34,25 @@ LIBRARY_ERRORS = (
 _UNREADABLE = (*LIBRARY_ERRORS, OSError)
 
 
+class _Weightless(TorchFunctionMode):
+    """Inside, a tensor larger than any buffer should be is made on meta at once: the fused experts of one block can be
+    larger than the machine's memory, even before anything is written to them. Filling one that is on meta is left out:
+    checking its arguments takes a third of the time of building."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FACTORIES and kwargs.get("device") is None:
+            made = func(*args, **{**kwargs, "device": "meta"})
+            if made.nbytes > LARGE:
+                return made
+        elif getattr(func, "__name__", "") in _FILLS and (filled := kwargs.get("tensor", args[0] if args else None)).is_meta:
+            return filled
+        return func(*args, **kwargs)
+
+
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Inside, every parameter a module registers goes to the meta device. `torch.empty` touches no page, so creating the
+    """Inside, every parameter a module registers goes to the meta device. `torch.empty` touches no page, so creating a
     real one first costs nothing; its initialisation then runs on meta."""
     register = nn.Module.register_parameter
 
@@ -74,18 +97,25 @@ def load_config(directory: Path, *, trust_remote_code: bool = False) -> PreTrain
     return config
 
 
+def setting(text: PreTrainedConfig, name: str, *, layer: int = 0) -> Any:
+    """A value of a configuration, of this layer where layers differ in it; None without one."""
+    if getattr(text, "is_heterogeneous", False) and layer < len(text.per_layer_config):
+        text = text.per_layer_config[layer]
+    return getattr(text, name, None)
+
+
 def build(config: PreTrainedConfig, *, dtype: str, attention: str, trust_remote_code: bool = False) -> PreTrainedModel:
     """The skeleton in training mode: parameters of `dtype` on meta, buffers real."""
     if attention == "sdpa" and not _supports_sdpa(config):
         attention = "eager"
     try:
-        with _parameters_on_meta():
-            model = AutoModelForCausalLM.from_config(
-                config,
-                dtype=TORCH_DTYPE[dtype],
-                attn_implementation=attention,
-                trust_remote_code=trust_remote_code,
-            )
+        options: dict[str, Any] = {"dtype": TORCH_DTYPE[dtype], "attn_implementation": attention}
+        options["trust_remote_code"] = trust_remote_code
+        with _parameters_on_meta(), _Weightless():
+            model = AutoModelForCausalLM.from_config(config, **options)
+        if any(buffer.is_meta for buffer in model.buffers()):  # one was as large as that
+            with _parameters_on_meta():
+                model = AutoModelForCausalLM.from_config(config, **options)
     except LIBRARY_ERRORS as error:
         if isinstance(error, ImportError) and attention.startswith("flash"):
             hint = "install it, or use model.attn_implementation=sdpa"

@@ -78,7 +78,7 @@ def _predict(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, placed
         written_per_step=schedule.traffic.written_total,
         read_by=schedule.traffic.read,
         written_by=schedule.traffic.written,
-        step_flops=6.0 * model.parameters * tokens,
+        step_flops=6.0 * model.active_parameters * tokens,
         compute_flops=compute_flops,
         seconds=seconds,
         step_seconds=seconds[bottleneck],

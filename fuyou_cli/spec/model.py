@@ -88,6 +88,8 @@ class ModelSpec:
     tied_head: bool  # the head computes with the embedding stage's weights
     boundary_bytes_per_token: int
     choreography_bytes_per_token: int  # held by the model's own forward between stages, whole batch
+    inactive_parameters: int = 0  # of experts that one token is not sent to
+    float32_parameters: int = 0  # that the family keeps in float32 whatever the compute dtype
 
     def owner(self, stage: int) -> int:
         """The stage whose weights stage `stage` computes with: under a tied head the embedding, or its piece of the same
@@ -112,6 +114,25 @@ class ModelSpec:
     @property
     def parameters(self) -> int:
         return sum(stage.trainable for stage in self.stages)
+
+    @property
+    def active_parameters(self) -> int:
+        """What one token is computed with: all of a dense model; of a mixture the experts that it is sent to, and
+        everything else."""
+        return self.parameters - self.inactive_parameters
+
+    @property
+    def weights_bytes(self) -> int:
+        """Weights at rest, without padding."""
+        kept = self.float32_parameters
+        return ITEM_SIZE[self.compute_dtype] * (self.parameters - kept) + ITEM_SIZE["float32"] * kept
+
+    @property
+    def state_bytes(self) -> int:
+        """What AdamW keeps beside the weights, without padding: two float32 moments, and for bfloat16 weights the
+        remainder of their master."""
+        halved = self.parameters - self.float32_parameters if self.compute_dtype == "bfloat16" else 0
+        return 2 * ITEM_SIZE["float32"] * self.parameters + ITEM_SIZE["int16"] * halved
 
     @property
     def stored_parameters(self) -> int:

@@ -109,7 +109,7 @@ class Predicted:
     written_per_step: int
     read_by: dict[str, int]  # weights, states, gradients, boundaries
     written_by: dict[str, int]
-    step_flops: float  # 6 N per token
+    step_flops: float  # 6 N per token, N the parameters that one token is computed with
     compute_flops: float  # with recompute
     seconds: dict[str, float]  # resource -> seconds of work per step
     step_seconds: float  # simulated; before that the busiest resource's

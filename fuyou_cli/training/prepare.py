@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ..core.errors import UsageError
+from ..core.errors import PlanError, UsageError
 from ..core.paths import expanded, folder
 from ..core.units import MiB
 from ..planner.search import fastest
@@ -25,7 +25,10 @@ from .saved import find_saved
 from .storage import run_name
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from ..engine.anatomy import Anatomy
+    from ..engine.describe import Described, Outlined
     from ..recipe.schema import Recipe, TrainSection
     from .checkpoint.files import Checkpoint
     from .checkpoint.header import TensorEntry
@@ -55,6 +58,7 @@ class Prepared:
     directories: tuple[Path, ...]  # one folder of this run per striped directory
     manifest: Manifest | None  # of a stopped run to resume
     fingerprints: dict[str, str]
+    refusal: str | None = None  # why the model cannot be trained yet; only ever when planning
 
 
 Probe = Callable[[str], HardwareProfile]
@@ -82,9 +86,13 @@ def prepare(
     """Checks and reads what the recipe names, the cheap before the dear: configuration and tokenizer, where the data is,
     whether the run fits, the weights, the rows. Raises UsageError or PlanError; nothing of the run is written before.
 
+    `planning_only` plans for any model, also for one that cannot be trained, and says so in `refusal`.
+
     `probe` measures the machine for a device once libraries are loaded; `say` hears what takes a while; `progress` hears
     of a download, what it is, the bytes so far and in all, from another thread; `planned` hears the plan before weights
     are fetched (rows and entries are still empty), and may refuse it by raising."""
+    from ..engine.describe import outlined
+
     _check_backend(recipe)
     directories = run_directories(recipe)
     manifest = find_saved(recipe.checkpoint.resume, directories) if not planning_only else None
@@ -94,21 +102,26 @@ def prepare(
     model_dir = hub.model(need_weights=False)
     tokenizer_dir = hub.tokenizer(model_dir, needed=not planning_only)
     _look_at_data(recipe, say, needed=not planning_only)
-    anatomy = _anatomy(recipe, model_dir)
-    check_positions(recipe, anatomy, say)
+    known = outlined(_skeleton(recipe, model_dir), strict=not planning_only)
+    check_positions(recipe, known.anatomy, say)
     device = device_name(recipe)
     _warm_up(recipe)
     hardware = probe(device)
-    numerics = _numerics(recipe, anatomy, hardware, manifest)
-    anatomy = _cut(anatomy, numerics)
-    model = _specification(anatomy, numerics)
-    chosen = fastest(model, hardware, wishes(recipe, numerics, hardware, device=device))
+    numerics = _numerics(recipe, known.anatomy, hardware, manifest)
+    known = replace(known, anatomy=_cut(known.anatomy, numerics))
+    described = _described(known, numerics, strict=not planning_only)
+    try:
+        chosen = fastest(described.model, hardware, wishes(recipe, numerics, hardware, device=device))
+    except PlanError as error:
+        if described.refusal is not None:
+            error.add_note(f"cannot be trained yet: {described.refusal}")
+        raise
     considered = Prepared(
         recipe=recipe,
         model_dir=model_dir,
         tokenizer_dir=tokenizer_dir,
-        anatomy=anatomy,
-        model=model,
+        anatomy=known.anatomy,
+        model=described.model,
         hardware=hardware,
         plan=chosen,
         total_steps=recipe.train.max_steps or 0,
@@ -119,6 +132,7 @@ def prepare(
         directories=directories,
         manifest=manifest,
         fingerprints={},
+        refusal=described.refusal,
     )
     if planning_only:
         return considered
@@ -131,8 +145,10 @@ def anatomy_of(
 ) -> tuple[Anatomy, Numerics]:
     """What a run of the recipe would compute with, without data, weights or a plan: the stages, and the numerics on a machine
     of `hardware.cores` cores. Raises UsageError."""
+    from ..engine.describe import outlined
+
     model_dir = _Hub(recipe, say=say, progress=progress).model(need_weights=False)
-    anatomy = _anatomy(recipe, model_dir)
+    anatomy = outlined(_skeleton(recipe, model_dir), strict=True).anatomy
     check_positions(recipe, anatomy, say)
     numerics = _numerics(recipe, anatomy, hardware, None)
     return _cut(anatomy, numerics), numerics
@@ -273,18 +289,16 @@ def tokenised_rows(recipe: Recipe, tokenizer_dir: Path) -> Rows:
     )
 
 
-def _anatomy(recipe: Recipe, model_dir: Path) -> Anatomy:
-    from ..engine.anatomy import dissect
+def _skeleton(recipe: Recipe, model_dir: Path) -> PreTrainedModel:
     from ..engine.skeleton import build, load_config
 
     config = load_config(model_dir, trust_remote_code=recipe.model.trust_remote_code)
-    model = build(
+    return build(
         config,
         dtype=recipe.precision.compute,
         attention=recipe.model.attn_implementation,
         trust_remote_code=recipe.model.trust_remote_code,
     )
-    return dissect(model)
 
 
 def _entries(anatomy: Anatomy, model_dir: Path) -> tuple[Checkpoint, Mapping[str, TensorEntry]]:
@@ -370,15 +384,16 @@ def _cut(anatomy: Anatomy, numerics: Numerics) -> Anatomy:
     return cut_vocabulary(anatomy, numerics.vocabulary_rows)
 
 
-def _specification(anatomy: Anatomy, numerics: Numerics) -> ModelSpec:
-    from ..engine.inspect import inspect
+def _described(known: Outlined, numerics: Numerics, *, strict: bool) -> Described:
+    from ..engine.describe import specified
 
-    return inspect(
-        anatomy,
+    return specified(
+        known,
         dtype=numerics.compute_dtype,
         micro_batch_size=numerics.micro_batch_size,
         max_seq_len=numerics.max_seq_len,
         head_chunk_tokens=numerics.head_chunk_tokens,
+        strict=strict,
     )
 
 

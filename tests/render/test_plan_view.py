@@ -73,6 +73,23 @@ def test_bars_grow_with_time(printer: Printer, plan: Plan, model: ModelSpec, har
     assert bars["update"][-1] == "#"
 
 
+def test_a_model_that_cannot_be_trained_yet(
+    printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room
+) -> None:
+    """The plan is shown, and no command that would only be refused."""
+    console, printed = printer(200, ascii=True)
+    mixture = replace(model, inactive_parameters=model.parameters // 4)
+    facts = RunFacts(refusal="it has experts")
+    show_plan(console, plan, mixture, hardware, room, verbose=False, facts=facts)
+    text = printed()
+    assert text.splitlines()[-1] == "cannot be trained yet: it has experts"
+    assert "fits: RAM" in text and "fuyou finetune" not in text
+    assert "active per token), 22 blocks" in text and "6 x active parameters x tokens/s" in text
+    data = plan_json(plan, mixture, hardware, room, refusal=facts.refusal)
+    assert (data["fits"], data["trainable"], data["refusal"]) == (True, False, "it has experts")
+    assert data["model"]["active_parameters"] == model.parameters - model.parameters // 4  # type: ignore[index]
+
+
 def test_what_does_not_fit_is_said_in_words(
     printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room
 ) -> None:

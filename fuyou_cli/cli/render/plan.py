@@ -48,6 +48,7 @@ class RunFacts:
     io_uring: bool = True  # whether this build has it
     folder: Path = Path()  # whose drive the store would be on
     command: str = "fuyou finetune recipe.yaml"  # to run what fits
+    refusal: str | None = None  # why the model cannot be trained yet
 
 
 def show_plan(
@@ -70,10 +71,12 @@ def show_plan(
     _traffic(console, plan, room, shapes, steps=facts.steps)
     if verbose:
         _stages(console, plan, model, shapes)
-    _verdict(console, plan, room, facts.command)
+    _verdict(console, plan, room, facts)
 
 
-def plan_json(plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room) -> dict[str, object]:
+def plan_json(
+    plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room, *, refusal: str | None = None
+) -> dict[str, object]:
     """The same as data: bytes are integers, times seconds, rates per second."""
     problems = plan_problems(plan, room)
     numerics, predicted = plan.numerics, plan.predicted
@@ -82,10 +85,13 @@ def plan_json(plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Roo
         "schema_version": SCHEMA_VERSION,
         "fits": not problems,
         "problems": problems,
+        "trainable": refusal is None,
+        "refusal": refusal,
         "model": {
             "name": plan.model,
             "architecture": model.architecture,
             "parameters": model.parameters,
+            "active_parameters": model.active_parameters,
             "stored_parameters": model.stored_parameters,
             "stages": len(model.stages),
             "tied_head": model.tied_head,
@@ -116,6 +122,7 @@ def _understood(plan: Plan, model: ModelSpec, shapes: Symbols) -> list[tuple[str
     else:
         dtypes = "float32 weights"
     blocks = sum(stage.kind == "block" for stage in model.stages)
+    active = f" ({count(model.active_parameters)} active per token)" if model.inactive_parameters else ""
     tied = ", head tied to the embedding" if model.tied_head else ""
     chunk = f", head in chunks of {numerics.head_chunk_tokens:,} tokens" if numerics.head_chunk_tokens else ""
     if numerics.vocabulary_rows:
@@ -126,7 +133,7 @@ def _understood(plan: Plan, model: ModelSpec, shapes: Symbols) -> list[tuple[str
         else _without_clipping(plan, model)
     )
     return [
-        ("model", f"{model.architecture}, {count(model.parameters)} parameters, {blocks} blocks{tied}"),
+        ("model", f"{model.architecture}, {count(model.parameters)} parameters{active}, {blocks} blocks{tied}"),
         ("method", f"full fine-tuning, {dtypes}, float32 AdamW; {clip}"),
         (
             "batch",
@@ -257,7 +264,8 @@ def _step(console: Console, plan: Plan, model: ModelSpec, shapes: Symbols) -> No
     parts = [f"step {duration(step)}"]
     if step > 0:
         parts.append(f"{tokens / step:,.3g} tokens/s" if tokens / step < 1000 else f"{tokens / step:,.0f} tokens/s")
-        parts.append(f"{tera(predicted.step_flops / step)} TFLOPS (6N: 6 {shapes.times} parameters {shapes.times} tokens/s)")
+        counted = "active parameters" if model.inactive_parameters else "parameters"
+        parts.append(f"{tera(predicted.step_flops / step)} TFLOPS (6N: 6 {shapes.times} {counted} {shapes.times} tokens/s)")
     say(console, f" {shapes.dot} ".join([*parts, f"bottleneck: {predicted.bottleneck}"]), style="bold", indent=2)
 
 
@@ -341,13 +349,16 @@ def _ranges(stages: Sequence[StagePlan], model: ModelSpec) -> list[tuple[int, in
     return ranges
 
 
-def _verdict(console: Console, plan: Plan, room: Room, command: str) -> None:
+def _verdict(console: Console, plan: Plan, room: Room, facts: RunFacts) -> None:
     console.print()
     problems = plan_problems(plan, room)
     if not problems:
         margin = f"RAM {gib(plan.predicted.cpu_peak)} of {gib(plan.cpu_budget)}"
-        say(console, Text.assemble(("fits", "bold green"), f": {margin}. Run: ", (command, "bold")))
-        return
-    say(console, Text.assemble(("does not fit", "bold red"), ":"))
-    for problem in problems:
-        say(console, f"- {problem}", indent=2)
+        run = ("",) if facts.refusal else (". Run: ", (facts.command, "bold"))
+        say(console, Text.assemble(("fits", "bold green"), f": {margin}", *run))
+    else:
+        say(console, Text.assemble(("does not fit", "bold red"), ":"))
+        for problem in problems:
+            say(console, f"- {problem}", indent=2)
+    if facts.refusal:
+        say(console, Text.assemble(("cannot be trained yet", "bold red"), f": {facts.refusal}"))

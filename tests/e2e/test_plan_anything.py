@@ -1,0 +1,82 @@
+"""`fuyou plan` of a folder that holds config.json and nothing else: no weights, no tokenizer, no data."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from engine.test_configs import CONFIGS
+
+from fuyou_cli.core.errors import PlanError, UsageError
+
+from .conftest import Project
+from .test_preparing import prepared
+
+NewProject = Callable[..., Project]
+PLENTY = 1 << 50  # bytes of disk
+
+
+def _only_a_configuration(new_project: NewProject, tmp_path: Path, name: str, changes: dict[str, Any]) -> Project:
+    folder = tmp_path / name
+    folder.mkdir()
+    shutil.copy(CONFIGS / f"{name}.json", folder / "config.json")
+    missing = {"model.name_or_path": str(folder), "dataset.train": [{"path": "no/such.jsonl", "format": "text"}]}
+    return new_project(changes={**missing, "dataset.max_seq_len": 512, **changes})
+
+
+@pytest.mark.timeout(120)
+def test_a_dense_model(new_project: NewProject, tmp_path: Path) -> None:
+    project = _only_a_configuration(new_project, tmp_path, "llama-3.2-1b", {"offload.max_memory.cpu": "3GiB"})
+    shown = project.fuyou_with_free(PLENTY, "plan", "recipe.yaml", "--json")
+    assert shown.returncode == 0, shown.stderr
+    plan = json.loads(shown.stdout)
+    assert (plan["fits"], plan["trainable"], plan["refusal"]) == (True, True, None)
+    assert plan["model"]["parameters"] == plan["model"]["active_parameters"] == 1_235_814_400
+    assert "a run would be refused" in shown.stderr  # of the data
+    assert not project.out.exists()
+
+
+@pytest.mark.timeout(120)
+def test_a_mixture(new_project: NewProject, tmp_path: Path) -> None:
+    project = _only_a_configuration(new_project, tmp_path, "qwen3-30b-a3b", {"offload.max_memory.cpu": "16GiB"})
+    shown = project.fuyou_with_free(PLENTY, "plan", "recipe.yaml")
+    assert shown.returncode == 0, shown.stderr
+    text = " ".join(shown.stdout.split())
+    assert "Qwen3MoeForCausalLM, 30.5 B parameters (3.35 B active per token), 48 blocks" in text
+    assert "fits: RAM" in text and "fuyou finetune" not in text
+    assert text.endswith(
+        "cannot be trained yet: Qwen3MoeForCausalLM cannot be streamed: its blocks choose among experts (mixture of experts), "
+        "which is not built yet"
+    )
+
+
+def _mixture(materials: Path, folder: Path) -> Path:
+    """The tiny model's folder with another configuration: tokenizer and all."""
+    shutil.copytree(materials / "model", folder)
+    transformers.MixtralConfig(
+        vocab_size=322, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
+        num_local_experts=4,
+    ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+def test_a_run_is_still_refused(new_project: NewProject, materials: Path, tmp_path: Path) -> None:
+    project = new_project(changes={"model.name_or_path": str(_mixture(materials, tmp_path / "mixture"))})
+    planned = prepared(project, planning_only=True)
+    with pytest.raises(UsageError) as refused:
+        prepared(project)
+    assert planned.refusal == refused.value.message
+    assert "choose among experts" in refused.value.message
+
+
+def test_a_plan_that_does_not_fit_tells_both(new_project: NewProject, materials: Path, tmp_path: Path) -> None:
+    model = str(_mixture(materials, tmp_path / "mixture"))
+    project = new_project(changes={"model.name_or_path": model, "offload.max_memory.cpu": "64MiB"})
+    with pytest.raises(PlanError, match="does not fit") as error:
+        prepared(project, planning_only=True)
+    assert [note.startswith("cannot be trained yet: MixtralForCausalLM") for note in error.value.__notes__] == [True]

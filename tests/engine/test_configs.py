@@ -1,0 +1,304 @@
+"""Public models from their configuration alone: every count exact, also of what cannot be trained yet.
+
+`configs/` holds what config.json of each says about shapes; `_source` in each file says where. The truth beside ours is the
+model that transformers builds of it on the meta device, and what its makers say that it has.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.engine.anatomy import dissect, outline
+from fuyou_cli.engine.describe import Described, describe
+from fuyou_cli.engine.estimate import estimate
+from fuyou_cli.engine.inspect import inspect
+from fuyou_cli.engine.ruled import ruled
+from fuyou_cli.engine.skeleton import build
+from fuyou_cli.spec.model import ModelSpec, StageSpec
+
+from .families import VOCABULARY, llama
+from .test_refused_families import REFUSED
+
+CONFIGS = Path(__file__).with_name("configs")
+TOKENS = 256
+EXPERTS, RECURRENT = "choose among experts", "no attention heads"
+
+# Parameters in billions as published, all and (of mixtures) per token: the model's card on huggingface.co, section "model"
+# or "parameters"; of gpt2-xl the name "1558M" in github.com/openai/gpt-2, of gpt-neox-20b table 1 of arXiv 2204.06745.
+PUBLISHED: dict[str, tuple[str, str | None, str | None]] = {
+    "deepseek-v2-lite": ("15.7", "2.4", EXPERTS),
+    "deepseek-v3": ("671", "37", EXPERTS),
+    "ernie-4.5-21b-a3b": ("21", "3", EXPERTS),
+    "falcon-7b": ("7", None, None),
+    "gemma-2-9b": ("9", None, None),
+    "gemma-3-1b": ("1", None, None),
+    "gpt-neox-20b": ("20.55", None, None),
+    "gpt2-xl": ("1.558", None, None),
+    "granite-3.1-8b": ("8.1", None, None),
+    "llama-3.1-405b": ("405", None, None),
+    "llama-3.1-70b": ("70.6", None, None),
+    "llama-3.1-8b": ("8.03", None, None),
+    "llama-3.2-1b": ("1.23", None, None),
+    "mamba-2.8b": ("2.8", None, RECURRENT),
+    "mistral-7b": ("7.24", None, None),
+    "mixtral-8x7b": ("46.7", "12.9", EXPERTS),
+    "olmo-2-13b": ("13.7", None, None),
+    "opt-13b": ("13", None, None),
+    "phi-3-mini": ("3.8", None, None),
+    "phi-4": ("14.7", None, None),
+    "qwen2.5-7b": ("7.61", None, None),
+    "qwen3-14b": ("14.8", None, None),
+    "qwen3-30b-a3b": ("30.5", "3.3", EXPERTS),
+}
+MIXTURES = [name for name, (_, active, _) in PUBLISHED.items() if active is not None]
+
+
+def _config(name: str) -> PreTrainedConfig:
+    config: PreTrainedConfig = AutoConfig.from_pretrained(CONFIGS / f"{name}.json")
+    return config
+
+
+@cache
+def _truth(name: str) -> Counter[torch.dtype]:
+    return _elements(_config(name), torch.bfloat16)
+
+
+@cache
+def _described(name: str) -> Described:
+    return describe(_config(name), dtype="bfloat16", micro_batch_size=1, max_seq_len=TOKENS)
+
+
+def _elements(config: PreTrainedConfig, dtype: torch.dtype) -> Counter[torch.dtype]:
+    """Elements by dtype of what transformers builds; a tied tensor is there once."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    found: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        found[parameter.dtype] += parameter.numel()
+    return found
+
+
+def _near(count: int, published: str) -> bool:
+    """Within one unit of the last published digit: some round and some cut."""
+    unit = 10.0 ** -len(published.partition(".")[2])
+    return abs(count / 1e9 - float(published)) < unit
+
+
+def test_every_file_is_in_the_table() -> None:
+    assert {file.stem for file in CONFIGS.glob("*.json")} == set(PUBLISHED)
+    assert all(json.loads(file.read_text())["_source"].startswith("https://") for file in CONFIGS.glob("*.json"))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_counts(name: str) -> None:
+    model, truth = _described(name).model, _truth(name)
+    assert model.parameters == truth.total()
+    assert _near(model.parameters, PUBLISHED[name][0])
+    assert model.weights_bytes == sum(dtype.itemsize * count for dtype, count in truth.items())
+    # momentum and variance of everything, and what bfloat16 rounded off a float32 master
+    assert model.state_bytes == 8 * truth.total() + 2 * truth[torch.bfloat16]
+
+
+def test_a_family_that_keeps_some_parameters_in_float32() -> None:
+    """ERNIE's routers: 64 experts x (2560 + 1 bias) in each of 27 blocks."""
+    assert _described("ernie-4.5-21b-a3b").model.float32_parameters == 27 * 64 * 2561
+    assert _described("mixtral-8x7b").model.float32_parameters == 0
+
+
+def test_bytes_in_float32() -> None:
+    model = describe(_config("ernie-4.5-21b-a3b"), dtype="float32", micro_batch_size=1, max_seq_len=32).model
+    assert model.weights_bytes == 4 * _truth("ernie-4.5-21b-a3b").total()
+    assert (model.state_bytes, model.float32_parameters) == (8 * model.parameters, 0)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_refusal_and_stages(name: str) -> None:
+    described, config = _described(name), _config(name)
+    reason = PUBLISHED[name][2]
+    if reason is None:
+        assert described.refusal is None
+    else:
+        assert reason in (described.refusal or "")
+    kinds = [stage.kind for stage in described.model.stages]
+    assert kinds.count("block") == config.get_text_config().num_hidden_layers
+    assert kinds[0] == "embedding" and kinds[-1] == "head" and kinds[-2] == "norm"
+    assert kinds == sorted(kinds, key=["embedding", "block", "norm", "head"].index)
+    owned = [tensor.name for stage in described.model.stages for tensor in stage.tensors]
+    assert len(owned) == len(set(owned))
+    assert all(stage.backward_peak >= stage.forward_peak > 0 for stage in described.model.stages)
+
+
+# ---- mixtures --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_active_parameters(name: str) -> None:
+    model, raw = _described(name).model, json.loads((CONFIGS / f"{name}.json").read_text())
+    experts, chosen = _experts(raw)
+    routed = (model.parameters - _without_experts(raw)) // experts
+    assert model.active_parameters == _without_experts(raw) + chosen * routed
+    # some of the published figures leave out the embedding
+    published, embedding = PUBLISHED[name][1], raw["vocab_size"] * raw["hidden_size"]
+    assert published is not None
+    assert _near(model.active_parameters, published) or _near(model.active_parameters - embedding, published)
+
+
+def _experts(raw: dict[str, Any]) -> tuple[int, int]:
+    """How many, and how many of them a token meets."""
+    experts = next(
+        raw[key] for key in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts") if key in raw
+    )
+    return experts, raw["moe_k"] if "moe_k" in raw else raw["num_experts_per_tok"]
+
+
+def _without_experts(raw: dict[str, Any]) -> int:
+    """Everything but routed experts, counted from the configuration alone."""
+    hidden, blocks, experts = raw["hidden_size"], raw["num_hidden_layers"], _experts(raw)[0]
+    dense = raw.get("first_k_dense_replace", raw.get("moe_layer_start_index", 0))
+    shared = raw.get("n_shared_experts", raw.get("moe_num_shared_experts", 0))
+    shared_width = shared * raw.get("moe_intermediate_size", 0)
+    bias = experts if "moe_k" in raw else 0  # ERNIE corrects the choice by a trained bias
+    sparse = (blocks - dense) * (3 * hidden * shared_width + experts * hidden + bias)
+    ends = raw["vocab_size"] * hidden * (1 if raw["tie_word_embeddings"] else 2) + hidden
+    return ends + blocks * (_attention(raw) + 2 * hidden) + dense * 3 * hidden * raw["intermediate_size"] + sparse
+
+
+def _attention(raw: dict[str, Any]) -> int:
+    hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
+    if "kv_lora_rank" in raw:
+        rank, rope, nope, value = (raw[k] for k in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+        into, out = hidden * (rank + rope) + rank, rank * heads * (nope + value) + heads * value * hidden
+        low = raw["q_lora_rank"]
+        query = heads * (rope + nope) * (low or hidden) + (low * hidden + low if low else 0)
+        return int(into + out + query)
+    size = raw.get("head_dim", hidden // heads)
+    of_heads = 2 * size if raw["model_type"] == "qwen3_moe" else 0  # norms of queries and keys
+    return int(2 * hidden * size * (heads + raw["num_key_value_heads"]) + of_heads)
+
+
+def test_work_of_a_mixture() -> None:
+    """Mixtral's block, forward: 2 per active parameter and token; scores and values of half of all pairs of tokens."""
+    block = next(stage for stage in _described("mixtral-8x7b").model.stages if stage.kind == "block")
+    active = 4096 * (2 * 4096 + 2 * 1024) + 8 * 4096 + 2 * 3 * 4096 * 14336 + 2 * 4096
+    assert block.forward_flops == 2 * active * TOKENS + 2 * 4096 * TOKENS**2
+
+
+def test_work_of_latent_attention() -> None:
+    """DeepSeek-V2-Lite's first block is dense: queries of 128 + 64 elements, values of 128, 16 heads."""
+    block = next(stage for stage in _described("deepseek-v2-lite").model.stages if stage.kind == "block")
+    assert block.forward_flops == 2 * block.trainable * TOKENS + 16 * (128 + 64 + 128) * TOKENS**2
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_experts_in_a_list_count_as_fused_ones(fused: bool) -> None:
+    from fuyou_cli.engine.experts import Mixture
+    from fuyou_cli.spec.model import TensorSpec
+
+    shapes = {"mlp.experts.gate": (8, 6, 4)} if fused else {f"mlp.experts.{n}.gate": (6, 4) for n in range(8)}
+    others = {"mlp.shared_experts.gate": (6, 4), "mlp.gate.weight": (8, 4)}
+    tensors = [
+        TensorSpec(name=name, shape=shape, offset=0, numel=torch.Size(shape).numel(), decay=True)
+        for name, shape in (shapes | others).items()
+    ]
+    assert Mixture(experts=8, chosen=2).inactive(tensors) == 6 * 24
+    assert Mixture(experts=1, chosen=1).inactive(tensors) == 0
+
+
+# ---- what cannot be traced as it is ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_whatever_is_refused_is_described(family: str) -> None:
+    config = REFUSED[family][0]
+    described = describe(config, dtype="bfloat16", micro_batch_size=2, max_seq_len=4)
+    with pytest.raises(UsageError) as refused:
+        dissect(build(config, dtype="bfloat16", attention="sdpa"))
+    assert described.refusal == refused.value.message
+    assert described.model.parameters == _elements(config, torch.bfloat16).total()
+    assert any(stage.kind == "block" and stage.forward_flops > 0 for stage in described.model.stages)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.OpenAIGPTConfig(vocab_size=VOCABULARY, n_embd=32, n_layer=3, n_head=4, n_positions=64),
+        transformers.CTRLConfig(vocab_size=VOCABULARY, n_embd=32, n_layer=3, n_head=4, n_positions=64, dff=64),
+        transformers.XLNetConfig(vocab_size=VOCABULARY, d_model=32, n_layer=3, n_head=4, d_inner=64),
+    ],
+    ids=lambda config: str(config.model_type),
+)
+def test_blocks_that_nothing_declares(config: PreTrainedConfig) -> None:
+    described = describe(config, dtype="float32", micro_batch_size=1, max_seq_len=16)
+    assert "no decoder blocks" in (described.refusal or "")
+    assert [stage.kind for stage in described.model.stages].count("block") == 3
+    assert described.model.parameters == _elements(config, torch.float32).total()
+
+
+def test_a_shape_that_cannot_be_traced_is_still_counted() -> None:
+    described = describe(llama(), dtype="float32", micro_batch_size=1 << 30, max_seq_len=1 << 24)
+    assert "cannot be streamed at micro-batches of 1073741824 x 16777216" in (described.refusal or "")
+    assert described.model.parameters == _elements(llama(), torch.float32).total()
+
+
+@pytest.mark.parametrize("chunk", [0, 16])
+def test_recurrent_blocks_are_traced_in_short_rows(chunk: int) -> None:
+    config = transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, state_size=16)
+    anatomy = outline(build(config, dtype="float32", attention="sdpa"))
+    short = estimate(anatomy, dtype="float32", shape=(2, 32), head_chunk_tokens=chunk)
+    traced = inspect(anatomy, dtype="float32", micro_batch_size=2, max_seq_len=32, head_chunk_tokens=chunk)
+    for ours, theirs in zip(short.stages, traced.stages, strict=True):
+        assert ours.forward_peak == pytest.approx(theirs.forward_peak, rel=0.05), ours.name
+        assert ours.backward_peak == pytest.approx(theirs.backward_peak, rel=0.05), ours.name
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "mixtral-8x7b"])
+def test_the_rule_is_near_what_tracing_finds(name: str) -> None:
+    """Between half and twice, of the stages that a plan's peak comes from."""
+    anatomy = outline(build(_config(name), dtype="bfloat16", attention="sdpa"))
+    traced = inspect(anatomy, dtype="bfloat16", micro_batch_size=1, max_seq_len=2048, head_chunk_tokens=0)
+    by_rule = ruled(anatomy, dtype="bfloat16", shape=(1, 2048), head_chunk_tokens=0)
+    for kind in ("embedding", "block", "head"):
+        ours, theirs = _first(by_rule, kind), _first(traced, kind)
+        assert theirs.backward_peak / 2 <= ours.backward_peak <= 2 * theirs.backward_peak, kind
+    assert by_rule.parameters == traced.parameters
+
+
+def _first(model: ModelSpec, kind: str) -> StageSpec:
+    return next(stage for stage in model.stages if stage.kind == kind)
+
+
+# ---- building --------------------------------------------------------------------------------------------------------
+
+
+def test_tensors_larger_than_memory_are_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts of 96 TiB each: no machine that runs this could make one for real."""
+    config = transformers.Llama4TextConfig(
+        vocab_size=VOCABULARY, hidden_size=1 << 20, intermediate_size=1 << 20, intermediate_size_mlp=64, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=24, interleave_moe_layer_step=1,
+    )  # fmt: skip
+    model = build(config, dtype="bfloat16", attention="sdpa")
+    assert sum(parameter.numel() for parameter in model.parameters()) == _elements(config, torch.bfloat16).total()
+    assert max(parameter.nbytes for parameter in model.parameters()) == 96 << 40
+
+
+def test_a_large_buffer_is_real(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPT-Neo's triangle of positions, larger here than what is taken for a parameter."""
+    monkeypatch.setattr("fuyou_cli.engine.skeleton.LARGE", 1024)
+    config = transformers.GPTNeoConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_layers=2, num_heads=4, max_position_embeddings=64,
+        attention_types=[[["global", "local"], 1]],
+    )  # fmt: skip
+    model = build(config, dtype="float32", attention="sdpa")
+    triangles = [buffer for buffer in model.buffers() if buffer.dim() == 4]
+    assert len(triangles) == 2 and all(int(triangle.sum()) > 64 for triangle in triangles)
+    assert all(parameter.is_meta for parameter in model.parameters())
