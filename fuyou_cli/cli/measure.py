@@ -142,13 +142,13 @@ def measure(
 
 def _shared(target: torch.device, rate: float, *, quick: bool) -> Shared:
     """A bfloat16 layer's step loop beside one update thread; `rate`: what such a layer gets alone, about."""
-    from .measure_stages import LAYER_FLOPS, affordable_tokens, layer_alone, small_model
+    from .measure_stages import LAYER_FLOPS, affordable_tokens, layer_alone, shape_of, small_model
     from .measure_update import measure_shared
 
     seconds = SHARED_QUICK_SECONDS if quick else SHARED_FULL_SECONDS
     tokens = affordable_tokens(LAYER_FLOPS * SHARED_WIDTH**2, rate, seconds / 4)
     anatomy, model = small_model(SHARED_WIDTH, tokens)
-    layer = layer_alone(anatomy, model, target, "bfloat16", (1, tokens))
+    layer = layer_alone(anatomy, model, target, "bfloat16", shape_of(tokens))
 
     def step() -> None:
         layer.forward()
@@ -212,11 +212,15 @@ def times(
     action: Callable[[], object], device: torch.device, repeats: int, *, seconds: float = REPEAT_SECONDS, least: int = 1
 ) -> list[float]:
     """Seconds of each repeat, after one that is not counted: fewer than `repeats` when they take more than `seconds`, but
-    at least `least`."""
+    `least` of them unless that takes four times as long, and never none."""
     import torch
 
     taken: list[float] = []
-    while len(taken) <= least or (len(taken) <= repeats and sum(taken) < seconds):
+    while (
+        len(taken) <= 1
+        or (len(taken) <= least and sum(taken) < 4 * seconds)
+        or (len(taken) <= repeats and sum(taken) < seconds)
+    ):
         begin = time.perf_counter()
         action()
         if device.type == "cuda":

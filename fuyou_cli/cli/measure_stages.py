@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 from fuyou_cli.core.units import count, gib
 from fuyou_cli.spec.hardware import RatedKind, StageRate
 from fuyou_cli.spec.model import ITEM_SIZE, Dtype, ModelSpec, StageSpec
 from fuyou_cli.spec.plan import Numerics
 
-from .measure import Rate, each, rate_of, times
+from .measure import DTYPES, Rate, each, rate_of, times
 
 if TYPE_CHECKING:
     import torch
@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from fuyou_cli.engine.alone import BlockAlone
     from fuyou_cli.engine.anatomy import Anatomy
 
-WIDTHS = (1024, 2048, 512)  # in this order: when time runs out, the last are left out
-HEAD_WIDTH, HEAD_ROWS = 1024, 8192
+WIDTHS = (1024, 2048, 512)  # in this order: when time runs out, the last are left out; a head is measured at the first
+GPU_WIDTHS = (4096, 2048, 1024)  # narrower ones only show how long a launch takes
+HEAD_ROWS = 8192
 LAYER_FLOPS = 2.0 * 11  # per token and square of the width, forward: close enough to choose the number of tokens by
 ACCUMULATE: Dtype = "float32"
-LEAST_TOKENS, MOST_TOKENS = 64, 512
+LEAST_TOKENS, MOST_TOKENS, MOST_GPU_TOKENS = 64, 512, 8192
+ROW_TOKENS = 1024  # of a row at most: more tokens are more rows
 QUICK_SECONDS, FULL_SECONDS = 2.5, 40.0  # of all layers of a few widths together
 QUICK_PAIR, FULL_PAIR = 0.3, 2.0  # of one forward and one backward that tokens are chosen for
 RECIPE_QUICK_PAIR, RECIPE_FULL_PAIR = 8.0, 40.0
@@ -65,37 +67,34 @@ NOTHING = Stages(stage_rates=(), rates=())
 
 
 def measure_layers(device: torch.device, matmul: dict[Dtype, Rate], *, quick: bool) -> Stages:
-    """Llama layers of WIDTHS and a small head in both dtypes: as many as there is time for, the first width in any case."""
-    found, left = NOTHING, 0
+    """Llama layers of a few widths and a small head, in both dtypes: as many as there is time for, the layers of the first
+    width in any case."""
+    widths, most = (GPU_WIDTHS, MOST_GPU_TOKENS) if device.type == "cuda" else (WIDTHS, MOST_TOKENS)
+    pair = QUICK_PAIR if quick else FULL_PAIR
     end = time.perf_counter() + (QUICK_SECONDS if quick else FULL_SECONDS)
-    for width in WIDTHS:
-        tokens = MOST_TOKENS
-        for dtype in cast(tuple[Dtype, ...], ("bfloat16", "float32")):
-            if width != WIDTHS[0] and time.perf_counter() > end:
+    wanted: list[tuple[RatedKind, int]] = [("block", widths[0]), ("head", widths[0]), *(("block", w) for w in widths[1:])]
+    found, left = NOTHING, 0
+    for kind, width in wanted:
+        for dtype in DTYPES:
+            if (kind, width) != wanted[0] and time.perf_counter() > end:
                 left += 1
                 continue
-            pair = QUICK_PAIR if quick else FULL_PAIR
-            tokens = affordable_tokens(LAYER_FLOPS * width**2, matmul[dtype].value / 2, pair)
-            anatomy, model = small_model(width, tokens)
-            found += _of_one_width(anatomy, model, device, dtype, tokens, pair=pair, head=width == HEAD_WIDTH)
-    notes = (f"{left} of {2 * len(WIDTHS)} layers left out: they take too long here (fuyou bench --full)",) * (left > 0)
-    return Stages(stage_rates=found.stage_rates, rates=found.rates, notes=notes)
+            tokens = affordable_tokens(LAYER_FLOPS * width**2, matmul[dtype].value / 2, pair, most)
+            found += _small_stage(kind, width, dtype, tokens, device, pair)
+    notes = (f"{left} of {2 * len(wanted)} layers and heads left out: they take too long here (fuyou bench --full)",)
+    return found + Stages(stage_rates=(), rates=(), notes=notes * (left > 0))
 
 
-def _of_one_width(
-    anatomy: Anatomy, model: ModelSpec, device: torch.device, dtype: Dtype, tokens: int, *, pair: float, head: bool
-) -> Stages:
-    shape = (1, tokens)
-    block = timed(
-        layer_alone(anatomy, model, device, dtype, shape), device, "block", dtype, model.hidden_size,
-        block_of(model).params, tokens, seconds=pair,
-    )  # fmt: skip
-    if not head:
-        return block
-    return block + timed(
-        _head_alone(anatomy, model, device, dtype, ACCUMULATE, shape, 0), device, "head", dtype, model.hidden_size,
-        _head_owner(model).params, tokens, seconds=pair,
-    )  # fmt: skip
+def _small_stage(kind: RatedKind, width: int, dtype: Dtype, tokens: int, device: torch.device, pair: float) -> Stages:
+    anatomy, model = small_model(width, tokens)
+    shape = shape_of(tokens)
+    if kind == "block":
+        alone: Alone = layer_alone(anatomy, model, device, dtype, shape)
+        params = block_of(model).params
+    else:
+        alone = _head_alone(anatomy, model, device, dtype, ACCUMULATE, shape, 0)
+        params = _head_owner(model).params
+    return timed(alone, device, kind, dtype, width, params, tokens, seconds=pair)
 
 
 def affordable_tokens(flops_per_token: float, rate: float, seconds: float, most: int = MOST_TOKENS) -> int:
@@ -106,8 +105,14 @@ def affordable_tokens(flops_per_token: float, rate: float, seconds: float, most:
     return tokens
 
 
+def shape_of(tokens: int) -> tuple[int, int]:
+    """Rows and their length: of a power of two."""
+    length = min(tokens, ROW_TOKENS)
+    return tokens // length, length
+
+
 def small_model(width: int, tokens: int) -> tuple[Anatomy, ModelSpec]:
-    """A Llama of one layer, without weights, at micro-batches of (1, tokens)."""
+    """A Llama of one layer, without weights, at micro-batches of `shape_of(tokens)`."""
     from transformers import LlamaConfig
 
     from fuyou_cli.engine.anatomy import dissect
@@ -123,7 +128,8 @@ def small_model(width: int, tokens: int) -> tuple[Anatomy, ModelSpec]:
         vocab_size=HEAD_ROWS,
     )
     anatomy = dissect(build(config, dtype="bfloat16", attention="sdpa"))
-    model = inspect(anatomy, dtype="bfloat16", micro_batch_size=1, max_seq_len=tokens, head_chunk_tokens=0)
+    rows, length = shape_of(tokens)
+    model = inspect(anatomy, dtype="bfloat16", micro_batch_size=rows, max_seq_len=length, head_chunk_tokens=0)
     return anatomy, model
 
 

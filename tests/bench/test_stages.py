@@ -15,14 +15,15 @@ from rich.console import Console
 from fuyou_cli.cli import measure_stages
 from fuyou_cli.cli.bench import run_bench
 from fuyou_cli.cli.machine import hardware_for
-from fuyou_cli.cli.measure_stages import Stages, affordable_tokens, measure_recipe
+from fuyou_cli.cli.measure import DTYPES, Rate, rate_of
+from fuyou_cli.cli.measure_stages import Stages, affordable_tokens, measure_layers, measure_recipe, shape_of
 from fuyou_cli.core.units import GiB
 from fuyou_cli.engine.anatomy import Anatomy, dissect
 from fuyou_cli.engine.inspect import inspect
 from fuyou_cli.engine.skeleton import build
 from fuyou_cli.engine.vocabulary import cut_vocabulary
 from fuyou_cli.recipe.load import load_recipe
-from fuyou_cli.spec.model import ModelSpec
+from fuyou_cli.spec.model import Dtype, ModelSpec
 from fuyou_cli.spec.plan import Numerics
 
 NUMERICS = Numerics(
@@ -103,6 +104,23 @@ def test_what_never_fits_is_said_and_not_refused() -> None:
 )  # fmt: skip
 def test_tokens_for_a_time(rate: float, tokens: int) -> None:
     assert affordable_tokens(1.0, rate, 1.0) == tokens
+
+
+def test_what_there_is_no_time_for_is_left_out_and_said(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of the first width are measured in any case: a plan needs something to go by."""
+    monkeypatch.setattr(measure_stages, "QUICK_SECONDS", 0.0)
+    monkeypatch.setattr(measure_stages, "WIDTHS", (256, 512))
+    matmul: dict[Dtype, Rate] = {dtype: rate_of("x", "FLOP/s", [1.0]) for dtype in DTYPES}
+    found = measure_layers(torch.device("cpu"), matmul, quick=True)
+    assert [(rate.kind, rate.dtype, rate.hidden, rate.tokens) for rate in found.stage_rates] == [
+        ("block", dtype, 256, 64) for dtype in DTYPES
+    ]
+    assert found.notes[0].startswith("4 of 6 layers and heads left out")
+
+
+@pytest.mark.parametrize(("tokens", "shape"), [(64, (1, 64)), (1024, (1, 1024)), (8192, (8, 1024))])
+def test_many_tokens_are_several_rows(tokens: int, shape: tuple[int, int]) -> None:
+    assert shape_of(tokens) == shape
 
 
 def test_a_bench_of_a_recipe_is_kept_for_its_plans(tmp_path: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
