@@ -224,7 +224,8 @@ class Executor:
         input, stashed where backward will want it.
 
         As soon as the visit has its own slots what comes next may be prefetched, also while it waits for what its slots are
-        to hold: until then a visit behind it could take the slot it waits for, and wait for it in turn.
+        to hold: until then a visit behind it could take the slot it waits for, and wait for it in turn. Gradients are an
+        exception: only visits that resume a sum take slots for them ahead of time, and not before this one has its own.
         """
         self._cursor += 1
         visit = self.schedule.visits[self._cursor]
@@ -232,11 +233,11 @@ class Executor:
         summed = (visit.stage if visit.owner is None else visit.owner) if visit.sum_gradients else None
         self._settled, self._summing, self._uploaded = False, summed is None, False
         self._take_slots(visit, boundary)
+        self._settled = True
+        self._tick()
         # Not before its last step's gradients were used: they may still be where the new ones are to be summed.
         if summed is not None and self.residency.is_current(summed):
             self._take_sum(visit, summed)
-        self._settled = True
-        self._tick()
         span = self.residency.acquire(visit)
         if summed is not None and not self._summing:
             self._take_sum(visit, summed)
