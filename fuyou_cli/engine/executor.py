@@ -229,7 +229,8 @@ class Executor:
         input, stashed where backward will want it.
 
         As soon as the visit has its own slots what comes next may be prefetched, also while it waits for what its slots are
-        to hold: until then a visit behind it could take the slot it waits for, and wait for it in turn.
+        to hold: until then a visit behind it could take the slot it waits for, and wait for it in turn. Gradients are an
+        exception: only visits that resume a sum take slots for them ahead of time, and not before this one has its own.
         """
         visit = self.lookahead.enter(lambda visit: self._stash(visit, boundary))
         assert (visit.phase, visit.stage) == (phase, stage), (visit, phase, stage)

@@ -41,11 +41,11 @@ class Lookahead:
         summed = (visit.stage if visit.owner is None else visit.owner) if visit.sum_gradients else None
         self._settled, self._summing, self._uploaded = False, summed is None, False
         self._take_slots(visit, stash)
+        self._settled = True
+        self._tick()
         # Not before its last step's gradients were used: they may still be where the new ones are to be summed.
         if summed is not None and self._residency.is_current(summed):
             self._take_sum(visit, summed)
-        self._settled = True
-        self._tick()
         self._residency.acquire(visit)
         if summed is not None and not self._summing:
             self._take_sum(visit, summed)

@@ -128,7 +128,7 @@ def test_a_step_given_up_can_be_done_again(
                 raise StepAbandoned
 
         rig.executor.between_micro_batches = give_up
-        for _ in range(4):  # more often than there are spans that could be lost
+        for _ in range(3):  # more often than there are spans that could be lost
             with pytest.raises(StepAbandoned):
                 rig.step(*batches[1], 2)
             rig.executor.abandon()

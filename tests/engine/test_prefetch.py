@@ -138,7 +138,7 @@ def test_the_fewest_slots_are_enough(name: str, updates: str, device: Any, tmp_p
     with Rig(subject, tmp_path / "roomy", device=device, **UPDATES[updates]) as rig:
         losses, weights = rig.run(STEPS), rig.weights()
     # much scratch for updates: else loading, which needs no slots, would need the most memory
-    way: dict[str, Any] = dict(device=device, chunks=400, **UPDATES[updates])
+    way: dict[str, Any] = dict(device=device, chunks=240, **UPDATES[updates])
     with Rig(subject, tmp_path / "least", budget=_least(subject, tmp_path, **way), **way) as rig:
         assert rig.plan.lookahead == 1
         assert max(len(slots.gradient_slots) for slots in rig.plan.slot_classes) == (2 if name == "tied" else 1)

@@ -53,7 +53,6 @@ def test_an_embedding_waits_only_where_all_else_does(spec: ModelSpec, share: flo
     pieces = [deferred[stage.index] for stage in spec.stages if stage.kind == "embedding"]
     if any(pieces):
         assert all(waiting)
-    assert pieces == sorted(pieces)  # of a cut one the pieces first that are used last
 
 
 @given(ANY.flatmap(lambda spec: st.tuples(st.just(spec), wishes_for(spec))), st.data())
