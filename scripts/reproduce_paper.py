@@ -39,7 +39,7 @@ from fuyou_cli.planner.search import fastest
 from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.hardware import HardwareProfile
-from fuyou_cli.spec.model import ModelSpec
+from fuyou_cli.spec.model import Dtype, ModelSpec
 from fuyou_cli.spec.plan import Numerics, Plan
 
 # ---- the constants -----------------------------------------------------------------------------------------------------
@@ -63,6 +63,7 @@ PUBLISHED = (
 )  # fmt: skip
 PARAMETERS_13B = 12.9e9  # as its TFLOPS count them: 143.1 TFLOPS are 1376 tokens per second
 MEDIAN, WORST = 0.10, 0.25
+DEVICE_SHARE = 0.92  # of the GPU's memory: the rest is its context's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,16 +109,16 @@ def machine(drives: int, mixed: float | None = None, *, ram: int = 768) -> Hardw
     return replace(found, store_read_mixed=mixed * read, store_write_mixed=mixed * (1 - read))
 
 
-def numerics(batch: int, micro: int) -> Numerics:
+def numerics(batch: int, micro: int, sums: Dtype) -> Numerics:
     return Numerics(
-        compute_dtype="bfloat16", accumulate_dtype="bfloat16" if micro == batch else "float32", batch_size=batch,
+        compute_dtype="bfloat16", accumulate_dtype="bfloat16" if micro == batch else sums, batch_size=batch,
         micro_batch_size=micro, max_seq_len=LENGTH, head_chunk_tokens=2048, torch_threads=16, seed=0,
     )  # fmt: skip
 
 
-def wishes(batch: int, micro: int, ram: int, **pins: object) -> Wishes:
+def wishes(batch: int, micro: int, ram: int, *, sums: Dtype = "float32", **pins: object) -> Wishes:
     return Wishes(
-        numerics=numerics(batch, micro), model_name="paper", device="cuda", clip_grad_norm=None, cpu_budget=ram,
+        numerics=numerics(batch, micro, sums), model_name="paper", device="cuda", clip_grad_norm=None, cpu_budget=ram,
         update_threads=16, scratch_size=512 * MiB, **pins,
     )  # type: ignore[arg-type] # fmt: skip
 
@@ -178,16 +179,22 @@ class Ours:
 
 
 def our_step(name: str, batch: int, hardware: HardwareProfile, ram: int) -> tuple[Plan, ModelSpec] | None:
-    """The fastest plan over the micro-batches that the GPU's memory holds."""
-    best: tuple[Plan, ModelSpec] | None = None
-    for micro in (size for size in (1, 2, 4, 8, 16, 32) if size <= batch and batch % size == 0):
-        model = specification(name, micro)
-        plan = fastest(model, hardware, wishes(batch, micro, ram))
-        if plan.predicted.gpu_peak > hardware.device_memory * 0.92:
-            break
-        if best is None or plan.predicted.step_seconds < best[0].predicted.step_seconds:
-            best = plan, model
-    return best
+    """The fastest plan over the micro-batches that the GPU's memory holds; gradients are summed in float32 where that fits,
+    else in bfloat16, as the paper's are."""
+    device = int(hardware.device_memory * DEVICE_SHARE)
+    dtypes: tuple[Dtype, ...] = ("float32", "bfloat16")
+    for sums in dtypes:
+        best: tuple[Plan, ModelSpec] | None = None
+        for micro in (size for size in (1, 2, 4, 8, 16, 32) if size <= batch and batch % size == 0):
+            model = specification(name, micro)
+            plan = fastest(model, hardware, wishes(batch, micro, ram, sums=sums, gpu_budget=device))
+            if plan.predicted.gpu_peak > device:
+                break
+            if best is None or plan.predicted.step_seconds < best[0].predicted.step_seconds:
+                best = plan, model
+        if best is not None:
+            return best
+    return None
 
 
 def ours(name: str, batch: int, label: str, hardware: HardwareProfile, ram: int, paper: float | None) -> Ours | None:
@@ -199,13 +206,14 @@ def ours(name: str, batch: int, label: str, hardware: HardwareProfile, ram: int,
     rated = sum(drive.rated_bytes for drive in hardware.drives)
     written = plan.predicted.written_per_step
     states = sum(stage.states == "cpu" for stage in plan.stages) / len(plan.stages)
+    item = plan.numerics.accumulate_dtype
     deferred = sum(stage.deferred for stage in plan.stages) / len(plan.stages)
     kept = sum(len(stage.kept) for stage in plan.stages) / max(1, sum(len(stage.operators) for stage in model.stages))
     return Ours(
         model=name, machine=label, batch=batch, micro=plan.numerics.micro_batch_size, paper_tokens=paper,
         tokens=tokens / step, rate=8 * model.parameters * tokens / step / GPU_FLOPS, seconds=step, written=written,
         steps_to_rating=rated / written if rated and written else None,
-        plan=f"states in RAM {states:.0%}, deferred {deferred:.0%}, kept {kept:.0%}, lookahead {plan.lookahead}",
+        plan=f"states in RAM {states:.0%}, deferred {deferred:.0%}, outputs kept {kept:.0%}, sums in {item}",
     )  # fmt: skip
 
 

@@ -60,8 +60,8 @@ def search(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, *, exhau
     visits = 2 * len(model.stages)
     everything = len(choices) * visits <= _SMALL if exhaustive is None else exhaustive
     most = len(choices) if everything else max(_LEAST, _VISITS // visits)
-    for disk in (hardware.disk_free, None):  # what does not fit the disk is refused by name by who knows what is there already
-        looking = _Looking(model=model, hardware=hardware, wishes=wishes, most=most, disk=disk)
+    for limited in (True, False):  # what overflows disk or device is refused by name, by who knows what is there already
+        looking = _Looking(model=model, hardware=hardware, wishes=wishes, most=most, limited=limited)
         if everything:
             for alternative in sorted(filter(None, map(looking.fitting, choices)), key=lambda found: found.bound):
                 looking.simulated(alternative)
@@ -97,7 +97,7 @@ class _Looking:
     hardware: HardwareProfile
     wishes: Wishes
     most: int  # simulations
-    disk: int | None  # bytes that the store may take
+    limited: bool  # to the disk there is and the memory of the device
     best: Alternative | None = None
     _seen: dict[Choice, Alternative | None] = field(default_factory=dict)
 
@@ -105,9 +105,13 @@ class _Looking:
         """The choice placed, with its closed-form figures; None where it does not fit."""
         if choice not in self._seen:
             plan = made_of(self.model, self.hardware, self.wishes, choice)
-            fits = plan is not None and (self.disk is None or plan.store_size <= self.disk)
-            self._seen[choice] = self._figures(choice, plan) if plan is not None and fits else None
+            self._seen[choice] = self._figures(choice, plan) if plan is not None and self._fits(plan) else None
         return self._seen[choice]
+
+    def _fits(self, plan: Plan) -> bool:
+        device = self.wishes.gpu_budget
+        on_device = device is None or plan.predicted.gpu_peak <= device
+        return not self.limited or (plan.store_size <= self.hardware.disk_free and on_device)
 
     def _figures(self, choice: Choice, plan: Plan) -> Alternative:
         costs = Costs(

@@ -18,6 +18,7 @@ class Wishes:
     device: str
     clip_grad_norm: float | None
     cpu_budget: int  # the whole process
+    gpu_budget: int | None = None  # of the device; None: not looked at
     weights: Tier | None = None
     states: Tier | None = None
     gradients: Tier | None = None
