@@ -25,7 +25,7 @@ class OperatorTrace(Operators):
         self.flops = 0.0
         self.found: list[OperatorSpec] = []
         self.multiplied: set[str] = set()  # weights that a product was seen to use
-        self._weights = flat.untyped_storage()._cdata
+        self._weights = flat.untyped_storage()  # held, so that its address stays its own
         self.tensors, self.names = tensors, names
 
     def operator(self, index: int, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
@@ -59,7 +59,7 @@ class OperatorTrace(Operators):
 
     def _weight(self, factor: torch.Tensor) -> str:
         """The weight that `factor` is a view of; "" for activations."""
-        if factor.untyped_storage()._cdata != self._weights:
+        if factor.untyped_storage()._cdata != self._weights._cdata:
             return ""
         offset = factor.storage_offset()
         return next(n for n, t in zip(self.names, self.tensors, strict=True) if t.offset <= offset < t.offset + t.numel)
