@@ -29,7 +29,9 @@ _HUGE_PAGES = 1 + 1 / 512  # page tables of the arena
 
 
 def plan(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
-    """The first choice that fits, or a PlanError that says how much memory would be enough."""
+    """The first choice that fits, with no outputs kept unless they are asked for, or a PlanError that says how much memory
+    would be enough."""
+    wishes = replace(wishes, kept=wishes.kept or ((),) * len(model.stages))
     for lookahead, slots in pipelines(wishes, stages=len(model.stages)):
         made = made_of(model, hardware, wishes, Choice(lookahead=lookahead, gradient_slots=slots, defer=wishes.defer or 0.0))
         if made is not None:

@@ -77,7 +77,7 @@ def test_deferred_means_not_before_the_next_forward(tmp_path: Path) -> None:
         seen: dict[int, int] = {}
 
         def look() -> None:
-            visit = rig.executor.schedule.visits[rig.executor._cursor]
+            visit = rig.executor.schedule.visits[rig.executor.lookahead.cursor]
             if visit.phase == "forward" and visit.owner is not None:
                 seen[visit.owner] = records[visit.owner].generation
 
@@ -122,7 +122,7 @@ def test_a_step_given_up_can_be_done_again(
         rig.step(*batches[0], 1)
 
         def give_up() -> None:
-            visit = rig.executor.schedule.visits[rig.executor._cursor]
+            visit = rig.executor.schedule.visits[rig.executor.lookahead.cursor]
             if visit.phase == phase and rig.spec.stages[visit.stage].kind == "block":
                 assert rig.executor.may_abandon()
                 raise StepAbandoned
@@ -152,7 +152,7 @@ def test_a_step_can_be_given_up_until_its_first_update(share: float, subject: Su
             begun = any(r.update is not None or r.generation > 0 for r in records)
             assert not (begun and rig.executor.may_abandon())
             at_once = [v.index for v in rig.executor.schedule.visits if v.update == "after"]
-            assert rig.executor.may_abandon() == (rig.executor._cursor < min(at_once, default=1000))
+            assert rig.executor.may_abandon() == (rig.executor.lookahead.cursor < min(at_once, default=1000))
 
         rig.executor.between_micro_batches = rig.executor.after_visit = look
         rig.run(1)

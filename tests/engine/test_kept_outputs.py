@@ -128,7 +128,7 @@ def test_backward_uses_what_was_kept(device: Any, tmp_path: Path) -> None:
 
 
 def _spoil_first_output(rig: Rig) -> None:
-    visit = rig.executor.schedule.visits[rig.executor._cursor]
+    visit = rig.executor.schedule.visits[rig.executor.lookahead.cursor]
     if (visit.phase, visit.stage) == ("forward", 1):
         for operator in rig.spec.stages[1].operators:
             if operator.name == "mm mlp.up_proj":
@@ -226,11 +226,11 @@ def test_a_step_given_up_leaves_nothing_behind(place: Any, tmp_path: Path) -> No
         rig.step(*batches[1], 2, last=True)
         rig.executor.drain()
         _assert_same((rig.losses, rig.weights()), expected)
-        assert len(rig.executor.boundaries.free) == len(rig.plan.boundary_slots)
+        assert len(rig.executor.boundaries.ledger.free) == len(rig.plan.boundary_slots)
 
 
 def _give_up(rig: Rig, phase: str) -> None:
-    visit = rig.executor.schedule.visits[rig.executor._cursor]
+    visit = rig.executor.schedule.visits[rig.executor.lookahead.cursor]
     if (visit.phase, visit.stage) == (phase, 1):
         raise StepAbandoned
 
