@@ -25,13 +25,14 @@ from .wishes import Wishes
 
 _KINDS = ("weights", "boundaries", "gradients", "states")
 _Value = TypeVar("_Value")
+_LOADED = ("weights", "states")
 _HUGE_PAGES = 1 + 1 / 512  # page tables of the arena
 
 
 def plan(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
     """The first choice that fits, with no outputs kept unless they are asked for, or a PlanError that says how much memory
     would be enough."""
-    wishes = replace(wishes, kept=wishes.kept or ((),) * len(model.stages))
+    wishes = replace(wishes, kept=wishes.kept or "none")
     for lookahead, slots in pipelines(wishes, stages=len(model.stages)):
         made = made_of(model, hardware, wishes, Choice(lookahead=lookahead, gradient_slots=slots, defer=wishes.defer or 0.0))
         if made is not None:
@@ -78,10 +79,16 @@ def placed(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, choice: 
     """Homes within the budget; None where the choice needs more than there is."""
     homes = _start(model, wishes, choice.swap)
     spans = layout(model, wishes, homes, lookahead=choice.lookahead, gradient_slots=choice.gradient_slots)
-    needed = max(host_peaks(model, hardware, wishes, spans).values())
-    if needed > wishes.cpu_budget:
+    peaks = host_peaks(model, hardware, wishes, spans)
+    if max(peaks.values()) > wishes.cpu_budget:
         return None
-    filling = _Filling(model=model, wishes=wishes, homes=homes, spare=int((wishes.cpu_budget - needed) / _HUGE_PAGES))
+    filling = _Filling(
+        model=model,
+        wishes=wishes,
+        homes=homes,
+        spare=int((wishes.cpu_budget - peaks["train"]) / _HUGE_PAGES),
+        spare_loading=wishes.cpu_budget - peaks["load"],
+    )
     outputs = _outputs(model, wishes) if choice.activations or choice.swap == 0 else []
     if choice.activations:
         filling.keep(outputs, share=choice.activations)
@@ -217,6 +224,7 @@ class _Filling:
     wishes: Wishes
     homes: Homes
     spare: int
+    spare_loading: int  # while a checkpoint is read straight to the homes of weights and states
     before: list[Homes] = field(default_factory=list)
 
     def settle(self, items: list[Item], *, share: float = 1.0) -> None:
@@ -225,9 +233,11 @@ class _Filling:
         for item in items:
             tiers = getattr(self.homes, item.kind)
             left = [place for place, stage in enumerate(item.stages) if tiers[stage] == "ssd"]
-            size = sum(item.sizes[place] for place in left) - item.freed
-            if not left or self.spare - size < limit:
+            homes = sum(item.sizes[place] for place in left)
+            size, loaded = homes - item.freed, homes if item.kind in _LOADED else 0
+            if not left or self.spare - size < limit or loaded > self.spare_loading:
                 continue
+            self.spare_loading -= loaded
             for place in left:
                 tiers = _with(tiers, item.stages[place], "cpu")
             self._take(size, replace(self.homes, **{item.kind: tiers}))
@@ -285,6 +295,8 @@ def _kept(model: ModelSpec, wishes: Wishes, swap: float) -> Kept:
     every = every_operator(model)
     if wishes.kept == "all":
         return every
+    if wishes.kept == "none":
+        return ((),) * len(model.stages)
     if wishes.kept is not None:
         assert all(set(some) <= set(known) for some, known in zip(wishes.kept, every, strict=True)), (wishes.kept, every)
         return wishes.kept

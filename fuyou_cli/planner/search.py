@@ -23,7 +23,7 @@ from .simulate import simulate
 from .timeline import Timeline
 from .wishes import Wishes
 
-_VISITS = 3000  # that one search simulates at most, times steps
+_VISITS = 1500  # that one search simulates at most, times steps
 _LEAST = 10  # simulations, however large the model is
 _SMALL = 400  # choices times visits: up to this many every choice is looked at
 _GAIN = 1e-3  # of the step: a choice further from the usual one must be faster by more

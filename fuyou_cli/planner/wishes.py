@@ -23,7 +23,7 @@ class Wishes:
     states: Tier | None = None
     gradients: Tier | None = None
     boundaries: Tier | None = None
-    kept: Kept | Literal["all"] | None = None  # operators whose outputs are kept, per stage
+    kept: Kept | Literal["all", "none"] | None = None  # operators whose outputs are kept, per stage
     lookahead: int | None = None
     defer: float | None = None  # share of the parameters updated in the next forward, 0 to 1; clipping defers all
     io_backend: str = "auto"

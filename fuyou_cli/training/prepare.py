@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ..core.errors import PlanError, UsageError
 from ..core.paths import expanded, folder
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 MICRO_BATCH_TOKENS = 1024  # what `auto` computes at once: fills two cores, and its activations stay below the mmap threshold
 HEAD_PIECE_BYTES = 256 * MiB  # what `auto` lets one piece of logits and their gradients take
+_KEPT: dict[str, Literal["all", "none"] | None] = {"auto": None, "swap": "all", "recompute": "none"}
 _LOGIT_BYTES = 16  # per token and vocabulary entry: logits, float32 copy, softmax, gradient
 UPDATE_CHUNKS = 6  # in the daemon's scratch: reading, computing and writing overlap
 CHUNK_PARAMS = 1 << 19
@@ -422,7 +423,7 @@ def wishes(recipe: Recipe, numerics: Numerics, hardware: HardwareProfile, *, dev
         states=tier(offload.optimizer_states) or everything,
         gradients=tier(offload.gradients) or everything,
         boundaries=tier(offload.boundaries) or everything,
-        kept="all" if offload.activations == "swap" else None,
+        kept=_KEPT[offload.activations],
         lookahead=None if offload.lookahead == "auto" else offload.lookahead,
         defer=None if offload.defer_updates == "auto" else offload.defer_updates,
         io_backend=offload.io.backend,

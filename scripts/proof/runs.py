@@ -45,6 +45,8 @@ class Case:
     micro: int = 4
     clip: float | None = None
     all_on_ssd: bool = False
+    compute: str = "bfloat16"
+    profiled: bool = False  # `fuyou bench RECIPE` first, under the same limits, and a plan from what it found
     export: bool = False
     limit: int | None = None  # of the memory group; None: no limit
     throttle: tuple[int, int] | None = None  # bytes/s read, written
@@ -61,6 +63,8 @@ class Case:
         words += [gib(self.budget)]
         words += [f"clip {self.clip:g}" if self.clip is not None else "no clipping"]
         words += ["all on ssd"] if self.all_on_ssd else []
+        words += [self.compute] if self.compute != "bfloat16" else []
+        words += ["profiled"] if self.profiled else []
         words += [f"inside {gib(self.limit)}"] if self.limit is not None else []
         words += [f"disk {self.throttle[0] / 1e9:g}+{self.throttle[1] / 1e9:g} GB/s"] if self.throttle else []
         words += ["exported"] if self.export else []
@@ -99,7 +103,7 @@ def write_recipe(setting: Setting, case: Case) -> Path:
             "threads": THREADS,
             "clip_grad_norm": case.clip,
         },
-        "precision": {"compute": "bfloat16"},
+        "precision": {"compute": case.compute},
         "offload": {
             "device": "cpu",
             "dir": str(setting.work / "store"),
@@ -139,10 +143,20 @@ def our_run(setting: Setting, case: Case) -> dict[str, Any]:
 def _our_run(setting: Setting, case: Case) -> dict[str, Any]:
     recipe = write_recipe(setting, case)
     log, output = setting.work / "run" / "log.jsonl", setting.work / "run.txt"
-    command = [sys.executable, "-m", "fuyou_cli", "finetune", str(recipe)]
+    fuyou = [sys.executable, "-m", "fuyou_cli"]
+    profiles = fresh(setting.work / "profiles")  # of this run alone: none is taken over from the machine's own
     others = watch.Others()
     with limited(setting.work, memory=case.limit, throttle=case.throttle, wanted=case.watch_memory) as (held, why):
-        with output.open("wb") as file, started(command, held, file) as child:
+        if case.profiled:
+            bench = [*fuyou, "bench", str(recipe)]
+            with (
+                (setting.work / "bench.txt").open("wb") as file,
+                started(bench, held, file, XDG_CACHE_HOME=str(profiles)) as child,
+            ):
+                if child.wait() != 0:
+                    raise RunFailed(f"{case.key}: fuyou bench failed, see {file.name}")
+        environment = {"XDG_CACHE_HOME": str(profiles)} if case.profiled else {}
+        with output.open("wb") as file, started([*fuyou, "finetune", str(recipe)], held, file, **environment) as child:
             seen = watch.follow(
                 child, log=log, group=held, memory=case.watch_memory, counters=case.watch_counters, steps=case.steps
             )

@@ -1,0 +1,120 @@
+#!/usr/bin/env python3
+"""The plan beside the run: time, memory and bytes of a step as planned, on combinations drawn by a seed.
+
+    python scripts/prove_plan.py --seed 7 --work DIR --data gsm8k/train.jsonl
+    12 combinations up to 1.1b: 60 GB in DIR, about an hour on two quiet cores; interrupted, the same command goes on
+    trying the script itself: --shapes 50m --combinations 2
+
+Every combination is a model (50M to 1.1B), a dtype, a budget between 2 and 8 GiB, everything on the ssd or mixed, clipping
+on or off, and a disk held at 0.3, 0.6 or 0.9 GB/s each way. `fuyou bench RECIPE` makes the profile first, under the same
+limits; nothing is taken over from earlier runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from proof.report import Row, at_most, conclude, holds, unless_noisy
+from proof.runs import Case, our_run
+from proof.setting import SHAPES, Setting, parser, run_script
+
+from fuyou_cli.core.units import GiB, gib
+
+RATES = (300_000_000, 600_000_000, 900_000_000)
+BUDGETS = (2, 3, 4, 6, 8)  # GiB
+ROWS = (2, 4, 8, 16)  # of 512 tokens
+LEAST = {("1.1b", "float32"): 4, ("350m", "float32"): 2}  # GiB that a run needs: more than the smallest budget
+STEPS, WARM_UP = 5, 2  # states are all zero in the first, and the store's second extents are new until the second
+MEDIAN, WORST, TIGHTNESS, BYTES = 0.10, 0.20, 1.05, 0.01
+
+
+def arguments() -> argparse.Namespace:
+    options = parser(__doc__)
+    options.add_argument("--seed", type=int, required=True)
+    options.add_argument("--combinations", type=int, default=12)
+    options.add_argument("--shapes", nargs="+", choices=SHAPES, default=["50m", "125m", "350m", "1.1b"])
+    return options.parse_args()
+
+
+def drawn(seed: int, count: int, shapes: list[str]) -> list[Case]:
+    """The combinations of a seed. Each value comes about equally often."""
+    draw = random.Random(seed)
+
+    def spread(values: list) -> list:
+        """`count` of them, in random order."""
+        found = [values[place % len(values)] for place in range(count)]
+        draw.shuffle(found)
+        return found
+
+    columns = (spread(shapes), spread(["bfloat16", "bfloat16", "float32"]), spread(list(BUDGETS)), spread([True, False]),
+               spread([None, 1.0]), spread(list(RATES)), spread(list(ROWS)))  # fmt: skip
+    cases = []
+    for number, (shape, dtype, budget, on_ssd, clip, rate, rows) in enumerate(zip(*columns, strict=True)):
+        budget = max(budget, LEAST.get((shape, dtype), 0)) * GiB
+        cases.append(
+            Case(
+                shape=shape, budget=budget, steps=STEPS, rows=rows, micro=min(2, rows), clip=clip, all_on_ssd=on_ssd,
+                compute=dtype, profiled=True, throttle=(rate, rate), watch_memory=True, turn=number, warm_up=WARM_UP,
+                timed=True,
+            )
+        )  # fmt: skip
+    return cases
+
+
+def compared(case: Case, result: dict) -> tuple[float, list[Row]]:
+    """The error of the time, and a line for each thing that was predicted."""
+    plan, steps = result["plan"], result["steps"][WARM_UP:]
+    seconds = statistics.median(step["seconds"] for step in steps)
+    spread = max(step["seconds"] for step in steps) / min(step["seconds"] for step in steps)
+    error = plan["predicted_step_seconds"] / seconds - 1
+    what = (
+        f"{case.turn + 1}: {case.shape} {case.compute}, {gib(case.budget)}, {case.rows} rows, "
+        f"{'all on ssd' if case.all_on_ssd else 'mixed'}, {'clipped' if case.clip else 'unclipped'}, "
+        f"{case.throttle[0] / 1e9:g} GB/s"
+    )
+    note = f"{seconds:.2f} s (spread {spread:.2f}x), predicted {plan['predicted_step_seconds']:.2f} s; {plan.get('choice', '')}"
+    values = {
+        "seconds": [step["seconds"] for step in steps],
+        "plan": plan,
+        "stalls": steps[-1]["stalls"],
+        "busy": steps[-1]["busy"],
+    }
+    time = unless_noisy(at_most(f"{what}: error of the step's time", abs(error), WORST, note=note, values=values), [result])
+    measured, predicted = result["peak"]["total"], plan["predicted_cpu_peak"]
+    memory = holds(
+        f"{what}: memory", f"measured <= predicted <= {TIGHTNESS:g}x", f"{gib(measured)}, predicted {gib(predicted)}",
+        measured <= predicted <= TIGHTNESS * measured, note=f"{predicted / measured:.3f}x",
+    )  # fmt: skip
+    planned = (plan["predicted_read_per_step"], plan["predicted_written_per_step"])
+    moved = [statistics.median(step[kind] for step in steps) for kind in ("read_bytes", "written_bytes")]
+    off = max(abs(m - p) / p if p else float(m > 0) for m, p in zip(moved, planned, strict=True))
+    traffic = at_most(f"{what}: error of the store's bytes", off, BYTES, note=f"{moved[0] / 1e9:.2f} + {moved[1] / 1e9:.2f} GB")
+    return error, [time, memory, traffic]
+
+
+def prove(setting: Setting, options: argparse.Namespace) -> int:
+    rows: list[Row] = []
+    errors: list[float] = []
+    for case in drawn(options.seed, options.combinations, options.shapes):
+        result = our_run(setting, case)
+        if result.get("failed"):
+            rows.append(holds(f"{case.key}", "runs", "failed", False, note=str(result["failed"])))
+            continue
+        error, lines = compared(case, result)
+        errors.append(error)
+        rows += lines
+    if errors:
+        median = statistics.median(abs(error) for error in errors)
+        rows.append(at_most(f"median error of the time over {len(errors)} combinations", median, MEDIAN))
+    settings = {"seed": options.seed, "combinations": options.combinations, "shapes": options.shapes, "text": setting.text_name}
+    return conclude(f"prove_plan-{options.seed}", rows, results=setting.results, settings=settings)
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(arguments(), prove))
