@@ -33,7 +33,8 @@ def run_finetune(loaded: LoadedRecipe, *, plan_file: Path | None = None) -> None
     if plan_file is not None:
         from .plan_files import read_plan
 
-        options["choose"] = read_plan(plan_file, loaded.recipe)
+        options["choose"] = kept = read_plan(plan_file, loaded.recipe)
+        options["micro_batch_size"] = kept.file.plan.numerics.micro_batch_size
     settle_allocator()  # before torch takes its first block
     check_output(loaded.recipe)
     prepared = prepared_for(loaded, planned=lambda considered: _refuse_unfit(loaded, considered), **options)

@@ -13,8 +13,8 @@ from fuyou_cli.core.disk import FileSystem, Wanted, existing, file_systems, stor
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.paths import folder
 from fuyou_cli.core.units import gb, gib
-from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.plan import Plan
+from fuyou_cli.training.limits import gpu_limit
 
 from . import probe
 
@@ -51,7 +51,7 @@ def room_of(prepared: Prepared, *, described: bool = False) -> Room:
         model = export_folder(recipe, prepared.model_dir)
         files.append(Wanted(what="the exported model", path=model, size=plan.predicted.export_bytes))
     return Room(
-        gpu=_gpu_limit(recipe, prepared.hardware),
+        gpu=gpu_limit(recipe, prepared.hardware),
         ssd=_ssd_limit(recipe, paths),
         disks=tuple(file_systems(files, probe.free_space)),
     )
@@ -71,7 +71,7 @@ def _described_room(prepared: Prepared) -> Room:
         device=0,
     )
     return Room(
-        gpu=_gpu_limit(recipe, hardware),
+        gpu=gpu_limit(recipe, hardware),
         ssd=None if limit.is_auto else limit.resolve(total=there, auto=0),
         disks=(drives,),
     )
@@ -120,16 +120,6 @@ def plan_problems(plan: Plan, room: Room) -> list[str]:
     if room.ssd is not None and predicted.ssd_bytes > room.ssd:
         problems.append(f"the store takes {gb(predicted.ssd_bytes)}, offload.max_memory.ssd allows {gb(room.ssd)}")
     return problems + [disk.problem for disk in room.disks if disk.problem]
-
-
-def _gpu_limit(recipe: Recipe, hardware: HardwareProfile) -> int | None:
-    """Of a device with memory of its own. An emulated one is as large as it is said to be."""
-    asked, there = recipe.offload.max_memory.gpu, hardware.device_memory
-    if hardware.device == "cpu" or (asked.is_auto and not there):
-        return None
-    # auto keeps the same margin as the planner's budget: contexts and fragments take some of the card
-    limit = asked.resolve(total=there, auto=int(there * 0.95))
-    return min(limit, there) if there else limit
 
 
 def _ssd_limit(recipe: Recipe, paths: Sequence[Path]) -> int | None:

@@ -1,4 +1,4 @@
-"""What the model's own sizes forbid: more positions than it has, token ids without an embedding."""
+"""What sizes forbid: more positions than the model has, token ids without an embedding, more memory than the device has."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from ..core.errors import UsageError
 if TYPE_CHECKING:
     from ..engine.anatomy import Anatomy
     from ..recipe.schema import Recipe
+    from ..spec.hardware import HardwareProfile
     from .data import DataSummary
 
 _POSITION_OFFSET = 2  # rows that a table of positions may have beyond its positions (OPT's padding)
@@ -53,3 +54,13 @@ def check_tokens(recipe: Recipe, anatomy: Anatomy, summary: DataSummary) -> None
                 f"embeddings for ids below {vocabulary:,} only",
                 hint="check that tokenizer.name_or_path and tokenizer.pad_token belong to this model",
             )
+
+
+def gpu_limit(recipe: Recipe, hardware: HardwareProfile) -> int | None:
+    """Of a device with memory of its own. An emulated one is as large as it is said to be."""
+    asked, there = recipe.offload.max_memory.gpu, hardware.device_memory
+    if hardware.device == "cpu" or (asked.is_auto and not there):
+        return None
+    # auto keeps the same margin as the planner's budget: contexts and fragments take some of the card
+    limit = asked.resolve(total=there, auto=int(there * 0.95))
+    return min(limit, there) if there else limit

@@ -6,20 +6,24 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ..core.errors import PlanError, UsageError
 from ..core.paths import expanded, folder
-from ..core.units import MiB
+from ..planner.place import plan as first_that_fits
+from ..planner.schedule import plan_schedule
 from ..planner.search import fastest
+from ..planner.simulate import simulate
 from ..planner.wishes import Wishes
 from ..spec.hardware import HardwareProfile
-from ..spec.model import Dtype, ModelSpec
+from ..spec.model import ModelSpec
 from ..spec.plan import Numerics, Plan, Tier
-from .limits import check_positions, check_tokens
+from .limits import check_positions, check_tokens, gpu_limit
 from .manifest import Manifest
+from .micro_batches import fastest_size
+from .numerics import numerics_of
 from .rates import learning_rate
 from .saved import find_saved
 from .storage import run_name
@@ -29,15 +33,12 @@ if TYPE_CHECKING:
 
     from ..engine.anatomy import Anatomy
     from ..engine.describe import Described, Outlined
-    from ..recipe.schema import Recipe, TrainSection
+    from ..recipe.schema import Recipe
     from .checkpoint.files import Checkpoint
     from .checkpoint.header import TensorEntry
     from .data import Rows, Sampler
 
-MICRO_BATCH_TOKENS = 1024  # what `auto` computes at once: fills two cores, and its activations stay below the mmap threshold
-HEAD_PIECE_BYTES = 256 * MiB  # what `auto` lets one piece of logits and their gradients take
 _KEPT: dict[str, Literal["all", "none"] | None] = {"auto": None, "swap": "all", "recompute": "none"}
-_LOGIT_BYTES = 16  # per token and vocabulary entry: logits, float32 copy, softmax, gradient
 UPDATE_CHUNKS = 6  # in the daemon's scratch: reading, computing and writing overlap
 CHUNK_PARAMS = 1 << 19
 
@@ -86,6 +87,7 @@ def prepare(
     progress: Progress = _unheard,
     planned: Planned = _accepted,
     choose: Choose = fastest,
+    micro_batch_size: int | None = None,
 ) -> Prepared:
     """Checks and reads what the recipe names, the cheap before the dear: configuration and tokenizer, where the data is,
     whether the run fits, the weights, the rows. Raises UsageError or PlanError; nothing of the run is written before.
@@ -94,7 +96,8 @@ def prepare(
 
     `probe` measures the machine for a device once libraries are loaded; `say` hears what takes a while; `progress` hears
     of a download, what it is, the bytes so far and in all, from another thread; `planned` hears the plan before weights
-    are fetched (rows and entries are still empty), and may refuse it by raising; `choose` makes the plan."""
+    are fetched (rows and entries are still empty), and may refuse it by raising; `choose` makes the plan;
+    `micro_batch_size` is what `auto` means, where that was chosen before."""
     from ..engine.describe import outlined
 
     _check_backend(recipe)
@@ -111,7 +114,9 @@ def prepare(
     device = device_name(recipe)
     _warm_up(recipe)
     hardware = probe(device)
-    numerics = numerics_of(recipe, known.anatomy, hardware, manifest)
+    if micro_batch_size is None and recipe.train.micro_batch_size == "auto" and manifest is None:
+        micro_batch_size = _fastest_micro_batch(recipe, known, hardware, device=device)
+    numerics = numerics_of(recipe, known.anatomy, hardware, manifest, micro=micro_batch_size)
     known = replace(known, anatomy=cut(known.anatomy, numerics))
     described = described_at(known, numerics, strict=not planning_only)
     try:
@@ -316,72 +321,23 @@ def _entries(anatomy: Anatomy, model_dir: Path) -> tuple[Checkpoint, Mapping[str
     return checkpoint, entries_for(anatomy.model, checkpoint)
 
 
-def _micro_batch(train: TrainSection, length: int) -> int:
-    """Rows computed at once."""
-    if train.micro_batch_size != "auto":
-        return train.micro_batch_size
-    most = max(1, MICRO_BATCH_TOKENS // length)
-    return max(size for size in range(1, train.batch_size + 1) if size <= most and train.batch_size % size == 0)
+def _fastest_micro_batch(recipe: Recipe, known: Outlined, hardware: HardwareProfile, *, device: str) -> int:
+    """By the usual plan of each size, simulated: the search that follows has the same sizes' memory to work with."""
+    length = recipe.dataset.max_seq_len
 
+    def step_seconds(size: int) -> float | None:
+        numerics = numerics_of(recipe, known.anatomy, hardware, None, micro=size)
+        model = described_at(replace(known, anatomy=cut(known.anatomy, numerics)), numerics, strict=False).model
+        asked = wishes(recipe, numerics, hardware, device=device)
+        try:
+            plan = first_that_fits(model, hardware, asked)
+        except PlanError:
+            return None
+        if asked.gpu_budget is not None and plan.predicted.gpu_peak > asked.gpu_budget:
+            return None
+        return simulate(model, hardware, plan, plan_schedule(model, plan), steps=2).step_seconds
 
-def _head_chunk(train: TrainSection, tokens: int, columns: int) -> int:
-    """Tokens the head takes at once, with logits of `columns` columns; 0: a whole micro-batch of `tokens`."""
-    if train.head_chunk_tokens != "auto":
-        return train.head_chunk_tokens
-    most = max(64, HEAD_PIECE_BYTES // (_LOGIT_BYTES * columns))
-    return 0 if tokens <= most else 1 << (most.bit_length() - 1)
-
-
-def numerics_of(recipe: Recipe, anatomy: Anatomy, hardware: HardwareProfile, manifest: Manifest | None) -> Numerics:
-    """What the recipe says, `auto` resolved by fixed rules; a resumed run keeps what it started with."""
-    from ..engine.vocabulary import resolved_rows
-
-    train, length = recipe.train, recipe.dataset.max_seq_len
-    micro = _micro_batch(train, length)
-    vocabulary_rows = resolved_rows(anatomy, train.head_chunk_vocab)
-    columns = vocabulary_rows or anatomy.model.config.get_text_config().vocab_size
-    chunk = _head_chunk(train, micro * length, columns)
-    compute = cast(Dtype, recipe.precision.compute)
-    one_piece = train.batch_size == micro and chunk == 0  # nothing is added up: a wider sum would hold the same numbers
-    accumulate: Dtype = compute if one_piece else recipe.precision.grad_accum
-    numerics = Numerics(
-        compute_dtype=compute,
-        accumulate_dtype="float32" if compute == "float32" else accumulate,
-        batch_size=train.batch_size,
-        micro_batch_size=micro,
-        max_seq_len=length,
-        head_chunk_tokens=chunk,
-        torch_threads=hardware.cores if train.threads == "auto" else train.threads,
-        seed=recipe.seed,
-        vocabulary_rows=vocabulary_rows,
-    )
-    if manifest is None:
-        return numerics
-    kept = Numerics(**manifest.numerics)
-    _refuse_changed(recipe, kept, numerics)
-    return kept
-
-
-def _refuse_changed(recipe: Recipe, kept: Numerics, asked: Numerics) -> None:
-    """`auto` keeps what the run started with; a number that differs is an error."""
-    names = {
-        "compute_dtype": ("precision.compute", True),
-        "accumulate_dtype": ("precision.grad_accum", True),
-        "batch_size": ("train.batch_size", True),
-        "micro_batch_size": ("train.micro_batch_size", recipe.train.micro_batch_size != "auto"),
-        "max_seq_len": ("dataset.max_seq_len", True),
-        "head_chunk_tokens": ("train.head_chunk_tokens", recipe.train.head_chunk_tokens != "auto"),
-        "vocabulary_rows": ("train.head_chunk_vocab", recipe.train.head_chunk_vocab != "auto"),
-        "torch_threads": ("train.threads", recipe.train.threads != "auto"),
-        "seed": ("seed", True),
-    }
-    before, now = asdict(kept), asdict(asked)
-    changed = [f"{key} was {before[k]}, is {now[k]}" for k, (key, fixed) in names.items() if fixed and before[k] != now[k]]
-    if changed:
-        raise UsageError(
-            "the saved run cannot be resumed, its numerics changed: " + "; ".join(changed),
-            hint="put the old values back, or start over with checkpoint.resume=never",
-        )
+    return fastest_size(recipe.train.batch_size, length, step_seconds)
 
 
 def cut(anatomy: Anatomy, numerics: Numerics) -> Anatomy:
@@ -424,6 +380,7 @@ def wishes(recipe: Recipe, numerics: Numerics, hardware: HardwareProfile, *, dev
         model_name=recipe.model.name_or_path,
         device=device,
         clip_grad_norm=recipe.train.clip_grad_norm,
+        gpu_budget=gpu_limit(recipe, hardware),
         cpu_budget=limit.cpu.resolve(total=hardware.ram_total, auto=int(hardware.ram_available * 0.9)),
         weights=tier(offload.weights) or everything,
         states=tier(offload.optimizer_states) or everything,

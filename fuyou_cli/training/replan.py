@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from ..recipe.schema import Recipe
 from ..spec.plan import Numerics
-from .prepare import Choose, Prepared, cut, described_at, numerics_of, wishes
+from .numerics import numerics_of
+from .prepare import Choose, Prepared, cut, described_at, wishes
 
 
 def replanned(before: Prepared, recipe: Recipe, *, choose: Choose) -> Prepared:
@@ -14,7 +15,9 @@ def replanned(before: Prepared, recipe: Recipe, *, choose: Choose) -> Prepared:
     `prepare` does."""
     assert before.outline is not None
     hardware, device = before.hardware, before.plan.device
-    numerics = numerics_of(recipe, before.outline.anatomy, hardware, None)
+    micro = before.plan.numerics.micro_batch_size
+    kept = micro if recipe.train.batch_size % micro == 0 else None
+    numerics = numerics_of(recipe, before.outline.anatomy, hardware, None, micro=kept)
     known = replace(before.outline, anatomy=cut(before.outline.anatomy, numerics))
     model, refusal = before.model, before.refusal
     if _traced(numerics) != _traced(before.plan.numerics):
