@@ -13,7 +13,7 @@ from ..spec.plan import Numerics, Plan, StagePlan
 from .boundary import kept_bytes
 from .costs import Costs
 from .device import WEIGHTS_ON_DEVICE, crossing
-from .schedule import Schedule, phase_traffic
+from .schedule import Schedule, Visit, phase_traffic
 
 
 def busy_seconds(costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan, ...], device: str) -> dict[str, float]:
@@ -45,7 +45,7 @@ def phase_estimate(costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan,
         visits = [visit for visit in schedule.visits if (visit.phase == "forward") == forward]
         updated = [stage for stage in stages if stage.deferred == forward and costs.model.stages[stage.stage].params]
         read, written = phase_traffic(costs.model, visits, updated, stages)
-        compute = sum(costs.compute_seconds(visit) for visit in visits)
+        compute = sum(_compute_seconds(costs, visit, stages) for visit in visits)
         update = sum(costs.update_seconds(stage) for stage in updated)
         busiest = list(store_seconds(hardware, read, written).values())
         busiest += [compute + update * _taken_by_updates(hardware, costs.numerics)] if device == "cpu" else [compute, update]
@@ -58,7 +58,7 @@ def _least_seconds(
 ) -> dict[str, float]:
     model, hardware, numerics = costs.model, costs.hardware, costs.numerics
     seconds: dict[str, float] = {}
-    compute = sum(costs.compute_seconds(visit) for visit in schedule.visits)
+    compute = sum(_compute_seconds(costs, visit, stages) for visit in schedule.visits)
     update = sum(costs.update_seconds(stage) for stage in stages)
     if device == "cpu":
         seconds["cpu"] = compute + update * _taken_by_updates(hardware, numerics)
@@ -71,6 +71,10 @@ def _least_seconds(
         if hardware.d2h:
             seconds["d2h"] = to_host / hardware.d2h
     return seconds | store_seconds(hardware, schedule.traffic.read_total - spared, schedule.traffic.written_total)
+
+
+def _compute_seconds(costs: Costs, visit: Visit, stages: tuple[StagePlan, ...]) -> float:
+    return costs.compute_seconds(visit, kept_bytes(costs.model.stages[visit.stage], stages[visit.stage].kept))
 
 
 def store_seconds(hardware: HardwareProfile, read: int, written: int) -> dict[str, float]:

@@ -44,9 +44,11 @@ class Costs:
         """Bytes of one boundary of the whole batch."""
         return self.model.boundary_bytes_per_token * self.numerics.batch_size * self.numerics.max_seq_len
 
-    def compute_seconds(self, visit: Visit) -> float:
-        """Of the whole batch, nothing else running."""
-        return self._products(visit) + (self._moved(visit) / self._memory_rate if self.on_host else 0.0)
+    def compute_seconds(self, visit: Visit, kept: int = 0) -> float:
+        """Of the whole batch, nothing else running. `kept`: bytes of outputs that one micro-batch keeps in this stage, copied
+        in forward and seen where they are in backward."""
+        copied = 2 * kept * self.micro_batches * visit.stash
+        return self._products(visit) + ((self._moved(visit) + copied) / self._memory_rate if self.on_host else 0.0)
 
     def update_seconds(self, stage: StagePlan) -> float:
         """Of one update thread, its bytes in memory."""

@@ -158,7 +158,8 @@ class _Imagined:
     # ---- compute ---------------------------------------------------------------------------------------------------
 
     def _compute(self, visit: Visit) -> None:
-        seconds = self.costs.compute_seconds(visit)
+        kept = kept_bytes(self.model.stages[visit.stage], self.plan.stages[visit.stage].kept)
+        seconds = self.costs.compute_seconds(visit, kept)
         looks = min(_LOOKS, self.costs.micro_batches)
         copies: list[int] = []
         if self.device is not None:
