@@ -66,6 +66,7 @@ def _predict(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, placed
         numerics=numerics,
         clipped=wishes.clip_grad_norm is not None,
         on_host=wishes.device != "cuda",
+        update_threads=wishes.update_threads,
     )
     seconds = busy_seconds(costs, schedule, stages=placed.stages, device=wishes.device)
     bottleneck = max(sorted(seconds), key=lambda name: seconds[name])

@@ -46,7 +46,7 @@ def phase_estimate(costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan,
         updated = [stage for stage in stages if stage.deferred == forward and costs.model.stages[stage.stage].params]
         read, written = phase_traffic(costs.model, visits, updated, stages)
         compute = sum(_compute_seconds(costs, visit, stages) for visit in visits)
-        update = sum(costs.update_seconds(stage) for stage in updated)
+        update = sum(costs.update_seconds(stage) for stage in updated) / costs.updates_at_once
         busiest = list(store_seconds(hardware, read, written).values())
         busiest += [compute + update * _taken_by_updates(hardware, costs.numerics)] if device == "cpu" else [compute, update]
         seconds += max(busiest)
@@ -59,7 +59,7 @@ def _least_seconds(
     model, hardware, numerics = costs.model, costs.hardware, costs.numerics
     seconds: dict[str, float] = {}
     compute = sum(_compute_seconds(costs, visit, stages) for visit in schedule.visits)
-    update = sum(costs.update_seconds(stage) for stage in stages)
+    update = sum(costs.update_seconds(stage) for stage in stages) / costs.updates_at_once
     if device == "cpu":
         seconds["cpu"] = compute + update * _taken_by_updates(hardware, numerics)
     else:
@@ -91,7 +91,7 @@ def store_seconds(hardware: HardwareProfile, read: int, written: int) -> dict[st
 
 
 def _taken_by_updates(hardware: HardwareProfile, numerics: Numerics) -> float:
-    """Of compute's time, per second of an update thread's: while both run, or while compute waits for it."""
+    """Of compute's time, per second of updates by all their threads: while both run, or while compute waits for it."""
     if hardware.cores > numerics.torch_threads or not hardware.shared_adamw:
         return 0.0
     return min(1.0, (1 - hardware.shared_compute) / hardware.shared_adamw)

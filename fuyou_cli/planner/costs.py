@@ -34,6 +34,7 @@ class Costs:
     numerics: Numerics
     clipped: bool
     on_host: bool  # compute runs on the host's cores
+    update_threads: int = 1
 
     @property
     def micro_batches(self) -> int:
@@ -54,6 +55,13 @@ class Costs:
         """Of one update thread, its bytes in memory."""
         rate = self.hardware.adamw_bytes
         return update_bytes(self.numerics) * self.model.stages[stage.stage].params / rate if rate else 0.0
+
+    @property
+    def updates_at_once(self) -> float:
+        """How much faster all update threads are than one: memory is shared, so less than their number."""
+        one = self.hardware.adamw_bytes
+        rates = [rate for threads, rate in self.hardware.adamw if threads <= self.update_threads]
+        return max(rates) / one if one and rates else 1.0
 
     @property
     def _memory_rate(self) -> float:

@@ -24,7 +24,8 @@ _HALVINGS, _CLOSE = 8, 0.002
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """What a job takes: bytes of transfers, seconds of compute or of one update thread with nothing beside them."""
+    """What a job takes: bytes of transfers, seconds of one update thread, or seconds of compute, with nothing beside them.
+    Compute is a job of its own."""
 
     read: float = 0.0
     write: float = 0.0
@@ -35,11 +36,13 @@ class Work:
 
     def parts(self) -> tuple[tuple[Resource, float], ...]:
         """Resources the job uses, and how much."""
+        if self.compute:  # most jobs
+            assert not (self.update or self.read or self.write or self.up or self.down)
+            return (("compute", self.compute),)
         every: tuple[tuple[Resource, float], ...] = (
-            ("compute", self.compute), ("update", self.update), ("ssd read", self.read), ("ssd write", self.write),
-            ("h2d", self.up), ("d2h", self.down),
+            ("update", self.update), ("ssd read", self.read), ("ssd write", self.write), ("h2d", self.up), ("d2h", self.down),
         )  # fmt: skip
-        return tuple((name, amount) for name, amount in every if amount > 0)
+        return tuple([part for part in every if part[1] > 0])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +75,7 @@ class Sharing:
     compute_left: float = 1.0  # of compute's rate while update threads run at full speed beside it
     update_left: float = 1.0  # of an update's rate while compute runs
     io_cores: float = 0.0  # seconds of compute lost per byte moved
-    update_threads: int = 1  # one update is cut into chunks for all of them
+    updates_at_once: float = 1.0  # how much faster all update threads are than one: an update is cut into chunks for all
 
 
 @dataclass(slots=True)
@@ -163,7 +166,7 @@ class VirtualMachine:
         both = {"ssd read", "ssd write"} <= wanted
         return {
             "compute": 1.0,
-            "update": self.sharing.update_threads * (self.sharing.update_left if "compute" in wanted else 1.0),
+            "update": self.sharing.updates_at_once * (self.sharing.update_left if "compute" in wanted else 1.0),
             "ssd read": machine.store_read_mixed if both else machine.store_read,
             "ssd write": machine.store_write_mixed if both else machine.store_write,
             "h2d": machine.h2d,
@@ -216,7 +219,7 @@ class VirtualMachine:
         sharing = self.sharing
         if sharing.update_left <= 0:
             return
-        taken = (1 - sharing.compute_left) * used["update"] / (sharing.update_left * sharing.update_threads)
+        taken = (1 - sharing.compute_left) * used["update"] / (sharing.update_left * sharing.updates_at_once)
         taken += sharing.io_cores * (used["ssd read"] + used["ssd write"])
         for job in self._jobs:
             if job.parts[0][0] == "compute":

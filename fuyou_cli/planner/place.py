@@ -17,7 +17,7 @@ from ..spec.hardware import HardwareProfile
 from ..spec.model import ITEM_SIZE, ModelSpec, OperatorSpec, StageSpec
 from ..spec.plan import Plan, StagePlan, Tier
 from .assemble import assemble, host_peaks
-from .boundary import Kept, every_operator
+from .boundary import Kept, every_operator, planned_boundary
 from .choice import Choice, pipelines
 from .defer import deferrals
 from .memory import ARENA_UNIT, Homes, Layout, boundary_size, layout
@@ -226,6 +226,7 @@ class _Filling:
     spare: int
     spare_loading: int  # while a checkpoint is read straight to the homes of weights and states
     before: list[Homes] = field(default_factory=list)
+    sizes: dict[tuple[tuple[OperatorSpec, ...], tuple[int, ...]], int] = field(default_factory=dict)
 
     def settle(self, items: list[Item], *, share: float = 1.0) -> None:
         """Tensors, in their order, as far as they fit in `share` of what is spare."""
@@ -253,16 +254,20 @@ class _Filling:
             at_home = self.homes.boundaries[output.stage] == "cpu"
             if not at_home and self.wishes.boundaries is not None:
                 continue
-            old = boundary_size(self.model, self.wishes, self.homes, output.stage) if at_home else 0
-            moved = replace(
-                self.homes,
-                kept=_with(self.homes.kept, output.stage, taken),
-                boundaries=_with(self.homes.boundaries, output.stage, "cpu"),
-            )
-            new = boundary_size(self.model, self.wishes, moved, output.stage)
-            size = align_up(new, ARENA_UNIT) - align_up(old, ARENA_UNIT)
-            if self.spare - size >= limit:
-                self._take(size, moved)
+            size = self._size(output.stage, taken) - (self._size(output.stage, kept) if at_home else 0)
+            if self.spare - size < limit:
+                continue
+            kept_with = _with(self.homes.kept, output.stage, taken)
+            boundaries = self.homes.boundaries if at_home else _with(self.homes.boundaries, output.stage, "cpu")
+            self._take(size, replace(self.homes, kept=kept_with, boundaries=boundaries))
+
+    def _size(self, stage: int, kept: tuple[int, ...]) -> int:
+        """Bytes of RAM that the stage's boundary takes with these outputs; blocks alike are asked for again and again."""
+        spec = self.model.stages[stage]
+        key = (spec.operators, kept)
+        if key not in self.sizes:
+            self.sizes[key] = align_up(planned_boundary(self.model, self.wishes.numerics, stage, kept).size, ARENA_UNIT)
+        return self.sizes[key]
 
     def _take(self, size: int, homes: Homes) -> None:
         self.before.append(self.homes)

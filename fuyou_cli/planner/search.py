@@ -24,7 +24,7 @@ from .timeline import Timeline
 from .wishes import Wishes
 
 _VISITS = 1500  # that one search simulates at most, times steps
-_LEAST = 10  # simulations, however large the model is
+_LEAST = 8  # simulations, however large the model is
 _SMALL = 400  # choices times visits: up to this many every choice is looked at
 _GAIN = 1e-3  # of the step: a choice further from the usual one must be faster by more
 
@@ -120,6 +120,7 @@ class _Looking:
             numerics=plan.numerics,
             clipped=plan.clip_grad_norm is not None,
             on_host=plan.device != "cuda",
+            update_threads=plan.io.update_threads,
         )
         schedule = plan_schedule(self.model, plan)
         return Alternative(

@@ -23,6 +23,7 @@ from .schedule import Schedule, Visit
 from .timeline import Asked, Timeline
 
 _LOOKS = 4  # at most, per visit: a run looks around after every micro-batch
+_MANY_VISITS = 150  # from here on half as many: with so many stages when within a visit something starts says little
 _STATE_ITEMS = {"bfloat16": 10, "float32": 8}  # bytes per parameter beside the weights
 
 
@@ -41,6 +42,7 @@ class _Imagined:
         self.asked: list[Asked] = []
         self.after: list[tuple[int, Callable[[], None]]] = []  # downloads under way and what follows them
         self._state_bytes = state_bytes
+        self._looks = _LOOKS if len(schedule.visits) < _MANY_VISITS else _LOOKS // 2
 
     # ---- transfers (the ledgers call these) ------------------------------------------------------------------------
 
@@ -160,7 +162,7 @@ class _Imagined:
     def _compute(self, visit: Visit) -> None:
         kept = kept_bytes(self.model.stages[visit.stage], self.plan.stages[visit.stage].kept)
         seconds = self.costs.compute_seconds(visit, kept)
-        looks = min(_LOOKS, self.costs.micro_batches)
+        looks = min(self._looks, self.costs.micro_batches)
         copies: list[int] = []
         if self.device is not None:
             copies = self._begin_copies(visit)
@@ -230,19 +232,19 @@ def _content(plan: StagePlan, store_offset: int) -> str:
     return "weights"
 
 
-def sharing_of(hardware: HardwareProfile, plan: Plan) -> Sharing:
+def sharing_of(hardware: HardwareProfile, plan: Plan, costs: Costs) -> Sharing:
     """On device cpu compute and updates share the cores unless there are more of them than compute takes."""
-    threads = plan.io.update_threads
+    threads, at_once = plan.io.update_threads, costs.updates_at_once
     if plan.device == "cuda":
-        return Sharing(update_threads=threads)
+        return Sharing(updates_at_once=at_once)
     spare = hardware.cores - plan.numerics.torch_threads
     if spare >= threads:
-        return Sharing(update_threads=threads, io_cores=0.0 if spare > threads else hardware.io_cpu)
+        return Sharing(updates_at_once=at_once, io_cores=0.0 if spare > threads else hardware.io_cpu)
     return Sharing(
         compute_left=hardware.shared_compute,
         update_left=hardware.shared_adamw,
         io_cores=hardware.io_cpu,
-        update_threads=threads,
+        updates_at_once=at_once,
     )
 
 
@@ -262,8 +264,9 @@ def simulate(
         numerics=plan.numerics,
         clipped=plan.clip_grad_norm is not None,
         on_host=plan.device != "cuda",
+        update_threads=plan.io.update_threads,
     )
-    machine = VirtualMachine(hardware, sharing_of(hardware, plan))
+    machine = VirtualMachine(hardware, sharing_of(hardware, plan, costs))
     layout = state_bytes if state_bytes is not None else _STATE_ITEMS[model.compute_dtype]
     run = _Imagined(model, plan, schedule, costs, machine, state_bytes=layout)
     ends: list[float] = []
