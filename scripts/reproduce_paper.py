@@ -282,6 +282,9 @@ def show_ours(console: Console, rows: list[Ours]) -> bool:
     holds = large.rate >= 0.85
     verdict = "holds" if holds else "DOES NOT HOLD"
     console.print(f"175B, 256 GiB, 12 drives, 32,768 tokens: {large.rate:.0%} of the device rate (asked 85 %): {verdict}")
+    console.print(
+        "device rate as the paper counts it, 8 per parameter and token: what is kept is not computed again, so 100 % and more"
+    )
     slower = [row for row in rows if row.paper_tokens is not None and row.tokens < row.paper_tokens]
     console.print(f"rows where ours is slower: {len(slower)}" + "".join(f"\n  {row}" for row in slower))
     return holds
