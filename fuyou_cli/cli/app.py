@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -71,7 +71,10 @@ def _root(
 def finetune(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="What `fuyou plan` shows.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="What `fuyou plan --dry-run` shows.")] = False,
+    plan_file: Annotated[
+        Path | None, typer.Option("--plan", help="Run this very plan, of `fuyou plan -o`.", show_default=False)
+    ] = None,
 ) -> None:
     """Fine-tune a model as a recipe says.
 
@@ -79,10 +82,10 @@ def finetune(
     """
     loaded = _load(recipe, overrides)
     if dry_run:
-        return _plan(loaded)
+        return _plan(loaded, dry_run=True)
     from .finetune import run_finetune
 
-    return run_finetune(loaded)
+    return run_finetune(loaded, plan_file=plan_file)
 
 
 @app.command()
@@ -101,16 +104,28 @@ def quickstart(overrides: Overrides = None) -> None:
 def plan(
     recipe: OptionalRecipe = None,
     overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Accepted for symmetry: a plan never runs.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure nothing: assume what is not known.")] = False,
+    hardware: Annotated[
+        str | None,
+        typer.Option(metavar="FILE|PARTS", help="Another machine, e.g. rtx4090,2xgen4,128GiB.", show_default=False),
+    ] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Also what else could be, and why it lost.")] = False,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="Write the plan, for `finetune --plan`.", show_default=False)
+    ] = None,
     json_output: Json = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Stage by stage.")] = False,
     show_config: Annotated[bool, typer.Option("--show-config", help="First the recipe with every default.")] = False,
 ) -> None:
     """Show what a run would do and need.
 
-    Where everything would rest, what a step costs, and whether it fits. Nothing is run. Exit code 3 when it does not fit.
+    Where everything would rest, what a step costs, and whether it fits; if not, the smallest changes that do. Nothing is
+    run; a machine that was never measured is, quickly. Exit code 3 when it does not fit.
     """
-    _plan(_load(recipe, overrides), json_output=json_output, verbose=verbose, show_config=show_config)
+    _plan(
+        _load(recipe, overrides), dry_run=dry_run, hardware=hardware, compare=compare, out=out, json_output=json_output,
+        verbose=verbose, show_config=show_config,
+    )  # fmt: skip
 
 
 @app.command()
@@ -231,10 +246,10 @@ def recipes_cp(
     run_cp(name, target)
 
 
-def _plan(loaded: LoadedRecipe, **options: bool) -> None:
-    from .plan import run_plan
+def _plan(loaded: LoadedRecipe, **options: Any) -> None:
+    from .plan import PlanOptions, run_plan
 
-    if not run_plan(loaded, **options):
+    if not run_plan(loaded, PlanOptions(**options)):
         raise typer.Exit(errors.DOES_NOT_FIT)
 
 

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.core.errors import FuyouError, Interrupted, PlanError
 from fuyou_cli.core.units import gb
@@ -25,12 +25,18 @@ if TYPE_CHECKING:
     from fuyou_cli.training.run import Run
 
 
-def run_finetune(loaded: LoadedRecipe) -> None:
+def run_finetune(loaded: LoadedRecipe, *, plan_file: Path | None = None) -> None:
+    """`plan_file`: the plan to run, instead of the one that is best now."""
     from .allocator import settle_allocator
 
     settle_allocator()  # before torch takes its first block
     check_output(loaded.recipe)
-    prepared = prepared_for(loaded, planned=lambda considered: _refuse_unfit(loaded, considered))
+    options: dict[str, Any] = {}
+    if plan_file is not None:
+        from .plan_files import read_plan
+
+        options["choose"] = read_plan(plan_file, loaded.recipe)
+    prepared = prepared_for(loaded, planned=lambda considered: _refuse_unfit(loaded, considered), **options)
     _introduce(loaded, prepared)
     report, source, stopped = _train(prepared)
     _conclude(prepared, report)

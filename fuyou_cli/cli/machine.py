@@ -52,6 +52,13 @@ def hardware_for(*directories: Path, device: str) -> HardwareProfile:
     )
 
 
+def is_measured(*directories: Path, device: str) -> bool:
+    """Whether `hardware_for` would know this machine by a kept profile."""
+    profile = _kept(profile_path(*directories, device=device), said=False)
+    name, _ = _device_facts(device)
+    return profile is not None and (name is None or profile.device_name == name)
+
+
 def _with_wear(kept: tuple[Drive, ...], now: tuple[Drive, ...]) -> tuple[Drive, ...]:
     """The drives as they are; what only `fuyou bench` could ask them (it takes a second) as it was then."""
     if [drive.model for drive in kept] != [drive.model for drive in now]:

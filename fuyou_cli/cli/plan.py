@@ -1,58 +1,129 @@
-"""`fuyou plan`: what a run would do and need. Nothing is run, measured or written.
+"""`fuyou plan`: what a run would do and need. Nothing is run; a machine that was never measured is, once and quickly.
 
-Planned is any causal language model, of which config.json is enough; one that cannot be trained yet says so."""
+Planned is any causal language model, of which config.json is enough; one that cannot be trained yet says so. A described
+machine stands in for this one in everything."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.core.errors import PlanError
 
-from .console import result_console, write_json, write_result
-from .prepared import prepared_for
-from .room import Room, check_export, check_output, plan_problems, room_of
+from .console import result_console, write_json, write_result, write_status
+from .room import check_export, check_output, room_of
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
-    from fuyou_cli.training.prepare import Prepared
+
+    from .planning import Elsewise, Outcome, Planning
+    from .render.plan import RunFacts
 
 
-def run_plan(loaded: LoadedRecipe, *, json_output: bool = False, verbose: bool = False, show_config: bool = False) -> bool:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    """Of the command. `hardware` describes a machine; `out` is where the plan goes as a file."""
+
+    json_output: bool = False
+    verbose: bool = False
+    show_config: bool = False
+    dry_run: bool = False
+    compare: bool = False
+    hardware: str | None = None
+    out: Path | None = None
+
+
+def run_plan(loaded: LoadedRecipe, options: PlanOptions) -> bool:
     """True when the run fits. Raises PlanError where there is no plan at all; as JSON that is said on stdout as well."""
+    from .planning import Planning
     from .validate import config_of, config_text
 
-    extra: dict[str, Any] = {"config": config_of(loaded)} if show_config else {}
-    if show_config and not json_output:
+    extra: dict[str, Any] = {"config": config_of(loaded)} if options.show_config else {}
+    if options.show_config and not options.json_output:
         write_result(config_text(loaded))
+    planning = Planning()
     try:
-        prepared = prepared_for(loaded, planning_only=True)
+        outcome = _planned(loaded, options, planning)
     except PlanError as error:
-        if json_output:
+        if options.json_output:
             write_json({"fits": False, "problems": [error.message], "help": error.hint, "plan": None, **extra})
         raise
-    room = room_of(prepared)
-    if json_output:
-        from .render.plan import plan_json
+    facts = _facts(loaded, options, outcome, planning)
+    _show(options, outcome, facts, extra)
+    if options.hardware is None:
+        check_output(loaded.recipe)
+        check_export(loaded.recipe, outcome.prepared.model_dir)
+    if outcome.problems:
+        return False
+    if options.out is not None:
+        _write(options.out, outcome, planning)
+    return True
 
-        shown = plan_json(prepared.plan, prepared.model, prepared.hardware, room, refusal=prepared.refusal)
+
+def _planned(loaded: LoadedRecipe, options: PlanOptions, planning: Planning) -> Outcome:
+    from .planning import Outcome
+    from .prepared import prepared_elsewhere, prepared_for
+
+    if options.hardware is not None:
+        from .profile import described
+
+        prepared = prepared_elsewhere(loaded, described(options.hardware), choose=planning)
+    else:
+        if not options.dry_run:
+            from .probing import probe_once
+
+            probe_once(loaded)
+        prepared = prepared_for(loaded, planning_only=True, choose=planning)
+    return Outcome(changes=(), prepared=prepared, room=room_of(prepared, described=options.hardware is not None))
+
+
+def _facts(loaded: LoadedRecipe, options: PlanOptions, outcome: Outcome, planning: Planning) -> RunFacts:
+    """What is found by planning again: other batches, other choices, other recipes."""
+    from .advice import changes_that_help
+    from .break_even import break_even
+    from .compare import comparison
+    from .planning import Elsewise
+    from .prepared import facts_of
+
+    described = options.hardware is not None
+    facts = facts_of(loaded, outcome.prepared, described=described)
+    elsewise: Elsewise = Elsewise(loaded=loaded, prepared=outcome.prepared, described=described)
+    if not outcome.problems and planning.found is not None:
+        facts = replace(facts, even=break_even(elsewise, planning.found.best.choice))
+    if not outcome.passes:
+        begin = elsewise.plans
+        changes = tuple(changes_that_help(elsewise))
+        facts = replace(facts, changes=changes, tried=elsewise.plans - begin)
+    if options.compare and planning.too_small is None and planning.found is not None and planning.wishes is not None:
+        facts = replace(facts, compared=comparison(outcome.prepared, planning.found, planning.wishes))
+    return facts
+
+
+def _show(options: PlanOptions, outcome: Outcome, facts: RunFacts, extra: dict[str, Any]) -> None:
+    prepared = outcome.prepared
+    if options.json_output:
+        from .render.plan_json import plan_json
+
+        shown = plan_json(prepared.plan, prepared.model, prepared.hardware, outcome.room, facts=facts)
         write_json({**shown, **extra})
     else:
-        _show(loaded, prepared, room, verbose=verbose)
-    check_output(loaded.recipe)
-    check_export(loaded.recipe, prepared.model_dir)
-    return not plan_problems(prepared.plan, room)
+        from .render.plan import show_plan
+
+        show_plan(
+            result_console(),
+            prepared.plan,
+            prepared.model,
+            prepared.hardware,
+            outcome.room,
+            verbose=options.verbose,
+            facts=facts,
+        )
 
 
-def _show(loaded: LoadedRecipe, prepared: Prepared, room: Room, *, verbose: bool) -> None:
-    from .prepared import facts_of
-    from .render.plan import show_plan
+def _write(path: Path, outcome: Outcome, planning: Planning) -> None:
+    from .plan_files import write_plan
 
-    show_plan(
-        result_console(),
-        prepared.plan,
-        prepared.model,
-        prepared.hardware,
-        room,
-        verbose=verbose,
-        facts=facts_of(loaded, prepared),
-    )
+    assert planning.found is not None
+    write_plan(path, outcome.prepared, planning.found.best.choice)
+    write_status(f"plan: {path} (fuyou finetune RECIPE --plan {path} runs it)")

@@ -1,8 +1,13 @@
-"""A recipe prepared for a command: rates of this machine, and words and bars on stderr."""
+"""A recipe prepared for a command: rates of this machine or of a described one, and words and bars on stderr."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.spec.hardware import HardwareProfile
 
 from . import probe
 from .console import status_console, write_status
@@ -15,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def prepared_for(loaded: LoadedRecipe, **options: Any) -> Prepared:
-    """`training.prepare.prepare` with its `options` (`planning_only`, `planned`)."""
+    """`training.prepare.prepare` with its `options` (`planning_only`, `planned`, `choose`), on this machine."""
     from fuyou_cli.training.prepare import prepare, run_directories
 
     from .machine import hardware_for
@@ -32,7 +37,36 @@ def prepared_for(loaded: LoadedRecipe, **options: Any) -> Prepared:
         )
 
 
-def facts_of(loaded: LoadedRecipe, prepared: Prepared) -> RunFacts:
+def prepared_elsewhere(loaded: LoadedRecipe, hardware: HardwareProfile, **options: Any) -> Prepared:
+    """A plan for a described machine. Its device, memory and drives count, and nothing of this one does."""
+    from fuyou_cli.training.prepare import prepare
+
+    from .render.transfer import Transfers
+
+    with Transfers(status_console()) as transfers:
+        return prepare(
+            on_described(loaded, hardware).recipe,
+            probe=lambda device: hardware,
+            say=write_status,
+            progress=transfers,
+            planning_only=True,
+            **options,
+        )
+
+
+def on_described(loaded: LoadedRecipe, hardware: HardwareProfile) -> LoadedRecipe:
+    """The recipe with the described machine's device. Raises UsageError where it pins another one."""
+    offload = loaded.recipe.offload
+    if offload.device not in ("auto", hardware.device):
+        raise UsageError(
+            f"offload.device: {offload.device}, but the described machine computes on {hardware.device}",
+            hint="add offload.device=auto, or describe a machine without a GPU",
+        )
+    there = offload.model_copy(update={"device": hardware.device})
+    return replace(loaded, recipe=loaded.recipe.model_copy(update={"offload": there}))
+
+
+def facts_of(loaded: LoadedRecipe, prepared: Prepared, *, described: bool = False) -> RunFacts:
     """What the plan's screen says beside the plan."""
     from fuyou_cli.swap.kernels import has_io_uring
 
@@ -40,8 +74,15 @@ def facts_of(loaded: LoadedRecipe, prepared: Prepared) -> RunFacts:
 
     return RunFacts(
         steps=prepared.total_steps or None,
-        io_uring=has_io_uring(),
-        folder=probe.existing(prepared.directories[0].parent),
-        command=f"fuyou finetune {loaded.path}",
+        io_uring=described or has_io_uring(),
+        folder=Path() if described else probe.existing(prepared.directories[0].parent),
+        command=command_of(loaded) if not described else "",
         refusal=prepared.refusal,
     )
+
+
+def command_of(loaded: LoadedRecipe) -> str:
+    """What runs the recipe as it was planned, to be pasted."""
+    import shlex
+
+    return shlex.join(["fuyou", "finetune", str(loaded.path), *loaded.overrides])

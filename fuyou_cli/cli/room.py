@@ -38,7 +38,10 @@ class Room:
         return there if self.ssd is None else min(there, self.ssd)
 
 
-def room_of(prepared: Prepared) -> Room:
+def room_of(prepared: Prepared, *, described: bool = False) -> Room:
+    """Of this machine's disks; of a described one's drives, on which nothing is yet."""
+    if described:
+        return _described_room(prepared)
     from fuyou_cli.training.storage import STORE_FILE
 
     recipe, plan = prepared.recipe, prepared.plan
@@ -51,6 +54,26 @@ def room_of(prepared: Prepared) -> Room:
         gpu=_gpu_limit(recipe, prepared.hardware),
         ssd=_ssd_limit(recipe, paths),
         disks=tuple(file_systems(files, probe.free_space)),
+    )
+
+
+def _described_room(prepared: Prepared) -> Room:
+    recipe, plan, hardware = prepared.recipe, prepared.plan, prepared.hardware
+    there = sum(drive.capacity for drive in hardware.drives) or hardware.disk_free
+    limit = recipe.offload.max_memory.ssd
+    export = plan.predicted.export_bytes if recipe.export.at_end else 0
+    drives = FileSystem(
+        folders=(Path(hardware.name or "the described drives"),),
+        what=("the store", "the exported model") if export else ("the store",),
+        wanted=plan.store_size + export,
+        held=0,
+        free=hardware.disk_free,
+        device=0,
+    )
+    return Room(
+        gpu=_gpu_limit(recipe, hardware),
+        ssd=None if limit.is_auto else limit.resolve(total=there, auto=0),
+        disks=(drives,),
     )
 
 

@@ -59,11 +59,13 @@ class Prepared:
     manifest: Manifest | None  # of a stopped run to resume
     fingerprints: dict[str, str]
     refusal: str | None = None  # why the model cannot be trained yet; only ever when planning
+    outline: Outlined | None = None  # the stages before the vocabulary is cut
 
 
 Probe = Callable[[str], HardwareProfile]
 Progress = Callable[[str, int, int], None]
 Planned = Callable[["Prepared"], None]
+Choose = Callable[[ModelSpec, HardwareProfile, Wishes], Plan]
 
 
 def _unheard(what: str, done: int, total: int) -> None:
@@ -82,6 +84,7 @@ def prepare(
     say: Callable[[str], None],
     progress: Progress = _unheard,
     planned: Planned = _accepted,
+    choose: Choose = fastest,
 ) -> Prepared:
     """Checks and reads what the recipe names, the cheap before the dear: configuration and tokenizer, where the data is,
     whether the run fits, the weights, the rows. Raises UsageError or PlanError; nothing of the run is written before.
@@ -90,7 +93,7 @@ def prepare(
 
     `probe` measures the machine for a device once libraries are loaded; `say` hears what takes a while; `progress` hears
     of a download, what it is, the bytes so far and in all, from another thread; `planned` hears the plan before weights
-    are fetched (rows and entries are still empty), and may refuse it by raising."""
+    are fetched (rows and entries are still empty), and may refuse it by raising; `choose` makes the plan."""
     from ..engine.describe import outlined
 
     _check_backend(recipe)
@@ -102,16 +105,16 @@ def prepare(
     model_dir = hub.model(need_weights=False)
     tokenizer_dir = hub.tokenizer(model_dir, needed=not planning_only)
     _look_at_data(recipe, say, needed=not planning_only)
-    known = outlined(_skeleton(recipe, model_dir), strict=not planning_only)
+    outline = known = outlined(_skeleton(recipe, model_dir), strict=not planning_only)
     check_positions(recipe, known.anatomy, say)
     device = device_name(recipe)
     _warm_up(recipe)
     hardware = probe(device)
-    numerics = _numerics(recipe, known.anatomy, hardware, manifest)
-    known = replace(known, anatomy=_cut(known.anatomy, numerics))
-    described = _described(known, numerics, strict=not planning_only)
+    numerics = numerics_of(recipe, known.anatomy, hardware, manifest)
+    known = replace(known, anatomy=cut(known.anatomy, numerics))
+    described = described_at(known, numerics, strict=not planning_only)
     try:
-        chosen = fastest(described.model, hardware, wishes(recipe, numerics, hardware, device=device))
+        chosen = choose(described.model, hardware, wishes(recipe, numerics, hardware, device=device))
     except PlanError as error:
         if described.refusal is not None:
             error.add_note(f"cannot be trained yet: {described.refusal}")
@@ -133,11 +136,12 @@ def prepare(
         manifest=manifest,
         fingerprints={},
         refusal=described.refusal,
+        outline=outline,
     )
     if planning_only:
         return considered
     planned(considered)
-    return _with_weights_and_rows(considered, hub, probe=probe, say=say)
+    return _with_weights_and_rows(considered, hub, probe=probe, say=say, choose=choose)
 
 
 def anatomy_of(
@@ -150,8 +154,8 @@ def anatomy_of(
     model_dir = _Hub(recipe, say=say, progress=progress).model(need_weights=False)
     anatomy = outlined(_skeleton(recipe, model_dir), strict=True).anatomy
     check_positions(recipe, anatomy, say)
-    numerics = _numerics(recipe, anatomy, hardware, None)
-    return _cut(anatomy, numerics), numerics
+    numerics = numerics_of(recipe, anatomy, hardware, None)
+    return cut(anatomy, numerics), numerics
 
 
 def _check_backend(recipe: Recipe) -> None:
@@ -164,7 +168,9 @@ def _check_backend(recipe: Recipe) -> None:
         )
 
 
-def _with_weights_and_rows(considered: Prepared, hub: _Hub, *, probe: Probe, say: Callable[[str], None]) -> Prepared:
+def _with_weights_and_rows(
+    considered: Prepared, hub: _Hub, *, probe: Probe, say: Callable[[str], None], choose: Choose
+) -> Prepared:
     """The dear part: weights fetched and looked at, data tokenised, and the plan once more for the process as it is then."""
     recipe, anatomy, model = considered.recipe, considered.anatomy, considered.model
     model_dir = hub.model(need_weights=True)
@@ -185,7 +191,7 @@ def _with_weights_and_rows(considered: Prepared, hub: _Hub, *, probe: Probe, say
         considered,
         model_dir=model_dir,
         hardware=hardware,
-        plan=fastest(model, hardware, wishes(recipe, considered.plan.numerics, hardware, device=device)),
+        plan=choose(model, hardware, wishes(recipe, considered.plan.numerics, hardware, device=device)),
         total_steps=total,
         rows=rows,
         sampler=sampler,
@@ -325,7 +331,7 @@ def _head_chunk(train: TrainSection, tokens: int, columns: int) -> int:
     return 0 if tokens <= most else 1 << (most.bit_length() - 1)
 
 
-def _numerics(recipe: Recipe, anatomy: Anatomy, hardware: HardwareProfile, manifest: Manifest | None) -> Numerics:
+def numerics_of(recipe: Recipe, anatomy: Anatomy, hardware: HardwareProfile, manifest: Manifest | None) -> Numerics:
     """What the recipe says, `auto` resolved by fixed rules; a resumed run keeps what it started with."""
     from ..engine.vocabulary import resolved_rows
 
@@ -377,14 +383,14 @@ def _refuse_changed(recipe: Recipe, kept: Numerics, asked: Numerics) -> None:
         )
 
 
-def _cut(anatomy: Anatomy, numerics: Numerics) -> Anatomy:
+def cut(anatomy: Anatomy, numerics: Numerics) -> Anatomy:
     """Embedding and head in as many stages as the numerics say."""
     from ..engine.vocabulary import cut_vocabulary
 
     return cut_vocabulary(anatomy, numerics.vocabulary_rows)
 
 
-def _described(known: Outlined, numerics: Numerics, *, strict: bool) -> Described:
+def described_at(known: Outlined, numerics: Numerics, *, strict: bool) -> Described:
     from ..engine.describe import specified
 
     return specified(

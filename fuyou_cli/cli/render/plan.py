@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fuyou_cli.cli.break_even import BreakEven
+from fuyou_cli.cli.compare import Comparison
+from fuyou_cli.cli.planning import WORN, Outcome, worn
 from fuyou_cli.cli.room import Room, plan_problems
 from fuyou_cli.core.disk import FileSystem
-from fuyou_cli.core.units import count, duration, gb, gib
+from fuyou_cli.core.units import count, gb, gib
+from fuyou_cli.planner.phases import phase_peaks
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec
 from fuyou_cli.spec.plan import MemoryLine, Plan, StagePlan, Tier
 
+from .options import show_changes, show_comparison
+from .step import show_step
 from .theme import (
-    RESOURCE_STYLE,
     Symbols,
     bar,
     column,
     heading,
     memory_unit,
-    ordered,
     pairs,
     percent,
     rate,
@@ -35,7 +39,6 @@ from .theme import (
     tera,
 )
 
-SCHEMA_VERSION = 1
 TIER_TITLE: dict[Tier, str] = {"gpu": "GPU", "cpu": "RAM", "ssd": "SSD"}
 POLICY_WIDTH = 96  # columns from which the policy column is shown
 
@@ -47,8 +50,12 @@ class RunFacts:
     steps: int | None = None  # None where the data decides
     io_uring: bool = True  # whether this build has it
     folder: Path = Path()  # whose drive the store would be on
-    command: str = "fuyou finetune recipe.yaml"  # to run what fits
+    command: str = "fuyou finetune recipe.yaml"  # to run what fits; empty where it cannot be run
     refusal: str | None = None  # why the model cannot be trained yet
+    even: BreakEven | None = None
+    compared: Comparison | None = None
+    changes: tuple[Outcome, ...] | None = None  # that help; None where none are needed
+    tried: int = 0  # plans made to find them
 
 
 def show_plan(
@@ -67,51 +74,15 @@ def show_plan(
     pairs(console, _understood(plan, model, shapes) + _machine(plan, hardware, facts, shapes))
     _placement(console, plan, room, shapes)
     _phase_peaks(console, plan, shapes)
-    _step(console, plan, model, shapes)
-    _traffic(console, plan, room, shapes, steps=facts.steps)
+    show_step(console, plan, model, hardware, shapes, steps=facts.steps, even=facts.even)
+    _traffic(console, plan, hardware, room, shapes, steps=facts.steps)
     if verbose:
         _stages(console, plan, model, shapes)
-    _verdict(console, plan, room, facts)
-
-
-def plan_json(
-    plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room, *, refusal: str | None = None
-) -> dict[str, object]:
-    """The same as data: bytes are integers, times seconds, rates per second."""
-    problems = plan_problems(plan, room)
-    numerics, predicted = plan.numerics, plan.predicted
-    tokens = numerics.batch_size * numerics.max_seq_len
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "fits": not problems,
-        "problems": problems,
-        "trainable": refusal is None,
-        "refusal": refusal,
-        "model": {
-            "name": plan.model,
-            "architecture": model.architecture,
-            "parameters": model.parameters,
-            "active_parameters": model.active_parameters,
-            "stored_parameters": model.stored_parameters,
-            "stages": len(model.stages),
-            "tied_head": model.tied_head,
-        },
-        "hardware": asdict(hardware),
-        "room": {
-            "gpu": room.gpu,
-            "store": room.store,
-            "disks": [
-                {"folders": [str(folder) for folder in disk.folders], "what": list(disk.what)}
-                | {"wanted": disk.wanted, "held": disk.held, "free": disk.free}
-                for disk in room.disks
-            ],
-        },
-        "tokens_per_step": tokens,
-        "tokens_per_second": tokens / predicted.step_seconds if predicted.step_seconds > 0 else None,
-        "tflops_6n": predicted.step_flops / predicted.step_seconds / 1e12 if predicted.step_seconds > 0 else None,
-        "cpu_peak": predicted.cpu_peak,
-        "plan": asdict(plan),
-    }
+    if facts.compared is not None:
+        show_comparison(console, facts.compared, shapes)
+    _verdict(console, plan, hardware, room, facts)
+    if facts.changes is not None:
+        show_changes(console, facts.changes, shapes, tried=facts.tried)
 
 
 def _understood(plan: Plan, model: ModelSpec, shapes: Symbols) -> list[tuple[str, str]]:
@@ -172,11 +143,12 @@ def _machine(plan: Plan, hardware: HardwareProfile, facts: RunFacts, shapes: Sym
     dot = f" {shapes.dot} "
     threads = "1 update thread" if plan.io.update_threads == 1 else f"{plan.io.update_threads} update threads"
     backend = plan.io.backend if facts.io_uring else "by threads (built without io_uring)"
-    source = f"measured {hardware.measured}"
+    digest = f"profile {hardware.digest()}"
+    source = f"described, {digest}" if hardware.measured == "described" else f"measured {hardware.measured}, {digest}"
     if hardware.measured == "assumed":
         source = f"assumed, not measured: `fuyou bench --dir {facts.folder}` measures them"
     return [
-        ("machine", dot.join(parts)),
+        ("machine", dot.join(([hardware.name] if hardware.measured == "described" and hardware.name else []) + parts)),
         ("rates", f"{dot.join(rates) or 'none'} ({source})"),
         (
             "engine",
@@ -234,7 +206,7 @@ def _phase_peaks(console: Console, plan: Plan, shapes: Symbols) -> None:
     content = Table.grid(padding=(0, 2, 0, 0))
     for right in (False, True, True, False):
         column(content, right=right)
-    for phase, peak in plan.predicted.cpu_peaks.items():
+    for phase, peak in phase_peaks(plan).items():
         over = peak > plan.cpu_budget
         drawn = Text(bar(peak / plan.cpu_budget if plan.cpu_budget else 1, 24, shapes), style="red" if over else "cyan")
         if over:
@@ -243,48 +215,9 @@ def _phase_peaks(console: Console, plan: Plan, shapes: Symbols) -> None:
     show(console, content, indent=2)
 
 
-def _step(console: Console, plan: Plan, model: ModelSpec, shapes: Symbols) -> None:
-    predicted = plan.predicted
-    step, tokens = predicted.step_seconds, plan.numerics.batch_size * plan.numerics.max_seq_len
-    heading(console, "One optimizer step", "predicted; resources work at the same time")
-    content = ruled(shapes)
-    column(content, "resource")
-    for title in ("work", "rate", "busy", "share"):
-        column(content, title, right=True)
-    column(content)
-    width = 20 if console.width >= POLICY_WIDTH else 10
-    for name in ordered(list(predicted.seconds)):
-        seconds = predicted.seconds[name]
-        work, speed = _work(name, seconds, plan, model)
-        drawn = Text(bar(seconds / step if step > 0 else 0, width, shapes), style=RESOURCE_STYLE.get(name, ""))
-        if name == predicted.bottleneck:
-            drawn.append("  bottleneck", style="bold default")
-        content.add_row(Text(name), work, speed, duration(seconds), percent(seconds, step), drawn)
-    show(console, content, indent=2)
-    parts = [f"step {duration(step)}"]
-    if step > 0:
-        parts.append(f"{tokens / step:,.3g} tokens/s" if tokens / step < 1000 else f"{tokens / step:,.0f} tokens/s")
-        counted = "active parameters" if model.inactive_parameters else "parameters"
-        parts.append(f"{tera(predicted.step_flops / step)} TFLOPS (6N: 6 {shapes.times} {counted} {shapes.times} tokens/s)")
-    say(console, f" {shapes.dot} ".join([*parts, f"bottleneck: {predicted.bottleneck}"]), style="bold", indent=2)
-
-
-def _work(name: str, seconds: float, plan: Plan, model: ModelSpec) -> tuple[str, str]:
-    """Amount and speed of one resource: floating-point work of compute, bytes of the ssd, parameters of the update."""
-    predicted = plan.predicted
-    if seconds <= 0:
-        return "", ""
-    if name == "compute":
-        return f"{tera(predicted.compute_flops)} TFLOP", f"{tera(predicted.compute_flops / seconds)} TFLOPS"
-    if name in ("ssd read", "ssd write"):
-        moved = predicted.read_per_step if name == "ssd read" else predicted.written_per_step
-        return gb(moved), rate(moved / seconds)
-    if name == "update":
-        return f"{count(model.stored_parameters)}", f"{count(model.stored_parameters / seconds)}/s"
-    return "", ""
-
-
-def _traffic(console: Console, plan: Plan, room: Room, shapes: Symbols, *, steps: int | None) -> None:
+def _traffic(
+    console: Console, plan: Plan, hardware: HardwareProfile, room: Room, shapes: Symbols, *, steps: int | None
+) -> None:
     predicted = plan.predicted
     heading(console, "SSD traffic per step")
     content = ruled(shapes)
@@ -297,9 +230,26 @@ def _traffic(console: Console, plan: Plan, room: Room, shapes: Symbols, *, steps
     content.add_section()
     content.add_row("total", gb(predicted.read_per_step), gb(predicted.written_per_step), style="bold")
     show(console, content, indent=2)
+    pairs(console, [("wear", _wear(plan, hardware, steps)), *map(_disk, room.disks)])
+
+
+def _wear(plan: Plan, hardware: HardwareProfile, steps: int | None) -> str:
+    """What the run writes, and which share of what its drives are rated for, where that is known."""
+    if not plan.predicted.written_per_step:
+        return "no wear"
     counted = f"the run's {steps:,} steps write" if steps else "1,000 steps write"
-    wear = f"{counted} {gb((steps or 1000) * predicted.written_per_step)}" if predicted.written_per_step else "no wear"
-    pairs(console, [("wear", f"{wear} (1 TB = 1e12 bytes, as drives are rated)"), *map(_disk, room.disks)])
+    written = gb((steps or 1000) * plan.predicted.written_per_step)
+    rated, used = (sum(getattr(drive, key) for drive in hardware.drives) for key in ("rated_bytes", "used_bytes"))
+    share = worn(plan, hardware, steps or 1000)
+    if share is None:
+        return f"{counted} {written} (1 TB = 1e12 bytes, as drives are rated)"
+    drives = "its drive is" if len(hardware.drives) == 1 else f"its {len(hardware.drives)} drives are"
+    already = f", {used / rated:.0%} of which are written already" if used else ""
+    return f"{counted} {written}, {_share(share)} of the {gb(rated)} {drives} rated for{already}"
+
+
+def _share(part: float) -> str:
+    return f"{part:.0%}" if part >= 0.1 else f"{part:.1%}"
 
 
 def _disk(disk: FileSystem) -> tuple[str, str]:
@@ -349,12 +299,18 @@ def _ranges(stages: Sequence[StagePlan], model: ModelSpec) -> list[tuple[int, in
     return ranges
 
 
-def _verdict(console: Console, plan: Plan, room: Room, facts: RunFacts) -> None:
+def _verdict(console: Console, plan: Plan, hardware: HardwareProfile, room: Room, facts: RunFacts) -> None:
     console.print()
     problems = plan_problems(plan, room)
+    share = worn(plan, hardware, facts.steps)
+    if share is not None and share > WORN:
+        warning = f": the run writes {_share(share)} of what its drives are rated for"
+        say(console, Text.assemble(("warning", "bold yellow"), warning))
     if not problems:
         margin = f"RAM {gib(plan.predicted.cpu_peak)} of {gib(plan.cpu_budget)}"
-        run = ("",) if facts.refusal else (". Run: ", (facts.command, "bold"))
+        if room.gpu is not None:
+            margin += f", GPU {gib(plan.predicted.gpu_peak)} of {gib(room.gpu)}"
+        run = ("",) if facts.refusal or not facts.command else (". Run: ", (facts.command, "bold"))
         say(console, Text.assemble(("fits", "bold green"), f": {margin}", *run))
     else:
         say(console, Text.assemble(("does not fit", "bold red"), ":"))

@@ -1,0 +1,214 @@
+"""The smallest changes of a recipe that make it fit, each planned again: nothing is suggested that was not tried.
+
+Candidates come from the recipe and its plan: every key that takes memory, disk or wear, in steps from the least change on.
+Of each kind the first step that helps is kept; where no single kind helps, pairs of them are tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+from fuyou_cli.core.units import GiB
+from fuyou_cli.planner.place import least_memory
+from fuyou_cli.planner.place import plan as first_that_fits
+from fuyou_cli.training.prepare import wishes
+
+from .planning import WORN, Elsewise, Outcome
+
+if TYPE_CHECKING:
+    from fuyou_cli.recipe.schema import Recipe
+    from fuyou_cli.training.prepare import Prepared
+
+SHOWN = 5
+_MOST_QUICK = 60  # plans that are only looked at for whether they fit
+_LEAST_CHUNK, _LEAST_ROW = 64, 128  # tokens: below, a head's piece or a row is no longer a sensible one
+_HALVINGS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """Changes of one sort, the least first. `numerics`: the run's numbers change with it. `steadily`: where one helps, every
+    greater one does."""
+
+    steps: tuple[tuple[str, ...], ...]
+    numerics: bool
+    steadily: bool = True
+
+
+def changes_that_help(elsewise: Elsewise) -> list[Outcome]:
+    """Up to SHOWN, best first: few keys before many, the same numbers before others, then the faster per token."""
+    trials = _Trials(elsewise)
+    kinds = list(candidates(elsewise.prepared))
+    found: list[tuple[bool, Outcome]] = []
+    for kind in kinds:
+        if outcome := trials.first(kind):
+            found.append((kind.numerics, outcome))
+    if not found:
+        for one, other in combinations(kinds, 2):
+            if len(found) >= SHOWN or trials.exhausted:
+                break
+            if outcome := trials.pair(one, other):
+                found.append((one.numerics or other.numerics, outcome))
+    found.sort(key=lambda pair: _order(*pair))
+    return [outcome for _, outcome in found[:SHOWN]]
+
+
+def _order(numerics: bool, outcome: Outcome) -> tuple[int, bool, float, tuple[str, ...]]:
+    per_token = outcome.plan.predicted.step_seconds / outcome.tokens
+    return len(outcome.changes), numerics, per_token, outcome.changes
+
+
+class _Trials:
+    """Which changes help: looked at by the first plan that fits, then planned in full."""
+
+    def __init__(self, elsewise: Elsewise) -> None:
+        self._elsewise = elsewise
+        self._trained = _trained(elsewise.prepared)
+        self._known: dict[tuple[str, ...], bool] = {}
+
+    @property
+    def exhausted(self) -> bool:
+        return len(self._known) >= _MOST_QUICK
+
+    def first(self, kind: Kind) -> Outcome | None:
+        """The least of its changes that helps. Where more is never worse, its greatest is looked at before the others."""
+        if kind.steadily and not self._passes(kind.steps[-1]):
+            return None
+        return self._least(kind.steps)
+
+    def pair(self, one: Kind, other: Kind) -> Outcome | None:
+        """Both at their greatest, then each as little as helps."""
+        if not self._passes((*one.steps[-1], *other.steps[-1])):
+            return None
+        least = next((step for step in one.steps if self._passes((*step, *other.steps[-1]))), one.steps[-1])
+        return self._least(tuple((*least, *step) for step in other.steps))
+
+    def _least(self, steps: tuple[tuple[str, ...], ...]) -> Outcome | None:
+        for changes in steps:
+            if self._passes(changes):
+                outcome = self._elsewise.with_keys(changes)
+                if outcome is not None and self._helps(outcome):
+                    return outcome
+        return None
+
+    def _helps(self, outcome: Outcome) -> bool:
+        """It fits, and wears the drives little enough for as many tokens as the recipe trains on: less training is no
+        cure for wear."""
+        wear = outcome.wear
+        if wear and self._trained:
+            wear *= self._trained / _trained(outcome.prepared)
+        return not outcome.problems and (wear or 0.0) <= WORN
+
+    def _passes(self, changes: tuple[str, ...]) -> bool:
+        if changes not in self._known:
+            outcome = self._elsewise.with_keys(changes, choose=first_that_fits)
+            self._known[changes] = outcome is not None and self._helps(outcome)
+        return self._known[changes]
+
+
+def _trained(prepared: Prepared) -> int:
+    """Tokens of the whole run, padding included; 0 where the data decides."""
+    numerics = prepared.plan.numerics
+    return prepared.total_steps * numerics.batch_size * numerics.max_seq_len
+
+
+# ---- what may be changed ---------------------------------------------------------------------------------------------
+
+
+def candidates(prepared: Prepared) -> Iterator[Kind]:
+    """Every kind of change that this recipe leaves room for."""
+    recipe = prepared.recipe
+    alone = ((_pins(recipe), False), (_limits(recipe), False), (_larger_batches(prepared), True))
+    made = (
+        (_memory(prepared), False),
+        ((("export.at_end=false",),) if recipe.export.at_end else (), False),
+        (_micro_batches(prepared), True),
+        (_head_chunks(prepared), True),
+        (_rows(prepared), True),
+        (_smaller_batches(prepared), True),
+        ((("train.clip_grad_norm=null",),) if recipe.train.clip_grad_norm is not None else (), True),
+        ((("precision.grad_accum=bfloat16",),) if recipe.precision.compute == "bfloat16" != recipe.precision.grad_accum
+         else (), True),
+    )  # fmt: skip
+    yield from (Kind(steps=steps, numerics=numerics) for steps, numerics in made if steps)
+    yield from (Kind(steps=steps, numerics=numerics, steadily=False) for steps, numerics in alone if steps)
+
+
+def _memory(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
+    """More RAM for the process, up to what the machine has: the least that is enough first, then in ever larger steps."""
+    plan, hardware = prepared.plan, prepared.hardware
+    asked = wishes(prepared.recipe, plan.numerics, hardware, device=plan.device)
+    enough = max(least_memory(prepared.model, hardware, asked), plan.cpu_budget + 1)
+    size, most, sizes = -(-enough // GiB), hardware.ram_available // GiB, []
+    while size <= most:
+        sizes.append(size)
+        size += max(1, size // 2)
+    if sizes and sizes[-1] < most:
+        sizes.append(most)
+    return tuple((f"offload.max_memory.cpu={size}GiB",) for size in sizes)
+
+
+def _pins(recipe: Recipe) -> tuple[tuple[str, ...], ...]:
+    """What the recipe pins, left to the planner: each alone, then all of it."""
+    offload = recipe.offload
+    pinned = [
+        f"offload.{key}=auto"
+        for key in ("weights", "gradients", "optimizer_states", "boundaries", "activations", "lookahead", "defer_updates")
+        if getattr(offload, key) != "auto"
+    ]
+    single = tuple((change,) for change in pinned)
+    return (*single, tuple(pinned)) if len(pinned) > 1 else single
+
+
+def _limits(recipe: Recipe) -> tuple[tuple[str, ...], ...]:
+    """Limits of the recipe's own below what the machine has."""
+    limits = recipe.offload.max_memory
+    keys = [f"offload.max_memory.{key}=auto" for key in ("gpu", "ssd") if not getattr(limits, key).is_auto]
+    return tuple((key,) for key in keys)
+
+
+def _halved(value: int, least: int) -> Iterator[int]:
+    for _ in range(_HALVINGS):
+        value //= 2
+        if value < least:
+            return
+        yield value
+
+
+def _micro_batches(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
+    numerics = prepared.plan.numerics
+    sizes = [size for size in _halved(numerics.micro_batch_size, 1) if numerics.batch_size % size == 0]
+    return tuple((f"train.micro_batch_size={size}",) for size in sizes)
+
+
+def _head_chunks(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
+    numerics = prepared.plan.numerics
+    whole = numerics.head_chunk_tokens or numerics.micro_batch_size * numerics.max_seq_len
+    return tuple((f"train.head_chunk_tokens={size}",) for size in _halved(whole, _LEAST_CHUNK))
+
+
+def _rows(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
+    """Shorter rows, as many of them at once as before."""
+    numerics = prepared.plan.numerics
+    automatic = prepared.recipe.train.micro_batch_size == "auto"
+    pin = (f"train.micro_batch_size={numerics.micro_batch_size}",) if automatic else ()
+    return tuple((f"dataset.max_seq_len={size}", *pin) for size in _halved(numerics.max_seq_len, _LEAST_ROW))
+
+
+def _smaller_batches(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
+    numerics = prepared.plan.numerics
+    micro = numerics.micro_batch_size
+    sizes = [size // micro * micro for size in _halved(numerics.batch_size, micro)]
+    return tuple((f"train.batch_size={size}",) for size in dict.fromkeys(sizes))
+
+
+def _larger_batches(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
+    """The same tokens in fewer steps: states are written once a step, whatever its batch."""
+    steps, batch = prepared.recipe.train.max_steps, prepared.plan.numerics.batch_size
+    if steps is None:  # epochs: the data decides, and wear is not known
+        return ()
+    factors = [factor for factor in (2, 4, 8, 16) if steps >= factor]
+    return tuple((f"train.batch_size={batch * factor}", f"train.max_steps={-(-steps // factor)}") for factor in factors)

@@ -1,0 +1,99 @@
+"""From how many tokens per step on compute hides the store: weights and states move once a step whatever its batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fuyou_cli.core.errors import FuyouError
+from fuyou_cli.planner.choice import Choice
+from fuyou_cli.spec.plan import Plan
+
+from .planning import Elsewise, as_chosen_before
+
+HIDDEN = 0.05  # of a step: compute that waits less is as good as never waiting
+MOST_PLANS = 10
+_CLOSE = 0.05  # of the answer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BreakEven:
+    """Of re-planned batches, in tokens per step (padding included)."""
+
+    tokens: int | None  # the fewest that hide the store; None: `tried` do not
+    tried: int  # the most that were planned
+    limited: bool  # more than `tried` does not fit
+    now: int  # the recipe's
+
+    @property
+    def below(self) -> bool:
+        """Whether the recipe's batch leaves compute waiting."""
+        return self.tokens is None or self.now < self.tokens
+
+
+def hides_the_store(plan: Plan) -> bool:
+    return sum(plan.predicted.stalls.values()) <= HIDDEN * plan.predicted.step_seconds
+
+
+def break_even(elsewise: Elsewise, choice: Choice) -> BreakEven:
+    """Doubles (or halves) the recipe's batch until compute does (or no longer does) hide the store, then bisects. Every batch
+    is placed anew and simulated, with the `choice` that is best for the recipe's."""
+    choose = as_chosen_before(choice)
+    numerics, train = elsewise.prepared.plan.numerics, elsewise.prepared.recipe.train
+    micro = numerics.micro_batch_size
+
+    def hidden(count: int) -> bool | None:
+        """With this many micro-batches; None where that does not fit."""
+        changed = train.model_copy(update={"batch_size": count * micro, "micro_batch_size": micro})
+        try:
+            outcome = elsewise.with_recipe(elsewise.prepared.recipe.model_copy(update={"train": changed}), choose=choose)
+        except FuyouError:
+            return None
+        return None if outcome.problems else hides_the_store(outcome.plan)
+
+    now = -(-numerics.batch_size // micro)
+    found, tried, limited = fewest(hidden, now, hidden_now=hides_the_store(elsewise.prepared.plan))
+    each = micro * numerics.max_seq_len
+    return BreakEven(
+        tokens=None if found is None else found * each,
+        tried=tried * each,
+        limited=limited,
+        now=numerics.batch_size * numerics.max_seq_len,
+    )
+
+
+def fewest(hidden: Callable[[int], bool | None], now: int, *, hidden_now: bool) -> tuple[int | None, int, bool]:
+    """The least count that is hidden (to within a twentieth), the greatest that was asked for, and whether what lies beyond
+    does not fit. `hidden` of more is true where it is of less, None where it cannot be told; asked at most MOST_PLANS times."""
+    left, low, high, limited = MOST_PLANS, 0, 0, False
+    if hidden_now:
+        high = now
+        while high > 1 and left > 0:
+            left -= 1
+            half = high // 2
+            if not hidden(half):
+                low = half
+                break
+            high = half
+    else:
+        low = now
+        while left > MOST_PLANS // 3:
+            left -= 1
+            answer = hidden(2 * low)
+            if answer:
+                high = 2 * low
+                break
+            if answer is None:
+                limited = True
+                break
+            low *= 2
+        if not high:
+            return None, low, limited
+    while left > 0 and high - low > max(1, _CLOSE * high):
+        left -= 1
+        middle = (low + high) // 2
+        if hidden(middle):
+            high = middle
+        else:
+            low = middle
+    return high, max(high, now), limited

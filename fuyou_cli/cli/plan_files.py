@@ -1,0 +1,142 @@
+"""`fuyou plan -o plan.json`, and a run of that very plan."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.units import gib
+from fuyou_cli.planner.choice import Choice
+from fuyou_cli.planner.rebuilt import difference, rebuilt
+from fuyou_cli.planner.wishes import Wishes
+from fuyou_cli.spec import plan_file as files
+from fuyou_cli.spec.hardware import HardwareProfile
+from fuyou_cli.spec.model import ModelSpec
+from fuyou_cli.spec.plan import Numerics, Plan
+
+if TYPE_CHECKING:
+    from fuyou_cli.recipe.schema import Recipe
+    from fuyou_cli.training.prepare import Prepared
+
+# Sections and keys that a plan depends on: the rest (rates of learning, logs, folders) may change beneath it.
+_DEPENDS = (
+    "seed", "model.name_or_path", "model.attn_implementation", "adapter", "freeze", "dataset.max_seq_len", "optimizer.name",
+    "optimizer.state_dtype", "train.batch_size", "train.micro_batch_size", "train.head_chunk_tokens",
+    "train.head_chunk_vocab", "train.threads", "train.clip_grad_norm", "train.compile", "precision", "offload",
+    "checkpoint.mode", "export.at_end", "export.dtype",
+)  # fmt: skip
+_FOLDERS = ("offload.dir", "offload.ssd_write_limit")
+_AGAIN = "make the plan again: fuyou plan RECIPE -o FILE"
+
+
+def recipe_keys(recipe: Recipe) -> dict[str, str]:
+    """Dotted key -> value as JSON, of all that a plan depends on."""
+    found: dict[str, str] = {}
+
+    def walk(prefix: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, one in value.items():
+                walk(f"{prefix}.{key}" if prefix else str(key), one)
+        elif _depends(prefix):
+            found[prefix] = json.dumps(value, sort_keys=True)
+
+    walk("", recipe.model_dump(mode="json"))
+    found["model.name_or_path"] = json.dumps(files.portable_name(recipe.model.name_or_path))
+    return found
+
+
+def _depends(key: str) -> bool:
+    return key not in _FOLDERS and any(key == name or key.startswith(f"{name}.") for name in _DEPENDS)
+
+
+def write_plan(path: Path, prepared: Prepared, choice: Choice) -> None:
+    """The plan with what it was made for; whole or not at all. Raises UsageError where it cannot be written."""
+    file = files.plan_file(
+        prepared.plan,
+        prepared.model,
+        prepared.hardware,
+        keys=recipe_keys(prepared.recipe),
+        pipeline=files.Pipeline(gradient_slots=choice.gradient_slots, defer=choice.defer),
+    )
+    whole = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        whole.write_text(files.to_text(file), encoding="utf-8")
+        whole.replace(path)
+    except OSError as error:
+        whole.unlink(missing_ok=True)
+        raise UsageError(f"-o {path}: {error.strerror}", hint="name a file in a folder that can be written to") from None
+
+
+def read_plan(path: Path, recipe: Recipe) -> KeptPlan:
+    """Raises UsageError naming the key that is wrong, or that the recipe has changed since."""
+    try:
+        with path.open("rb") as stream:
+            raw = stream.read(files.LARGEST + 1)
+        text = raw.decode() if len(raw) <= files.LARGEST else ""
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "this is not text"
+        raise UsageError(f"cannot read the plan {path}: {reason}", hint="make one: fuyou plan RECIPE -o FILE") from None
+    try:
+        kept = KeptPlan(path, files.from_text(text))
+        kept.check_recipe(recipe)
+    except UsageError as error:
+        raise _refused(path, error) from None
+    return kept
+
+
+def _refused(path: Path, error: UsageError) -> UsageError:
+    return UsageError(f"{path}: {error.message}", hint=error.hint or _AGAIN)
+
+
+class KeptPlan:
+    """Chooses the plan of a file, once it is sure that it is still one for this run."""
+
+    def __init__(self, path: Path, file: files.PlanFile) -> None:
+        self.path, self.file = path, file
+
+    def check_recipe(self, recipe: Recipe) -> None:
+        before, now = self.file.recipe.keys, recipe_keys(recipe)
+        for key in dict.fromkeys((*now, *before)):
+            if before.get(key) != now.get(key):
+                raise UsageError(f"{key} was {before.get(key, 'not there')}, is {now.get(key, 'not there')} in the recipe")
+
+    def __call__(self, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
+        """The same homes and spans, with what they take and promise on this machine. Raises UsageError naming what does not
+        agree; whether it fits what the machine has now is for the caller to see."""
+        file = self.file
+        try:
+            _check_run(file, model, wishes)
+            _check_figures(file, model, wishes)
+            return rebuilt(model, hardware, wishes, file.plan, file.pipeline)
+        except UsageError as error:
+            raise _refused(self.path, error) from None
+
+
+def _check_run(file: files.PlanFile, model: ModelSpec, wishes: Wishes) -> None:
+    """The model and the numerics are those of the run."""
+    mark = files.model_mark(model)
+    if mark != file.model:
+        what = f"{file.model.architecture} with {file.model.parameters:,} parameters"
+        now = f"{mark.architecture} with {mark.parameters:,}"
+        raise UsageError(f"it was made for {what}, the recipe's model is {now}" + (": its tensors differ" if what == now else ""))
+    for field in fields(Numerics):
+        planned, asked = getattr(file.plan.numerics, field.name), getattr(wishes.numerics, field.name)
+        if planned != asked:
+            raise UsageError(f"plan.numerics.{field.name} is {planned!r}, the run computes with {asked!r}")
+    if file.plan.device != wishes.device:
+        raise UsageError(f"plan.device is {file.plan.device}, the run computes on {wishes.device}")
+
+
+def _check_figures(file: files.PlanFile, model: ModelSpec, wishes: Wishes) -> None:
+    """Every figure is what its homes give: spans inside arena and store and apart from each other, sizes of the model."""
+    asked = replace(wishes, cpu_budget=file.plan.cpu_budget)
+    expected = rebuilt(model, file.hardware, asked, file.plan, file.pipeline)
+    expected = replace(expected, model=files.portable_name(wishes.model_name))
+    if where := difference(file.plan, expected):
+        raise UsageError(f"{where}: is not what the planner makes of these homes")
+    if expected.predicted.cpu_peak > expected.cpu_budget:
+        raise UsageError(f"plan.cpu_budget: {gib(expected.cpu_budget)}, the plan needs {gib(expected.predicted.cpu_peak)}")

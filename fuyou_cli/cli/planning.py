@@ -1,0 +1,129 @@
+"""What a plan's screen says beyond the plan itself: what the search saw, and what other recipes would be like."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from fuyou_cli.core.errors import FuyouError, PlanError
+from fuyou_cli.planner.choice import Choice
+from fuyou_cli.planner.place import least_memory, made_of
+from fuyou_cli.planner.place import plan as first_that_fits
+from fuyou_cli.planner.search import Alternative, Found, fastest, search, timed
+from fuyou_cli.planner.wishes import Wishes
+from fuyou_cli.spec.hardware import HardwareProfile
+from fuyou_cli.spec.model import ModelSpec
+from fuyou_cli.spec.plan import Plan
+
+from .prepared import on_described
+from .room import Room, plan_problems, room_of
+
+if TYPE_CHECKING:
+    from fuyou_cli.recipe.load import LoadedRecipe
+    from fuyou_cli.recipe.schema import Recipe
+    from fuyou_cli.training.prepare import Choose, Prepared
+
+WORN = 0.3  # of what drives are rated for: a run that writes more is not let pass without a word
+
+
+@dataclass(slots=True)
+class Planning:
+    """Chooses a plan as a run does, and remembers what it chose from. Where nothing fits the budget, the plan is the one that
+    needs least, and says so by its peak."""
+
+    wishes: Wishes | None = None
+    found: Found | None = None
+    too_small: PlanError | None = None
+
+    def __call__(self, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
+        self.wishes, self.too_small = wishes, None
+        try:
+            self.found = search(model, hardware, wishes)
+        except PlanError as error:
+            self.too_small = error
+            self.found = search(model, hardware, replace(wishes, cpu_budget=least_memory(model, hardware, wishes)))
+        return replace(timed(self.found.best, model, hardware), cpu_budget=wishes.cpu_budget)
+
+
+def as_chosen_before(choice: Choice) -> Choose:
+    """Chooses the same point of the planner's family without a search, the tensors placed anew; where it does not fit, the
+    first that does."""
+
+    def choose(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
+        plan = made_of(model, hardware, wishes, choice) or first_that_fits(model, hardware, wishes)
+        return timed(alternative(choice, plan), model, hardware)
+
+    return choose
+
+
+def alternative(choice: Choice, plan: Plan) -> Alternative:
+    """A plan that no search came to."""
+    return Alternative(choice=choice, plan=plan, bound=0.0, estimate=0.0, timeline=None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What a recipe would be like, changed or not."""
+
+    changes: tuple[str, ...]  # key=value
+    prepared: Prepared
+    room: Room
+
+    @property
+    def plan(self) -> Plan:
+        return self.prepared.plan
+
+    @property
+    def problems(self) -> list[str]:
+        return plan_problems(self.plan, self.room)
+
+    @property
+    def wear(self) -> float | None:
+        """Share of the drives' rated writes that the run takes; None where that is not known."""
+        return worn(self.plan, self.prepared.hardware, self.prepared.total_steps or None)
+
+    @property
+    def passes(self) -> bool:
+        return not self.problems and (self.wear or 0.0) <= WORN
+
+    @property
+    def tokens(self) -> int:
+        return self.plan.numerics.batch_size * self.plan.numerics.max_seq_len
+
+
+def worn(plan: Plan, hardware: HardwareProfile, steps: int | None) -> float | None:
+    """Share of the drives' rated writes that this many steps take; None where either is not known."""
+    rated = sum(drive.rated_bytes for drive in hardware.drives)
+    return steps * plan.predicted.written_per_step / rated if steps and rated else None
+
+
+@dataclass(slots=True)
+class Elsewise:
+    """Plans changed recipes for the machine and model of one that is planned already."""
+
+    loaded: LoadedRecipe
+    prepared: Prepared
+    described: bool
+    plans: int = field(default=0)  # made so far
+
+    def with_keys(self, changes: Sequence[str], *, choose: Choose = fastest) -> Outcome | None:
+        """The recipe with these `key=value`; None where the recipe does not allow them, the model refuses them or nothing
+        fits."""
+        from fuyou_cli.recipe.load import load_recipe
+
+        try:
+            loaded = load_recipe(self.loaded.path, [*self.loaded.overrides, *changes])
+            if self.described:
+                loaded = on_described(loaded, self.prepared.hardware)
+            return self.with_recipe(loaded.recipe, tuple(changes), choose=choose)
+        except FuyouError:
+            return None
+
+    def with_recipe(self, recipe: Recipe, changes: tuple[str, ...] = (), *, choose: Choose = fastest) -> Outcome:
+        """Raises PlanError where nothing fits, UsageError where the model refuses it."""
+        from fuyou_cli.training.replan import replanned
+
+        self.plans += 1
+        prepared = replanned(self.prepared, recipe, choose=choose)
+        return Outcome(changes=changes, prepared=prepared, room=room_of(prepared, described=self.described))

@@ -1,0 +1,72 @@
+"""Tables of plans beside the plan: choices that lost, and changes of the recipe that help."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from fuyou_cli.cli.compare import Comparison, Row
+from fuyou_cli.cli.planning import Outcome
+from fuyou_cli.core.units import duration, gb, gib
+from fuyou_cli.spec.plan import Plan
+
+from .theme import Symbols, column, heading, ruled, say, show
+
+
+def show_comparison(console: Console, compared: Comparison, shapes: Symbols) -> None:
+    """The plan, and what each other value of a knob would have cost."""
+    heading(console, "Other choices", "each planned and simulated: the plan with one thing different")
+    content = ruled(shapes)
+    column(content, "choice", wrap=True)
+    for title in ("step", "tokens/s", "RAM", "ssd a step"):
+        column(content, title, right=True)
+    column(content, "lost by", right=True)
+    content.add_row(Text(compared.best.words), *_figures(compared.best.plan), "planned", style="bold")
+    content.add_section()
+    for row in compared.others:
+        content.add_row(Text(row.words), *_figures(row.plan), why_lost(row))
+    show(console, content, indent=2)
+    rest = [f"{compared.left_out} more like these are left out"] if compared.left_out else []
+    rest += [f"{_values(compared.same)} the same plan"] if compared.same else []
+    whole = "all" if compared.complete else "not all"
+    rest.append(f"{compared.looked_at:,} of {compared.family:,} choices were placed, {whole} that may be faster looked at")
+    say(console, "; ".join(rest) + ".", style="dim", indent=2)
+
+
+def _values(number: int) -> str:
+    return f"{number} other value{'s give' if number != 1 else ' gives'}"
+
+
+def why_lost(row: Row) -> str:
+    if row.plan is None:
+        return "does not fit"
+    if row.slower < 0.0005:
+        return "asks for more" if row.slower >= -0.0005 else f"{-row.slower:.1%} faster, not found"
+    return f"{row.slower:.1%} slower"
+
+
+def show_changes(console: Console, outcomes: Sequence[Outcome], shapes: Symbols, *, tried: int) -> None:
+    """Changes that make the run fit, to be pasted behind the command."""
+    if not outcomes:
+        say(console, f"No change of one or two keys makes it fit: {tried} were planned.")
+        return
+    heading(console, "Changes that help", f"the smallest of each kind, planned again; {tried} plans were made")
+    content = ruled(shapes)
+    column(content, "add", wrap=True)
+    for title in ("step", "tokens/s", "RAM", "ssd a step"):
+        column(content, title, right=True)
+    for outcome in outcomes:
+        content.add_row(Text(" ".join(outcome.changes)), *_figures(outcome.plan))
+    show(console, content, indent=2)
+
+
+def _figures(plan: Plan | None) -> tuple[str, str, str, str]:
+    if plan is None:
+        return "", "", "", ""
+    predicted = plan.predicted
+    tokens = plan.numerics.batch_size * plan.numerics.max_seq_len
+    speed = tokens / predicted.step_seconds if predicted.step_seconds > 0 else 0.0
+    moved = gb(predicted.read_per_step + predicted.written_per_step)
+    return duration(predicted.step_seconds), f"{speed:,.4g}", gib(predicted.cpu_peak), moved

@@ -1,0 +1,123 @@
+"""`fuyou plan --json`: everything the screen says and the whole plan, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from fuyou_cli.cli.break_even import BreakEven
+from fuyou_cli.cli.compare import Comparison, Row
+from fuyou_cli.cli.planning import Outcome, worn
+from fuyou_cli.cli.room import Room, plan_problems
+from fuyou_cli.planner.phases import phase_peaks
+from fuyou_cli.spec.hardware import HardwareProfile
+from fuyou_cli.spec.model import ModelSpec
+from fuyou_cli.spec.plan import Plan
+
+from .plan import RunFacts
+
+SCHEMA_VERSION = 1
+
+
+def plan_json(
+    plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room, *, facts: RunFacts
+) -> dict[str, object]:
+    """Bytes are integers, times seconds, rates per second, shares of one."""
+    problems, steps = plan_problems(plan, room), facts.steps
+    seconds = plan.predicted.step_seconds
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "fits": not problems,
+        "problems": problems,
+        "trainable": facts.refusal is None,
+        "refusal": facts.refusal,
+        "model": {
+            "name": plan.model,
+            "architecture": model.architecture,
+            "parameters": model.parameters,
+            "active_parameters": model.active_parameters,
+            "stored_parameters": model.stored_parameters,
+            "stages": len(model.stages),
+            "tied_head": model.tied_head,
+        },
+        "hardware": asdict(hardware),
+        "hardware_digest": hardware.digest(),
+        "assumed": hardware.measured == "assumed",
+        "room": _room(room),
+        "steps": steps,
+        "run_seconds": steps * seconds if steps else None,
+        **_speed(plan),
+        "cpu_peak": plan.predicted.cpu_peak,
+        "phase_peaks": phase_peaks(plan),
+        "written_by_run": steps * plan.predicted.written_per_step if steps else None,
+        "rated_bytes": sum(drive.rated_bytes for drive in hardware.drives) or None,
+        "wear": worn(plan, hardware, steps),
+        "break_even": _break_even(facts.even),
+        "compared": None if facts.compared is None else _compared(facts.compared),
+        "changes": None if facts.changes is None else _changes(facts.changes),
+        "plan": asdict(plan),
+    }
+
+
+def _room(room: Room) -> dict[str, object]:
+    return {
+        "gpu": room.gpu,
+        "store": room.store,
+        "disks": [
+            {"folders": [str(folder) for folder in disk.folders], "what": list(disk.what)}
+            | {"wanted": disk.wanted, "held": disk.held, "free": disk.free}
+            for disk in room.disks
+        ],
+    }
+
+
+def _speed(plan: Plan) -> dict[str, object]:
+    predicted, tokens = plan.predicted, plan.numerics.batch_size * plan.numerics.max_seq_len
+    known = predicted.step_seconds > 0
+    return {
+        "tokens_per_step": tokens,
+        "tokens_per_second": tokens / predicted.step_seconds if known else None,
+        "tflops_6n": predicted.step_flops / predicted.step_seconds / 1e12 if known else None,
+    }
+
+
+def _break_even(even: BreakEven | None) -> dict[str, object] | None:
+    return None if even is None else {**asdict(even), "below": even.below}
+
+
+def _figures(plan: Plan | None) -> dict[str, object] | None:
+    if plan is None:
+        return None
+    predicted = plan.predicted
+    return {
+        "step_seconds": predicted.step_seconds,
+        **_speed(plan),
+        "cpu_peak": predicted.cpu_peak,
+        "gpu_peak": predicted.gpu_peak,
+        "read_per_step": predicted.read_per_step,
+        "written_per_step": predicted.written_per_step,
+        "store_size": plan.store_size,
+    }
+
+
+def _row(row: Row) -> dict[str, object]:
+    fits = row.plan is not None
+    return {"words": row.words, "choice": asdict(row.choice), "fits": fits, "slower": row.slower if fits else None} | {
+        "figures": _figures(row.plan)
+    }
+
+
+def _compared(compared: Comparison) -> dict[str, object]:
+    return {
+        "best": _row(compared.best),
+        "others": [_row(row) for row in compared.others],
+        "left_out": compared.left_out,
+        "same": compared.same,
+        "looked_at": compared.looked_at,
+        "family": compared.family,
+        "complete": compared.complete,
+    }
+
+
+def _changes(outcomes: Sequence[Outcome]) -> list[dict[str, object]]:
+    return [{"overrides": list(outcome.changes), "figures": _figures(outcome.plan)} for outcome in outcomes]

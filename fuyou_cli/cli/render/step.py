@@ -1,0 +1,135 @@
+"""One optimizer step of a plan: seconds by resource, what compute waits for, speed, and the batch that hides the store."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.text import Text
+
+from fuyou_cli.cli.break_even import BreakEven
+from fuyou_cli.core.units import count, duration, gb
+from fuyou_cli.spec.hardware import HardwareProfile
+from fuyou_cli.spec.model import ModelSpec
+from fuyou_cli.spec.plan import Plan
+
+from .theme import RESOURCE_STYLE, Symbols, bar, column, heading, ordered, pairs, percent, rate, ruled, say, show, tera
+from .timeline import worth_saying
+
+WIDE = 96  # columns from which bars are long
+_CAUSES = 4  # of waiting, told one by one
+
+
+def show_step(
+    console: Console,
+    plan: Plan,
+    model: ModelSpec,
+    hardware: HardwareProfile,
+    shapes: Symbols,
+    *,
+    steps: int | None,
+    even: BreakEven | None,
+) -> None:
+    """The simulated step. `steps` of the run, where that is known."""
+    note = "predicted from assumed rates" if hardware.measured == "assumed" else "predicted"
+    heading(console, "One optimizer step", f"{note}; resources work at the same time")
+    _resources(console, plan, model, hardware, shapes)
+    say(console, _speed(plan, model, shapes), style="bold", indent=2)
+    pairs(console, [*_parts(plan, shapes), *_length(plan, steps), *_break_even(even)])
+
+
+def _resources(console: Console, plan: Plan, model: ModelSpec, hardware: HardwareProfile, shapes: Symbols) -> None:
+    predicted, step = plan.predicted, plan.predicted.step_seconds
+    content = ruled(shapes)
+    column(content, "resource")
+    for title in ("work", "rate", "busy", "share"):
+        column(content, title, right=True)
+    column(content)
+    width = 20 if console.width >= WIDE else 10
+    for name in ordered(list(predicted.seconds)):
+        seconds = predicted.seconds[name]
+        work, speed = _work(name, seconds, plan, model, hardware)
+        drawn = Text(bar(seconds / step if step > 0 else 0, width, shapes), style=RESOURCE_STYLE.get(name, "blue"))
+        if name == predicted.bottleneck:
+            drawn.append("  bottleneck", style="bold default")
+        content.add_row(Text(name), work, speed, duration(seconds), percent(seconds, step), drawn)
+    show(console, content, indent=2)
+
+
+def _work(name: str, seconds: float, plan: Plan, model: ModelSpec, hardware: HardwareProfile) -> tuple[str, str]:
+    """Amount and speed of one resource: floating-point work of compute, bytes of the ssd, parameters of the update. On
+    device cpu compute and updates are one resource, the cores."""
+    predicted = plan.predicted
+    if seconds <= 0:
+        return "", ""
+    if name in ("compute", "cpu"):
+        return f"{tera(predicted.compute_flops)} TFLOP", f"{tera(predicted.compute_flops / seconds)} TFLOPS"
+    if name in ("ssd read", "ssd write"):
+        moved = predicted.read_per_step if name == "ssd read" else predicted.written_per_step
+        return gb(moved), rate(moved / seconds)
+    if name == "update":
+        return f"{count(model.stored_parameters)}", f"{count(model.stored_parameters / seconds)}/s"
+    if name in ("h2d", "d2h"):
+        speed = hardware.h2d if name == "h2d" else hardware.d2h
+        return gb(seconds * speed), rate(speed)
+    return "", ""
+
+
+def _speed(plan: Plan, model: ModelSpec, shapes: Symbols) -> str:
+    predicted, step = plan.predicted, plan.predicted.step_seconds
+    parts = [f"step {duration(step)}"]
+    if step > 0:
+        parts.append(tokens_per_second(plan))
+        counted = "active parameters" if model.inactive_parameters else "parameters"
+        parts.append(f"{tera(predicted.step_flops / step)} TFLOPS (6N: 6 {shapes.times} {counted} {shapes.times} tokens/s)")
+    return f" {shapes.dot} ".join([*parts, f"bottleneck: {predicted.bottleneck}"])
+
+
+def tokens_per_second(plan: Plan) -> str:
+    step, tokens = plan.predicted.step_seconds, plan.numerics.batch_size * plan.numerics.max_seq_len
+    if step <= 0:
+        return ""
+    return f"{tokens / step:,.3g} tokens/s" if tokens / step < 1000 else f"{tokens / step:,.0f} tokens/s"
+
+
+def _parts(plan: Plan, shapes: Symbols) -> list[tuple[str, str]]:
+    """Forward and backward, and what compute waits for; nothing of a plan that was not simulated."""
+    predicted = plan.predicted
+    if not 0 < predicted.forward_seconds < predicted.step_seconds:
+        return []
+    backward = predicted.step_seconds - predicted.forward_seconds
+    timed = f"forward {duration(predicted.forward_seconds)} {shapes.dot} head and backward {duration(backward)}"
+    return [("of it", timed), ("waiting", waiting_for(predicted.stalls, predicted.step_seconds))]
+
+
+def waiting_for(stalls: dict[str, float], step: float) -> str:
+    """ "compute waits 1.8 s, 2% of the step: 1.2 s for ..., 0.5 s for ..., less for 2 others"."""
+    causes = sorted(((seconds, cause) for cause, seconds in stalls.items() if worth_saying(seconds)), reverse=True)
+    if not causes:
+        return "compute never waits"
+    total = sum(stalls.values())
+    named = [f"{duration(seconds)} for {cause}" for seconds, cause in causes[:_CAUSES]]
+    rest = causes[_CAUSES:]
+    if len(rest) == 1:
+        named.append(f"{duration(rest[0][0])} for {rest[0][1]}")
+    elif rest:
+        named.append(f"{duration(sum(seconds for seconds, _ in rest))} for {len(rest)} other things")
+    return f"compute waits {duration(total)}, {percent(total, step)} of the step: {', '.join(named)}"
+
+
+def _length(plan: Plan, steps: int | None) -> list[tuple[str, str]]:
+    step = plan.predicted.step_seconds
+    if not steps or step <= 0:
+        return []
+    return [("run", f"{steps:,} steps take {duration(steps * step)}, loading and saving not counted")]
+
+
+def _break_even(even: BreakEven | None) -> list[tuple[str, str]]:
+    """From which batch on the store is hidden, and a word where the recipe's is smaller."""
+    if even is None:
+        return []
+    if even.tokens is None:
+        beyond = "; more does not fit" if even.limited else ""
+        return [("batch", f"warning: compute waits for the store at any batch up to {even.tried:,} tokens per step{beyond}")]
+    known = f"compute hides the store from {even.tokens:,} tokens per step on"
+    if even.below:
+        return [("batch", f"warning: {known}; this recipe has {even.now:,}: a larger train.batch_size costs little")]
+    return [("batch", f"{known}; this recipe has {even.now:,}")]

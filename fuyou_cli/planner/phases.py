@@ -1,0 +1,23 @@
+"""RAM of the phases around training, from a plan's own table of memory."""
+
+from __future__ import annotations
+
+from ..spec.plan import Plan
+
+
+def phase_peaks(plan: Plan) -> dict[str, int]:
+    """Phase -> anonymous and kernel bytes of the process at most, in the order of a run. Saving has all of the arena and
+    computes nothing; resuming reads what rests in RAM back into its place, and touches no slot before the first step."""
+    peaks = dict(plan.predicted.cpu_peaks)
+    computing = sum(line.size for line in plan.memory if line.what == "compute" and line.tier == "cpu")
+    process = sum(line.size for line in plan.memory if line.what == "process")
+    homes = sum(
+        span.size
+        for stage in plan.stages
+        for span in (stage.weights_ram, stage.remainder_ram, stage.momentum_ram, stage.variance_ram)
+        if span is not None
+    )
+    around = {"save": max(process, peaks.get("train", 0) - computing), "resume": process + homes}
+    order = ("load", "train", "save", "resume", "export")
+    known = {**peaks, **around}
+    return {name: known[name] for name in (*order, *known) if name in known}

@@ -1,0 +1,31 @@
+"""`replanned(...)`: what changed keys of a recipe would do, without looking at model, data or machine again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..recipe.schema import Recipe
+from ..spec.plan import Numerics
+from .prepare import Choose, Prepared, cut, described_at, numerics_of, wishes
+
+
+def replanned(before: Prepared, recipe: Recipe, *, choose: Choose) -> Prepared:
+    """The same model on the same machine as it was planned for, with other keys of batch, numerics or placement. Raises as
+    `prepare` does."""
+    assert before.outline is not None
+    hardware, device = before.hardware, before.plan.device
+    numerics = numerics_of(recipe, before.outline.anatomy, hardware, None)
+    known = replace(before.outline, anatomy=cut(before.outline.anatomy, numerics))
+    model, refusal = before.model, before.refusal
+    if _traced(numerics) != _traced(before.plan.numerics):
+        described = described_at(known, numerics, strict=False)
+        model, refusal = described.model, described.refusal
+    plan = choose(model, hardware, wishes(recipe, numerics, hardware, device=device))
+    changed = replace(before, recipe=recipe, anatomy=known.anatomy, model=model, plan=plan, refusal=refusal)
+    return replace(changed, total_steps=recipe.train.max_steps or 0)
+
+
+def _traced(numerics: Numerics) -> tuple[object, ...]:
+    """What a specification depends on."""
+    numbers = (numerics.micro_batch_size, numerics.max_seq_len, numerics.head_chunk_tokens, numerics.vocabulary_rows)
+    return (numerics.compute_dtype, *numbers)
