@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fuyou_cli.training.prepare import Prepared
 
 SHOWN = 5
-_MOST_QUICK = 60  # plans that are only looked at for whether they fit
+_MOST_QUICK = 40  # plans that are only looked at for whether they fit
 _LEAST_CHUNK, _LEAST_ROW = 64, 128  # tokens: below, a head's piece or a row is no longer a sensible one
 _HALVINGS = 8
 
@@ -38,10 +38,11 @@ class Kind:
     steadily: bool = True
 
 
-def changes_that_help(elsewise: Elsewise) -> list[Outcome]:
-    """Up to SHOWN, best first: few keys before many, the same numbers before others, then the faster per token."""
+def changes_that_help(elsewise: Elsewise, *, fits: bool) -> list[Outcome]:
+    """Up to SHOWN, best first: few keys before many, the same numbers before others, then the faster per token. `fits`: only
+    wear stands against the run."""
     trials = _Trials(elsewise)
-    kinds = list(candidates(elsewise.prepared))
+    kinds = list(candidates(elsewise.prepared, fits=fits))
     found: list[tuple[bool, Outcome]] = []
     for kind in kinds:
         if outcome := trials.first(kind):
@@ -118,23 +119,28 @@ def _trained(prepared: Prepared) -> int:
 # ---- what may be changed ---------------------------------------------------------------------------------------------
 
 
-def candidates(prepared: Prepared) -> Iterator[Kind]:
-    """Every kind of change that this recipe leaves room for."""
+def candidates(prepared: Prepared, *, fits: bool) -> Iterator[Kind]:
+    """Every kind of change that this recipe leaves room for. A run that `fits` is only to write less: smaller batches would
+    write as much for fewer tokens."""
     recipe = prepared.recipe
-    alone = ((_pins(recipe), False), (_limits(recipe), False), (_larger_batches(prepared), True))
+    bfloat16_sums = recipe.precision.compute == "bfloat16" != recipe.precision.grad_accum
+    less = [] if fits else [
+        Kind(steps=(("export.at_end=false",),) if recipe.export.at_end else (), numerics=False),
+        Kind(steps=_micro_batches(prepared), numerics=True),
+        Kind(steps=_head_chunks(prepared), numerics=True),
+        Kind(steps=_rows(prepared), numerics=True),
+        Kind(steps=_smaller_batches(prepared), numerics=True),
+    ]  # fmt: skip
     made = (
-        (_memory(prepared), False),
-        ((("export.at_end=false",),) if recipe.export.at_end else (), False),
-        (_micro_batches(prepared), True),
-        (_head_chunks(prepared), True),
-        (_rows(prepared), True),
-        (_smaller_batches(prepared), True),
-        ((("train.clip_grad_norm=null",),) if recipe.train.clip_grad_norm is not None else (), True),
-        ((("precision.grad_accum=bfloat16",),) if recipe.precision.compute == "bfloat16" != recipe.precision.grad_accum
-         else (), True),
-    )  # fmt: skip
-    yield from (Kind(steps=steps, numerics=numerics) for steps, numerics in made if steps)
-    yield from (Kind(steps=steps, numerics=numerics, steadily=False) for steps, numerics in alone if steps)
+        Kind(steps=_memory(prepared), numerics=False),
+        *less,
+        Kind(steps=(("train.clip_grad_norm=null",),) if recipe.train.clip_grad_norm is not None else (), numerics=True),
+        Kind(steps=(("precision.grad_accum=bfloat16",),) if bfloat16_sums else (), numerics=True),
+        Kind(steps=_pins(recipe), numerics=False, steadily=False),
+        Kind(steps=_limits(recipe), numerics=False, steadily=False),
+        Kind(steps=_larger_batches(prepared), numerics=True, steadily=False),
+    )
+    yield from (kind for kind in made if kind.steps)
 
 
 def _memory(prepared: Prepared) -> tuple[tuple[str, ...], ...]:

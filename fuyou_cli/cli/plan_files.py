@@ -60,7 +60,7 @@ def write_plan(path: Path, prepared: Prepared, choice: Choice) -> None:
         prepared.model,
         prepared.hardware,
         keys=recipe_keys(prepared.recipe),
-        pipeline=files.Pipeline(gradient_slots=choice.gradient_slots, defer=choice.defer),
+        pipeline=files.Pipeline(lookahead=choice.lookahead, gradient_slots=choice.gradient_slots, defer=choice.defer),
     )
     whole = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -121,8 +121,9 @@ def _check_run(file: files.PlanFile, model: ModelSpec, wishes: Wishes) -> None:
     mark = files.model_mark(model)
     if mark != file.model:
         what = f"{file.model.architecture} with {file.model.parameters:,} parameters"
-        now = f"{mark.architecture} with {mark.parameters:,}"
-        raise UsageError(f"it was made for {what}, the recipe's model is {now}" + (": its tensors differ" if what == now else ""))
+        now = f"{mark.architecture} with {mark.parameters:,} parameters"
+        differ = ": their tensors differ" if what == now else ""
+        raise UsageError(f"it was made for {what}, the recipe's model is {now}{differ}")
     for field in fields(Numerics):
         planned, asked = getattr(file.plan.numerics, field.name), getattr(wishes.numerics, field.name)
         if planned != asked:

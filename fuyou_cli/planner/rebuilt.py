@@ -30,9 +30,11 @@ def rebuilt(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, plan: P
         raise UsageError(f"plan.stages: {len(plan.stages)} of them, the model has {len(model.stages)}")
     if not 0 <= pipeline.defer <= 1:
         raise UsageError("pipeline.defer: a share from 0 to 1 is wanted")
-    for key, value in (("pipeline.gradient_slots", pipeline.gradient_slots), ("plan.lookahead", plan.lookahead)):
+    if plan.lookahead != pipeline.lookahead:
+        raise UsageError(f"plan.lookahead: {pipeline.lookahead} is wanted as in `pipeline`, not {plan.lookahead}")
+    for key, value in (("gradient_slots", pipeline.gradient_slots), ("lookahead", pipeline.lookahead)):
         if not 1 <= value <= MOST_SLOTS:
-            raise UsageError(f"{key}: 1 to {MOST_SLOTS} are wanted, not {value}")
+            raise UsageError(f"pipeline.{key}: 1 to {MOST_SLOTS} are wanted, not {value}")
     _check_homes(model, asked, plan.stages)
     homes = Homes(
         weights=tuple(stage.weights for stage in plan.stages),

@@ -48,8 +48,9 @@ class RecipeMark:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pipeline:
-    """What the planner chose that a plan's homes do not show."""
+    """What the planner chose that a plan's homes do not show, or only the lookahead of it."""
 
+    lookahead: int
     gradient_slots: int
     defer: float  # share of the parameters whose updates wait for the next forward
 

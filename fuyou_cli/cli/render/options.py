@@ -50,7 +50,7 @@ def why_lost(row: Row) -> str:
 def show_changes(console: Console, outcomes: Sequence[Outcome], shapes: Symbols, *, tried: int) -> None:
     """Changes that make the run fit, to be pasted behind the command."""
     if not outcomes:
-        say(console, f"No change of one or two keys makes it fit: {tried} were planned.")
+        say(console, f"No change of one or two keys is enough: {tried} plans were made.")
         return
     heading(console, "Changes that help", f"the smallest of each kind, planned again; {tried} plans were made")
     content = ruled(shapes)

@@ -19,9 +19,7 @@ from .plan import RunFacts
 SCHEMA_VERSION = 1
 
 
-def plan_json(
-    plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room, *, facts: RunFacts
-) -> dict[str, object]:
+def plan_json(plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room, *, facts: RunFacts) -> dict[str, object]:
     """Bytes are integers, times seconds, rates per second, shares of one."""
     problems, steps = plan_problems(plan, room), facts.steps
     seconds = plan.predicted.step_seconds

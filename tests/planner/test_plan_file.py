@@ -1,0 +1,204 @@
+"""Plan files: the same bytes for the same inputs, read strictly, and never believed over what their homes give."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fuyou_cli.cli.plan_files import KeptPlan
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.units import MiB
+from fuyou_cli.planner.place import least_memory
+from fuyou_cli.planner.search import search, timed
+from fuyou_cli.planner.wishes import Wishes
+from fuyou_cli.spec.plan import Numerics, Plan
+from fuyou_cli.spec.plan_file import Pipeline, PlanFile, from_text, plan_file, to_text
+
+from .models import HARDWARE, model
+
+SPEC = model(1 << 20, 1 << 20, 1 << 20, 1 << 20, 1 << 11, 1 << 20)
+NUMERICS = Numerics(
+    compute_dtype="bfloat16", accumulate_dtype="float32", batch_size=4, micro_batch_size=2, max_seq_len=64, head_chunk_tokens=0,
+    torch_threads=2, seed=7,
+)  # fmt: skip
+
+
+def wishes(**changes: Any) -> Wishes:
+    """With room in RAM for a little of everything, and no clipping."""
+    asked = Wishes(
+        numerics=NUMERICS, model_name="/somewhere/tiny", device="cpu", clip_grad_norm=None, cpu_budget=0, scratch_size=MiB,
+    )  # fmt: skip
+    return replace(asked, cpu_budget=least_memory(SPEC, HARDWARE, asked) + 24 * MiB, **changes)
+
+
+def made(asked: Wishes) -> tuple[Plan, PlanFile]:
+    best = search(SPEC, HARDWARE, asked).best
+    plan = timed(best, SPEC, HARDWARE)
+    choice = best.choice
+    pipeline = Pipeline(lookahead=choice.lookahead, gradient_slots=choice.gradient_slots, defer=choice.defer)
+    return plan, plan_file(plan, SPEC, HARDWARE, keys={"train.batch_size": "4"}, pipeline=pipeline)
+
+
+ASKED = wishes()
+PLAN, FILE = made(ASKED)
+TEXT = to_text(FILE)
+
+
+def chosen(text: str, asked: Wishes = ASKED, **changes: Any) -> Plan:
+    """What a run would take from such a file."""
+    return KeptPlan(Path("plan.json"), from_text(text))(changes.get("spec", SPEC), changes.get("hardware", HARDWARE), asked)
+
+
+def test_the_plan_that_was_written_is_the_one_that_runs() -> None:
+    assert from_text(TEXT) == FILE
+    assert chosen(TEXT) == PLAN
+    homes = {(stage.weights, stage.states) for stage in PLAN.stages}
+    assert len(homes) > 1  # else a wrong home could not be told from a right one
+
+
+def test_equal_inputs_give_equal_bytes() -> None:
+    assert to_text(made(wishes())[1]) == TEXT
+    elsewhere = replace(HARDWARE, disk_free=1, ram_available=2, measured="2030-01-01", name="other")
+    again = plan_file(PLAN, SPEC, elsewhere, keys=FILE.recipe.keys, pipeline=FILE.pipeline)
+    assert to_text(again) == TEXT
+    assert "/somewhere" not in TEXT and "2026-01-01" not in TEXT
+
+
+def test_another_machine_keeps_the_homes_and_tells_its_own_seconds() -> None:
+    slower = replace(HARDWARE, store_read=HARDWARE.store_read / 4, store_write=HARDWARE.store_write / 4)
+    there = chosen(TEXT, hardware=slower)
+    assert (there.stages, there.slot_classes, there.arena_size) == (PLAN.stages, PLAN.slot_classes, PLAN.arena_size)
+    assert there.predicted.step_seconds > PLAN.predicted.step_seconds
+
+
+def changed(path: tuple[str | int, ...], value: Any) -> str:
+    data = json.loads(TEXT)
+    target = data
+    for part in path[:-1]:
+        target = target[part]
+    target[path[-1]] = value
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (("plan", "surprise"), 1, "plan.surprise: unknown key"),
+        (("hardware", "disk_free"), 1, "hardware.disk_free: unknown key"),
+        (("fuyou_plan",), 2, "format 1 is wanted"),
+        (("plan", "arena_size"), "large", "plan.arena_size: a whole number"),
+        (("plan", "arena_size"), True, "plan.arena_size: a whole number"),
+        (("plan", "arena_size"), -4, "plan.arena_size: a whole number of at least 0"),
+        (("plan", "predicted", "step_seconds"), -1.0, "plan.predicted.step_seconds: a finite number"),
+        (("plan", "predicted", "step_seconds"), 1e-3, "plan.predicted.step_seconds: is not what the planner makes"),
+        (("plan", "stages", 1, "weights"), "tape", "'gpu' or 'cpu' or 'ssd' is wanted"),
+        (("plan", "stages", 1, "kept"), [0, 0], "plan.stages[1].kept"),
+        (("plan", "stages", 1, "momentum_extents", 0, "offset"), 0, "plan.stages[1].momentum_extents[0].offset"),
+        (("plan", "stages", 1, "momentum_extents", 0, "size"), 1 << 60, "plan.stages[1].momentum_extents[0].size"),
+        (("plan", "stages", 1, "momentum_extents"), [], "a list of 2 is wanted"),
+        (("plan", "stages", 2, "stage"), 1, "plan.stages[2].stage"),
+        (("plan", "stages"), [], "plan.stages: 0 of them"),
+        (("plan", "lookahead"), 0, "plan.lookahead"),
+        (("plan", "lookahead"), 1 << 40, "plan.lookahead"),
+        (("plan", "cpu_budget"), 1, "plan.cpu_budget"),
+        (("plan", "numerics", "seed"), 8, "plan.numerics.seed is 8, the run computes with 7"),
+        (("plan", "device"), "cuda", "plan.device is cuda"),
+        (("pipeline", "gradient_slots"), 1 << 50, "pipeline.gradient_slots"),
+        (("hardware", "store_read"), 1.0, "hardware_digest"),
+        (("recipe", "keys", "train.batch_size"), "8", "recipe.digest"),
+        (("model", "digest"), "0" * 16, "their tensors differ"),
+    ],
+    ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else str(value)[:12],
+)  # fmt: skip
+def test_what_is_wrong_is_named(path: tuple[str | int, ...], value: Any, words: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        chosen(changed(path, value))
+    assert words in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "not readable as JSON"),
+        ("[]", "this is no plan file"),
+        ('{"fuyou_plan": 1}', "model: missing"),
+        ("[" * 100_000, "not readable as JSON"),
+        (TEXT.replace('"seed": 7', '"seed": NaN'), "NaN is no number"),
+        (TEXT.replace('"seed": 7', '"seed": 7, "seed": 7'), "seed: there twice"),
+        (TEXT.replace('"seed": 7', '"seed": 1e999'), "numerics.seed"),
+        (TEXT.replace('"seed": 7', '"seed": ' + "7" * 5000), "not readable as JSON"),
+    ],
+    ids=["empty", "a list", "cut short", "deep", "NaN", "twice", "infinite", "endless"],
+)
+def test_what_is_no_plan_is_refused(text: str, words: str) -> None:
+    assert text != TEXT
+    with pytest.raises(UsageError) as refused:
+        chosen(text)
+    assert words in refused.value.message
+
+
+def test_a_plan_for_something_else_is_refused_by_name() -> None:
+    with pytest.raises(
+        UsageError, match=r"plan\.json: it was made for Test with [\d,]+ parameters, the recipe's model is Test"
+    ):
+        chosen(TEXT, spec=model(1 << 20, 1 << 20, 1 << 20, 1 << 11, 1 << 20))
+    with pytest.raises(UsageError, match=r"plan\.numerics\.batch_size is 4, the run computes with 8"):
+        chosen(TEXT, replace(ASKED, numerics=replace(NUMERICS, batch_size=8)))
+    with pytest.raises(UsageError, match=r"plan\.stages\[\d\]|plan\.clip_grad_norm"):
+        chosen(TEXT, replace(ASKED, clip_grad_norm=1.0))
+    with pytest.raises(UsageError, match=r"plan\.io\.block_size: is not what the planner makes"):
+        chosen(TEXT, replace(ASKED, block_size=4096))
+
+
+def _places(data: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in items:
+        yield (*path, key)
+        yield from _places(value, (*path, key))
+
+
+PLACES = list(_places(json.loads(TEXT)))
+ANYTHING = st.one_of(
+    st.none(), st.booleans(), st.integers(-1, 1 << 66), st.floats(), st.sampled_from(["cpu", "ssd", "gpu", "", "x"]), st.just([]),
+    st.just({}), st.lists(st.integers(0, 5), max_size=3),
+)  # fmt: skip
+
+
+def _mutation(draw: Callable[..., Any]) -> str:
+    data = json.loads(TEXT)
+    *way, last = draw(st.sampled_from(PLACES))
+    target = data
+    for part in way:
+        target = target[part]
+    how = draw(st.sampled_from(["replace", "nudge", "remove", "add", "swap"]))
+    if how == "nudge" and isinstance(target[last], (int, float)) and not isinstance(target[last], bool):
+        target[last] += draw(st.sampled_from([1, -1, 4096, -4096, 0.5, 2 * MiB]))
+    elif how == "remove":
+        del target[last]
+    elif how == "add" and isinstance(target, dict):
+        target[draw(st.text(max_size=3))] = draw(ANYTHING)
+    elif how == "swap" and isinstance(target, list):
+        other = draw(st.integers(0, len(target) - 1))
+        target[last], target[other] = target[other], target[last]
+    else:
+        target[last] = draw(ANYTHING)
+    return json.dumps(data)
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_any_change_means_the_same_or_is_refused(data: st.DataObject) -> None:
+    text = _mutation(data.draw)
+    try:
+        taken = chosen(text)
+    except UsageError as error:
+        assert error.exit_code == 2 and error.message
+        return
+    assert taken == PLAN
