@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,6 +90,7 @@ def _some(number: int, what: str) -> str:
 def _train(prepared: Prepared) -> tuple[RunReport, Path, bool]:
     """Runs to the end and saves; the report, the store's folder, and whether somebody asked to stop before the export."""
     from fuyou_cli.training.companions import keep_companions
+    from fuyou_cli.training.compared import as_records
     from fuyou_cli.training.jsonl import JsonlLog
     from fuyou_cli.training.run import Run
 
@@ -116,10 +117,24 @@ def _train(prepared: Prepared) -> tuple[RunReport, Path, bool]:
             settle_for_training()
             before = run.daemon.counters()
             _steps(prepared, run, log)
-            report = run.report()
+            report = _beside_plan(prepared, run.report())
             if log is not None and not _waits_for_export(prepared, run):
-                _end_log(log, _moved(before, run.daemon.counters()))
+                _end_log(log, {**_moved(before, run.daemon.counters()), "compared": as_records(report.compared)})
         return report, run.paths[0].parent, _waits_for_export(prepared, run)
+
+
+def _beside_plan(prepared: Prepared, report: RunReport) -> RunReport:
+    """With the plan's step simulated once more, for what it says of every resource."""
+    from fuyou_cli.planner.schedule import plan_schedule
+    from fuyou_cli.planner.simulate import simulate
+    from fuyou_cli.training.compared import compared
+
+    if not report.steps:
+        return report
+    model, hardware, plan = prepared.model, prepared.hardware, prepared.plan
+    step = simulate(model, hardware, plan, plan_schedule(model, plan))
+    assumed = hardware.measured == "assumed"
+    return replace(report, compared=compared(report, plan, step), assumed=assumed)
 
 
 def _waits_for_export(prepared: Prepared, run: Run) -> bool:

@@ -19,7 +19,6 @@ from types import TracebackType
 
 from fuyou_cli.core.errors import FuyouError, OutOfSpaceError, UsageError
 
-from .busy import busy_seconds
 from .report import StepReport
 
 SCHEMA_VERSION = 1
@@ -52,10 +51,10 @@ class JsonlLog:
                 raise
 
     def step(self, report: StepReport) -> None:
-        """A finished step: every field, with the timeline condensed to busy seconds per resource."""
+        """A finished step: every field but the timeline, which `busy` is of."""
         fields = asdict(report)
         del fields["timeline"]
-        self.write("step", {**fields, "busy": busy_seconds(report.timeline)})
+        self.write("step", fields)
 
     def write(self, event: str, fields: Mapping[str, object]) -> None:
         """One line: schema_version, event, then `fields`. Numbers that are not finite become null."""

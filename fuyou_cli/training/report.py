@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +36,24 @@ class StepReport:
     io_cpu_seconds: float  # CPU time of the threads that move bytes
     stalls: dict[str, float]  # cause -> seconds compute waited
     timeline: tuple[Busy, ...] = ()
+    busy: dict[str, float] = field(default_factory=dict)  # resource -> seconds, of the timeline
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """One figure of the plan beside the run's."""
+
+    what: str
+    unit: Literal["bytes", "seconds"]
+    predicted: float
+    measured: float
+
+    @property
+    def difference(self) -> float | None:
+        """Of the measured one, as a share of the predicted; None where nothing was predicted."""
+        if self.predicted == self.measured:
+            return 0.0
+        return self.measured / self.predicted - 1 if self.predicted > 0 else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,15 +67,15 @@ class RunReport:
     tflops: float
     ram_budget: int
     ram_peak: int
-    ram_predicted: int
     step_seconds: float  # median
-    step_predicted: float
     read_per_step: int
-    read_predicted: int
     written_per_step: int
-    written_predicted: int
     written_total: int
     stalls: dict[str, float]  # of all steps
     timeline: tuple[Busy, ...]  # of the last step, which waited:
     timeline_stalls: dict[str, float]
     output_dir: str
+    busy: dict[str, float] = field(default_factory=dict)  # resource -> seconds per step, median
+    waits: dict[str, float] = field(default_factory=dict)  # cause -> seconds per step, median
+    compared: tuple[Compared, ...] = ()  # with the plan, line by line
+    assumed: bool = False  # the plan's rates were

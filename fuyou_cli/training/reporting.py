@@ -66,7 +66,6 @@ def run_report(
     for step in steps:
         for cause, waited in step.stalls.items():
             stalls[cause] = stalls.get(cause, 0.0) + waited
-    predicted = plan.predicted
     return RunReport(
         steps=len(steps),
         seconds=seconds,
@@ -77,16 +76,20 @@ def run_report(
         tflops=6.0 * parameters * tokens / computing / 1e12,
         ram_budget=plan.cpu_budget,
         ram_peak=ram_peak,
-        ram_predicted=predicted.cpu_peak,
         step_seconds=statistics.median(step.seconds for step in later) if later else 0.0,
-        step_predicted=predicted.step_seconds,
         read_per_step=round(statistics.median(step.read_bytes for step in later)) if later else 0,
-        read_predicted=predicted.read_per_step,
         written_per_step=round(statistics.median(step.written_bytes for step in later)) if later else 0,
-        written_predicted=predicted.written_per_step,
         written_total=written_total,
         stalls=stalls,
         timeline=steps[-1].timeline if steps else (),
         timeline_stalls=steps[-1].stalls if steps else {},
         output_dir=str(Path(output_dir).expanduser()),
+        busy=_medians([step.busy for step in later]),
+        waits=_medians([step.stalls for step in later]),
     )
+
+
+def _medians(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of each name over all steps; a step without it has none of it."""
+    names = dict.fromkeys(name for step in steps for name in step)
+    return {name: statistics.median(step.get(name, 0.0) for step in steps) for name in names}

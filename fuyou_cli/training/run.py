@@ -22,6 +22,7 @@ from ..swap.arena import Arena
 from ..swap.daemon import Counters, DaemonOptions, SwapDaemon
 from ..swap.store import Store
 from . import manifest as manifests
+from .busy import busy_seconds
 from .data import collate
 from .manifest import COMPANIONS, Manifest, State
 from .memory_watch import MemoryWatch
@@ -218,6 +219,7 @@ class Run:
             for cause, total in self.executor.residency.stalls.items()
             if total > stalls_before.get(cause, 0.0)
         }
+        moved = timeline(outcome, self.daemon.events(), begin=begin, model=self.model)
         return StepReport(
             step=self.step,
             total_steps=self.prepared.total_steps,
@@ -235,7 +237,8 @@ class Run:
             update_cpu_seconds=(after.update_cpu_ns - before.update_cpu_ns) / 1e9,
             io_cpu_seconds=(after.ring_cpu_ns - before.ring_cpu_ns) / 1e9,
             stalls=stalls,
-            timeline=timeline(outcome, self.daemon.events(), begin=begin, model=self.model),
+            timeline=moved,
+            busy=busy_seconds(moved),
         )
 
     def _between_micro_batches(self) -> None:

@@ -15,7 +15,7 @@ from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec, StageKind, StageSpec, TensorSpec
 from fuyou_cli.spec.plan import IoPlan, MemoryLine, Numerics, Plan, Predicted, Span, StagePlan, Tier
-from fuyou_cli.training.report import Busy, RunReport
+from fuyou_cli.training.report import Busy, Compared, RunReport
 
 Printer = Callable[..., tuple[Console, Callable[[], str]]]
 
@@ -215,16 +215,21 @@ def run_report(timeline: tuple[Busy, ...]) -> RunReport:
         tflops=0.61,
         ram_budget=2 * GiB,
         ram_peak=1_850 * MiB,
-        ram_predicted=1_884 * MiB,
         step_seconds=86.2,
-        step_predicted=88.4,
         read_per_step=17_610_000_000,
-        read_predicted=17_600_000_000,
         written_per_step=15_400_000_000,
-        written_predicted=15_400_000_000,
         written_total=616_000_000_000,
         stalls={"ssd read": 3.1, "update": 0.4},
         timeline_stalls={"ssd read": 0.3},
         timeline=timeline,
         output_dir="outputs/run",
+        compared=(
+            Compared(what="peak RAM", unit="bytes", predicted=1_884 * MiB, measured=1_850 * MiB),
+            Compared(what="step", unit="seconds", predicted=88.4, measured=86.2),
+            Compared(what="compute busy", unit="seconds", predicted=84.0, measured=82.5),
+            Compared(what="ssd read", unit="bytes", predicted=17_600_000_000, measured=17_610_000_000),
+            Compared(what="ssd written", unit="bytes", predicted=15_400_000_000, measured=15_400_000_000),
+            Compared(what="waiting", unit="seconds", predicted=0.0, measured=3.5),
+            Compared(what="  for update of the embedding", unit="seconds", predicted=0.0, measured=3.1),
+        ),
     )

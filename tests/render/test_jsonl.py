@@ -35,6 +35,7 @@ def report(step: int, loss: float = 2.0) -> StepReport:
             Busy(resource="compute", label="forward", begin=0.0, end=1.0),
             Busy(resource="compute", label="forward", begin=0.5, end=1.25),
         ),
+        busy={"compute": 1.25},
     )
 
 

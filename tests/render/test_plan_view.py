@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fuyou_cli.cli.render.plan import RunFacts, plan_json, show_plan
+from fuyou_cli.cli.render.plan import RunFacts, show_plan
+from fuyou_cli.cli.render.plan_json import plan_json
 from fuyou_cli.cli.room import Room, plan_problems
 from fuyou_cli.core.units import GiB, MiB, gb
 from fuyou_cli.spec.hardware import HardwareProfile
@@ -85,7 +86,7 @@ def test_a_model_that_cannot_be_trained_yet(
     assert text.splitlines()[-1] == "cannot be trained yet: it has experts"
     assert "fits: RAM" in text and "fuyou finetune" not in text
     assert "active per token), 22 blocks" in text and "6 x active parameters x tokens/s" in text
-    data = plan_json(plan, mixture, hardware, room, refusal=facts.refusal)
+    data = plan_json(plan, mixture, hardware, room, facts=facts)
     assert (data["fits"], data["trainable"], data["refusal"]) == (True, False, "it has experts")
     assert data["model"]["active_parameters"] == model.parameters - model.parameters // 4  # type: ignore[index]
 
@@ -184,7 +185,7 @@ def test_names_cannot_break_an_ascii_console(
 
 
 def test_json_keeps_bytes_whole(plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room) -> None:
-    data = json.loads(json.dumps(plan_json(plan, model, hardware, room)))
+    data = json.loads(json.dumps(plan_json(plan, model, hardware, room, facts=RunFacts())))
     assert data["schema_version"] == 1 and data["fits"] is True and data["problems"] == []
     assert data["cpu_peak"] == 1_884 * MiB and isinstance(data["cpu_peak"], int)
     assert data["tokens_per_second"] == pytest.approx(8192 / 88.4)

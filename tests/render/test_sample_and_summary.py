@@ -67,7 +67,10 @@ def test_summary_compares(printer: Printer, run_report: RunReport, width: int, a
     assert max(map(len, text.splitlines())) <= width and text.isascii() == ascii
     rows = {line.strip()[:9]: line.split() for line in text.splitlines()}
     assert rows["peak RAM "][-5:] == ["1.84", "GiB", "1.81", "GiB", "-1.8%"]
-    assert rows["seconds p"][-5:] == ["88.4", "s", "86.2", "s", "-2.5%"]
+    assert rows["step     "][-5:] == ["88.4", "s", "86.2", "s", "-2.5%"]
+    assert rows["compute b"][-5:] == ["84.0", "s", "82.5", "s", "-1.8%"]
+    assert rows["waiting  "][-3:] == ["s", "not", "predicted"]
+    assert "  for update of the embedding" in text
     assert rows["ssd writt"][-1] == "0%"
     assert f"4.2137 {'->' if ascii else '→'} 1.8342" in text
     assert "616 GB" in text and "outputs/run" in text and "within the budget of 2.00 GiB" in text
@@ -76,5 +79,5 @@ def test_summary_compares(printer: Printer, run_report: RunReport, width: int, a
 
 def test_a_broken_budget_is_said(printer: Printer, run_report: RunReport) -> None:
     console, printed = printer(80)
-    show_summary(console, replace(run_report, ram_peak=3 * GiB, ram_predicted=0))
-    assert "over the budget of 2.00 GiB" in printed() and "not predicted" in printed()
+    show_summary(console, replace(run_report, ram_peak=3 * GiB, assumed=True))
+    assert "over the budget of 2.00 GiB" in printed() and "the plan's rates were assumed" in " ".join(printed().split())

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fuyou_cli.core.units import duration, gb, gib
-from fuyou_cli.training.report import RunReport
+from fuyou_cli.training.report import Compared, RunReport
 
 from .loss_plot import show_loss
 from .theme import column, heading, pairs, ruled, say, show, symbols, tera
@@ -35,37 +35,15 @@ def show_summary(console: Console, report: RunReport) -> None:
 
 def _compared(console: Console, report: RunReport) -> None:
     shapes = symbols(console)
-    heading(console, "Predicted and measured")
+    note = "of one step, medians without the first" + ("; the plan's rates were assumed" if report.assumed else "")
+    heading(console, "Predicted and measured", note)
     content = ruled(shapes)
     column(content, "what", wrap=True)
     for title in ("predicted", "measured", "difference"):
         column(content, title, right=True)
-    rows = (
-        ("peak RAM", gib(report.ram_predicted), gib(report.ram_peak), report.ram_predicted, report.ram_peak),
-        (
-            "seconds per step (median)",
-            duration(report.step_predicted),
-            duration(report.step_seconds),
-            report.step_predicted,
-            report.step_seconds,
-        ),
-        (
-            "ssd read per step",
-            gb(report.read_predicted),
-            gb(report.read_per_step),
-            report.read_predicted,
-            report.read_per_step,
-        ),
-        (
-            "ssd written per step",
-            gb(report.written_predicted),
-            gb(report.written_per_step),
-            report.written_predicted,
-            report.written_per_step,
-        ),
-    )
-    for what, promised, happened, predicted, measured in rows:
-        content.add_row(what, promised, happened, _difference(predicted, measured))
+    for line in report.compared:
+        shown = gib if line.what == "peak RAM" else gb if line.unit == "bytes" else duration
+        content.add_row(Text(line.what), shown(line.predicted), shown(line.measured), _difference(line))
     show(console, content, indent=2)
     over = report.ram_peak > report.ram_budget
     verdict = "over the budget of" if over else "within the budget of"
@@ -74,11 +52,12 @@ def _compared(console: Console, report: RunReport) -> None:
         Text(f"Peak RAM is {verdict} {gib(report.ram_budget)}.", style="red" if over else ""),
         indent=2,
     )
+    if report.assumed:
+        say(console, "`fuyou bench RECIPE` measures what the next plan of it is made with.", style="dim", indent=2)
 
 
-def _difference(predicted: float, measured: float) -> str:
-    if predicted == measured:
-        return "0%"
-    if predicted <= 0:
+def _difference(line: Compared) -> str:
+    share = line.difference
+    if share is None:
         return "not predicted"
-    return f"{100 * (measured / predicted - 1):+.1f}%"
+    return "0%" if share == 0 else f"{100 * share:+.1f}%"
