@@ -29,13 +29,13 @@ def run_finetune(loaded: LoadedRecipe, *, plan_file: Path | None = None) -> None
     """`plan_file`: the plan to run, instead of the one that is best now."""
     from .allocator import settle_allocator
 
-    settle_allocator()  # before torch takes its first block
-    check_output(loaded.recipe)
     options: dict[str, Any] = {}
     if plan_file is not None:
         from .plan_files import read_plan
 
         options["choose"] = read_plan(plan_file, loaded.recipe)
+    settle_allocator()  # before torch takes its first block
+    check_output(loaded.recipe)
     prepared = prepared_for(loaded, planned=lambda considered: _refuse_unfit(loaded, considered), **options)
     _introduce(loaded, prepared)
     report, source, stopped = _train(prepared)

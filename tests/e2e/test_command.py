@@ -102,12 +102,13 @@ def test_plan_shows_and_writes_nothing(new_project: Callable[..., Project]) -> N
 @pytest.mark.timeout(120)
 def test_a_run_that_does_not_fit_says_what_would(new_project: Callable[..., Project]) -> None:
     project = new_project(changes={"offload.max_memory.cpu": "64MiB"})
-    refused = project.fuyou("plan", project.recipe)
+    refused = project.fuyou("plan", project.recipe, "--dry-run")
     assert refused.returncode == 3, refused.stderr
-    assert "offload.max_memory.cpu=" in refused.stderr
-    data = json.loads(project.fuyou("plan", project.recipe, "--json").stdout)
-    assert data["fits"] is False and data["plan"] is None
-    assert "of RAM is the least" in data["problems"][0] and "offload.max_memory.cpu=" in data["help"]
+    assert "does not fit" in refused.stdout and "offload.max_memory.cpu=1GiB" in refused.stdout
+    data = json.loads(project.fuyou("plan", project.recipe, "--dry-run", "--json").stdout)
+    assert data["fits"] is False and "more than its budget" in data["problems"][0]
+    assert data["plan"]["predicted"]["cpu_peaks"]["train"] > data["plan"]["cpu_budget"] == 64 << 20
+    assert ["offload.max_memory.cpu=1GiB"] in [change["overrides"] for change in data["changes"]]
     assert not Path(project.out).exists()
 
 
@@ -118,13 +119,13 @@ def test_a_plan_that_is_too_large_is_shown_and_exits_3(new_project: Callable[...
     assert refused.returncode == 3, refused.stderr
     assert "Placement" in refused.stdout and "does not fit" in refused.stdout
     assert "offload.max_memory.ssd allows 1 MB" in refused.stdout
-    as_json = project.fuyou("plan", project.recipe, "--json", "--show-config")
+    as_json = project.fuyou("plan", project.recipe, "--json", "--show-config", "--dry-run")
     assert as_json.returncode == 3
     data = json.loads(as_json.stdout)
     assert data["fits"] is False and len(data["problems"]) == 1 and data["plan"]["store_size"] > 10**6
     assert data["config"]["offload"]["max_memory"]["ssd"] == "1MB"
     emulated = ("offload.max_memory.ssd=auto", "offload.device=emulated", "offload.max_memory.gpu=64KiB")
-    gpu = project.fuyou("plan", project.recipe, *emulated)
+    gpu = project.fuyou("plan", project.recipe, "--dry-run", *emulated)
     assert gpu.returncode == 3 and "offload.max_memory.gpu leaves" in " ".join(gpu.stdout.split())
     assert not Path(project.out).exists()
     assert project.fuyou("finetune", project.recipe).returncode == 3
@@ -143,7 +144,7 @@ def test_a_store_on_a_disk_it_fills_is_resumed(new_project: Callable[..., Projec
     assert resumed.returncode == 0, resumed.stderr
     assert "resuming after step 2" in resumed.stderr and sorted(project.losses()) == [1, 2, 3]
     folders = f"offload.dir=[{project.folder}/a,{project.folder}/b]"  # either half would fit, both do not
-    refused = project.fuyou_with_free(2 * size // 3, "plan", project.recipe, folders)
+    refused = project.fuyou_with_free(2 * size // 3, "plan", project.recipe, folders, "--dry-run")
     assert refused.returncode == 3, refused.stderr
     assert "the store needs" in refused.stdout and not (project.folder / "a").exists()
 

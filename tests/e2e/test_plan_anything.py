@@ -32,7 +32,7 @@ def _only_a_configuration(new_project: NewProject, tmp_path: Path, name: str, ch
 @pytest.mark.timeout(120)
 def test_a_dense_model(new_project: NewProject, tmp_path: Path) -> None:
     project = _only_a_configuration(new_project, tmp_path, "llama-3.2-1b", {"offload.max_memory.cpu": "3GiB"})
-    shown = project.fuyou_with_free(PLENTY, "plan", "recipe.yaml", "--json")
+    shown = project.fuyou_with_free(PLENTY, "plan", "recipe.yaml", "--json", "--dry-run")
     assert shown.returncode == 0, shown.stderr
     plan = json.loads(shown.stdout)
     assert (plan["fits"], plan["trainable"], plan["refusal"]) == (True, True, None)
@@ -44,7 +44,7 @@ def test_a_dense_model(new_project: NewProject, tmp_path: Path) -> None:
 @pytest.mark.timeout(120)
 def test_a_mixture(new_project: NewProject, tmp_path: Path) -> None:
     project = _only_a_configuration(new_project, tmp_path, "qwen3-30b-a3b", {"offload.max_memory.cpu": "16GiB"})
-    shown = project.fuyou_with_free(PLENTY, "plan", "recipe.yaml")
+    shown = project.fuyou_with_free(PLENTY, "plan", "recipe.yaml", "--dry-run")
     assert shown.returncode == 0, shown.stderr
     text = " ".join(shown.stdout.split())
     assert "Qwen3MoeForCausalLM, 30.5 B parameters (3.35 B active per token), 48 blocks" in text

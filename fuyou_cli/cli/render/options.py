@@ -9,9 +9,10 @@ from rich.text import Text
 
 from fuyou_cli.cli.compare import Comparison, Row
 from fuyou_cli.cli.planning import Outcome
-from fuyou_cli.core.units import duration, gb, gib
+from fuyou_cli.core.units import gb, gib
 from fuyou_cli.spec.plan import Plan
 
+from .step import brief
 from .theme import Symbols, column, heading, ruled, say, show
 
 
@@ -69,4 +70,4 @@ def _figures(plan: Plan | None) -> tuple[str, str, str, str]:
     tokens = plan.numerics.batch_size * plan.numerics.max_seq_len
     speed = tokens / predicted.step_seconds if predicted.step_seconds > 0 else 0.0
     moved = gb(predicted.read_per_step + predicted.written_per_step)
-    return duration(predicted.step_seconds), f"{speed:,.4g}", gib(predicted.cpu_peak), moved
+    return brief(predicted.step_seconds), f"{speed:,.4g}", gib(predicted.cpu_peak), moved

@@ -12,10 +12,10 @@ from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan
 
 from .theme import RESOURCE_STYLE, Symbols, bar, column, heading, ordered, pairs, percent, rate, ruled, say, show, tera
-from .timeline import worth_saying
 
 WIDE = 96  # columns from which bars are long
 _CAUSES = 4  # of waiting, told one by one
+_NOTHING = 1e-4  # of a step: a wait that is not worth a word
 
 
 def show_step(
@@ -50,7 +50,7 @@ def _resources(console: Console, plan: Plan, model: ModelSpec, hardware: Hardwar
         drawn = Text(bar(seconds / step if step > 0 else 0, width, shapes), style=RESOURCE_STYLE.get(name, "blue"))
         if name == predicted.bottleneck:
             drawn.append("  bottleneck", style="bold default")
-        content.add_row(Text(name), work, speed, duration(seconds), percent(seconds, step), drawn)
+        content.add_row(Text(name), work, speed, brief(seconds), percent(seconds, step), drawn)
     show(console, content, indent=2)
 
 
@@ -75,7 +75,7 @@ def _work(name: str, seconds: float, plan: Plan, model: ModelSpec, hardware: Har
 
 def _speed(plan: Plan, model: ModelSpec, shapes: Symbols) -> str:
     predicted, step = plan.predicted, plan.predicted.step_seconds
-    parts = [f"step {duration(step)}"]
+    parts = [f"step {brief(step)}"]
     if step > 0:
         parts.append(tokens_per_second(plan))
         counted = "active parameters" if model.inactive_parameters else "parameters"
@@ -96,30 +96,35 @@ def _parts(plan: Plan, shapes: Symbols) -> list[tuple[str, str]]:
     if not 0 < predicted.forward_seconds < predicted.step_seconds:
         return []
     backward = predicted.step_seconds - predicted.forward_seconds
-    timed = f"forward {duration(predicted.forward_seconds)} {shapes.dot} head and backward {duration(backward)}"
+    timed = f"forward {brief(predicted.forward_seconds)} {shapes.dot} head and backward {brief(backward)}"
     return [("of it", timed), ("waiting", waiting_for(predicted.stalls, predicted.step_seconds))]
+
+
+def brief(seconds: float) -> str:
+    """A duration; of a tiny model's step its first digits, not "0 ms"."""
+    return f"{1000 * seconds:.2g} ms" if 0 < seconds < 0.01 else duration(seconds)
 
 
 def waiting_for(stalls: dict[str, float], step: float) -> str:
     """ "compute waits 1.8 s, 2% of the step: 1.2 s for ..., 0.5 s for ..., less for 2 others"."""
-    causes = sorted(((seconds, cause) for cause, seconds in stalls.items() if worth_saying(seconds)), reverse=True)
+    causes = sorted(((seconds, cause) for cause, seconds in stalls.items() if seconds > _NOTHING * step), reverse=True)
     if not causes:
         return "compute never waits"
     total = sum(stalls.values())
-    named = [f"{duration(seconds)} for {cause}" for seconds, cause in causes[:_CAUSES]]
+    named = [f"{brief(seconds)} for {cause}" for seconds, cause in causes[:_CAUSES]]
     rest = causes[_CAUSES:]
     if len(rest) == 1:
-        named.append(f"{duration(rest[0][0])} for {rest[0][1]}")
+        named.append(f"{brief(rest[0][0])} for {rest[0][1]}")
     elif rest:
-        named.append(f"{duration(sum(seconds for seconds, _ in rest))} for {len(rest)} other things")
-    return f"compute waits {duration(total)}, {percent(total, step)} of the step: {', '.join(named)}"
+        named.append(f"{brief(sum(seconds for seconds, _ in rest))} for {len(rest)} other things")
+    return f"compute waits {brief(total)}, {percent(total, step)} of the step: {', '.join(named)}"
 
 
 def _length(plan: Plan, steps: int | None) -> list[tuple[str, str]]:
     step = plan.predicted.step_seconds
     if not steps or step <= 0:
         return []
-    return [("run", f"{steps:,} steps take {duration(steps * step)}, loading and saving not counted")]
+    return [("run", f"{steps:,} steps take {brief(steps * step)}, loading and saving not counted")]
 
 
 def _break_even(even: BreakEven | None) -> list[tuple[str, str]]:

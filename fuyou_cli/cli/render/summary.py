@@ -9,6 +9,7 @@ from fuyou_cli.core.units import duration, gb, gib
 from fuyou_cli.training.report import Compared, RunReport
 
 from .loss_plot import show_loss
+from .step import brief
 from .theme import column, heading, pairs, ruled, say, show, symbols, tera
 from .timeline import show_timeline, waiting
 
@@ -42,7 +43,7 @@ def _compared(console: Console, report: RunReport) -> None:
     for title in ("predicted", "measured", "difference"):
         column(content, title, right=True)
     for line in report.compared:
-        shown = gib if line.what == "peak RAM" else gb if line.unit == "bytes" else duration
+        shown = gib if line.what == "peak RAM" else gb if line.unit == "bytes" else brief
         content.add_row(Text(line.what), shown(line.predicted), shown(line.measured), _difference(line))
     show(console, content, indent=2)
     over = report.ram_peak > report.ram_budget
@@ -60,4 +61,6 @@ def _difference(line: Compared) -> str:
     share = line.difference
     if share is None:
         return "not predicted"
+    if share >= 10:  # rates that were assumed, say: percents say nothing any more
+        return f"{1 + share:,.0f} times"
     return "0%" if share == 0 else f"{100 * share:+.1f}%"

@@ -1,0 +1,154 @@
+"""`fuyou plan` for machines one has and has not, its file, and a run of that very plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fuyou_cli.cli.app import main
+
+from .conftest import Project
+
+NewProject = Callable[..., Project]
+MACHINE = "rtx4090,2xgen4,128GiB"
+HERE = {"offload.device": "auto", "offload.max_memory.cpu": "90%"}
+
+
+class Command:
+    """Commands of `fuyou` in this process: its exit code, and what it wrote."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self._capsys = capsys
+        monkeypatch.chdir(folder)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "nothing kept"))
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        monkeypatch.setenv("COLUMNS", "80")
+        monkeypatch.delenv("FUYOU_OFFLOAD_DIR", raising=False)
+
+    def __call__(self, *arguments: str) -> tuple[int, str, str]:
+        self._capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        said = self._capsys.readouterr()
+        return int(ended.value.code or 0), said.out, said.err
+
+    def json(self, *arguments: str, code: int = 0) -> dict[str, Any]:
+        found, out, err = self("plan", "recipe.yaml", "--json", *arguments)
+        assert found == code, err
+        data: dict[str, Any] = json.loads(out)
+        return data
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[Project], Command]:
+    return lambda project: Command(capsys, monkeypatch, project.folder)
+
+
+def test_a_described_machine_stands_in_for_this_one(new_project: NewProject, command: Callable[[Project], Command]) -> None:
+    project = new_project(changes=HERE)
+    fuyou = command(project)
+    shown = fuyou.json("--hardware", MACHINE, "-o", "plan.json", "--compare")
+    assert (shown["fits"], shown["assumed"], shown["plan"]["device"]) == (True, False, "cuda")
+    assert shown["plan"]["cpu_budget"] == int(0.9 * (128 << 30))
+    assert shown["room"]["disks"][0] | {"wanted": 0} == {
+        "folders": [MACHINE], "what": ["the store", "the exported model"], "wanted": 0, "held": 0, "free": 4 * 10**12,
+    }  # fmt: skip
+    assert shown["rated_bytes"] == 2400 * 10**12 and 0 < shown["wear"] < 1e-6
+    assert shown["run_seconds"] == pytest.approx(6 * shown["plan"]["predicted"]["step_seconds"])
+    assert list(shown["phase_peaks"]) == ["load", "train", "save", "resume", "export"]
+    compared = shown["compared"]
+    assert 1 < len(compared["others"]) + 1 <= 10
+    assert all(row["choice"] != compared["best"]["choice"] for row in compared["others"])
+    first = (project.folder / "plan.json").read_bytes()
+    assert fuyou.json("--hardware", MACHINE, "-o", "plan.json")["compared"] is None
+    assert (project.folder / "plan.json").read_bytes() == first
+    assert str(project.materials).encode() not in first
+    assert sorted(path.name for path in project.folder.iterdir()) == ["plan.json", "recipe.yaml"]  # no profile, no store
+
+
+def test_the_screen_fits_80_columns(new_project: NewProject, command: Callable[[Project], Command]) -> None:
+    fuyou = command(new_project(changes=HERE))
+    code, out, _ = fuyou("plan", "recipe.yaml", "--hardware", MACHINE, "--compare", "-v")
+    assert code == 0 and max(map(len, out.splitlines())) <= 80
+    for words in (
+        "described, profile",
+        "Other choices",
+        "slower",
+        "compute waits for the store at any batch up to 12,288 tokens per step",
+        "head and backward",
+        "fits: RAM",
+    ):
+        assert words in " ".join(out.split()), words
+    assert "fuyou finetune" not in out  # that machine is not here
+
+
+def test_a_pinned_device_and_a_described_one_must_agree(new_project: NewProject, command: Callable[[Project], Command]) -> None:
+    code, _, err = command(new_project())("plan", "recipe.yaml", "--hardware", MACHINE)
+    assert code == 2 and "offload.device: cpu, but the described machine computes on cuda" in err
+    assert "offload.device=auto" in err
+
+
+def test_changes_are_ones_that_make_it_fit(new_project: NewProject, command: Callable[[Project], Command]) -> None:
+    fuyou = command(new_project(changes={"offload.max_memory": {"cpu": "90%", "ssd": "6MB"}, "train.batch_size": 1024}))
+    shown = fuyou.json("--dry-run", code=3)
+    assert shown["problems"] and shown["break_even"] is None and shown["assumed"]
+    overrides = [change["overrides"] for change in shown["changes"]]
+    same_numbers = {("offload.boundaries=auto",), ("offload.max_memory.ssd=auto",)}
+    assert {tuple(keys) for keys in overrides[:2]} == same_numbers  # one key each: they come before what changes the run
+    assert overrides[2][0].startswith("train.batch_size=")
+    for change in shown["changes"][:3]:
+        again = fuyou.json("--dry-run", *change["overrides"])
+        assert again["fits"] and again["plan"]["store_size"] == change["figures"]["store_size"]
+
+
+def test_a_run_that_wears_a_drive_out_is_told_a_larger_batch(
+    new_project: NewProject, command: Callable[[Project], Command], tmp_path: Path
+) -> None:
+    project = new_project(changes={**HERE, "train.max_steps": 1000})
+    drives = [{"model": "small", "capacity": "1TB", "rated_bytes": "1GB", "used_bytes": "100MB"}]
+    (project.folder / "machine.yaml").write_text(yaml.safe_dump({"parts": "1xgen4,64GiB", "drives": drives}))
+    fuyou = command(project)
+    code, out, _ = fuyou("plan", "recipe.yaml", "--hardware", "machine.yaml")
+    said = " ".join(out.split())
+    assert code == 0 and "warning: the run writes" in said and "of what its drives are rated for" in said
+    assert "10% of which are written already" in said
+    shown = fuyou.json("--hardware", "machine.yaml")
+    assert shown["wear"] > 0.3
+    changes = {tuple(change["overrides"]): change["figures"] for change in shown["changes"]}
+    larger = next(keys for keys in changes if keys[0].startswith("train.batch_size="))
+    batch, steps = (int(key.partition("=")[2]) for key in larger)
+    assert batch * steps == 4 * 1000  # as much training
+    assert steps * changes[larger]["written_per_step"] <= 0.3e9 < shown["written_by_run"]
+
+
+@pytest.mark.timeout(120)
+def test_the_very_plan_is_run(new_project: NewProject, command: Callable[[Project], Command]) -> None:
+    project = new_project(changes={"train.max_steps": 2, "export.at_end": False})
+    fuyou = command(project)
+    code, _, err = fuyou("plan", "recipe.yaml", "--dry-run", "-o", "plan.json")
+    assert code == 0 and "fuyou finetune RECIPE --plan plan.json" in err
+    stale = fuyou("finetune", "recipe.yaml", "train.batch_size=8", "--plan", "plan.json")
+    assert stale[0] == 2 and "plan.json: train.batch_size was 4, is 8 in the recipe" in stale[2]
+    done = project.fuyou("finetune", "recipe.yaml", "logging.every_steps=2", "--plan", "plan.json")
+    assert done.returncode == 0, done.stderr
+    planned = json.loads((project.folder / "plan.json").read_text())["plan"]
+    records = [json.loads(line) for line in (project.out / "log.jsonl").read_text().splitlines()]
+    (promised,) = (record for record in records if record["event"] == "plan")
+    assert promised["arena"] == planned["arena_size"]
+    assert promised["predicted_written_by"] == planned["predicted"]["written_by"]
+    (end,) = (record for record in records if record["event"] == "end")
+    lines = {line["what"]: line for line in end["compared"]}
+    assert {"peak RAM", "step", "compute busy", "update busy", "ssd read", "ssd written", "waiting"} <= set(lines)
+    assert lines["ssd written"]["predicted"] == planned["predicted"]["written_per_step"]
+    step = [record for record in records if record["event"] == "step"][-1]
+    assert lines["compute busy"]["measured"] == step["busy"]["compute"] > 0
+    broken = (project.folder / "plan.json").read_text().replace('"lookahead": 2', '"lookahead": -2')
+    (project.folder / "plan.json").write_text(broken)
+    assert fuyou("finetune", "recipe.yaml", "--plan", "plan.json")[0] == 2
+    missing = fuyou("finetune", "recipe.yaml", "--plan", "no.json")
+    assert missing[0] == 2 and "cannot read the plan no.json" in missing[2]
