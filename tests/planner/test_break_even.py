@@ -1,0 +1,48 @@
+"""How the smallest batch that hides the store is looked for: few questions, and an answer that is near."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuyou_cli.cli.break_even import MOST_PLANS, fewest
+
+
+class Asked:
+    """Counts from `threshold` on are hidden, those beyond `most` do not fit."""
+
+    def __init__(self, threshold: int, most: int = 1 << 60) -> None:
+        self.threshold, self.most, self.times = threshold, most, 0
+
+    def __call__(self, count: int) -> bool | None:
+        self.times += 1
+        return None if count > self.most else count >= self.threshold
+
+
+@given(st.integers(1, 4096), st.integers(1, 4096))
+def test_the_answer_hides_the_store_and_is_not_far_above_what_does(threshold: int, now: int) -> None:
+    asked = Asked(threshold)
+    found, tried, limited = fewest(asked, now, hidden_now=now >= threshold)
+    assert asked.times <= MOST_PLANS and not limited
+    if found is None:
+        assert threshold > tried >= 64 * now  # seven doublings, each planned
+        return
+    assert found >= threshold
+    if 32 * now >= threshold and 16 * threshold >= now:  # far from the recipe's batch fewer questions are left
+        assert found - threshold <= max(1, 0.2 * found)
+
+
+@given(st.integers(2, 4096), st.integers(1, 4095))
+def test_what_does_not_fit_is_the_end(threshold: int, now: int) -> None:
+    if now >= threshold:
+        return
+    asked = Asked(threshold, most=threshold - 1)
+    found, tried, limited = fewest(asked, now, hidden_now=False)
+    assert found is None and tried < threshold
+    assert limited == (2 * tried >= threshold and asked.times <= 7 and 2 * tried > asked.most)
+
+
+def test_a_batch_that_is_just_enough() -> None:
+    assert fewest(Asked(64), 64, hidden_now=True) == (64, 64, False)
+    assert fewest(Asked(1), 64, hidden_now=True)[0] == 1
+    assert fewest(Asked(65), 64, hidden_now=False)[0] in range(65, 70)

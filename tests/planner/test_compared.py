@@ -1,0 +1,72 @@
+"""The report's lines: every resource and every cause of waiting, predicted beside measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fuyou_cli.planner.place import plan as first_that_fits
+from fuyou_cli.planner.schedule import plan_schedule
+from fuyou_cli.planner.simulate import simulate
+from fuyou_cli.planner.timeline import Timeline
+from fuyou_cli.spec.plan import Plan
+from fuyou_cli.training.compared import as_records, compared
+from fuyou_cli.training.report import Compared, StepReport
+from fuyou_cli.training.reporting import run_report
+
+from .models import HARDWARE
+from .test_plan_file import SPEC, wishes
+
+
+@pytest.fixture
+def promised() -> tuple[Plan, Timeline]:
+    plan = first_that_fits(SPEC, HARDWARE, wishes(clip_grad_norm=1.0))
+    return plan, simulate(SPEC, HARDWARE, plan, plan_schedule(SPEC, plan))
+
+
+def step(number: int, **measured: Any) -> StepReport:
+    fields: dict[str, Any] = {
+        "loss": 1.0, "lr": 1e-3, "grad_norm": None, "tokens": 10, "batch_tokens": 16, "seconds": 2.0, "tflops": 0.1,
+        "ram_now": 1, "ram_peak": 2, "read_bytes": 100, "written_bytes": 50, "update_cpu_seconds": 0.1, "io_cpu_seconds": 0.1, "stalls": {},
+    }  # fmt: skip
+    return StepReport(step=number, total_steps=4, **{**fields, **measured})
+
+
+def lines(promised: tuple[Plan, Timeline], *steps: StepReport) -> dict[str, Compared]:
+    report = run_report(
+        steps, losses=[1.0], plan=promised[0], parameters=10, seconds=9.0, ram_peak=1 << 29, written_total=200,
+        output_dir="out",
+    )  # fmt: skip
+    return {line.what: line for line in compared(report, *promised)}
+
+
+def test_medians_of_the_later_steps_stand_beside_the_plan(promised: tuple[Plan, Timeline]) -> None:
+    plan, timeline = promised
+    found = lines(
+        promised,
+        step(1, busy={"compute": 99.0, "ssd read": 99.0}, stalls={"weights of the head": 50.0}),  # warms up
+        step(2, busy={"compute": 1.0, "ssd read": 0.5}, stalls={"weights of the head": 0.25}, written_bytes=40),
+        step(3, busy={"compute": 3.0, "ssd read": 0.7}, written_bytes=60),
+        step(4, busy={"compute": 2.0}, stalls={"weights of the head": 0.75}, written_bytes=50),
+    )
+    busy = found["compute busy"]
+    assert (busy.predicted, busy.measured, busy.unit) == (timeline.busy["compute"], 2.0, "seconds")
+    assert busy.difference == pytest.approx(2.0 / timeline.busy["compute"] - 1)
+    assert found["ssd read busy"].measured == 0.5  # of a step in which nothing was read, none
+    assert "h2d busy" not in found  # nobody measured it
+    assert (found["ssd written"].predicted, found["ssd written"].measured) == (plan.predicted.written_per_step, 50)
+    assert found["peak RAM"].predicted == plan.predicted.cpu_peak
+    assert found["  for weights of the head"].measured == found["waiting"].measured == 0.25
+
+
+def test_what_was_not_predicted_has_no_share(promised: tuple[Plan, Timeline]) -> None:
+    timeline = promised[1]
+    found = lines(promised, step(1), step(2, stalls={"a comet": 1.0}))
+    assert found["  for a comet"].difference is None and found["  for a comet"].predicted == 0.0
+    assert sum(timeline.stalls.values()) == found["waiting"].predicted
+    records = as_records(tuple(found.values()))
+    comet = next(record for record in records if record["what"] == "for a comet")
+    assert comet == {"what": "for a comet", "unit": "seconds", "predicted": 0.0, "measured": 1.0, "difference": None}
+    same = Compared(what="x", unit="bytes", predicted=0.0, measured=0.0)
+    assert same.difference == 0.0
