@@ -70,11 +70,7 @@ def _planned(loaded: LoadedRecipe, options: PlanOptions, planning: Planning) -> 
 
         prepared = prepared_elsewhere(loaded, described(options.hardware), choose=planning)
     else:
-        if not options.dry_run:
-            from .probing import probe_once
-
-            probe_once(loaded)
-        prepared = prepared_for(loaded, planning_only=True, choose=planning)
+        prepared = prepared_for(loaded, measure=not options.dry_run, planning_only=True, choose=planning)
     return Outcome(changes=(), prepared=prepared, room=room_of(prepared, described=options.hardware is not None))
 
 

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from fuyou_cli.cli.app import main
+from fuyou_cli.cli.probing import _measured
 
 from .conftest import Project
 
@@ -91,6 +92,17 @@ def test_a_pinned_device_and_a_described_one_must_agree(new_project: NewProject,
     code, _, err = command(new_project())("plan", "recipe.yaml", "--hardware", MACHINE)
     assert code == 2 and "offload.device: cpu, but the described machine computes on cuda" in err
     assert "offload.device=auto" in err
+
+
+def test_nothing_is_measured_for_a_recipe_that_is_refused(
+    new_project: NewProject, command: Callable[[Project], Command]
+) -> None:
+    code, _, err = command(new_project())("plan", "recipe.yaml", "model.name_or_path=./nowhere")
+    assert code == 2 and "nowhere" in err and "measuring" not in err
+
+
+def test_why_a_machine_could_not_be_measured() -> None:
+    assert _measured(["bench", "--json", "--nope"]) == (None, "No such option: --nope")
 
 
 def test_changes_are_ones_that_make_it_fit(new_project: NewProject, command: Callable[[Project], Command]) -> None:

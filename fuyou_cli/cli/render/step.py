@@ -43,7 +43,7 @@ def _resources(console: Console, plan: Plan, model: ModelSpec, hardware: Hardwar
     for title in ("work", "rate", "busy", "share"):
         column(content, title, right=True)
     column(content)
-    width = 20 if console.width >= WIDE else 10
+    width = 20 if console.width >= WIDE else 8
     for name in ordered(list(predicted.seconds)):
         seconds = predicted.seconds[name]
         work, speed = _work(name, seconds, plan, model, hardware)
