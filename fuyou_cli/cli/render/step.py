@@ -136,5 +136,5 @@ def _break_even(even: BreakEven | None) -> list[tuple[str, str]]:
         return [("batch", f"warning: compute waits for the store at any batch up to {even.tried:,} tokens per step{beyond}")]
     known = f"compute hides the store from {even.tokens:,} tokens per step on"
     if even.below:
-        return [("batch", f"warning: {known}; this recipe has {even.now:,}: a larger train.batch_size costs little")]
+        return [("batch", f"warning: {known} (train.batch_size={even.batch}); this recipe has {even.now:,}")]
     return [("batch", f"{known}; this recipe has {even.now:,}")]
