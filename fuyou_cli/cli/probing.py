@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,13 +32,22 @@ def probe_once(loaded: LoadedRecipe, device: str) -> None:
     if len(directories) == 1:  # a model that cannot be trained yet has no stage to measure: then the machine alone
         ways.append(["bench", "--json", "--dir", str(directories[0])])
     reason = ""
+    made = [place for folder in directories for place in (folder, *folder.parents) if not place.exists()]
     for way in ways:
         found, reason = _measured(way)
+        _remove_empty(made)
         if found is not None:
             seconds, written = duration(found["seconds"]), gb(found["written_bytes"])
             write_status(f"measured in {seconds}, {written} written and removed; kept for the plans to come")
             return
     write_status(f"note: it could not be measured, and rates are assumed: {reason}")
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    """What measuring made: a plan leaves no folder behind."""
+    for place in sorted(set(folders), key=lambda place: len(place.parts), reverse=True):
+        with suppress(OSError):  # never made, or somebody's by now
+            place.rmdir()
 
 
 def _measured(arguments: list[str]) -> tuple[dict[str, Any] | None, str]:
