@@ -89,8 +89,8 @@ def facts_of(loaded: LoadedRecipe, prepared: Prepared, *, described: bool = Fals
     )
 
 
-def command_of(loaded: LoadedRecipe) -> str:
-    """What runs the recipe as it was planned, to be pasted."""
+def command_of(loaded: LoadedRecipe, command: str = "finetune") -> str:
+    """What runs (or plans) the recipe as it is here, to be pasted."""
     import shlex
 
-    return shlex.join(["fuyou", "finetune", str(loaded.path), *loaded.overrides])
+    return shlex.join(["fuyou", command, str(loaded.path), *loaded.overrides])
