@@ -163,7 +163,7 @@ def test_killed_in_the_first_step_after_a_save_costs_nothing(stopped: Project, w
         pass
 
     def die(run: Run) -> None:
-        visit = run.executor.schedule.visits[run.executor._cursor]
+        visit = run.executor.schedule.visits[run.executor.lookahead.cursor]
         if visit.phase == "backward" and visit.stage == 1:
             raise Killed
 
