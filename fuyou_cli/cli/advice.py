@@ -128,6 +128,7 @@ def candidates(prepared: Prepared, *, fits: bool) -> Iterator[Kind]:
         Kind(steps=(("export.at_end=false",),) if recipe.export.at_end else (), numerics=False),
         Kind(steps=_micro_batches(prepared), numerics=True),
         Kind(steps=_head_chunks(prepared), numerics=True),
+        Kind(steps=(("train.head_chunk_vocab=auto",),) if recipe.train.head_chunk_vocab != "auto" else (), numerics=True),
         Kind(steps=_rows(prepared), numerics=True),
         Kind(steps=_smaller_batches(prepared), numerics=True),
     ]  # fmt: skip

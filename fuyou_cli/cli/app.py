@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from fuyou_cli import __version__
-from fuyou_cli.core.errors import FuyouError
+from fuyou_cli.core.errors import FuyouError, UsageError
 
 from . import errors
 from .console import prepare_streams, write_result, write_status
@@ -80,6 +80,10 @@ def finetune(
 
     A run that was stopped is resumed by the same command.
     """
+    if dry_run and plan_file is not None:
+        raise UsageError(
+            "--dry-run plans, --plan runs a plan that is made: give one of them", hint="fuyou plan RECIPE shows it"
+        )
     loaded = _load(recipe, overrides)
     if dry_run:
         return _plan(loaded, dry_run=True)

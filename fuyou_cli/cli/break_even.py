@@ -24,6 +24,7 @@ class BreakEven:
     tried: int  # the most that were planned
     limited: bool  # more than `tried` does not fit
     now: int  # the recipe's
+    batch: int | None  # rows of `tokens`
 
     @property
     def below(self) -> bool:
@@ -59,6 +60,7 @@ def break_even(elsewise: Elsewise, choice: Choice) -> BreakEven:
         tried=tried * each,
         limited=limited,
         now=numerics.batch_size * numerics.max_seq_len,
+        batch=None if found is None else found * micro,
     )
 
 

@@ -13,7 +13,7 @@ from fuyou_cli.core.units import gb
 
 from . import probe
 from .console import status_console, write_last_result, write_status
-from .prepared import prepared_for
+from .prepared import command_of, prepared_for
 from .room import Room, check_export, check_output, export_folder, plan_problems, room_of
 
 if TYPE_CHECKING:
@@ -52,7 +52,10 @@ def _refuse_unfit(loaded: LoadedRecipe, prepared: Prepared) -> None:
     room = room_of(prepared)
     if problems := plan_problems(prepared.plan, room):
         _show_plan(loaded, prepared, room)
-        raise PlanError("the run does not fit: " + "; ".join(problems))
+        raise PlanError(
+            "the run does not fit: " + "; ".join(problems),
+            hint=f"`{command_of(loaded, 'plan')}` plans the smallest changes that help",
+        )
 
 
 def _show_plan(loaded: LoadedRecipe, prepared: Prepared, room: Room) -> None:

@@ -54,11 +54,9 @@ def run_plan(loaded: LoadedRecipe, options: PlanOptions) -> bool:
     if options.hardware is None:
         check_output(loaded.recipe)
         check_export(loaded.recipe, outcome.prepared.model_dir)
-    if outcome.problems:
-        return False
     if options.out is not None:
         _write(options.out, outcome, planning)
-    return True
+    return not outcome.problems
 
 
 def _planned(loaded: LoadedRecipe, options: PlanOptions, planning: Planning) -> Outcome:
@@ -70,11 +68,7 @@ def _planned(loaded: LoadedRecipe, options: PlanOptions, planning: Planning) -> 
 
         prepared = prepared_elsewhere(loaded, described(options.hardware), choose=planning)
     else:
-        if not options.dry_run:
-            from .probing import probe_once
-
-            probe_once(loaded)
-        prepared = prepared_for(loaded, planning_only=True, choose=planning)
+        prepared = prepared_for(loaded, measure=not options.dry_run, planning_only=True, choose=planning)
     return Outcome(changes=(), prepared=prepared, room=room_of(prepared, described=options.hardware is not None))
 
 
@@ -124,6 +118,9 @@ def _show(options: PlanOptions, outcome: Outcome, facts: RunFacts, extra: dict[s
 def _write(path: Path, outcome: Outcome, planning: Planning) -> None:
     from .plan_files import write_plan
 
+    if outcome.problems:
+        write_status(f"plan: {path} is not written, the run does not fit")
+        return
     assert planning.found is not None
     write_plan(path, outcome.prepared, planning.found.best.choice)
     write_status(f"plan: {path} (fuyou finetune RECIPE --plan {path} runs it)")

@@ -19,18 +19,26 @@ if TYPE_CHECKING:
     from .render.plan import RunFacts
 
 
-def prepared_for(loaded: LoadedRecipe, **options: Any) -> Prepared:
-    """`training.prepare.prepare` with its `options` (`planning_only`, `planned`, `choose`), on this machine."""
+def prepared_for(loaded: LoadedRecipe, *, measure: bool = False, **options: Any) -> Prepared:
+    """`training.prepare.prepare` with its `options` (`planning_only`, `planned`, `choose`), on this machine. `measure`: where
+    nobody has measured it yet, that is done first."""
     from fuyou_cli.training.prepare import prepare, run_directories
 
     from .machine import hardware_for
+    from .probing import probe_once
     from .render.transfer import Transfers
 
     directories = run_directories(loaded.recipe)
+
+    def look(device: str) -> HardwareProfile:
+        if measure:
+            probe_once(loaded, device)
+        return hardware_for(*directories, device=device)
+
     with Transfers(status_console()) as transfers:
         return prepare(
             loaded.recipe,
-            probe=lambda device: hardware_for(*directories, device=device),
+            probe=look,
             say=write_status,
             progress=transfers,
             **options,
@@ -81,8 +89,8 @@ def facts_of(loaded: LoadedRecipe, prepared: Prepared, *, described: bool = Fals
     )
 
 
-def command_of(loaded: LoadedRecipe) -> str:
-    """What runs the recipe as it was planned, to be pasted."""
+def command_of(loaded: LoadedRecipe, command: str = "finetune") -> str:
+    """What runs (or plans) the recipe as it is here, to be pasted."""
     import shlex
 
-    return shlex.join(["fuyou", "finetune", str(loaded.path), *loaded.overrides])
+    return shlex.join(["fuyou", command, str(loaded.path), *loaded.overrides])

@@ -2,56 +2,74 @@
 
 from __future__ import annotations
 
-import io
-from typing import TYPE_CHECKING
+import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.core.units import duration, gb
 
 from .console import write_status
-from .machine import is_measured, keep
+from .machine import is_measured
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from fuyou_cli.recipe.load import LoadedRecipe
 
-    from .measure import BenchReport
+PATIENCE = 300.0  # seconds: the quick bench takes a twentieth of that
 
 
-def probe_once(loaded: LoadedRecipe) -> None:
+def probe_once(loaded: LoadedRecipe, device: str) -> None:
     """Quickly, where no profile is kept of this machine and the recipe's drives; kept for the plans to come. What cannot be
     measured is said, and left to assumed rates."""
-    import os
-
-    from fuyou_cli.training.prepare import device_name
-
     directories = loaded.recipe.offload_directories(os.environ)
-    named = device_name(loaded.recipe)
-    device = "cpu" if named == "emulated" else named
-    if is_measured(*directories, device=device):
+    if is_measured(*directories, device="cpu" if device == "emulated" else device):
         return
-    write_status("measuring this machine, once (--dry-run leaves it, and assumes rates)")
+    write_status("measuring this machine, once: about 15 s, and at most 2 GB written (--dry-run assumes rates instead)")
+    ways = [["bench", "--json", str(loaded.path), *loaded.overrides]]
+    if len(directories) == 1:  # a model that cannot be trained yet has no stage to measure: then the machine alone
+        ways.append(["bench", "--json", "--dir", str(directories[0])])
+    reason = ""
+    made = [place for folder in directories for place in (folder, *folder.parents) if not place.exists()]
+    for way in ways:
+        found, reason = _measured(way)
+        _remove_empty(made)
+        if found is not None:
+            seconds, written = duration(found["seconds"]), gb(found["written_bytes"])
+            write_status(f"measured in {seconds}, {written} written and removed; kept for the plans to come")
+            return
+    write_status(f"note: it could not be measured, and rates are assumed: {reason}")
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    """What measuring made: a plan leaves no folder behind."""
+    for place in sorted(set(folders), key=lambda place: len(place.parts), reverse=True):
+        with suppress(OSError):  # never made, or somebody's by now
+            place.rmdir()
+
+
+def _measured(arguments: list[str]) -> tuple[dict[str, Any] | None, str]:
+    """The result of `fuyou bench` in a process of its own (what it loads and allocates is no part of a run's process), or
+    why there is none."""
+    command = [sys.executable, "-m", "fuyou_cli", *arguments]
+    package = str(Path(__file__).resolve().parents[2])  # so that it is this fuyou, wherever it lies
+    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
     try:
-        report = _measured(loaded, directories, device)
-    except (FuyouError, OSError) as error:
-        write_status(f"note: it could not be measured, and rates are assumed: {error}")
-        return
-    write_status(f"measured in {duration(report.seconds)}, {gb(report.written_bytes)} written; kept for the plans to come")
-
-
-def _measured(loaded: LoadedRecipe, directories: tuple[Path, ...], device: str) -> BenchReport:
-    """With the recipe's own block and head; of a model that cannot be trained yet, without."""
-    from rich.console import Console
-
-    from .bench import run_bench
-    from .measure import measure
-
+        done = subprocess.run(
+            command, env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=PATIENCE, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return None, str(error)
     try:
-        unseen = Console(file=io.StringIO())
-        report = run_bench(None, quick=True, json_output=False, device=device, loaded=loaded, out=unseen)
-    except FuyouError:
-        report = measure(*directories, quick=True, device=device)
-        keep(report.profile, *directories)
-    assert report is not None  # only sustained writing asks
-    return report
+        return json.loads(done.stdout) if done.returncode == 0 else None, _reason(done.stderr)
+    except ValueError:
+        return None, _reason(done.stderr)
+
+
+def _reason(text: str) -> str:
+    """The first line of an error."""
+    lines = [line for line in text.splitlines() if line.startswith("error: ")]
+    return lines[0].removeprefix("error: ") if lines else "fuyou bench failed"

@@ -108,6 +108,7 @@ class Project:
 
     def environment(self) -> dict[str, str]:
         kept = {key: value for key, value in os.environ.items() if not key.startswith("FUYOU_")}
+        kept["XDG_CACHE_HOME"] = str(self.folder / "cache")  # this machine as nobody has measured it
         return {**kept, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
 
     def fuyou(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:

@@ -150,8 +150,8 @@ def test_an_output_in_the_way_is_refused_before_training(new_project: NewProject
     project = new_project()
     (project.out / "model").mkdir(parents=True)
     (project.out / "model" / "thesis.tex").write_text("precious")
-    for command in ("finetune", "plan"):
-        refused = project.fuyou(command, project.recipe)
+    for command in (("finetune",), ("plan", "--dry-run")):
+        refused = project.fuyou(*command, project.recipe)
         assert refused.returncode == 2 and "error: output_dir: " in refused.stderr and "thesis.tex" in refused.stderr
     (project.folder / "file").write_text("")
     refused = project.fuyou("finetune", project.recipe, f"output_dir={project.folder}/file/out")

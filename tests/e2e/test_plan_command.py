@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from fuyou_cli.cli.app import main
+from fuyou_cli.cli.probing import _measured
 
 from .conftest import Project
 
@@ -68,6 +69,9 @@ def test_a_described_machine_stands_in_for_this_one(new_project: NewProject, com
     assert fuyou.json("--hardware", MACHINE, "-o", "plan.json")["compared"] is None
     assert (project.folder / "plan.json").read_bytes() == first
     assert str(project.materials).encode() not in first
+    least = min(row["figures"]["cpu_peak"] for row in compared["others"])
+    tight = fuyou.json("--hardware", MACHINE, "--compare", f"offload.max_memory.cpu={least}")["compared"]["others"]
+    assert tight[-1]["fits"] is False and tight[-1]["figures"] is None  # what takes more memory, last
     assert sorted(path.name for path in project.folder.iterdir()) == ["plan.json", "recipe.yaml"]  # no profile, no store
 
 
@@ -93,9 +97,21 @@ def test_a_pinned_device_and_a_described_one_must_agree(new_project: NewProject,
     assert "offload.device=auto" in err
 
 
+def test_nothing_is_measured_for_a_recipe_that_is_refused(
+    new_project: NewProject, command: Callable[[Project], Command]
+) -> None:
+    code, _, err = command(new_project())("plan", "recipe.yaml", "model.name_or_path=./nowhere")
+    assert code == 2 and "nowhere" in err and "measuring" not in err
+
+
+def test_why_a_machine_could_not_be_measured() -> None:
+    assert _measured(["bench", "--json", "--nope"]) == (None, "No such option: --nope")
+
+
 def test_changes_are_ones_that_make_it_fit(new_project: NewProject, command: Callable[[Project], Command]) -> None:
     fuyou = command(new_project(changes={"offload.max_memory": {"cpu": "90%", "ssd": "6MB"}, "train.batch_size": 1024}))
-    shown = fuyou.json("--dry-run", code=3)
+    shown = fuyou.json("--dry-run", "-o", "plan.json", code=3)
+    assert not Path("plan.json").exists()
     assert shown["problems"] and shown["break_even"] is None and shown["assumed"]
     overrides = [change["overrides"] for change in shown["changes"]]
     same_numbers = {("offload.boundaries=auto",), ("offload.max_memory.ssd=auto",)}
@@ -150,5 +166,6 @@ def test_the_very_plan_is_run(new_project: NewProject, command: Callable[[Projec
     broken = (project.folder / "plan.json").read_text().replace('"lookahead": 2', '"lookahead": -2')
     (project.folder / "plan.json").write_text(broken)
     assert fuyou("finetune", "recipe.yaml", "--plan", "plan.json")[0] == 2
+    assert fuyou("finetune", "recipe.yaml", "--plan", "plan.json", "--dry-run")[0] == 2
     missing = fuyou("finetune", "recipe.yaml", "--plan", "no.json")
     assert missing[0] == 2 and "cannot read the plan no.json" in missing[2]

@@ -28,7 +28,8 @@ def promised() -> tuple[Plan, Timeline]:
 def step(number: int, **measured: Any) -> StepReport:
     fields: dict[str, Any] = {
         "loss": 1.0, "lr": 1e-3, "grad_norm": None, "tokens": 10, "batch_tokens": 16, "seconds": 2.0, "tflops": 0.1,
-        "ram_now": 1, "ram_peak": 2, "read_bytes": 100, "written_bytes": 50, "update_cpu_seconds": 0.1, "io_cpu_seconds": 0.1, "stalls": {},
+        "ram_now": 1, "ram_peak": 2, "read_bytes": 100, "written_bytes": 50,
+        "update_cpu_seconds": 0.1, "io_cpu_seconds": 0.1, "stalls": {},
     }  # fmt: skip
     return StepReport(step=number, total_steps=4, **{**fields, **measured})
 

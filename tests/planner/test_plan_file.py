@@ -35,7 +35,8 @@ def wishes(**changes: Any) -> Wishes:
     asked = Wishes(
         numerics=NUMERICS, model_name="/somewhere/tiny", device="cpu", clip_grad_norm=None, cpu_budget=0, scratch_size=MiB,
     )  # fmt: skip
-    return replace(asked, cpu_budget=least_memory(SPEC, HARDWARE, asked) + 24 * MiB, **changes)
+    asked = replace(asked, **changes)
+    return replace(asked, cpu_budget=least_memory(SPEC, HARDWARE, asked) + 24 * MiB)
 
 
 def made(asked: Wishes) -> tuple[Plan, PlanFile]:
@@ -61,6 +62,24 @@ def test_the_plan_that_was_written_is_the_one_that_runs() -> None:
     assert chosen(TEXT) == PLAN
     homes = {(stage.weights, stage.states) for stage in PLAN.stages}
     assert len(homes) > 1  # else a wrong home could not be told from a right one
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"clip_grad_norm": 1.0},
+        {"device": "emulated"},
+        {"device": "emulated", "weights": "gpu"},
+        {"states": "cpu", "gradients": "ssd", "defer": 0.5},
+        {"boundaries": "cpu", "lookahead": 3},
+        {"kept": "all"},
+    ],
+    ids=str,
+)
+def test_a_plan_of_any_kind_is_built_again(changes: dict[str, Any]) -> None:
+    asked = wishes(**changes)
+    plan, file = made(asked)
+    assert chosen(to_text(file), asked) == plan
 
 
 def test_equal_inputs_give_equal_bytes() -> None:

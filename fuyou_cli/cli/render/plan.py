@@ -278,10 +278,11 @@ def _stages(console: Console, plan: Plan, model: ModelSpec, shapes: Symbols) -> 
             gib(spec.params * state_item),
             TIER_TITLE[homes.states],
             TIER_TITLE[homes.gradients],
-            TIER_TITLE[homes.boundary],
+            TIER_TITLE[homes.boundary] + (f" +{len(homes.kept)}" if homes.kept else ""),
         )
     show(console, content, indent=2)
-    say(console, "Sizes are of one stage.", style="dim", indent=2)
+    kept = "; +n: with the outputs of n operators" if any(stage.kept for stage in plan.stages) else ""
+    say(console, f"Sizes are of one stage{kept}.", style="dim", indent=2)
 
 
 def _ranges(stages: Sequence[StagePlan], model: ModelSpec) -> list[tuple[int, int]]:
@@ -290,7 +291,8 @@ def _ranges(stages: Sequence[StagePlan], model: ModelSpec) -> list[tuple[int, in
     previous: object = None
     for position, stage in enumerate(stages):
         spec = model.stages[position]
-        same = (spec.kind, spec.params, stage.weights, stage.states, stage.gradients, stage.boundary)
+        homes = (stage.weights, stage.states, stage.gradients, stage.boundary, len(stage.kept))
+        same = (spec.kind, spec.params, *homes)
         if same == previous:
             ranges[-1] = (ranges[-1][0], position)
         else:

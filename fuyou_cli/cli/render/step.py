@@ -43,7 +43,7 @@ def _resources(console: Console, plan: Plan, model: ModelSpec, hardware: Hardwar
     for title in ("work", "rate", "busy", "share"):
         column(content, title, right=True)
     column(content)
-    width = 20 if console.width >= WIDE else 10
+    width = 20 if console.width >= WIDE else 8
     for name in ordered(list(predicted.seconds)):
         seconds = predicted.seconds[name]
         work, speed = _work(name, seconds, plan, model, hardware)
@@ -136,5 +136,5 @@ def _break_even(even: BreakEven | None) -> list[tuple[str, str]]:
         return [("batch", f"warning: compute waits for the store at any batch up to {even.tried:,} tokens per step{beyond}")]
     known = f"compute hides the store from {even.tokens:,} tokens per step on"
     if even.below:
-        return [("batch", f"warning: {known}; this recipe has {even.now:,}: a larger train.batch_size costs little")]
+        return [("batch", f"warning: {known} (train.batch_size={even.batch}); this recipe has {even.now:,}")]
     return [("batch", f"{known}; this recipe has {even.now:,}")]
