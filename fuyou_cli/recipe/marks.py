@@ -210,5 +210,7 @@ def show_path(path: Path) -> str:
     """`dataset.train[0].path`."""
     text = ""
     for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+        # A key that YAML reads as a number is one all the same: of a float or a bool there are no entries.
+        entry = isinstance(part, int) and not isinstance(part, bool)
+        text += f"[{part}]" if entry else f".{part}" if text else str(part)
     return text

@@ -84,6 +84,10 @@ def test_places(refused, text, key, code, line, column):
     assert (shown["code"], shown["line"], shown["column"]) == (code, line, column)
 
 
+def test_a_key_that_only_the_loader_takes_for_a_number(refused):
+    assert "0.0" in refused("0E0: auto\n")
+
+
 @pytest.mark.parametrize(
     ("text", "line", "column"),
     [
