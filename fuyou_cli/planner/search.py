@@ -57,6 +57,8 @@ def search(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, *, exhau
     """The best choice and those that lost. Raises PlanError where nothing fits. `exhaustive` looks at every choice however
     large the model is, or never does."""
     choices = family(model, wishes)
+    if hardware.measured == "assumed":  # a guess may be far off: it is no reason to write more to a drive
+        choices = replace(choices, activations=choices.activations[:1], swap=choices.swap[:1])
     visits = 2 * len(model.stages)
     everything = len(choices) * visits <= _SMALL if exhaustive is None else exhaustive
     most = len(choices) if everything else max(_LEAST, _VISITS // visits)

@@ -142,6 +142,9 @@ def test_a_choice_that_overflows_the_disk_is_left_where_another_fits() -> None:
     everything = search(spec, slow_compute, wishes)
     sizes = {found.plan.store_size for found in (everything.best, *everything.others)}
     assert everything.best.plan.store_size > min(sizes), "outputs on the ssd take room there, and are worth it"
+    assumed = fastest(spec, replace(slow_compute, measured="assumed"), wishes)
+    assert assumed.predicted.written_per_step < everything.best.plan.predicted.written_per_step
+    assert not any(stage.kept and stage.boundary == "ssd" for stage in assumed.stages), "nobody measured what that is worth"
     tight = replace(slow_compute, disk_free=min(sizes))
     assert fastest(spec, tight, wishes).store_size == min(sizes)
     assert fastest(spec, replace(tight, disk_free=1), wishes).store_size in sizes  # refused later, by name
