@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,8 @@ def test_the_very_plan_is_run(new_project: NewProject, command: Callable[[Projec
     assert lines["ssd written"]["predicted"] == planned["predicted"]["written_per_step"]
     step = [record for record in records if record["event"] == "step"][-1]
     assert lines["compute busy"]["measured"] == step["busy"]["compute"] > 0
-    broken = (project.folder / "plan.json").read_text().replace('"lookahead": 2', '"lookahead": -2')
+    broken, changed = re.subn(r'"lookahead": (\d)', r'"lookahead": -\1', (project.folder / "plan.json").read_text())
+    assert changed
     (project.folder / "plan.json").write_text(broken)
     assert fuyou("finetune", "recipe.yaml", "--plan", "plan.json")[0] == 2
     assert fuyou("finetune", "recipe.yaml", "--plan", "plan.json", "--dry-run")[0] == 2
