@@ -46,12 +46,12 @@ def arguments() -> argparse.Namespace:
 def counted(result: dict) -> dict[str, tuple[float, float]]:
     """Bytes per step (read, written) of the plan, by the kernel and by the daemon.
 
-    Over the whole run the kernel and the daemon lack the states that the first update did not read, and with clipping
-    count the weights that the last update fetched for itself; without both, all three speak of the same step."""
+    Over the whole run the kernel and the daemon lack the states that the first update did not read, and count the weights
+    that the last of the deferred updates (with clipping all) fetched for themselves; without both, all three speak of the
+    same step."""
     plan, steps = result["plan"], result["steps"]
     unread = plan["predicted_read_by"].get("states", 0)
-    if steps[0]["grad_norm"] is not None:  # weights on the ssd are written once a step: this is what one pass reads
-        unread -= plan["predicted_written_by"].get("weights", 0)
+    unread -= plan["deferred_weights"]
     sums = {"kernel": result["kernel_whole"], "daemon": result["daemon_whole"]}
     by = {"plan": (plan["predicted_read_per_step"], plan["predicted_written_per_step"])}
     for who, whole in sums.items():

@@ -104,11 +104,13 @@ def family(model: ModelSpec, wishes: Wishes) -> Family:
         in_flight = tuple((min(wishes.lookahead, stages), slots) for slots in (1, 2, 3, 4, 6, 8))
     else:
         in_flight = tuple(pair for pair in _PIPELINES if pair[0] <= max(1, stages))
+    # Gradients that must rest on the ssd would be written there for nothing but balance: 2 to 4 bytes more per parameter.
+    may_defer = wishes.clip_grad_norm is None and wishes.defer is None and wishes.gradients != "ssd"
     can_keep = wishes.kept is None and any(stage.operators for stage in model.stages)
     return Family(
         pipelines=in_flight,
         states=_SHARES if wishes.states is None and wishes.weights is None else (0.0,),
-        defer=_DEFER if wishes.clip_grad_norm is None and wishes.defer is None else (wishes.defer or 0.0,),
+        defer=_DEFER if may_defer else (wishes.defer or 0.0,),
         activations=_SHARES if can_keep and wishes.boundaries is None else (0.0,),
         swap=_SHARES if can_keep and wishes.boundaries != "cpu" else (0.0,),
     )
