@@ -11,8 +11,8 @@ import torch
 
 from ..core.errors import UsageError
 from ..core.units import align_up
-from ..planner.boundaries import BoundaryLedger, Wait
-from ..planner.boundary import RECORD_ALIGN, BoundaryLayout, boundary_layout
+from ..planner.boundary_layout import RECORD_ALIGN, BoundaryLayout, boundary_layout
+from ..planner.boundary_ledger import BoundaryLedger, Wait
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan, Span
 from ..swap.daemon import SwapDaemon

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..core.errors import UsageError
 from ..core.units import align_up
-from ..planner.boundary import OUTPUT_ALIGN
+from ..planner.boundary_layout import OUTPUT_ALIGN
 from ..spec.model import ModelSpec, OperatorSpec
 from ..spec.plan import Plan, Span
 from .boundaries import Boundaries

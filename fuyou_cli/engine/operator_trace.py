@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..core.units import align_up
-from ..planner.boundary import OUTPUT_ALIGN
+from ..planner.boundary_layout import OUTPUT_ALIGN
 from ..spec.model import OperatorSpec, TensorSpec
 from .operators import Operators, factors, is_attention, name_of
 

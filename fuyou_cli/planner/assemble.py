@@ -7,7 +7,7 @@ from ..spec.hardware import HardwareProfile
 from ..spec.model import ITEM_SIZE, ModelSpec
 from ..spec.plan import MemoryLine, Plan, Predicted, StagePlan, Tier
 from .bound import busy_seconds
-from .boundary import kept_bytes
+from .boundary_layout import kept_bytes
 from .costs import Costs
 from .memory import BASE_SLACK, Homes, Layout, compute_memory, layout
 from .schedule import expand

@@ -10,7 +10,7 @@ from __future__ import annotations
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ITEM_SIZE, ModelSpec
 from ..spec.plan import Numerics, Plan, StagePlan
-from .boundary import kept_bytes
+from .boundary_layout import kept_bytes
 from .costs import Costs
 from .device import WEIGHTS_ON_DEVICE, crossing
 from .schedule import Schedule, Visit, phase_traffic

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ITEM_SIZE, ModelSpec
-from ..spec.plan import Numerics, StagePlan
+from ..spec.plan import Numerics, Plan, StagePlan
 from .schedule import Visit
 
 _MOMENTS_BYTES = 8  # per parameter: momentum and variance, float32
@@ -35,6 +35,18 @@ class Costs:
     clipped: bool
     on_host: bool  # compute runs on the host's cores
     update_threads: int = 1
+
+    @classmethod
+    def of(cls, model: ModelSpec, hardware: HardwareProfile, plan: Plan) -> Costs:
+        """What a plan's visits and updates take."""
+        return cls(
+            model=model,
+            hardware=hardware,
+            numerics=plan.numerics,
+            clipped=plan.clip_grad_norm is not None,
+            on_host=plan.device != "cuda",
+            update_threads=plan.io.update_threads,
+        )
 
     @property
     def micro_batches(self) -> int:

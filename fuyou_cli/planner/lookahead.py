@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .boundaries import BoundaryLedger
+from .boundary_ledger import BoundaryLedger
 from .residency import Residency
 from .schedule import Schedule, Visit
 

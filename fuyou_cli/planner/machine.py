@@ -19,6 +19,7 @@ from ..spec.hardware import HardwareProfile
 Resource = Literal["compute", "update", "ssd read", "ssd write", "h2d", "d2h"]
 
 _DONE = 1e-12  # of a job: left over by rounding
+_LEAST_COMPUTE = 0.05  # of its rate: compute never stands still beside updates and transfers, however busy the cores
 _HALVINGS, _CLOSE = 8, 0.002
 
 
@@ -223,4 +224,4 @@ class VirtualMachine:
         taken += sharing.io_cores * (used["ssd read"] + used["ssd write"])
         for job in self._jobs:
             if job.parts[0][0] == "compute":
-                job.speed *= max(0.05, 1.0 - taken)
+                job.speed *= max(_LEAST_COMPUTE, 1.0 - taken)

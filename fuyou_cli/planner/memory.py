@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from ..core.units import MiB, align_up
 from ..spec.model import ITEM_SIZE, ModelSpec
 from ..spec.plan import IoPlan, SlotClass, Span, StagePlan, Tier
-from .boundary import Kept, planned_boundary
+from .boundary_layout import Kept, planned_boundary
 from .defer import deferrals
 from .wishes import Wishes
 

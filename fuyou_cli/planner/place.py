@@ -17,7 +17,7 @@ from ..spec.hardware import HardwareProfile
 from ..spec.model import ITEM_SIZE, ModelSpec, OperatorSpec, StageSpec
 from ..spec.plan import Plan, StagePlan, Tier
 from .assemble import assemble, host_peaks
-from .boundary import Kept, every_operator, planned_boundary
+from .boundary_layout import Kept, every_operator, planned_boundary
 from .choice import Choice, pipelines
 from .defer import deferrals
 from .memory import ARENA_UNIT, Homes, Layout, boundary_size, layout

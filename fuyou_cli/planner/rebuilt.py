@@ -11,7 +11,7 @@ from ..spec.model import ModelSpec
 from ..spec.plan import Plan, StagePlan, Tier
 from ..spec.plan_file import Pipeline
 from .assemble import assemble
-from .boundary import every_operator
+from .boundary_layout import every_operator
 from .defer import deferrals
 from .memory import Homes
 from .schedule import plan_schedule

@@ -18,7 +18,7 @@ from typing import Literal
 
 from ..spec.model import ITEM_SIZE, ModelSpec
 from ..spec.plan import Plan, StagePlan
-from .boundary import kept_flops
+from .boundary_layout import kept_flops
 
 Pass = Literal["forward", "logits", "head", "backward"]
 

@@ -116,14 +116,7 @@ class _Looking:
         return not self.limited or (plan.store_size <= self.hardware.disk_free and on_device)
 
     def _figures(self, choice: Choice, plan: Plan) -> Alternative:
-        costs = Costs(
-            model=self.model,
-            hardware=self.hardware,
-            numerics=plan.numerics,
-            clipped=plan.clip_grad_norm is not None,
-            on_host=plan.device != "cuda",
-            update_threads=plan.io.update_threads,
-        )
+        costs = Costs.of(self.model, self.hardware, plan)
         schedule = plan_schedule(self.model, plan)
         return Alternative(
             choice=choice,

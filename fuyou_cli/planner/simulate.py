@@ -12,8 +12,8 @@ from collections.abc import Callable
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ITEM_SIZE, ModelSpec
 from ..spec.plan import Plan, StagePlan
-from .boundaries import BoundaryLedger
-from .boundary import kept_bytes
+from .boundary_layout import kept_bytes
+from .boundary_ledger import BoundaryLedger
 from .costs import Costs
 from .device import DeviceSide, crossing
 from .lookahead import Lookahead
@@ -258,14 +258,7 @@ def simulate(
     state_bytes: int | None = None,
 ) -> Timeline:
     """The last of `steps` steps. `state_bytes`: per parameter beside the weights, where it is not fuyou's own layout."""
-    costs = Costs(
-        model=model,
-        hardware=hardware,
-        numerics=plan.numerics,
-        clipped=plan.clip_grad_norm is not None,
-        on_host=plan.device != "cuda",
-        update_threads=plan.io.update_threads,
-    )
+    costs = Costs.of(model, hardware, plan)
     machine = VirtualMachine(hardware, sharing_of(hardware, plan, costs))
     layout = state_bytes if state_bytes is not None else _STATE_ITEMS[model.compute_dtype]
     run = _Imagined(model, plan, schedule, costs, machine, state_bytes=layout)

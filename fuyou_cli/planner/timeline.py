@@ -27,11 +27,3 @@ class Timeline:
     written: int
     work: tuple[Done, ...]
     asked: tuple[Asked, ...]  # in order
-
-    @property
-    def backward_seconds(self) -> float:
-        return self.step_seconds - self.forward_seconds
-
-    @property
-    def bottleneck(self) -> str:
-        return max(sorted(self.busy), key=lambda name: self.busy[name])

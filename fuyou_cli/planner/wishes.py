@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..spec.plan import Numerics, Tier
-from .boundary import Kept
+from .boundary_layout import Kept
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

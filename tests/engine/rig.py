@@ -28,7 +28,7 @@ from fuyou_cli.engine.inspect import inspect
 from fuyou_cli.engine.skeleton import TORCH_DTYPE, build
 from fuyou_cli.engine.updates import Optimizer
 from fuyou_cli.engine.vocabulary import cut_vocabulary
-from fuyou_cli.planner.boundary import Kept
+from fuyou_cli.planner.boundary_layout import Kept
 from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.hardware import HardwareProfile

@@ -16,7 +16,7 @@ from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.devices.cpu import PastEvent
 from fuyou_cli.engine.devices.emulated import EmulatedDevice
 from fuyou_cli.engine.executor import StepAbandoned
-from fuyou_cli.planner.boundary import Kept, kept_flops
+from fuyou_cli.planner.boundary_layout import Kept, kept_flops
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.swap.native import ffi
 

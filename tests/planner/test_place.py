@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fuyou_cli.core.errors import PlanError
 from fuyou_cli.core.units import GiB, MiB
-from fuyou_cli.planner.boundary import planned_boundary
+from fuyou_cli.planner.boundary_layout import planned_boundary
 from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuyou_cli.planner.bound import busy_seconds
-from fuyou_cli.planner.boundary import Kept
+from fuyou_cli.planner.boundary_layout import Kept
 from fuyou_cli.planner.costs import Costs
 from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.schedule import Schedule, plan_schedule

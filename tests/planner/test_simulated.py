@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fuyou_cli.planner.bound import lower_bound
+from fuyou_cli.planner.costs import Costs
 from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.simulate import simulate
@@ -40,6 +42,8 @@ def test_a_step_takes_at_least_its_busiest_resource(data: st.DataObject, spec: M
     assert all(seconds <= step.step_seconds * (1 + 1e-9) for seconds in step.busy.values())
     assert step.written == made.predicted.written_per_step
     assert step.read <= made.predicted.read_per_step  # weights may still be there from an update when they are wanted again
+    costs = Costs.of(spec, COPYING if device == "cuda" else SHARED, made)
+    assert lower_bound(costs, plan_schedule(spec, made), made) <= step.step_seconds * (1 + 1e-6) + 1e-9
     reading = step.read / (made.predicted.read_per_step or 1)
     for name, seconds in made.predicted.seconds.items():
         assert seconds * (reading if name == "ssd read" else 1) <= step.step_seconds * (1 + 1e-6) + 1e-9, name

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuyou_cli.planner.boundary import BoundaryLayout, boundary_layout, every_operator, kept_bytes, kept_flops
+from fuyou_cli.planner.boundary_layout import BoundaryLayout, boundary_layout, every_operator, kept_bytes, kept_flops
 
 from .models import OPERATORS, model, stage
 
