@@ -114,7 +114,7 @@ def _pass_peak(model: ModelSpec, stage: StagePlan) -> int:
 def _memory_lines(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, placed: Layout) -> tuple[MemoryLine, ...]:
     """The placement matrix: what each kind takes in each tier."""
     item = ITEM_SIZE[model.compute_dtype]
-    states_item = 8 if model.compute_dtype == "float32" else 10
+    states_item = model.state_item
     params = model.stored_parameters
     lines: list[MemoryLine] = []
 

@@ -10,19 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..spec.hardware import HardwareProfile
-from ..spec.model import ITEM_SIZE, ModelSpec
+from ..spec.model import ITEM_SIZE, STATE_SIZES, ModelSpec
 from ..spec.plan import Numerics, Plan, StagePlan
 from .schedule import Visit
 
-_MOMENTS_BYTES = 8  # per parameter: momentum and variance, float32
 _NORM_PASSES = {"forward": 6, "backward": 16}  # over the boundary: float32 inside, one weight
 
 
 def update_bytes(numerics: Numerics) -> int:
     """Bytes of memory that one update reads and writes per parameter: weights, remainder and moments twice, the gradient
     once. 26 in bfloat16; 28 with float32 gradients, and in float32."""
-    remainder = ITEM_SIZE["int16"] if numerics.compute_dtype == "bfloat16" else 0
-    return 2 * (ITEM_SIZE[numerics.compute_dtype] + remainder + _MOMENTS_BYTES) + ITEM_SIZE[numerics.accumulate_dtype]
+    rewritten = ITEM_SIZE[numerics.compute_dtype] + sum(STATE_SIZES[numerics.compute_dtype])
+    return 2 * rewritten + ITEM_SIZE[numerics.accumulate_dtype]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

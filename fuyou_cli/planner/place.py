@@ -14,7 +14,7 @@ from typing import TypeVar
 from ..core.errors import PlanError
 from ..core.units import MiB, align_up, gib
 from ..spec.hardware import HardwareProfile
-from ..spec.model import ITEM_SIZE, ModelSpec, OperatorSpec, StageSpec
+from ..spec.model import ITEM_SIZE, STATE_SIZES, ModelSpec, OperatorSpec, StageSpec
 from ..spec.plan import Plan, StagePlan, Tier
 from .assemble import assemble, host_peaks
 from .boundary_layout import Kept, every_operator, planned_boundary
@@ -148,7 +148,7 @@ def traffic_items(model: ModelSpec, wishes: Wishes, homes: Homes, spans: Layout)
 def _items_of(model: ModelSpec, wishes: Wishes, homes: Homes, plan: StagePlan, stage: StageSpec) -> Iterator[Item]:
     index, params = stage.index, stage.params
     item, gradient = ITEM_SIZE[model.compute_dtype], ITEM_SIZE[wishes.numerics.accumulate_dtype]
-    states = (4, 4, 2) if model.compute_dtype == "bfloat16" else (4, 4)
+    states = STATE_SIZES[model.compute_dtype]
     rests = int(plan.deferred) + int(model.has_two_users(index))
     boundary = boundary_size(model, wishes, homes, index)
     uses = 2 if stage.kind in ("block", "norm") else 1  # in forward and in backward; what is visited twice in a row is kept

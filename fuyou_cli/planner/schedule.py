@@ -159,7 +159,6 @@ def _traffic(model: ModelSpec, stages: tuple[StagePlan, ...], visits: list[Visit
     read = dict.fromkeys(("weights", "states", "gradients", "boundaries"), 0)
     written = dict.fromkeys(read, 0)
     item = ITEM_SIZE[model.compute_dtype]
-    state_item = 8 if model.compute_dtype == "float32" else 10
     for visit in visits:
         if visit.fetch and visit.owner is not None:
             read["weights"] += item * model.stages[visit.owner].params
@@ -173,8 +172,8 @@ def _traffic(model: ModelSpec, stages: tuple[StagePlan, ...], visits: list[Visit
         if plan.weights == "ssd":
             written["weights"] += item * stage.params
         if plan.states == "ssd":
-            read["states"] += state_item * stage.params
-            written["states"] += state_item * stage.params
+            read["states"] += model.state_item * stage.params
+            written["states"] += model.state_item * stage.params
         if plan.gradients_extent is not None:
             rests = int(plan.deferred) + int(model.has_two_users(stage.index))  # until the update; from the head to here
             read["gradients"] += rests * plan.gradients_extent.size
@@ -187,7 +186,6 @@ def phase_traffic(
 ) -> tuple[int, int]:
     """Store bytes read and written by these visits and by the updates of these stages."""
     item = ITEM_SIZE[model.compute_dtype]
-    state_item = 8 if model.compute_dtype == "float32" else 10
     read = written = 0
     for visit in visits:
         if visit.fetch and visit.owner is not None:
@@ -202,8 +200,8 @@ def phase_traffic(
         params = model.stages[plan.stage].params
         written += item * params * (plan.weights == "ssd")
         if plan.states == "ssd":
-            read += state_item * params
-            written += state_item * params
+            read += model.state_item * params
+            written += model.state_item * params
         if plan.deferred and plan.gradients_extent is not None:
             read += plan.gradients_extent.size
     return read, written

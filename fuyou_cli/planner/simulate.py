@@ -24,7 +24,6 @@ from .timeline import Asked, Timeline
 
 _LOOKS = 4  # at most, per visit: a run looks around after every micro-batch
 _MANY_VISITS = 150  # from here on half as many: with so many stages when within a visit something starts says little
-_STATE_ITEMS = {"bfloat16": 10, "float32": 8}  # bytes per parameter beside the weights
 
 
 class _Imagined:
@@ -260,7 +259,7 @@ def simulate(
     """The last of `steps` steps. `state_bytes`: per parameter beside the weights, where it is not fuyou's own layout."""
     costs = Costs.of(model, hardware, plan)
     machine = VirtualMachine(hardware, sharing_of(hardware, plan, costs))
-    layout = state_bytes if state_bytes is not None else _STATE_ITEMS[model.compute_dtype]
+    layout = state_bytes if state_bytes is not None else model.state_item
     run = _Imagined(model, plan, schedule, costs, machine, state_bytes=layout)
     ends: list[float] = []
     forward = 0.0

@@ -17,6 +17,9 @@ StageKind = Literal["embedding", "block", "norm", "head"]
 Dtype = Literal["float32", "bfloat16"]
 
 ITEM_SIZE: dict[str, int] = {"float32": 4, "bfloat16": 2, "int16": 2}
+STATE_SIZES: dict[Dtype, tuple[int, ...]] = {"bfloat16": (2, 4, 4), "float32": (4, 4)}
+"""Bytes per parameter of what AdamW keeps beside the weights, by the dtype they are in: the remainder of bfloat16 weights'
+masters, momentum, variance."""
 TENSOR_ALIGN = 64  # elements
 STAGE_ALIGN = 2048  # elements: 4096 bytes of bfloat16
 
@@ -129,10 +132,14 @@ class ModelSpec:
 
     @property
     def state_bytes(self) -> int:
-        """What AdamW keeps beside the weights, without padding: two float32 moments, and for bfloat16 weights the
-        remainder of their master."""
-        halved = self.parameters - self.float32_parameters if self.compute_dtype == "bfloat16" else 0
-        return 2 * ITEM_SIZE["float32"] * self.parameters + ITEM_SIZE["int16"] * halved
+        """What AdamW keeps beside the weights, without padding."""
+        kept = self.float32_parameters
+        return self.state_item * (self.parameters - kept) + sum(STATE_SIZES["float32"]) * kept
+
+    @property
+    def state_item(self) -> int:
+        """The same per parameter in the compute dtype."""
+        return sum(STATE_SIZES[self.compute_dtype])
 
     @property
     def stored_parameters(self) -> int:
