@@ -21,6 +21,7 @@ from . import drives, probe
 from .console import confirm, result_console, status_console, write_status
 from .machine import keep
 from .measure import BenchReport, device_named, measure
+from .others import Others, are_busy
 from .profile import assumed_hardware
 from .render.bench import bench_json, show_bench
 
@@ -77,14 +78,23 @@ def _measured(
     places: tuple[Path, ...], recipe: Recipe | None, *, quick: bool, device: str, sustained: bool, progress: Progress
 ) -> BenchReport:
     """Everything that was asked for; what can be wrong with a recipe is found before anything is measured."""
-    begin = time.monotonic()
+    begin, others = time.monotonic(), Others()
     if recipe is None:
         report = measure(*places, quick=quick, device=device, progress=progress)
     else:
         report = _with_recipe(places, recipe, quick=quick, device=device, progress=progress)
     if sustained:
         report = _with_sustained(report, places, progress)
-    return replace(report, seconds=time.monotonic() - begin)
+    return _beside_others(replace(report, seconds=time.monotonic() - begin), others.cores())
+
+
+def _beside_others(report: BenchReport, cores: float) -> BenchReport:
+    """What was measured beside others says so, here and in every plan made with it."""
+    report = replace(report, profile=replace(report.profile, others_cores=cores))
+    if not are_busy(cores):
+        return report
+    note = f"others used {cores:.1f} cores meanwhile: the machine alone may be faster; measure again when it is quiet"
+    return replace(report, notes=(*report.notes, note))
 
 
 def _with_recipe(places: tuple[Path, ...], recipe: Recipe, *, quick: bool, device: str, progress: Progress) -> BenchReport:

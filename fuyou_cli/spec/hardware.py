@@ -18,7 +18,7 @@ RatedKind = Literal["block", "head"]
 # What a digest leaves out: how much is there now, and what things are called. The rest is rates.
 _NOT_RATES = (
     "ram_total", "ram_available", "process_bytes", "device_memory", "disk_free", "pinnable", "pinnable_why", "drives", "name",
-    "measured", "sources",
+    "measured", "others_cores", "sources",
 )  # fmt: skip
 
 
@@ -74,6 +74,7 @@ class HardwareProfile:
     h2d: float
     d2h: float
     measured: str  # ISO date, "assumed", or "described"
+    others_cores: float = 0.0  # that others used while it was measured
     stage_rates: tuple[StageRate, ...] = ()
     shared_compute: float = 1.0  # of their rates, what compute and one update thread keep while both run: less on device cpu
     shared_adamw: float = 1.0

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from fuyou_cli.cli.break_even import BreakEven
 from fuyou_cli.cli.compare import Comparison
+from fuyou_cli.cli.others import are_busy
 from fuyou_cli.cli.planning import WORN, Outcome, worn
 from fuyou_cli.cli.room import Room, plan_problems
 from fuyou_cli.core.disk import FileSystem
@@ -145,6 +146,8 @@ def _machine(plan: Plan, hardware: HardwareProfile, facts: RunFacts, shapes: Sym
     backend = plan.io.backend if facts.io_uring else "by threads (built without io_uring)"
     digest = f"profile {hardware.digest()}"
     source = f"described, {digest}" if hardware.measured == "described" else f"measured {hardware.measured}, {digest}"
+    if are_busy(hardware.others_cores):
+        source += f"; others used {hardware.others_cores:.1f} cores then: `fuyou bench` measures it again"
     if hardware.measured == "assumed":
         source = f"assumed, not measured: `fuyou bench --dir {facts.folder}` measures them"
     return [
@@ -261,7 +264,6 @@ def _disk(disk: FileSystem) -> tuple[str, str]:
 def _stages(console: Console, plan: Plan, model: ModelSpec, shapes: Symbols) -> None:
     heading(console, "Stages", "where weights, states, resting gradients and the kept input rest")
     item = ITEM_SIZE[model.compute_dtype]
-    state_item = 10 if model.compute_dtype == "bfloat16" else 8  # remainder and both moments; both moments
     content = ruled(shapes)
     for title in ("stage", "kind", "params", "weights", "", "states", "", "grads", "input"):
         column(content, title, right=title in ("params", "weights", "states"))
@@ -275,7 +277,7 @@ def _stages(console: Console, plan: Plan, model: ModelSpec, shapes: Symbols) -> 
             count(spec.params),
             gib(spec.params * item),
             TIER_TITLE[homes.weights],
-            gib(spec.params * state_item),
+            gib(spec.params * model.state_item),
             TIER_TITLE[homes.states],
             TIER_TITLE[homes.gradients],
             TIER_TITLE[homes.boundary] + (f" +{len(homes.kept)}" if homes.kept else ""),

@@ -1,0 +1,45 @@
+"""How busy others keep the machine while something is measured: rates found beside them are not the machine's own."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from . import probe
+
+BUSY_CORES, BUSY_SHARE = 0.4, 0.1  # from here on it is said: of all cores, but not less than the kernel's own work
+
+
+class Others:
+    """Cores that others use from now on; children count as ours once they have ended."""
+
+    def __init__(self, root: Path = probe.ROOT) -> None:
+        self._root = root
+        self._began, self._busy, self._own = time.monotonic(), busy_seconds(root), own_seconds()
+
+    def cores(self) -> float:
+        """On average, 0 where the system does not say."""
+        used = (busy_seconds(self._root) - self._busy) - (own_seconds() - self._own)
+        return round(max(0.0, used) / max(time.monotonic() - self._began, 1e-9), 3)
+
+
+def are_busy(cores: float) -> bool:
+    """Whether that much is more than the noise that every system makes."""
+    return cores > max(BUSY_CORES, BUSY_SHARE * (os.cpu_count() or 1))
+
+
+def busy_seconds(root: Path = probe.ROOT) -> float:
+    """CPU-seconds of the whole machine so far, with those that a hypervisor gave to other machines."""
+    try:
+        line = (root / "proc/stat").read_text().split("\n", 1)[0]
+    except OSError:
+        return 0.0
+    ticks = [int(word) for word in line.split()[1:9]]
+    return (sum(ticks[:3]) + sum(ticks[5:8])) / os.sysconf("SC_CLK_TCK")
+
+
+def own_seconds() -> float:
+    """CPU-seconds of this process and of its children that have ended."""
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
