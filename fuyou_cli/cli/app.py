@@ -55,6 +55,7 @@ _OVERRIDES_HELP = "key=value ... changes keys of the recipe, e.g. optimizer.lr=3
 RecipeArgument = Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped one.")]
 OptionalRecipe = Annotated[str | None, typer.Argument(help=_RECIPE_HELP, show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="key=value", help=_OVERRIDES_HELP, show_default=False)]
+Calibrated = Annotated[bool, typer.Option("--calibrated", help="With rates as the latest run on this machine showed them.")]
 Json = Annotated[bool, typer.Option("--json", help="Write the result as JSON.")]
 
 
@@ -75,6 +76,7 @@ def finetune(
     plan_file: Annotated[
         Path | None, typer.Option("--plan", help="Run this very plan, of `fuyou plan -o`.", show_default=False)
     ] = None,
+    calibrated: Calibrated = False,
 ) -> None:
     """Fine-tune a model as a recipe says.
 
@@ -86,10 +88,10 @@ def finetune(
         )
     loaded = _load(recipe, overrides)
     if dry_run:
-        return _plan(loaded, dry_run=True)
+        return _plan(loaded, dry_run=True, calibrated=calibrated)
     from .finetune import run_finetune
 
-    return run_finetune(loaded, plan_file=plan_file)
+    return run_finetune(loaded, plan_file=plan_file, calibrated=calibrated)
 
 
 @app.command()
@@ -113,6 +115,7 @@ def plan(
         str | None,
         typer.Option(metavar="FILE|PARTS", help="Another machine, e.g. rtx4090,2xgen4,128GiB.", show_default=False),
     ] = None,
+    calibrated: Calibrated = False,
     compare: Annotated[bool, typer.Option("--compare", help="Also what else could be, and why it lost.")] = False,
     out: Annotated[
         Path | None, typer.Option("-o", "--out", help="Write the plan, for `finetune --plan`.", show_default=False)
@@ -127,8 +130,8 @@ def plan(
     run; a machine that was never measured is, quickly. Exit code 3 when it does not fit.
     """
     _plan(
-        _load(recipe, overrides), dry_run=dry_run, hardware=hardware, compare=compare, out=out, json_output=json_output,
-        verbose=verbose, show_config=show_config,
+        _load(recipe, overrides), dry_run=dry_run, hardware=hardware, calibrated=calibrated, compare=compare, out=out,
+        json_output=json_output, verbose=verbose, show_config=show_config,
     )  # fmt: skip
 
 

@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     from fuyou_cli.training.run import Run
 
 
-def run_finetune(loaded: LoadedRecipe, *, plan_file: Path | None = None) -> None:
-    """`plan_file`: the plan to run, instead of the one that is best now."""
+def run_finetune(loaded: LoadedRecipe, *, plan_file: Path | None = None, calibrated: bool = False) -> None:
+    """`plan_file`: the plan to run, instead of the one that is best now. `calibrated`: planned with rates as the latest run
+    showed them."""
     from .allocator import settle_allocator
 
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"calibrated": calibrated}
     if plan_file is not None:
         from .plan_files import read_plan
 
@@ -123,20 +124,27 @@ def _train(prepared: Prepared) -> tuple[RunReport, Path, bool]:
             _steps(prepared, run, log)
             report = _beside_plan(prepared, run.report())
             if log is not None and not _waits_for_export(prepared, run):
-                _end_log(log, {**_moved(before, run.daemon.counters()), "compared": as_records(report.compared)})
+                moved = _moved(before, run.daemon.counters())
+                _end_log(log, {**moved, "saved_bytes": run.saved_bytes, "compared": as_records(report.compared)})
         return report, run.paths[0].parent, _waits_for_export(prepared, run)
 
 
 def _beside_plan(prepared: Prepared, report: RunReport) -> RunReport:
-    """With the plan's step simulated once more, for what it says of every resource."""
+    """With the plan's step simulated once more, for what it says of every resource. What that shows of the machine is kept
+    for the plans to come that ask for it."""
     from fuyou_cli.planner.schedule import plan_schedule
     from fuyou_cli.planner.simulate import simulate
     from fuyou_cli.training.compared import compared
+    from fuyou_cli.training.corrected import corrected
+
+    from .machine import keep_corrected
 
     if not report.steps:
         return report
     model, hardware, plan = prepared.model, prepared.hardware, prepared.plan
     step = simulate(model, hardware, plan, plan_schedule(model, plan))
+    if shown := corrected(hardware, model, plan, step, report):
+        keep_corrected(shown, *prepared.directories)
     assumed = hardware.measured == "assumed"
     return replace(report, compared=compared(report, plan, step), assumed=assumed)
 
@@ -157,7 +165,7 @@ def _end_log(log: JsonlLog, fields: dict[str, object]) -> None:
 
 def _moved(before: Counters, after: Counters) -> dict[str, object]:
     """The store's bytes from the end of loading to the saved state: steps alone leave out what a step's end finds in
-    flight."""
+    flight. Saving writes what rests in RAM (`saved_bytes`)."""
     return {
         "read_bytes": after.read_bytes - before.read_bytes,
         "written_bytes": after.written_bytes - before.written_bytes,

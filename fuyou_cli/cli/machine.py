@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import os
 import platform
@@ -29,12 +30,21 @@ def profile_path(*directories: Path, device: str) -> Path:
     return base / f"profile-{hashlib.sha256(repr(about).encode()).hexdigest()[:12]}.json"
 
 
-def hardware_for(*directories: Path, device: str) -> HardwareProfile:
+def corrected_path(profile: Path) -> Path:
+    """Where rates as runs showed them are kept beside the measured `profile`."""
+    return profile.with_name(f"runs-{profile.name}")
+
+
+def hardware_for(*directories: Path, device: str, calibrated: bool = False) -> HardwareProfile:
     """For a store striped over `directories`: the kept profile of this machine with memory and disk as they are now; without
-    one, rates are assumed and the profile says so (`fuyou bench` measures them)."""
+    one, rates are assumed and the profile says so (`fuyou bench` measures them). `calibrated`: as the latest run showed
+    them."""
     path = profile_path(*directories, device=device)
     name, memory = _device_facts(device)
-    profile = _kept(path)
+    profile = _kept(corrected_path(path)) if calibrated else None
+    if calibrated and profile is None:
+        _note("--calibrated: no run on this machine has measured anything yet since `fuyou bench`: its rates are taken")
+    profile = profile or _kept(path)
     if profile is None or (name is not None and profile.device_name != name):  # another card than was measured
         profile = assumed_hardware(*directories, device=device, device_name=name, device_memory=memory)
     pinnable, why = probe.pinnable()
@@ -89,12 +99,24 @@ def keep(profile: HardwareProfile, *directories: Path) -> HardwareProfile:
     before = _kept(path, said=False)  # what cannot be read is replaced now
     if before is not None and before.device_name == profile.device_name:
         profile = _joined(before, profile)
+    corrected_path(path).unlink(missing_ok=True)  # corrected what was measured before
+    _write(profile, path)
+    return profile
+
+
+def keep_corrected(profile: HardwareProfile, *directories: Path) -> None:
+    """Remembers rates as a run showed them, for plans that ask for them."""
+    today = datetime.date.today().isoformat()
+    measured = f"{profile.measured.partition(',')[0]}, corrected by a run of {today}"
+    _write(replace(profile, measured=measured), corrected_path(profile_path(*directories, device=profile.device)))
+
+
+def _write(profile: HardwareProfile, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_profile(profile, path)
     except OSError as error:
         write_status(f"note: the profile could not be kept in {path}: {error.strerror}")
-    return profile
 
 
 def _joined(before: HardwareProfile, found: HardwareProfile) -> HardwareProfile:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fuyou_cli.core.errors import PlanError
+from fuyou_cli.core.errors import PlanError, UsageError
 
 from .console import result_console, write_json, write_result, write_status
 from .room import check_export, check_output, room_of
@@ -29,16 +29,22 @@ class PlanOptions:
     verbose: bool = False
     show_config: bool = False
     dry_run: bool = False
+    calibrated: bool = False
     compare: bool = False
     hardware: str | None = None
     out: Path | None = None
 
 
 def run_plan(loaded: LoadedRecipe, options: PlanOptions) -> bool:
-    """True when the run fits. Raises PlanError where there is no plan at all; as JSON that is said on stdout as well."""
+    """True when the run fits. Raises PlanError where there is no plan at all (as JSON that is said on stdout as well), and
+    UsageError for options that exclude each other."""
     from .planning import Planning
     from .validate import config_of, config_text
 
+    if options.calibrated and options.hardware is not None:
+        raise UsageError(
+            "--calibrated takes the rates that runs on this machine showed, --hardware describes another: give one of them"
+        )
     extra: dict[str, Any] = {"config": config_of(loaded)} if options.show_config else {}
     if options.show_config and not options.json_output:
         write_result(config_text(loaded))
@@ -68,7 +74,9 @@ def _planned(loaded: LoadedRecipe, options: PlanOptions, planning: Planning) -> 
 
         prepared = prepared_elsewhere(loaded, described(options.hardware), choose=planning)
     else:
-        prepared = prepared_for(loaded, measure=not options.dry_run, planning_only=True, choose=planning)
+        prepared = prepared_for(
+            loaded, measure=not options.dry_run, calibrated=options.calibrated, planning_only=True, choose=planning
+        )
     return Outcome(changes=(), prepared=prepared, room=room_of(prepared, described=options.hardware is not None))
 
 

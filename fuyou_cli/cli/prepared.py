@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from .render.plan import RunFacts
 
 
-def prepared_for(loaded: LoadedRecipe, *, measure: bool = False, **options: Any) -> Prepared:
+def prepared_for(loaded: LoadedRecipe, *, measure: bool = False, calibrated: bool = False, **options: Any) -> Prepared:
     """`training.prepare.prepare` with its `options` (`planning_only`, `planned`, `choose`), on this machine. `measure`: where
-    nobody has measured it yet, that is done first."""
+    nobody has measured it yet, that is done first. `calibrated`: with rates as the latest run showed them."""
     from fuyou_cli.training.prepare import prepare, run_directories
 
     from .machine import hardware_for
@@ -33,7 +33,7 @@ def prepared_for(loaded: LoadedRecipe, *, measure: bool = False, **options: Any)
     def look(device: str) -> HardwareProfile:
         if measure:
             probe_once(loaded, device)
-        return hardware_for(*directories, device=device)
+        return hardware_for(*directories, device=device, calibrated=calibrated)
 
     with Transfers(status_console()) as transfers:
         return prepare(

@@ -77,5 +77,6 @@ class RunReport:
     output_dir: str
     busy: dict[str, float] = field(default_factory=dict)  # resource -> seconds per step, median
     waits: dict[str, float] = field(default_factory=dict)  # cause -> seconds per step, median
+    update_cpu: float = 0.0  # CPU seconds of the update threads per step, median
     compared: tuple[Compared, ...] = ()  # with the plan, line by line
     assumed: bool = False  # the plan's rates were

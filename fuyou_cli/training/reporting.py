@@ -86,6 +86,7 @@ def run_report(
         output_dir=str(Path(output_dir).expanduser()),
         busy=_medians([step.busy for step in later]),
         waits=_medians([step.stalls for step in later]),
+        update_cpu=statistics.median(step.update_cpu_seconds for step in later) if later else 0.0,
     )
 
 

@@ -61,6 +61,7 @@ class Run:
         self.losses: list[float] = list(prepared.manifest.losses) if prepared.manifest else []
         self.step = prepared.manifest.step if prepared.manifest else 0
         self.written_before = prepared.manifest.written_total if prepared.manifest else 0
+        self.saved_bytes = 0  # that saving wrote, beside the steps
         self.stopping = StopRequests(announce, to_the_end=ends_process)
         self.stopping.may_abandon, self.stopping.at_stake = self._may_abandon, self._at_stake
         self._name = prepared.manifest.run if prepared.manifest else os.urandom(8).hex()
@@ -327,7 +328,9 @@ class Run:
         self._saving = True
         with self.stopping.during("saving"):
             self.executor.drain()
+            before = self.daemon.counters().written_bytes
             self.files.save_resident(self.executor.residency.records)
+            self.saved_bytes += self.daemon.counters().written_bytes - before
             self.store.sync()
             self._spare.unlink(missing_ok=True)
             self.save_manifest("committed")

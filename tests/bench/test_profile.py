@@ -102,6 +102,24 @@ def test_measurements_of_one_machine_add_up(tmp_path: Path, monkeypatch: pytest.
     assert other.stage_rates == () and other.sustained_write == 0.0
 
 
+def test_rates_of_runs_are_for_plans_that_ask_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    base = replace(profile.assumed_hardware(tmp_path), measured="2026-01-02", store_read=2e9)
+    machine.keep(base, tmp_path)
+    assert machine.hardware_for(tmp_path, device="cpu", calibrated=True).store_read == 2e9
+    assert "--calibrated: no run" in capsys.readouterr().err
+    machine.keep_corrected(replace(base, store_read=1e9), tmp_path)
+    assert machine.hardware_for(tmp_path, device="cpu").store_read == 2e9
+    found = machine.hardware_for(tmp_path, device="cpu", calibrated=True)
+    assert found.store_read == 1e9 and found.measured.startswith("2026-01-02, corrected by a run of ")
+    machine.keep_corrected(found, tmp_path)  # of a run that was planned with these
+    assert machine.hardware_for(tmp_path, device="cpu", calibrated=True).measured.count("corrected") == 1
+    machine.keep(base, tmp_path)  # measured anew: what was corrected is no more
+    assert machine.hardware_for(tmp_path, device="cpu", calibrated=True).store_read == 2e9
+
+
 @pytest.mark.parametrize("left", ["", '{"schema_version": 1, "dev', '{"schema_version": 1, "cores": 2}'])
 def test_a_damaged_kept_profile_stands_in_nobodys_way(
     left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -39,3 +39,16 @@ def _with_timelines(reports: list[StepReport]) -> list[StepReport]:
     """But the first, whose updates have no states to read."""
     assert all(report.timeline for report in reports)
     return reports[1:]
+
+
+def test_what_saving_writes_is_no_part_of_a_step(new_project: Callable[..., Project]) -> None:
+    in_ram = dict.fromkeys(("offload.weights", "offload.optimizer_states", "offload.gradients", "offload.boundaries"), "cpu")
+    project = new_project(changes={"train.max_steps": STEPS, **in_ram})
+    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+        run.load(lambda count: None)
+        loaded = run.daemon.counters()
+        run.train(lambda report: None)
+        trained = run.daemon.counters()
+        assert run.saved_bytes >= 12 * run.model.parameters - 4096 * len(run.model.stages)
+    assert trained.written_bytes - loaded.written_bytes == run.saved_bytes
+    assert trained.read_bytes == loaded.read_bytes

@@ -1,0 +1,86 @@
+"""`corrected(...)`: rates of a machine as a run on it turned out, for the plans to come that ask for them.
+
+A correction is what the plan said beside what was measured, of one step, on the same terms: compute by the seconds in which
+some of it was under way, updates by the CPU time of their threads, a direction of the drives by the seconds in which some
+of it was under way, and only where it was so for most of the step: a drive that is waited for shows its rate, others show
+how they were used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ..planner.costs import Costs
+from ..planner.machine import Resource
+from ..planner.timeline import Timeline
+from ..spec.hardware import HardwareProfile, RatedKind, StageRate, merged_rates
+from ..spec.model import ModelSpec
+from ..spec.plan import Plan
+from .report import RunReport
+
+LEAST_STEPS = 3  # of a run: the first warms up
+FULL = 0.8  # of a step: from here on a drive is what is waited for
+BELIEVED = (0.2, 5.0)  # a rate so many times what was known is another thing than a correction
+
+
+def corrected(
+    hardware: HardwareProfile, model: ModelSpec, plan: Plan, step: Timeline, report: RunReport
+) -> HardwareProfile | None:
+    """The profile that the plan was made with, its rates times what the run shows; None where it shows nothing: too short,
+    planned with assumed rates, or on a device that only stands in for one. `step` is the plan's, simulated."""
+    if report.steps < LEAST_STEPS or hardware.measured == "assumed" or plan.device == "emulated":
+        return None
+    costs = Costs.of(model, hardware, plan)
+    compute = _factor(_under_way(step, "compute"), report.busy.get("compute", 0.0))
+    update = _factor(sum(costs.update_seconds(stage) for stage in plan.stages), report.update_cpu)
+    read, write = (
+        _factor(_under_way(step, direction), report.busy.get(direction, 0.0))
+        if report.busy.get(direction, 0.0) >= FULL * report.step_seconds
+        else 1.0
+        for direction in ("ssd read", "ssd write")
+    )
+    return replace(
+        hardware,
+        stage_rates=merged_rates(hardware.stage_rates, tuple(_stage_rates(hardware, model, plan, compute))),
+        adamw=tuple((threads, rate * update) for threads, rate in hardware.adamw),
+        store_read=hardware.store_read * read,
+        store_read_mixed=hardware.store_read_mixed * read,
+        store_write=hardware.store_write * write,
+        store_write_mixed=hardware.store_write_mixed * write,
+    )
+
+
+def _factor(predicted: float, measured: float) -> float:
+    """Of a rate: more where less time was taken."""
+    if predicted <= 0 or measured <= 0:
+        return 1.0
+    lowest, highest = BELIEVED
+    factor = predicted / measured
+    return factor if lowest <= factor <= highest else 1.0
+
+
+def _under_way(step: Timeline, resource: Resource) -> float:
+    """Seconds in which some job moved that uses the resource."""
+    begin = max(done.end for done in step.work) - step.step_seconds if step.work else 0.0
+    seconds, until = 0.0, begin
+    spans = [(done.begin, done.end) for done in step.work if any(name == resource for name, _ in done.parts)]
+    for first, last in sorted(spans):
+        seconds += max(0.0, last - max(first, until))
+        until = max(until, last)
+    return seconds
+
+
+def _stage_rates(hardware: HardwareProfile, model: ModelSpec, plan: Plan, factor: float) -> Iterable[StageRate]:
+    """Of every kind of stage in the model, at its own shape."""
+    tokens = plan.numerics.micro_batch_size * plan.numerics.max_seq_len
+    for stage in model.stages:
+        if stage.kind not in ("block", "head"):
+            continue
+        kind: RatedKind = "head" if stage.kind == "head" else "block"
+        params = model.stages[model.owner(stage.index)].params
+        rate = hardware.stage_rate(kind, model.compute_dtype, model.hidden_size, params, tokens)
+        yield StageRate(
+            kind=kind, dtype=model.compute_dtype, hidden=model.hidden_size, params=params, tokens=tokens,
+            forward=rate.forward * factor, backward=rate.backward * factor,
+        )  # fmt: skip

@@ -1,0 +1,95 @@
+"""Rates as a run turned out: a plan made with them says what the run did."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fuyou_cli.planner.costs import Costs
+from fuyou_cli.planner.schedule import plan_schedule
+from fuyou_cli.planner.search import fastest
+from fuyou_cli.planner.simulate import simulate
+from fuyou_cli.planner.timeline import Timeline
+from fuyou_cli.spec.hardware import HardwareProfile
+from fuyou_cli.spec.plan import Plan
+from fuyou_cli.training.busy import busy_seconds
+from fuyou_cli.training.corrected import LEAST_STEPS, corrected
+from fuyou_cli.training.report import Busy, RunReport, StepReport
+from fuyou_cli.training.reporting import run_report
+
+from .models import HARDWARE
+from .test_plan_file import SPEC, wishes
+
+KNOWN = replace(HARDWARE, matmul_flops=2e8, shared_compute=0.6, shared_adamw=0.8)
+PLAN = fastest(SPEC, KNOWN, wishes())
+
+
+def step_on(machine: HardwareProfile, plan: Plan = PLAN) -> Timeline:
+    return simulate(SPEC, machine, plan, plan_schedule(SPEC, plan))
+
+
+def run_on(machine: HardwareProfile, *, steps: int = LEAST_STEPS, plan: Plan = PLAN) -> RunReport:
+    """What a run of the plan reports where the machine is really like this."""
+    step = step_on(machine, plan)
+    begin = max(done.end for done in step.work) - step.step_seconds
+    busy = busy_seconds([
+        Busy(resource=name, label=done.what, begin=max(0.0, done.begin - begin), end=done.end - begin)
+        for done in step.work for name, _ in done.parts
+    ])  # fmt: skip
+    costs = Costs.of(SPEC, machine, plan)
+    reports = [
+        StepReport(
+            step=number, total_steps=steps, loss=1.0, lr=1e-3, grad_norm=None, tokens=1, batch_tokens=1,
+            seconds=step.step_seconds, tflops=0.1, ram_now=1, ram_peak=1, read_bytes=step.read, written_bytes=step.written,
+            update_cpu_seconds=sum(costs.update_seconds(stage) for stage in plan.stages), io_cpu_seconds=0.0, stalls={},
+            busy=busy,
+        )
+        for number in range(1, steps + 1)
+    ]  # fmt: skip
+    return run_report(
+        reports, losses=[1.0], plan=plan, parameters=1, seconds=1.0, ram_peak=1, written_total=1, output_dir="out"
+    )
+
+
+def slower(times: float) -> HardwareProfile:
+    return replace(KNOWN, matmul_flops=KNOWN.matmul_flops / times)
+
+
+def test_a_run_as_planned_corrects_nothing() -> None:
+    found = corrected(KNOWN, SPEC, PLAN, step_on(KNOWN), run_on(KNOWN))
+    assert found is not None
+    assert found.adamw[0][1] == pytest.approx(KNOWN.adamw[0][1])
+    assert found.store_read == pytest.approx(KNOWN.store_read, rel=1e-3)
+    assert step_on(found).step_seconds == pytest.approx(step_on(KNOWN).step_seconds, rel=1e-3)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.floats(0.6, 2.5), st.floats(0.5, 3.0))
+def test_a_plan_made_again_says_what_the_run_did(compute: float, update: float) -> None:
+    truth = replace(slower(compute), adamw=tuple((threads, rate / update) for threads, rate in KNOWN.adamw))
+    found = corrected(KNOWN, SPEC, PLAN, step_on(KNOWN), run_on(truth))
+    assert found is not None
+    before, after, real = (step_on(machine).step_seconds for machine in (KNOWN, found, truth))
+    assert abs(after / real - 1) <= max(0.05, 0.5 * abs(before / real - 1))
+
+
+def test_a_slower_drive_that_is_waited_for_is_seen() -> None:
+    quick = replace(KNOWN, matmul_flops=1e12, adamw=((1, 1e11),))
+    plan = fastest(SPEC, quick, wishes(weights="ssd", states="ssd"))
+    truth = replace(quick, store_read=1e9, store_read_mixed=0.6e9, store_write=0.5e9, store_write_mixed=0.4e9)
+    found = corrected(quick, SPEC, plan, step_on(quick, plan), run_on(truth, plan=plan))
+    assert found is not None
+    assert step_on(found, plan).step_seconds == pytest.approx(step_on(truth, plan).step_seconds, rel=0.1)
+    assert found.stage_rates[0].forward == pytest.approx(quick.matmul_flops, rel=0.05)  # compute was as it was said to be
+
+
+def test_what_shows_nothing_corrects_nothing() -> None:
+    step = step_on(KNOWN)
+    assert corrected(KNOWN, SPEC, PLAN, step, run_on(KNOWN, steps=LEAST_STEPS - 1)) is None
+    assert corrected(replace(KNOWN, measured="assumed"), SPEC, PLAN, step, run_on(KNOWN)) is None
+    assert corrected(KNOWN, SPEC, replace(PLAN, device="emulated"), step, run_on(KNOWN)) is None
+    wild = corrected(KNOWN, SPEC, PLAN, step, run_on(slower(50)))  # something else went on
+    assert wild is not None and wild.stage_rates[0].forward == KNOWN.matmul_flops
