@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from proof.report import Row, at_most, conclude, holds, unless_noisy
 from proof.runs import Case, our_run
 from proof.setting import SHAPES, Setting, parser, run_script
+from proof.traffic import counted
 
 from fuyou_cli.core.units import GiB, gib
 
@@ -91,8 +92,8 @@ def compared(case: Case, result: dict) -> tuple[float, list[Row]]:
         f"{what}: memory", f"measured <= predicted <= {TIGHTNESS:g}x", f"{gib(measured)}, predicted {gib(predicted)}",
         measured <= predicted <= TIGHTNESS * measured, note=f"{predicted / measured:.3f}x",
     )  # fmt: skip
-    planned = (plan["predicted_read_per_step"], plan["predicted_written_per_step"])
-    moved = [statistics.median(step[kind] for step in steps) for kind in ("read_bytes", "written_bytes")]
+    by = counted(result)
+    planned, moved = by["plan"], by["daemon"]
     off = max(abs(m - p) / p if p else float(m > 0) for m, p in zip(moved, planned, strict=True))
     traffic = at_most(f"{what}: error of the store's bytes", off, BYTES, note=f"{moved[0] / 1e9:.2f} + {moved[1] / 1e9:.2f} GB")
     return error, [time, memory, traffic]

@@ -7,8 +7,9 @@
 
 The kernel's bytes are /proc/PID/io of the run, read from outside, from the end of loading to the run's end; the
 daemon's are its own counters over the same time, as the run logs them at its end, so that nothing in flight at a step's
-end is left out. Two differences from a step among others are known and taken out: the first update reads no states
-(they are zero and were never written), and with clipping the last update follows no forward and fetches its weights.
+end is left out. Three differences from a step among others are known and taken out: the first update reads no states
+(they are zero and were never written), with clipping the last update follows no forward and fetches its weights, and what
+rests in RAM is written once, when the run is saved.
 All on ssd with and without clipping, and as planned for `--budget`.
 """
 
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 from pathlib import Path
 
@@ -26,11 +26,11 @@ from proof.report import Row, at_most, conclude, holds, missing, reported
 from proof.rows import LENGTH
 from proof.runs import Case, our_run
 from proof.setting import Setting, parser, run_script, size
+from proof.traffic import counted
 
 from fuyou_cli.core.units import GiB, gb, gib
 
 WITHIN = 0.01
-WARM_UP = 2  # steps, where a run logs no sums: after them every step reads states
 BYTES_PER_PARAMETER = 26  # weights twice, remainder and moments read; weights, remainder and moments written
 GRADIENT_ITEM = 4  # summed over micro-batches in float32
 
@@ -41,29 +41,6 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--budget", type=size, default=2 * GiB)
     options.add_argument("--rows", type=int, default=8, help="of 512 tokens a step, more than --micro")
     return options.parse_args()
-
-
-def counted(result: dict) -> dict[str, tuple[float, float]]:
-    """Bytes per step (read, written) of the plan, by the kernel and by the daemon.
-
-    Over the whole run the kernel and the daemon lack the states that the first update did not read, and count the weights
-    that the last of the deferred updates (with clipping all) fetched for themselves; without both, all three speak of the
-    same step."""
-    plan, steps = result["plan"], result["steps"]
-    unread = plan["predicted_read_by"].get("states", 0)
-    unread -= plan["deferred_weights"]
-    sums = {"kernel": result["kernel_whole"], "daemon": result["daemon_whole"]}
-    by = {"plan": (plan["predicted_read_per_step"], plan["predicted_written_per_step"])}
-    for who, whole in sums.items():
-        if whole is None:  # a run that logs its steps only: what is in flight at a step's end blurs these
-            counting = steps[WARM_UP:-1]
-            by[who] = (
-                statistics.mean(step["read_bytes"] for step in counting),
-                statistics.mean(step["written_bytes"] for step in counting),
-            )
-        else:
-            by[who] = ((whole[0] + unread) / len(steps), whole[1] / len(steps))
-    return by
 
 
 def beside_plan(what: str, result: dict, bytes_by: dict[str, tuple[float, float]]) -> list[Row]:

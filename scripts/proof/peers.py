@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from . import watch
+from fuyou_cli.cli.others import Others
+
 from .report import digest
 from .rows import LENGTH
 from .runs import NOISE_CORES, THREADS, limited, started
@@ -56,7 +57,7 @@ def _deepspeed_run(setting: Setting, peers: Path, *, rows: int, micro: int, thro
     command += ["--batch", str(micro), "--accum", str(rows // micro), "--seq", str(LENGTH), "--warmup", "1"]
     command += ["--steps", "2", "--max-s", "1", "--threads", str(THREADS), "--out", str(out)]
     command += ["--nvme", str(setting.work / "ds_nvme")]
-    others = watch.Others()
+    others = Others()
     with (
         limited(setting.work, memory=None, throttle=throttle) as (held, _),
         output.open("wb") as file,

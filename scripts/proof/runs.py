@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from typing import Any, BinaryIO
 
 import yaml
 
+from fuyou_cli.cli.others import Others
 from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.core.units import GiB, gib
 from fuyou_cli.training.jsonl import read_log
@@ -27,6 +29,7 @@ from .setting import RunFailed, Setting
 
 THREADS, SEED = 2, 42
 MARK = ".fuyou-proof"  # in every folder that these scripts may remove
+FUYOU = (sys.executable, "-m", "fuyou_cli")
 NOISE_CORES = 0.4  # used by others over a run: more and its times mean little (the kernel's own I/O work is in it)
 STEP_FIELDS = (
     "step", "loss", "grad_norm", "seconds", "batch_tokens", "ram_peak", "read_bytes", "written_bytes",
@@ -42,11 +45,13 @@ class Case:
     budget: int
     steps: int
     rows: int = 16  # per step, of 512 tokens
-    micro: int = 4
+    micro: int | None = 4  # None: chosen by the planner
     clip: float | None = None
     all_on_ssd: bool = False
     compute: str = "bfloat16"
     profiled: bool = False  # `fuyou bench RECIPE` first, under the same limits, and a plan from what it found
+    overrides: tuple[str, ...] = ()  # key=value, over the recipe
+    plan: str = ""  # the text of a plan file to run, instead of the plan that is best
     export: bool = False
     limit: int | None = None  # of the memory group; None: no limit
     throttle: tuple[int, int] | None = None  # bytes/s read, written
@@ -59,12 +64,13 @@ class Case:
     @property
     def key(self) -> str:
         """Everything that shapes the measurement: what another script or part may take over."""
-        words = [f"fuyou {self.shape}", f"{self.rows}x{LENGTH} by {self.micro}", f"{self.steps} steps"]
+        words = [f"fuyou {self.shape}", f"{self.rows}x{LENGTH} by {self.micro or 'auto'}", f"{self.steps} steps"]
         words += [gib(self.budget)]
         words += [f"clip {self.clip:g}" if self.clip is not None else "no clipping"]
         words += ["all on ssd"] if self.all_on_ssd else []
         words += [self.compute] if self.compute != "bfloat16" else []
         words += ["profiled"] if self.profiled else []
+        words += [*self.overrides, f"plan {hashlib.sha256(self.plan.encode()).hexdigest()[:8]}"] if self.plan else []
         words += [f"inside {gib(self.limit)}"] if self.limit is not None else []
         words += [f"disk {self.throttle[0] / 1e9:g}+{self.throttle[1] / 1e9:g} GB/s"] if self.throttle else []
         words += ["exported"] if self.export else []
@@ -99,7 +105,7 @@ def write_recipe(setting: Setting, case: Case) -> Path:
         "train": {
             "max_steps": case.steps,
             "batch_size": case.rows,
-            "micro_batch_size": case.micro,
+            "micro_batch_size": case.micro or "auto",
             "threads": THREADS,
             "clip_grad_norm": case.clip,
         },
@@ -143,20 +149,15 @@ def our_run(setting: Setting, case: Case) -> dict[str, Any]:
 def _our_run(setting: Setting, case: Case) -> dict[str, Any]:
     recipe = write_recipe(setting, case)
     log, output = setting.work / "run" / "log.jsonl", setting.work / "run.txt"
-    fuyou = [sys.executable, "-m", "fuyou_cli"]
-    profiles = fresh(setting.work / "profiles")  # of this run alone: none is taken over from the machine's own
-    others = watch.Others()
+    command = [*FUYOU, "finetune", str(recipe), *case.overrides]
+    if case.plan:
+        plan = setting.work / "run" / "plan.json"
+        plan.write_text(case.plan, encoding="utf-8")
+        command += ["--plan", str(plan)]
+    others = Others()
     with limited(setting.work, memory=case.limit, throttle=case.throttle, wanted=case.watch_memory) as (held, why):
-        if case.profiled:
-            bench = [*fuyou, "bench", str(recipe)]
-            with (
-                (setting.work / "bench.txt").open("wb") as file,
-                started(bench, held, file, XDG_CACHE_HOME=str(profiles)) as child,
-            ):
-                if child.wait() != 0:
-                    raise RunFailed(f"{case.key}: fuyou bench failed, see {file.name}")
-        environment = {"XDG_CACHE_HOME": str(profiles)} if case.profiled else {}
-        with output.open("wb") as file, started([*fuyou, "finetune", str(recipe)], held, file, **environment) as child:
+        environment = profile(setting, recipe, held) if case.profiled else {}
+        with output.open("wb") as file, started(command, held, file, **environment) as child:
             seen = watch.follow(
                 child, log=log, group=held, memory=case.watch_memory, counters=case.watch_counters, steps=case.steps
             )
@@ -183,6 +184,7 @@ def _our_run(setting: Setting, case: Case) -> dict[str, Any]:
         "counters": seen.counters,
         "kernel_whole": [after - before for before, after in zip(seen.before, seen.after, strict=True)],
         "daemon_whole": [ends[-1]["read_bytes"], ends[-1]["written_bytes"]] if ends else None,
+        "saved": ends[-1]["saved_bytes"] if ends else 0,
         "exported_parameters": exported_parameters(setting.work / "run" / "model") if case.export else None,
         "others_cores": cores,
     }
@@ -192,6 +194,17 @@ def _our_run(setting: Setting, case: Case) -> dict[str, Any]:
     result["noisy"] = case.timed and cores > NOISE_CORES
     fresh(setting.work / "store")  # tens of GB
     return result
+
+
+def profile(setting: Setting, recipe: Path, held: Group | None) -> dict[str, str]:
+    """What `fuyou bench RECIPE` measures inside the group, as the environment of those who are to find it: nothing is taken
+    over from the machine's own profiles, or left there. Raises RunFailed."""
+    environment = {"XDG_CACHE_HOME": str(fresh(setting.work / "profiles"))}
+    bench = [*FUYOU, "bench", str(recipe)]
+    with (setting.work / "bench.txt").open("wb") as file, started(bench, held, file, **environment) as child:
+        if child.wait() != 0:
+            raise RunFailed(f"fuyou bench failed, see {file.name}")
+    return environment
 
 
 @contextmanager
@@ -298,7 +311,7 @@ def _in_memory_run(setting: Setting, case: InMemory, rows: Path) -> dict[str, An
     out.unlink(missing_ok=True)
     # Its weights in huge pages, as ours are: glibc advises what malloc maps.
     environment = {"OMP_NUM_THREADS": str(THREADS), "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-    others = watch.Others()
+    others = Others()
     with output.open("wb") as file, started(command, None, file, **environment) as child:
         watch.follow(child, log=out, group=None, memory=False, counters=False, steps=case.steps)
     cores = others.cores()

@@ -7,7 +7,6 @@ plus what the kernel holds for them; bytes are /proc/PID/io at the moment a step
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import time
 from dataclasses import dataclass, field
@@ -142,29 +141,6 @@ def io_of(pid: int) -> tuple[int, int]:
         numbers = numbers_of(Path(f"/proc/{pid}/io").read_text().replace(":", " "))
         return numbers.get("read_bytes", 0), numbers.get("write_bytes", 0)
     return 0, 0
-
-
-class Others:
-    """How much of the machine other processes use from now on; children count as ours once they have ended."""
-
-    def __init__(self) -> None:
-        self.began, self.busy, self.own = time.monotonic(), busy_seconds(), children_seconds()
-
-    def cores(self) -> float:
-        used = (busy_seconds() - self.busy) - (children_seconds() - self.own)
-        return round(max(0.0, used) / max(time.monotonic() - self.began, 1e-9), 3)
-
-
-def busy_seconds() -> float:
-    """CPU-seconds of the whole machine so far."""
-    ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
-    return (sum(ticks[:3]) + sum(ticks[5:7])) / os.sysconf("SC_CLK_TCK")
-
-
-def children_seconds() -> float:
-    """CPU-seconds of this process and of its children that have ended."""
-    used = os.times()
-    return used.user + used.system + used.children_user + used.children_system
 
 
 def _listed(folder: Path) -> list[Path]:

@@ -1,0 +1,186 @@
+#!/usr/bin/env python3
+"""The plan that the planner chooses for a recipe, and ten that it could have chosen, as texts of plan files.
+
+    python scripts/proof/alternatives.py --recipe recipe.yaml --seed 7 --out plans.json
+
+Five are drawn by the seed from the 30 that fit and have the best closed-form bounds (which bounds tie is the seed's to say);
+the others are the best with everything on the ssd, with no update deferred, with half and with double the micro-batch, and
+with everything recomputed. One that is the chosen plan itself, or that does not fit, gives way to another of the 30.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from fuyou_cli.cli.plan_files import write_plan
+from fuyou_cli.cli.planning import Elsewise, Planning, alternative
+from fuyou_cli.cli.prepared import prepared_for
+from fuyou_cli.core.errors import PlanError
+from fuyou_cli.core.units import MiB
+from fuyou_cli.planner.bound import lower_bound
+from fuyou_cli.planner.choice import Choice, family
+from fuyou_cli.planner.costs import Costs
+from fuyou_cli.planner.place import made_of
+from fuyou_cli.planner.schedule import plan_schedule
+from fuyou_cli.planner.search import timed
+from fuyou_cli.planner.wishes import Wishes
+from fuyou_cli.recipe.load import load_recipe
+from fuyou_cli.spec.hardware import HardwareProfile
+from fuyou_cli.spec.model import ModelSpec
+from fuyou_cli.spec.plan import Plan
+from fuyou_cli.training.prepare import Prepared
+
+ALL, AMONG = 10, 30
+DRAWN = 5
+# Left free by every plan alike: the process that runs it is larger than the one that made it.
+MARGIN = 64 * MiB
+ON_SSD = tuple(f"offload.{key}=ssd" for key in ("weights", "gradients", "optimizer_states", "boundaries"))
+RECOMPUTED = ("offload.activations=recompute",)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A plan under its name, and what turns the recipe into the one that it is a plan of."""
+
+    name: str
+    prepared: Prepared
+    choice: Choice
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def does(self) -> object:
+        """What two plans that do the same have in common."""
+        return alike(self.prepared.plan)
+
+    def written(self, folder: Path) -> dict[str, object]:
+        path = folder / "plan.json"
+        write_plan(path, self.prepared, self.choice)
+        seconds = self.prepared.plan.predicted.step_seconds
+        return {
+            "name": self.name, "overrides": list(self.overrides), "plan": path.read_text(encoding="utf-8"), "seconds": seconds,
+            "micro": self.prepared.plan.numerics.micro_batch_size, "choice": str(self.choice),
+        }  # fmt: skip
+
+
+def alike(plan: Plan) -> object:
+    return plan.stages, plan.slot_classes, plan.boundary_slots, plan.lookahead, plan.numerics
+
+
+class Roomy(Planning):
+    """The planner's choice in a little less memory than there is."""
+
+    def __call__(self, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
+        plan = super().__call__(model, hardware, replace(wishes, cpu_budget=wishes.cpu_budget - MARGIN))
+        if self.too_small is not None:
+            raise self.too_small
+        return plan
+
+
+def candidates(recipe: Path, seed: int) -> list[Candidate]:
+    """The chosen one first."""
+    loaded = load_recipe(recipe, [])
+    planning = Roomy()
+    prepared = prepared_for(loaded, planning_only=True, choose=planning)
+    assert planning.found is not None and planning.wishes is not None
+    best = Candidate(name="chosen", prepared=prepared, choice=planning.found.best.choice)
+    found = [best]
+    elsewise = Elsewise(loaded=loaded, prepared=prepared, described=False)
+    named = [
+        changed(elsewise, "all on the ssd", ON_SSD),
+        undeferred(best, planning.wishes),
+        *micro_batches(elsewise, best),
+        changed(elsewise, "recompute all", RECOMPUTED),
+    ]
+    for candidate in filter(None, named):
+        add(found, candidate)
+    drawn = 0
+    for candidate in near_the_bound(best, planning.wishes, random.Random(seed)):
+        if drawn >= DRAWN and len(found) > ALL:
+            break
+        drawn += add(found, candidate)
+    return found
+
+
+def add(found: list[Candidate], candidate: Candidate) -> bool:
+    """Whether the plan is none of those that are there."""
+    if any(candidate.does == other.does for other in found):
+        return False
+    found.append(candidate)
+    return True
+
+
+def changed(elsewise: Elsewise, name: str, overrides: tuple[str, ...]) -> Candidate | None:
+    planning = Roomy()
+    outcome = elsewise.with_keys(overrides, choose=planning)
+    if outcome is None or outcome.problems or planning.found is None:
+        return None
+    return Candidate(name=name, prepared=outcome.prepared, choice=planning.found.best.choice, overrides=overrides)
+
+
+def micro_batches(elsewise: Elsewise, best: Candidate) -> Iterator[Candidate | None]:
+    size, batch = (getattr(best.prepared.plan.numerics, key) for key in ("micro_batch_size", "batch_size"))
+    for name, other in (("half the micro-batch", size // 2), ("double the micro-batch", size * 2)):
+        if other and batch % other == 0:
+            yield changed(elsewise, name, (f"train.micro_batch_size={other}",))
+
+
+def undeferred(best: Candidate, wishes: Wishes) -> Candidate | None:
+    return placed(best, wishes, replace(best.choice, defer=0.0), "no update deferred")
+
+
+def placed(best: Candidate, wishes: Wishes, choice: Choice, name: str) -> Candidate | None:
+    prepared = best.prepared
+    plan = made_of(prepared.model, prepared.hardware, wishes, choice)
+    if plan is None or plan.store_size > prepared.hardware.disk_free:
+        return None
+    step = timed(alternative(choice, plan), prepared.model, prepared.hardware)
+    return Candidate(name=name, prepared=replace(prepared, plan=step), choice=choice)
+
+
+def near_the_bound(best: Candidate, wishes: Wishes, draw: random.Random) -> list[Candidate]:
+    """Of all choices that fit the 30 with the lowest bounds, each plan once, in an order drawn."""
+    prepared = best.prepared
+    choices = list(family(prepared.model, wishes))
+    draw.shuffle(choices)
+    bounds, seen = [], {alike(prepared.plan)}
+    for choice in choices:
+        plan = made_of(prepared.model, prepared.hardware, wishes, choice)
+        if plan is None or plan.store_size > prepared.hardware.disk_free or alike(plan) in seen:
+            continue
+        seen.add(alike(plan))
+        costs = Costs.of(prepared.model, prepared.hardware, plan)
+        bounds.append((lower_bound(costs, plan_schedule(prepared.model, plan), plan), choice))
+    nearest = [choice for _, choice in sorted(bounds, key=lambda pair: pair[0])[:AMONG]]
+    draw.shuffle(nearest)
+    made = (placed(best, wishes, choice, f"drawn: {choice}") for choice in nearest)
+    return [candidate for candidate in made if candidate is not None]
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--recipe", type=Path, required=True)
+    options.add_argument("--seed", type=int, required=True)
+    options.add_argument("--out", type=Path, required=True)
+    given = options.parse_args()
+    try:
+        found = candidates(given.recipe, given.seed)
+    except PlanError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 3
+    with tempfile.TemporaryDirectory() as folder:
+        texts = [candidate.written(Path(folder)) for candidate in found]
+    given.out.write_text(json.dumps(texts), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+#!/usr/bin/env python3
+"""The chosen plan beside ten others, measured: is there a faster one?
+
+    sudo python scripts/prove_choice.py --seed 7 --work DIR --data gsm8k/train.jsonl
+    4 combinations up to 350m: 30 GB in DIR, about an hour and a half on two quiet cores; interrupted, it goes on
+    trying the script itself: --shapes 50m --combinations 1 --turns 1
+
+A combination is a model of at most 350M, a dtype, a budget that does not hold all of it, clipping, and a disk held at 0.3, 0.6
+or 0.9 GB/s each way. `fuyou bench RECIPE` measures the machine under these limits, then the plans are made: the planner's, and
+ten others (scripts/proof/alternatives.py says which). They take turns, the chosen one before and after every five others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from proof.report import ROOT, Row, at_most, conclude, reported, say, unless_noisy
+from proof.runs import Case, child_environment, limited, our_run, profile, write_recipe
+from proof.setting import RunFailed, Setting, parser, run_script
+
+from fuyou_cli.core.units import MiB, gib
+
+RATES = (300_000_000, 600_000_000, 900_000_000)
+BUDGETS = {"50m": (768, 1024), "125m": (1280, 1792), "350m": (2048, 3072)}  # MiB: part of it must stay on the ssd
+FLOAT32 = 1.5  # times the budget
+ROWS = (4, 8)  # of 512 tokens
+STEPS, WARM_UP = 4, 2  # states are all zero in the first, and the store's second extents are new until the second
+NEAR = 1.05
+PARTS = 2  # the others' runs of a turn, the chosen plan's between them
+
+
+def arguments() -> argparse.Namespace:
+    options = parser(__doc__)
+    options.add_argument("--seed", type=int, required=True)
+    options.add_argument("--combinations", type=int, default=4)
+    options.add_argument("--turns", type=int, default=2)
+    options.add_argument("--shapes", nargs="+", choices=list(BUDGETS), default=["50m", "125m", "350m"])
+    return options.parse_args()
+
+
+def drawn(seed: int, count: int, shapes: list[str]) -> list[Case]:
+    """The combinations of a seed. Every shape comes about equally often; one in four is float32, one clips."""
+    draw = random.Random(seed)
+
+    def spread(values: list[Any]) -> list[Any]:
+        found = [values[place % len(values)] for place in range(count)]
+        draw.shuffle(found)
+        return found
+
+    columns = (spread(shapes), spread(["bfloat16"] * 3 + ["float32"]), spread([None, None, None, 1.0]), spread(list(RATES)))
+    cases = []
+    for shape, dtype, clip, rate in zip(*columns, strict=True):
+        budget = int(draw.choice(BUDGETS[shape]) * (FLOAT32 if dtype == "float32" else 1)) * MiB
+        cases.append(
+            Case(
+                shape=shape, budget=budget, steps=STEPS, rows=draw.choice(ROWS), micro=None, clip=clip, compute=dtype,
+                throttle=(rate, rate), warm_up=WARM_UP, timed=True,
+            )
+        )  # fmt: skip
+    return cases
+
+
+def alternatives(setting: Setting, case: Case, seed: int) -> list[dict[str, Any]]:
+    """The plans of a case, the chosen one first."""
+
+    def once() -> dict[str, Any]:
+        recipe, out = write_recipe(setting, case), setting.work / "alternatives.json"
+        script = ROOT / "scripts" / "proof" / "alternatives.py"
+        command = [sys.executable, str(script), "--recipe", str(recipe), "--seed", str(seed), "--out", str(out)]
+        with limited(setting.work, memory=None, throttle=case.throttle) as (held, _):
+            environment = child_environment() | profile(setting, recipe, held)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise RunFailed(f"{case.key}: no plans: {done.stderr.strip()}")
+        return {"plans": json.loads(out.read_text(encoding="utf-8"))}
+
+    return setting.measure(f"plans of seed {seed}, {case.key}", once)["plans"]
+
+
+def timed(setting: Setting, case: Case, plans: list[dict[str, Any]], turns: int) -> list[list[dict[str, Any]]]:
+    """Runs per plan: every turn the others once, in as many parts as the chosen one has runs."""
+    runs: list[list[dict[str, Any]]] = [[] for _ in plans]
+
+    def run(number: int, turn: int) -> None:
+        plan = plans[number]
+        its = replace(case, plan=plan["plan"], overrides=tuple(plan["overrides"]), turn=turn)
+        runs[number].append(our_run(setting, its))
+
+    others = list(range(1, len(plans)))
+    for turn in range(turns):
+        for part in range(PARTS):
+            run(0, PARTS * turn + part)
+            for number in others[part::PARTS]:
+                run(number, turn)
+    return runs
+
+
+def seconds_of(results: list[dict[str, Any]]) -> list[float]:
+    return [step["seconds"] for result in results for step in result["steps"][WARM_UP:]]
+
+
+def case_rows(setting: Setting, number: int, case: Case, seed: int, turns: int) -> list[Row]:
+    plans = alternatives(setting, case, seed)
+    runs = timed(setting, case, plans, turns)
+    seconds = [statistics.median(seconds_of(results)) for results in runs]
+    what = (
+        f"{number}: {case.shape} {case.compute}, {gib(case.budget)}, {case.rows} rows, "
+        f"{'clipped' if case.clip else 'unclipped'}, {case.throttle[0] / 1e9:g} GB/s"
+    )
+    rows = [
+        reported(
+            f"{what}: {plan['name']}", f"{median:.2f} s",
+            note=f"{min(seconds_of(results)):.2f}..{max(seconds_of(results)):.2f}, predicted {plan['seconds']:.2f}, "
+            f"micro-batch {plan['micro']}",
+        )
+        for plan, results, median in zip(plans, runs, seconds, strict=True)
+    ]  # fmt: skip
+    best = min(range(1, len(plans)), key=seconds.__getitem__)
+    values = {"seconds": [seconds_of(results) for results in runs], "plans": [{**plan, "plan": ""} for plan in plans]}
+    note = f"chosen {seconds[0]:.2f} s, the best of {len(plans) - 1} others {seconds[best]:.2f} s: {plans[best]['name']}"
+    row = at_most(f"{what}: chosen / best", seconds[0] / seconds[best], NEAR, note=note, values=values)
+    return [*rows, unless_noisy(row, [result for results in runs for result in results])]
+
+
+def prove(setting: Setting, options: argparse.Namespace) -> int:
+    rows: list[Row] = []
+    for number, case in enumerate(drawn(options.seed, options.combinations, options.shapes), start=1):
+        found = case_rows(setting, number, case, options.seed, options.turns)
+        say(f"{found[-1].what}: {found[-1].measured}")
+        rows += found
+    settings = {"seed": options.seed, "combinations": options.combinations, "turns": options.turns, "text": setting.text_name}
+    return conclude(f"prove_choice-{options.seed}", rows, results=setting.results, settings=settings)
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(arguments(), prove))

@@ -1,0 +1,48 @@
+"""scripts/proof/alternatives.py: plans that are the recipe's, differ, and run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .conftest import ROOT, Project
+
+NewProject = Callable[..., Project]
+AUTO = {f"offload.{key}": "auto" for key in ("weights", "optimizer_states", "gradients", "boundaries")}
+CHANGES = {**AUTO, "train.clip_grad_norm": None, "train.max_steps": 2, "checkpoint.resume": "never", "export.at_end": False}
+
+
+def alternatives(project: Project, seed: int) -> list[dict[str, Any]]:
+    script, out = ROOT / "scripts" / "proof" / "alternatives.py", project.folder / f"plans-{seed}.json"
+    command = [sys.executable, str(script), "--recipe", str(project.recipe), "--seed", str(seed), "--out", str(out)]
+    done = subprocess.run(command, cwd=project.folder, env=project.environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    plans: list[dict[str, Any]] = json.loads(out.read_text())
+    return plans
+
+
+def run(project: Project, plan: dict[str, Any]) -> dict[int, float]:
+    file: Path = project.folder / "plan.json"
+    file.write_text(plan["plan"])
+    done = project.fuyou("finetune", project.recipe, *plan["overrides"], "--plan", file)
+    assert done.returncode == 0, done.stderr
+    return project.losses()
+
+
+def test_the_chosen_plan_and_its_rivals_run_as_they_are(new_project: NewProject) -> None:
+    project = new_project(changes=CHANGES)
+    plans = alternatives(project, seed=7)
+    assert plans == alternatives(project, seed=7)
+    assert plans[0]["name"] == "chosen" and len(plans) > 4
+    names = [plan["name"] for plan in plans]
+    assert {"all on the ssd", "half the micro-batch", "double the micro-batch"} <= set(names)
+    assert len({plan["plan"] for plan in plans}) == len(plans)
+    by_name = dict(zip(names, plans, strict=True))
+    chosen = run(project, plans[0])
+    drawn = next(plan for plan in plans if plan["name"].startswith("drawn"))
+    assert run(project, drawn) == run(project, by_name["all on the ssd"]) == chosen  # where things rest changes no bit
+    assert run(project, by_name["half the micro-batch"]) != chosen
