@@ -155,7 +155,7 @@ def _shared(target: torch.device, rate: float, *, quick: bool) -> Shared:
         layer.backward()
 
     note = f"Llama layer {SHARED_WIDTH} wide, bfloat16, {tokens} tokens, forward + recompute + backward"
-    return measure_shared(step, 4 * layer.flops, seconds=seconds, note=note)
+    return measure_shared(step, layer.flops + layer.backward_flops, seconds=seconds, note=note)
 
 
 DTYPES: tuple[Dtype, Dtype] = ("bfloat16", "float32")

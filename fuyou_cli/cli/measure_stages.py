@@ -37,6 +37,7 @@ class Alone(Protocol):
     """A stage by itself: `engine.alone`."""
 
     flops: float
+    backward_flops: float  # recompute included
     tokens: int
 
     def forward(self) -> None: ...
@@ -184,7 +185,7 @@ def timed(
 ) -> Stages:
     """The rates of one stage, kept as those of micro-batches of `tokens`. `seconds`: of a forward and a backward, about."""
     forward = each(alone.flops, times(alone.forward, device, 5, seconds=seconds / 4, least=2))
-    backward = each(3 * alone.flops, times(alone.backward, device, 5, seconds=0.75 * seconds, least=2))
+    backward = each(alone.backward_flops, times(alone.backward, device, 5, seconds=0.75 * seconds, least=2))
     what = f"{kind} {hidden} {dtype}"
     note = f"{count(params)} parameters, {alone.tokens} tokens"
     rates = (

@@ -18,6 +18,7 @@ from .anatomy import Anatomy
 from .calls import StageCall, one_row_masks, only_refusals, replaced_forwards
 from .gradients import GradientSum
 from .head import Head, Part, TokenLoss, pieces
+from .recompute import Recompute
 from .skeleton import TORCH_DTYPE
 from .stage import Stage
 from .streamed import boundary_of, find_input
@@ -31,7 +32,8 @@ class BlockAlone:
     def __init__(self, anatomy: Anatomy, spec: StageSpec, *, dtype: Dtype, accumulate: Dtype, shape: tuple[int, int],
                  device: torch.device) -> None:  # fmt: skip
         self.flops, self.tokens = spec.forward_flops, shape[0] * shape[1]
-        self._stage = Stage(anatomy, spec)
+        self.backward_flops = 3 * spec.forward_flops - spec.unneeded_flops
+        self._spec, self._stage = spec, Stage(anatomy, spec)
         call = _call_of(anatomy, spec.index, dtype=dtype, shape=shape)
         args, kwargs = tree_map(lambda value: _placed(value, device), (call.args, call.kwargs))
         self._call = StageCall(call.module, call.name, args, kwargs, call.key, call.mode)
@@ -49,7 +51,8 @@ class BlockAlone:
         x = self._input.detach().requires_grad_(True)
         installed = self._stage.installed(self._flat, trainable=True)
         with torch.enable_grad(), self._buffers.placed(), installed as parameters:
-            y = boundary_of(self._call.run(x), self._call.name)
+            with Recompute(self._spec, self._flat):
+                y = boundary_of(self._call.run(x), self._call.name)
             with self._total.collecting(parameters):
                 torch.autograd.backward([y], [self._input], inputs=[x, *parameters])
 
@@ -64,6 +67,7 @@ class HeadAlone:
         rows, tokens = (len(range(*part.indices(size))) for part, size in zip(cut, shape, strict=True))
         self.tokens = rows * tokens
         self.flops = spec.forward_flops * self.tokens / (shape[0] * shape[1])
+        self.backward_flops = 3 * self.flops
         self._stage, self._head, self._vocabulary = Stage(anatomy, owner), Head(anatomy.model), spec.vocabulary
         self._flat = _filled(owner.params, dtype, device)
         self._total = GradientSum(stage=owner, flat=torch.empty(owner.params, dtype=TORCH_DTYPE[accumulate], device=device))

@@ -358,7 +358,7 @@ class Executor:
             part = x[number].to(self.device.torch_device).detach().requires_grad_(True)
             self.device.seed(self._stream(call.stage, number))
             with torch.enable_grad(), self.installed(call.stage, flat, trainable=True) as parameters:
-                with self.outputs.giving_back(call.stage, number):
+                with self.outputs.recomputing(call.stage, number, flat):
                     y = call.run(part)
                 self.differentiate(y, grad_y[rows].to(self.device.torch_device), [part, *parameters], total)
             del y

@@ -60,6 +60,7 @@ class _Cost:
     backward_peak: int
     flops: float
     operators: tuple[OperatorSpec, ...] = ()
+    unneeded: tuple[OperatorSpec, ...] = ()
     activation_bytes: int = 0
 
 
@@ -82,6 +83,7 @@ def inspect(anatomy: Anatomy, *, dtype: str, micro_batch_size: int, max_seq_len:
             backward_peak=costs[index].backward_peak,
             vocabulary=anatomy.vocabulary[index],
             operators=costs[index].operators,
+            unneeded=costs[index].unneeded,
             activation_bytes=costs[index].activation_bytes,
         )
         for index, kind in enumerate(anatomy.kinds)
@@ -162,7 +164,9 @@ def _stage_cost(anatomy: Anatomy, index: int, call: StageCall, *, dtype: str) ->
     flops = trace.flops + unseen_expert_flops(trace, x.shape[:-1].numel(), anatomy.model.config.get_text_config())
     if anatomy.kinds[index] != "block":
         return _Cost(forward_peak, backward_peak, flops)
-    return _Cost(forward_peak, backward_peak, flops, tuple(trace.found), saved)
+    unneeded = trace.unneeded
+    kept = tuple(operator for operator in trace.found if operator not in unneeded)
+    return _Cost(forward_peak, backward_peak, flops, kept, unneeded, saved)
 
 
 def _look(anatomy: Anatomy, index: int, flat: torch.Tensor, call: StageCall) -> tuple[OperatorTrace, int]:
@@ -172,7 +176,12 @@ def _look(anatomy: Anatomy, index: int, flat: torch.Tensor, call: StageCall) -> 
     trace = OperatorTrace(flat, tuple(slotted.spec for slotted in anatomy.parameters[index]), names)
     saved = SavedBytes(flat, leaf, call.args, call.kwargs)
     stage = Stage(anatomy, _bare(anatomy, index))
-    hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack)
+
+    def pack(tensor: torch.Tensor) -> None:
+        trace.saved(tensor)
+        saved.pack(tensor)
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, saved.unpack)
     with stage.installed(flat, trainable=True), torch.enable_grad(), hooks, trace:
         call.run(leaf)
     return trace, saved.total

@@ -19,12 +19,13 @@ from torch.utils._pytree import tree_leaves
 from ..core.errors import UsageError
 from ..core.units import align_up
 from ..planner.boundary_layout import OUTPUT_ALIGN
-from ..spec.model import ModelSpec, OperatorSpec
+from ..spec.model import ModelSpec, OperatorSpec, StageSpec
 from ..spec.plan import Plan, Span
 from .boundaries import Boundaries
 from .devices.base import Device, Event
 from .host_memory import HostMemory
 from .operators import Operators
+from .recompute import Recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +72,13 @@ class KeptOutputs:
             mode.settle()
         self._resting[stage, micro_batch] = mode.outputs
 
-    def giving_back(self, stage: int, micro_batch: int) -> AbstractContextManager[object]:
-        """Inside, one micro-batch is recomputed from what was kept."""
-        if not self.keeps(stage):
-            return nullcontext()
-        return _GivingBack(self, self._resting.pop((stage, micro_batch)), self._place(stage, micro_batch))
+    def recomputing(self, stage: int, micro_batch: int, flat: torch.Tensor | None) -> AbstractContextManager[object]:
+        """Inside, one micro-batch is recomputed from what was kept, as far as backward needs it. `flat`: the weights."""
+        spec = self.model.stages[stage]
+        if self.keeps(stage):
+            outputs = self._resting.pop((stage, micro_batch))
+            return _GivingBack(self, outputs, self._place(stage, micro_batch), spec, flat)
+        return Recompute(spec, flat) if spec.unneeded else nullcontext()
 
     def forget(self) -> None:
         """A step was given up."""
@@ -148,12 +151,14 @@ class _Keeping(Operators):
             host.copy_(value)
 
 
-class _GivingBack(Operators):
+class _GivingBack(Recompute):
     """Returns what was kept instead of computing it: the host's memory itself, or on a device with memory of its own a copy
     whose upload began when the one before was asked for."""
 
-    def __init__(self, kept: KeptOutputs, outputs: _Outputs, place: Callable[[int], Span]) -> None:
-        super().__init__()
+    def __init__(
+        self, kept: KeptOutputs, outputs: _Outputs, place: Callable[[int], Span], stage: StageSpec, flat: torch.Tensor | None
+    ) -> None:
+        super().__init__(stage, flat)
         self._memory, self._device, self._place = kept.memory, kept.device, place
         self._outputs = outputs
         self._order = sorted(outputs)
@@ -161,7 +166,7 @@ class _GivingBack(Operators):
 
     def operator(self, index: int, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
         if index not in self._outputs:
-            return func(*args, **kwargs)
+            return super().operator(index, kind, func, args, kwargs)
         values, events = self._ahead.pop(index) if index in self._ahead else self._begin(index)
         for event in events:
             event.wait()

@@ -1,5 +1,5 @@
-"""What a stage's forward is made of, found on fake tensors: operators whose outputs can be kept, FLOPs, and the bytes that
-autograd saves for backward."""
+"""What a stage's forward is made of, found on fake tensors: operators whose outputs can be kept, those whose outputs backward
+never looks at, FLOPs, and the bytes that autograd saves for backward."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from ..planner.boundary_layout import OUTPUT_ALIGN
 from ..spec.model import OperatorSpec, TensorSpec
 from .operators import Operators, factors, is_attention, name_of
 
+_FLAT_PRODUCTS = ("mm", "addmm")
+_SHAPE_ONLY = ("empty", "zeros", "ones", "new_empty", "new_zeros", "new_ones")  # results have no value of their arguments
 _SUMMARY_TOKENS = 32  # kernels round the tokens of attention's log-sum-exp up to this
 
 
@@ -26,43 +28,84 @@ class OperatorTrace(Operators):
         self.found: list[OperatorSpec] = []
         self.multiplied: set[str] = set()  # weights that a product was seen to use
         self._weights = flat.untyped_storage()  # held, so that its address stays its own
+        self._influence = _Influence()
         self.tensors, self.names = tensors, names
 
+    @property
+    def unneeded(self) -> tuple[OperatorSpec, ...]:
+        """Products with a weight of which nothing was saved that depends on them."""
+        needed = self._influence.needed
+        return tuple(o for o in self.found if o.index not in needed and o.weight >= 0 and o.kind in _FLAT_PRODUCTS)
+
+    def saved(self, tensor: torch.Tensor) -> None:
+        """Autograd keeps `tensor` for backward."""
+        self._influence.look_at(tensor)
+
     def operator(self, index: int, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
-        flops, weight = self._work(func, args)
+        flops, weight, offset = self._work(func, args)
         out = func(*args, **kwargs)
+        self._influence.pass_on((args, kwargs), out, by=index)
         name = f"{kind} {weight.removesuffix('.weight')}" if weight else kind
         size = _attention_bytes(args[0], out) if kind == "attention" else _bytes(out)
-        self.found.append(OperatorSpec(index=index, name=name, flops=flops, bytes=size))
+        self.found.append(OperatorSpec(index=index, name=name, flops=flops, bytes=size, weight=offset))
         return out
 
     def beside(self, func: Any, args: Any, kwargs: Any) -> Any:
         self._work(func, args)
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if not name_of(func).startswith(_SHAPE_ONLY):
+            self._influence.pass_on((args, kwargs), out)
+        return out
 
-    def _work(self, func: Any, args: Any) -> tuple[float, str]:
-        """FLOPs of one operator, and the weight it uses ("" for none). What multiplies two activations is attention: of
-        its scores causality leaves half."""
+    def _work(self, func: Any, args: Any) -> tuple[float, str, int]:
+        """FLOPs of one operator, the weight it uses and where that begins ("" and -1 for none). What multiplies two
+        activations is attention: of its scores causality leaves half."""
+        weight, offset = "", -1
         if is_attention(func):
             query, key, value = args[:3]
             flops = float(query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
-            weight = ""
         elif (pair := factors(func, args)) is not None or (pair := _grouped(func, args)) is not None:
             left, right = pair
-            weight = self._weight(right) or self._weight(left)
+            weight, offset = max(self._weight(left), self._weight(right), key=lambda found: found[1])
             flops = (2.0 if weight else 1.0) * left.numel() * right.shape[-1]
             self.multiplied.add(weight)
         else:
-            return 0.0, ""
+            return 0.0, "", -1
         self.flops += flops
-        return flops, weight
+        return flops, weight, offset
 
-    def _weight(self, factor: torch.Tensor) -> str:
-        """The weight that `factor` is a view of; "" for activations."""
+    def _weight(self, factor: torch.Tensor) -> tuple[str, int]:
+        """The weight that `factor` is a view of, and where it begins; "" and -1 for activations."""
         if factor.untyped_storage()._cdata != self._weights._cdata:
-            return ""
-        offset = factor.storage_offset()
-        return next(n for n, t in zip(self.names, self.tensors, strict=True) if t.offset <= offset < t.offset + t.numel)
+            return "", -1
+        at = factor.storage_offset()
+        name = next(n for n, t in zip(self.names, self.tensors, strict=True) if t.offset <= at < t.offset + t.numel)
+        return name, at
+
+
+class _Influence:
+    """Which operators the values in a storage depend on, and which of them something that was looked at depends on."""
+
+    def __init__(self) -> None:
+        self.needed: set[int] = set()
+        self._of: dict[int, tuple[Any, frozenset[int]]] = {}  # by storage, held so that its address stays its own
+
+    def pass_on(self, given: Any, made: Any, *, by: int | None = None) -> None:
+        """An operator made `made` of `given`, or wrote into it."""
+        passed = frozenset().union(*(self._on(leaf) for leaf in _tensors(given)), () if by is None else (by,))
+        for leaf in _tensors(made):
+            storage = leaf.untyped_storage()
+            self._of[storage._cdata] = (storage, self._on(leaf) | passed)
+
+    def look_at(self, tensor: torch.Tensor) -> None:
+        self.needed |= self._on(tensor)
+
+    def _on(self, tensor: torch.Tensor) -> frozenset[int]:
+        return self._of.get(tensor.untyped_storage()._cdata, (None, frozenset()))[1]
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def _grouped(func: Any, args: Any) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -65,9 +65,9 @@ def every_operator(model: ModelSpec) -> Kept:
     return tuple(tuple(operator.index for operator in stage.operators) for stage in model.stages)
 
 
-def kept_flops(stage: StageSpec, kept: tuple[int, ...]) -> float:
-    """What one micro-batch's recompute is spared."""
-    return sum(operator.flops for operator in stage.operators if operator.index in kept)
+def spared_flops(stage: StageSpec, kept: tuple[int, ...]) -> float:
+    """What one micro-batch's recompute is spared: what is kept, and what no backward looks at."""
+    return sum(operator.flops for operator in stage.operators if operator.index in kept) + stage.unneeded_flops
 
 
 def kept_bytes(stage: StageSpec, kept: tuple[int, ...]) -> int:

@@ -18,7 +18,7 @@ from typing import Literal
 
 from ..spec.model import ITEM_SIZE, ModelSpec
 from ..spec.plan import Plan, StagePlan
-from .boundary_layout import kept_flops
+from .boundary_layout import spared_flops
 
 Pass = Literal["forward", "logits", "head", "backward"]
 
@@ -150,8 +150,8 @@ def _flops(model: ModelSpec, phase: Pass, stage: int, kept: tuple[int, ...]) -> 
     forward = model.stages[stage].forward_flops
     if model.stages[stage].kind == "embedding":
         return 0.0
-    # backward = recompute of what was not kept + twice forward; a head in one visit computes its logits once
-    spared = kept_flops(model.stages[stage], kept) if phase == "backward" else 0.0
+    # backward = recompute of what is needed and was not kept + twice forward; a head in one visit computes its logits once
+    spared = spared_flops(model.stages[stage], kept) if phase == "backward" else 0.0
     return {"forward": 1, "logits": 1, "head": 3, "backward": 3}[phase] * forward - spared
 
 

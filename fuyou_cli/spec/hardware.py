@@ -25,7 +25,8 @@ _NOT_RATES = (
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageRate:
     """What compute gets on one stage at micro-batches of `tokens` tokens, as `StageSpec.forward_flops` counts: once for
-    `forward` (of a head: its "logits" pass), three times for `backward` (recompute and backward; a head's one visit).
+    `forward` (of a head: its "logits" pass), three times for `backward` (recompute of what is needed, and backward; a head's
+    one visit).
 
     `params` are those of the weights it computes with, padding included: a tied head's are its embedding's."""
 

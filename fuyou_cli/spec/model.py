@@ -51,6 +51,7 @@ class OperatorSpec:
     name: str  # what it is, and the weight it uses: "mm self_attn.q_proj", "attention"
     flops: float
     bytes: int  # of its output, with what its own backward needs beside it
+    weight: int = -1  # where its weight begins, in elements of the stage; -1 where it uses none
 
     @property
     def kind(self) -> str:
@@ -72,11 +73,16 @@ class StageSpec:
     backward_peak: int  # the same for recompute and backward, gradients of one tensor at a time included
     vocabulary: tuple[int, int] | None = None  # first row and end of a piece of the vocabulary; None: not a piece
     operators: tuple[OperatorSpec, ...] = ()  # of a block, in running order
+    unneeded: tuple[OperatorSpec, ...] = ()  # of a block: whose outputs no backward looks at, so never computed again
     activation_bytes: int = 0  # of a block: all that autograd saves of one micro-batch, weights and input excluded
 
     @property
     def trainable(self) -> int:
         return sum(tensor.numel for tensor in self.tensors)
+
+    @property
+    def unneeded_flops(self) -> float:
+        return sum(operator.flops for operator in self.unneeded)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

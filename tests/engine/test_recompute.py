@@ -1,0 +1,94 @@
+"""What backward does not look at is not computed again: the same bits, less work."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fuyou_cli.planner.schedule import plan_schedule
+from fuyou_cli.spec.model import ModelSpec
+
+from .families import FAMILIES, gpt2, llama
+from .rig import Rig, Shape, Subject
+from .test_kept_outputs import UNEVEN, WHOLE, _assert_same, _Multiplied, _outcome
+
+# Where a norm follows the last product its value is needed; where attention and feed-forward are side by side, neither is.
+UNNEEDED = {
+    "llama": ["mm mlp.down_proj"],
+    "qwen3": ["mm mlp.down_proj"],
+    "mistral": ["mm mlp.down_proj"],
+    "gemma2": [],
+    "gemma3": [],
+    "gpt2": ["addmm mlp.c_proj"],
+    "opt": ["addmm fc2"],
+    "gpt_neo": ["addmm mlp.c_proj"],
+    "gptj": ["mm attn.out_proj", "addmm mlp.fc_out"],
+    "falcon": ["mm self_attention.dense", "mm mlp.dense_4h_to_h"],
+    "gpt_neox": ["addmm attention.dense", "addmm mlp.dense_4h_to_h"],
+    "phi3": ["mm mlp.down_proj"],
+}
+
+
+def everything(spec: ModelSpec) -> ModelSpec:
+    """The same model, all of its blocks recomputed."""
+    return replace(spec, stages=tuple(replace(stage, unneeded=()) for stage in spec.stages))
+
+
+def names(spec: ModelSpec) -> list[list[str]]:
+    return [[operator.name for operator in stage.unneeded] for stage in spec.stages if stage.kind == "block"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bitwise_as_if_everything_were_recomputed(family: str, tmp_path: Path) -> None:
+    number = list(FAMILIES).index(family)
+    dtype: Any = ("bfloat16", "float32")[number % 2]
+    subject = Subject(FAMILIES[family], Shape(dtype=dtype, accumulate=dtype, **(WHOLE, UNEVEN)[number // 2 % 2]))
+    assert names(subject.spec) == [UNNEEDED[family]] * 2
+    device, other = ("cpu", "emulated") if number % 3 else ("emulated", "cpu")
+    ours = _outcome(subject, tmp_path / "ours", device=device)
+    kept = _outcome(subject, tmp_path / "kept", device=other, kept="all")
+    subject.spec = everything(subject.spec)
+    expected = _outcome(subject, tmp_path / "everything")
+    _assert_same(ours, expected)
+    _assert_same(kept, expected)
+
+
+def test_dropout_after_the_product_needs_no_value(tmp_path: Path) -> None:
+    subject = Subject(gpt2(dropout=0.1), Shape(**UNEVEN))
+    assert names(subject.spec) == [UNNEEDED["gpt2"]] * 2
+    ours = _outcome(subject, tmp_path / "ours")
+    subject.spec = everything(subject.spec)
+    _assert_same(ours, _outcome(subject, tmp_path / "everything"))
+
+
+def test_the_work_is_spared_as_planned(tmp_path: Path) -> None:
+    subject = Subject(llama(num_hidden_layers=3), Shape(batch=4, micro=2))
+    spared = 2 * sum(stage.unneeded_flops for stage in subject.spec.stages)
+    counted, planned = [], []
+    for spec in (subject.spec, everything(subject.spec)):
+        subject.spec = spec
+        with Rig(subject, tmp_path / str(len(counted)), home="cpu") as rig:
+            ids, labels = next(subject.batches(1))
+            with _Multiplied() as counter:
+                rig.step(ids, labels, 1, last=True)
+            rig.executor.drain()
+            counted.append(counter.flops)
+            planned.append(sum(visit.flops for visit in plan_schedule(spec, rig.plan).visits))
+    assert counted[1] - counted[0] == planned[1] - planned[0] == spared > 0
+
+
+def test_a_product_is_told_by_its_weight(tmp_path: Path) -> None:
+    """One that is numbered differently than it was when the block was inspected is computed, whatever its number."""
+    subject = Subject(llama(), Shape())
+    expected = _outcome(subject, tmp_path / "expected")
+    for step in (-1, -2, 1):
+        wrong = tuple(
+            replace(stage, unneeded=tuple(replace(operator, index=operator.index + step) for operator in stage.unneeded))
+            for stage in subject.spec.stages
+        )
+        original, subject.spec = subject.spec, replace(subject.spec, stages=wrong)
+        _assert_same(_outcome(subject, tmp_path / str(step)), expected)
+        subject.spec = original
