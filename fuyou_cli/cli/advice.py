@@ -214,8 +214,11 @@ def _smaller_batches(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
 
 def _larger_batches(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
     """The same tokens in fewer steps: states are written once a step, whatever its batch."""
-    steps, batch = prepared.recipe.train.max_steps, prepared.plan.numerics.batch_size
-    if steps is None:  # epochs: the data decides, and wear is not known
-        return ()
-    factors = [factor for factor in (2, 4, 8, 16) if steps >= factor]
-    return tuple((f"train.batch_size={batch * factor}", f"train.max_steps={-(-steps // factor)}") for factor in factors)
+    steps, batch = prepared.total_steps, prepared.plan.numerics.batch_size
+    by_epochs = prepared.recipe.train.max_steps is None  # then the steps follow by themselves
+
+    def change(factor: int) -> tuple[str, ...]:
+        larger = f"train.batch_size={batch * factor}"
+        return (larger,) if by_epochs else (larger, f"train.max_steps={-(-steps // factor)}")
+
+    return tuple(change(factor) for factor in (2, 4, 8, 16) if steps >= factor)

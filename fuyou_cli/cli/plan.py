@@ -72,11 +72,12 @@ def _planned(loaded: LoadedRecipe, options: PlanOptions, planning: Planning) -> 
     if options.hardware is not None:
         from .profile import described
 
-        prepared = prepared_elsewhere(loaded, described(options.hardware), choose=planning)
+        prepared = prepared_elsewhere(loaded, described(options.hardware), choose=planning, count_rows=not options.dry_run)
     else:
         prepared = prepared_for(
-            loaded, measure=not options.dry_run, calibrated=options.calibrated, planning_only=True, choose=planning
-        )
+            loaded, measure=not options.dry_run, calibrated=options.calibrated, planning_only=True, choose=planning,
+            count_rows=not options.dry_run,
+        )  # fmt: skip
     return Outcome(changes=(), prepared=prepared, room=room_of(prepared, described=options.hardware is not None))
 
 

@@ -13,6 +13,8 @@ from dataclasses import replace
 
 from ..planner.costs import Costs
 from ..planner.machine import Resource
+from ..planner.schedule import plan_schedule
+from ..planner.simulate import simulate
 from ..planner.timeline import Timeline
 from ..spec.hardware import HardwareProfile, RatedKind, StageRate, merged_rates
 from ..spec.model import ModelSpec
@@ -32,7 +34,6 @@ def corrected(
     if report.steps < LEAST_STEPS or hardware.measured == "assumed" or plan.device == "emulated":
         return None
     costs = Costs.of(model, hardware, plan)
-    compute = _factor(_under_way(step, "compute"), report.busy.get("compute", 0.0))
     update = _factor(sum(costs.update_seconds(stage) for stage in plan.stages), report.update_cpu)
     read, write = (
         _factor(_under_way(step, direction), report.busy.get(direction, 0.0))
@@ -40,15 +41,18 @@ def corrected(
         else 1.0
         for direction in ("ssd read", "ssd write")
     )
-    return replace(
+    found = replace(
         hardware,
-        stage_rates=merged_rates(hardware.stage_rates, tuple(_stage_rates(hardware, model, plan, compute))),
         adamw=tuple((threads, rate * update) for threads, rate in hardware.adamw),
         store_read=hardware.store_read * read,
         store_read_mixed=hardware.store_read_mixed * read,
         store_write=hardware.store_write * write,
         store_write_mixed=hardware.store_write_mixed * write,
     )
+    # Updates and transfers slow down compute that shares the cores with them: how much, is known with their own rates right.
+    again = simulate(model, found, plan, plan_schedule(model, plan))
+    compute = _factor(_under_way(again, "compute"), report.busy.get("compute", 0.0))
+    return replace(found, stage_rates=merged_rates(found.stage_rates, tuple(_stage_rates(found, model, plan, compute))))
 
 
 def _factor(predicted: float, measured: float) -> float:

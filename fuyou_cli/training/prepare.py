@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ..core.errors import PlanError, UsageError
-from ..core.paths import expanded, folder
+from ..core.paths import folder
 from ..planner.place import plan as first_that_fits
 from ..planner.schedule import plan_schedule
 from ..planner.search import fastest
@@ -20,6 +20,7 @@ from ..planner.wishes import Wishes
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
 from ..spec.plan import Numerics, Plan, Tier
+from .length import counted_rows, sampler_of, steps_of, tokenised_rows
 from .limits import check_positions, check_tokens, gpu_limit
 from .manifest import Manifest
 from .micro_batches import fastest_size
@@ -62,6 +63,7 @@ class Prepared:
     fingerprints: dict[str, str]
     refusal: str | None = None  # why the model cannot be trained yet; only ever when planning
     outline: Outlined | None = None  # the stages before the vocabulary is cut
+    epoch_rows: int | None = None  # where they had to be counted for a plan
 
 
 Probe = Callable[[str], HardwareProfile]
@@ -88,6 +90,7 @@ def prepare(
     planned: Planned = _accepted,
     choose: Choose = fastest,
     micro_batch_size: int | None = None,
+    count_rows: bool = False,
 ) -> Prepared:
     """Checks and reads what the recipe names, the cheap before the dear: configuration and tokenizer, where the data is,
     whether the run fits, the weights, the rows. Raises UsageError or PlanError; nothing of the run is written before.
@@ -97,7 +100,8 @@ def prepare(
     `probe` measures the machine for a device once libraries are loaded; `say` hears what takes a while; `progress` hears
     of a download, what it is, the bytes so far and in all, from another thread; `planned` hears the plan before weights
     are fetched (rows and entries are still empty), and may refuse it by raising; `choose` makes the plan;
-    `micro_batch_size` is what `auto` means, where that was chosen before."""
+    `micro_batch_size` is what `auto` means, where that was chosen before; `count_rows` looks into the data where only they
+    say how long the run is."""
     from ..engine.describe import outlined
 
     _check_backend(recipe)
@@ -133,7 +137,7 @@ def prepare(
         model=described.model,
         hardware=hardware,
         plan=chosen,
-        total_steps=recipe.train.max_steps or 0,
+        total_steps=steps_of(recipe, None),
         rows=None,
         sampler=None,
         checkpoint=None,
@@ -145,7 +149,10 @@ def prepare(
         outline=outline,
     )
     if planning_only:
-        return considered
+        if not count_rows or considered.total_steps:
+            return considered
+        rows = counted_rows(recipe, tokenizer_dir, say)
+        return replace(considered, epoch_rows=rows, total_steps=steps_of(recipe, rows))
     planned(considered)
     return _with_weights_and_rows(considered, hub, probe=probe, say=say, choose=choose)
 
@@ -187,7 +194,7 @@ def _with_weights_and_rows(
     for note in rows.summary.notes:
         say(f"note: {note}")
     device = device_name(recipe)
-    sampler, total = _steps(recipe, rows)
+    sampler, total = sampler_of(recipe, len(rows)), steps_of(recipe, len(rows))
     learning_rate(recipe, total)  # refuses a warm-up longer than the epochs are
     hardware = probe(device)
     hardware = replace(hardware, process_bytes=hardware.process_bytes + sampler.peak_bytes)
@@ -286,21 +293,6 @@ def _warm_up(recipe: Recipe) -> None:
     torch.nn.functional.silu(y).float().sum().backward()
 
 
-def tokenised_rows(recipe: Recipe, tokenizer_dir: Path) -> Rows:
-    """The recipe's data as rows of tokens: made once, found again by what it depends on."""
-    from .data import prepare as prepare_data
-
-    template = recipe.tokenizer.chat_template
-    cache = recipe.dataset.cache_dir or Path(recipe.output_dir, "data")
-    return prepare_data(
-        dataset=recipe.dataset,
-        tokenizer_dir=tokenizer_dir,
-        chat_template=None if template is None else expanded(template, key="tokenizer.chat_template"),
-        pad_token=recipe.tokenizer.pad_token,
-        cache_dir=folder(cache, key="dataset.cache_dir"),
-    )
-
-
 def _skeleton(recipe: Recipe, model_dir: Path) -> PreTrainedModel:
     from ..engine.skeleton import build, load_config
 
@@ -397,16 +389,6 @@ def wishes(recipe: Recipe, numerics: Numerics, hardware: HardwareProfile, *, dev
         scratch_size=scratch_size(CHUNK_PARAMS, UPDATE_CHUNKS),
         export_item=2 if recipe.export.dtype == "bfloat16" else 4,
     )
-
-
-def _steps(recipe: Recipe, rows: Rows) -> tuple[Sampler, int]:
-    """The sampler and the number of steps: `max_steps`, or as many as the epochs take."""
-    from .data import Sampler
-
-    sampler = Sampler(len(rows), batch_size=recipe.train.batch_size, shuffle=recipe.dataset.shuffle, seed=recipe.seed)
-    if recipe.train.max_steps is not None:
-        return sampler, recipe.train.max_steps
-    return sampler, sampler.steps(recipe.train.epochs or 1)
 
 
 def _schedule_length(recipe: Recipe, total_steps: int) -> int | None:

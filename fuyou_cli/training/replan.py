@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from ..recipe.schema import Recipe
 from ..spec.plan import Numerics
+from .length import steps_of
 from .numerics import numerics_of
 from .prepare import Choose, Prepared, cut, described_at, wishes
 
@@ -25,7 +26,8 @@ def replanned(before: Prepared, recipe: Recipe, *, choose: Choose) -> Prepared:
         model, refusal = described.model, described.refusal
     plan = choose(model, hardware, wishes(recipe, numerics, hardware, device=device))
     changed = replace(before, recipe=recipe, anatomy=known.anatomy, model=model, plan=plan, refusal=refusal)
-    return replace(changed, total_steps=recipe.train.max_steps or 0)
+    rows = before.epoch_rows if recipe.dataset == before.recipe.dataset else None
+    return replace(changed, epoch_rows=rows, total_steps=steps_of(recipe, rows))
 
 
 def _traced(numerics: Numerics) -> tuple[object, ...]:

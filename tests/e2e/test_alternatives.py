@@ -36,7 +36,10 @@ def run(project: Project, plan: dict[str, Any]) -> dict[int, float]:
 def test_the_chosen_plan_and_its_rivals_run_as_they_are(new_project: NewProject) -> None:
     project = new_project(changes=CHANGES)
     plans = alternatives(project, seed=7)
-    assert plans == alternatives(project, seed=7)
+    drawn_again = alternatives(project, seed=7)  # the process is never of quite the same size
+    assert [[plan[key] for key in ("name", "choice", "overrides")] for plan in plans] == [
+        [plan[key] for key in ("name", "choice", "overrides")] for plan in drawn_again
+    ]
     assert plans[0]["name"] == "chosen" and len(plans) > 4
     names = [plan["name"] for plan in plans]
     assert {"all on the ssd", "half the micro-batch", "double the micro-batch"} <= set(names)

@@ -172,3 +172,22 @@ def test_the_very_plan_is_run(new_project: NewProject, command: Callable[[Projec
     assert fuyou("finetune", "recipe.yaml", "--plan", "plan.json", "--dry-run")[0] == 2
     missing = fuyou("finetune", "recipe.yaml", "--plan", "no.json")
     assert missing[0] == 2 and "cannot read the plan no.json" in missing[2]
+
+
+def test_how_long_the_epochs_are(new_project: NewProject, command: Callable[[Project], Command]) -> None:
+    """By the data, which a plan looks into where they say how long the run is; and nothing of that is left."""
+    project = new_project(changes={**HERE, "train.max_steps": None, "train.epochs": 2, "dataset.cache_dir": None})
+    fuyou = command(project)
+    shown = fuyou.json("--hardware", MACHINE)
+    step = shown["plan"]["predicted"]["step_seconds"]
+    assert shown["steps"] == 32 and shown["run_seconds"] == pytest.approx(32 * step)  # 64 rows twice, 4 at once
+    assert fuyou.json("--hardware", MACHINE, "train.batch_size=32")["steps"] == 4
+    assert fuyou.json("--hardware", MACHINE, "--dry-run")["steps"] is None
+    assert [path.name for path in project.folder.iterdir()] == ["recipe.yaml"]
+    code, out, err = fuyou("plan", "recipe.yaml", "--hardware", MACHINE, "model.name_or_path=" + str(project.folder))
+    assert code == 2  # no model there
+    bare = project.folder / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_text((project.materials / "model" / "config.json").read_text())
+    code, out, err = fuyou("plan", "recipe.yaml", "--hardware", MACHINE, f"model.name_or_path={bare}")
+    assert code == 0 and "note: how many steps the epochs take is not known: tokenizer" in err and "1,000 steps" in out

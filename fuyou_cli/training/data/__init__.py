@@ -2,8 +2,10 @@
 
 from .batches import NO_LOSS, Batch, collate
 from .first_look import look
-from .rows import DataSummary, Rows, prepare
+from .rows import DataSummary, Rows, find, prepare, size_of
 from .sampler import Sampler
 from .sources import MissingDataError
 
-__all__ = ["NO_LOSS", "Batch", "DataSummary", "MissingDataError", "Rows", "Sampler", "collate", "look", "prepare"]
+__all__ = [
+    "NO_LOSS", "Batch", "DataSummary", "MissingDataError", "Rows", "Sampler", "collate", "find", "look", "prepare", "size_of",
+]  # fmt: skip

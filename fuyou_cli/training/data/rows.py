@@ -135,9 +135,7 @@ def prepare(
     """The rows of `dataset` (the recipe's section), tokenised now or found from an earlier run.
 
     Call it before the arena is mapped: it starts a process. Raises UsageError for data that cannot be used."""
-    options = _options(dataset)
-    sources = find_sources(dataset)
-    request = _request(sources, tokenizer_dir, _read_template(chat_template), pad_token) | options
+    sources, request = _asked(dataset, tokenizer_dir, chat_template, pad_token)
     final = cache_dir / _fingerprint(request, sources, tokenizer_dir)
     if not final.is_dir():
         with _scratch(cache_dir) as scratch:
@@ -147,6 +145,27 @@ def prepare(
             _serve({**request, "out": str(out)}, scratch=Path(scratch), workers=workers)
             _put_in_place(out, final)
     return Rows(final, paths=[source.path for source in sources])
+
+
+def find(
+    *, dataset: object, tokenizer_dir: Path, chat_template: Path | None, pad_token: str | None, cache_dir: Path
+) -> Rows | None:
+    """The same where they are there already; nothing is started, nothing written."""
+    sources, request = _asked(dataset, tokenizer_dir, chat_template, pad_token)
+    final = cache_dir / _fingerprint(request, sources, tokenizer_dir)
+    return Rows(final, paths=[source.path for source in sources]) if final.is_dir() else None
+
+
+def size_of(dataset: object) -> int:
+    """Bytes of the files that `dataset` names."""
+    return sum(file.stat().st_size for source in find_sources(dataset) for file in source.files)
+
+
+def _asked(
+    dataset: object, tokenizer_dir: Path, chat_template: Path | None, pad_token: str | None
+) -> tuple[tuple[Source, ...], dict[str, Any]]:
+    options, sources = _options(dataset), find_sources(dataset)
+    return sources, _request(sources, tokenizer_dir, _read_template(chat_template), pad_token) | options
 
 
 def _scratch(cache_dir: Path) -> tempfile.TemporaryDirectory[str]:

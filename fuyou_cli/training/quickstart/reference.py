@@ -76,7 +76,7 @@ def _accumulate(model: Any, masters: dict[str, Any], batch: Batch, micro_batch_s
 
 def _batches(recipe: Recipe, steps: int) -> Iterator[Batch]:
     from ..data import Sampler, collate
-    from ..prepare import tokenised_rows
+    from ..length import tokenised_rows
 
     rows = tokenised_rows(recipe, Path(recipe.model.name_or_path))
     sampler = Sampler(len(rows), batch_size=recipe.train.batch_size, shuffle=recipe.dataset.shuffle, seed=recipe.seed)

@@ -1,0 +1,78 @@
+"""How long a run is: steps as the recipe says, or as its data make of the epochs.
+
+A plan for epochs counts the rows: those of an earlier run are found again; of data that nobody tokenised yet, as much as takes
+seconds is tokenised into a folder that is gone afterwards."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..core.errors import FuyouError
+from ..core.paths import expanded, folder
+from ..core.units import MiB
+from .data.sampler import Sampler
+
+if TYPE_CHECKING:
+    from ..recipe.schema import Recipe
+    from .data import Rows
+
+COUNTED = 64 * MiB  # of files: tokenising more for a plan would take minutes
+
+
+def tokenised_rows(recipe: Recipe, tokenizer_dir: Path, *, cache: Path | None = None) -> Rows:
+    """The recipe's data as rows of tokens: made once in `cache` (default: the run's own), found again by what it depends on."""
+    from .data import prepare
+
+    return prepare(**_asked(recipe, tokenizer_dir), cache_dir=cache or _cache(recipe))
+
+
+def counted_rows(recipe: Recipe, tokenizer_dir: Path, say: Callable[[str], None]) -> int | None:
+    """Rows of an epoch, for a plan. None where they cannot be known before a run, which is said."""
+    from .data import MissingDataError, find, size_of
+
+    try:
+        known = find(**_asked(recipe, tokenizer_dir), cache_dir=_cache(recipe))
+        if known is not None:
+            return len(known)
+        if size_of(recipe.dataset) > COUNTED:
+            say("note: how many steps the epochs take is known once the data is tokenised, which a run does")
+            return None
+        say("reading and tokenising the data, for the number of steps")
+        with tempfile.TemporaryDirectory(prefix="fuyou-rows-") as scratch:
+            return len(tokenised_rows(recipe, tokenizer_dir, cache=Path(scratch)))
+    except MissingDataError:  # said before
+        return None
+    except (FuyouError, OSError) as error:
+        reason = error.message if isinstance(error, FuyouError) else str(error)
+        say(f"note: how many steps the epochs take is not known: {reason}")
+        return None
+
+
+def steps_of(recipe: Recipe, rows: int | None) -> int:
+    """`max_steps`, or as many as the epochs over so many rows take; 0 where neither is known."""
+    if recipe.train.max_steps is not None:
+        return recipe.train.max_steps
+    if not rows:
+        return 0
+    return sampler_of(recipe, rows).steps(recipe.train.epochs or 1)
+
+
+def sampler_of(recipe: Recipe, rows: int) -> Sampler:
+    return Sampler(rows, batch_size=recipe.train.batch_size, shuffle=recipe.dataset.shuffle, seed=recipe.seed)
+
+
+def _asked(recipe: Recipe, tokenizer_dir: Path) -> dict[str, Any]:
+    template = recipe.tokenizer.chat_template
+    return {
+        "dataset": recipe.dataset,
+        "tokenizer_dir": tokenizer_dir,
+        "chat_template": None if template is None else expanded(template, key="tokenizer.chat_template"),
+        "pad_token": recipe.tokenizer.pad_token,
+    }
+
+
+def _cache(recipe: Recipe) -> Path:
+    return folder(recipe.dataset.cache_dir or Path(recipe.output_dir, "data"), key="dataset.cache_dir")
