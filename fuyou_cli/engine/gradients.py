@@ -17,6 +17,8 @@ from ..core.errors import NumericsError
 from ..spec.model import Dtype, StageSpec
 from ..swap.kernels import sum_squares
 
+PIECE = 1 << 19  # elements added at once
+
 
 @dataclass(slots=True)
 class GradientSum:
@@ -31,7 +33,7 @@ class GradientSum:
         spec = self.stage.tensors[index]
         target = self.flat[spec.offset : spec.offset + spec.numel].view(spec.shape)
         if index in self.touched:
-            target.add_(gradient)
+            _add(target, gradient)
         else:
             target.copy_(gradient)
             self.touched.add(index)
@@ -73,6 +75,17 @@ class GradientSum:
             if index not in self.touched:
                 self.flat[spec.offset : end].zero_()
         self.flat[end:].zero_()
+
+
+def _add(target: torch.Tensor, gradient: torch.Tensor) -> None:
+    """In place. On the CPU torch first makes a whole copy of a gradient of another dtype, in the sum's: as large as the sum,
+    and page after page of it new. Piece by piece the copy stays in the cache."""
+    if gradient.dtype == target.dtype or target.device.type != "cpu" or not gradient.dim():
+        target.add_(gradient)
+        return
+    rows = max(1, PIECE // max(1, gradient[0].numel()))
+    for part, more in zip(target.split(rows), gradient.split(rows), strict=True):
+        part.add_(more)
 
 
 def squared_norm(stage: StageSpec, flat: torch.Tensor, *, dtype: Dtype, step: int, changed: bool) -> float:
