@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 
+from fuyou_cli.core.heap import MAPPED
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 # Larger blocks are mapped on their own and go back to the system when freed. Before training nearly all are, so that the
 # heap starts it small and whole: building the model's skeleton alone left 1.4 GiB of holes, whose pages activations then
 # touched one after the other. In training at 4 MiB every activation would be: least memory, but a step then spends a tenth
 # of its CPU time faulting pages in (CHANGELOG.md, tried).
-_MMAP_THRESHOLD_BEFORE, _MMAP_THRESHOLD = 1 << 20, 32 << 20
+_MMAP_THRESHOLD_BEFORE = 1 << 20
 _TRIM_THRESHOLD = 64 << 20
 
 
@@ -24,7 +26,7 @@ def settle_allocator() -> None:
 def settle_for_training() -> None:
     """From now on activations share the heap, which is trimmed after every visit."""
     trim()
-    _mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD)
+    _mallopt(_M_MMAP_THRESHOLD, MAPPED)
 
 
 def _mallopt(what: int, value: int) -> None:

@@ -1,7 +1,8 @@
 """`inspect(anatomy, ...)`: the ModelSpec of a skeleton at one batch shape, without weights and without computing.
 
 Every stage is run forward and backward on fake tensors of one micro-batch; a dispatch mode follows which storages are
-alive, so that the peak of what a stage allocates is known in advance to the byte (what kernels allocate inside is not).
+alive, so that the peak of what a stage allocates beside its weights is known in advance (what kernels allocate inside is
+not).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..core.heap import charged
 from ..spec.model import ModelSpec, OperatorSpec, StageSpec
 from .anatomy import Anatomy
 from .calls import StageCall, only_refusals, stage_calls
@@ -28,13 +30,13 @@ from .streamed import boundary_of
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Bytes of storages created inside and still alive; `peak` is their maximum."""
+    """Bytes that storages created inside and still alive are charged; `peak` is their maximum. `held` were there before."""
 
-    def __init__(self) -> None:
+    def __init__(self, *held: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
         self.peak: int = 0
-        self._known: set[int] = set()
+        self._known: set[int] = {tensor.untyped_storage()._cdata for tensor in held}
 
     def _dropped(self, key: int, size: int) -> None:
         self.live -= size
@@ -48,8 +50,8 @@ class _LiveBytes(TorchDispatchMode):
                 key = storage._cdata
                 if key not in self._known:
                     self._known.add(key)
-                    self.live += storage.nbytes()
-                    weakref.finalize(storage, self._dropped, key, storage.nbytes())
+                    self.live += charged(storage.nbytes())
+                    weakref.finalize(storage, self._dropped, key, charged(storage.nbytes()))
         self.peak = max(self.peak, self.live)
         return out
 
@@ -251,7 +253,7 @@ def _peak(
     anatomy: Anatomy, owner: int, flat: torch.Tensor, run: Callable[[list[nn.Parameter]], object], *, trainable: bool
 ) -> int:
     stage = Stage(anatomy, _bare(anatomy, owner))
-    live = _LiveBytes()
+    live = _LiveBytes(flat)
     with stage.installed(flat, trainable=trainable) as parameters, torch.set_grad_enabled(trainable), live:
         run(parameters)
     return live.peak

@@ -102,13 +102,10 @@ def _device_peak(model: ModelSpec, wishes: Wishes, placed: Layout) -> int:
 
 
 def _pass_peak(model: ModelSpec, stage: StagePlan) -> int:
-    """Beside what a pass allocates, kept outputs are on their way to the host in forward; in backward one arrives early. A
-    traced pass counts the weights it computes with, which have their turn on the device already."""
+    """Beside what a pass allocates, kept outputs are on their way to the host in forward; in backward one arrives early."""
     spec = model.stages[stage.stage]
-    weights = ITEM_SIZE[model.compute_dtype] * model.stages[model.owner(stage.stage)].params
     largest = max((operator.bytes for operator in spec.operators if operator.index in stage.kept), default=0)
-    passes = max(spec.backward_peak + largest, spec.forward_peak + kept_bytes(spec, stage.kept))
-    return max(0, passes - (weights if spec.kind == "block" else 0))
+    return max(spec.backward_peak + largest, spec.forward_peak + kept_bytes(spec, stage.kept))
 
 
 def _memory_lines(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, placed: Layout) -> tuple[MemoryLine, ...]:

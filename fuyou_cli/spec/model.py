@@ -69,7 +69,7 @@ class StageSpec:
     params: int
     tensors: tuple[TensorSpec, ...]
     forward_flops: float  # one micro-batch, forward
-    forward_peak: int  # bytes a forward of one micro-batch allocates at most, inputs and outputs of the stage excluded
+    forward_peak: int  # bytes that a forward of one micro-batch takes at most beside the weights, holes of the heap included
     backward_peak: int  # the same for recompute and backward, gradients of one tensor at a time included
     vocabulary: tuple[int, int] | None = None  # first row and end of a piece of the vocabulary; None: not a piece
     operators: tuple[OperatorSpec, ...] = ()  # of a block, in running order

@@ -1,0 +1,13 @@
+"""The C library's heap as a run sets it up, and what of it a plan must charge."""
+
+from __future__ import annotations
+
+from .units import MiB
+
+MAPPED = 32 * MiB  # larger blocks are mapped on their own and go back to the system whole; smaller ones share the heap
+HOLES = 0.25  # of what is alive in the heap: what its holes take beside that at most (measured, CHANGELOG.md)
+
+
+def charged(size: int) -> int:
+    """Bytes that a block of `size` bytes takes of the system's memory, its share of the holes included."""
+    return size if size >= MAPPED else int(size * (1 + HOLES))
