@@ -5,7 +5,7 @@ from __future__ import annotations
 from .units import MiB
 
 MAPPED = 32 * MiB  # larger blocks are mapped on their own and go back to the system whole; smaller ones share the heap
-HOLES = 0.25  # of what is alive in the heap: what its holes take beside that at most (measured, CHANGELOG.md)
+HOLES = 0.75  # of what is alive in the heap: what its holes take beside that at most (measured, CHANGELOG.md)
 
 
 def charged(size: int) -> int:

@@ -7,6 +7,8 @@ import torch
 from ..spec.plan import Span
 from ..swap.arena import Arena
 
+PAGE = 4096  # bytes; larger ones are taken by the first of their parts
+
 
 class HostMemory:
     """Views of one arena. A view is valid until the arena is closed."""
@@ -18,3 +20,8 @@ class HostMemory:
         """A flat tensor over `span`; `count` elements from its start, or all of it."""
         flat = torch.frombuffer(self.arena.view(span.offset, span.size), dtype=dtype)
         return flat if count is None else flat[:count]
+
+    def take(self) -> None:
+        """Every page of the arena is the process's from now on: what does not fit is known before the first step, not when
+        some step first needs a slot that none before it needed. What the pages hold stays; nothing may be under way."""
+        torch.frombuffer(self.arena.view(0, self.arena.size), dtype=torch.uint8)[::PAGE].add_(0)

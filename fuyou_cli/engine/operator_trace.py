@@ -78,7 +78,7 @@ class OperatorTrace(Operators):
         """The weight that `factor` is a view of, and where it begins; "" and -1 for activations."""
         if factor.untyped_storage()._cdata != self._weights._cdata:
             return "", -1
-        at = factor.storage_offset()
+        at = int(factor.storage_offset())
         name = next(n for n, t in zip(self.names, self.tensors, strict=True) if t.offset <= at < t.offset + t.numel)
         return name, at
 

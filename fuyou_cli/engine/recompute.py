@@ -20,8 +20,9 @@ class Recompute(Operators):
 
     def __init__(self, stage: StageSpec, flat: torch.Tensor | None) -> None:
         super().__init__()
-        unneeded = () if flat is None else stage.unneeded
-        self._weights = {o.index: flat.data_ptr() + o.weight * flat.element_size() for o in unneeded if flat is not None}
+        self._weights: dict[int, int] = {}  # address by operator
+        if flat is not None:
+            self._weights = {o.index: flat.data_ptr() + o.weight * flat.element_size() for o in stage.unneeded}
 
     def operator(self, index: int, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
         weight = self._weights.get(index)

@@ -90,7 +90,7 @@ class Run:
         self._open_store()
         names = {stage.index: stage.name for stage in self.model.stages}
         self.daemon = self._stack.enter_context(SwapDaemon(arena, self.store, _daemon_options(plan), label_names=names))
-        memory = HostMemory(arena)
+        self.host_memory = memory = HostMemory(arena)
         self.device.pin(memory.tensor(Span(offset=0, size=arena.size), torch.uint8))
         self.optimizer = _optimizer(prepared)
         self.executor = Executor(
@@ -156,6 +156,7 @@ class Run:
         `on_step` raises ends the run in the same way."""
         self._training = True
         with self.stopping.during("training"), self._telling_what_is_saved():
+            self.host_memory.take()
             while self.step < self.prepared.total_steps:
                 report = None if self.stopping.requested else self._one_step()
                 if report is None:
