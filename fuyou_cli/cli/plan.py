@@ -66,18 +66,22 @@ def run_plan(loaded: LoadedRecipe, options: PlanOptions) -> bool:
 
 
 def _planned(loaded: LoadedRecipe, options: PlanOptions, planning: Planning) -> Outcome:
+    from fuyou_cli.training.length import counted_rows, steps_of
+
     from .planning import Outcome
     from .prepared import prepared_elsewhere, prepared_for
 
     if options.hardware is not None:
         from .profile import described
 
-        prepared = prepared_elsewhere(loaded, described(options.hardware), choose=planning, count_rows=not options.dry_run)
+        prepared = prepared_elsewhere(loaded, described(options.hardware), choose=planning)
     else:
         prepared = prepared_for(
-            loaded, measure=not options.dry_run, calibrated=options.calibrated, planning_only=True, choose=planning,
-            count_rows=not options.dry_run,
-        )  # fmt: skip
+            loaded, measure=not options.dry_run, calibrated=options.calibrated, planning_only=True, choose=planning
+        )
+    if not options.dry_run and not prepared.total_steps:  # epochs: the data says how long they are
+        rows = counted_rows(prepared.recipe, prepared.tokenizer_dir, write_status)
+        prepared = replace(prepared, epoch_rows=rows, total_steps=steps_of(prepared.recipe, rows))
     return Outcome(changes=(), prepared=prepared, room=room_of(prepared, described=options.hardware is not None))
 
 

@@ -20,7 +20,7 @@ from ..planner.wishes import Wishes
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
 from ..spec.plan import Numerics, Plan, Tier
-from .length import counted_rows, sampler_of, steps_of, tokenised_rows
+from .length import sampler_of, steps_of, tokenised_rows
 from .limits import check_positions, check_tokens, gpu_limit
 from .manifest import Manifest
 from .micro_batches import fastest_size
@@ -90,7 +90,6 @@ def prepare(
     planned: Planned = _accepted,
     choose: Choose = fastest,
     micro_batch_size: int | None = None,
-    count_rows: bool = False,
 ) -> Prepared:
     """Checks and reads what the recipe names, the cheap before the dear: configuration and tokenizer, where the data is,
     whether the run fits, the weights, the rows. Raises UsageError or PlanError; nothing of the run is written before.
@@ -100,8 +99,7 @@ def prepare(
     `probe` measures the machine for a device once libraries are loaded; `say` hears what takes a while; `progress` hears
     of a download, what it is, the bytes so far and in all, from another thread; `planned` hears the plan before weights
     are fetched (rows and entries are still empty), and may refuse it by raising; `choose` makes the plan;
-    `micro_batch_size` is what `auto` means, where that was chosen before; `count_rows` looks into the data where only they
-    say how long the run is."""
+    `micro_batch_size` is what `auto` means, where that was chosen before."""
     from ..engine.describe import outlined
 
     _check_backend(recipe)
@@ -149,10 +147,7 @@ def prepare(
         outline=outline,
     )
     if planning_only:
-        if not count_rows or considered.total_steps:
-            return considered
-        rows = counted_rows(recipe, tokenizer_dir, say)
-        return replace(considered, epoch_rows=rows, total_steps=steps_of(recipe, rows))
+        return considered
     planned(considered)
     return _with_weights_and_rows(considered, hub, probe=probe, say=say, choose=choose)
 

@@ -307,6 +307,6 @@ def test_flops_of_a_dense_block(family: str) -> None:
             matrices = sum(tensor.numel for tensor in stage.tensors if len(tensor.shape) == 2)
             attention = 2 * 2 * 16 * 16 * text.num_attention_heads * size
             assert stage.forward_flops == 2 * matrices * 2 * 16 + attention
-            seen = sum(operator.flops for operator in (*stage.operators, *stage.unneeded))
-            assert 0.9 * stage.forward_flops <= seen <= stage.forward_flops
-            assert len({operator.index for operator in stage.operators}) == len(stage.operators) >= 4
+            every = (*stage.operators, *stage.unneeded)
+            assert 0.9 * stage.forward_flops <= sum(operator.flops for operator in every) <= stage.forward_flops
+            assert len({operator.index for operator in every}) == len(every) >= 4
