@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from proof.report import ROOT, Row, at_most, conclude, reported, say, unless_noisy
+from proof.report import ROOT, Row, at_most, conclude, holds, reported, say, unless_noisy
 from proof.runs import Case, child_environment, limited, our_run, profile, write_recipe
 from proof.setting import RunFailed, Setting, parser, run_script
 
@@ -36,6 +36,7 @@ FLOAT32 = 1.5  # times the budget
 ROWS = (4, 8)  # of 512 tokens
 STEPS, WARM_UP = 4, 2  # states are all zero in the first, and the store's second extents are new until the second
 NEAR = 1.05
+OTHERS = 10
 PARTS = 2  # the others' runs of a turn, the chosen plan's between them
 
 
@@ -125,6 +126,9 @@ def case_rows(setting: Setting, number: int, case: Case, seed: int, turns: int) 
         )
         for plan, results, median in zip(plans, runs, seconds, strict=True)
     ]  # fmt: skip
+    rows.append(holds(f"{what}: others", f">= {OTHERS}", str(len(plans) - 1), len(plans) > OTHERS))
+    if len(plans) == 1:
+        return rows
     best = min(range(1, len(plans)), key=seconds.__getitem__)
     values = {"seconds": [seconds_of(results) for results in runs], "plans": [{**plan, "plan": ""} for plan in plans]}
     note = f"chosen {seconds[0]:.2f} s, the best of {len(plans) - 1} others {seconds[best]:.2f} s: {plans[best]['name']}"

@@ -144,7 +144,7 @@ def _beside_plan(prepared: Prepared, report: RunReport) -> RunReport:
     model, hardware, plan = prepared.model, prepared.hardware, prepared.plan
     step = simulate(model, hardware, plan, plan_schedule(model, plan))
     if shown := corrected(hardware, model, plan, step, report):
-        keep_corrected(shown, *prepared.directories)
+        keep_corrected(shown, *prepared.directories, instead_of=hardware)
     assumed = hardware.measured == "assumed"
     return replace(report, compared=compared(report, plan, step), assumed=assumed)
 

@@ -6,6 +6,7 @@ import datetime
 import hashlib
 import os
 import platform
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -41,9 +42,9 @@ def hardware_for(*directories: Path, device: str, calibrated: bool = False) -> H
     them."""
     path = profile_path(*directories, device=device)
     name, memory = _device_facts(device)
-    profile = _kept(corrected_path(path)) if calibrated else None
+    profile = _kept(corrected_path(path), said=False) if calibrated else None
     if calibrated and profile is None:
-        _note("--calibrated: no run on this machine has measured anything yet since `fuyou bench`: its rates are taken")
+        _note("--calibrated: no run has shown this machine's rates since it was last measured: nothing is corrected")
     profile = profile or _kept(path)
     if profile is None or (name is not None and profile.device_name != name):  # another card than was measured
         profile = assumed_hardware(*directories, device=device, device_name=name, device_memory=memory)
@@ -99,16 +100,22 @@ def keep(profile: HardwareProfile, *directories: Path) -> HardwareProfile:
     before = _kept(path, said=False)  # what cannot be read is replaced now
     if before is not None and before.device_name == profile.device_name:
         profile = _joined(before, profile)
-    corrected_path(path).unlink(missing_ok=True)  # corrected what was measured before
     _write(profile, path)
+    with suppress(OSError):
+        corrected_path(path).unlink()  # corrected what was measured before
     return profile
 
 
-def keep_corrected(profile: HardwareProfile, *directories: Path) -> None:
-    """Remembers rates as a run showed them, for plans that ask for them."""
+def keep_corrected(profile: HardwareProfile, *directories: Path, instead_of: HardwareProfile) -> None:
+    """Remembers rates as a run showed them, for plans that ask for them: `instead_of` those that the run was planned with,
+    unless the machine was measured anew meanwhile."""
+    path = profile_path(*directories, device=profile.device)
+    known = (_kept(file, said=False) for file in (path, corrected_path(path)))
+    if instead_of.digest() not in {found.digest() for found in known if found is not None}:
+        return
     today = datetime.date.today().isoformat()
     measured = f"{profile.measured.partition(',')[0]}, corrected by a run of {today}"
-    _write(replace(profile, measured=measured), corrected_path(profile_path(*directories, device=profile.device)))
+    _write(replace(profile, measured=measured), corrected_path(path))
 
 
 def _write(profile: HardwareProfile, path: Path) -> None:

@@ -7,7 +7,10 @@ from .units import MiB
 MAPPED = 32 * MiB  # larger blocks are mapped on their own and go back to the system whole; smaller ones share the heap
 HOLES = 0.75  # of what is alive in the heap: what its holes take beside that at most (measured, CHANGELOG.md)
 
+BESIDE = 0.1  # of what is mapped on its own: what kernels take while they work on it
+
 
 def charged(size: int) -> int:
-    """Bytes that a block of `size` bytes takes of the system's memory, its share of the holes included."""
-    return size if size >= MAPPED else int(size * (1 + HOLES))
+    """Bytes that a block of `size` bytes takes of the system's memory with what comes along with it. Not in order of size: a
+    block just too small to be mapped takes more than one that is."""
+    return int(size * (1 + (BESIDE if size >= MAPPED else HOLES)))

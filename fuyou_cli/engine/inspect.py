@@ -28,6 +28,8 @@ from .skeleton import TORCH_DTYPE
 from .stage import Stage
 from .streamed import boundary_of
 
+_NUMBERS = ("layer_idx", "layer_id", "layer_number", "block_idx", "training")
+
 
 class _LiveBytes(TorchDispatchMode):
     """Bytes that storages created inside and still alive are charged; `peak` is their maximum. `held` were there before."""
@@ -118,7 +120,7 @@ def _costs(anatomy: Anatomy, *, dtype: str, shape: tuple[int, int], head_chunk_t
     for index, kind in enumerate(anatomy.kinds):
         slotted = anatomy.parameters[index]
         shapes = tuple(item.spec.shape for item in anatomy.parameters[anatomy.owner(index)])
-        key = (kind, type(anatomy.modules[index]), shapes, _layer_type(anatomy, index))
+        key = (kind, type(anatomy.modules[index]), shapes, _layer_type(anatomy, index), _settings(anatomy, index))
         if key not in seen:
             if kind == "head" and anatomy.vocabulary[index] is not None:
                 seen[key] = _head_piece_cost(anatomy, index, dtype=dtype, shape=shape, chunk=head_chunk_tokens)
@@ -126,7 +128,7 @@ def _costs(anatomy: Anatomy, *, dtype: str, shape: tuple[int, int], head_chunk_t
                 seen[key] = _head_cost(anatomy, index, dtype=dtype, shape=shape, chunk=head_chunk_tokens)
             elif kind == "embedding":
                 rows = shape[0] * shape[1] * (slotted[0].spec.shape[-1]) * TORCH_DTYPE[dtype].itemsize
-                seen[key] = _Cost(rows, 3 * rows, 0.0)
+                seen[key] = _Cost(charged(rows), 3 * charged(rows), 0.0)
             else:
                 module = anatomy.modules[index]
                 assert module is not None
@@ -144,6 +146,18 @@ def _layer_type(anatomy: Anatomy, index: int) -> object:
             if isinstance(value, (str, int)):
                 return value
     return None
+
+
+def _settings(anatomy: Anatomy, index: int) -> object:
+    """What blocks alike in class and shapes may still differ in: plain attributes of their modules, but their number."""
+    module = anatomy.modules[index]
+    plain = (bool, int, float, str)
+    return tuple(
+        (name, key, value)
+        for name, part in (module.named_modules() if module is not None and anatomy.kinds[index] == "block" else ())
+        for key, value in sorted(vars(part).items())
+        if isinstance(value, plain) and key not in _NUMBERS
+    )
 
 
 def _stage_cost(anatomy: Anatomy, index: int, call: StageCall, *, dtype: str) -> _Cost:
@@ -166,9 +180,14 @@ def _stage_cost(anatomy: Anatomy, index: int, call: StageCall, *, dtype: str) ->
     flops = trace.flops + unseen_expert_flops(trace, x.shape[:-1].numel(), anatomy.model.config.get_text_config())
     if anatomy.kinds[index] != "block":
         return _Cost(forward_peak, backward_peak, flops)
-    unneeded = trace.unneeded
+    unneeded = trace.unneeded if _is_librarys(anatomy) else ()
     kept = tuple(operator for operator in trace.found if operator not in unneeded)
     return _Cost(forward_peak, backward_peak, flops, kept, unneeded, saved)
+
+
+def _is_librarys(anatomy: Anatomy) -> bool:
+    """Whether the model's code is transformers' own: others' may keep for backward what no hook of autograd sees."""
+    return type(anatomy.model).__module__.startswith("transformers.")
 
 
 def _look(anatomy: Anatomy, index: int, flat: torch.Tensor, call: StageCall) -> tuple[OperatorTrace, int]:
@@ -185,8 +204,24 @@ def _look(anatomy: Anatomy, index: int, flat: torch.Tensor, call: StageCall) -> 
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, saved.unpack)
     with stage.installed(flat, trainable=True), torch.enable_grad(), hooks, trace:
-        call.run(leaf)
+        y = boundary_of(call.run(leaf), call.name)
+    if _has_own_backward(y):
+        trace.needs_all()
     return trace, saved.total
+
+
+def _has_own_backward(y: torch.Tensor) -> bool:
+    """Whether some function on the way to `y` was written in Python, whose backward may look at anything."""
+    waiting, seen = [y.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return True
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return False
 
 
 def _head_cost(anatomy: Anatomy, index: int, *, dtype: str, shape: tuple[int, int], chunk: int) -> _Cost:

@@ -37,6 +37,10 @@ class OperatorTrace(Operators):
         needed = self._influence.needed
         return tuple(o for o in self.found if o.index not in needed and o.weight >= 0 and o.kind in _FLAT_PRODUCTS)
 
+    def needs_all(self) -> None:
+        """It is not known what backward looks at."""
+        self._influence.needed |= {operator.index for operator in self.found}
+
     def saved(self, tensor: torch.Tensor) -> None:
         """Autograd keeps `tensor` for backward."""
         self._influence.look_at(tensor)
@@ -54,7 +58,8 @@ class OperatorTrace(Operators):
         self._work(func, args)
         out = func(*args, **kwargs)
         if not name_of(func).startswith(_SHAPE_ONLY):
-            self._influence.pass_on((args, kwargs), out)
+            written = (args, kwargs) if func._schema.is_mutable else ()
+            self._influence.pass_on((args, kwargs), (out, written))
         return out
 
     def _work(self, func: Any, args: Any) -> tuple[float, str, int]:

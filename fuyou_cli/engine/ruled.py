@@ -8,6 +8,7 @@ Work is 2 per parameter and token.
 
 from __future__ import annotations
 
+from ..core.heap import HOLES
 from ..spec.model import ModelSpec, StageSpec, TensorSpec
 from .anatomy import Anatomy
 from .experts import Mixture
@@ -32,8 +33,8 @@ def ruled(anatomy: Anatomy, *, dtype: str, shape: tuple[int, int], head_chunk_to
                 params=anatomy.params[index],
                 tensors=tuple(slotted.spec for slotted in anatomy.parameters[index]),
                 forward_flops=flops,
-                forward_peak=forward,
-                backward_peak=backward,
+                forward_peak=int(forward * (1 + HOLES)),
+                backward_peak=int(backward * (1 + HOLES)),
                 vocabulary=anatomy.vocabulary[index],
             )
         )

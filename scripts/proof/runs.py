@@ -70,7 +70,8 @@ class Case:
         words += ["all on ssd"] if self.all_on_ssd else []
         words += [self.compute] if self.compute != "bfloat16" else []
         words += ["profiled"] if self.profiled else []
-        words += [*self.overrides, f"plan {hashlib.sha256(self.plan.encode()).hexdigest()[:8]}"] if self.plan else []
+        words += [*self.overrides]
+        words += [f"plan {hashlib.sha256(self.plan.encode()).hexdigest()[:8]}"] if self.plan else []
         words += [f"inside {gib(self.limit)}"] if self.limit is not None else []
         words += [f"disk {self.throttle[0] / 1e9:g}+{self.throttle[1] / 1e9:g} GB/s"] if self.throttle else []
         words += ["exported"] if self.export else []
@@ -156,7 +157,7 @@ def _our_run(setting: Setting, case: Case) -> dict[str, Any]:
         command += ["--plan", str(plan)]
     others = Others()
     with limited(setting.work, memory=case.limit, throttle=case.throttle, wanted=case.watch_memory) as (held, why):
-        environment = profile(setting, recipe, held) if case.profiled else {}
+        environment = profile(setting, recipe, held) if case.profiled else _own_cache(setting)
         with output.open("wb") as file, started(command, held, file, **environment) as child:
             seen = watch.follow(
                 child, log=log, group=held, memory=case.watch_memory, counters=case.watch_counters, steps=case.steps
@@ -196,10 +197,15 @@ def _our_run(setting: Setting, case: Case) -> dict[str, Any]:
     return result
 
 
+def _own_cache(setting: Setting) -> dict[str, str]:
+    """So that no run finds profiles of the machine's own, or leaves there what it saw under limits."""
+    return {"XDG_CACHE_HOME": str(fresh(setting.work / "profiles"))}
+
+
 def profile(setting: Setting, recipe: Path, held: Group | None) -> dict[str, str]:
     """What `fuyou bench RECIPE` measures inside the group, as the environment of those who are to find it: nothing is taken
     over from the machine's own profiles, or left there. Raises RunFailed."""
-    environment = {"XDG_CACHE_HOME": str(fresh(setting.work / "profiles"))}
+    environment = _own_cache(setting)
     bench = [*FUYOU, "bench", str(recipe)]
     with (setting.work / "bench.txt").open("wb") as file, started(bench, held, file, **environment) as child:
         if child.wait() != 0:

@@ -110,11 +110,13 @@ def test_rates_of_runs_are_for_plans_that_ask_for_them(
     machine.keep(base, tmp_path)
     assert machine.hardware_for(tmp_path, device="cpu", calibrated=True).store_read == 2e9
     assert "--calibrated: no run" in capsys.readouterr().err
-    machine.keep_corrected(replace(base, store_read=1e9), tmp_path)
+    machine.keep_corrected(replace(base, store_read=1e9), tmp_path, instead_of=replace(base, store_read=3e9))
+    assert machine.hardware_for(tmp_path, device="cpu", calibrated=True).store_read == 2e9  # planned with other rates
+    machine.keep_corrected(replace(base, store_read=1e9), tmp_path, instead_of=base)
     assert machine.hardware_for(tmp_path, device="cpu").store_read == 2e9
     found = machine.hardware_for(tmp_path, device="cpu", calibrated=True)
     assert found.store_read == 1e9 and found.measured.startswith("2026-01-02, corrected by a run of ")
-    machine.keep_corrected(found, tmp_path)  # of a run that was planned with these
+    machine.keep_corrected(found, tmp_path, instead_of=found)  # of a run that was planned with these
     assert machine.hardware_for(tmp_path, device="cpu", calibrated=True).measured.count("corrected") == 1
     machine.keep(base, tmp_path)  # measured anew: what was corrected is no more
     assert machine.hardware_for(tmp_path, device="cpu", calibrated=True).store_read == 2e9
