@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("fuyou", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("fuyou")
 
-# A shell's background job ignores Ctrl-C, and so would every command the tests start and interrupt.
+# A shell's background job ignores Ctrl-C, and one under nohup a closed terminal: so would every command that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
