@@ -1,8 +1,9 @@
 """Seconds of compute per visit, and what one update takes, from the rates of a machine.
 
-Matrix products and attention go at the rate measured on a stage of this kind (`HardwareProfile.stage_rate`). Beside them
-compute moves bytes that no product hides: boundaries copied in and out, gradients added up per micro-batch, and with
-clipping read once more for the norm. Those go at the rate of memory, which AdamW on all threads shows.
+Matrix products and attention go at the rate measured on a stage of this kind (`HardwareProfile.stage_rate`), which its
+gradients' sum is a part of. Beside them compute moves bytes that no product hides: boundaries copied in and out, the
+embedding's gradients, and with clipping all gradients once more for the norm. Those go at the rate of memory, which AdamW
+on all threads shows.
 """
 
 from __future__ import annotations
@@ -110,13 +111,14 @@ class Costs:
         return moved + self._gradients_moved(visit)
 
     def _gradients_moved(self, visit: Visit) -> float:
-        """A gradient is made in the compute dtype by every micro-batch but the sum is one: read, add, write; the norm reads
-        it once more."""
+        """Of the embedding and the norm: a gradient is made in the compute dtype by every micro-batch and added to the one
+        sum. A block's or a head's rate was measured with that (`engine.alone`). The norm of all reads each sum once."""
         if not visit.sum_gradients:
             return 0.0
         stage = self.model.stages[visit.stage]
         params = self.model.stages[self.model.owner(visit.stage)].params
         item = ITEM_SIZE[self.numerics.accumulate_dtype]
-        times = 1 if stage.kind == "embedding" else self.micro_batches  # by rows: few of the table's
+        # An embedding's are of rows: of few of the table's, so that all micro-batches count as one.
+        times = {"embedding": 1, "norm": self.micro_batches}.get(stage.kind, 0)
         summed = params * times * (ITEM_SIZE[self.model.compute_dtype] + 2 * item)
         return float(summed + params * item * self.clipped)
