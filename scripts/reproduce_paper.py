@@ -30,17 +30,19 @@ from rich.table import Table
 from transformers import GPT2Config
 
 from fuyou_cli.cli.profile import described
-from fuyou_cli.core.units import GiB, MiB
+from fuyou_cli.core.units import GiB
 from fuyou_cli.engine.describe import describe
 from fuyou_cli.planner.choice import Choice
 from fuyou_cli.planner.place import made_of
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.search import fastest
 from fuyou_cli.planner.simulate import simulate
-from fuyou_cli.planner.wishes import Wishes
+from fuyou_cli.planner.wishes import Wishes, update_chunks_for, update_threads_for
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import Dtype, ModelSpec
 from fuyou_cli.spec.plan import Numerics, Plan
+from fuyou_cli.swap.kernels import scratch_size
+from fuyou_cli.training.prepare import CHUNK_PARAMS
 
 # ---- the constants -----------------------------------------------------------------------------------------------------
 GPU_FLOPS = 162e12  # 1: what its decoder blocks reach on the 4090, counted as it counts (8 per parameter and token)
@@ -116,10 +118,12 @@ def numerics(batch: int, micro: int, sums: Dtype) -> Numerics:
     )  # fmt: skip
 
 
-def wishes(batch: int, micro: int, ram: int, *, sums: Dtype = "float32", **pins: object) -> Wishes:
+def wishes(hardware: HardwareProfile, batch: int, micro: int, ram: int, *, sums: Dtype = "float32", **pins: object) -> Wishes:
+    asked = numerics(batch, micro, sums)
+    threads = update_threads_for(hardware, device="cuda", torch_threads=asked.torch_threads)
     return Wishes(
-        numerics=numerics(batch, micro, sums), model_name="paper", device="cuda", clip_grad_norm=None, cpu_budget=ram,
-        update_threads=16, scratch_size=512 * MiB, **pins,
+        numerics=asked, model_name="paper", device="cuda", clip_grad_norm=None, cpu_budget=ram, update_threads=threads,
+        scratch_size=scratch_size(CHUNK_PARAMS, update_chunks_for(threads)), **pins,
     )  # type: ignore[arg-type] # fmt: skip
 
 
@@ -127,7 +131,9 @@ def paper_step(name: str, batch: int, hardware: HardwareProfile) -> tuple[float,
     """Seconds of one step under the paper's policy, which computes all of a block again."""
     model = specification(name, batch)
     model = replace(model, stages=tuple(replace(stage, unneeded=()) for stage in model.stages))
-    pinned = wishes(batch, batch, 1 << 50, weights="ssd", states="ssd", boundaries="cpu", kept=((),) * len(model.stages))
+    pinned = wishes(
+        hardware, batch, batch, 1 << 50, weights="ssd", states="ssd", boundaries="cpu", kept=((),) * len(model.stages)
+    )
     plan = made_of(model, hardware, pinned, Choice(lookahead=IN_FLIGHT[0], gradient_slots=IN_FLIGHT[1]))
     assert plan is not None
     step = simulate(model, hardware, plan, plan_schedule(model, plan), state_bytes=STATE_BYTES)
@@ -188,7 +194,7 @@ def our_step(name: str, batch: int, hardware: HardwareProfile, ram: int) -> tupl
         best: tuple[Plan, ModelSpec] | None = None
         for micro in (size for size in (1, 2, 4, 8, 16, 32) if size <= batch and batch % size == 0):
             model = specification(name, micro)
-            plan = fastest(model, hardware, wishes(batch, micro, ram, sums=sums, gpu_budget=device))
+            plan = fastest(model, hardware, wishes(hardware, batch, micro, ram, sums=sums, gpu_budget=device))
             if plan.predicted.gpu_peak > device:
                 break
             if best is None or plan.predicted.step_seconds < best[0].predicted.step_seconds:

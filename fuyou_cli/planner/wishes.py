@@ -5,8 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ..spec.hardware import HardwareProfile
 from ..spec.plan import Numerics, Tier
 from .boundary_layout import Kept
+
+MOST_UPDATE_THREADS = 64  # that the daemon can have
+NEARLY_BEST = 0.9  # of AdamW's best rate: more threads than that takes only wait for memory
+_CHUNKS_ON_THE_WAY = 5  # being read or written while every update thread has one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,3 +40,18 @@ class Wishes:
     chunk_params: int = 1 << 19
     scratch_size: int = 0  # of the daemon's chunks, from the native library
     export_item: int = 2  # bytes per exported weight
+
+
+def update_threads_for(hardware: HardwareProfile, *, device: str, torch_threads: int) -> int:
+    """The fewest threads that bring AdamW near its best rate, of the cores that compute leaves: beside a GPU all but the one
+    that feeds it, otherwise those that torch does not use, or one that shares them. The result of a run is the same
+    with any number."""
+    left = hardware.cores - (1 if device == "cuda" else torch_threads)
+    rates = [(threads, rate) for threads, rate in hardware.adamw if threads <= min(left, MOST_UPDATE_THREADS)]
+    best = max((rate for _, rate in rates), default=0.0)
+    return next((threads for threads, rate in rates if rate >= NEARLY_BEST * best), 1)
+
+
+def update_chunks_for(threads: int) -> int:
+    """Chunks that the daemon's scratch holds, so that reading, computing and writing overlap."""
+    return threads + _CHUNKS_ON_THE_WAY

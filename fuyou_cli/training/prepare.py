@@ -16,7 +16,7 @@ from ..planner.place import plan as first_that_fits
 from ..planner.schedule import plan_schedule
 from ..planner.search import fastest
 from ..planner.simulate import simulate
-from ..planner.wishes import Wishes
+from ..planner.wishes import Wishes, update_chunks_for, update_threads_for
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
 from ..spec.plan import Numerics, Plan, Tier
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from .data import Rows, Sampler
 
 _KEPT: dict[str, Literal["all", "none"] | None] = {"auto": None, "swap": "all", "recompute": "none"}
-UPDATE_CHUNKS = 6  # in the daemon's scratch: reading, computing and writing overlap
 CHUNK_PARAMS = 1 << 19
 
 
@@ -362,6 +361,7 @@ def wishes(recipe: Recipe, numerics: Numerics, hardware: HardwareProfile, *, dev
     everything: Tier | None = "cpu" if offload.strategy == "none" else None
     block = offload.io.block_size
     depth = 16 if offload.io.queue_depth == "auto" else offload.io.queue_depth
+    threads = update_threads_for(hardware, device=device, torch_threads=numerics.torch_threads)
     return Wishes(
         numerics=numerics,
         model_name=recipe.model.name_or_path,
@@ -380,8 +380,9 @@ def wishes(recipe: Recipe, numerics: Numerics, hardware: HardwareProfile, *, dev
         read_depth=depth,
         write_depth=depth,
         block_size=1 << 20 if block == "auto" else block,
+        update_threads=threads,
         chunk_params=CHUNK_PARAMS,
-        scratch_size=scratch_size(CHUNK_PARAMS, UPDATE_CHUNKS),
+        scratch_size=scratch_size(CHUNK_PARAMS, update_chunks_for(threads)),
         export_item=2 if recipe.export.dtype == "bfloat16" else 4,
     )
 
