@@ -10,6 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.engine.skeleton import build
 from fuyou_cli.training.checkpoint.files import SINGLE_NAME, open_checkpoint
 from fuyou_cli.training.checkpoint.header import TensorEntry
 from fuyou_cli.training.checkpoint.matched import entries_for
@@ -199,3 +200,19 @@ def test_another_models_configuration_is_refused(tmp_path: Path) -> None:
     make_model("qwen3").config.save_pretrained(tmp_path)
     with pytest.raises(UsageError, match=r"missing: 'model\.layers\.0\.self_attn\.q_norm\.weight'"):
         entries_for(on_meta(tmp_path), open_checkpoint(tmp_path))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_buffer_of_the_file_is_what_the_code_computes_or_is_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Neither loaded nor exported: a trained one would be lost without a word."""
+    model = make_model("llama", dtype=dtype)
+    skeleton = build(model.config, dtype="float32", attention="sdpa")
+    for one in (model, skeleton):
+        one.model.layers[1].register_buffer("scale", torch.full((1,), 1 / 3, dtype=torch.float32))
+    model.model.layers[1].scale = model.model.layers[1].scale.to(dtype)
+    model.save_pretrained(tmp_path)
+    assert "model.layers.1.scale" in entries_for(skeleton, open_checkpoint(tmp_path))
+    model.model.layers[1].scale.add_(0.5)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match=r"'model\.layers\.1\.scale' is no parameter of the model and has other values"):
+        entries_for(skeleton, open_checkpoint(tmp_path))

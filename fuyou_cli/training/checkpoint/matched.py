@@ -34,4 +34,20 @@ def entries_for(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Ten
                     "but differ in the file",
                     hint='Set "tie_word_embeddings": false in config.json if they are meant to differ.',
                 )
+        _check_buffers(model, matched, reader)
     return matched
+
+
+def _check_buffers(model: PreTrainedModel, matched: dict[str, TensorEntry], reader: TensorReader) -> None:
+    """What a file holds beside parameters is what the model's code computes: it is neither loaded nor exported."""
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        entry = matched.get(name)
+        if entry is None or buffer.is_meta:
+            continue
+        stored = reader.read(entry)
+        if not stored.equal(buffer.to(stored.dtype)):
+            raise UsageError(
+                f"{entry.file}: tensor {shown(entry.name)} is no parameter of the model and has other values than its code "
+                "computes",
+                hint="fuyou trains and writes parameters alone: what it made of this model would lack these values",
+            )
