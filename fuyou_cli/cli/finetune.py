@@ -13,6 +13,7 @@ from fuyou_cli.core.units import gb
 
 from . import probe
 from .console import status_console, write_last_result, write_status
+from .others import Others, are_busy
 from .prepared import command_of, prepared_for
 from .room import Room, check_export, check_output, export_folder, plan_problems, room_of
 
@@ -121,17 +122,18 @@ def _train(prepared: Prepared) -> tuple[RunReport, Path, bool]:
                 log.write("plan", _promises(prepared))
             settle_for_training()
             before = run.daemon.counters()
+            others = Others()
             _steps(prepared, run, log)
-            report = _beside_plan(prepared, run.report())
+            report = _beside_plan(prepared, run.report(), others.cores())
             if log is not None and not _waits_for_export(prepared, run):
                 moved = _moved(before, run.daemon.counters())
                 _end_log(log, {**moved, "saved_bytes": run.saved_bytes, "compared": as_records(report.compared)})
         return report, run.paths[0].parent, _waits_for_export(prepared, run)
 
 
-def _beside_plan(prepared: Prepared, report: RunReport) -> RunReport:
+def _beside_plan(prepared: Prepared, report: RunReport, others_cores: float) -> RunReport:
     """With the plan's step simulated once more, for what it says of every resource. What that shows of the machine is kept
-    for the plans to come that ask for it."""
+    for the plans to come that ask for it, unless others used some of it meanwhile."""
     from fuyou_cli.planner.schedule import plan_schedule
     from fuyou_cli.planner.simulate import simulate
     from fuyou_cli.training.compared import compared
@@ -143,7 +145,8 @@ def _beside_plan(prepared: Prepared, report: RunReport) -> RunReport:
         return report
     model, hardware, plan = prepared.model, prepared.hardware, prepared.plan
     step = simulate(model, hardware, plan, plan_schedule(model, plan))
-    if shown := corrected(hardware, model, plan, step, report):
+    shown = None if are_busy(others_cores) else corrected(hardware, model, plan, step, report)
+    if shown is not None:
         keep_corrected(shown, *prepared.directories, instead_of=hardware)
     assumed = hardware.measured == "assumed"
     return replace(report, compared=compared(report, plan, step), assumed=assumed)

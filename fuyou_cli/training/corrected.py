@@ -21,7 +21,7 @@ from ..spec.model import ModelSpec
 from ..spec.plan import Plan
 from .report import RunReport
 
-LEAST_STEPS = 3  # of a run: the first warms up
+LEAST_STEPS = 2  # after the first ones of a run, which are not like the rest
 FULL = 0.8  # of a step: from here on a drive is what is waited for
 BELIEVED = (0.2, 5.0)  # a rate so many times what was known is another thing than a correction
 
@@ -31,10 +31,10 @@ def corrected(
 ) -> HardwareProfile | None:
     """The profile that the plan was made with, its rates times what the run shows; None where it shows nothing: too short,
     planned with assumed rates, or on a device that only stands in for one. `step` is the plan's, simulated."""
-    if report.steps < LEAST_STEPS or hardware.measured == "assumed" or plan.device == "emulated":
+    if report.settled < LEAST_STEPS or hardware.measured == "assumed" or plan.device == "emulated":
         return None
     costs = Costs.of(model, hardware, plan)
-    update = _factor(sum(costs.update_seconds(stage) for stage in plan.stages), report.update_cpu)
+    update = _factor(_update_cpu(plan, costs), report.update_cpu)
     read, write = (
         _factor(_under_way(step, direction), report.busy.get(direction, 0.0))
         if report.busy.get(direction, 0.0) >= FULL * report.step_seconds
@@ -53,6 +53,12 @@ def corrected(
     again = simulate(model, found, plan, plan_schedule(model, plan))
     compute = _factor(_under_way(again, "compute"), report.busy.get("compute", 0.0))
     return replace(found, stage_rates=merged_rates(found.stage_rates, tuple(_stage_rates(found, model, plan, compute))))
+
+
+def _update_cpu(plan: Plan, costs: Costs) -> float:
+    """Seconds of all update threads together: beside others each is slower than one alone."""
+    alone = sum(costs.update_seconds(stage) for stage in plan.stages)
+    return alone * plan.io.update_threads / costs.updates_at_once
 
 
 def _factor(predicted: float, measured: float) -> float:

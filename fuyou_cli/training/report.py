@@ -59,6 +59,7 @@ class Compared:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunReport:
     steps: int
+    settled: int  # of these, after the first ones that are not like the rest
     seconds: float
     first_loss: float
     last_loss: float

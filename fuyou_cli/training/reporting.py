@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import statistics
+from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ..engine.executor import StepOutcome
@@ -47,8 +49,58 @@ def _direction(phase: str, model: ModelSpec) -> str:
     return "forward" if phase == "logits" else phase
 
 
+LATEST = 1000  # steps whose figures are kept for medians
+
+
+def settling_steps(plan: Plan, *, resumed: bool) -> int:
+    """Steps at the start of a run that are not like those after them: the first warms up; moments are zero and not read in
+    the first update, which follows a step later where updates are deferred; and extents are new until both were written."""
+    if resumed:
+        return 1
+    return 3 if any(stage.deferred for stage in plan.stages) else 2
+
+
+class Steps:
+    """What a run's report needs of its steps, in memory that does not grow with their number."""
+
+    def __init__(self, *, settling: int) -> None:
+        self.count = 0
+        self.last: StepReport | None = None  # the only one with its timeline
+        self.stalls: dict[str, float] = {}  # of all steps
+        self.settled = 0  # steps after the first `settling`
+        self._settling = settling
+        self._early: list[StepReport] = []
+        self._later: deque[StepReport] = deque(maxlen=LATEST)
+        self._tokens, self._seconds = 0, 0.0  # of the settled ones
+
+    def add(self, report: StepReport) -> None:
+        self.count, self.last = self.count + 1, report
+        for cause, waited in report.stalls.items():
+            self.stalls[cause] = self.stalls.get(cause, 0.0) + waited
+        kept = replace(report, timeline=())
+        if self.count <= self._settling:
+            self._early.append(kept)
+            return
+        self.settled += 1
+        self._later.append(kept)
+        self._tokens += report.batch_tokens
+        self._seconds += report.seconds
+
+    @property
+    def typical(self) -> Sequence[StepReport]:
+        """The latest of the settled ones; of a shorter run all but the first, which warms up, where there are others."""
+        return self._later or self._early[1:] or self._early
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the same, without end."""
+        if self.settled:
+            return self._tokens / (self._seconds or 1e-9)
+        return sum(step.batch_tokens for step in self.typical) / (sum(step.seconds for step in self.typical) or 1e-9)
+
+
 def run_report(
-    steps: Sequence[StepReport],
+    steps: Steps,
     *,
     losses: Sequence[float],
     plan: Plan,
@@ -58,36 +110,35 @@ def run_report(
     written_total: int,
     output_dir: str,
 ) -> RunReport:
-    """The run beside its plan. Medians leave out the first step, which also warms up."""
-    later = steps[1:] or steps
-    tokens = sum(step.batch_tokens for step in later)
-    computing = sum(step.seconds for step in later) or 1e-9
-    stalls: dict[str, float] = {}
-    for step in steps:
-        for cause, waited in step.stalls.items():
-            stalls[cause] = stalls.get(cause, 0.0) + waited
+    """The run beside its plan; figures per step are medians of typical ones."""
+    typical, rate = steps.typical, steps.tokens_per_second
     return RunReport(
-        steps=len(steps),
+        steps=steps.count,
+        settled=steps.settled,
         seconds=seconds,
         first_loss=losses[0] if losses else float("nan"),
         last_loss=losses[-1] if losses else float("nan"),
         losses=tuple(losses),
-        tokens_per_second=tokens / computing,
-        tflops=6.0 * parameters * tokens / computing / 1e12,
+        tokens_per_second=rate,
+        tflops=6.0 * parameters * rate / 1e12,
         ram_budget=plan.cpu_budget,
         ram_peak=ram_peak,
-        step_seconds=statistics.median(step.seconds for step in later) if later else 0.0,
-        read_per_step=round(statistics.median(step.read_bytes for step in later)) if later else 0,
-        written_per_step=round(statistics.median(step.written_bytes for step in later)) if later else 0,
+        step_seconds=_median([step.seconds for step in typical]),
+        read_per_step=round(_median([step.read_bytes for step in typical])),
+        written_per_step=round(_median([step.written_bytes for step in typical])),
         written_total=written_total,
-        stalls=stalls,
-        timeline=steps[-1].timeline if steps else (),
-        timeline_stalls=steps[-1].stalls if steps else {},
+        stalls=steps.stalls,
+        timeline=steps.last.timeline if steps.last else (),
+        timeline_stalls=steps.last.stalls if steps.last else {},
         output_dir=str(Path(output_dir).expanduser()),
-        busy=_medians([step.busy for step in later]),
-        waits=_medians([step.stalls for step in later]),
-        update_cpu=statistics.median(step.update_cpu_seconds for step in later) if later else 0.0,
+        busy=_medians([step.busy for step in typical]),
+        waits=_medians([step.stalls for step in typical]),
+        update_cpu=_median([step.update_cpu_seconds for step in typical]),
     )
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else 0.0
 
 
 def _medians(steps: Sequence[dict[str, float]]) -> dict[str, float]:

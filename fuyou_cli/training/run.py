@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
@@ -29,7 +29,7 @@ from .memory_watch import MemoryWatch
 from .prepare import Prepared
 from .rates import learning_rate
 from .report import RunReport, StepReport
-from .reporting import run_report, timeline
+from .reporting import Steps, run_report, settling_steps, timeline
 from .saved import PART_FILE, check_same_run, check_unchanged, write_parts
 from .stopping import StopRequests
 from .storage import STORE_FILE, StageFiles, check_space
@@ -69,7 +69,7 @@ class Run:
         self._since_saved = 0  # steps begun since the state on disk
         self._saved_step = self.step
         self._training = self._in_step = self._saving = False
-        self._steps: list[StepReport] = []
+        self._steps = Steps(settling=settling_steps(prepared.plan, resumed=prepared.manifest is not None))
         self._began = time.monotonic()
         with ExitStack() as opening:
             opening.enter_context(self.stopping)  # the last to be closed
@@ -162,17 +162,11 @@ class Run:
                 if report is None:
                     self.executor.abandon()
                     break
-                self._remember(report)
+                self._steps.add(report)
                 on_step(report)
             self.save()
             if self.stopping.requested and self.step < self.prepared.total_steps:
                 raise Interrupted(f"stopped after step {self.step} of {self.prepared.total_steps}")
-
-    def _remember(self, report: StepReport) -> None:
-        """Only the last step's timeline is drawn; thousands of them would be a leak."""
-        if self._steps:
-            self._steps[-1] = replace(self._steps[-1], timeline=())
-        self._steps.append(report)
 
     def _one_step(self) -> StepReport | None:
         """None where it was given up on request."""
@@ -378,7 +372,7 @@ class Run:
     # ---- reporting -----------------------------------------------------------------------------------------------
 
     def report(self) -> RunReport:
-        """The run beside its plan. Medians leave out the first step, which also warms up."""
+        """The run beside its plan."""
         return run_report(
             self._steps,
             losses=self.losses,

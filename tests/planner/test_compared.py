@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from fuyou_cli.planner.timeline import Timeline
 from fuyou_cli.spec.plan import Plan
 from fuyou_cli.training.compared import as_records, compared
 from fuyou_cli.training.report import Compared, StepReport
-from fuyou_cli.training.reporting import run_report
+from fuyou_cli.training.reporting import Steps, run_report
 
 from .models import HARDWARE
 from .test_plan_file import SPEC, wishes
@@ -34,9 +35,16 @@ def step(number: int, **measured: Any) -> StepReport:
     return StepReport(step=number, total_steps=4, **{**fields, **measured})
 
 
+def collected(reports: Iterable[StepReport], *, settling: int = 1) -> Steps:
+    steps = Steps(settling=settling)
+    for report in reports:
+        steps.add(report)
+    return steps
+
+
 def lines(promised: tuple[Plan, Timeline], *steps: StepReport) -> dict[str, Compared]:
     report = run_report(
-        steps, losses=[1.0], plan=promised[0], parameters=10, seconds=9.0, ram_peak=1 << 29, written_total=200,
+        collected(steps), losses=[1.0], plan=promised[0], parameters=10, seconds=9.0, ram_peak=1 << 29, written_total=200,
         output_dir="out",
     )  # fmt: skip
     return {line.what: line for line in compared(report, *promised)}

@@ -21,6 +21,7 @@ from fuyou_cli.training.report import Busy, RunReport, StepReport
 from fuyou_cli.training.reporting import run_report
 
 from .models import HARDWARE
+from .test_compared import collected
 from .test_plan_file import SPEC, wishes
 
 KNOWN = replace(HARDWARE, matmul_flops=2e8, shared_compute=0.6, shared_adamw=0.8)
@@ -31,7 +32,7 @@ def step_on(machine: HardwareProfile, plan: Plan = PLAN) -> Timeline:
     return simulate(SPEC, machine, plan, plan_schedule(SPEC, plan))
 
 
-def run_on(machine: HardwareProfile, *, steps: int = LEAST_STEPS, plan: Plan = PLAN) -> RunReport:
+def run_on(machine: HardwareProfile, *, steps: int = 2 + LEAST_STEPS, plan: Plan = PLAN) -> RunReport:
     """What a run of the plan reports where the machine is really like this."""
     step = step_on(machine, plan)
     begin = max(done.end for done in step.work) - step.step_seconds
@@ -50,7 +51,14 @@ def run_on(machine: HardwareProfile, *, steps: int = LEAST_STEPS, plan: Plan = P
         for number in range(1, steps + 1)
     ]  # fmt: skip
     return run_report(
-        reports, losses=[1.0], plan=plan, parameters=1, seconds=1.0, ram_peak=1, written_total=1, output_dir="out"
+        collected(reports, settling=2),
+        losses=[1.0],
+        plan=plan,
+        parameters=1,
+        seconds=1.0,
+        ram_peak=1,
+        written_total=1,
+        output_dir="out",
     )
 
 
@@ -88,7 +96,7 @@ def test_a_slower_drive_that_is_waited_for_is_seen() -> None:
 
 def test_what_shows_nothing_corrects_nothing() -> None:
     step = step_on(KNOWN)
-    assert corrected(KNOWN, SPEC, PLAN, step, run_on(KNOWN, steps=LEAST_STEPS - 1)) is None
+    assert corrected(KNOWN, SPEC, PLAN, step, run_on(KNOWN, steps=1 + LEAST_STEPS)) is None
     assert corrected(replace(KNOWN, measured="assumed"), SPEC, PLAN, step, run_on(KNOWN)) is None
     assert corrected(KNOWN, SPEC, replace(PLAN, device="emulated"), step, run_on(KNOWN)) is None
     wild = corrected(KNOWN, SPEC, PLAN, step, run_on(slower(50)))  # something else went on

@@ -207,6 +207,7 @@ def timeline() -> tuple[Busy, ...]:
 def run_report(timeline: tuple[Busy, ...]) -> RunReport:
     return RunReport(
         steps=40,
+        settled=38,
         seconds=3600.0,
         first_loss=4.2137,
         last_loss=1.8342,
