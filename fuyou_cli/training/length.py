@@ -34,10 +34,14 @@ def counted_rows(recipe: Recipe, tokenizer_dir: Path, say: Callable[[str], None]
     from .data import MissingDataError, find, size_of
 
     try:
-        known = find(**_asked(recipe, tokenizer_dir), cache_dir=_cache(recipe))
-        if known is not None:
-            return len(known)
-        if size_of(recipe.dataset) > COUNTED:
+        large = size_of(recipe.dataset) > COUNTED
+        if not large or _anything_in(_cache(recipe)):
+            if large:
+                say("reading the data, to find what an earlier run made of it")
+            known = find(**_asked(recipe, tokenizer_dir), cache_dir=_cache(recipe))
+            if known is not None:
+                return len(known)
+        if large:
             say("note: how many steps the epochs take is known once the data is tokenised, which a run does")
             return None
         say("reading and tokenising the data, for the number of steps")
@@ -72,6 +76,10 @@ def _asked(recipe: Recipe, tokenizer_dir: Path) -> dict[str, Any]:
         "chat_template": None if template is None else expanded(template, key="tokenizer.chat_template"),
         "pad_token": recipe.tokenizer.pad_token,
     }
+
+
+def _anything_in(directory: Path) -> bool:
+    return directory.is_dir() and any(directory.iterdir())
 
 
 def _cache(recipe: Recipe) -> Path:

@@ -13,6 +13,8 @@ import yaml
 
 from fuyou_cli.cli.app import main
 from fuyou_cli.cli.probing import _measured
+from fuyou_cli.recipe.load import load_recipe
+from fuyou_cli.training import length
 
 from .conftest import Project
 
@@ -191,3 +193,20 @@ def test_how_long_the_epochs_are(new_project: NewProject, command: Callable[[Pro
     (bare / "config.json").write_text((project.materials / "model" / "config.json").read_text())
     code, out, err = fuyou("plan", "recipe.yaml", "--hardware", MACHINE, f"model.name_or_path={bare}")
     assert code == 0 and "note: how many steps the epochs take is not known" in err and "1,000 steps" in out
+
+
+def test_much_data_is_not_read_for_a_plan(
+    new_project: NewProject, command: Callable[[Project], Command], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless an earlier run may have tokenised it."""
+    monkeypatch.setattr(length, "COUNTED", 0)
+    project = new_project(changes={**HERE, "train.max_steps": None, "train.epochs": 2, "dataset.cache_dir": "rows"})
+    fuyou = command(project)
+    unknown, looked = "is known once the data is tokenised", "to find what an earlier run made of it"
+    _, _, err = fuyou("plan", "recipe.yaml", "--hardware", MACHINE)
+    assert unknown in err and looked not in err
+    (project.folder / "rows" / "others").mkdir(parents=True)
+    _, _, err = fuyou("plan", "recipe.yaml", "--hardware", MACHINE)
+    assert unknown in err and looked in err
+    length.tokenised_rows(load_recipe(project.recipe).recipe, project.materials / "model")
+    assert fuyou.json("--hardware", MACHINE)["steps"] == 32
