@@ -13,4 +13,9 @@ BESIDE = 0.1  # of what is mapped on its own: what kernels take while they work 
 def charged(size: int) -> int:
     """Bytes that a block of `size` bytes takes of the system's memory with what comes along with it. Not in order of size: a
     block just too small to be mapped takes more than one that is."""
-    return int(size * (1 + (BESIDE if size >= MAPPED else HOLES)))
+    return int(size * (1 + BESIDE)) if size >= MAPPED else held(size)
+
+
+def held(size: int) -> int:
+    """The same of a block that no kernel works on while memory peaks: its part of the heap's holes alone."""
+    return size if size >= MAPPED else int(size * (1 + HOLES))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..core.heap import held
 from ..core.units import MiB, align_up
 from ..spec.model import ITEM_SIZE, ModelSpec
 from ..spec.plan import IoPlan, SlotClass, Span, StagePlan, Tier
@@ -233,10 +234,10 @@ def compute_memory(model: ModelSpec, wishes: Wishes) -> ComputeMemory:
     hidden state, its gradient in float32 and at the end in the compute dtype, and maximum, sum and target of every token."""
     numerics = wishes.numerics
     tokens = numerics.batch_size * numerics.max_seq_len
-    boundary = model.boundary_bytes_per_token * tokens
-    whole = 2 * boundary + model.choreography_bytes_per_token * tokens
+    boundaries = 2 * held(model.boundary_bytes_per_token * tokens)
+    whole = boundaries + held(model.choreography_bytes_per_token * tokens)
     if model.head_is_cut:  # the model's own forward is over by then
-        whole = max(whole, 2 * boundary + (4 * model.hidden_size + 12) * tokens)
+        whole = max(whole, boundaries + held(4 * model.hidden_size * tokens) + held(12 * tokens))
     whole += 64 * tokens
     hungriest = max(model.stages, key=lambda stage: (stage.backward_peak, stage.index))
     stage = 0 if wishes.device == "cuda" else hungriest.backward_peak

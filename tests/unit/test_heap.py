@@ -1,0 +1,19 @@
+"""What blocks of memory are charged with."""
+
+from __future__ import annotations
+
+import pytest
+
+from fuyou_cli.core.heap import BESIDE, HOLES, MAPPED, charged, held
+from fuyou_cli.core.units import MiB
+
+
+@pytest.mark.parametrize("size", [0, 1, MiB, MAPPED - 1])
+def test_a_block_in_the_heap_brings_its_part_of_the_holes(size: int) -> None:
+    assert charged(size) == held(size) == int(size * (1 + HOLES)) >= size
+
+
+@pytest.mark.parametrize("size", [MAPPED, 10 * MAPPED + 1])
+def test_a_mapped_block_is_itself_and_what_works_on_it(size: int) -> None:
+    assert held(size) == size
+    assert charged(size) == int(size * (1 + BESIDE)) > size
