@@ -83,7 +83,7 @@ def _add(target: torch.Tensor, gradient: torch.Tensor) -> None:
     if gradient.dtype == target.dtype or target.device.type != "cpu" or not gradient.dim():
         target.add_(gradient)
         return
-    rows = max(1, PIECE // max(1, gradient[0].numel()))
+    rows = max(1, PIECE * len(gradient) // max(1, gradient.numel()))
     for part, more in zip(target.split(rows), gradient.split(rows), strict=True):
         part.add_(more)
 

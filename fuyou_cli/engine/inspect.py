@@ -149,12 +149,16 @@ def _layer_type(anatomy: Anatomy, index: int) -> object:
 
 
 def _settings(anatomy: Anatomy, index: int) -> object:
-    """What blocks alike in class and shapes may still differ in: plain attributes of their modules, but their number."""
+    """What blocks alike in class and shapes may still differ in: the classes of their modules and plain attributes of those,
+    but their number."""
     module = anatomy.modules[index]
     plain = (bool, int, float, str)
-    return tuple(
+    if module is None or anatomy.kinds[index] != "block":
+        return ()
+    parts = dict(module.named_modules())
+    return tuple((name, type(part)) for name, part in parts.items()), tuple(
         (name, key, value)
-        for name, part in (module.named_modules() if module is not None and anatomy.kinds[index] == "block" else ())
+        for name, part in parts.items()
         for key, value in sorted(vars(part).items())
         if isinstance(value, plain) and key not in _NUMBERS
     )
