@@ -70,7 +70,7 @@ def drawn(seed: int, count: int, shapes: list[str]) -> list[Case]:
 
 def compared(case: Case, result: dict) -> tuple[float, list[Row]]:
     """The error of the time, and a line for each thing that was predicted."""
-    plan, steps = result["plan"], result["steps"][WARM_UP:]
+    plan, steps = result["plan"], result["steps"][WARM_UP:-1]  # the last has no next to fetch for
     seconds = statistics.median(step["seconds"] for step in steps)
     spread = max(step["seconds"] for step in steps) / min(step["seconds"] for step in steps)
     error = plan["predicted_step_seconds"] / seconds - 1
