@@ -47,7 +47,9 @@ def numerics_of(
     columns = vocabulary_rows or anatomy.model.config.get_text_config().vocab_size
     chunk = _head_chunk(train, micro * length, columns)
     compute = cast(Dtype, recipe.precision.compute)
-    one_piece = train.batch_size == micro and chunk == 0  # nothing is added up: a wider sum would hold the same numbers
+    # Nothing is added up, and a wider sum would hold the same numbers; but of a tied head and its embedding, whose two
+    # gradients plain PyTorch adds in the compute dtype as well.
+    one_piece = train.batch_size == micro and chunk == 0
     accumulate: Dtype = compute if one_piece else recipe.precision.grad_accum
     numerics = Numerics(
         compute_dtype=compute,
