@@ -25,6 +25,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "threads": dict(backend="threads"),
     "io_uring": dict(backend="io_uring"),
     "two update threads": dict(update_threads=2),
+    "as many update threads as beside a GPU": dict(update_threads=16, chunks=21),
     "little scratch": dict(chunks=2),
     "emulated device": dict(device="emulated"),
     "emulated device, all in RAM": dict(device="emulated", home="cpu"),
