@@ -25,6 +25,7 @@ from .models import HARDWARE, cut_models, models, wishes_for
 COPYING = replace(HARDWARE, device="cuda", h2d=2e9, d2h=1e9)
 SHARED = replace(HARDWARE, shared_compute=0.5, shared_adamw=0.5)
 DEAR_TRANSFERS = replace(SHARED, io_cpu=1e-10)
+CLOSE = 5e-4  # how near the simulated rates of a drive that reads and writes at once are to where they settle
 specs = st.one_of(models(), cut_models())
 
 
@@ -43,10 +44,11 @@ def test_a_step_takes_at_least_its_busiest_resource(data: st.DataObject, spec: M
     assert step.written == made.predicted.written_per_step
     assert step.read <= made.predicted.read_per_step  # weights may still be there from an update when they are wanted again
     costs = Costs.of(spec, COPYING if device == "cuda" else SHARED, made)
-    assert lower_bound(costs, plan_schedule(spec, made), made) <= step.step_seconds * (1 + 1e-6) + 1e-9
+    most = step.step_seconds * (1 + CLOSE) + 1e-9
+    assert lower_bound(costs, plan_schedule(spec, made), made) <= most
     reading = step.read / (made.predicted.read_per_step or 1)
     for name, seconds in made.predicted.seconds.items():
-        assert seconds * (reading if name == "ssd read" else 1) <= step.step_seconds * (1 + 1e-6) + 1e-9, name
+        assert seconds * (reading if name == "ssd read" else 1) <= most, name
 
 
 @settings(max_examples=25, deadline=None)
