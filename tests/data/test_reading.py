@@ -253,3 +253,28 @@ def test_which_files_of_a_directory_were_taken_is_said(tmp_path: Path) -> None:
     for split in ("train[:10%]", "train+test"):
         with pytest.raises(UsageError, match="not built yet"):
             choice(split)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "txt"])
+@pytest.mark.parametrize("name", ["a[1]", "s*", "which?", "[x]* y"])
+def test_a_name_is_no_pattern(tmp_path: Path, kind: str, name: str) -> None:
+    """Neither of the file nor of its folder, and files that it would fit are there."""
+    (tmp_path / name).mkdir()
+    if kind == "txt":
+        file, other = tmp_path / name / f"{name}.txt", "another"
+        file.write_text("this one")
+        expected: list[Any] = [{"text": "this one"}]
+    else:
+        file, other = tmp_path / name / f"{name}.{kind}", "{}"
+        written(tmp_path, kind).rename(file)
+        expected = PAIRS
+    for decoy in ("a1", "sx", "which1", "x y"):
+        (file.parent / decoy).with_suffix(file.suffix).write_text(other)
+    assert [row for _, row in read_rows(file)] == expected
+
+
+def test_a_name_that_means_a_chain_of_archives_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a::b.jsonl"
+    file.write_text(json.dumps(PAIRS[0]))
+    with pytest.raises(UsageError, match=r"a::b\.jsonl: :: in its name"):
+        list(read_rows(file))

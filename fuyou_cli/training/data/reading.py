@@ -8,6 +8,7 @@ line. CSV cells are read as the text they are, for the same reason. Nothing is c
 from __future__ import annotations
 
 import csv
+import glob
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -86,10 +87,12 @@ def _stream(kind: str, file: Path, **options: Any) -> Iterator[dict[str, Any]]:
 
     if file.stat().st_size == 0:
         raise UsageError(f"{file}: the file is empty")
+    if "::" in str(file):
+        raise UsageError(f"{file}: :: in its name means a chain of archives to the datasets library", hint="rename it")
     if kind in ("text", "csv"):
         options["encoding"] = "utf-8-sig"  # with or without a byte order mark
     try:
-        rows = datasets.load_dataset(kind, data_files=[str(file)], split="train", streaming=True, **options)
+        rows = datasets.load_dataset(kind, data_files=[glob.escape(str(file))], split="train", streaming=True, **options)
         yield from rows
     except UnicodeDecodeError as error:
         raise UsageError(f"{first_bad_line(file)}: not UTF-8 text: {error.reason}") from error
