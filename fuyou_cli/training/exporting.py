@@ -19,6 +19,7 @@ from .checkpoint.companions import companion_files
 from .checkpoint.writer import OutTensor, write_checkpoint
 from .companions import kept_companions
 from .manifest import Manifest, StoredStage, StoredTensor
+from .saved import refuse_in_use
 
 _WINDOW = 17 * MiB  # one piece of at most 16 MiB with the store's alignment around it
 
@@ -119,6 +120,7 @@ def export_store(
     if manifest is None:
         raise UsageError(f"there is no store in {source}")
     if manifest.state != "committed":
+        refuse_in_use(manifest)
         raise UsageError(
             f"the run in {source} did not stop in order: its store holds parts of different steps",
             hint="stop a run with Ctrl-C and it is saved; this one has to start over with checkpoint.resume=never",

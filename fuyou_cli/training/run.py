@@ -12,7 +12,7 @@ from types import TracebackType
 
 import torch
 
-from ..core.errors import FuyouError, Interrupted, NumericsError
+from ..core.errors import FuyouError, Interrupted, NumericsError, UsageError
 from ..engine.devices import open_device
 from ..engine.executor import Executor, StepAbandoned, StepOutcome
 from ..engine.host_memory import HostMemory
@@ -120,8 +120,10 @@ class Run:
                 fingerprints=prepared.fingerprints,
                 total_steps=prepared.total_steps,
             )
-        for directory in prepared.directories:
+        for directory, path in zip(prepared.directories, self.paths, strict=True):
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if path.is_file() and path.stat().st_nlink > 1:
+                raise UsageError(f"{path} has a second name (hard link), which would be written over", hint="move it away")
         check_space(self.paths, plan.store_size, free_space)
 
     def _open_store(self) -> None:

@@ -6,6 +6,8 @@ the manifest lies in the first folder only, and folders may be named in another 
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -13,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..core.disk import sync_directory
-from ..core.errors import UsageError
+from ..core.errors import FuyouError, UsageError
 from ..core.paths import folder
 from . import manifest as manifests
 from .manifest import Manifest
@@ -84,14 +86,52 @@ def find_saved(resume: str, directories: Sequence[Path]) -> Manifest | None:
         raise UsageError(f"checkpoint.resume: there is no saved run in {source}")
     if found is None or found.state == "loading":
         _check_free(directories)
+        if found is None:
+            _check_moved(source.parent)
         return None
     if found.state == "running":
+        refuse_in_use(found)
         raise UsageError(
             f"the run in {source} did not stop in order: its store holds parts of different steps",
             hint="start over with checkpoint.resume=never (this replaces that store)",
         )
     _check_parts(found)
     return found
+
+
+def refuse_in_use(manifest: Manifest) -> None:
+    """Raises FuyouError while a running fuyou holds the manifest's store."""
+    for name in manifest.files:
+        try:
+            descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FuyouError(f"{name} is in use by a running fuyou", hint="stop that run first (Ctrl-C saves it)") from None
+        finally:
+            os.close(descriptor)
+
+
+def _check_moved(directory: Path) -> None:
+    """Raises UsageError where the only store is of a saved run that was moved here, with its output folder say: what it is
+    named after has another name now, and a new run would begin unasked."""
+    kept = list(directory.glob(f"*/{manifests.NAME}"))
+    if len(kept) != 1:  # folders that several runs share
+        return
+    try:
+        saved = manifests.read(kept[0].parent)
+    except UsageError:
+        return
+    if saved is None or saved.state != "committed":
+        return
+    was = Path(saved.files[0])
+    if was.parent.name == kept[0].parent.name and not was.exists() and (kept[0].parent / STORE_FILE).exists():
+        raise UsageError(
+            f"{kept[0].parent} holds a run that was saved after step {saved.step} in {was.parent}, and moved since",
+            hint="move it back, and name output_dir as then, to go on; or start over with checkpoint.resume=never",
+        )
 
 
 def _check_parts(saved: Manifest) -> None:
@@ -117,7 +157,14 @@ def _check_parts(saved: Manifest) -> None:
 def _check_free(directories: Sequence[Path]) -> None:
     """Nothing in these folders belongs to a saved run that a new one would destroy."""
     for directory in directories:
-        if not (directory / STORE_FILE).exists() or not (directory / PART_FILE).exists():
+        if not (directory / STORE_FILE).exists():
+            continue
+        if not (directory / PART_FILE).exists():
+            if _holds_data(directory / STORE_FILE):
+                raise UsageError(
+                    f"{directory / STORE_FILE} holds data, and no run of fuyou says that it is its own",
+                    hint="move it away, or write over it with checkpoint.resume=never",
+                )
             continue
         part = read_part(directory)
         if part is None:  # a saved run may be behind it: nothing is written over on a guess
@@ -133,6 +180,16 @@ def _check_free(directories: Sequence[Path]) -> None:
             f"{directory} holds part {part.index + 1} of {part.count} of a saved run {step}",
             hint=f"name the folders of offload.dir as that run did ({first.parent} first), {_START_OVER}",
         )
+
+
+def _holds_data(file: Path) -> bool:
+    """Whether anything was written to it: a run that was killed before its first write left room that was set aside."""
+    with file.open("rb") as stream:
+        try:
+            os.lseek(stream.fileno(), 0, os.SEEK_DATA)
+        except OSError as error:
+            return error.errno != errno.ENXIO
+    return True
 
 
 def check_unchanged(expected: Manifest | None, directory: Path, *, start_over: bool) -> None:

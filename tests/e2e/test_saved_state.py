@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 
 from fuyou_cli.cli import probe
-from fuyou_cli.core.errors import Interrupted, NumericsError, UsageError
+from fuyou_cli.core.errors import FuyouError, Interrupted, NumericsError, UsageError
+from fuyou_cli.recipe.load import load_recipe
+from fuyou_cli.training.prepare import run_directories
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.saved import PART_FILE
 
 from .conftest import Project
-from .running import STEPS, exported, interrupt, manifest_of, prepared_run, train
+from .running import STEPS, exported, interrupt, manifest_of, prepared_run, store_of, train
 
 pytestmark = pytest.mark.timeout(60)
 NewProject = Callable[..., Project]
@@ -201,3 +203,64 @@ def test_a_copy_of_the_run_can_be_put_back(striped: Project, whole: list[float])
     shutil.rmtree(_folder(striped, "b"))
     shutil.copytree(copy, striped.folder / "b" / _folder(striped, "a").name)
     assert train(striped)[0] == whole
+
+
+def test_a_file_that_no_run_claims_is_not_written_over(new_project: NewProject, whole: list[float]) -> None:
+    project = new_project("foreign", {"train.max_steps": STEPS})
+    (directory,) = run_directories(load_recipe(project.recipe).recipe)
+    directory.mkdir(parents=True)
+    (directory / "store.bin").write_text("my thesis")
+    with pytest.raises(UsageError, match=r"store\.bin holds data, and no run of fuyou says"):
+        train(project)
+    assert (directory / "store.bin").read_text() == "my thesis"
+    (directory / "store.bin").unlink()
+    with (directory / "store.bin").open("wb") as left:  # by a run that was killed before its first write
+        os.posix_fallocate(left.fileno(), 0, 1 << 20)
+    assert train(project)[0] == whole
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_file_with_a_second_name_is_not_written_over(resume: str, new_project: NewProject, tmp_path: Path) -> None:
+    project = new_project("linked", {"train.max_steps": STEPS, "checkpoint.resume": resume})
+    (directory,) = run_directories(load_recipe(project.recipe).recipe)
+    directory.mkdir(parents=True)
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"")
+    os.link(victim, directory / "store.bin")
+    with pytest.raises(UsageError, match="has a second name"):
+        train(project)
+    assert victim.stat().st_size == 0
+
+
+def test_a_running_run_is_not_said_to_be_broken(new_project: NewProject, tmp_path: Path) -> None:
+    project = new_project("running", {"train.max_steps": STEPS})
+    seen: list[str] = []
+
+    def look(run: Run) -> None:
+        if run.step == 3 and not seen:
+            assert manifest_of(project).state == "running"
+            for other in (lambda: prepared_run(project), lambda: exported(store_of(project), tmp_path / "export")):
+                with pytest.raises(FuyouError, match="is in use by a running fuyou") as refused:
+                    other()
+                seen.append(f"{refused.value.hint}")
+                assert refused.value.exit_code == 1
+
+    train(project, look)
+    assert seen == ["stop that run first (Ctrl-C saves it)"] * 2
+
+
+def test_a_saved_run_that_was_moved_does_not_begin_anew_unasked(new_project: NewProject, whole: list[float]) -> None:
+    project = new_project("moved", {"train.max_steps": STEPS})
+    with pytest.raises(Interrupted):
+        train(project, interrupt(3, "forward"))
+    away = project.folder / "renamed"
+    project.out.rename(away)
+    project.write_recipe({"train.max_steps": STEPS, "output_dir": str(away)})
+    with pytest.raises(UsageError, match=r"holds a run that was saved after step 2 in .*, and moved since"):
+        train(project)
+    away.rename(project.out)
+    project.write_recipe({"train.max_steps": STEPS})
+    assert train(project)[0] == whole
+    project.out.rename(away)
+    project.write_recipe({"train.max_steps": STEPS, "output_dir": str(away), "checkpoint.resume": "never"})
+    assert train(project)[0] == whole
