@@ -38,6 +38,7 @@ class PlanOptions:
 def run_plan(loaded: LoadedRecipe, options: PlanOptions) -> bool:
     """True when the run fits. Raises PlanError where there is no plan at all (as JSON that is said on stdout as well), and
     UsageError for options that exclude each other."""
+    from .plan_files import check_target
     from .planning import Planning
     from .validate import config_of, config_text
 
@@ -45,6 +46,8 @@ def run_plan(loaded: LoadedRecipe, options: PlanOptions) -> bool:
         raise UsageError(
             "--calibrated takes the rates that runs on this machine showed, --hardware describes another: give one of them"
         )
+    if options.out is not None:
+        check_target(options.out)
     extra: dict[str, Any] = {"config": config_of(loaded)} if options.show_config else {}
     if options.show_config and not options.json_output:
         write_result(config_text(loaded))

@@ -53,6 +53,19 @@ def _depends(key: str) -> bool:
     return key not in _FOLDERS and any(key == name or key.startswith(f"{name}.") for name in _DEPENDS)
 
 
+def check_target(path: Path) -> None:
+    """Raises UsageError for a file that a plan would be written over and that is none: a recipe, say."""
+    try:
+        with path.open("rb") as stream:
+            head = stream.read(64)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UsageError(f"-o {path}: {error.strerror}", hint="name a file") from None
+    if head and files.MARK.encode() not in head:
+        raise UsageError(f"-o {path}: it is there already and is no plan", hint="name another file")
+
+
 def write_plan(path: Path, prepared: Prepared, choice: Choice) -> None:
     """The plan with what it was made for; whole or not at all. Raises UsageError where it cannot be written."""
     file = files.plan_file(

@@ -19,6 +19,7 @@ from .model import ModelSpec
 from .plan import Plan
 from .strict import made
 
+MARK = "fuyou_plan"  # a plan file's first key
 FORMAT = 1
 LARGEST = 64 << 20  # bytes of a file: 500 stages take one
 

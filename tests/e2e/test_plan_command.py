@@ -195,6 +195,22 @@ def test_how_long_the_epochs_are(new_project: NewProject, command: Callable[[Pro
     assert code == 0 and "note: how many steps the epochs take is not known" in err and "1,000 steps" in out
 
 
+@pytest.mark.parametrize("content", ["model: {name_or_path: m}\n", '{"text": "a row"}\n'])
+def test_a_plan_is_written_over_plans_alone(
+    content: str, new_project: NewProject, command: Callable[[Project], Command]
+) -> None:
+    project = new_project()
+    fuyou = command(project)
+    (project.folder / "mine").write_text(content)
+    code, _, err = fuyou("plan", "recipe.yaml", "--dry-run", "-o", "mine")
+    assert code == 2 and "-o mine: it is there already and is no plan" in err
+    assert (project.folder / "mine").read_text() == content
+    assert fuyou("plan", "recipe.yaml", "--dry-run", "-o", ".")[0] == 2
+    (project.folder / "mine").write_text("")
+    for _ in range(2):
+        assert fuyou("plan", "recipe.yaml", "--dry-run", "-o", "mine")[0] == 0
+
+
 def test_much_data_is_not_read_for_a_plan(
     new_project: NewProject, command: Callable[[Project], Command], monkeypatch: pytest.MonkeyPatch
 ) -> None:
