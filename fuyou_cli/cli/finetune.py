@@ -16,6 +16,7 @@ from .console import status_console, write_last_result, write_status
 from .others import Others, are_busy
 from .prepared import command_of, prepared_for
 from .room import Room, check_export, check_output, export_folder, plan_problems, room_of
+from .signals import like_ctrl_c
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
 def run_finetune(loaded: LoadedRecipe, *, plan_file: Path | None = None, calibrated: bool = False) -> None:
     """`plan_file`: the plan to run, instead of the one that is best now. `calibrated`: planned with rates as the latest run
     showed them."""
+    with like_ctrl_c():
+        _finetune(loaded, plan_file, calibrated=calibrated)
+
+
+def _finetune(loaded: LoadedRecipe, plan_file: Path | None, *, calibrated: bool) -> None:
     from .allocator import settle_allocator
 
     options: dict[str, Any] = {"calibrated": calibrated}

@@ -218,3 +218,30 @@ def test_asked_to_stop_after_the_last_step_the_export_waits_for_another_time(
     assert (project.out / "timeline.svg").exists() and not (project.out / "model").exists()
     assert project.fuyou("finetune", project.recipe).returncode == 0
     assert (project.out / "model").is_dir()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_stopped_before_there_is_a_run(number: int, new_project: NewProject) -> None:
+    """While the data is tokenised: it is said, the worker ends, and nothing of it is left."""
+    project = new_project(changes={"dataset.cache_dir": "rows"})
+    with subprocess.Popen(
+        project.command("finetune", project.recipe), cwd=project.folder, env=project.environment(),
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        while not list(project.folder.glob("rows/.rows-*")):
+            assert process.poll() is None
+            time.sleep(0.005)
+        time.sleep(0.2)
+        process.send_signal(number)
+        said = process.communicate(timeout=30)[1]
+    assert process.returncode == 130, said
+    assert said.rstrip().endswith("interrupted")
+    assert not list((project.folder / "rows").iterdir())
+    assert not [line for line in Path("/proc").glob("[0-9]*/environ") if str(project.folder / "rows") in _environment(line)]
+
+
+def _environment(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,29 @@
+"""SIGTERM and a closed terminal end a command as Ctrl-C does: it says so, its helpers end, its scratch files go."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_LIKE_CTRL_C = (signal.SIGTERM, signal.SIGHUP)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def like_ctrl_c() -> Iterator[None]:
+    """Inside, unless somebody handles or ignores them already (nohup does). A run has meanings of its own for them."""
+    before = {number: signal.getsignal(number) for number in _LIKE_CTRL_C}
+    for number, handler in before.items():
+        if handler is signal.SIG_DFL:
+            signal.signal(number, _interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is _interrupt:
+                signal.signal(number, handler)
