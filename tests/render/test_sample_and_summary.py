@@ -81,3 +81,14 @@ def test_a_broken_budget_is_said(printer: Printer, run_report: RunReport) -> Non
     console, printed = printer(80)
     show_summary(console, replace(run_report, ram_peak=3 * GiB, assumed=True))
     assert "over the budget of 2.00 GiB" in printed() and "the plan's rates were assumed" in " ".join(printed().split())
+
+
+@pytest.mark.parametrize(
+    ("steps", "settled", "said"),
+    [(40, 37, "medians without the first 3"), (40, 39, "medians without the first;"), (2, 0, "medians without the first;"),
+     (1, 0, "of one step, medians;")],
+)  # fmt: skip
+def test_which_steps_the_figures_are_of(printer: Printer, run_report: RunReport, steps: int, settled: int, said: str) -> None:
+    console, printed = printer(120)
+    show_summary(console, replace(run_report, steps=steps, settled=settled, assumed=True))
+    assert said in " ".join(printed().split())

@@ -36,7 +36,7 @@ def show_summary(console: Console, report: RunReport) -> None:
 
 def _compared(console: Console, report: RunReport) -> None:
     shapes = symbols(console)
-    note = "of one step, medians without the first" + ("; the plan's rates were assumed" if report.assumed else "")
+    note = _typical(report) + ("; the plan's rates were assumed" if report.assumed else "")
     heading(console, "Predicted and measured", note)
     content = ruled(shapes)
     column(content, "what", wrap=True)
@@ -55,6 +55,13 @@ def _compared(console: Console, report: RunReport) -> None:
     )
     if report.assumed:
         say(console, "`fuyou bench RECIPE` measures what the next plan of it is made with.", style="dim", indent=2)
+
+
+def _typical(report: RunReport) -> str:
+    """Which steps the figures are of."""
+    first = report.steps - report.settled if report.settled else min(1, report.steps - 1)
+    without = "" if first < 1 else " without the first" if first == 1 else f" without the first {first}"
+    return f"of one step, medians{without}"
 
 
 def _difference(line: Compared) -> str:
