@@ -6,6 +6,7 @@ absent from checkpoints and cannot be recovered later.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,9 @@ from ..core.errors import UsageError
 TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int16": torch.int16}
 
 LARGE = 1 << 30  # bytes
+MOST_LAYERS = 10_000
+_LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+_LARGEST_CONFIG = 16 << 20  # bytes
 _FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
 # By name: transformers puts functions of its own in the place of torch's while it builds.
 _FILLS = {"normal_", "uniform_", "fill_", "zero_", "constant_", "zeros_", "ones_", "kaiming_uniform_"}
@@ -79,6 +83,7 @@ def said(error: BaseException) -> str:
 def load_config(directory: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The model's configuration, or a UsageError naming the file."""
     file = directory / "config.json"
+    _refuse_endless(file)
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
     except _UNREADABLE as error:
@@ -95,6 +100,19 @@ def load_config(directory: Path, *, trust_remote_code: bool = False) -> PreTrain
             "quantization_config out of config.json",
         )
     return config
+
+
+def _refuse_endless(file: Path) -> None:
+    """Raises UsageError for more layers than any model has: each would be built. What cannot be read is found later."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8")) if file.stat().st_size <= _LARGEST_CONFIG else None
+    except (OSError, ValueError, RecursionError):
+        return
+    sections = [content, *content.values()] if isinstance(content, dict) else []
+    for section in (section for section in sections if isinstance(section, dict)):
+        for key in _LAYER_KEYS:
+            if isinstance(section.get(key), int) and section[key] > MOST_LAYERS:
+                raise UsageError(f"{file}: {key} is {section[key]:,}: no model has so many", hint="put the file back as it was")
 
 
 def setting(text: PreTrainedConfig, name: str, *, layer: int = 0) -> Any:

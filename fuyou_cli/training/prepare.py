@@ -262,7 +262,11 @@ def _look_at_data(recipe: Recipe, say: Callable[[str], None], *, needed: bool) -
 def run_directories(recipe: Recipe) -> tuple[Path, ...]:
     """The folders of this run's store, one per striped directory."""
     name = run_name(folder(recipe.output_dir, key="output_dir"))
-    return tuple(directory.resolve() / name for directory in recipe.offload_directories(os.environ))
+    found: dict[Path, Path] = {}
+    for directory in recipe.offload_directories(os.environ):
+        if (other := found.setdefault(directory.resolve(), directory)) is not directory:
+            raise UsageError(f"offload.dir: {other} and {directory} are the same folder", hint="name each drive once")
+    return tuple(directory / name for directory in found)
 
 
 def device_name(recipe: Recipe) -> str:

@@ -65,3 +65,21 @@ def test_a_checkpoint_with_nan(new_project: NewProject, materials: Path, tmp_pat
     with pytest.raises(UsageError, match=r"model\.safetensors: 1 value of transformer\.h\.1\.mlp\.c_fc\.weight is not finite"):
         train(project)
     assert manifest_of(project).state == "loading"  # nothing to lose: the next run starts again
+
+
+@pytest.mark.parametrize("config", ["llama", "gpt2"])
+def test_more_layers_than_any_model_has(config: str, new_project: NewProject, materials: Path, tmp_path: Path) -> None:
+    model = _model(materials, tmp_path / "endless")
+    key = {"llama": "num_hidden_layers", "gpt2": "n_layer"}[config]
+    if config == "gpt2":
+        transformers.GPT2Config().save_pretrained(model)
+    content = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**content, key: 10**9}))
+    said = _refused(new_project(changes={"model.name_or_path": str(model)}), "finetune", "recipe.yaml")
+    assert f"config.json: {key} is 1,000,000,000" in said
+
+
+def test_one_folder_by_two_names(new_project: NewProject) -> None:
+    project = new_project(changes={"offload.dir": ["disk", "disk/../disk"]})
+    said = _refused(project, "plan", "recipe.yaml", "--dry-run")
+    assert "offload.dir: disk and disk/../disk are the same folder" in said
