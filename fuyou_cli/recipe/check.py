@@ -97,7 +97,7 @@ def _finding(detail: ErrorDetails) -> Finding:
 def _missing(path: Path) -> Finding:
     if path and isinstance(path[-1], int):  # a pair of which only one is there
         shown = show_path(path[:-1])
-        return Finding(path=path[:-1], code="out-of-range", message=f"`{shown}`: expected more values")
+        return Finding(path=path[:-1], code="out-of-range", message=f"`{shown}`: expected two values, got one")
     key = _NEEDED.get(show_path(path), show_path(path))
     return Finding(path=path, code="missing-key", message=f"`{key}` is missing", help=_EXAMPLES.get(key), at_key=True)
 

@@ -18,6 +18,7 @@ Auto = Literal["auto"]
 
 _LARGEST_BLOCK = 1 << 30  # of one I/O, as in native/src/internal.h
 _DEEPEST_QUEUE = 256  # I/Os in flight per direction, as there
+_LARGEST_WHOLE = 2**31 - 1
 _MOST_THREADS = 1024  # torch crashes when the system has no more of them
 _LARGEST = 1 << 62  # bytes; anything above is a slip of the pen, and overflows the store's addresses
 
@@ -100,15 +101,15 @@ def _percentage(text: str) -> float:
     return share
 
 
-def _auto_or_whole(least: int, most: int | None = None) -> Callable[[object], object]:
-    range_ = f"of at least {least}" if most is None else f"from {least} to {most}"
-
+def _auto_or_whole(least: int, most: int = _LARGEST_WHOLE) -> Callable[[object], object]:
     def check(value: object) -> object:
         if value == "auto":
             return value
         if isinstance(value, bool) or not isinstance(value, int):
             raise wrong("wrong_type", "expected auto or a whole number")
-        if not least <= value <= (2**31 - 1 if most is None else most):
+        if not least <= value <= most:
+            bounded = most < _LARGEST_WHOLE or value > most
+            range_ = f"from {least} to {most}" if bounded else f"of at least {least}"
             raise wrong("out_of_range", f"must be auto or a whole number {range_}")
         return value
 
