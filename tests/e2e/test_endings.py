@@ -228,16 +228,21 @@ def test_stopped_before_there_is_a_run(number: int, new_project: NewProject) -> 
         project.command("finetune", project.recipe), cwd=project.folder, env=project.environment(),
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
-        while not list(project.folder.glob("rows/.rows-*")):
+        while not _workers(project.folder / "rows"):
             assert process.poll() is None
             time.sleep(0.005)
-        time.sleep(0.2)
+        assert list(project.folder.glob("rows/.rows-*"))
         process.send_signal(number)
         said = process.communicate(timeout=30)[1]
     assert process.returncode == 130, said
     assert said.rstrip().endswith("interrupted")
     assert not list((project.folder / "rows").iterdir())
-    assert not [line for line in Path("/proc").glob("[0-9]*/environ") if str(project.folder / "rows") in _environment(line)]
+    assert not _workers(project.folder / "rows")
+
+
+def _workers(rows: Path) -> list[Path]:
+    """Processes that tokenise into `rows`: their environment names a folder below it."""
+    return [file for file in Path("/proc").glob("[0-9]*/environ") if f"HF_DATASETS_CACHE={rows}" in _environment(file)]
 
 
 def _environment(file: Path) -> str:
