@@ -221,23 +221,24 @@ def test_asked_to_stop_after_the_last_step_the_export_waits_for_another_time(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_stopped_before_there_is_a_run(number: int, new_project: NewProject) -> None:
+def test_stopped_before_there_is_a_run(number: int, new_project: NewProject, tmp_path: Path) -> None:
     """While the data is tokenised: it is said, the worker ends, and nothing of it is left."""
-    project = new_project(changes={"dataset.cache_dir": "rows"})
+    rows = tmp_path / "rows"  # an absolute path, which the worker's environment repeats
+    project = new_project(changes={"dataset.cache_dir": str(rows)})
     with subprocess.Popen(
         project.command("finetune", project.recipe), cwd=project.folder, env=project.environment(),
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
-        while not _workers(project.folder / "rows"):
+        while not _workers(rows):
             assert process.poll() is None
             time.sleep(0.005)
-        assert list(project.folder.glob("rows/.rows-*"))
+        assert list(rows.glob(".rows-*"))
         process.send_signal(number)
         said = process.communicate(timeout=30)[1]
     assert process.returncode == 130, said
     assert said.rstrip().endswith("interrupted")
-    assert not list((project.folder / "rows").iterdir())
-    assert not _workers(project.folder / "rows")
+    assert not list(rows.iterdir())
+    assert not _workers(rows)
 
 
 def _workers(rows: Path) -> list[Path]:
