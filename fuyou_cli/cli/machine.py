@@ -12,11 +12,14 @@ from functools import cache
 from pathlib import Path
 
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.units import MiB
 from fuyou_cli.spec.hardware import Drive, HardwareProfile, merged_rates
 
 from . import drives, probe
 from .console import write_status
 from .profile import assumed_hardware, core_count, cpu_name, read_profile, usable_memory, write_profile
+
+PROCESS_STEP = 32 * MiB  # model, tokenizer and rows of a plan add 10 to 25 MiB to the libraries
 
 
 def profile_path(*directories: Path, device: str) -> Path:
@@ -48,6 +51,7 @@ def hardware_for(*directories: Path, device: str, calibrated: bool = False) -> H
     profile = profile or _kept(path)
     if profile is None or (name is not None and profile.device_name != name):  # another card than was measured
         profile = assumed_hardware(*directories, device=device, device_name=name, device_memory=memory)
+        profile = replace(profile, process_bytes=0)  # known, if nothing else is
     pinnable, why = probe.pinnable()
     return replace(
         profile,
@@ -55,12 +59,20 @@ def hardware_for(*directories: Path, device: str, calibrated: bool = False) -> H
         cores=core_count(),
         ram_total=probe.physical_memory(),
         ram_available=usable_memory(),
-        process_bytes=probe.process_bytes(),
+        process_bytes=steady_process(probe.process_bytes(), measured=profile.process_bytes),
         disk_free=probe.striped_space(*directories),
         pinnable=pinnable,
         pinnable_why=why,
         drives=_with_wear(profile.drives, drives.drives_under(*directories)),
     )
+
+
+def steady_process(now: int, *, measured: int) -> int:
+    """Bytes of a process as a plan takes them: at least `now`, and the same for every plan of a run. Two processes that did
+    the same differ by one or two MiB, and a plan file made twice is to be the same file. `measured`: what a process of
+    `fuyou bench` had loaded, 0 where none has run."""
+    start = measured + PROCESS_STEP  # so that no edge of the steps is near what a plan's process has
+    return start + max(0, -(-(now - start) // PROCESS_STEP)) * PROCESS_STEP
 
 
 def is_measured(*directories: Path, device: str) -> bool:

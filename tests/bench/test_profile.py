@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fuyou_cli.cli import machine, profile
 from fuyou_cli.core.errors import UsageError
@@ -86,6 +88,18 @@ def test_a_kept_profile_is_this_machines_and_this_devices(tmp_path: Path, monkey
     assert machine.profile_path(tmp_path, tmp_path / "b", device="cpu") == machine.profile_path(tmp_path, device="cpu")
     assert machine.profile_path(tmp_path, Path("/proc"), device="cpu") != machine.profile_path(tmp_path, device="cpu")
     assert machine.profile_path(tmp_path, device="cuda") != machine.profile_path(tmp_path, device="cpu")
+
+
+@given(now=st.integers(0, 8 * GiB), measured=st.integers(0, 4 * GiB))
+def test_a_process_as_plans_take_it_is_no_smaller_and_little_larger(now: int, measured: int) -> None:
+    taken = machine.steady_process(now, measured=measured)
+    least = measured + machine.PROCESS_STEP
+    assert now <= taken < max(least, now) + machine.PROCESS_STEP
+
+
+def test_processes_of_nearly_one_size_plan_alike() -> None:
+    measured, usual = 253 * MiB, 276 * MiB
+    assert len({machine.steady_process(usual + off * MiB, measured=measured) for off in range(-8, 9)}) == 1
 
 
 def test_measurements_of_one_machine_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ import pytest
 import yaml
 
 from fuyou_cli.cli.app import main
+from fuyou_cli.cli.machine import keep
 from fuyou_cli.cli.probing import _measured
+from fuyou_cli.cli.profile import assumed_hardware
+from fuyou_cli.core.units import GiB
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training import length
 
@@ -76,6 +80,19 @@ def test_a_described_machine_stands_in_for_this_one(new_project: NewProject, com
     tight = fuyou.json("--hardware", MACHINE, "--compare", f"offload.max_memory.cpu={least}")["compared"]["others"]
     assert tight[-1]["fits"] is False and tight[-1]["figures"] is None  # what takes more memory, last
     assert sorted(path.name for path in project.folder.iterdir()) == ["plan.json", "recipe.yaml"]  # no profile, no store
+
+
+def test_two_processes_make_the_same_plan_file(new_project: NewProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On this machine: what differs between two processes, their own size above all, is in neither file."""
+    project = new_project()
+    monkeypatch.setenv("XDG_CACHE_HOME", project.environment()["XDG_CACHE_HOME"])
+    keep(replace(assumed_hardware(project.folder), measured="2026-01-02", process_bytes=GiB), project.folder)
+    files = [project.folder / name for name in ("first.json", "second.json")]
+    for file in files:
+        assert project.fuyou("plan", project.recipe, "-o", file).returncode == 0
+    assert files[0].read_bytes() == files[1].read_bytes()
+    hardware = json.loads(files[0].read_text())["hardware"]
+    assert hardware["process_bytes"] >= GiB  # from the kept profile
 
 
 def test_the_screen_fits_80_columns(new_project: NewProject, command: Callable[[Project], Command]) -> None:
