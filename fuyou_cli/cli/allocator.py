@@ -13,6 +13,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 # of its CPU time faulting pages in (CHANGELOG.md, tried).
 _MMAP_THRESHOLD_BEFORE = 1 << 20
 _TRIM_THRESHOLD = 64 << 20
+_NEVER = 2**31 - 1  # bytes free at the heap's end: mallopt takes an int
 
 
 def settle_allocator() -> None:
@@ -24,9 +25,10 @@ def settle_allocator() -> None:
 
 
 def settle_for_training() -> None:
-    """From now on activations share the heap, which is trimmed after every visit."""
+    """From now on activations share the heap, which gives nothing back until it is told to (training/trimming.py)."""
     trim()
     _mallopt(_M_MMAP_THRESHOLD, MAPPED)
+    _mallopt(_M_TRIM_THRESHOLD, _NEVER)
 
 
 def _mallopt(what: int, value: int) -> None:
@@ -36,8 +38,7 @@ def _mallopt(what: int, value: int) -> None:
 
 
 def trim() -> None:
-    """Gives the heap's free pages back. Between two stages nothing large is alive, so that each starts without the holes
-    the one before left; within a stage blocks are reused without faults."""
+    """Gives the heap's free pages back."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)

@@ -156,9 +156,11 @@ def bench(
 
     Matrix products, layers, the drive, the update, and a training step beside it. Kept for the plans to come.
     """
+    from .allocator import settle_allocator
     from .bench import run_bench
 
     loaded = _load(recipe, overrides) if recipe is not None else None
+    settle_allocator()
     run_bench(directory, quick=quick, json_output=json_output, loaded=loaded, sustained=sustained, yes=yes)
 
 

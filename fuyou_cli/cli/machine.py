@@ -19,7 +19,7 @@ from . import drives, probe
 from .console import write_status
 from .profile import assumed_hardware, core_count, cpu_name, read_profile, usable_memory, write_profile
 
-PROCESS_STEP = 32 * MiB  # model, tokenizer and rows of a plan add 10 to 25 MiB to the libraries
+PROCESS_STEP = 16 * MiB  # model, tokenizer and rows of a small model's plan add 5 to 12 MiB to the libraries
 
 
 def profile_path(*directories: Path, device: str) -> Path:

@@ -21,6 +21,7 @@ from fuyou_cli.spec.hardware import HardwareProfile, merged_rates
 from fuyou_cli.spec.model import Dtype
 
 from . import drives, probe
+from .allocator import settle_for_training
 from .profile import assumed_hardware, cpu_name
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def measure(
     target = device_named(device)
     facts = assumed_hardware(*directories)
     process = probe.process_bytes()
+    settle_for_training()  # stages find their memory here as they do in a run
     repeats = 3 if quick else 7
 
     from .measure_stages import measure_layers

@@ -96,7 +96,7 @@ class Executor:
         self.weights = ComputeWeights(model=model, plan=plan, memory=memory, device=device)
         self.head = Head(anatomy.model)
         self.between_micro_batches: Callable[[], None] = lambda: None
-        self.after_visit: Callable[[], None] = lambda: None
+        self.after_visit: Callable[[Visit], None] = lambda visit: None
         self.sums = GradientSums(
             model=model, plan=plan, residency=self.residency, memory=memory, device=device, hand_over=self._hand_over
         )
@@ -251,7 +251,7 @@ class Executor:
         if visit.owner is not None:
             self.weights.settle(visit.owner)
         self.residency.release(visit)
-        self.after_visit()
+        self.after_visit(visit)
         self._tick()
 
     def _tick(self) -> None:

@@ -17,6 +17,7 @@ from ..engine.devices import open_device
 from ..engine.executor import Executor, StepAbandoned, StepOutcome
 from ..engine.host_memory import HostMemory
 from ..engine.updates import Optimizer
+from ..planner.schedule import Visit
 from ..spec.plan import Plan, Span
 from ..swap.arena import Arena
 from ..swap.daemon import Counters, DaemonOptions, SwapDaemon
@@ -33,6 +34,7 @@ from .reporting import Steps, run_report, settling_steps, timeline
 from .saved import PART_FILE, check_same_run, check_unchanged, write_parts
 from .stopping import StopRequests
 from .storage import STORE_FILE, StageFiles, check_space
+from .trimming import Trimming
 
 _REQUESTS = 4096
 _SPARE_FILE, _SPARE_BYTES = "spare", 1 << 20  # disk for the manifest of the state saved when the disk has run full
@@ -56,8 +58,7 @@ class Run:
     ) -> None:
         self.prepared, self.plan, self.model = prepared, prepared.plan, prepared.model
         self.memory = MemoryWatch(memory_now)
-        self._trim = trim  # gives freed memory back to the system; called after every visit
-        self._trim_above = _nearly_all(self.plan)  # and between micro-batches where memory is short
+        self._trimming = Trimming(model=self.model, plan=self.plan, now=self.memory.look, trim=trim)
         self.losses: list[float] = list(prepared.manifest.losses) if prepared.manifest else []
         self.step = prepared.manifest.step if prepared.manifest else 0
         self.written_before = prepared.manifest.written_total if prepared.manifest else 0
@@ -240,16 +241,16 @@ class Run:
         )
 
     def _between_micro_batches(self) -> None:
-        if self.memory.look() > self._trim_above:
-            self._trim()
+        self._trimming.between_micro_batches()
         self._stop_here()
 
     def _stop_here(self) -> None:
         if self.stopping.requested and self.executor.may_abandon():
             raise StepAbandoned
 
-    def _after_visit(self) -> None:
-        self._trim()
+    def _after_visit(self, visit: Visit) -> None:
+        visits = self.executor.schedule.visits
+        self._trimming.between_visits(visit, visits[(visit.index + 1) % len(visits)])
         self._stop_here()  # a batch of one micro-batch has no other place to stop
 
     # ---- stopping and saving -------------------------------------------------------------------------------------
@@ -385,13 +386,6 @@ class Run:
             written_total=self.written_before + self.daemon.counters().written_bytes,
             output_dir=self.prepared.recipe.output_dir,
         )
-
-
-def _nearly_all(plan: Plan) -> int:
-    """Bytes of the process above which a micro-batch should not find the holes that the one before it left in the heap:
-    a fifth of what compute may take below what was predicted."""
-    compute = sum(line.size for line in plan.memory if line.what == "compute" and line.tier == "cpu")
-    return plan.predicted.cpu_peak - compute // 5
 
 
 def _open_arena(size: int) -> Arena:

@@ -1,4 +1,4 @@
-"""Freed memory goes back to the system after every visit, and between micro-batches too where the process is large."""
+"""Freed memory goes back to the system where a visit might not find it again within the plan's peak, and nowhere else."""
 
 from __future__ import annotations
 
@@ -13,23 +13,55 @@ from .conftest import Project
 from .running import prepared_run
 
 pytestmark = pytest.mark.timeout(60)
+STEPS = 2
 
 
-@pytest.mark.parametrize("short", [False, True])
-def test_between_micro_batches_only_where_memory_is_short(new_project: Callable[..., Project], short: bool) -> None:
-    prepared = prepared_run(new_project(f"short-{short}", {"train.max_steps": 2}))
-    size = prepared.plan.predicted.cpu_peak if short else 1
+def calls_of(project: Project, size: Callable[[int], int]) -> tuple[list[str], int]:
+    """What happened, in order, in a process that has size(planned peak) bytes; visits of the run."""
+    prepared = prepared_run(project)
     calls: list[str] = []
-    with Run(prepared, memory_now=lambda: size, free_space=probe.free_space, trim=lambda: calls.append("trim")) as run:
+    now = size(prepared.plan.predicted.cpu_peak)
+    with Run(prepared, memory_now=lambda: now, free_space=probe.free_space, trim=lambda: calls.append("trim")) as run:
         run.load(lambda count: None)
-        between = run.executor.between_micro_batches
+        executor = run.executor
+        between, after = executor.between_micro_batches, executor.after_visit
 
-        def count_and_look() -> None:
-            calls.append("between")
+        def counted_between() -> None:
+            calls.append("micro-batch")
             between()
 
-        run.executor.between_micro_batches = count_and_look
+        def counted_after(visit: object) -> None:
+            calls.append("visit")
+            after(visit)  # type: ignore[arg-type]
+
+        executor.between_micro_batches, executor.after_visit = counted_between, counted_after
         run.train(lambda report: None)
-        visits = 2 * len(run.executor.schedule.visits)
-    assert calls.count("between") > visits // 2
-    assert calls.count("trim") == visits + (calls.count("between") if short else 0)
+        return calls, STEPS * len(executor.schedule.visits)
+
+
+@pytest.fixture
+def project(new_project: Callable[..., Project]) -> Project:
+    return new_project(changes={"train.max_steps": STEPS})
+
+
+def test_a_process_far_below_its_peak_keeps_what_it_has(project: Project) -> None:
+    calls, visits = calls_of(project, lambda peak: 1)
+    assert calls.count("visit") == visits and calls.count("micro-batch") > visits // 2
+    assert "trim" not in calls
+
+
+def test_a_process_at_its_peak_gives_back_all_it_can(project: Project) -> None:
+    calls, visits = calls_of(project, lambda peak: peak)
+    assert calls.count("trim") == calls.count("visit") + calls.count("micro-batch")
+    assert calls.count("visit") == visits
+
+
+def test_only_a_visit_unlike_the_one_before_it_needs_room_for_all_it_takes(project: Project) -> None:
+    """Here what one visit takes at most does not fit beside what there is, but nearly nothing is taken yet."""
+    prepared = prepared_run(project)
+    compute = sum(line.size for line in prepared.plan.memory if line.what == "compute")
+    calls, visits = calls_of(project, lambda peak: peak - compute // 4)
+    after_visits = [one for one, before in zip(calls[1:], calls, strict=False) if before == "visit"]
+    assert 0 < after_visits.count("trim") < visits
+    after_micro_batches = [one for one, before in zip(calls[1:], calls, strict=False) if before == "micro-batch"]
+    assert "trim" not in after_micro_batches

@@ -148,7 +148,7 @@ def test_a_step_can_be_given_up_until_its_first_update(share: float, subject: Su
     with Rig(subject, tmp_path, clip=None, defer=share) as rig:
         records = rig.executor.residency.records
 
-        def look() -> None:
+        def look(*_: object) -> None:
             begun = any(r.update is not None or r.generation > 0 for r in records)
             assert not (begun and rig.executor.may_abandon())
             at_once = [v.index for v in rig.executor.schedule.visits if v.update == "after"]

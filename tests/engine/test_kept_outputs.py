@@ -123,7 +123,7 @@ def test_backward_uses_what_was_kept(device: Any, tmp_path: Path) -> None:
     for spoil in (False, True):
         with Rig(subject, tmp_path / str(spoil), home="cpu", device=device, kept="all") as rig:
             if spoil:
-                rig.executor.after_visit = lambda rig=rig: _spoil_first_output(rig)  # type: ignore[misc]
+                rig.executor.after_visit = lambda _, rig=rig: _spoil_first_output(rig)  # type: ignore[misc]
             outcomes.append((rig.run(1), rig.weights()))
     assert outcomes[0][0] == outcomes[1][0]
     names = unequal(outcomes[0][1], outcomes[1][1])

@@ -1,0 +1,55 @@
+"""When the heap's free pages go back to the system.
+
+Every page given back is one to be faulted in again: a visit of a small model that starts with a trimmed heap spends a tenth of
+its time on that. So the heap keeps what it has as long as the plan's peak allows: pages of a visit serve the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..planner.boundary_layout import kept_bytes
+from ..planner.schedule import Visit
+from ..spec.model import ModelSpec
+from ..spec.plan import Plan
+
+
+class Trimming:
+    """`now`: bytes the process has; `trim` gives free ones back."""
+
+    def __init__(self, *, model: ModelSpec, plan: Plan, now: Callable[[], int], trim: Callable[[], None]) -> None:
+        self._model, self._plan, self._now, self._trim = model, plan, now, trim
+        self._compute = sum(line.size for line in plan.memory if line.what == "compute" and line.tier == "cpu")
+        # How far free pages may pile up: what a visit takes is known to about a fifth, holes being what they are.
+        self._most = plan.predicted.cpu_peak - self._compute // 5
+        on_host = plan.device != "cuda"
+        self._hungriest = max(stage.backward_peak for stage in model.stages) if on_host else 0
+
+    def between_micro_batches(self) -> None:
+        """None should find the holes that the one before it left where nearly all is taken."""
+        if self._now() > self._most:
+            self._trim()
+
+    def between_visits(self, before: Visit, after: Visit) -> None:
+        """A visit like the one before it asks for the same blocks and finds them free. Any other may find none that it can
+        use, and takes all it needs beside what there is."""
+        if self._alike(before, after):
+            self.between_micro_batches()
+        elif self._now() + self._takes(after) > self._most:
+            self._trim()
+
+    def _alike(self, one: Visit, other: Visit) -> bool:
+        stages, planned = self._model.stages, self._plan.stages
+        return (one.phase, stages[one.stage].kind, stages[one.stage].params, planned[one.stage].kept) == (
+            other.phase, stages[other.stage].kind, stages[other.stage].params, planned[other.stage].kept,
+        )  # fmt: skip
+
+    def _takes(self, visit: Visit) -> int:
+        """Bytes at most, of the host's."""
+        beside = self._compute - self._hungriest
+        if not self._hungriest:
+            return beside
+        stage = self._model.stages[visit.stage]
+        if visit.phase in ("forward", "logits"):
+            return beside + stage.forward_peak + kept_bytes(stage, self._plan.stages[visit.stage].kept)
+        return beside + stage.backward_peak
