@@ -13,7 +13,6 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 # of its CPU time faulting pages in (CHANGELOG.md, tried).
 _MMAP_THRESHOLD_BEFORE = 1 << 20
 _TRIM_THRESHOLD = 64 << 20
-_NEVER = 2**31 - 1  # bytes free at the heap's end: mallopt takes an int
 
 
 def settle_allocator() -> None:
@@ -25,10 +24,9 @@ def settle_allocator() -> None:
 
 
 def settle_for_training() -> None:
-    """From now on activations share the heap, which gives nothing back until it is told to (training/trimming.py)."""
+    """From now on activations share the heap, which is trimmed when training says so (training/trimming.py)."""
     trim()
     _mallopt(_M_MMAP_THRESHOLD, MAPPED)
-    _mallopt(_M_TRIM_THRESHOLD, _NEVER)
 
 
 def _mallopt(what: int, value: int) -> None:

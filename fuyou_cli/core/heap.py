@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from .units import MiB
 
-MAPPED = 32 * MiB  # larger blocks are mapped on their own and go back to the system whole; smaller ones share the heap
-HOLES = 0.75  # of what is alive in the heap: what its holes take beside that at most (measured, CHANGELOG.md)
-
+MAPPED = 24 * MiB  # larger blocks are mapped on their own and go back to the system whole; smaller ones share the heap
+HOLES = 1.0  # of what is alive in the heap: what its holes take beside that at most (measured, CHANGELOG.md)
+HELD = 0.5  # the same of what is only held, a whole batch at a time
 BESIDE = 0.1  # of what is mapped on its own: what kernels take while they work on it
 
 
 def charged(size: int) -> int:
     """Bytes that a block of `size` bytes takes of the system's memory with what comes along with it. Not in order of size: a
     block just too small to be mapped takes more than one that is."""
-    return int(size * (1 + BESIDE)) if size >= MAPPED else held(size)
+    return int(size * (1 + (BESIDE if size >= MAPPED else HOLES)))
 
 
 def held(size: int) -> int:
-    """The same of a block that no kernel works on while memory peaks: its part of the heap's holes alone."""
-    return size if size >= MAPPED else int(size * (1 + HOLES))
+    """The same of a block that no kernel works on while memory peaks, and that few others come and go beside."""
+    return size if size >= MAPPED else int(size * (1 + HELD))

@@ -20,7 +20,7 @@ ARENA_UNIT = 2 * MiB  # hugepages round what is touched to this
 STORE_UNIT = 4096
 # What comes on top of the libraries once they are warm: kernels for other shapes and their workspaces, the log, the display,
 # batches, and what the kernel holds for the process. Measured: CHANGELOG.md.
-BASE_SLACK = 80 * MiB
+BASE_SLACK = 24 * MiB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
