@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 import threading
@@ -65,7 +64,6 @@ def measure_store(*directories: Path, quick: bool, free: int) -> StoreRates:
             hint=f"free {gib(SPARE_DISK + LEAST_SPAN)}, or name another directory",
         )
     notes = [f"only {gib(span)} instead of {gib(wanted)} of files: {named} is short of space"] * (span < wanted)
-    os.sync()  # what others wrote before, such as a model just fetched, is not to be written beside what is measured
     with new_store(directories, span) as (daemon, store):
         return _measured(daemon, store, span, quick=quick, notes=notes)
 

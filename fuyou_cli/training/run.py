@@ -250,7 +250,7 @@ class Run:
 
     def _after_visit(self, visit: Visit) -> None:
         visits = self.executor.schedule.visits
-        self._trimming.between_visits(visit, visits[(visit.index + 1) % len(visits)])
+        self._trimming.between_visits(visits[(visit.index + 1) % len(visits)])
         self._stop_here()  # a batch of one micro-batch has no other place to stop
 
     # ---- stopping and saving -------------------------------------------------------------------------------------

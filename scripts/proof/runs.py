@@ -23,7 +23,7 @@ from fuyou_cli.training.jsonl import read_log
 
 from . import watch
 from .limits import DiskRates, Group, LimitsUnavailable, device_of, group
-from .report import ROOT
+from .report import ROOT, say
 from .rows import LENGTH
 from .setting import RunFailed, Setting
 
@@ -31,6 +31,7 @@ THREADS, SEED = 2, 42
 MARK = ".fuyou-proof"  # in every folder that these scripts may remove
 FUYOU = (sys.executable, "-m", "fuyou_cli")
 NOISE_CORES = 0.4  # used by others over a run: more and its times mean little (the kernel's own I/O work is in it)
+BENCHES = 5  # until one is quiet
 STEP_FIELDS = (
     "step", "loss", "grad_norm", "seconds", "batch_tokens", "ram_peak", "read_bytes", "written_bytes",
     "update_cpu_seconds", "io_cpu_seconds", "stalls", "busy",
@@ -204,13 +205,18 @@ def _own_cache(setting: Setting) -> dict[str, str]:
 
 def profile(setting: Setting, recipe: Path, held: Group | None) -> dict[str, str]:
     """What `fuyou bench RECIPE` measures inside the group, as the environment of those who are to find it: nothing is taken
-    over from the machine's own profiles, or left there. Raises RunFailed."""
-    environment = _own_cache(setting)
+    over from the machine's own profiles, or left there. Raises RunFailed, also where others never leave the processor alone:
+    beside a second process with as many threads a block was measured at a tenth of its rate."""
     bench = [*FUYOU, "bench", str(recipe)]
-    with (setting.work / "bench.txt").open("wb") as file, started(bench, held, file, **environment) as child:
-        if child.wait() != 0:
-            raise RunFailed(f"fuyou bench failed, see {file.name}")
-    return environment
+    for _ in range(BENCHES):
+        environment, others = _own_cache(setting), Others()
+        with (setting.work / "bench.txt").open("wb") as file, started(bench, held, file, **environment) as child:
+            if child.wait() != 0:
+                raise RunFailed(f"fuyou bench failed, see {file.name}")
+        if (cores := others.cores()) <= NOISE_CORES:
+            return environment
+        say(f"others used {cores:.1f} cores beside fuyou bench: once more")
+    raise RunFailed(f"others used {cores:.1f} cores beside fuyou bench, {BENCHES} times: rates mean little")
 
 
 @contextmanager

@@ -63,7 +63,8 @@ def follow(child: subprocess.Popen[bytes], *, log: Path, group: Group | None, me
         if memory and now - sampled >= MEMORY_SECONDS:
             _sample(seen, child.pid, group, phase, now - began)
             sampled = now
-        time.sleep(LOG_SECONDS if memory or counters else 0.1)
+        # No oftener than it must: on two cores every look takes a thread of compute its turn.
+        time.sleep(LOG_SECONDS if counters else MEMORY_SECONDS if memory else 0.1)
     seen.seconds = time.monotonic() - began
     return seen
 

@@ -56,7 +56,7 @@ def test_a_process_at_its_peak_gives_back_all_it_can(project: Project) -> None:
     assert calls.count("visit") == visits
 
 
-def test_only_a_visit_unlike_the_one_before_it_needs_room_for_all_it_takes(project: Project) -> None:
+def test_a_visit_needs_room_for_all_it_takes(project: Project) -> None:
     """Here what one visit takes at most does not fit beside what there is, but nearly nothing is taken yet."""
     prepared = prepared_run(project)
     compute = sum(line.size for line in prepared.plan.memory if line.what == "compute")
