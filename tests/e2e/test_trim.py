@@ -57,10 +57,10 @@ def test_a_process_at_its_peak_gives_back_all_it_can(project: Project) -> None:
 
 
 def test_a_visit_needs_room_for_all_it_takes(project: Project) -> None:
-    """Here what one visit takes at most does not fit beside what there is, but nearly nothing is taken yet."""
+    """There is room for all that compute takes, but a fifth of it is never counted on: the hungriest do not fit."""
     prepared = prepared_run(project)
     compute = sum(line.size for line in prepared.plan.memory if line.what == "compute")
-    calls, visits = calls_of(project, lambda peak: peak - compute // 4)
+    calls, visits = calls_of(project, lambda peak: peak - compute)
     after_visits = [one for one, before in zip(calls[1:], calls, strict=False) if before == "visit"]
     assert 0 < after_visits.count("trim") < visits
     after_micro_batches = [one for one, before in zip(calls[1:], calls, strict=False) if before == "micro-batch"]
