@@ -56,6 +56,7 @@ def test_a_step_stays_within_what_is_charged(
 ) -> None:
     """Byte by byte: without what the heap makes of it."""
     monkeypatch.setattr(heap, "HOLES", 0.0)
+    monkeypatch.setattr(heap, "HELD", 0.0)
     subject = Subject(config, Shape(vocabulary=vocabulary, **SHAPE))
     with Rig(subject, tmp_path, home="cpu", clip=clip) as rig:
         charged = compute_memory(subject.spec, rig.wishes)
