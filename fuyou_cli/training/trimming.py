@@ -31,8 +31,8 @@ class Trimming:
             self._trim()
 
     def between_visits(self, after: Visit) -> None:
-        """The next visit may find no hole that it can use, and then takes all it needs beside what there is. (That one like the
-        visit before it finds the same blocks free is true of the first hundred, not of a run: CHANGELOG.md, tried.)"""
+        """The next visit may find no hole that it can use, and then takes all it needs beside what there is. (To
+        count on blocks that a visit like it left free got a run killed: CHANGELOG.md, tried.)"""
         if self._now() + self._takes(after) > self._most:
             self._trim()
 
