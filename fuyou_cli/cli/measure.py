@@ -79,8 +79,7 @@ def measure(
     """Measure everything. `progress` hears what is being measured. `device` is auto, cpu or cuda.
 
     Quick: under 15 s and at most 2 GB written. Files, of one store striped over `directories`, are made in folders of their
-    own there and removed. Raises UsageError when the device or a directory cannot be used.
-    """
+    own there and removed. Raises UsageError when the device or a directory cannot be used."""
     begin = time.monotonic()
     progress("starting torch")
     target = device_named(device)
