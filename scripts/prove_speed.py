@@ -10,10 +10,9 @@ ssd: 512 tokens per step, disk held at 0.6 + 0.6 GB/s (fio's concurrent mix show
 time and compute alone plus the CPU-seconds of updates and I/O. deepspeed: its NVMe offload on the same disk; where it
 cannot be run, the ratio to a recorded figure or a floor is reported, which shows nothing.
 Sides take turns (ABAB); a turn is one warm-up (beside the bound two, see SETTLED) and `--measured` steps in a new process.
-Each of our runs must stay within
-its budget, by its own samples of its memory. Speed is asked for with clipping off; with clipping the same is reported
-(--clipping off leaves that out). A run of either side during which others were busy says so and is not kept: the same
-command measures it again.
+Each of our runs must stay within its budget, by its own samples of its memory. Speed is asked for with clipping off; with
+clipping the same is reported (--clipping off leaves that out). A run of either side during which others were busy says so
+and is not kept: the same command measures it again.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from .limits import Group, numbers_of
 
 LOG_SECONDS = 0.004  # how late a step's end may be noticed
 MEMORY_SECONDS = 0.02
+IDLE_SECONDS = 0.1  # how late the child's end may be noticed
 
 
 @dataclass(slots=True)
@@ -47,6 +48,8 @@ def follow(child: subprocess.Popen[bytes], *, log: Path, group: Group | None, me
     """Watches until the child ends. `steps` is after how many steps it stops training."""
     seen, began, sampled, phase = Seen(), time.monotonic(), 0.0, "load"
     lines = LineCounter(log)
+    # No oftener than it must: on two cores every look takes a thread of compute its turn.
+    pause = min([LOG_SECONDS] * counters + [MEMORY_SECONDS] * memory + [IDLE_SECONDS])
     while child.poll() is None:
         now = time.monotonic()
         for line in lines.new() if memory or counters else ():
@@ -63,8 +66,7 @@ def follow(child: subprocess.Popen[bytes], *, log: Path, group: Group | None, me
         if memory and now - sampled >= MEMORY_SECONDS:
             _sample(seen, child.pid, group, phase, now - began)
             sampled = now
-        # No oftener than it must: on two cores every look takes a thread of compute its turn.
-        time.sleep(LOG_SECONDS if counters else MEMORY_SECONDS if memory else 0.1)
+        time.sleep(pause)
     seen.seconds = time.monotonic() - began
     return seen
 
