@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..core.heap import charged
+from ..core.heap import MAPPED, charged
 from ..spec.model import ModelSpec, OperatorSpec, StageSpec
 from .anatomy import Anatomy
 from .calls import StageCall, only_refusals, stage_calls
@@ -32,16 +32,24 @@ _NUMBERS = ("layer_idx", "layer_id", "layer_number", "block_idx", "training")
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Bytes that storages created inside and still alive are charged; `peak` is their maximum. `held` were there before."""
+    """Bytes that storages created inside and still alive are charged; `peak` is their maximum, `mapped_peak` that of the
+    storages the allocator maps on their own. `held` were there before."""
 
     def __init__(self, *held: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live = 0
+        self.live = self._mapped = 0
         self.peak: int = 0
+        self.mapped_peak: int = 0
         self._known: set[int] = {tensor.untyped_storage()._cdata for tensor in held}
 
-    def _dropped(self, key: int, size: int) -> None:
+    def _taken(self, size: int, mapped: int) -> None:
+        self.live += size
+        self._mapped += mapped
+        self.mapped_peak = max(self.mapped_peak, self._mapped)
+
+    def _dropped(self, key: int, size: int, mapped: int = 0) -> None:
         self.live -= size
+        self._mapped -= mapped
         self._known.discard(key)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -52,16 +60,32 @@ class _LiveBytes(TorchDispatchMode):
                 key = storage._cdata
                 if key not in self._known:
                     self._known.add(key)
-                    self.live += charged(storage.nbytes())
-                    weakref.finalize(storage, self._dropped, key, charged(storage.nbytes()))
+                    size = charged(storage.nbytes())
+                    mapped = size if storage.nbytes() >= MAPPED else 0
+                    self._taken(size, mapped)
+                    weakref.finalize(storage, self._dropped, key, size, mapped)
         self.peak = max(self.peak, self.live)
         return out
 
 
 @dataclass(frozen=True, slots=True)
+class _Peak:
+    """Bytes charged for what is alive at most; `mapped`: for blocks that are mapped on their own."""
+
+    total: int
+    mapped: int
+
+    @classmethod
+    def of(cls, size: int, blocks: int = 1) -> _Peak:
+        """Of so many blocks of `size` bytes."""
+        taken = blocks * charged(size)
+        return cls(taken, taken if size >= MAPPED else 0)
+
+
+@dataclass(frozen=True, slots=True)
 class _Cost:
-    forward_peak: int
-    backward_peak: int
+    forward: _Peak
+    backward: _Peak
     flops: float
     operators: tuple[OperatorSpec, ...] = ()
     unneeded: tuple[OperatorSpec, ...] = ()
@@ -83,8 +107,9 @@ def inspect(anatomy: Anatomy, *, dtype: str, micro_batch_size: int, max_seq_len:
             params=anatomy.params[index],
             tensors=tuple(slotted.spec for slotted in anatomy.parameters[index]),
             forward_flops=costs[index].flops,
-            forward_peak=costs[index].forward_peak,
-            backward_peak=costs[index].backward_peak,
+            forward_peak=costs[index].forward.total,
+            backward_peak=costs[index].backward.total,
+            mapped_peak=costs[index].backward.mapped,
             vocabulary=anatomy.vocabulary[index],
             operators=costs[index].operators,
             unneeded=costs[index].unneeded,
@@ -128,7 +153,7 @@ def _costs(anatomy: Anatomy, *, dtype: str, shape: tuple[int, int], head_chunk_t
                 seen[key] = _head_cost(anatomy, index, dtype=dtype, shape=shape, chunk=head_chunk_tokens)
             elif kind == "embedding":
                 rows = shape[0] * shape[1] * (slotted[0].spec.shape[-1]) * TORCH_DTYPE[dtype].itemsize
-                seen[key] = _Cost(charged(rows), 3 * charged(rows), 0.0)
+                seen[key] = _Cost(_Peak.of(rows), _Peak.of(rows, 3), 0.0)
             else:
                 module = anatomy.modules[index]
                 assert module is not None
@@ -172,21 +197,21 @@ def _stage_cost(anatomy: Anatomy, index: int, call: StageCall, *, dtype: str) ->
         def run(value: torch.Tensor) -> torch.Tensor:
             return boundary_of(call.run(value), call.name)
 
-        forward_peak = _peak(anatomy, index, flat, lambda parameters: run(x), trainable=False)
+        forward = _peak(anatomy, index, flat, lambda parameters: run(x), trainable=False)
 
         def both(parameters: list[nn.Parameter]) -> None:
             leaf = x.clone().requires_grad_(True)
             y = run(leaf)
             _backward(y, torch.empty_like(y), [leaf, *parameters])
 
-        backward_peak = _peak(anatomy, index, flat, both, trainable=True)
+        backward = _peak(anatomy, index, flat, both, trainable=True)
         trace, saved = _look(anatomy, index, flat, call)
     flops = trace.flops + unseen_expert_flops(trace, x.shape[:-1].numel(), anatomy.model.config.get_text_config())
     if anatomy.kinds[index] != "block":
-        return _Cost(forward_peak, backward_peak, flops)
+        return _Cost(forward, backward, flops)
     unneeded = trace.unneeded if _is_librarys(anatomy) else ()
     kept = tuple(operator for operator in trace.found if operator not in unneeded)
-    return _Cost(forward_peak, backward_peak, flops, kept, unneeded, saved)
+    return _Cost(forward, backward, flops, kept, unneeded, saved)
 
 
 def _is_librarys(anatomy: Anatomy) -> bool:
@@ -271,9 +296,10 @@ def _head_piece_cost(anatomy: Anatomy, index: int, *, dtype: str, shape: tuple[i
             logits = head.logits(leaf)
             _backward(logits, tokens.gradient(part, logits, first=first, normaliser=1), [leaf, *parameters])
 
-        forward_peak = _peak(anatomy, owner, flat, fold, trainable=False)
-        backward_peak = _peak(anatomy, owner, flat, both, trainable=True)
-    return _Cost(forward_peak, max(forward_peak, backward_peak), 2.0 * (end - first) * width * shape[0] * shape[1])
+        forward = _peak(anatomy, owner, flat, fold, trainable=False)
+        backward = _peak(anatomy, owner, flat, both, trainable=True)
+    larger = _Peak(max(forward.total, backward.total), max(forward.mapped, backward.mapped))
+    return _Cost(forward, larger, 2.0 * (end - first) * width * shape[0] * shape[1])
 
 
 def _backward(y: torch.Tensor, grad: torch.Tensor | None, leaves: list[torch.Tensor]) -> None:
@@ -290,12 +316,12 @@ def _backward(y: torch.Tensor, grad: torch.Tensor | None, leaves: list[torch.Ten
 
 def _peak(
     anatomy: Anatomy, owner: int, flat: torch.Tensor, run: Callable[[list[nn.Parameter]], object], *, trainable: bool
-) -> int:
+) -> _Peak:
     stage = Stage(anatomy, _bare(anatomy, owner))
     live = _LiveBytes(flat)
     with stage.installed(flat, trainable=trainable) as parameters, torch.set_grad_enabled(trainable), live:
         run(parameters)
-    return live.peak
+    return _Peak(live.peak, live.mapped_peak)
 
 
 def _bare(anatomy: Anatomy, index: int) -> StageSpec:

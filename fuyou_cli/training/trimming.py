@@ -24,10 +24,11 @@ class Trimming:
         self._most = plan.predicted.cpu_peak - self._compute // 5
         on_host = plan.device != "cuda"
         self._hungriest = max(stage.backward_peak for stage in model.stages) if on_host else 0
+        self._next = 0  # bytes that a micro-batch of the visit under way takes beside the holes of the one before it
 
     def between_micro_batches(self) -> None:
-        """None should find the holes that the one before it left where nearly all is taken."""
-        if self._now() > self._most:
+        """The next one finds holes that the one before it left, but for what is mapped on its own."""
+        if self._now() + self._next > self._most:
             self._trim()
 
     def between_visits(self, after: Visit) -> None:
@@ -35,6 +36,14 @@ class Trimming:
         count on blocks that a visit like it left free got a run killed: CHANGELOG.md, tried.)"""
         if self._now() + self._takes(after) > self._most:
             self._trim()
+        self._next = self._takes_again(after)
+
+    def _takes_again(self, visit: Visit) -> int:
+        """Where most is mapped, as of a head's logits, little is saved by counting on holes."""
+        stage = self._model.stages[visit.stage]
+        if not self._hungriest or not stage.mapped_peak:
+            return 0
+        return self._takes(visit) if 2 * stage.mapped_peak > stage.backward_peak else stage.mapped_peak
 
     def _takes(self, visit: Visit) -> int:
         """Bytes at most, of the host's."""

@@ -18,6 +18,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.heap import charged
 from fuyou_cli.engine.anatomy import dissect, outline
 from fuyou_cli.engine.describe import Described, describe
 from fuyou_cli.engine.estimate import estimate
@@ -136,6 +137,7 @@ def test_refusal_and_stages(name: str) -> None:
     owned = [tensor.name for stage in described.model.stages for tensor in stage.tensors]
     assert len(owned) == len(set(owned))
     assert all(stage.backward_peak >= stage.forward_peak > 0 for stage in described.model.stages)
+    assert all(0 <= stage.mapped_peak <= stage.backward_peak for stage in described.model.stages)
 
 
 # ---- mixtures --------------------------------------------------------------------------------------------------------
@@ -259,6 +261,15 @@ def test_recurrent_blocks_are_traced_in_short_rows(chunk: int) -> None:
     for ours, theirs in zip(short.stages, traced.stages, strict=True):
         assert ours.forward_peak == pytest.approx(theirs.forward_peak, rel=0.05), ours.name
         assert ours.backward_peak == pytest.approx(theirs.backward_peak, rel=0.05), ours.name
+
+
+def test_logits_are_mapped_and_small_activations_are_not() -> None:
+    anatomy = outline(build(_config("llama-3.1-8b"), dtype="bfloat16", attention="sdpa"))
+    traced = inspect(anatomy, dtype="bfloat16", micro_batch_size=1, max_seq_len=256, head_chunk_tokens=0)
+    head, block = _first(traced, "head"), _first(traced, "block")
+    assert head.mapped_peak > 0.9 * head.backward_peak
+    # a gradient of 4,096 x 14,336 weights is mapped; nothing of 256 tokens is
+    assert block.mapped_peak == charged(4096 * 14336 * 2)
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "mixtral-8x7b"])
