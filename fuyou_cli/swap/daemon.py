@@ -31,6 +31,7 @@ from .store import Store
 __all__ = ["Counters", "DaemonOptions", "Event", "Home", "Result", "Segment", "SwapDaemon", "Update"]
 
 _SLICE_NS = 200_000_000  # a wait comes back to Python this often, so that Ctrl-C works
+_NOT_YET = -errno.ETIME
 _EVENTS_AT_ONCE = 512
 _BACKENDS = {"auto": lib.FY_BACKEND_AUTO, "io_uring": lib.FY_BACKEND_IO_URING, "threads": lib.FY_BACKEND_THREADS}
 _BACKEND_NAMES: dict[int, Literal["io_uring", "threads"]] = {
@@ -117,14 +118,16 @@ class SwapDaemon:
 
     def wait(self, ticket: int) -> Result:
         """The result of `ticket`, when it has one. Raises SwapError (OutOfSpaceError on a full disk) if it failed."""
-        while True:
-            result = self._collect(ticket, _SLICE_NS)
-            if result is not None:
-                return result
+        native = ffi.new("fy_result *")
+        while (code := lib.fy_wait(self._live(), ticket, _SLICE_NS, native)) == _NOT_YET:
+            pass
+        return self._result(ticket, code, native)
 
     def poll(self, ticket: int) -> Result | None:
         """The result of `ticket` if it has one now, else None: the ticket stays valid. Raises as `wait` does."""
-        return self._collect(ticket, 0)
+        native = ffi.new("fy_result *")
+        code = lib.fy_wait(self._live(), ticket, 0, native)
+        return None if code == _NOT_YET else self._result(ticket, code, native)
 
     def counters(self) -> Counters:
         """Totals since start."""
@@ -175,13 +178,9 @@ class SwapDaemon:
             raise refusal_error(f"the {what} of {self._name(label)} was refused", code, _SUBMIT_HINTS.get(-code))
         return int(out[0])
 
-    def _collect(self, ticket: int, timeout_ns: int) -> Result | None:
-        native = ffi.new("fy_result *")
-        code = lib.fy_wait(self._live(), ticket, timeout_ns, native)
+    def _result(self, ticket: int, code: int, native: Any) -> Result:
         if code == 0:
             return result_of(native)
-        if code == -errno.ETIME:
-            return None
         if code == -errno.ENOENT and native.failure.error == 0:
             raise ValueError(f"ticket {ticket} is unknown or was already collected")
         raise failure_error(native.failure, paths=self._paths, label_names=self.label_names, code=code)

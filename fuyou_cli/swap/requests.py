@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ..spec.model import Dtype
 from .native import DTYPES, NOWHERE, ffi, lib
@@ -78,8 +78,7 @@ class Update:
     segments: Sequence[Segment] = ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
+class Result(NamedTuple):
     """What a finished request leaves behind. Sums are of the bytes written to the store, 0 where nothing was."""
 
     nonfinite: int
@@ -164,7 +163,14 @@ def native_update(update: Update) -> tuple[Any, Any]:
 
 def result_of(native: Any) -> Result:
     """The Python form of a filled `fy_result`."""
-    return Result(**{field.name: getattr(native, field.name) for field in fields(Result)})
+    return Result(
+        native.nonfinite,
+        native.weights_sum,
+        native.remainder_sum,
+        native.momentum_sum,
+        native.variance_sum,
+        native.data_sum,
+    )
 
 
 def counters_of(native: Any) -> Counters:

@@ -48,16 +48,46 @@ static void backend_wake(fy_daemon *daemon)
     }
 }
 
+void fy__wake_later(fy_daemon *daemon, pthread_cond_t *condition)
+{
+    if (daemon->wakes_count == FY__WAKES_MAX) {
+        pthread_cond_broadcast(condition);
+        return;
+    }
+    daemon->wakes[daemon->wakes_count++] = condition;
+}
+
+/* Under the lock: what is to be woken once it is free. */
+static uint32_t wakes_take(fy_daemon *daemon, pthread_cond_t **wakes)
+{
+    const uint32_t count = daemon->wakes_count;
+    for (uint32_t i = 0; i < count; i++)
+        wakes[i] = daemon->wakes[i];
+    daemon->wakes_count = 0;
+    return count;
+}
+
+static void wake_all(pthread_cond_t *const *wakes, uint32_t count)
+{
+    for (uint32_t i = 0; i < count; i++)
+        pthread_cond_broadcast(wakes[i]);
+}
+
 void fy__unlock(fy_daemon *daemon)
 {
+    pthread_cond_t *wakes[FY__WAKES_MAX];
     backend_wake(daemon);
+    const uint32_t count = wakes_take(daemon, wakes);
     const int error = pthread_mutex_unlock(&daemon->lock);
     assert(error == 0);
+    wake_all(wakes, count);
 }
 
 void fy__sleep(fy_daemon *daemon, pthread_cond_t *condition)
 {
+    pthread_cond_t *wakes[FY__WAKES_MAX];
     backend_wake(daemon);
+    wake_all(wakes, wakes_take(daemon, wakes));
     const int error = pthread_cond_wait(condition, &daemon->lock);
     assert(error == 0);
 }

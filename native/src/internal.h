@@ -40,6 +40,7 @@
 #define FY__SLOTS_MAX 1024u
 #define FY__UPDATE_THREADS_MAX 64u
 #define FY__POOL_THREADS_MAX 32u       /* per direction; a deeper queue does not make more threads */
+#define FY__WAKES_MAX 8u
 #define FY__RETRIES_MAX 64u            /* of one block without any progress, on EAGAIN, EINTR or a sliver */
 #define FY__EVENTS_MAX 16384u
 #define FY__EVENTS_GAP_NS UINT64_C(10000000) /* between I/O of chunks that is one entry */
@@ -225,6 +226,8 @@ struct fy_daemon {
     struct fy__events events;
     uint64_t sequence;
     uint32_t outstanding; /* tickets neither done nor failed */
+    pthread_cond_t *wakes[FY__WAKES_MAX]; /* of requests that settled since the lock was taken */
+    uint32_t wakes_count;
     uint32_t waiters;     /* threads in fy_wait(): stop leaves them daemon and arena until they are out */
     uint32_t pool_idle[2];
     bool stopping;
@@ -270,6 +273,9 @@ bool fy__inside(uint64_t offset, uint64_t size, uint64_t limit);
 /* ---- daemon.c ---- */
 uint64_t fy__now_ns(void);
 void fy__lock(fy_daemon *daemon);
+/* Under the lock: `condition` is broadcast once the lock is free, so that who wakes need not wait for it. Only for threads
+ * that a stop joins, and the one that stops, before it takes conditions away. */
+void fy__wake_later(fy_daemon *daemon, pthread_cond_t *condition);
 void fy__unlock(fy_daemon *daemon); /* and wakes the backend when there is work it does not know of */
 /* Lets go of the lock until `condition` is signalled, or for no reason. Wakes the backend like fy__unlock(): whoever
  * pushed work and then waits must not keep it to himself. */

@@ -35,7 +35,7 @@ void fy__request_settle(fy_daemon *daemon, struct fy__request *request)
     request->done = true;
     assert(daemon->outstanding > 0);
     daemon->outstanding--;
-    pthread_cond_broadcast(&request->finished);
+    fy__wake_later(daemon, &request->finished);
     if (daemon->stopping && daemon->outstanding == 0)
         pthread_cond_broadcast(&daemon->idle);
 }
