@@ -18,7 +18,8 @@ from fuyou_cli.swap.daemon import SwapDaemon
 from fuyou_cli.swap.store import Store
 
 from .measure import Rate, rate_of
-from .measure_store import IN_FLIGHT, Pace, Stream, new_store, run_streams
+from .measure_store import new_store
+from .store_streams import IN_FLIGHT, Pace, Stream, run_streams
 
 WINDOW = GiB
 LEAST_WINDOWS = 8
@@ -99,7 +100,7 @@ def burst_windows(rates: Sequence[float]) -> int:
 
 
 def _window(daemon: SwapDaemon, number: int) -> Pace:
-    return run_streams(daemon, [Stream(kind="write", first=number * WINDOW, size=WINDOW, slot=0)], MOST_SECONDS)
+    return run_streams(daemon, [Stream(kind="write", first=number * WINDOW, size=WINDOW, slot=0)], MOST_SECONDS).whole
 
 
 def _mixed(daemon: SwapDaemon, number: int) -> Pace:
@@ -108,4 +109,4 @@ def _mixed(daemon: SwapDaemon, number: int) -> Pace:
         Stream(kind="read", first=0, size=LAST * WINDOW, slot=IN_FLIGHT),
         Stream(kind="write", first=number * WINDOW, size=WINDOW, slot=0),
     ]
-    return run_streams(daemon, streams, MOST_SECONDS)
+    return run_streams(daemon, streams, MOST_SECONDS).whole

@@ -1,0 +1,148 @@
+"""Streams of requests through the daemon, and how fast they went as time passed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from statistics import linear_regression
+from typing import Literal
+
+from fuyou_cli.core.units import MiB
+from fuyou_cli.swap.daemon import SwapDaemon
+
+Direction = Literal["read", "write"]
+
+REQUEST = 8 * MiB
+IN_FLIGHT = 4  # requests of one stream
+_OFTEN = 0.005  # seconds between two looks at the counters
+# A drive held at a rate, and one with a fast region, first gives what it saved up: what a run that goes on for hours never
+# sees again. Of a short stream this share of its time is not counted.
+_SAVED_UP = 0.25
+_WINDOWS = 3  # whose rates say how far they spread
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stream:
+    """Requests of one direction over [first, first + size) of the store, again and again until `total` bytes have passed
+    (None: once), IN_FLIGHT at a time, through the arena's slots from `slot` on."""
+
+    kind: Direction
+    first: int
+    size: int
+    slot: int
+    total: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Look:
+    """Bytes moved so far, `seconds` after the beginning."""
+
+    seconds: float
+    read_bytes: int
+    written_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pace:
+    reading: float  # bytes per second
+    writing: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Course:
+    """What was moved from the start (the first look) until the first stream had ended or the time was over (the last)."""
+
+    looks: tuple[Look, ...]
+    finished: int  # bytes of the stream that ended first
+
+    @property
+    def whole(self) -> Pace:
+        return _between(self.looks[0], self.looks[-1])
+
+    @property
+    def settled(self) -> Pace:
+        """Without what was saved up: the straight line through all looks, as a held drive gives its bytes in lumps, of which
+        a difference of two looks has one too many or too few."""
+        counted = self.looks[self.looks.index(self._from(_SAVED_UP)) :]
+        seconds = [look.seconds for look in counted]
+        return Pace(
+            reading=linear_regression(seconds, [look.read_bytes for look in counted]).slope,
+            writing=linear_regression(seconds, [look.written_bytes for look in counted]).slope,
+        )
+
+    @property
+    def windows(self) -> list[Pace]:
+        """The same, cut in a few stretches."""
+        marks = [self._from(_SAVED_UP + (1 - _SAVED_UP) * number / _WINDOWS) for number in range(_WINDOWS)]
+        ends = [*marks[1:], self.looks[-1]]
+        return [_between(one, other) for one, other in zip(marks, ends, strict=True) if one is not other]
+
+    def _from(self, share: float) -> Look:
+        """The last look before this share of the time."""
+        until = share * self.looks[-1].seconds
+        return max((look for look in self.looks[:-1] if look.seconds <= until), key=lambda look: look.seconds)
+
+
+def _between(one: Look, other: Look) -> Pace:
+    seconds = other.seconds - one.seconds
+    return Pace(
+        reading=(other.read_bytes - one.read_bytes) / seconds, writing=(other.written_bytes - one.written_bytes) / seconds
+    )
+
+
+def run_streams(daemon: SwapDaemon, streams: Sequence[Stream], limit: float) -> Course:
+    """All streams at once until the first ends or `limit` seconds are over; the daemon's counters up to that moment."""
+    clock = _Clock(daemon)
+    looks, ends = [Look(seconds=0.0, read_bytes=0, written_bytes=0)], threading.Event()
+    with ThreadPoolExecutor(len(streams)) as pool:
+        running = [pool.submit(_drive, daemon, stream, clock, limit, ends) for stream in streams]
+        try:
+            while not ends.wait(_OFTEN):
+                looks.append(clock.look())
+            last, finished = min((future.result() for future in running), key=lambda ending: ending[0].seconds)
+        finally:
+            ends.set()
+    return Course(looks=(*(look for look in looks if look.seconds < last.seconds), last), finished=finished)
+
+
+class _Clock:
+    """Looks at a daemon's counters since now."""
+
+    def __init__(self, daemon: SwapDaemon) -> None:
+        self._daemon, self._before, self._begin = daemon, daemon.counters(), time.perf_counter()
+
+    def look(self) -> Look:
+        counters, before = self._daemon.counters(), self._before
+        return Look(
+            seconds=self.seconds(),
+            read_bytes=counters.read_bytes - before.read_bytes,
+            written_bytes=counters.written_bytes - before.written_bytes,
+        )
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self._begin
+
+
+def _drive(daemon: SwapDaemon, stream: Stream, clock: _Clock, limit: float, ends: threading.Event) -> tuple[Look, int]:
+    """When it stopped submitting, and what of it was done by then."""
+    submit = daemon.read if stream.kind == "read" else daemon.write
+    total = stream.size if stream.total is None else stream.total
+    tickets: deque[int] = deque()
+    offset, finished = 0, 0
+    try:
+        while finished < total and not ends.is_set() and clock.seconds() < limit:
+            while offset < total and len(tickets) < IN_FLIGHT:
+                place = (stream.slot + offset // REQUEST % IN_FLIGHT) * REQUEST
+                tickets.append(submit(place, stream.first + offset % stream.size, REQUEST))
+                offset += REQUEST
+            daemon.wait(tickets.popleft())
+            finished += REQUEST
+        return clock.look(), finished
+    finally:
+        ends.set()
+        while tickets:
+            daemon.wait(tickets.popleft())
