@@ -71,7 +71,8 @@ class StageSpec:
     forward_flops: float  # one micro-batch, forward
     forward_peak: int  # bytes that a forward of one micro-batch takes at most beside the weights, holes of the heap included
     backward_peak: int  # the same for recompute and backward, gradients of one tensor at a time included
-    mapped_peak: int = 0  # of backward_peak, what blocks take at most that never find room in a hole of the heap
+    forward_mapped: int = 0  # of forward_peak, what blocks take at most that never find room in a hole of the heap
+    backward_mapped: int = 0  # the same of backward_peak
     vocabulary: tuple[int, int] | None = None  # first row and end of a piece of the vocabulary; None: not a piece
     operators: tuple[OperatorSpec, ...] = ()  # of a block, in running order
     unneeded: tuple[OperatorSpec, ...] = ()  # of a block: whose outputs no backward looks at, so never computed again

@@ -40,17 +40,19 @@ class Trimming:
 
     def _takes_again(self, visit: Visit) -> int:
         """Where most is mapped, as of a head's logits, little is saved by counting on holes."""
-        stage = self._model.stages[visit.stage]
-        if not self._hungriest or not stage.mapped_peak:
+        peak, mapped = self._peaks(visit)
+        if not self._hungriest or not mapped:
             return 0
-        return self._takes(visit) if 2 * stage.mapped_peak > stage.backward_peak else stage.mapped_peak
+        return self._takes(visit) if 2 * mapped > peak else mapped
 
     def _takes(self, visit: Visit) -> int:
         """Bytes at most, of the host's."""
         beside = self._compute - self._hungriest
-        if not self._hungriest:
-            return beside
+        return beside + self._peaks(visit)[0] if self._hungriest else beside
+
+    def _peaks(self, visit: Visit) -> tuple[int, int]:
+        """Bytes of one micro-batch, and how many of them are mapped on their own."""
         stage = self._model.stages[visit.stage]
         if visit.phase in ("forward", "logits"):
-            return beside + stage.forward_peak + kept_bytes(stage, self._plan.stages[visit.stage].kept)
-        return beside + stage.backward_peak
+            return stage.forward_peak + kept_bytes(stage, self._plan.stages[visit.stage].kept), stage.forward_mapped
+        return stage.backward_peak, stage.backward_mapped

@@ -1,0 +1,91 @@
+"""When the heap is trimmed: what a visit and its micro-batches find room for, on sizes that are given."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fuyou_cli.core.units import GiB, MiB
+from fuyou_cli.planner.place import plan
+from fuyou_cli.planner.schedule import Visit, plan_schedule
+from fuyou_cli.planner.wishes import Wishes
+from fuyou_cli.spec.model import ModelSpec
+from fuyou_cli.spec.plan import Numerics, Plan
+from fuyou_cli.training.trimming import Trimming
+
+from .models import HARDWARE, model
+
+BLOCK, HEAD = 120 * MiB, 200 * MiB
+WISHES = Wishes(
+    numerics=Numerics(
+        compute_dtype="bfloat16", micro_batch_size=1, batch_size=4, accumulate_dtype="bfloat16", max_seq_len=64,
+        head_chunk_tokens=0, torch_threads=2, seed=0,
+    ),
+    model_name="test", device="cpu", clip_grad_norm=1.0, cpu_budget=8 * GiB, scratch_size=MiB,
+)  # fmt: skip
+
+
+class Heap:
+    """A process of `size` bytes; trimming takes it to `floor`."""
+
+    def __init__(self, spec: ModelSpec, made: Plan) -> None:
+        self.size, self.trims = 0, 0
+        self.trimming = Trimming(model=spec, plan=made, now=lambda: self.size, trim=self._trim)
+
+    def _trim(self) -> None:
+        self.trims += 1
+
+    def between_micro_batches(self, after: Visit, size: int) -> bool:
+        """Whether a process of `size` bytes is trimmed between two micro-batches of the visit."""
+        self.size = 0
+        self.trimming.between_visits(after)
+        self.size, before = size, self.trims
+        self.trimming.between_micro_batches()
+        return self.trims > before
+
+
+@pytest.fixture
+def spec() -> ModelSpec:
+    """Blocks whose activations share the heap but for one gradient, a head of logits that do not."""
+    spec = model(1 << 20, 1 << 20, 1 << 20, 2048, 1 << 20)
+    peaks = {
+        "embedding": {"forward_peak": MiB, "backward_peak": 3 * MiB},
+        "block": {"forward_peak": 40 * MiB, "backward_peak": BLOCK, "backward_mapped": 30 * MiB},
+        "norm": {"forward_peak": 10 * MiB, "backward_peak": 30 * MiB},
+        "head": {"forward_peak": HEAD, "backward_peak": HEAD, "forward_mapped": HEAD, "backward_mapped": HEAD},
+    }
+    return replace(spec, stages=tuple(replace(stage, **peaks[stage.kind]) for stage in spec.stages))
+
+
+def _visit(spec: ModelSpec, made: Plan, phase: str, kind: str) -> Visit:
+    visits = plan_schedule(spec, made).visits
+    return next(visit for visit in visits if visit.phase == phase and spec.stages[visit.stage].kind == kind)
+
+
+@pytest.mark.parametrize(
+    ("phase", "kind", "beside"),
+    [("forward", "block", 0), ("forward", "norm", 0), ("backward", "block", 30 * MiB), ("head", "head", HEAD)],
+)
+def test_micro_batches_need_room_for_what_is_mapped(phase: str, kind: str, beside: int, spec: ModelSpec) -> None:
+    """The rest finds the holes of the one before; a head finds none, nor for what little is not mapped."""
+    made = plan(spec, HARDWARE, WISHES)
+    heap, visit = Heap(spec, made), _visit(spec, made, phase, kind)
+    compute = sum(line.size for line in made.memory if line.what == "compute")
+    whole_batch = compute - HEAD  # what a step's batch takes is there whatever the visit
+    limit = made.predicted.cpu_peak - compute // 5 - beside - (whole_batch if kind == "head" else 0)
+    assert not heap.between_micro_batches(visit, limit)
+    assert heap.between_micro_batches(visit, limit + 1)
+
+
+def test_a_visit_needs_room_for_all_it_takes(spec: ModelSpec) -> None:
+    made = plan(spec, HARDWARE, WISHES)
+    heap, visit = Heap(spec, made), _visit(spec, made, "backward", "block")
+    compute = sum(line.size for line in made.memory if line.what == "compute")
+    limit = made.predicted.cpu_peak - compute // 5 - (compute - HEAD) - BLOCK
+    heap.size = limit
+    heap.trimming.between_visits(visit)
+    assert heap.trims == 0
+    heap.size = limit + 1
+    heap.trimming.between_visits(visit)
+    assert heap.trims == 1
