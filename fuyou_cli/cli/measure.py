@@ -41,7 +41,8 @@ SHARED_WIDTH = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rate:
-    """One measured rate: the median, the range of the repeats, and what it was measured on."""
+    """One measured rate: the median of the repeats (of a store: the settled rate of its passes), the range they or stretches of
+    them spread over, and what it was measured on."""
 
     name: str
     unit: Unit

@@ -22,7 +22,7 @@ from .measure import Rate, rate_of
 from .store_streams import IN_FLIGHT, REQUEST, Course, Direction, Stream, run_streams
 
 QUICK_SPAN, FULL_SPAN = 320 * MiB, 4 * GiB
-LEAST_SPAN = 4 * REQUEST
+LEAST_SPAN = 2 * IN_FLIGHT * REQUEST  # in either half of it each request under way has a place of its own
 SPARE_DISK = GiB // 2  # never taken
 
 
@@ -119,15 +119,15 @@ def _measured(daemon: SwapDaemon, store: Store, span: int, *, effort: _Effort, n
         notes.append("this file system knows no direct I/O: the figures include the page cache")
     filled = _alone(daemon, "write", span, _Pass(1.0, effort.alone.seconds)).finished
     if filled < span:
-        span = max(filled, LEAST_SPAN // 2)
+        span = max(filled, LEAST_SPAN)
         notes.append(f"the drive is slow: passes over {gib(span)}")
     reads, writes, mixed = [], [], []
-    moved, used = _moved(daemon), time.process_time()  # of every thread, the kernel's time for them included
+    moved, used = _moved(daemon), _others_time()
     for _ in range(effort.repeats):
         reads.append(_alone(daemon, "read", span, effort.alone))
         writes.append(_alone(daemon, "write", span, effort.alone))
         mixed.append(_at_once(daemon, span, effort.mixed))
-    io_cpu = (time.process_time() - used) / max(1, _moved(daemon) - moved)
+    io_cpu = (_others_time() - used) / max(1, _moved(daemon) - moved)
     store.sync()
     note = f"{daemon.backend}, {'O_DIRECT' if store.direct else 'buffered'}, files of {gib(span)}"
     return StoreRates(
@@ -139,6 +139,11 @@ def _measured(daemon: SwapDaemon, store: Store, span: int, *, effort: _Effort, n
         written_bytes=daemon.counters().written_bytes,
         io_cpu=io_cpu,
     )
+
+
+def _others_time() -> float:
+    """Core time of every thread, the kernel's for them included, but of this one, which only looks on."""
+    return time.process_time() - time.thread_time()
 
 
 def _moved(daemon: SwapDaemon) -> int:

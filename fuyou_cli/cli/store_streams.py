@@ -18,7 +18,7 @@ Direction = Literal["read", "write"]
 
 REQUEST = 8 * MiB
 IN_FLIGHT = 4  # requests of one stream
-_OFTEN = 0.005  # seconds between two looks at the counters
+_OFTEN = 0.01  # seconds between two looks at the counters
 # A drive held at a rate, and one with a fast region, first gives what it saved up: what a run that goes on for hours never
 # sees again. Of a short stream this share of its time is not counted.
 _SAVED_UP = 0.25
