@@ -26,7 +26,7 @@ from .manifest import Manifest
 from .micro_batches import fastest_size
 from .numerics import numerics_of
 from .rates import learning_rate
-from .saved import find_saved
+from .saved import check_unchanged_run, find_saved
 from .storage import run_name
 
 if TYPE_CHECKING:
@@ -194,6 +194,9 @@ def _with_weights_and_rows(
     hardware = replace(hardware, process_bytes=hardware.process_bytes + sampler.peak_bytes)
     if repeated := sampler.note(total, recipe.train.epochs):
         say(f"note: {repeated}")
+    fingerprints = _fingerprints(recipe, model_dir, model, entries, rows, total)
+    if considered.manifest is not None:
+        check_unchanged_run(considered.manifest, fingerprints, total_steps=total)
     return replace(
         considered,
         model_dir=model_dir,
@@ -204,7 +207,7 @@ def _with_weights_and_rows(
         sampler=sampler,
         checkpoint=checkpoint,
         entries=entries,
-        fingerprints=_fingerprints(recipe, model_dir, model, rows, total),
+        fingerprints=fingerprints,
     )
 
 
@@ -397,8 +400,12 @@ def _schedule_length(recipe: Recipe, total_steps: int) -> int | None:
     return None if schedule.name == "constant" and not schedule.warmup_ratio else total_steps
 
 
-def _fingerprints(recipe: Recipe, model_dir: Path, model: ModelSpec, rows: Rows, total_steps: int) -> dict[str, str]:
+def _fingerprints(
+    recipe: Recipe, model_dir: Path, model: ModelSpec, entries: Mapping[str, TensorEntry], rows: Rows, total_steps: int
+) -> dict[str, str]:
     """Digests of what a resumed run must agree on."""
+    from .checkpoint.mark import weights_mark
+
     config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))  # as it is: libraries add their defaults
     described: dict[str, Any] = {
         "model": [
@@ -414,4 +421,4 @@ def _fingerprints(recipe: Recipe, model_dir: Path, model: ModelSpec, rows: Rows,
     digests = {
         name: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest() for name, value in described.items()
     }
-    return {**digests, "data": rows.summary.digest}
+    return {**digests, "weights": weights_mark(entries), "data": rows.summary.digest}

@@ -31,7 +31,7 @@ from .prepare import Prepared
 from .rates import learning_rate
 from .report import RunReport, StepReport
 from .reporting import Steps, run_report, settling_steps, timeline
-from .saved import PART_FILE, check_same_run, check_unchanged, write_parts
+from .saved import PART_FILE, check_same_store, check_unchanged, write_parts
 from .stopping import StopRequests
 from .storage import STORE_FILE, StageFiles, check_space
 from .trimming import Trimming
@@ -114,13 +114,7 @@ class Run:
         plan, prepared = self.plan, self.prepared
         self.paths = [directory / STORE_FILE for directory in prepared.directories]
         if prepared.manifest is not None:
-            check_same_run(
-                prepared.manifest,
-                self.paths,
-                stripe=plan.io.stripe,
-                fingerprints=prepared.fingerprints,
-                total_steps=prepared.total_steps,
-            )
+            check_same_store(prepared.manifest, self.paths, stripe=plan.io.stripe)
         for directory, path in zip(prepared.directories, self.paths, strict=True):
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             if path.is_file() and path.stat().st_nlink > 1:

@@ -23,6 +23,16 @@ from .storage import STORE_FILE
 
 PART_FILE = "part.json"
 _LARGEST_PART = 1 << 16
+# What a fingerprint is of, in a recipe's words. One that is not here is its own.
+_CHANGED = {
+    "model": "the model's configuration (model.name_or_path)",
+    "weights": "the weights it began with (model.name_or_path, model.revision)",
+    "attention": "model.attn_implementation",
+    "schedule": "lr_scheduler, or the number of steps it is for (train.max_steps, train.epochs)",
+    "clipping": "train.clip_grad_norm",
+    "shuffle": "dataset.shuffle",
+    "data": "the tokens of the data (dataset, tokenizer)",
+}
 _START_OVER = "or start over with checkpoint.resume=never, which gives that state up"
 
 
@@ -206,20 +216,22 @@ def check_unchanged(expected: Manifest | None, directory: Path, *, start_over: b
         )
 
 
-def check_same_run(
-    saved: Manifest, paths: Sequence[Path], *, stripe: int, fingerprints: Mapping[str, str], total_steps: int
-) -> None:
-    """Raises UsageError naming what changed since the run was saved, before the store is touched."""
+def check_same_store(saved: Manifest, paths: Sequence[Path], *, stripe: int) -> None:
+    """Raises UsageError where the run was saved in other files than these."""
     if saved.files != tuple(map(str, paths)) or saved.stripe != stripe:
         raise UsageError(
             f"the saved run is striped over {', '.join(saved.files)} by {saved.stripe} bytes, not over "
             f"{', '.join(map(str, paths))} by {stripe}",
             hint="name the same folders in offload.dir, in the same order, or start over with checkpoint.resume=never",
         )
-    changed = [name for name, value in fingerprints.items() if saved.fingerprints.get(name) != value]
+
+
+def check_unchanged_run(saved: Manifest, fingerprints: Mapping[str, str], *, total_steps: int) -> None:
+    """Raises UsageError naming what changed since the run was saved. What was not marked yet when it was is not known."""
+    changed = [name for name, value in fingerprints.items() if saved.fingerprints.get(name, value) != value]
     if changed:
         raise UsageError(
-            f"the saved run cannot be resumed: {', '.join(sorted(changed))} changed since",
+            f"the saved run cannot be resumed: {'; '.join(_CHANGED.get(name, name) for name in changed)} changed since",
             hint="put it back as it was, or start over with checkpoint.resume=never",
         )
     if saved.step > total_steps:

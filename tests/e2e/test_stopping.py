@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fuyou_cli.core.errors import FuyouError, Interrupted, UsageError
 from fuyou_cli.training import manifest as manifests
 from fuyou_cli.training.exporting import export_store
 from fuyou_cli.training.run import Run
+from fuyou_cli.training.saved import check_unchanged_run
 
 from .conftest import Project
 from .running import STEPS, exported, interrupt, manifest_of, prepared_run, store_of, train
@@ -107,12 +109,12 @@ def _digest(project: Project) -> dict[str, bytes]:
         ({"seed": 1}, "seed was 42, is 1"),
         ({"optimizer.lr": 1e-3}, "optimizer changed"),
         ({"optimizer.weight_decay": 0.0}, "optimizer changed"),
-        ({"lr_scheduler.name": "linear"}, "schedule changed"),
-        ({"lr_scheduler.name": "cosine", "train.max_steps": STEPS + 1}, "schedule changed"),
-        ({"train.clip_grad_norm": 1.0}, "clipping changed"),
-        ({"train.clip_grad_norm": None}, "clipping changed"),
-        ({"dataset.shuffle": False}, "shuffle changed"),
-        ({"model.attn_implementation": "eager"}, "attention changed"),
+        ({"lr_scheduler.name": "linear"}, "lr_scheduler, or the number of steps it is for"),
+        ({"lr_scheduler.name": "cosine", "train.max_steps": STEPS + 1}, "train.max_steps"),
+        ({"train.clip_grad_norm": 1.0}, "train.clip_grad_norm changed"),
+        ({"train.clip_grad_norm": None}, "train.clip_grad_norm changed"),
+        ({"dataset.shuffle": False}, "dataset.shuffle changed"),
+        ({"model.attn_implementation": "eager"}, "model.attn_implementation changed"),
     ],
     ids=str,
 )
@@ -128,9 +130,11 @@ def test_changed_model_data_or_disks_are_refused_by_name(stopped: Project) -> No
     rows = stopped.folder / "rows.jsonl"
     rows.write_text((stopped.materials / "rows.jsonl").read_text() + json.dumps({"text": "One more row."}) + "\n")
     data = {"dataset.train": [{"path": str(rows), "format": "text"}]}
-    assert "data changed" in _refusal(stopped, data)
+    assert "the tokens of the data (dataset, tokenizer) changed" in _refusal(stopped, data)
     tokenizer = {"tokenizer.name_or_path": str(stopped.materials / "model")}
-    assert "model changed" in _refusal(stopped, {"model.name_or_path": str(stopped.materials / "other"), **tokenizer})
+    assert "the model's configuration" in _refusal(
+        stopped, {"model.name_or_path": str(stopped.materials / "other"), **tokenizer}
+    )
     one_more = [str(stopped.out / "store"), str(stopped.folder / "second")]
     assert "offload.dir" in _refusal(stopped, {"offload.dir": one_more})
 
@@ -143,7 +147,34 @@ def test_changed_configuration_of_the_same_shapes_is_refused(stopped: Project) -
     config["layer_norm_epsilon"] = 1e-3
     (other / "config.json").write_text(json.dumps(config))
     tokenizer = {"tokenizer.name_or_path": str(stopped.materials / "model")}
-    assert "model changed" in _refusal(stopped, {"model.name_or_path": str(other), **tokenizer})
+    message = _refusal(stopped, {"model.name_or_path": str(other), **tokenizer})
+    assert "the model's configuration (model.name_or_path) changed" in message and "weights" not in message
+
+
+@pytest.mark.timeout(60)
+def test_other_weights_of_the_same_shapes_are_refused_before_the_plan_is_shown(stopped: Project) -> None:
+    """A base model and one that was trained from it, say: what is saved goes on from one of them only."""
+    other = stopped.folder / "model"
+    shutil.copytree(stopped.materials / "model", other)
+    stopped.write_recipe({"model.name_or_path": str(other), "train.max_steps": STEPS})
+    check_unchanged_run(manifest_of(stopped), prepared_run(stopped).fingerprints, total_steps=STEPS)  # a copy is the same
+    (file,) = other.glob("*.safetensors")
+    weights = load_file(file)
+    save_file({name: value * 1.01 for name, value in weights.items()}, file, metadata={"format": "pt"})
+    kept = _digest(stopped)
+    done = stopped.fuyou("finetune", stopped.recipe)
+    assert done.returncode == 2
+    assert "cannot be resumed: the weights it began with (model.name_or_path, model.revision) changed since" in done.stderr
+    assert "resuming" not in done.stderr and "Placement" not in done.stderr
+    assert _digest(stopped) == kept
+
+
+@pytest.mark.timeout(60)
+def test_a_run_saved_before_a_mark_was_kept_goes_on(stopped: Project) -> None:
+    stopped.write_recipe({"train.max_steps": STEPS})
+    saved = manifest_of(stopped)
+    without = {name: value for name, value in saved.fingerprints.items() if name != "weights"}
+    check_unchanged_run(replace(saved, fingerprints=without), prepared_run(stopped).fingerprints, total_steps=STEPS)
 
 
 @pytest.mark.timeout(60)

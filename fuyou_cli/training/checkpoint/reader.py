@@ -106,6 +106,12 @@ class TensorReader:
                 return False
         return True
 
+    def read_some(self, entry: TensorEntry, begin: int, count: int) -> bytes:
+        """`count` bytes of the tensor from byte `begin` on, as they are in the file."""
+        found = bytearray(count)
+        self._read_bytes(entry, begin, memoryview(found))
+        return bytes(found)
+
     def _staging(self) -> torch.Tensor:
         import torch
 

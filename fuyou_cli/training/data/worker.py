@@ -261,6 +261,12 @@ def _watched(samples: Iterator[Sample], shown: list[Row], max_seq_len: int) -> I
         yield sample
 
 
+def _without_loss(counts: Counts) -> str:
+    if counts.truncated:
+        return "raise dataset.max_seq_len, or check loss_on"
+    return "check dataset.train: is `columns` mapped to the right ones, is there text in them, and what says loss_on?"
+
+
 def _check(writer: RowWriter, counts: Counts, formats: dict[int, str], request: dict[str, Any], tokeniser: Tokeniser) -> None:
     """Refuses data that would train nothing, or never teach the model to stop."""
     limit = f"dataset.max_seq_len is {request['max_seq_len']:,}"
@@ -268,7 +274,7 @@ def _check(writer: RowWriter, counts: Counts, formats: dict[int, str], request: 
         raise UsageError("the data has no samples", hint="check dataset.train.path and max_samples")
     if writer.label_tokens == 0:
         lost = f"{counts.samples:,} samples, {counts.truncated:,} truncated, {counts.dropped:,} dropped"
-        raise UsageError(f"no token of the data carries loss ({lost}; {limit})", hint="raise it, or check loss_on")
+        raise UsageError(f"no token of the data carries loss ({lost}; {limit})", hint=_without_loss(counts))
     targets = {loss_target(request["loss_on"], name) for name in formats.values()}
     if targets - {"all"} and not writer.learns_to_stop:
         names = ", ".join(str(number) for number in sorted(tokeniser.stop_ids)) or "none"
