@@ -71,7 +71,7 @@ def _show_plan(loaded: LoadedRecipe, prepared: Prepared, room: Room) -> None:
     from .render.plan import show_plan
 
     plan, model, hardware = prepared.plan, prepared.model, prepared.hardware
-    show_plan(status_console(), plan, model, hardware, room, verbose=False, facts=facts_of(loaded, prepared))
+    show_plan(status_console(), plan, model, hardware, room, verbose=False, facts=replace(facts_of(loaded, prepared), command=""))  # it runs already
 
 
 def _introduce(loaded: LoadedRecipe, prepared: Prepared) -> None:
@@ -269,7 +269,9 @@ def _write_model(prepared: Prepared, source: Path) -> None:
             max_shard_size=options.max_shard_size,
             progress=partial(transfers, f"exporting to {out.name}"),
         )
-    write_last_result(f"exported to {out}")
+    computed = prepared.model.compute_dtype
+    rounded = f", rounded from {computed} (export.dtype={computed} keeps it)" if options.dtype != computed == "float32" else ""
+    write_last_result(f"exported to {out} in {options.dtype}{rounded}")
 
 
 def _conclude(prepared: Prepared, report: RunReport) -> None:
