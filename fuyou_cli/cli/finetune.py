@@ -71,7 +71,8 @@ def _show_plan(loaded: LoadedRecipe, prepared: Prepared, room: Room) -> None:
     from .render.plan import show_plan
 
     plan, model, hardware = prepared.plan, prepared.model, prepared.hardware
-    show_plan(status_console(), plan, model, hardware, room, verbose=False, facts=replace(facts_of(loaded, prepared), command=""))  # it runs already
+    facts = replace(facts_of(loaded, prepared), command="")  # to run it: it runs already
+    show_plan(status_console(), plan, model, hardware, room, verbose=False, facts=facts)
 
 
 def _introduce(loaded: LoadedRecipe, prepared: Prepared) -> None:
