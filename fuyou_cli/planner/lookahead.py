@@ -13,6 +13,8 @@ from .boundary_ledger import BoundaryLedger
 from .residency import Residency
 from .schedule import Schedule, Visit
 
+_BEYOND = 6  # visits that slots may be free for beyond the lookahead: some need none. More made no step faster, on paper.
+
 
 class Lookahead:
     """The visit under way, and prefetches for the `plan.lookahead` visits behind it, over the step's end as well. `tick`
@@ -23,6 +25,7 @@ class Lookahead:
     ) -> None:
         self._visits, self._residency, self._boundaries, self._tick = schedule.visits, residency, boundaries, tick
         self._distance = residency.plan.lookahead
+        self._reach = max(self._distance, min(self._distance + _BEYOND, len(schedule.visits) - 1))
         self._started: set[int] = set()
         self._last_step = False
         self.cursor = -1
@@ -78,26 +81,48 @@ class Lookahead:
     def advance(self, nearest: Callable[[Visit, bool], None]) -> None:
         """Starts what can be started. `nearest` hears of the very next visit once its weights are on their way and the
         device is ready for them, and whether it is in the next step."""
-        if not self._settled:
-            return
+        if self._settled and self._start_near(nearest):
+            self._fetch_beyond()
+
+    def _start_near(self, nearest: Callable[[Visit, bool], None]) -> bool:
+        """All that the visits within the lookahead need; whether all of it has started."""
         resuming = self._summing  # so far; a visit that begins a new sum must not find its slot taken by one behind it
         for ahead in range(1, self._distance + 1):
-            index, next_step = self.cursor + ahead, False
-            if index >= len(self._visits):
-                if self._last_step:
-                    return
-                index, next_step = index - len(self._visits), True
+            index, next_step = self._place(ahead)
+            if next_step and self._last_step:
+                return False
             visit = self._visits[index]
             resuming = resuming and visit.resume and self._residency.try_resume_gradients(visit.stage)
             if visit.take and visit.stage in self._boundaries.kept and not self._boundaries.try_prefetch(visit.stage):
-                return
+                return False
             if index in self._started:
                 if ahead == 1 and self._uploaded:  # its turn on the device is not the one this visit is to have
                     nearest(visit, next_step)
                 continue
             if not self._residency.try_prefetch(visit):
+                return False
+            self._started.add(index)
+        return True
+
+    def _fetch_beyond(self) -> None:
+        """Weights of visits further ahead, in order. Those that a nearer visit still has in a slot are left to it, and are read
+        again when their turn comes: what a step reads is as planned."""
+        for ahead in range(self._distance + 1, self._reach + 1):
+            index, next_step = self._place(ahead)
+            if next_step and self._last_step:
+                return
+            visit = self._visits[index]
+            if index in self._started or not self._residency.needs_slot(visit):
+                continue
+            if self._residency.in_slot(visit) or not self._residency.try_prefetch(visit):
                 return
             self._started.add(index)
+
+    def _place(self, ahead: int) -> tuple[int, bool]:
+        """The visit that many further on, and whether it is in the next step."""
+        index = self.cursor + ahead
+        next_step = index >= len(self._visits)
+        return index - len(self._visits) * next_step, next_step
 
     def pause(self) -> None:
         """Nothing more is started until the next visit."""

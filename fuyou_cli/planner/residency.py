@@ -131,6 +131,16 @@ class Residency:
         record.kept = False
         return True
 
+    def needs_slot(self, visit: Visit) -> bool:
+        """Whether the visit computes with weights that do not rest in RAM."""
+        if visit.owner is None or self.model.stages[visit.owner].params == 0:
+            return False
+        return self.plan.stages[visit.owner].weights_ram is None
+
+    def in_slot(self, visit: Visit) -> bool:
+        """Whether a slot holds, or is to hold, the weights of the visit's stage."""
+        return visit.owner is not None and self.records[visit.owner].slotted
+
     def take_slot(self, visit: Visit) -> None:
         """The visit has a span for its weights, and what is missing there is on its way."""
         if visit.owner is not None:

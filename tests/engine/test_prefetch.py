@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fuyou_cli.core.errors import PlanError
+from fuyou_cli.planner import lookahead
 from fuyou_cli.swap.daemon import Result
 
 from .families import gpt2, llama
@@ -92,6 +93,7 @@ def test_the_next_stage_is_fetched_while_one_is_waited_for(
     expected: dict[float | None, Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """One stage ahead, so that nothing of stage n + 1 is asked for before stage n is visited; in the second step."""
+    monkeypatch.setattr(lookahead, "_BEYOND", 0)
     with Rig(subject, tmp_path, lookahead=1, device=device, **UPDATES[updates]) as rig:
         if updates == "half deferred":
             assert [stage.deferred for stage in rig.plan.stages[:6]] == [False, True, False, True, False, True]
@@ -108,6 +110,26 @@ def test_the_next_stage_is_fetched_while_one_is_waited_for(
         rig.executor.drain()
         assert awaited in daemon.asked
         losses, weights = expected[UPDATES[updates]["clip"]]
+        assert rig.losses == losses
+        assert unequal(rig.weights(), weights) == []
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_weights_are_fetched_as_far_ahead_as_slots_are_free(
+    device: Any, subject: Subject, expected: dict[float | None, Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three slots one is an update's, and free all forward: stage 4 is asked for while stage 2 is waited for."""
+    with Rig(subject, tmp_path, lookahead=1, device=device, **UPDATES["at once"]) as rig:
+        assert len(rig.plan.slot_classes[rig.plan.stages[2].slot_class].weight_slots) == 3
+        batches = list(subject.batches(3))
+        daemon = HeldBack(rig, monkeypatch, ("read", 2), ("read", 4))
+        for step, batch in enumerate(batches, start=1):
+            daemon.asked = []
+            rig.step(*batch, step, last=step == 3)
+        monkeypatch.undo()
+        rig.executor.drain()
+        losses, weights = expected[None]
         assert rig.losses == losses
         assert unequal(rig.weights(), weights) == []
 
