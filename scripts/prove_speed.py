@@ -9,7 +9,7 @@ compute: 8,192 tokens per step in 2 GiB beside plain PyTorch with everything in 
 ssd: 512 tokens per step, disk held at 0.6 + 0.6 GB/s (fio's concurrent mix shows it), beside the larger of the disk's
 time and compute alone plus the CPU-seconds of updates and I/O. deepspeed: its NVMe offload on the same disk; where it
 cannot be run, the ratio to a recorded figure or a floor is reported, which shows nothing.
-Sides take turns (ABAB); a turn is one warm-up (beside the bound two, see SETTLED) and `--measured` steps in a new process.
+Sides take turns (ABAB); a turn is one warm-up (beside the bound also two, see SETTLED) and `--measured` steps in a new process.
 Each of our runs must stay within its budget, by its own samples of its memory. Speed is asked for with clipping off; with
 clipping the same is reported (--clipping off leaves that out). A run of either side during which others were busy says so
 and is not kept: the same command measures it again.
@@ -196,7 +196,7 @@ def ssd(setting: Setting, options: argparse.Namespace) -> list[Row]:
         what = f"{setting.shape}, 512 tokens a step in {gib(budget)}, clipping {'off' if clip is None else 'on'}"
         rows += [bound_row(f"{what}: step / bound", results, alone, judged=clip is None), memory_row(what, results)]
         sooner = [result | {"warm_up": 1, "steps": result["steps"][:-1]} for result in results]
-        rows.append(bound_row(f"{what}: the same after one warm-up", sooner, alone, judged=False))
+        rows.append(bound_row(f"{what}: the same after one warm-up", sooner, alone, judged=clip is None))
     return rows
 
 
