@@ -105,8 +105,8 @@ class Lookahead:
         return True
 
     def _fetch_beyond(self) -> None:
-        """Weights of visits further ahead in the step, in order. Those that a nearer visit still has in a slot are left to it, and
-        are read again when their turn comes: what a step reads is as planned."""
+        """Weights of visits further ahead in the step, in order. Those that a nearer visit still has in a slot are left to it,
+        and are read again when their turn comes: what a step reads is as planned."""
         for ahead in range(self._distance + 1, self._reach + 1):
             index, next_step = self._place(ahead)
             if next_step:
