@@ -81,11 +81,11 @@ def bytes_of(tensor: object) -> memoryview:
 
 def our_step(threads: int, params: int, tensors: dict[str, object], weights: str, gradients: str) -> Step:
     """One step over `threads` parts of the arrays, each on its own thread of this process; the first on the caller's, as with
-    OpenMP: a thread more to wake is a tenth of what two take."""
+    OpenMP on the other sides."""
     from fuyou_cli.swap import kernels
     from fuyou_cli.swap.requests import Segment, Update
 
-    pool = ThreadPoolExecutor(threads)
+    pool = ThreadPoolExecutor(max(1, threads - 1))
     share = -(-params // threads // UNIT) * UNIT
     jobs = []
     for first in range(0, params, share):

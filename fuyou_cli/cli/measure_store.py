@@ -117,6 +117,7 @@ def _made_in(directory: Path) -> Path:
 def _measured(daemon: SwapDaemon, store: Store, span: int, *, effort: _Effort, notes: list[str]) -> StoreRates:
     if not store.direct:
         notes.append("this file system knows no direct I/O: the figures include the page cache")
+    # Files that were never written are slower: this pass does not count.
     filled = _alone(daemon, "write", span, _Pass(1.0, effort.alone.seconds)).finished
     if filled < span:
         span = max(filled, LEAST_SPAN)

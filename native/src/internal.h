@@ -40,7 +40,7 @@
 #define FY__SLOTS_MAX 1024u
 #define FY__UPDATE_THREADS_MAX 64u
 #define FY__POOL_THREADS_MAX 32u       /* per direction; a deeper queue does not make more threads */
-#define FY__WAKES_MAX 8u
+#define FY__WAKES_MAX 8u               /* conditions kept until the lock is free; more are woken under it */
 #define FY__RETRIES_MAX 64u            /* of one block without any progress, on EAGAIN, EINTR or a sliver */
 #define FY__EVENTS_MAX 16384u
 #define FY__EVENTS_GAP_NS UINT64_C(10000000) /* between I/O of chunks that is one entry */
