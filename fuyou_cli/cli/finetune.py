@@ -114,6 +114,7 @@ def _train(prepared: Prepared) -> tuple[RunReport, Path, bool]:
     with Run(
         prepared,
         memory_now=probe.process_bytes,
+        memory_highest=probe.highest_bytes,
         free_space=probe.free_space,
         trim=trim,
         announce=write_status,

@@ -64,6 +64,18 @@ def process_bytes(root: Path = ROOT) -> int:
     return sum(found.values())
 
 
+def highest_bytes(root: Path = ROOT) -> int:
+    """The most of the same since this was asked last; 0 where the kernel does not tell. Files that were mapped at that moment
+    and are no longer are taken for anonymous memory."""
+    found = _all_kib(root / "proc/self/status", "VmHWM", "RssFile", "RssShmem", "VmPTE")
+    try:
+        (root / "proc/self/clear_refs").write_text("5")  # proc(5): the high-water mark begins anew
+    except OSError:
+        return 0
+    highest = found.pop("VmHWM", 0)
+    return max(0, highest + found.pop("VmPTE", 0) - sum(found.values()))
+
+
 def free_space(path: Path) -> int:
     """Bytes an ordinary user can still write where `path` is or would be. Raises OSError."""
     return shutil.disk_usage(existing(path)).free

@@ -42,23 +42,26 @@ _SPARE_PER_STEP = 32  # a loss as text
 
 
 class Run:
-    """An open run. `memory_now` gives the process's anonymous and kernel bytes; `free_space` a folder's; `announce` hears
-    what a request to stop will do. `ends_process`: whoever opened it ends the process when the run fails, and says why;
-    signals are ignored meanwhile."""
+    """An open run. `memory_now` gives the process's anonymous and kernel bytes, `memory_highest` the most since it was asked
+    last (0: not known); `free_space` a folder's; `announce` hears what a request to stop will do. `ends_process`: whoever
+    opened it ends the process when the run fails, and says why; signals are ignored meanwhile."""
 
     def __init__(
         self,
         prepared: Prepared,
         *,
         memory_now: Callable[[], int],
+        memory_highest: Callable[[], int] = lambda: 0,
         free_space: Callable[[Path], int],
         trim: Callable[[], None] = lambda: None,
         announce: Callable[[str], None] = lambda text: None,
         ends_process: bool = False,
     ) -> None:
         self.prepared, self.plan, self.model = prepared, prepared.plan, prepared.model
-        self.memory = MemoryWatch(memory_now)
-        self._trimming = Trimming(model=self.model, plan=self.plan, now=self.memory.look, trim=trim)
+        self.memory = MemoryWatch(memory_now, memory_highest)
+        self._trimming = Trimming(
+            model=self.model, plan=self.plan, now=self.memory.look, reached=self.memory.reached, trim=trim
+        )
         self.losses: list[float] = list(prepared.manifest.losses) if prepared.manifest else []
         self.step = prepared.manifest.step if prepared.manifest else 0
         self.written_before = prepared.manifest.written_total if prepared.manifest else 0
@@ -244,7 +247,7 @@ class Run:
 
     def _after_visit(self, visit: Visit) -> None:
         visits = self.executor.schedule.visits
-        self._trimming.between_visits(visits[(visit.index + 1) % len(visits)])
+        self._trimming.between_visits(visit, visits[(visit.index + 1) % len(visits)])
         self._stop_here()  # a batch of one micro-batch has no other place to stop
 
     # ---- stopping and saving -------------------------------------------------------------------------------------

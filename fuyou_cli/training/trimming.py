@@ -2,6 +2,10 @@
 
 Every page given back is one to be faulted in again: a visit of a small model that starts with a trimmed heap spends a tenth of
 its time on that. So the heap keeps what it has as long as the plan's peak allows: pages of a visit serve the next one.
+
+A visit like the one before it (the next block of the same pass) finds the holes that one left, and reaches what that one
+reached and a little more: blocks come and go in the same order and sizes, but for a few that stay. What a visit really reached
+is asked of the kernel, so that what creeps up is seen before it is too much.
 """
 
 from __future__ import annotations
@@ -13,15 +17,20 @@ from ..planner.schedule import Visit
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
 
+_CREEP = 8  # a visit reaches what one like it reached, and this part of what compute is charged with more
+
 
 class Trimming:
-    """`now`: bytes the process has; `trim` gives free ones back."""
+    """`now`: bytes the process has; `reached`: at most since that was asked last; `trim` gives free ones back."""
 
-    def __init__(self, *, model: ModelSpec, plan: Plan, now: Callable[[], int], trim: Callable[[], None]) -> None:
-        self._model, self._plan, self._now, self._trim = model, plan, now, trim
+    def __init__(
+        self, *, model: ModelSpec, plan: Plan, now: Callable[[], int], reached: Callable[[], int], trim: Callable[[], None]
+    ) -> None:
+        self._model, self._plan, self._now, self._reached, self._trim = model, plan, now, reached, trim
         self._compute = sum(line.size for line in plan.memory if line.what == "compute" and line.tier == "cpu")
         # How far free pages may pile up: what a visit takes is known to about a fifth, holes being what they are.
         self._most = plan.predicted.cpu_peak - self._compute // 5
+        self._most_alike = plan.predicted.cpu_peak - self._compute // _CREEP
         on_host = plan.device != "cuda"
         self._hungriest = max(stage.backward_peak for stage in model.stages) if on_host else 0
         self._next = 0  # bytes that a micro-batch of the visit under way takes beside the holes of the one before it
@@ -31,12 +40,23 @@ class Trimming:
         if self._now() + self._next > self._most:
             self._trim()
 
-    def between_visits(self, after: Visit) -> None:
-        """The next visit may find no hole that it can use, and then takes all it needs beside what there is. (To
-        count on blocks that a visit like it left free got a run killed: CHANGELOG.md, tried.)"""
-        if self._now() + self._takes(after) > self._most:
+    def between_visits(self, before: Visit, after: Visit) -> None:
+        """The next visit may find no hole that it can use, and then takes all it needs beside what there is, unless it is like
+        the one before. (To count on that without looking at what was reached got a run killed: CHANGELOG.md, tried.)"""
+        reached = self._reached()
+        if self._shape(before) == self._shape(after):
+            room = reached <= self._most_alike
+        else:
+            room = self._now() + self._takes(after) <= self._most
+        if not room:
             self._trim()
         self._next = self._takes_again(after)
+
+    def _shape(self, visit: Visit) -> tuple[object, ...]:
+        """Equal for visits that take the same blocks."""
+        stage = self._model.stages[visit.stage]
+        kept = kept_bytes(stage, self._plan.stages[visit.stage].kept)
+        return visit.phase, stage.kind, stage.params, stage.forward_peak, stage.backward_peak, kept
 
     def _takes_again(self, visit: Visit) -> int:
         """Where most is mapped, as of a head's logits, little is saved by counting on holes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+from fuyou_cli.cli import probe
 from fuyou_cli.training.run import MemoryWatch
 
 
@@ -12,3 +13,22 @@ def test_a_look_feeds_the_peak() -> None:
     watch = MemoryWatch(lambda: next(sizes))  # its thread is not started
     assert (watch.look(), watch.peak) == (9, 9)
     assert (watch.look(), watch.peak) == (7, 9)
+
+
+def test_what_was_reached_is_since_it_was_asked_last() -> None:
+    sizes, highest = iter([5, 9, 7, 7, 6]), iter([100, 8, 30])
+    watch = MemoryWatch(lambda: next(sizes), lambda: next(highest))  # what was before the run does not count
+    watch.look()
+    assert (watch.reached(), watch.peak) == (9, 9)
+    assert (watch.reached(), watch.peak) == (30, 30)
+    assert watch.look() == 6
+
+
+def test_the_kernel_tells_what_a_look_misses() -> None:
+    probe.highest_bytes()
+    size = 1 << 26
+    block = bytearray(size)  # zeros that nobody has touched yet
+    block[::4096] = b"x" * (size // 4096)
+    del block
+    assert probe.highest_bytes() >= probe.process_bytes() + size // 2
+    assert probe.highest_bytes() < probe.process_bytes() + size // 2

@@ -30,8 +30,10 @@ class Heap:
     """A process of `size` bytes; trimming takes it to `floor`."""
 
     def __init__(self, spec: ModelSpec, made: Plan) -> None:
-        self.size, self.trims = 0, 0
-        self.trimming = Trimming(model=spec, plan=made, now=lambda: self.size, trim=self._trim)
+        self.size, self.reached, self.trims = 0, 0, 0
+        self.trimming = Trimming(
+            model=spec, plan=made, now=lambda: self.size, reached=lambda: self.reached, trim=self._trim
+        )
 
     def _trim(self) -> None:
         self.trims += 1
@@ -39,7 +41,7 @@ class Heap:
     def between_micro_batches(self, after: Visit, size: int) -> bool:
         """Whether a process of `size` bytes is trimmed between two micro-batches of the visit."""
         self.size = 0
-        self.trimming.between_visits(after)
+        self.trimming.between_visits(after, after)
         self.size, before = size, self.trims
         self.trimming.between_micro_batches()
         return self.trims > before
@@ -78,14 +80,28 @@ def test_micro_batches_need_room_for_what_is_mapped(phase: str, kind: str, besid
     assert heap.between_micro_batches(visit, limit + 1)
 
 
-def test_a_visit_needs_room_for_all_it_takes(spec: ModelSpec) -> None:
+def test_a_visit_unlike_the_one_before_needs_room_for_all_it_takes(spec: ModelSpec) -> None:
     made = plan(spec, HARDWARE, WISHES)
     heap, visit = Heap(spec, made), _visit(spec, made, "backward", "block")
+    before = _visit(spec, made, "backward", "norm")
     compute = sum(line.size for line in made.memory if line.what == "compute")
     limit = made.predicted.cpu_peak - compute // 5 - (compute - HEAD) - BLOCK
     heap.size = limit
-    heap.trimming.between_visits(visit)
+    heap.trimming.between_visits(before, visit)
     assert heap.trims == 0
     heap.size = limit + 1
-    heap.trimming.between_visits(visit)
+    heap.trimming.between_visits(before, visit)
+    assert heap.trims == 1
+
+
+def test_a_visit_like_the_one_before_reaches_what_that_one_reached(spec: ModelSpec) -> None:
+    """Whatever there is now, and until that has crept up."""
+    made = plan(spec, HARDWARE, WISHES)
+    heap, visit = Heap(spec, made), _visit(spec, made, "backward", "block")
+    compute = sum(line.size for line in made.memory if line.what == "compute")
+    heap.size = heap.reached = made.predicted.cpu_peak - compute // 8
+    heap.trimming.between_visits(visit, visit)
+    assert heap.trims == 0
+    heap.reached += 1
+    heap.trimming.between_visits(visit, visit)
     assert heap.trims == 1
