@@ -163,12 +163,14 @@ def _shared(target: torch.device, rate: float, *, quick: bool) -> Shared:
 DTYPES: tuple[Dtype, Dtype] = ("bfloat16", "float32")
 
 
-def rate_of(name: str, unit: Unit, rates: list[float], note: str = "") -> Rate:
-    """The median of the rates of all repeats, and their range."""
+def rate_of(
+    name: str, unit: Unit, rates: list[float], note: str = "", *, middle: Callable[[list[float]], float] = statistics.median
+) -> Rate:
+    """The median of the rates of all repeats (or another `middle` of them), and their range."""
     return Rate(
         name=name,
         unit=unit,
-        value=statistics.median(rates),
+        value=middle(rates),
         low=min(rates),
         high=max(rates),
         repeats=len(rates),

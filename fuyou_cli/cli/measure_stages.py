@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ ROW_TOKENS = 1024  # of a row at most: more tokens are more rows
 QUICK_SECONDS, FULL_SECONDS = 2.5, 40.0  # of all layers of a few widths together
 QUICK_PAIR, FULL_PAIR = 0.3, 2.0  # of one forward and one backward that tokens are chosen for
 RECIPE_QUICK_PAIR, RECIPE_FULL_PAIR = 8.0, 40.0
+REPEATS = 100  # at most, of one stage
 USABLE = 0.8  # of the memory that is free
 
 
@@ -183,14 +185,17 @@ def _head_owner(model: ModelSpec) -> StageSpec:
 def timed(
     alone: Alone, device: torch.device, kind: RatedKind, dtype: Dtype, hidden: int, params: int, tokens: int, *, seconds: float
 ) -> Stages:
-    """The rates of one stage, kept as those of micro-batches of `tokens`. `seconds`: of a forward and a backward, about."""
-    forward = each(alone.flops, times(alone.forward, device, 5, seconds=seconds / 4, least=2))
-    backward = each(alone.backward_flops, times(alone.backward, device, 5, seconds=0.75 * seconds, least=2))
+    """The rates of one stage, kept as those of micro-batches of `tokens`. `seconds`: of a forward and a backward, about.
+
+    Of all repeats together, not the median: a step is made of thousands of them, and takes as long as all do. They go on for a
+    while also where one is short, since a shared machine's rate moves within seconds."""
+    forward = each(alone.flops, times(alone.forward, device, REPEATS, seconds=seconds / 4, least=2))
+    backward = each(alone.backward_flops, times(alone.backward, device, REPEATS, seconds=0.75 * seconds, least=2))
     what = f"{kind} {hidden} {dtype}"
     note = f"{count(params)} parameters, {alone.tokens} tokens"
     rates = (
-        rate_of(f"{what}, forward", "FLOP/s", forward, note),
-        rate_of(f"{what}, backward", "FLOP/s", backward, note),
+        rate_of(f"{what}, forward", "FLOP/s", forward, note, middle=statistics.harmonic_mean),
+        rate_of(f"{what}, backward", "FLOP/s", backward, note, middle=statistics.harmonic_mean),
     )
     rate = StageRate(
         kind=kind, dtype=dtype, hidden=hidden, params=params, tokens=tokens, forward=rates[0].value, backward=rates[1].value

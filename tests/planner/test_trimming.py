@@ -31,9 +31,7 @@ class Heap:
 
     def __init__(self, spec: ModelSpec, made: Plan) -> None:
         self.size, self.reached, self.trims = 0, 0, 0
-        self.trimming = Trimming(
-            model=spec, plan=made, now=lambda: self.size, reached=lambda: self.reached, trim=self._trim
-        )
+        self.trimming = Trimming(model=spec, plan=made, now=lambda: self.size, reached=lambda: self.reached, trim=self._trim)
 
     def _trim(self) -> None:
         self.trims += 1

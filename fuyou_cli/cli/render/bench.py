@@ -79,7 +79,7 @@ def _rates(console: Console, report: BenchReport, title: str, unit: str, shapes:
     factor, name = (1e12, "TFLOPS") if unit == "FLOP/s" else (1e9, "GB/s")
     least = min((rate.repeats for rate in rates), default=0)
     most = max((rate.value for rate in rates), default=0.0)
-    heading(console, f"{title} ({name})", f"median of at least {least} repeats, and their range")
+    heading(console, f"{title} ({name})", f"median of at least {least} repeats (stages: mean), and their range")
     content = ruled(shapes)
     column(content, "what", wrap=True)
     column(content, "rate", right=True)
