@@ -52,17 +52,18 @@ def run_plan(loaded: LoadedRecipe, options: PlanOptions) -> bool:
     if options.show_config and not options.json_output:
         write_result(config_text(loaded))
     planning = Planning()
+    if options.hardware is None:
+        check_output(loaded.recipe)
     try:
         outcome = _planned(loaded, options, planning)
     except PlanError as error:
         if options.json_output:
             write_json({"fits": False, "problems": [error.message], "help": error.hint, "plan": None, **extra})
         raise
+    if options.hardware is None:
+        check_export(loaded.recipe, outcome.prepared.model_dir)  # before a word is said: what is refused does not fit
     facts = _facts(loaded, options, outcome, planning)
     _show(options, outcome, facts, extra)
-    if options.hardware is None:
-        check_output(loaded.recipe)
-        check_export(loaded.recipe, outcome.prepared.model_dir)
     if options.out is not None:
         _write(options.out, outcome, planning)
     return not outcome.problems

@@ -243,3 +243,19 @@ def test_much_data_is_not_read_for_a_plan(
     assert unknown in err and looked in err
     length.tokenised_rows(load_recipe(project.recipe).recipe, project.materials / "model")
     assert fuyou.json("--hardware", MACHINE)["steps"] == 32
+
+
+def test_what_a_run_would_be_refused_for_is_said_before_the_plan(
+    new_project: NewProject, command: Callable[[Project], Command]
+) -> None:
+    """Nobody reads `fits` and finds a run refused."""
+    project = new_project()
+    fuyou = command(project)
+    (project.out / "model").mkdir(parents=True)
+    (project.out / "model" / "thesis.tex").write_text("mine")
+    for refused in (("plan", "recipe.yaml", "--dry-run", "--json"), ("plan", "recipe.yaml", "--dry-run")):
+        code, out, err = fuyou(*refused)
+        assert (code, out) == (2, "") and "thesis.tex" in err
+    code, out, err = fuyou("plan", "recipe.yaml", "--dry-run", f"output_dir={project.recipe}/out")
+    assert (code, out) == (2, "") and "is a file" in err
+    assert fuyou("plan", "recipe.yaml", "--hardware", MACHINE, "offload.device=auto")[0] == 0  # nothing is written there
