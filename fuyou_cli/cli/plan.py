@@ -70,7 +70,9 @@ def run_plan(loaded: LoadedRecipe, options: PlanOptions) -> bool:
 
 
 def _planned(loaded: LoadedRecipe, options: PlanOptions, planning: Planning) -> Outcome:
+    from fuyou_cli.planner.lasting import leaves_fast_region
     from fuyou_cli.training.length import counted_rows, steps_of
+    from fuyou_cli.training.replan import replanned
 
     from .planning import Outcome
     from .prepared import prepared_elsewhere, prepared_for
@@ -86,6 +88,8 @@ def _planned(loaded: LoadedRecipe, options: PlanOptions, planning: Planning) -> 
     if not options.dry_run and not prepared.total_steps:  # epochs: the data says how long they are
         rows = counted_rows(prepared.recipe, prepared.tokenizer_dir, write_status)
         prepared = replace(prepared, epoch_rows=rows, total_steps=steps_of(prepared.recipe, rows))
+        if leaves_fast_region(prepared.plan, prepared.hardware, prepared.total_steps):
+            prepared = replanned(prepared, prepared.recipe, choose=planning)
     return Outcome(changes=(), prepared=prepared, room=room_of(prepared, described=options.hardware is not None))
 
 

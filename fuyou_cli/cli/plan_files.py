@@ -147,7 +147,7 @@ def _check_run(file: files.PlanFile, model: ModelSpec, wishes: Wishes) -> None:
 
 def _check_figures(file: files.PlanFile, model: ModelSpec, wishes: Wishes) -> None:
     """Every figure is what its homes give: spans inside arena and store and apart from each other, sizes of the model."""
-    asked = replace(wishes, cpu_budget=file.plan.cpu_budget)
+    asked = replace(wishes, cpu_budget=file.plan.cpu_budget, sustained=file.plan.sustained)
     expected = rebuilt(model, file.hardware, asked, file.plan, file.pipeline)
     expected = replace(expected, model=files.portable_name(wishes.model_name))
     if where := difference(file.plan, expected):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from fuyou_cli.core.errors import FuyouError, PlanError
 from fuyou_cli.planner.choice import Choice
+from fuyou_cli.planner.lasting import Choose
 from fuyou_cli.planner.place import least_memory, made_of
 from fuyou_cli.planner.place import plan as first_that_fits
 from fuyou_cli.planner.search import Alternative, Found, fastest, search, timed
@@ -22,7 +23,7 @@ from .room import Room, plan_problems, room_of
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
     from fuyou_cli.recipe.schema import Recipe
-    from fuyou_cli.training.prepare import Choose, Prepared
+    from fuyou_cli.training.prepare import Prepared
 
 WORN = 0.3  # of what drives are rated for: a run that writes more is not let pass without a word
 

@@ -76,6 +76,7 @@ def on_described(loaded: LoadedRecipe, hardware: HardwareProfile) -> LoadedRecip
 
 def facts_of(loaded: LoadedRecipe, prepared: Prepared, *, described: bool = False) -> RunFacts:
     """What the plan's screen says beside the plan."""
+    from fuyou_cli.planner.lasting import fast_region
     from fuyou_cli.swap.kernels import has_io_uring
 
     from .render.plan import RunFacts
@@ -86,6 +87,7 @@ def facts_of(loaded: LoadedRecipe, prepared: Prepared, *, described: bool = Fals
         folder=Path() if described else probe.existing(prepared.directories[0].parent),
         command=command_of(loaded) if not described else "",
         refusal=prepared.refusal,
+        region=fast_region(prepared.model, prepared.hardware, prepared.plan),
     )
 
 

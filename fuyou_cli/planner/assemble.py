@@ -51,6 +51,7 @@ def assemble(
         cpu_budget=wishes.cpu_budget,
         memory=_memory_lines(model, hardware, wishes, placed),
         predicted=_predict(model, hardware, wishes, placed, lookahead),
+        sustained=wishes.sustained,
     )
 
 
@@ -62,7 +63,7 @@ def _predict(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, placed
     compute_flops = sum(visit.flops for visit in schedule.visits)
     costs = Costs(
         model=model,
-        hardware=hardware,
+        hardware=hardware.lasting() if wishes.sustained else hardware,
         numerics=numerics,
         clipped=wishes.clip_grad_norm is not None,
         on_host=wishes.device != "cuda",

@@ -41,7 +41,7 @@ class Costs:
         """What a plan's visits and updates take."""
         return cls(
             model=model,
-            hardware=hardware,
+            hardware=hardware.lasting() if plan.sustained else hardware,
             numerics=plan.numerics,
             clipped=plan.clip_grad_norm is not None,
             on_host=plan.device != "cuda",

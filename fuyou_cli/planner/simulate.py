@@ -258,7 +258,7 @@ def simulate(
 ) -> Timeline:
     """The last of `steps` steps. `state_bytes`: per parameter beside the weights, where it is not fuyou's own layout."""
     costs = Costs.of(model, hardware, plan)
-    machine = VirtualMachine(hardware, sharing_of(hardware, plan, costs))
+    machine = VirtualMachine(costs.hardware, sharing_of(costs.hardware, plan, costs))
     layout = state_bytes if state_bytes is not None else model.state_item
     run = _Imagined(model, plan, schedule, costs, machine, state_bytes=layout)
     ends: list[float] = []

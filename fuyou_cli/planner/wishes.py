@@ -40,6 +40,7 @@ class Wishes:
     chunk_params: int = 1 << 19
     scratch_size: int = 0  # of the daemon's chunks, from the native library
     export_item: int = 2  # bytes per exported weight
+    sustained: bool = False  # the run writes past the drives' fast regions
 
 
 def update_threads_for(hardware: HardwareProfile, *, device: str, torch_threads: int) -> int:

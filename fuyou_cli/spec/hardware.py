@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import log
 from typing import Literal
 
@@ -83,7 +83,7 @@ class HardwareProfile:
     sustained_write: float = 0.0  # once a drive's fast region is full
     sustained_read_mixed: float = 0.0
     sustained_write_mixed: float = 0.0
-    burst_bytes: int = 0  # written at `store_write` before it fell to `sustained_write`
+    burst_bytes: int = 0  # written at `store_write` before it fell to `sustained_write`; 0: not known, or there is no fall
     pinnable: int = 0  # host memory that may be registered with a device
     pinnable_why: str = ""
     drives: tuple[Drive, ...] = ()
@@ -108,6 +108,20 @@ class HardwareProfile:
             backward=self.matmul_flops,
         )  # fmt: skip
         return min(alike, key=distance, default=fallback)
+
+    def lasting(self) -> HardwareProfile:
+        """The same machine once the drives' fast regions are full: what is known of that stands in for the first rates."""
+        return replace(
+            self,
+            store_write=self.sustained_write or self.store_write,
+            store_read_mixed=self.sustained_read_mixed or self.store_read_mixed,
+            store_write_mixed=self.sustained_write_mixed or self.store_write_mixed,
+        )
+
+    @property
+    def slows_down(self) -> bool:
+        """Whether a run that writes enough finds other rates than the first ones."""
+        return self.lasting() != self
 
     def digest(self) -> str:
         """Twelve characters that name the rates: the same wherever and whenever they are the same."""

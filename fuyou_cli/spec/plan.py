@@ -139,3 +139,4 @@ class Plan:
     cpu_budget: int
     memory: tuple[MemoryLine, ...]
     predicted: Predicted
+    sustained: bool = False  # predicted with the rates of drives whose fast region is full

@@ -37,7 +37,7 @@ def corrected(
     update = _factor(_update_cpu(plan, costs), report.update_cpu)
     read, write = (
         _factor(_under_way(step, direction), report.busy.get(direction, 0.0))
-        if report.busy.get(direction, 0.0) >= FULL * report.step_seconds
+        if report.busy.get(direction, 0.0) >= FULL * report.step_seconds and not plan.sustained  # begun at other rates
         else 1.0
         for direction in ("ssd read", "ssd write")
     )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ..core.errors import PlanError, UsageError
 from ..core.paths import folder
+from ..planner.lasting import Choose, planned_for
 from ..planner.place import plan as first_that_fits
 from ..planner.schedule import plan_schedule
 from ..planner.search import fastest
@@ -68,7 +69,6 @@ class Prepared:
 Probe = Callable[[str], HardwareProfile]
 Progress = Callable[[str, int, int], None]
 Planned = Callable[["Prepared"], None]
-Choose = Callable[[ModelSpec, HardwareProfile, Wishes], Plan]
 
 
 def _unheard(what: str, done: int, total: int) -> None:
@@ -120,8 +120,10 @@ def prepare(
     numerics = numerics_of(recipe, known.anatomy, hardware, manifest, micro=micro_batch_size)
     known = replace(known, anatomy=cut(known.anatomy, numerics))
     described = described_at(known, numerics, strict=not planning_only)
+    total_steps = steps_of(recipe, None)
     try:
-        chosen = choose(described.model, hardware, wishes(recipe, numerics, hardware, device=device))
+        asked = wishes(recipe, numerics, hardware, device=device)
+        chosen = planned_for(choose, described.model, hardware, asked, steps=total_steps)
     except PlanError as error:
         if described.refusal is not None:
             error.add_note(f"cannot be trained yet: {described.refusal}")
@@ -134,7 +136,7 @@ def prepare(
         model=described.model,
         hardware=hardware,
         plan=chosen,
-        total_steps=steps_of(recipe, None),
+        total_steps=total_steps,
         rows=None,
         sampler=None,
         checkpoint=None,
@@ -197,11 +199,12 @@ def _with_weights_and_rows(
     fingerprints = _fingerprints(recipe, model_dir, model, entries, rows, total)
     if considered.manifest is not None:
         check_unchanged_run(considered.manifest, fingerprints, total_steps=total)
+    asked = wishes(recipe, considered.plan.numerics, hardware, device=device)
     return replace(
         considered,
         model_dir=model_dir,
         hardware=hardware,
-        plan=choose(model, hardware, wishes(recipe, considered.plan.numerics, hardware, device=device)),
+        plan=planned_for(choose, model, hardware, asked, steps=total),
         total_steps=total,
         rows=rows,
         sampler=sampler,
@@ -323,7 +326,7 @@ def _fastest_micro_batch(recipe: Recipe, known: Outlined, hardware: HardwareProf
         model = described_at(replace(known, anatomy=cut(known.anatomy, numerics)), numerics, strict=False).model
         asked = wishes(recipe, numerics, hardware, device=device)
         try:
-            plan = first_that_fits(model, hardware, asked)
+            plan = planned_for(first_that_fits, model, hardware, asked, steps=steps_of(recipe, None))
         except PlanError:
             return None
         if asked.gpu_budget is not None and plan.predicted.gpu_peak > asked.gpu_budget:

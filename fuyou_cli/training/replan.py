@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..planner.lasting import Choose, planned_for
 from ..recipe.schema import Recipe
 from ..spec.plan import Numerics
 from .length import steps_of
 from .numerics import numerics_of
-from .prepare import Choose, Prepared, cut, described_at, wishes
+from .prepare import Prepared, cut, described_at, wishes
 
 
 def replanned(before: Prepared, recipe: Recipe, *, choose: Choose) -> Prepared:
@@ -24,10 +25,11 @@ def replanned(before: Prepared, recipe: Recipe, *, choose: Choose) -> Prepared:
     if _traced(numerics) != _traced(before.plan.numerics):
         described = described_at(known, numerics, strict=False)
         model, refusal = described.model, described.refusal
-    plan = choose(model, hardware, wishes(recipe, numerics, hardware, device=device))
-    changed = replace(before, recipe=recipe, anatomy=known.anatomy, model=model, plan=plan, refusal=refusal)
     rows = before.epoch_rows if recipe.dataset == before.recipe.dataset else None
-    return replace(changed, epoch_rows=rows, total_steps=steps_of(recipe, rows))
+    steps = steps_of(recipe, rows)
+    plan = planned_for(choose, model, hardware, wishes(recipe, numerics, hardware, device=device), steps=steps)
+    changed = replace(before, recipe=recipe, anatomy=known.anatomy, model=model, plan=plan, refusal=refusal)
+    return replace(changed, epoch_rows=rows, total_steps=steps)
 
 
 def _traced(numerics: Numerics) -> tuple[object, ...]:

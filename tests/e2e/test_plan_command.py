@@ -259,3 +259,35 @@ def test_what_a_run_would_be_refused_for_is_said_before_the_plan(
     code, out, err = fuyou("plan", "recipe.yaml", "--dry-run", f"output_dir={project.recipe}/out")
     assert (code, out) == (2, "") and "is a file" in err
     assert fuyou("plan", "recipe.yaml", "--hardware", MACHINE, "offload.device=auto")[0] == 0  # nothing is written there
+
+
+def test_a_run_past_the_fast_region_is_planned_with_what_drives_sustain(
+    new_project: NewProject, command: Callable[[Project], Command]
+) -> None:
+    project = new_project(changes={**HERE, "train.max_steps": 20})
+
+    def machine(burst: int) -> None:
+        rates = {"sustained_write": "14MB/s", "sustained_write_mixed": "7MB/s", "burst_bytes": burst}
+        (project.folder / "machine.yaml").write_text(yaml.safe_dump({"parts": "gen4,64GiB", **rates}))
+
+    fuyou = command(project)
+    machine(10**12)
+    within = fuyou.json("--hardware", "machine.yaml")
+    written = within["plan"]["predicted"]["written_per_step"]
+    assert within["fast_region"]["left"] is False and within["plan"]["sustained"] is False
+    assert within["run_seconds"] == pytest.approx(20 * within["plan"]["predicted"]["step_seconds"])
+    out = " ".join(fuyou("plan", "recipe.yaml", "--hardware", "machine.yaml")[1].split())
+    assert "the run stays within it; past it a step takes" in out
+    machine(4 * written)
+    past = fuyou.json("--hardware", "machine.yaml")
+    region, later = past["fast_region"], past["plan"]["predicted"]["step_seconds"]
+    assert past["plan"]["sustained"] and region["left"] and region["bytes"] == 4 * written
+    assert later == region["step_seconds_later"] > region["step_seconds"]
+    assert region["steps"] == pytest.approx(4 * written / past["plan"]["predicted"]["written_per_step"])
+    expected = region["seconds"] + (20 - region["steps"]) * later
+    assert past["run_seconds"] == pytest.approx(expected)
+    out = " ".join(fuyou("plan", "recipe.yaml", "--hardware", "machine.yaml")[1].split())
+    assert "predicted at what the drives sustain" in out and "at first, then" in out and "idle time" in out
+    assert fuyou.json("--hardware", "machine.yaml", "train.max_steps=2")["plan"]["sustained"] is False
+    counted = ("train.max_steps=null", "train.epochs=2")  # 32 steps, once the data said so
+    assert fuyou.json("--hardware", "machine.yaml", *counted)["plan"]["sustained"]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from fuyou_cli.cli.plan_files import KeptPlan
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.units import MiB
+from fuyou_cli.planner.lasting import planned_for
 from fuyou_cli.planner.place import least_memory
 from fuyou_cli.planner.search import search, timed
 from fuyou_cli.planner.wishes import Wishes
@@ -111,7 +112,7 @@ def changed(path: tuple[str | int, ...], value: Any) -> str:
     [
         (("plan", "surprise"), 1, "plan.surprise: unknown key"),
         (("hardware", "disk_free"), 1, "hardware.disk_free: unknown key"),
-        (("fuyou_plan",), 2, "format 1 is wanted"),
+        (("fuyou_plan",), 1, "format 2 is wanted"),
         (("plan", "arena_size"), "large", "plan.arena_size: a whole number"),
         (("plan", "arena_size"), True, "plan.arena_size: a whole number"),
         (("plan", "arena_size"), -4, "plan.arena_size: a whole number of at least 0"),
@@ -147,7 +148,7 @@ def test_what_is_wrong_is_named(path: tuple[str | int, ...], value: Any, words: 
     [
         ("", "not readable as JSON"),
         ("[]", "this is no plan file"),
-        ('{"fuyou_plan": 1}', "model: missing"),
+        ('{"fuyou_plan": 2}', "model: missing"),
         ("[" * 100_000, "not readable as JSON"),
         (TEXT.replace('"seed": 7', '"seed": NaN'), "NaN is no number"),
         (TEXT.replace('"seed": 7', '"seed": 7, "seed": 7'), "seed: there twice"),
@@ -221,3 +222,21 @@ def test_any_change_means_the_same_or_is_refused(data: st.DataObject) -> None:
         assert error.exit_code == 2 and error.message
         return
     assert taken == PLAN
+
+
+def test_a_plan_for_drives_that_slow_down_says_so() -> None:
+    """It is compared at the rates it was made for, and told again for the machine and the length of the run."""
+    slowing = replace(HARDWARE, sustained_write=2e8, sustained_write_mixed=1e8, burst_bytes=10**8)
+    asked = replace(ASKED, sustained=True)
+    best = search(SPEC, slowing, asked).best
+    choice = best.choice
+    pipeline = Pipeline(lookahead=choice.lookahead, gradient_slots=choice.gradient_slots, defer=choice.defer)
+    text = to_text(plan_file(timed(best, SPEC, slowing), SPEC, slowing, keys={}, pipeline=pipeline))
+    kept = KeptPlan(Path("plan.json"), from_text(text))
+    long, short = (planned_for(kept, SPEC, slowing, ASKED, steps=steps) for steps in (10**6, 1))
+    assert (long.sustained, short.sustained) == (True, False) and long.stages == short.stages
+    assert long.predicted.step_seconds == kept.file.plan.predicted.step_seconds > short.predicted.step_seconds
+    broken = json.loads(text)
+    broken["plan"]["sustained"] = False
+    with pytest.raises(UsageError, match="is not what the planner makes of these homes"):
+        chosen(json.dumps(broken), hardware=slowing)

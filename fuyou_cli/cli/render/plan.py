@@ -17,6 +17,7 @@ from fuyou_cli.cli.planning import WORN, Outcome, worn
 from fuyou_cli.cli.room import Room, plan_problems
 from fuyou_cli.core.disk import FileSystem
 from fuyou_cli.core.units import count, gb, gib
+from fuyou_cli.planner.lasting import FastRegion
 from fuyou_cli.planner.phases import phase_peaks
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec
@@ -57,6 +58,7 @@ class RunFacts:
     compared: Comparison | None = None
     changes: tuple[Outcome, ...] | None = None  # that help; None where none are needed
     tried: int = 0  # plans made to find them
+    region: FastRegion | None = None  # of the drives; None where they are not known to slow down
 
 
 def show_plan(
@@ -75,7 +77,7 @@ def show_plan(
     pairs(console, _understood(plan, model, shapes) + _machine(plan, hardware, facts, shapes))
     _placement(console, plan, room, shapes)
     _phase_peaks(console, plan, shapes)
-    show_step(console, plan, model, hardware, shapes, steps=facts.steps, even=facts.even)
+    show_step(console, plan, model, hardware, shapes, steps=facts.steps, even=facts.even, region=facts.region)
     _traffic(console, plan, hardware, room, shapes, steps=facts.steps)
     if verbose:
         _stages(console, plan, model, shapes)
@@ -137,6 +139,10 @@ def _machine(plan: Plan, hardware: HardwareProfile, facts: RunFacts, shapes: Sym
         rates.append(f"store read {rate(hardware.store_read)}, write {rate(hardware.store_write)}")
     if hardware.store_read_mixed:
         rates.append(f"at once {rate(hardware.store_read_mixed)} + {rate(hardware.store_write_mixed)}")
+    if hardware.slows_down:
+        later = hardware.lasting()
+        mixed = f"{rate(later.store_read_mixed)} + {rate(later.store_write_mixed)}"
+        rates.append(f"sustained write {rate(later.store_write)}, at once {mixed}")
     if hardware.adamw_bytes:
         rates.append(f"AdamW {rate(hardware.adamw_bytes)} per thread")
     if hardware.h2d:

@@ -9,12 +9,14 @@ from fuyou_cli.cli.break_even import BreakEven
 from fuyou_cli.cli.compare import Comparison, Row
 from fuyou_cli.cli.planning import Outcome, worn
 from fuyou_cli.cli.room import Room, plan_problems
+from fuyou_cli.planner.lasting import FastRegion
 from fuyou_cli.planner.phases import phase_peaks
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan
 
 from .plan import RunFacts
+from .step import run_seconds
 
 SCHEMA_VERSION = 1
 
@@ -22,7 +24,6 @@ SCHEMA_VERSION = 1
 def plan_json(plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room, *, facts: RunFacts) -> dict[str, object]:
     """Bytes are integers, times seconds, rates per second, shares of one."""
     problems, steps = plan_problems(plan, room), facts.steps
-    seconds = plan.predicted.step_seconds
     return {
         "schema_version": SCHEMA_VERSION,
         "fits": not problems,
@@ -43,7 +44,8 @@ def plan_json(plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Roo
         "assumed": hardware.measured == "assumed",
         "room": _room(room),
         "steps": steps,
-        "run_seconds": steps * seconds if steps else None,
+        "run_seconds": run_seconds(plan, steps, facts.region) if steps else None,
+        "fast_region": None if facts.region is None else _region(facts.region, plan),
         **_speed(plan),
         "cpu_peak": plan.predicted.cpu_peak,
         "phase_peaks": phase_peaks(plan),
@@ -54,6 +56,18 @@ def plan_json(plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Roo
         "compared": None if facts.compared is None else _compared(facts.compared),
         "changes": None if facts.changes is None else _changes(facts.changes),
         "plan": asdict(plan),
+    }
+
+
+def _region(region: FastRegion, plan: Plan) -> dict[str, object]:
+    """How long the drives are as fast as at first; `left`: the run goes on after that, and is planned for then."""
+    return {
+        "bytes": region.size or None,
+        "steps": region.steps if region.size else None,
+        "seconds": region.steps * region.first if region.size else None,
+        "step_seconds": region.first,
+        "step_seconds_later": region.later,
+        "left": plan.sustained,
     }
 
 

@@ -7,6 +7,7 @@ from rich.text import Text
 
 from fuyou_cli.cli.break_even import BreakEven
 from fuyou_cli.core.units import count, duration, gb
+from fuyou_cli.planner.lasting import FastRegion
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan
@@ -27,13 +28,15 @@ def show_step(
     *,
     steps: int | None,
     even: BreakEven | None,
+    region: FastRegion | None = None,
 ) -> None:
-    """The simulated step. `steps` of the run, where that is known."""
+    """The simulated step. `steps` of the run, where that is known; `region` of drives that slow down."""
     note = "predicted from assumed rates" if hardware.measured == "assumed" else "predicted"
+    note += " at what the drives sustain" if plan.sustained else ""
     heading(console, "One optimizer step", f"{note}; resources work at the same time")
     _resources(console, plan, model, hardware, shapes)
     say(console, _speed(plan, model, shapes), style="bold", indent=2)
-    pairs(console, [*_parts(plan, shapes), *_length(plan, steps), *_break_even(even)])
+    pairs(console, [*_parts(plan, shapes), *_drives(plan, steps, region), *_length(plan, steps, region), *_break_even(even)])
 
 
 def _resources(console: Console, plan: Plan, model: ModelSpec, hardware: HardwareProfile, shapes: Symbols) -> None:
@@ -120,11 +123,33 @@ def waiting_for(stalls: dict[str, float], step: float) -> str:
     return f"compute waits {brief(total)}, {percent(total, step)} of the step: {', '.join(named)}"
 
 
-def _length(plan: Plan, steps: int | None) -> list[tuple[str, str]]:
-    step = plan.predicted.step_seconds
-    if not steps or step <= 0:
+def _drives(plan: Plan, steps: int | None, region: FastRegion | None) -> list[tuple[str, str]]:
+    """What a step takes while the drives are as fast as at first, and after that."""
+    if region is None:
         return []
-    return [("run", f"{steps:,} steps take {brief(steps * step)}, loading and saving not counted")]
+    both = f"a step takes {brief(region.first)} at first, then {brief(region.later)}"
+    if not region.size:
+        return [("drives", f"{both}: how much they take before they slow down is not known")]
+    lasts = f"their fast region of {gb(region.size)} takes {_some(region.steps)}, {brief(region.steps * region.first)}"
+    if plan.sustained:
+        return [("drives", f"{both}: {lasts}; what idle time frees of it is not counted")]
+    within = "the run stays within it; " if steps else ""
+    return [("drives", f"{lasts}: {within}past it {f'a step takes {brief(region.later)}' if within else both}")]
+
+
+def _some(steps: float) -> str:
+    return "1 step" if steps == 1 else f"{steps:,.0f} steps" if steps >= 10 else f"{steps:,.2g} steps"
+
+
+def run_seconds(plan: Plan, steps: int, region: FastRegion | None) -> float:
+    """Of all steps; drives that slow down are fast for the first ones."""
+    return region.seconds(steps) if plan.sustained and region is not None else steps * plan.predicted.step_seconds
+
+
+def _length(plan: Plan, steps: int | None, region: FastRegion | None) -> list[tuple[str, str]]:
+    if not steps or plan.predicted.step_seconds <= 0:
+        return []
+    return [("run", f"{steps:,} steps take {brief(run_seconds(plan, steps, region))}, loading and saving not counted")]
 
 
 def _break_even(even: BreakEven | None) -> list[tuple[str, str]]:

@@ -1,0 +1,68 @@
+"""Drives that slow down: at which of their rates a run is planned, and how far the first ones reach.
+
+A drive takes writes fast until its fast region is full. A run that writes more than that is planned with what the drive
+sustains, from its first step on. What idle time or a trim empties again is not counted: nobody measured how much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ..spec.hardware import HardwareProfile
+from ..spec.model import ITEM_SIZE, ModelSpec
+from ..spec.plan import Plan
+from .schedule import plan_schedule
+from .simulate import simulate
+from .wishes import Wishes
+
+Choose = Callable[[ModelSpec, HardwareProfile, Wishes], Plan]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FastRegion:
+    """How long a plan's drives are as fast as at first, and what a step takes then and later. Seconds."""
+
+    size: int  # bytes of all drives; 0: not known
+    steps: float  # that it lasts
+    first: float  # of one step
+    later: float
+
+    def seconds(self, steps: int) -> float:
+        """Of so many steps, begun with the region empty."""
+        fast = min(float(steps), self.steps)
+        return fast * self.first + (steps - fast) * self.later
+
+
+def planned_for(choose: Choose, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, *, steps: int) -> Plan:
+    """What `choose` finds for a run of `steps` (0: not known) at the rates that its drives have for most of it: what they
+    sustain where the plan that is best at first would write past the fast region."""
+    if not steps or not hardware.slows_down:
+        return choose(model, hardware, wishes)
+    if steps * least_written(model, wishes) <= hardware.burst_bytes:
+        plan = choose(model, hardware, wishes)
+        if not leaves_fast_region(plan, hardware, steps):
+            return plan
+    return choose(model, hardware, replace(wishes, sustained=True))
+
+
+def leaves_fast_region(plan: Plan, hardware: HardwareProfile, steps: int) -> bool:
+    return hardware.slows_down and steps * plan.predicted.written_per_step > hardware.burst_bytes
+
+
+def least_written(model: ModelSpec, wishes: Wishes) -> int:
+    """Bytes per step that no plan within the budget writes less than: weights and states that have no room in RAM."""
+    return max(0, model.stored_parameters * (ITEM_SIZE[model.compute_dtype] + model.state_item) - wishes.cpu_budget)
+
+
+def fast_region(model: ModelSpec, hardware: HardwareProfile, plan: Plan) -> FastRegion | None:
+    """None where nothing is known to slow down, or the plan writes nothing."""
+    written = plan.predicted.written_per_step
+    if not hardware.slows_down or not written:
+        return None
+
+    def step(sustained: bool) -> float:
+        other = replace(plan, sustained=sustained)
+        return simulate(model, hardware, other, plan_schedule(model, other)).step_seconds
+
+    return FastRegion(size=hardware.burst_bytes, steps=hardware.burst_bytes / written, first=step(False), later=step(True))

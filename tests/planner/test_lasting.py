@@ -1,0 +1,108 @@
+"""Drives that slow down: a run that writes past their fast region is planned with what they sustain, others are not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fuyou_cli.core.units import MiB
+from fuyou_cli.planner.choice import family
+from fuyou_cli.planner.lasting import fast_region, least_written, planned_for
+from fuyou_cli.planner.place import least_memory, made_of
+from fuyou_cli.planner.place import plan as first_that_fits
+from fuyou_cli.planner.schedule import plan_schedule
+from fuyou_cli.planner.search import fastest
+from fuyou_cli.planner.simulate import simulate
+from fuyou_cli.planner.wishes import Wishes
+from fuyou_cli.spec.model import ModelSpec
+from fuyou_cli.spec.plan import Numerics
+
+from .models import HARDWARE, model, models, wishes_for
+
+SPEC = model(1 << 22, *[4 << 22] * 8, 2048, 1 << 22)
+WISHES = Wishes(
+    numerics=Numerics(
+        compute_dtype="bfloat16", accumulate_dtype="bfloat16", batch_size=4, micro_batch_size=2, max_seq_len=128,
+        head_chunk_tokens=0, torch_threads=2, seed=0,
+    ),
+    model_name="test", device="cpu", clip_grad_norm=None, cpu_budget=0, scratch_size=MiB,
+)  # fmt: skip
+WISHES = replace(WISHES, cpu_budget=least_memory(SPEC, HARDWARE, WISHES) + 100 * MiB)
+SLOWING = replace(
+    HARDWARE, sustained_write=2e8, sustained_read_mixed=1e9, sustained_write_mixed=1e8, burst_bytes=10**10
+)  # a tenth and an eighth of what it writes at first
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_no_plan_writes_less_than_the_bound(data: st.DataObject) -> None:
+    spec = data.draw(models(most=1 << 20))
+    wishes = replace(data.draw(wishes_for(spec)), device="cpu")
+    wishes = replace(wishes, cpu_budget=least_memory(spec, HARDWARE, wishes) + data.draw(st.integers(0, 16)) * 4 * MiB)
+    for choice in list(family(spec, wishes))[::17]:
+        plan = made_of(spec, HARDWARE, wishes, choice)
+        if plan is not None:
+            assert plan.predicted.written_per_step >= least_written(spec, wishes)
+
+
+def test_the_region_decides() -> None:
+    """The same machine and model: short runs keep the plan of the first rates, long ones get that of the later."""
+    first, later = fastest(SPEC, SLOWING, WISHES), fastest(SPEC, SLOWING, replace(WISHES, sustained=True))
+    steps = SLOWING.burst_bytes // first.predicted.written_per_step  # that just fit
+    assert steps >= 2 and not first.sustained and later.sustained
+    for few in (0, 1, steps):
+        assert planned_for(fastest, SPEC, SLOWING, WISHES, steps=few) == first
+    for many in (steps + 1, 100 * steps):
+        assert planned_for(fastest, SPEC, SLOWING, WISHES, steps=many) == later
+    assert later.predicted.step_seconds > 2 * first.predicted.step_seconds
+    assert later.predicted.seconds["ssd write"] > 2 * first.predicted.seconds["ssd write"]
+
+
+def test_a_plan_for_later_rates_is_the_plan_of_a_machine_that_has_no_others() -> None:
+    always = replace(
+        SLOWING, store_write=SLOWING.sustained_write, store_read_mixed=SLOWING.sustained_read_mixed,
+        store_write_mixed=SLOWING.sustained_write_mixed,
+    )  # fmt: skip
+    asked = replace(WISHES, sustained=True)
+    assert fastest(SPEC, SLOWING, asked) == fastest(SPEC, always, asked)
+    assert replace(fastest(SPEC, SLOWING, asked), sustained=False) == fastest(SPEC, always, WISHES)
+
+
+@pytest.mark.parametrize(
+    "machine",
+    [HARDWARE, replace(HARDWARE, burst_bytes=1), replace(HARDWARE, sustained_write=HARDWARE.store_write)],
+    ids=["not measured", "nothing known but a size", "does not slow down"],
+)
+def test_where_nothing_slows_down_there_is_one_plan(machine: object) -> None:
+    plan = planned_for(first_that_fits, SPEC, machine, WISHES, steps=10**9)  # type: ignore[arg-type]
+    assert plan == first_that_fits(SPEC, HARDWARE, WISHES)
+    assert fast_region(SPEC, machine, plan) is None  # type: ignore[arg-type]
+
+
+def test_a_region_of_unknown_size_is_not_counted_on() -> None:
+    unknown = replace(SLOWING, burst_bytes=0)
+    plan = planned_for(first_that_fits, SPEC, unknown, WISHES, steps=1)
+    assert plan.sustained
+    region = fast_region(SPEC, unknown, plan)
+    assert region is not None and (region.size, region.steps) == (0, 0.0)
+
+
+def test_both_are_told() -> None:
+    plan = planned_for(fastest, SPEC, SLOWING, WISHES, steps=1000)
+    region = fast_region(SPEC, SLOWING, plan)
+    assert region is not None and region.size == 10**10
+    assert region.steps == 10**10 / plan.predicted.written_per_step
+    assert region.later == plan.predicted.step_seconds > region.first == _seconds(SPEC, plan)
+    assert region.seconds(1) == region.first
+    whole = int(region.steps)
+    assert region.seconds(whole) == pytest.approx(whole * region.first)
+    assert region.seconds(whole + 11) - region.seconds(whole + 1) == pytest.approx(10 * region.later)
+
+
+def _seconds(spec: ModelSpec, plan: object) -> float:
+    """Of this very plan at the first rates."""
+    fresh = replace(plan, sustained=False)  # type: ignore[type-var]
+    return simulate(spec, SLOWING, fresh, plan_schedule(spec, fresh)).step_seconds  # type: ignore[arg-type]
