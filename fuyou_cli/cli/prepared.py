@@ -27,6 +27,7 @@ def prepared_for(loaded: LoadedRecipe, *, measure: bool = False, calibrated: boo
     from .machine import hardware_for
     from .probing import probe_once
     from .render.transfer import Transfers
+    from .room import store_room
 
     directories = run_directories(loaded.recipe)
 
@@ -41,6 +42,7 @@ def prepared_for(loaded: LoadedRecipe, *, measure: bool = False, calibrated: boo
             probe=look,
             say=write_status,
             progress=transfers,
+            store_room=store_room,
             **options,
         )
 
@@ -50,6 +52,7 @@ def prepared_elsewhere(loaded: LoadedRecipe, hardware: HardwareProfile, **option
     from fuyou_cli.training.prepare import prepare
 
     from .render.transfer import Transfers
+    from .room import described_store_room
 
     with Transfers(status_console()) as transfers:
         return prepare(
@@ -58,6 +61,7 @@ def prepared_elsewhere(loaded: LoadedRecipe, hardware: HardwareProfile, **option
             say=write_status,
             progress=transfers,
             planning_only=True,
+            store_room=described_store_room,
             **options,
         )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fuyou_cli.core.disk import FileSystem, Wanted, existing, file_systems, store_files
+from fuyou_cli.core.disk import FileSystem, Wanted, existing, file_systems, store_files, taken
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.paths import folder
 from fuyou_cli.core.units import gb, gib
@@ -20,6 +20,7 @@ from . import probe
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import Recipe
+    from fuyou_cli.spec.hardware import HardwareProfile
     from fuyou_cli.training.prepare import Prepared
 
 
@@ -57,10 +58,42 @@ def room_of(prepared: Prepared, *, described: bool = False) -> Room:
     )
 
 
+def store_room(
+    recipe: Recipe, hardware: HardwareProfile, directories: tuple[Path, ...], model_dir: Path, export_bytes: int
+) -> int:
+    """Bytes that the run's store may have: free on its disks or its own already, what an export to the same disk takes left
+    out, and allowed. Files are striped, so that the fullest disk counts for all."""
+    from fuyou_cli.training.storage import STORE_FILE
+
+    paths = [directory / STORE_FILE for directory in directories]
+    systems = [existing(path).stat().st_dev for path in paths]
+    exported = existing(export_folder(recipe, model_dir)).stat().st_dev if recipe.export.at_end else None
+    shares = []
+    for path, system in zip(paths, systems, strict=True):
+        held = sum(taken(other) for other, on in zip(paths, systems, strict=True) if on == system)
+        there = probe.free_space(path.parent) + held - (export_bytes if system == exported else 0)
+        shares.append(there // systems.count(system))
+    there, limit = max(0, min(shares) * len(paths)), _ssd_limit(recipe, paths)
+    return there if limit is None else min(there, limit)
+
+
+def described_store_room(
+    recipe: Recipe, hardware: HardwareProfile, directories: tuple[Path, ...], model_dir: Path, export_bytes: int
+) -> int:
+    """The same of a described machine's drives, which the export goes to as well."""
+    there = max(0, hardware.disk_free - (export_bytes if recipe.export.at_end else 0))
+    limit = _described_ssd_limit(recipe, hardware)
+    return there if limit is None else min(there, limit)
+
+
+def _described_ssd_limit(recipe: Recipe, hardware: HardwareProfile) -> int | None:
+    limit = recipe.offload.max_memory.ssd
+    there = sum(drive.capacity for drive in hardware.drives) or hardware.disk_free
+    return None if limit.is_auto else limit.resolve(total=there, auto=0)
+
+
 def _described_room(prepared: Prepared) -> Room:
     recipe, plan, hardware = prepared.recipe, prepared.plan, prepared.hardware
-    there = sum(drive.capacity for drive in hardware.drives) or hardware.disk_free
-    limit = recipe.offload.max_memory.ssd
     export = plan.predicted.export_bytes if recipe.export.at_end else 0
     drives = FileSystem(
         folders=(Path(hardware.name or "the described drives"),),
@@ -72,7 +105,7 @@ def _described_room(prepared: Prepared) -> Room:
     )
     return Room(
         gpu=gpu_limit(recipe, hardware),
-        ssd=None if limit.is_auto else limit.resolve(total=there, auto=0),
+        ssd=_described_ssd_limit(recipe, hardware),
         disks=(drives,),
     )
 

@@ -59,7 +59,7 @@ def file_systems(files: Sequence[Wanted], free_space: Callable[[Path], int]) -> 
             folders=tuple(dict.fromkeys(file.path.parent for file in here)),
             what=tuple(dict.fromkeys(file.what for file in here)),
             wanted=sum(file.size for file in here),
-            held=sum(min(file.size, _taken(file.path)) for file in here),
+            held=sum(min(file.size, taken(file.path)) for file in here),
             free=free_space(here[0].path.parent),
             device=device,
         )
@@ -87,6 +87,6 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _taken(path: Path) -> int:
+def taken(path: Path) -> int:
     """Bytes of disk a file has now: holes take nothing. A folder is written anew beside the old one."""
     return path.stat().st_blocks * 512 if path.is_file() else 0

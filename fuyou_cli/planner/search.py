@@ -113,7 +113,8 @@ class _Looking:
     def _fits(self, plan: Plan) -> bool:
         device = self.wishes.gpu_budget
         on_device = device is None or plan.predicted.gpu_peak <= device
-        return not self.limited or (plan.store_size <= self.hardware.disk_free and on_device)
+        disk = self.hardware.disk_free if self.wishes.ssd_budget is None else self.wishes.ssd_budget
+        return not self.limited or (plan.store_size <= disk and on_device)
 
     def _figures(self, choice: Choice, plan: Plan) -> Alternative:
         costs = Costs.of(self.model, self.hardware, plan)

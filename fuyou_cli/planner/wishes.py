@@ -24,6 +24,7 @@ class Wishes:
     clip_grad_norm: float | None
     cpu_budget: int  # the whole process
     gpu_budget: int | None = None  # of the device; None: not looked at
+    ssd_budget: int | None = None  # of the store; None: the disk that is free
     weights: Tier | None = None
     states: Tier | None = None
     gradients: Tier | None = None

@@ -64,9 +64,12 @@ class Prepared:
     refusal: str | None = None  # why the model cannot be trained yet; only ever when planning
     outline: Outlined | None = None  # the stages before the vocabulary is cut
     epoch_rows: int | None = None  # where they had to be counted for a plan
+    store_room: StoreRoom | None = None
 
 
 Probe = Callable[[str], HardwareProfile]
+# What the store of a recipe may have on the disks of these folders, given the model's folder and the bytes of an export.
+StoreRoom = Callable[["Recipe", HardwareProfile, tuple[Path, ...], Path, int], int]
 Progress = Callable[[str, int, int], None]
 Planned = Callable[["Prepared"], None]
 
@@ -89,6 +92,7 @@ def prepare(
     planned: Planned = _accepted,
     choose: Choose = fastest,
     micro_batch_size: int | None = None,
+    store_room: StoreRoom | None = None,
 ) -> Prepared:
     """Checks and reads what the recipe names, the cheap before the dear: configuration and tokenizer, where the data is,
     whether the run fits, the weights, the rows. Raises UsageError or PlanError; nothing of the run is written before.
@@ -98,7 +102,8 @@ def prepare(
     `probe` measures the machine for a device once libraries are loaded; `say` hears what takes a while; `progress` hears
     of a download, what it is, the bytes so far and in all, from another thread; `planned` hears the plan before weights
     are fetched (rows and entries are still empty), and may refuse it by raising; `choose` makes the plan;
-    `micro_batch_size` is what `auto` means, where that was chosen before."""
+    `micro_batch_size` is what `auto` means, where that was chosen before; `store_room` says what the disks have for the
+    store (None: what `probe` found free)."""
     from ..engine.describe import outlined
 
     _check_backend(recipe)
@@ -123,6 +128,8 @@ def prepare(
     total_steps = steps_of(recipe, None)
     try:
         asked = wishes(recipe, numerics, hardware, device=device)
+        if store_room is not None:
+            asked = within(store_room, asked, recipe, described.model, hardware, directories, model_dir)
         chosen = planned_for(choose, described.model, hardware, asked, steps=total_steps)
     except PlanError as error:
         if described.refusal is not None:
@@ -146,6 +153,7 @@ def prepare(
         fingerprints={},
         refusal=described.refusal,
         outline=outline,
+        store_room=store_room,
     )
     if planning_only:
         return considered
@@ -200,6 +208,8 @@ def _with_weights_and_rows(
     if considered.manifest is not None:
         check_unchanged_run(considered.manifest, fingerprints, total_steps=total)
     asked = wishes(recipe, considered.plan.numerics, hardware, device=device)
+    if considered.store_room is not None:
+        asked = within(considered.store_room, asked, recipe, model, hardware, considered.directories, model_dir)
     return replace(
         considered,
         model_dir=model_dir,
@@ -395,6 +405,20 @@ def wishes(recipe: Recipe, numerics: Numerics, hardware: HardwareProfile, *, dev
         scratch_size=scratch_size(CHUNK_PARAMS, update_chunks_for(threads)),
         export_item=2 if recipe.export.dtype == "bfloat16" else 4,
     )
+
+
+def within(
+    store_room: StoreRoom,
+    asked: Wishes,
+    recipe: Recipe,
+    model: ModelSpec,
+    hardware: HardwareProfile,
+    directories: tuple[Path, ...],
+    model_dir: Path,
+) -> Wishes:
+    """The wishes of a run whose store is to fit its disks, and its export beside it."""
+    room = store_room(recipe, hardware, directories, model_dir, model.parameters * asked.export_item)
+    return replace(asked, ssd_budget=room)
 
 
 def _schedule_length(recipe: Recipe, total_steps: int) -> int | None:

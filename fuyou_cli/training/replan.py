@@ -9,7 +9,7 @@ from ..recipe.schema import Recipe
 from ..spec.plan import Numerics
 from .length import steps_of
 from .numerics import numerics_of
-from .prepare import Prepared, cut, described_at, wishes
+from .prepare import Prepared, cut, described_at, wishes, within
 
 
 def replanned(before: Prepared, recipe: Recipe, *, choose: Choose) -> Prepared:
@@ -27,7 +27,10 @@ def replanned(before: Prepared, recipe: Recipe, *, choose: Choose) -> Prepared:
         model, refusal = described.model, described.refusal
     rows = before.epoch_rows if recipe.dataset == before.recipe.dataset else None
     steps = steps_of(recipe, rows)
-    plan = planned_for(choose, model, hardware, wishes(recipe, numerics, hardware, device=device), steps=steps)
+    asked = wishes(recipe, numerics, hardware, device=device)
+    if before.store_room is not None:
+        asked = within(before.store_room, asked, recipe, model, hardware, before.directories, before.model_dir)
+    plan = planned_for(choose, model, hardware, asked, steps=steps)
     changed = replace(before, recipe=recipe, anatomy=known.anatomy, model=model, plan=plan, refusal=refusal)
     return replace(changed, epoch_rows=rows, total_steps=steps)
 

@@ -148,6 +148,9 @@ def test_a_choice_that_overflows_the_disk_is_left_where_another_fits() -> None:
     tight = replace(slow_compute, disk_free=min(sizes))
     assert fastest(spec, tight, wishes).store_size == min(sizes)
     assert fastest(spec, replace(tight, disk_free=1), wishes).store_size in sizes  # refused later, by name
+    allowed = replace(wishes, ssd_budget=min(sizes))
+    assert fastest(spec, slow_compute, allowed).store_size == min(sizes)
+    assert fastest(spec, replace(tight, disk_free=1), replace(wishes, ssd_budget=max(sizes))).store_size == max(sizes)
 
 
 def _large(spec: ModelSpec) -> Wishes:
