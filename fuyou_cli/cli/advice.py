@@ -171,9 +171,9 @@ def _pins(recipe: Recipe) -> tuple[tuple[str, ...], ...]:
 
 
 def _limits(recipe: Recipe) -> tuple[tuple[str, ...], ...]:
-    """Limits of the recipe's own below what the machine has."""
+    """Limits of the recipe's own, below what the machine has or (of RAM) above it."""
     limits = recipe.offload.max_memory
-    keys = [f"offload.max_memory.{key}=auto" for key in ("gpu", "ssd") if not getattr(limits, key).is_auto]
+    keys = [f"offload.max_memory.{key}=auto" for key in ("cpu", "gpu", "ssd") if not getattr(limits, key).is_auto]
     return tuple((key,) for key in keys)
 
 

@@ -57,7 +57,7 @@ def hardware_for(*directories: Path, device: str, calibrated: bool = False) -> H
         profile,
         device=device,
         cores=core_count(),
-        ram_total=probe.physical_memory(),
+        ram_total=probe.memory_limit(),
         ram_available=usable_memory(),
         process_bytes=steady_process(probe.process_bytes(), measured=profile.process_bytes),
         disk_free=probe.striped_space(*directories),

@@ -65,7 +65,7 @@ def assumed_hardware(
         device=device,
         device_name=device_name or cpu_name(),
         cores=cores,
-        ram_total=probe.physical_memory(),
+        ram_total=probe.memory_limit(),
         ram_available=usable_memory(),
         process_bytes=ASSUMED_PROCESS + (ASSUMED_GPU_PROCESS if on_gpu else 0),
         device_memory=device_memory,

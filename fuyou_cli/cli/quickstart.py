@@ -136,7 +136,7 @@ def _limit(recipe: Recipe) -> int:
     from .profile import usable_memory
 
     asked = recipe.offload.max_memory.cpu
-    budget = asked.resolve(total=probe.physical_memory(), auto=int(usable_memory() * 0.9))
+    budget = asked.resolve(total=probe.memory_limit(), auto=int(usable_memory() * 0.9))
     return min(budget, probe.memory_limit())
 
 

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from fuyou_cli.training.prepare import Prepared
 
 
+CLEARLY = 1.05  # of what there is: what others hold of RAM comes and goes
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Room:
     """Limits in bytes; None where there is no such limit."""
@@ -31,6 +34,7 @@ class Room:
     gpu: int | None
     ssd: int | None  # offload.max_memory.ssd: of the store
     disks: tuple[FileSystem, ...]  # where store and export go
+    ram: int | None = None  # that this process can have, whatever its budget says
 
     @property
     def store(self) -> int:
@@ -54,6 +58,7 @@ def room_of(prepared: Prepared, *, described: bool = False) -> Room:
     return Room(
         gpu=gpu_limit(recipe, prepared.hardware),
         ssd=_ssd_limit(recipe, paths),
+        ram=prepared.hardware.ram_available,
         disks=tuple(file_systems(files, probe.free_space)),
     )
 
@@ -106,6 +111,7 @@ def _described_room(prepared: Prepared) -> Room:
     return Room(
         gpu=gpu_limit(recipe, hardware),
         ssd=_described_ssd_limit(recipe, hardware),
+        ram=hardware.ram_available,
         disks=(drives,),
     )
 
@@ -146,6 +152,11 @@ def plan_problems(plan: Plan, room: Room) -> list[str]:
     for phase, peak in predicted.cpu_peaks.items():
         if peak > plan.cpu_budget:
             problems.append(f"{phase} needs {gib(peak)} of RAM, {gib(peak - plan.cpu_budget)} more than its budget")
+    if room.ram is not None and predicted.cpu_peak > CLEARLY * room.ram:
+        problems.append(
+            f"the run takes {gib(predicted.cpu_peak)} of RAM, the machine has {gib(room.ram)} for it: "
+            "offload.max_memory.cpu allows more than there is"
+        )
     if room.gpu is not None and predicted.gpu_peak > room.gpu:
         problems.append(
             f"the step needs {gib(predicted.gpu_peak)} of GPU memory, offload.max_memory.gpu leaves {gib(room.gpu)}"

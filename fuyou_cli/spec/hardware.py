@@ -61,7 +61,7 @@ class HardwareProfile:
     device: str  # cpu | emulated | cuda
     device_name: str
     cores: int
-    ram_total: int
+    ram_total: int  # of the machine, or what its control group allows where that is less
     ram_available: int  # what this process may use: cgroup limit or free memory, whichever is less
     process_bytes: int  # anonymous + kernel memory of this process before the arena exists, libraries loaded
     device_memory: int  # 0 on device cpu

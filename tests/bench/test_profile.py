@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuyou_cli.cli import machine, profile
+from fuyou_cli.cli import machine, probe, profile
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.spec.hardware import Drive, StageRate
@@ -149,3 +149,13 @@ def test_a_damaged_kept_profile_stands_in_nobodys_way(
     machine.keep(replace(profile.assumed_hardware(tmp_path), measured="2026-01-02"), tmp_path)
     assert machine.hardware_for(tmp_path, device="cpu").measured == "2026-01-02"
     assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_shares_are_of_what_the_control_group_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """90 % of a host's RAM is more than a container of an eighth of it gets."""
+    whole = probe.physical_memory()
+    assert profile.assumed_hardware().ram_total <= whole
+    limit = probe.CgroupMemory(version=2, path=Path("/"), limit=whole // 8, in_use=0)
+    monkeypatch.setattr(probe, "cgroup_limits", lambda root=None: [limit])
+    for found in (profile.assumed_hardware(), machine.hardware_for(Path(), device="cpu")):
+        assert found.ram_available <= found.ram_total == whole // 8

@@ -291,3 +291,16 @@ def test_a_run_past_the_fast_region_is_planned_with_what_drives_sustain(
     assert fuyou.json("--hardware", "machine.yaml", "train.max_steps=2")["plan"]["sustained"] is False
     counted = ("train.max_steps=null", "train.epochs=2")  # 32 steps, once the data said so
     assert fuyou.json("--hardware", "machine.yaml", *counted)["plan"]["sustained"]
+
+
+def test_a_budget_above_the_machine_does_not_fit(new_project: NewProject, command: Callable[[Project], Command]) -> None:
+    """What the plan takes counts, not what it was allowed: the budget alone refuses nothing."""
+    project = new_project(changes={"offload.device": "auto"})
+    fuyou = command(project)
+    many = "offload.max_memory.cpu=64GiB"
+    small = "rtx4090,2xgen4,3GiB"  # 1 GiB beside the system: the process alone takes twice that
+    shown = fuyou.json("--hardware", small, many, code=3)
+    (problem,) = shown["problems"]
+    assert "the machine has 1.00 GiB for it: offload.max_memory.cpu allows more than there is" in problem
+    assert fuyou.json("--hardware", "rtx4090,2xgen4,8GiB", many)["fits"]
+    assert fuyou("plan", "recipe.yaml", "--hardware", small, many)[0] == 3
