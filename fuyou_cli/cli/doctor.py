@@ -180,6 +180,16 @@ def _memory() -> Iterator[Check]:
     for group in groups:
         found = f"{gib(group.limit)} (v{group.version}, {group.path}), {gib(group.in_use)} in use"
         yield Check(name="cgroup limit", status="ok", found=f"{found}; max_memory.cpu: auto stays inside")
+    yield _pinned()
+
+
+def _pinned(root: Path = probe.ROOT) -> Check:
+    """What a GPU's driver may hold of RAM, which bounds a run's arena."""
+    size, why = probe.pinnable(root)
+    advice = ""
+    if probe.is_wsl(root):
+        advice = "a run with a GPU keeps its arena below that (max_memory.cpu: auto does); raise `memory` in .wslconfig"
+    return Check(name="pinned memory", status="note" if advice else "ok", found=f"{gib(size)} at most: {why}", advice=advice)
 
 
 def _memlock() -> Iterator[Check]:

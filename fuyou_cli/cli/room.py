@@ -35,6 +35,8 @@ class Room:
     ssd: int | None  # offload.max_memory.ssd: of the store
     disks: tuple[FileSystem, ...]  # where store and export go
     ram: int | None = None  # that this process can have, whatever its budget says
+    pinnable: int | None = None  # of host memory, by the driver of a GPU
+    pinnable_why: str = ""
 
     @property
     def store(self) -> int:
@@ -59,6 +61,8 @@ def room_of(prepared: Prepared, *, described: bool = False) -> Room:
         gpu=gpu_limit(recipe, prepared.hardware),
         ssd=_ssd_limit(recipe, paths),
         ram=prepared.hardware.ram_available,
+        pinnable=prepared.hardware.pinnable or None,
+        pinnable_why=prepared.hardware.pinnable_why,
         disks=tuple(file_systems(files, probe.free_space)),
     )
 
@@ -112,6 +116,8 @@ def _described_room(prepared: Prepared) -> Room:
         gpu=gpu_limit(recipe, hardware),
         ssd=_described_ssd_limit(recipe, hardware),
         ram=hardware.ram_available,
+        pinnable=hardware.pinnable or None,
+        pinnable_why=hardware.pinnable_why,
         disks=(drives,),
     )
 
@@ -156,6 +162,11 @@ def plan_problems(plan: Plan, room: Room) -> list[str]:
         problems.append(
             f"the run takes {gib(predicted.cpu_peak)} of RAM, the machine has {gib(room.ram)} for it: "
             "offload.max_memory.cpu allows more than there is"
+        )
+    if plan.device == "cuda" and room.pinnable is not None and plan.arena_size > room.pinnable:
+        problems.append(
+            f"{gib(plan.arena_size)} of RAM are pinned for the GPU, which can have {gib(room.pinnable)} ({room.pinnable_why}): "
+            "offload.max_memory.cpu allows more"
         )
     if room.gpu is not None and predicted.gpu_peak > room.gpu:
         problems.append(

@@ -388,7 +388,7 @@ def wishes(recipe: Recipe, numerics: Numerics, hardware: HardwareProfile, *, dev
         device=device,
         clip_grad_norm=recipe.train.clip_grad_norm,
         gpu_budget=gpu_limit(recipe, hardware),
-        cpu_budget=limit.cpu.resolve(total=hardware.ram_total, auto=int(hardware.ram_available * 0.9)),
+        cpu_budget=limit.cpu.resolve(total=hardware.ram_total, auto=_usual_budget(hardware, device)),
         weights=tier(offload.weights) or everything,
         states=tier(offload.optimizer_states) or everything,
         gradients=tier(offload.gradients) or everything,
@@ -405,6 +405,12 @@ def wishes(recipe: Recipe, numerics: Numerics, hardware: HardwareProfile, *, dev
         scratch_size=scratch_size(CHUNK_PARAMS, update_chunks_for(threads)),
         export_item=2 if recipe.export.dtype == "bfloat16" else 4,
     )
+
+
+def _usual_budget(hardware: HardwareProfile, device: str) -> int:
+    """Nine tenths of what there is; beside a GPU no more than its driver may pin, as nearly all of it is pinned."""
+    most = int(hardware.ram_available * 0.9)
+    return min(most, hardware.pinnable) if device == "cuda" and hardware.pinnable else most
 
 
 def within(

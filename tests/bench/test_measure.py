@@ -19,7 +19,7 @@ from fuyou_cli.cli.measure_update import measure_adamw, measure_shared
 from fuyou_cli.cli.profile import read_profile
 from fuyou_cli.cli.render.bench import bench_json, show_bench
 from fuyou_cli.core.errors import OutOfSpaceError, UsageError
-from fuyou_cli.core.units import MiB
+from fuyou_cli.core.units import MiB, gib
 
 
 def check(rate: Rate) -> None:
@@ -142,6 +142,7 @@ def test_the_table_fits(report: BenchReport, width: int, encoding: str) -> None:
     show_bench(console, report)
     text = raw.getvalue().decode(encoding)
     assert max(map(len, text.splitlines())) <= width
+    assert f"at most {gib(report.profile.pinnable)}: {report.profile.pinnable_why}" in " ".join(text.split())
     assert text.isascii() == (encoding == "ascii")
     rows = {name: line for name in ("matmul", "store read", "store write") for line in text.splitlines()
             if line.startswith(f"  {name} ") and "to" in line}  # fmt: skip

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fuyou_cli.cli import drives, probe
+from fuyou_cli.cli import doctor, drives, probe
 from fuyou_cli.cli.endurance import rated_bytes
 
 from .conftest import environment
@@ -161,7 +161,17 @@ def test_doctor_as_lines_and_as_json(fuyou, tmp_path):
     done = fuyou("doctor", "--json")
     result = json.loads(done.stdout)
     names = [check["name"] for check in result["checks"]]
-    for name in ("python", "torch", "transformers", "native extension", "io_uring", "ram", "memlock", "free space"):
+    for name in (
+        "python",
+        "torch",
+        "transformers",
+        "native extension",
+        "io_uring",
+        "ram",
+        "pinned memory",
+        "memlock",
+        "free space",
+    ):
         assert name in names
     problems = [check for check in result["checks"] if check["status"] == "problem"]
     assert (done.returncode, result["ok"]) == ((1, False) if problems else (0, True))
@@ -251,6 +261,11 @@ def test_what_may_be_pinned(tmp_path):
     assert probe.pinnable(plain) == (16 * GIB, "all of RAM")
     wsl = tree(tmp_path / "b", {"proc/meminfo": MEMINFO, "proc/sys/kernel/osrelease": "5.15-microsoft-standard-WSL2\n"})
     assert probe.pinnable(wsl)[0] == 8 * GIB and "WSL" in probe.pinnable(wsl)[1]
+    checks = [doctor._pinned(root) for root in (plain, wsl)]
+    assert [(check.status, check.found) for check in checks] == [
+        ("ok", "16.0 GiB at most: all of RAM"), ("note", "8.00 GiB at most: WSL lets half of RAM be pinned"),
+    ]  # fmt: skip
+    assert "arena" in checks[1].advice
     bound = tree(tmp_path / "c", {
         "proc/meminfo": MEMINFO, "proc/self/cgroup": "5:memory:/\n", "proc/self/mountinfo": V1_MOUNT,
         "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{3 * GIB}\n",

@@ -66,7 +66,8 @@ class CudaDevice:
         if status:
             raise FuyouError(
                 f"cannot pin {host.numel() * host.element_size()} bytes of host memory (CUDA error {status})",
-                hint="raise the locked-memory limit (ulimit -l) or lower offload.max_memory.cpu; WSL2 pins little",
+                hint="lower offload.max_memory.cpu: `fuyou doctor` says how much can be pinned (on WSL2 half of its memory). "
+                "The locked-memory limit (ulimit -l) is not asked",
             )
         self._pinned.append(host.data_ptr())
 

@@ -1,0 +1,39 @@
+"""What `auto` and shares of RAM stand for, on machines of several kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from fuyou_cli.cli.profile import described
+from fuyou_cli.core.units import GiB
+from fuyou_cli.recipe.load import load_recipe
+from fuyou_cli.spec.plan import Numerics
+from fuyou_cli.training.prepare import wishes
+
+from .conftest import Project
+
+NUMERICS = Numerics(
+    compute_dtype="bfloat16", accumulate_dtype="float32", batch_size=4, micro_batch_size=2, max_seq_len=64, head_chunk_tokens=0,
+    torch_threads=2, seed=0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("device", "pinnable", "budget", "expected"),
+    [
+        ("cuda", 64 * GiB, "auto", int(0.9 * 62 * GiB)),
+        ("cuda", 32 * GiB, "auto", 32 * GiB),  # WSL: nearly all of a run's memory is pinned
+        ("cpu", 32 * GiB, "auto", int(0.9 * 62 * GiB)),
+        ("cuda", 0, "auto", int(0.9 * 62 * GiB)),  # not known
+        ("cuda", 32 * GiB, "90%", int(0.9 * 64 * GiB)),  # asked for: refused by name where the plan takes it
+        ("cuda", 32 * GiB, "48GiB", 48 * GiB),
+    ],
+)
+def test_the_budget(new_project: Callable[..., Project], device: str, pinnable: int, budget: str, expected: int) -> None:
+    machine = replace(described("rtx4090,gen4,64GiB"), device=device, pinnable=pinnable)
+    changes = [f"offload.max_memory.cpu={budget}", "offload.device=auto"]
+    recipe = load_recipe(new_project().recipe, changes).recipe
+    assert wishes(recipe, NUMERICS, machine, device=device).cpu_budget == expected
