@@ -16,7 +16,7 @@ from fuyou_cli.planner.place import least_memory
 from fuyou_cli.planner.place import plan as first_that_fits
 from fuyou_cli.training.prepare import wishes
 
-from .planning import WORN, Elsewise, Outcome
+from .planning import Elsewise, Outcome
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import Recipe
@@ -98,10 +98,8 @@ class _Trials:
     def _helps(self, outcome: Outcome) -> bool:
         """It fits, and wears the drives little enough for as many tokens as the recipe trains on: less training is no
         cure for wear."""
-        wear = outcome.wear
-        if wear and self._trained:
-            wear *= self._trained / _trained(outcome.prepared)
-        return not outcome.problems and (wear or 0.0) <= WORN
+        trained = _trained(outcome.prepared)
+        return outcome.passes_for(self._trained / trained if trained else 1.0)
 
     def _passes(self, changes: tuple[str, ...]) -> bool:
         if changes not in self._known:

@@ -19,13 +19,12 @@ from fuyou_cli.spec.plan import Plan
 
 from .prepared import on_described
 from .room import Room, plan_problems, room_of
+from .wear import Wear, wear_of
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
     from fuyou_cli.recipe.schema import Recipe
     from fuyou_cli.training.prepare import Prepared
-
-WORN = 0.3  # of what drives are rated for: a run that writes more is not let pass without a word
 
 
 @dataclass(slots=True)
@@ -79,24 +78,22 @@ class Outcome:
     def problems(self) -> list[str]:
         return plan_problems(self.plan, self.room)
 
-    @property
-    def wear(self) -> float | None:
-        """Share of the drives' rated writes that the run takes; None where that is not known."""
-        return worn(self.plan, self.prepared.hardware, self.prepared.total_steps or None)
+    def wear(self, times: float = 1.0) -> Wear | None:
+        """Of the run, or of one so many times as long."""
+        return wear_of(self.plan, self.prepared.hardware, times * self.prepared.total_steps)
 
     @property
     def passes(self) -> bool:
-        return not self.problems and (self.wear or 0.0) <= WORN
+        return self.passes_for(1.0)
+
+    def passes_for(self, times: float) -> bool:
+        """Whether it fits, and a run so many times as long wears the drives little enough."""
+        wear = self.wear(times)
+        return not self.problems and (wear is None or wear.accepted)
 
     @property
     def tokens(self) -> int:
         return self.plan.numerics.batch_size * self.plan.numerics.max_seq_len
-
-
-def worn(plan: Plan, hardware: HardwareProfile, steps: int | None) -> float | None:
-    """Share of the drives' rated writes that this many steps take; None where either is not known."""
-    rated = sum(drive.rated_bytes for drive in hardware.drives)
-    return steps * plan.predicted.written_per_step / rated if steps and rated else None
 
 
 @dataclass(slots=True)

@@ -13,8 +13,9 @@ from rich.console import Console
 from fuyou_cli.cli.render.plan import RunFacts, show_plan
 from fuyou_cli.cli.render.plan_json import plan_json
 from fuyou_cli.cli.room import Room, plan_problems
+from fuyou_cli.cli.wear import wear_of
 from fuyou_cli.core.units import GiB, MiB, gb
-from fuyou_cli.spec.hardware import HardwareProfile
+from fuyou_cli.spec.hardware import Drive, HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import MemoryLine, Plan
 
@@ -145,6 +146,59 @@ def test_wear_is_the_runs_own_where_its_length_is_known(
     console, printed = printer(100, ascii=True)
     show_plan(console, plan, model, hardware, room, verbose=False, facts=RunFacts(steps=steps))
     assert f"{words} {gb((steps or 1000) * plan.predicted.written_per_step)}" in printed()
+
+
+@pytest.mark.parametrize(
+    ("used", "passes", "words"),
+    [
+        (0.5, True, "10% of the 600 TB its drive is rated for, 50% of which are written already, 60% after that"),
+        (0.95, False, "the run takes a drive to 105% of what it is rated for, 95% is written already"),
+        (1.2, True, "the run takes a drive to 130% of what it is rated for, 120% is written already"),
+        (0.0, True, "10% of the 600 TB its drive is rated for"),
+    ],
+)
+def test_what_a_drive_has_written_already_counts(
+    printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room, used: float, passes: bool, words: str
+) -> None:
+    """A run of a tenth of its rating. One past it is told, and no change of the recipe cures that."""
+    rated = 600 * 10**12
+    worn = replace(hardware, drives=(Drive(model="d", capacity=10**12, rated_bytes=rated, used_bytes=round(used * rated)),))
+    steps = 1000
+    written = replace(plan, predicted=replace(plan.predicted, written_per_step=rated // 10 // steps))
+    console, printed = printer(160, ascii=True)
+    show_plan(console, written, model, worn, room, verbose=False, facts=RunFacts(steps=steps))
+    assert words in printed()
+    assert ("warning" in printed()) == (used >= 0.95)
+    wear = wear_of(written, worn, steps)
+    assert wear is not None and wear.accepted == passes
+    data = plan_json(written, model, worn, room, facts=RunFacts(steps=steps))
+    assert (data["wear"], data["worn_after"]) == (pytest.approx(0.1), pytest.approx(used + 0.1))
+
+
+def test_the_most_worn_drive_counts(plan: Plan, hardware: HardwareProfile) -> None:
+    """Writes are spread evenly; one whose rating nobody knows takes its part of them."""
+    drives = tuple(
+        Drive(model=name, capacity=1, rated_bytes=rated, used_bytes=used)
+        for name, rated, used in (("old", 10**15, 10**14), ("new", 10**15, 0), ("unknown", 0, 5))
+    )
+    written = replace(plan, predicted=replace(plan.predicted, written_per_step=3 * 10**12))
+    wear = wear_of(written, replace(hardware, drives=drives), 100)
+    assert wear is not None and (wear.run, wear.before, wear.after) == (0.15, 0.1, 0.2)
+    assert wear_of(written, replace(hardware, drives=drives[2:]), 100) is None
+    assert wear_of(written, replace(hardware, drives=drives), None) is None
+
+
+def test_a_plan_that_takes_more_than_there_is(plan: Plan, room: Room) -> None:
+    """Of RAM, clearly: what others hold comes and goes. Of what a driver may pin, at all."""
+    peak = plan.predicted.cpu_peak
+    assert plan_problems(plan, replace(room, ram=int(peak / 1.04))) == []
+    (problem,) = plan_problems(plan, replace(room, ram=peak // 2))
+    assert problem.startswith("the run takes 1.84 GiB of RAM, the machine has 942 MiB for it")
+    bound = replace(room, pinnable=plan.arena_size - 1, pinnable_why="WSL lets half of RAM be pinned")
+    (problem,) = plan_problems(replace(plan, device="cuda"), bound)
+    assert "pinned for the GPU" in problem and "(WSL lets half of RAM be pinned)" in problem
+    assert plan_problems(plan, bound) == []  # nothing is pinned without one
+    assert plan_problems(replace(plan, device="cuda"), replace(bound, pinnable=plan.arena_size)) == []
 
 
 def test_a_build_without_io_uring_says_so(

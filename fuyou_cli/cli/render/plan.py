@@ -13,8 +13,9 @@ from rich.text import Text
 from fuyou_cli.cli.break_even import BreakEven
 from fuyou_cli.cli.compare import Comparison
 from fuyou_cli.cli.others import are_busy
-from fuyou_cli.cli.planning import WORN, Outcome, worn
+from fuyou_cli.cli.planning import Outcome
 from fuyou_cli.cli.room import Room, plan_problems
+from fuyou_cli.cli.wear import WORN, wear_of
 from fuyou_cli.core.disk import FileSystem
 from fuyou_cli.core.units import count, gb, gib
 from fuyou_cli.planner.lasting import FastRegion
@@ -249,12 +250,12 @@ def _wear(plan: Plan, hardware: HardwareProfile, steps: int | None) -> str:
     counted = f"the run's {steps:,} steps write" if steps else "1,000 steps write"
     written = gb((steps or 1000) * plan.predicted.written_per_step)
     rated, used = (sum(getattr(drive, key) for drive in hardware.drives) for key in ("rated_bytes", "used_bytes"))
-    share = worn(plan, hardware, steps or 1000)
-    if share is None:
+    wear = wear_of(plan, hardware, steps or 1000)
+    if wear is None:
         return f"{counted} {written} (1 TB = 1e12 bytes, as drives are rated)"
     drives = "its drive is" if len(hardware.drives) == 1 else f"its {len(hardware.drives)} drives are"
-    already = f", {used / rated:.0%} of which are written already" if used else ""
-    return f"{counted} {written}, {_share(share)} of the {gb(rated)} {drives} rated for{already}"
+    already = f", {used / rated:.0%} of which are written already, {_share(wear.after)} after that" if used else ""
+    return f"{counted} {written}, {_share(wear.run)} of the {gb(rated)} {drives} rated for{already}"
 
 
 def _share(part: float) -> str:
@@ -312,9 +313,13 @@ def _ranges(stages: Sequence[StagePlan], model: ModelSpec) -> list[tuple[int, in
 def _verdict(console: Console, plan: Plan, hardware: HardwareProfile, room: Room, facts: RunFacts) -> None:
     console.print()
     problems = plan_problems(plan, room)
-    share = worn(plan, hardware, facts.steps)
-    if share is not None and share > WORN:
-        warning = f": the run writes {_share(share)} of what its drives are rated for"
+    wear = wear_of(plan, hardware, facts.steps)
+    if wear is not None and wear.run > WORN:
+        warning = f": the run writes {_share(wear.run)} of what its drives are rated for"
+        say(console, Text.assemble(("warning", "bold yellow"), warning))
+    if wear is not None and wear.after > 1:
+        already = f", {_share(wear.before)} is written already" if wear.before else ""
+        warning = f": the run takes a drive to {_share(wear.after)} of what it is rated for{already}"
         say(console, Text.assemble(("warning", "bold yellow"), warning))
     if not problems:
         margin = f"RAM {gib(plan.predicted.cpu_peak)} of {gib(plan.cpu_budget)}"

@@ -7,8 +7,9 @@ from dataclasses import asdict
 
 from fuyou_cli.cli.break_even import BreakEven
 from fuyou_cli.cli.compare import Comparison, Row
-from fuyou_cli.cli.planning import Outcome, worn
+from fuyou_cli.cli.planning import Outcome
 from fuyou_cli.cli.room import Room, plan_problems
+from fuyou_cli.cli.wear import wear_of
 from fuyou_cli.planner.lasting import FastRegion
 from fuyou_cli.planner.phases import phase_peaks
 from fuyou_cli.spec.hardware import HardwareProfile
@@ -24,6 +25,7 @@ SCHEMA_VERSION = 1
 def plan_json(plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room, *, facts: RunFacts) -> dict[str, object]:
     """Bytes are integers, times seconds, rates per second, shares of one."""
     problems, steps = plan_problems(plan, room), facts.steps
+    wear = wear_of(plan, hardware, steps)
     return {
         "schema_version": SCHEMA_VERSION,
         "fits": not problems,
@@ -51,7 +53,9 @@ def plan_json(plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Roo
         "phase_peaks": phase_peaks(plan),
         "written_by_run": steps * plan.predicted.written_per_step if steps else None,
         "rated_bytes": sum(drive.rated_bytes for drive in hardware.drives) or None,
-        "wear": worn(plan, hardware, steps),
+        "wear": None if wear is None else wear.run,
+        "worn_before": None if wear is None else wear.before,
+        "worn_after": None if wear is None else wear.after,
         "break_even": _break_even(facts.even),
         "compared": None if facts.compared is None else _compared(facts.compared),
         "changes": None if facts.changes is None else _changes(facts.changes),
