@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.units import GiB, MiB
-from fuyou_cli.spec.hardware import HardwareProfile
+from fuyou_cli.spec.hardware import HardwareProfile, wrong_rates
 
 from . import drives, probe
 from .typed_data import Reading
@@ -118,4 +118,7 @@ def read_profile(path: Path) -> HardwareProfile:
     values = reading.fields_of(HardwareProfile, data)
     if reading.problems:
         raise UsageError(f"{path}: {'; '.join(reading.problems)}", hint="make a new one: fuyou bench")
-    return HardwareProfile(**values)
+    profile = HardwareProfile(**values)
+    if wrong := wrong_rates(profile, sizes=False):  # a disk may have been full
+        raise UsageError(f"{path}: {'; '.join(wrong)}", hint="make a new one: fuyou bench")
+    return profile

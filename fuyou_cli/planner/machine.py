@@ -4,9 +4,10 @@ Time jumps from one completion to the next. In between every job moves at a cons
 update reads, computes and writes chunk by chunk, so it is as fast as the slowest of the three). Jobs are served by
 priority, then in order of arrival, as the daemon serves them; what a job cannot use is left to the next.
 
-Reading and writing at once interfere: either is held to its mixed rate while the other runs at its own, and gets back in
-proportion what the other leaves. On device cpu compute and updates share cores: what one update thread takes, compute
-loses (all its threads wait for the slowest).
+Reading and writing at once interfere, and so do copies to a device and back: either is held to its mixed rate while the other
+runs at its own, and gets back in proportion what the other leaves. What is not known (zero): a mixed rate is the rate alone,
+and work of a resource without any takes no time. On device cpu compute and updates share cores: what one update thread
+takes, compute loses (all its threads wait for the slowest).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ..spec.hardware import HardwareProfile
 
 Resource = Literal["compute", "update", "ssd read", "ssd write", "h2d", "d2h"]
 
+_PAIRS: tuple[tuple[Resource, Resource], ...] = (("ssd read", "ssd write"), ("h2d", "d2h"))  # in each other's way
 _DONE = 1e-12  # of a job: left over by rounding
 _LEAST_COMPUTE = 0.05  # of its rate: compute never stands still beside updates and transfers, however busy the cores
 _HALVINGS, _CLOSE = 8, 0.002
@@ -93,11 +95,24 @@ class VirtualMachine:
     _tickets: int = 0
     _stale: bool = True  # speeds do not fit the jobs any more
     _in_use: dict[Resource, float] = field(default_factory=dict)  # share of what each resource can do now
+    _alone: dict[Resource, float] = field(default_factory=dict)
+    _mixed: dict[Resource, float] = field(default_factory=dict)  # while the other of the pair moves
+
+    def __post_init__(self) -> None:
+        machine = self.hardware
+        self._alone = {
+            "ssd read": machine.store_read, "ssd write": machine.store_write, "h2d": machine.h2d, "d2h": machine.d2h,
+        }  # fmt: skip
+        known: dict[Resource, float] = {
+            "ssd read": machine.store_read_mixed, "ssd write": machine.store_write_mixed, "h2d": machine.h2d_mixed,
+            "d2h": machine.d2h_mixed,
+        }  # fmt: skip
+        self._mixed = {name: rate or self._alone[name] for name, rate in known.items()}
 
     def submit(self, work: Work, *, what: str, stage: int, priority: int = 0) -> int:
         """The job's ticket. Work of nothing is done at once."""
         self._tickets += 1
-        parts = work.parts()
+        parts = tuple([part for part in work.parts() if self._alone.get(part[0], 1.0)])
         if not parts:
             self._finished.add(self._tickets)
             return self._tickets
@@ -152,27 +167,26 @@ class VirtualMachine:
         """Speeds of all jobs from now until one of them ends."""
         self._stale = False
         wanted = {name for job in self._jobs for name, _ in job.parts}
-        rates = self._rates(wanted)
+        together = [pair for pair in _PAIRS if wanted.issuperset(pair)]
+        rates = self._rates(wanted, together)
         used = self._serve(rates)
-        if {"ssd read", "ssd write"} <= wanted:
-            used = self._settle(rates, used)
+        for pair in together:
+            used = self._settle(pair, rates, used)
         self._slow_compute(used)
         self._in_use = {name: used[name] / rates[name] for name in wanted if rates[name]}
         for job in self._jobs:
             if job.begin is None and job.speed > 0:
                 job.begin = self.now
 
-    def _rates(self, wanted: set[Resource]) -> dict[Resource, float]:
-        machine = self.hardware
-        both = {"ssd read", "ssd write"} <= wanted
-        return {
+    def _rates(self, wanted: set[Resource], together: list[tuple[Resource, Resource]]) -> dict[Resource, float]:
+        rates: dict[Resource, float] = {
             "compute": 1.0,
             "update": self.sharing.updates_at_once * (self.sharing.update_left if "compute" in wanted else 1.0),
-            "ssd read": machine.store_read_mixed if both else machine.store_read,
-            "ssd write": machine.store_write_mixed if both else machine.store_write,
-            "h2d": machine.h2d,
-            "d2h": machine.d2h,
+            **self._alone,
         }
+        for pair in together:
+            rates |= {name: self._mixed[name] for name in pair}
+        return rates
 
     def _serve(self, rates: dict[Resource, float]) -> dict[Resource, float]:
         """Gives every job, in order, what is left; the rates used."""
@@ -190,17 +204,16 @@ class VirtualMachine:
                     left[name] = rest if rest > 0 else 0.0
         return {name: rate - left[name] for name, rate in rates.items()}
 
-    def _settle(self, rates: dict[Resource, float], used: dict[Resource, float]) -> dict[Resource, float]:
+    def _settle(
+        self, pair: tuple[Resource, Resource], rates: dict[Resource, float], used: dict[Resource, float]
+    ) -> dict[Resource, float]:
         """One direction that does not take all of its mixed rate leaves the other more than its own: at most what lies on
         the line from both mixed rates to one direction alone. What a job then takes of both moves that line's point, so
         it is looked for in a few halvings."""
-        machine = self.hardware
-        alone = {"ssd read": machine.store_read, "ssd write": machine.store_write}
-        mixed = {"ssd read": machine.store_read_mixed, "ssd write": machine.store_write_mixed}
-        if alone == mixed or not all(mixed.values()):
+        alone, mixed = self._alone, self._mixed
+        if all(alone[name] == mixed[name] for name in pair):
             return used
-        pairs: tuple[tuple[Resource, Resource], ...] = (("ssd read", "ssd write"), ("ssd write", "ssd read"))
-        slack, full = min(pairs, key=lambda pair: used[pair[0]] / mixed[pair[0]])
+        slack, full = min((pair, pair[::-1]), key=lambda pair: used[pair[0]] / mixed[pair[0]])
         if used[slack] >= mixed[slack] * (1 - _DONE):
             return used
         low, high = used[slack] / mixed[slack], 1.0  # share of its mixed rate that the slack direction takes

@@ -1,6 +1,7 @@
 """`HardwareProfile`: the machine as measured (or as described in a file), dated.
 
-Rates are bytes or FLOPs per second. Zero means "not measured", of sizes "not known".
+Rates are bytes or FLOPs per second. Zero means "not measured", of sizes "not known": where nothing else says how long such
+work takes, it takes no time. What every plan needs is never zero in a profile that was read (`wrong_rates`).
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ class HardwareProfile:
     shared_compute: float = 1.0  # of their rates, what compute and one update thread keep while both run: less on device cpu
     shared_adamw: float = 1.0
     io_cpu: float = 0.0  # seconds of core time per byte that the store moves
+    h2d_mixed: float = 0.0  # while copying back
+    d2h_mixed: float = 0.0
     sustained_write: float = 0.0  # once a drive's fast region is full
     sustained_read_mixed: float = 0.0
     sustained_write_mixed: float = 0.0
@@ -127,6 +130,34 @@ class HardwareProfile:
         """Twelve characters that name the rates: the same wherever and whenever they are the same."""
         rates = {key: value for key, value in asdict(self).items() if key not in _NOT_RATES}
         return hashlib.sha256(json.dumps(rates, sort_keys=True).encode()).hexdigest()[:12]
+
+
+_ALWAYS = (
+    "cores", "ram_total", "disk_free", "matmul_flops", "store_read", "store_write", "store_read_mixed", "store_write_mixed",
+)  # fmt: skip
+_BESIDE_A_GPU = ("device_memory", "h2d", "d2h")
+
+
+def wrong_rates(profile: HardwareProfile, *, sizes: bool = True) -> list[str]:
+    """What no type says of a profile that was read, each by its key. `sizes`: also how much of the machine there is."""
+    needed = [*_ALWAYS, *(_BESIDE_A_GPU if profile.device == "cuda" else ())]
+    left_out = () if sizes else _NOT_RATES
+    wrong = [f"{key}: more than 0 is wanted" for key in needed if key not in left_out and not getattr(profile, key)]
+    if profile.device not in ("cpu", "cuda", "emulated"):
+        wrong.append(f"device: cpu, cuda or emulated is wanted, not {profile.device!r}")
+    threads = [count for count, _ in profile.adamw]
+    if 1 not in threads or threads != sorted(set(threads)) or not all(rate > 0 for _, rate in profile.adamw):
+        wrong.append("adamw: rates of ascending numbers of threads are wanted, of 1 at least")
+    for key in ("shared_compute", "shared_adamw"):
+        if not 0 < getattr(profile, key) <= 1:
+            wrong.append(f"{key}: a share from 0 to 1 is wanted")
+    for index, rate in enumerate(profile.stage_rates):
+        wrong += [
+            f"stage_rates[{index}].{key}: more than 0 is wanted"
+            for key in ("params", "tokens", "forward", "backward")
+            if not getattr(rate, key)
+        ]
+    return wrong
 
 
 def merged_rates(kept: tuple[StageRate, ...], found: tuple[StageRate, ...]) -> tuple[StageRate, ...]:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..core.errors import UsageError
-from .hardware import HardwareProfile
+from .hardware import HardwareProfile, wrong_rates
 from .model import ModelSpec
 from .plan import Plan
 from .strict import made
@@ -133,6 +133,8 @@ def from_text(text: str) -> PlanFile:
 def _check_digests(file: PlanFile) -> None:
     if file.hardware.digest() != file.hardware_digest:
         raise UsageError("hardware_digest: is not that of `hardware`")
+    if wrong := wrong_rates(file.hardware, sizes=False):
+        raise UsageError(f"hardware.{wrong[0]}")
     if recipe_mark(file.recipe.keys) != file.recipe:
         raise UsageError("recipe.digest: is not that of `recipe.keys`")
 

@@ -60,6 +60,13 @@ def test_a_profile_survives_the_disk(tmp_path: Path) -> None:
     for key in ("speed: unknown", "cores: ", "h2d: ", "adamw[0]: ", "drives[0].capacity: missing", "d2h: ",
                 "stage_rates[0].kind: ", "stage_rates[0].forward: "):  # fmt: skip
         assert key in error.value.message, key
+    path.write_text(json.dumps({**data, "store_read_mixed": 0, "stage_rates": [{**data["stage_rates"][0], "backward": 0}]}))
+    with pytest.raises(UsageError) as error:  # no machine is that slow: such a profile would have planned nothing
+        profile.read_profile(path)
+    for key in ("store_read_mixed: more than 0", "stage_rates[0].backward: more than 0"):
+        assert key in error.value.message, key
+    path.write_text(json.dumps({**data, "disk_free": 0, "ram_total": 0}))  # how much there was then, on a full disk say
+    assert profile.read_profile(path).disk_free == 0
     for text in ("{", "[]", '{"schema_version": 99}'):
         path.write_text(text)
         with pytest.raises(UsageError, match="profile"):

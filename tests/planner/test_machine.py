@@ -73,6 +73,37 @@ def test_what_one_direction_leaves_the_other_gets_in_part() -> None:
     assert _until(machine, read) == [pytest.approx(2.0 + (100 - 2 * 3) / 4, rel=1e-3)]
 
 
+def _with(**rates: float) -> VirtualMachine:
+    return VirtualMachine(replace(RATES, **rates), Sharing())  # type: ignore[arg-type]
+
+
+def test_copies_both_ways_get_in_each_others_way() -> None:
+    """Up at 5 and down at 4 while both go, 8 alone: down is done at 2 with 10 of 20 gone up, the rest goes at 8."""
+    machine = _with(h2d_mixed=5, d2h_mixed=4)
+    up, down = (machine.submit(work, what="x", stage=0) for work in (Work(up=20), Work(down=8)))
+    assert _until(machine, up, down) == [pytest.approx(2 + 10 / 8), pytest.approx(2)]
+    assert _until(machine, machine.submit(Work(up=16), what="x", stage=0)) == [pytest.approx(2 + 10 / 8 + 2)]
+
+
+@given(st.integers(1, 50), st.integers(1, 50), st.booleans())
+def test_a_mixed_rate_that_nobody_measured_is_the_rate_alone(one: int, other: int, copies: bool) -> None:
+    works = (Work(up=one), Work(down=other)) if copies else (Work(read=one), Work(write=other))
+    mixed = ("h2d_mixed", "d2h_mixed") if copies else ("store_read_mixed", "store_write_mixed")
+    ends = []
+    for rates in ((0.0, 0.0), (8.0, 8.0) if copies else (4.0, 2.0)):
+        machine = _with(**dict(zip(mixed, rates, strict=True)))
+        ends.append(_until(machine, *[machine.submit(work, what="x", stage=0) for work in works]))
+    assert ends[0] == ends[1]
+
+
+def test_work_at_a_rate_that_is_not_known_takes_no_time() -> None:
+    """As the closed form leaves it out; the rest of the job takes what it takes."""
+    machine = _with(store_read=0.0, store_read_mixed=0.0, h2d=0.0)
+    assert _until(machine, machine.submit(Work(read=7), what="x", stage=0)) == [0.0]
+    assert _until(machine, machine.submit(Work(up=7), what="x", stage=0)) == [0.0]
+    assert _until(machine, machine.submit(Work(read=100, write=4), what="x", stage=0)) == [2.0]
+
+
 def test_priority_before_arrival() -> None:
     machine = _machine()
     late = machine.submit(Work(read=4), what="update", stage=0, priority=9)

@@ -240,3 +240,10 @@ def test_a_plan_for_drives_that_slow_down_says_so() -> None:
     broken["plan"]["sustained"] = False
     with pytest.raises(UsageError, match="is not what the planner makes of these homes"):
         chosen(json.dumps(broken), hardware=slowing)
+
+
+@pytest.mark.parametrize("key", ["store_read_mixed", "matmul_flops"])
+def test_rates_that_no_machine_has(key: str) -> None:
+    file = plan_file(PLAN, SPEC, replace(HARDWARE, **{key: 0.0}), keys={}, pipeline=FILE.pipeline)
+    with pytest.raises(UsageError, match=f"hardware.{key}: more than 0 is wanted"):
+        from_text(to_text(file))

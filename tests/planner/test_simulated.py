@@ -22,7 +22,7 @@ from fuyou_cli.spec.plan import Plan
 
 from .models import HARDWARE, cut_models, models, wishes_for
 
-COPYING = replace(HARDWARE, device="cuda", h2d=2e9, d2h=1e9)
+COPYING = replace(HARDWARE, device="cuda", h2d=2e9, d2h=1e9, h2d_mixed=1.2e9, d2h_mixed=0.7e9)
 SHARED = replace(HARDWARE, shared_compute=0.5, shared_adamw=0.5)
 DEAR_TRANSFERS = replace(SHARED, io_cpu=1e-10)
 CLOSE = 5e-4  # how near the simulated rates of a drive that reads and writes at once are to where they settle
