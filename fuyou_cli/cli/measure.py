@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.core.units import MiB
 from fuyou_cli.spec.hardware import HardwareProfile, merged_rates
 from fuyou_cli.spec.model import Dtype
 
@@ -89,6 +88,7 @@ def measure(
     settle_for_training()  # stages find their memory here as they do in a run
     repeats = 3 if quick else 7
 
+    from .measure_copies import measure_gpu_copies
     from .measure_stages import measure_layers
     from .measure_store import measure_store  # the native extension, not needed by --help
     from .measure_update import measure_adamw
@@ -104,7 +104,7 @@ def measure(
     progress("a training step beside the update")
     step = 4 / (1 / layers.stage_rates[0].forward + 3 / layers.stage_rates[0].backward)
     shared = _shared(target, step, quick=quick) if target.type == "cpu" else None
-    copies = measure_copies(target, repeats=repeats) if target.type == "cuda" else ()
+    copies = measure_gpu_copies(repeats=repeats) if target.type == "cuda" else ()
     notes = [*store.notes, *layers.notes]
     if matmul["bfloat16"].value < matmul["float32"].value:
         notes.append("bfloat16 is slower than float32 here: the processor has no instructions for it")
@@ -124,8 +124,6 @@ def measure(
         adamw=tuple((threads, rate.value) for threads, rate in adamw),
         shared_compute=shared.compute if shared else 1.0,
         shared_adamw=shared.adamw if shared else 1.0,
-        h2d=copies[0].value if copies else 0.0,
-        d2h=copies[1].value if copies else 0.0,
         stage_rates=merged_rates((), layers.stage_rates),
         drives=drives.drives_under(*directories, ask=True),
         measured=date.today().isoformat(),
@@ -133,13 +131,21 @@ def measure(
     )
     beside = shared.rates if shared else ()
     return BenchReport(
-        profile=found,
+        profile=_with_copies(found, copies),
         rates=(*matmul.values(), *layers.rates, *beside, *store.rates, *(rate for _, rate in adamw), *copies),
         notes=tuple(notes),
         quick=quick,
         seconds=time.monotonic() - begin,
         written_bytes=store.written_bytes,
     )
+
+
+def _with_copies(profile: HardwareProfile, copies: tuple[Rate, ...]) -> HardwareProfile:
+    """As `measure_copies` gives them; none without a GPU."""
+    if not copies:
+        return profile
+    up, down, up_mixed, down_mixed = (rate.value for rate in copies)
+    return replace(profile, h2d=up, d2h=down, h2d_mixed=up_mixed, d2h_mixed=down_mixed)
 
 
 def _shared(target: torch.device, rate: float, *, quick: bool) -> Shared:
@@ -196,20 +202,6 @@ def measure_matmul(device: torch.device, dtype: Dtype, *, repeats: int) -> Rate:
     taken = times(partial(torch.mm, a, a), device, repeats)
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
     return rate_of(f"matmul {dtype}", "FLOP/s", each(2.0 * size**3, taken), f"{size} x {size}{threads}")
-
-
-def measure_copies(device: torch.device, *, repeats: int) -> tuple[Rate, Rate]:
-    """Bytes/s between pinned host memory and the GPU, each way alone."""
-    import torch
-
-    host = torch.empty(256 * MiB, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty_like(host, device=device)
-    up = times(lambda: there.copy_(host, non_blocking=True), device, repeats)
-    down = times(lambda: host.copy_(there, non_blocking=True), device, repeats)
-    return (
-        rate_of("host to GPU", "B/s", each(256.0 * MiB, up), "pinned"),
-        rate_of("GPU to host", "B/s", each(256.0 * MiB, down), "pinned"),
-    )
 
 
 def times(

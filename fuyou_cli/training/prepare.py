@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -107,10 +108,7 @@ def prepare(
     from ..engine.describe import outlined
 
     _check_backend(recipe)
-    directories = run_directories(recipe)
-    manifest = find_saved(recipe.checkpoint.resume, directories) if not planning_only else None
-    if manifest is not None and recipe.checkpoint.resume != "auto":  # a run named by its folder goes on in that folder
-        directories = tuple(Path(file).parent for file in manifest.files)
+    directories, manifest = _saved(recipe, looked_for=not planning_only)
     hub = _Hub(recipe, say=say, progress=progress)
     model_dir = hub.model(need_weights=False)
     tokenizer_dir = hub.tokenizer(model_dir, needed=not planning_only)
@@ -126,15 +124,10 @@ def prepare(
     known = replace(known, anatomy=cut(known.anatomy, numerics))
     described = described_at(known, numerics, strict=not planning_only)
     total_steps = steps_of(recipe, None)
-    try:
+    with _telling(described.refusal):
         asked = wishes(recipe, numerics, hardware, device=device)
-        if store_room is not None:
-            asked = within(store_room, asked, recipe, described.model, hardware, directories, model_dir)
+        asked = within(store_room, asked, recipe, described.model, hardware, directories, model_dir)
         chosen = planned_for(choose, described.model, hardware, asked, steps=total_steps)
-    except PlanError as error:
-        if described.refusal is not None:
-            error.add_note(f"cannot be trained yet: {described.refusal}")
-        raise
     considered = Prepared(
         recipe=recipe,
         model_dir=model_dir,
@@ -159,6 +152,26 @@ def prepare(
         return considered
     planned(considered)
     return _with_weights_and_rows(considered, hub, probe=probe, say=say, choose=choose)
+
+
+def _saved(recipe: Recipe, *, looked_for: bool) -> tuple[tuple[Path, ...], Manifest | None]:
+    """The folders of this run, and what of it was saved there."""
+    directories = run_directories(recipe)
+    manifest = find_saved(recipe.checkpoint.resume, directories) if looked_for else None
+    if manifest is not None and recipe.checkpoint.resume != "auto":  # a run named by its folder goes on in that folder
+        directories = tuple(Path(file).parent for file in manifest.files)
+    return directories, manifest
+
+
+@contextmanager
+def _telling(refusal: str | None) -> Iterator[None]:
+    """That nothing fits is not all there is to say of a model that cannot be trained."""
+    try:
+        yield
+    except PlanError as error:
+        if refusal is not None:
+            error.add_note(f"cannot be trained yet: {refusal}")
+        raise
 
 
 def anatomy_of(
@@ -208,8 +221,7 @@ def _with_weights_and_rows(
     if considered.manifest is not None:
         check_unchanged_run(considered.manifest, fingerprints, total_steps=total)
     asked = wishes(recipe, considered.plan.numerics, hardware, device=device)
-    if considered.store_room is not None:
-        asked = within(considered.store_room, asked, recipe, model, hardware, considered.directories, model_dir)
+    asked = within(considered.store_room, asked, recipe, model, hardware, considered.directories, model_dir)
     return replace(
         considered,
         model_dir=model_dir,
@@ -414,7 +426,7 @@ def _usual_budget(hardware: HardwareProfile, device: str) -> int:
 
 
 def within(
-    store_room: StoreRoom,
+    store_room: StoreRoom | None,
     asked: Wishes,
     recipe: Recipe,
     model: ModelSpec,
@@ -423,6 +435,8 @@ def within(
     model_dir: Path,
 ) -> Wishes:
     """The wishes of a run whose store is to fit its disks, and its export beside it."""
+    if store_room is None:
+        return asked
     room = store_room(recipe, hardware, directories, model_dir, model.parameters * asked.export_item)
     return replace(asked, ssd_budget=room)
 

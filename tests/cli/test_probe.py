@@ -263,7 +263,7 @@ def test_what_may_be_pinned(tmp_path):
     assert probe.pinnable(wsl)[0] == 8 * GIB and "WSL" in probe.pinnable(wsl)[1]
     checks = [doctor._pinned(root) for root in (plain, wsl)]
     assert [(check.status, check.found) for check in checks] == [
-        ("ok", "16.0 GiB at most: all of RAM"), ("note", "8.00 GiB at most: WSL lets half of RAM be pinned"),
+        ("ok", "16.00 GiB at most: all of RAM"), ("note", "8.00 GiB at most: WSL lets half of RAM be pinned"),
     ]  # fmt: skip
     assert "arena" in checks[1].advice
     bound = tree(tmp_path / "c", {
