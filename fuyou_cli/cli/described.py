@@ -20,8 +20,9 @@ from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.units import GiB, parse_size
 from fuyou_cli.recipe.load import yaml_to_data
 from fuyou_cli.recipe.shipped import shipped_hardware
-from fuyou_cli.spec.hardware import Drive, HardwareProfile
+from fuyou_cli.spec.hardware import Drive, HardwareProfile, wrong_rates
 
+from .origins import given_in
 from .typed_data import Reading
 
 SYSTEM_MEMORY = 2 * GiB  # that a described machine's other programs are taken to hold
@@ -47,6 +48,7 @@ class Gpu:
     h2d: float
     d2h: float
     sources: tuple[str, ...]
+    sustained_share: float = 1.0  # of matmul_flops where that is a data sheet's peak, which no block reaches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +133,7 @@ def _assembled(
         "device_name": (gpu or host).device_name,
         "cores": host.cores,
         "device_memory": gpu.device_memory if gpu else 0,
-        "matmul_flops": (gpu or host).matmul_flops,
+        "matmul_flops": gpu.matmul_flops * gpu.sustained_share if gpu else host.matmul_flops,
         "adamw": host.adamw,
         "h2d": gpu.h2d if gpu else 0.0,
         "d2h": gpu.d2h if gpu else 0.0,
@@ -221,6 +223,8 @@ def _from_file(path: Path, process_bytes: tuple[int, int]) -> HardwareProfile:
         start |= _described_memory(given["ram_total"], start["process_bytes"])
     if parts is None:
         start = _defaults(given, process_bytes)
+    if "sources" not in given:
+        start["sources"] = (*given_in(path.name, given), *start.get("sources", ()))
     return _checked(HardwareProfile(**{"name": path.stem, **start, **given}), str(path))
 
 
@@ -241,16 +245,7 @@ def _defaults(given: dict[str, Any], process_bytes: tuple[int, int]) -> dict[str
 
 def _checked(profile: HardwareProfile, place: str) -> HardwareProfile:
     """What no type says. Raises UsageError."""
-    threads = [count for count, _ in profile.adamw]
-    needed = ["cores", "ram_total", "disk_free", "matmul_flops", *_RATED[:4]]
-    needed += ["device_memory", "h2d", "d2h"] if profile.device == "cuda" else []
-    wrong = [f"{key}: more than 0 is wanted" for key in needed if not getattr(profile, key)]
-    if profile.device not in ("cpu", "cuda", "emulated"):
-        wrong.append(f"device: cpu, cuda or emulated is wanted, not {profile.device!r}")
-    if 1 not in threads or threads != sorted(set(threads)) or not all(rate > 0 for _, rate in profile.adamw):
-        wrong.append("adamw: rates of ascending numbers of threads are wanted, of 1 at least")
-    shares = ("shared_compute", "shared_adamw")
-    wrong += [f"{key}: a share from 0 to 1 is wanted" for key in shares if not 0 < getattr(profile, key) <= 1]
+    wrong = wrong_rates(profile)
     if profile.ram_available > profile.ram_total:
         wrong.append("ram_available: more than ram_total")
     _refuse(place, wrong)

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from fuyou_cli.core.units import parse_rate, parse_size
 
 FLOPS = ("matmul_flops", "forward", "backward")  # everything else in float that is written with a unit is in bytes/s
-PLAIN = ("shared_compute", "shared_adamw", "io_cpu", "others_cores")  # no rates
+PLAIN = ("shared_compute", "shared_adamw", "io_cpu", "others_cores", "sustained_share")  # no rates
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fuyou_cli.cli.origins import origins_of
 from fuyou_cli.cli.profile import described, write_profile
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.units import GiB, parse_rate
@@ -155,6 +156,9 @@ def test_everything_wrong_with_a_file_at_once(tmp_path: Path) -> None:
         ("parts: rtx4090,gen4,64GiB\nshared_compute: 1.5", "shared_compute: a share"),
         ("parts: rtx4090,gen4,64GiB\ndevice: tpu", "device: cpu, cuda or emulated"),
         ("parts: rtx4090,gen4,64GiB\ndevice_memory: 0", "device_memory: more than 0"),
+        ("parts: rtx4090,gen4,64GiB\nstore_write_mixed: 0", "store_write_mixed: more than 0"),
+        (WHOLE.replace("forward: 30TFLOPS", "forward: 0"), "stage_rates[0].forward: more than 0"),
+        (WHOLE.replace("tokens: 1024", "tokens: 0"), "stage_rates[0].tokens: more than 0"),
         ("parts: rtx4090,gen4,64GiB\nstore_read: .nan", "store_read: a number"),
         ("parts: rtx4090,gen4,64GiB\nstore_read: true", "store_read: a number"),
     ],
@@ -194,3 +198,50 @@ def test_rates_as_people_write_them(text: str | float, unit: str, rate: float) -
 def test_what_is_no_rate(text: str | float) -> None:
     with pytest.raises(ValueError, match="rate"):
         parse_rate(text, "B/s")
+
+
+def _origins(text: str | Path) -> dict[str, str]:
+    return {rate.what: rate.origin for rate in origins_of(described(text))}
+
+
+def test_every_rate_says_whose_figure_it_is(tmp_path: Path) -> None:
+    assert _origins("rtx4090,gen4,128GiB") == {
+        "compute": "measured", "store read, write": "specification", "store, both at once": "assumption",
+        "store, sustained": "assumption", "AdamW, one thread": "assumption", "to GPU, back": "measured",
+    }  # fmt: skip
+    one, six = _origins("rtx3090,1xp5510,64GiB"), _origins("rtx3090,6xp5510,64GiB")
+    assert (one["store, both at once"], six["store, both at once"]) == ("measured", "assumption")  # 6: between 3 and 12
+    assert "store, sustained" not in one  # they do not slow down
+    path = tmp_path / "box.yaml"
+    path.write_text("parts: h100,gen4,64GiB\nh2d: 50GB/s\nd2h: 50GB/s\nstore_read: 5GB/s\n")
+    found = {rate.what: rate for rate in origins_of(described(path))}
+    assert (found["to GPU, back"].origin, found["to GPU, back"].source) == ("given", "given in box.yaml")
+    assert found["store read, write"].origin == "specification"  # of the two the lesser known
+    assert "given in box.yaml" in found["store read, write"].source
+    path.write_text(WHOLE)
+    assert set(_origins(path).values()) == {"given"}
+
+
+@pytest.mark.parametrize("gpu", ["rtx3090", "rtx4080", "rtx4090", "a100", "h100", "h200"])
+@pytest.mark.parametrize("drives", ["gen4", "3xgen4", "gen5", "p5510", "4xp5510"])
+@pytest.mark.parametrize("host", ["desktop", "2xgold5320"])
+def test_nothing_shipped_is_without_a_source(gpu: str, drives: str, host: str) -> None:
+    for rate in origins_of(described(f"{gpu},{drives},256GiB,{host}")):
+        assert rate.source != "nobody says", rate.what
+    for rate in origins_of(described(f"{drives},256GiB,{host}")):
+        assert rate.source != "nobody says", rate.what
+
+
+@pytest.mark.parametrize(("gpu", "sheet"), [("rtx4080", 97.5e12), ("a100", 312e12), ("h100", 989e12), ("h200", 989e12)])
+def test_no_block_gets_a_data_sheets_peak(gpu: str, sheet: float) -> None:
+    """Beside cards that somebody measured: a stated share of it, which is an assumption."""
+    found = described(f"{gpu},gen4,64GiB")
+    (compute,) = (rate for rate in origins_of(found) if rate.what == "compute")
+    assert 0.5 * sheet < found.matmul_flops < sheet
+    assert compute.origin == "assumption" and f"times {found.matmul_flops / sheet:.2g}" in compute.source
+
+
+def test_a_profile_that_was_measured_says_so(tmp_path: Path) -> None:
+    measured = replace(described("gen4,64GiB"), measured="2026-01-02", sources=("fuyou bench, quick",), name="there")
+    write_profile(measured, tmp_path / "profile.json")
+    assert set(_origins(tmp_path / "profile.json").values()) == {"measured"}

@@ -61,7 +61,9 @@ def test_a_described_machine_stands_in_for_this_one(new_project: NewProject, com
     project = new_project(changes=HERE)
     fuyou = command(project)
     shown = fuyou.json("--hardware", MACHINE, "-o", "plan.json", "--compare")
-    assert (shown["fits"], shown["assumed"], shown["plan"]["device"]) == (True, False, "cuda")
+    assert (shown["fits"], shown["assumed"], shown["plan"]["device"]) == (True, True, "cuda")
+    origins = {rate["what"]: rate["origin"] for rate in shown["rates"]}
+    assert origins["compute"] == "measured" and origins["store, both at once"] == "assumption"
     assert shown["plan"]["cpu_budget"] == int(0.9 * (128 << 30))
     assert shown["room"]["disks"][0] | {"wanted": 0} == {
         "folders": [MACHINE], "what": ["the store", "the exported model"], "wanted": 0, "held": 0, "free": 4 * 10**12,
@@ -101,6 +103,8 @@ def test_the_screen_fits_80_columns(new_project: NewProject, command: Callable[[
     assert code == 0 and max(map(len, out.splitlines())) <= 80
     for words in (
         "described, profile",
+        "Rates of this machine",
+        "Ratel (ICDE 2025), measured peak",
         "Other choices",
         "slower",
         "compute waits for the store at any batch up to 12,288 tokens per step",

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from fuyou_cli.cli.break_even import BreakEven
 from fuyou_cli.cli.compare import Comparison
+from fuyou_cli.cli.origins import RatedBy, origins_of
 from fuyou_cli.cli.others import are_busy
 from fuyou_cli.cli.planning import Outcome
 from fuyou_cli.cli.room import Room, plan_problems
@@ -76,6 +77,8 @@ def show_plan(
     shapes = symbols(console)
     say(console, Text.assemble(("fuyou plan", "bold"), "  ", plan.model))
     pairs(console, _understood(plan, model, shapes) + _machine(plan, hardware, facts, shapes))
+    if hardware.measured == "described":
+        _origins(console, origins_of(hardware), shapes)
     _placement(console, plan, room, shapes)
     _phase_peaks(console, plan, shapes)
     show_step(console, plan, model, hardware, shapes, steps=facts.steps, even=facts.even, region=facts.region)
@@ -167,6 +170,20 @@ def _machine(plan: Plan, hardware: HardwareProfile, facts: RunFacts, shapes: Sym
             f"{plan.io.write_depth} writes in flight",
         ),
     ]
+
+
+def _origins(console: Console, rates: Sequence[RatedBy], shapes: Symbols) -> None:
+    """Of every rate of a machine that nobody measured here: what it is, and whose figure that is."""
+    heading(console, "Rates of this machine", "none of them measured by you")
+    content = ruled(shapes)
+    column(content, "rate", wrap=True)
+    column(content, "value", right=True)
+    column(content, "origin")
+    column(content, "source", wrap=True, style="dim")
+    for one in rates:
+        value = f"{tera(one.values[0])} TFLOPS" if one.flops else " + ".join(rate(value) for value in one.values)
+        content.add_row(Text(one.what), value, Text(one.origin), Text(one.source))
+    show(console, content, indent=2)
 
 
 def _placement(console: Console, plan: Plan, room: Room, shapes: Symbols) -> None:

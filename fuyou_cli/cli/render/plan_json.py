@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 from fuyou_cli.cli.break_even import BreakEven
 from fuyou_cli.cli.compare import Comparison, Row
+from fuyou_cli.cli.origins import origins_of
 from fuyou_cli.cli.planning import Outcome
 from fuyou_cli.cli.room import Room, plan_problems
 from fuyou_cli.cli.wear import wear_of
@@ -25,7 +26,7 @@ SCHEMA_VERSION = 1
 def plan_json(plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room, *, facts: RunFacts) -> dict[str, object]:
     """Bytes are integers, times seconds, rates per second, shares of one."""
     problems, steps = plan_problems(plan, room), facts.steps
-    wear = wear_of(plan, hardware, steps)
+    wear, origins = wear_of(plan, hardware, steps), origins_of(hardware)
     return {
         "schema_version": SCHEMA_VERSION,
         "fits": not problems,
@@ -43,7 +44,8 @@ def plan_json(plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Roo
         },
         "hardware": asdict(hardware),
         "hardware_digest": hardware.digest(),
-        "assumed": hardware.measured == "assumed",
+        "assumed": hardware.measured == "assumed" or any(rate.origin == "assumption" for rate in origins),
+        "rates": [asdict(rate) for rate in origins],
         "room": _room(room),
         "steps": steps,
         "run_seconds": run_seconds(plan, steps, facts.region) if steps else None,
