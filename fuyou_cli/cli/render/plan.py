@@ -174,7 +174,7 @@ def _machine(plan: Plan, hardware: HardwareProfile, facts: RunFacts, shapes: Sym
 
 def _origins(console: Console, rates: Sequence[RatedBy], shapes: Symbols) -> None:
     """Of every rate of a machine that nobody measured here: what it is, and whose figure that is."""
-    heading(console, "Rates of this machine", "none of them measured by you")
+    heading(console, "Rates of this machine", "none was measured here")
     content = ruled(shapes)
     column(content, "rate", wrap=True)
     column(content, "value", right=True)
