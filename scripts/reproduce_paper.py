@@ -137,7 +137,7 @@ def paper_step(name: str, batch: int, hardware: HardwareProfile) -> tuple[float,
     plan = made_of(model, hardware, pinned, Choice(lookahead=IN_FLIGHT[0], gradient_slots=IN_FLIGHT[1]))
     assert plan is not None
     step = simulate(model, hardware, plan, plan_schedule(model, plan), state_bytes=STATE_BYTES)
-    return step.step_seconds, step.busy
+    return step.step_seconds, step.in_use
 
 
 def fitted_rate(drives: int, seconds: float) -> float:

@@ -83,18 +83,19 @@ class Sharing:
 
 @dataclass(slots=True)
 class VirtualMachine:
-    """Runs jobs; `now` is seconds since it was made. `busy` sums, by resource, seconds times the share in use."""
+    """Runs jobs; `now` is seconds since it was made. `in_use` sums, by resource, seconds times the share of it that
+    is in use."""
 
     hardware: HardwareProfile
     sharing: Sharing
     now: float = 0.0
-    busy: dict[Resource, float] = field(default_factory=dict)
+    in_use: dict[Resource, float] = field(default_factory=dict)
     log: list[Done] = field(default_factory=list)
     _jobs: list[_Job] = field(default_factory=list)
     _finished: set[int] = field(default_factory=set)
     _tickets: int = 0
     _stale: bool = True  # speeds do not fit the jobs any more
-    _in_use: dict[Resource, float] = field(default_factory=dict)  # share of what each resource can do now
+    _shares: dict[Resource, float] = field(default_factory=dict)  # share of what each resource can do now
     _alone: dict[Resource, float] = field(default_factory=dict)
     _mixed: dict[Resource, float] = field(default_factory=dict)  # while the other of the pair moves
 
@@ -144,8 +145,8 @@ class VirtualMachine:
             waiting = ", ".join(f"{job.what} of stage {job.stage}" for job in self._jobs) or "nothing"
             raise RuntimeError(f"nothing moves on this machine; under way: {waiting}")
         self.now += ahead
-        for name, share in self._in_use.items():
-            self.busy[name] = self.busy.get(name, 0.0) + share * ahead
+        for name, share in self._shares.items():
+            self.in_use[name] = self.in_use.get(name, 0.0) + share * ahead
         going = []
         for job in self._jobs:
             job.left -= job.speed * ahead
@@ -173,7 +174,7 @@ class VirtualMachine:
         for pair in together:
             used = self._settle(pair, rates, used)
         self._slow_compute(used)
-        self._in_use = {name: used[name] / rates[name] for name in wanted if rates[name]}
+        self._shares = {name: used[name] / rates[name] for name in wanted if rates[name]}
         for job in self._jobs:
             if job.begin is None and job.speed > 0:
                 job.begin = self.now

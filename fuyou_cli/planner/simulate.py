@@ -272,9 +272,10 @@ def simulate(
         ends.append(machine.now)
     begin = before.now
     return Timeline(
+        begin=begin,
         step_seconds=ends[-1] - begin,
         forward_seconds=forward - begin,
-        busy={name: seconds - before.busy.get(name, 0.0) for name, seconds in sorted(machine.busy.items())},
+        in_use={name: seconds - before.in_use.get(name, 0.0) for name, seconds in sorted(machine.in_use.items())},
         stalls={
             cause: seconds - before.stalls.get(cause, 0.0)
             for cause, seconds in sorted(run.residency.stalls.items())
@@ -291,7 +292,7 @@ class _Before:
     """What had happened when the step began."""
 
     def __init__(self, run: _Imagined) -> None:
-        self.now, self.busy = run.machine.now, dict(run.machine.busy)
+        self.now, self.in_use = run.machine.now, dict(run.machine.in_use)
         self.stalls = dict(run.residency.stalls)
         self.read, self.written, self.asked = run.moved_in, run.moved_out, len(run.asked)
 

@@ -17,13 +17,35 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """One steady-state step. Seconds; `work` begins at the step's begin, longer jobs may have begun before it."""
+    """One steady-state step. Seconds; `work` ends within the step, longer jobs may have begun before it.
 
+    Two measures of a resource: `in_use` is how much of what it can do was taken (a disk at a third of its rate for a minute: 20
+    seconds), `under_way` how long something of it moved (a minute), which is what a run can tell of itself."""
+
+    begin: float  # on the clock of `work`
     step_seconds: float
     forward_seconds: float  # to the end of the last forward visit; the rest is the head and backward
-    busy: dict[str, float]  # resource -> seconds it was in use, a half-used one half
+    in_use: dict[str, float]  # resource -> seconds times the share in use
     stalls: dict[str, float]  # what compute waited for -> seconds
     read: int  # bytes of the store
     written: int
     work: tuple[Done, ...]
     asked: tuple[Asked, ...]  # in order
+
+    @property
+    def under_way(self) -> dict[str, float]:
+        """Resource -> seconds of the step in which some job of `work` moved that uses it."""
+        spans: dict[str, list[tuple[float, float]]] = {}
+        for done in self.work:
+            for name, _ in done.parts:
+                spans.setdefault(name, []).append((max(done.begin, self.begin), done.end))
+        return {name: _covered(found) for name, found in sorted(spans.items())}
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """Seconds that at least one of the spans has."""
+    seconds, until = 0.0, float("-inf")
+    for first, last in sorted(spans):
+        seconds += max(0.0, last - max(first, until))
+        until = max(until, last)
+    return seconds

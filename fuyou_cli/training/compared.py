@@ -9,19 +9,22 @@ from ..spec.plan import Plan
 from .report import Compared, RunReport
 
 _LEAST_WAIT = 1e-3  # seconds per step: a shorter wait on both sides is no line
-_BUSY = ("compute", "update", "ssd read", "ssd write", "h2d", "d2h")
+_RESOURCES = ("compute", "update", "ssd read", "ssd write", "h2d", "d2h")
 
 
 def compared(report: RunReport, plan: Plan, step: Timeline) -> tuple[Compared, ...]:
-    """Of one step (medians of the measured ones), and of the whole run's memory. `step` is the plan's, simulated: a resource's
-    seconds are those it is in use in it, and of a run those in which something of it is under way."""
+    """Of one step (medians of the measured ones), and of the whole run's memory. `step` is the plan's, simulated. A resource's
+    seconds are, of both, those in which something of it was under way, at whatever rate."""
     predicted = plan.predicted
     lines = [
         _line("peak RAM", "bytes", predicted.cpu_peak, report.ram_peak),
         _line("step", "seconds", predicted.step_seconds, report.step_seconds),
     ]
+    promised = step.under_way
     lines += [
-        _line(f"{name} busy", "seconds", step.busy.get(name, 0.0), report.busy[name]) for name in _BUSY if name in report.busy
+        _line(f"{name} under way", "seconds", promised.get(name, 0.0), report.busy[name])
+        for name in _RESOURCES
+        if name in report.busy
     ]
     lines += [
         _line("ssd read", "bytes", predicted.read_per_step, report.read_per_step),

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ..planner.costs import Costs
-from ..planner.machine import Resource
 from ..planner.schedule import plan_schedule
 from ..planner.simulate import simulate
 from ..planner.timeline import Timeline
@@ -36,7 +35,7 @@ def corrected(
     costs = Costs.of(model, hardware, plan)
     update = _factor(_update_cpu(plan, costs), report.update_cpu)
     read, write = (
-        _factor(_under_way(step, direction), report.busy.get(direction, 0.0))
+        _factor(step.under_way.get(direction, 0.0), report.busy.get(direction, 0.0))
         if report.busy.get(direction, 0.0) >= FULL * report.step_seconds and not plan.sustained  # begun at other rates
         else 1.0
         for direction in ("ssd read", "ssd write")
@@ -51,7 +50,7 @@ def corrected(
     )
     # Updates and transfers slow down compute that shares the cores with them: how much, is known with their own rates right.
     again = simulate(model, found, plan, plan_schedule(model, plan))
-    compute = _factor(_under_way(again, "compute"), report.busy.get("compute", 0.0))
+    compute = _factor(again.under_way.get("compute", 0.0), report.busy.get("compute", 0.0))
     return replace(found, stage_rates=merged_rates(found.stage_rates, tuple(_stage_rates(found, model, plan, compute))))
 
 
@@ -68,17 +67,6 @@ def _factor(predicted: float, measured: float) -> float:
     lowest, highest = BELIEVED
     factor = predicted / measured
     return factor if lowest <= factor <= highest else 1.0
-
-
-def _under_way(step: Timeline, resource: Resource) -> float:
-    """Seconds in which some job moved that uses the resource."""
-    begin = max(done.end for done in step.work) - step.step_seconds if step.work else 0.0
-    seconds, until = 0.0, begin
-    spans = [(done.begin, done.end) for done in step.work if any(name == resource for name, _ in done.parts)]
-    for first, last in sorted(spans):
-        seconds += max(0.0, last - max(first, until))
-        until = max(until, last)
-    return seconds
 
 
 def _stage_rates(hardware: HardwareProfile, model: ModelSpec, plan: Plan, factor: float) -> Iterable[StageRate]:

@@ -36,7 +36,7 @@ class StepReport:
     io_cpu_seconds: float  # CPU time of the threads that move bytes
     stalls: dict[str, float]  # cause -> seconds compute waited
     timeline: tuple[Busy, ...] = ()
-    busy: dict[str, float] = field(default_factory=dict)  # resource -> seconds, of the timeline
+    busy: dict[str, float] = field(default_factory=dict)  # resource -> seconds in which something of it was under way
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

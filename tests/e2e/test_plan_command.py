@@ -183,11 +183,11 @@ def test_the_very_plan_is_run(new_project: NewProject, command: Callable[[Projec
     assert promised["predicted_written_by"] == planned["predicted"]["written_by"]
     (end,) = (record for record in records if record["event"] == "end")
     lines = {line["what"]: line for line in end["compared"]}
-    assert {"peak RAM", "step", "compute busy", "update busy", "ssd read", "ssd written", "waiting"} <= set(lines)
+    assert {"peak RAM", "step", "compute under way", "update under way", "ssd read", "ssd written", "waiting"} <= set(lines)
     assert lines["ssd written"]["predicted"] == planned["predicted"]["written_per_step"]
     assert end["saved_bytes"] == 0  # everything rests on the ssd as it is
     step = [record for record in records if record["event"] == "step"][-1]
-    assert lines["compute busy"]["measured"] == step["busy"]["compute"] > 0
+    assert lines["compute under way"]["measured"] == step["busy"]["compute"] > 0
     broken, changed = re.subn(r'"lookahead": (\d)', r'"lookahead": -\1', (project.folder / "plan.json").read_text())
     assert changed
     (project.folder / "plan.json").write_text(broken)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fuyou_cli.planner.place import plan as first_that_fits
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.planner.timeline import Timeline
 from fuyou_cli.spec.plan import Plan
+from fuyou_cli.training.busy import busy_seconds
 from fuyou_cli.training.compared import as_records, compared
-from fuyou_cli.training.report import Compared, StepReport
+from fuyou_cli.training.report import Busy, Compared, StepReport
 from fuyou_cli.training.reporting import Steps, run_report
 
 from .models import HARDWARE
@@ -59,14 +63,34 @@ def test_medians_of_the_later_steps_stand_beside_the_plan(promised: tuple[Plan, 
         step(3, busy={"compute": 3.0, "ssd read": 0.7}, written_bytes=60),
         step(4, busy={"compute": 2.0}, stalls={"weights of the head": 0.75}, written_bytes=50),
     )
-    busy = found["compute busy"]
-    assert (busy.predicted, busy.measured, busy.unit) == (timeline.busy["compute"], 2.0, "seconds")
-    assert busy.difference == pytest.approx(2.0 / timeline.busy["compute"] - 1)
-    assert found["ssd read busy"].measured == 0.5  # of a step in which nothing was read, none
-    assert "h2d busy" not in found  # nobody measured it
+    compute = found["compute under way"]
+    assert (compute.predicted, compute.measured, compute.unit) == (timeline.under_way["compute"], 2.0, "seconds")
+    assert compute.difference == pytest.approx(2.0 / timeline.under_way["compute"] - 1)
+    assert found["ssd read under way"].measured == 0.5  # of a step in which nothing was read, none
+    assert "h2d under way" not in found  # nobody measured it
     assert (found["ssd written"].predicted, found["ssd written"].measured) == (plan.predicted.written_per_step, 50)
     assert found["peak RAM"].predicted == plan.predicted.cpu_peak
     assert found["  for weights of the head"].measured == found["waiting"].measured == 0.25
+
+
+@settings(max_examples=20, deadline=None)
+@given(disk=st.floats(0.001, 1.0), clip=st.sampled_from([None, 1.0]))
+def test_a_run_just_as_planned_differs_in_nothing(disk: float, clip: float | None) -> None:
+    """Also where a resource is held back by another: an update that waits for a slow disk is under way all the while."""
+    rates = ("store_read", "store_read_mixed", "store_write", "store_write_mixed")
+    slow = replace(HARDWARE, **{name: disk * getattr(HARDWARE, name) for name in rates})
+    plan = first_that_fits(SPEC, slow, wishes(clip_grad_norm=clip, states="ssd"))
+    timeline = simulate(SPEC, slow, plan, plan_schedule(SPEC, plan))
+    measured = busy_seconds([
+        Busy(resource=name, label=done.what, begin=max(0.0, done.begin - timeline.begin), end=done.end - timeline.begin)
+        for done in timeline.work for name, _ in done.parts
+    ])  # fmt: skip
+    found = lines((plan, timeline), step(1), step(2, busy=measured, stalls=timeline.stalls, seconds=timeline.step_seconds))
+    for name in ("compute", "update", "ssd read", "ssd write"):
+        line = found[f"{name} under way"]
+        assert line.measured == pytest.approx(line.predicted) and line.measured > 0, name
+    assert found["update under way"].predicted > timeline.in_use["update"]  # AdamW alone is far quicker than its disk
+    assert all(seconds <= timeline.step_seconds * (1 + 1e-9) for seconds in timeline.under_way.values())
 
 
 def test_what_was_not_predicted_has_no_share(promised: tuple[Plan, Timeline]) -> None:

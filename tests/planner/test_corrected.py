@@ -35,9 +35,8 @@ def step_on(machine: HardwareProfile, plan: Plan = PLAN) -> Timeline:
 def run_on(machine: HardwareProfile, *, steps: int = 2 + LEAST_STEPS, plan: Plan = PLAN) -> RunReport:
     """What a run of the plan reports where the machine is really like this."""
     step = step_on(machine, plan)
-    begin = max(done.end for done in step.work) - step.step_seconds
     busy = busy_seconds([
-        Busy(resource=name, label=done.what, begin=max(0.0, done.begin - begin), end=done.end - begin)
+        Busy(resource=name, label=done.what, begin=max(0.0, done.begin - step.begin), end=done.end - step.begin)
         for done in step.work for name, _ in done.parts
     ])  # fmt: skip
     costs = Costs.of(SPEC, machine, plan)

@@ -53,7 +53,7 @@ def test_the_parts_of_a_job_move_in_step() -> None:
     assert _until(machine, machine.submit(Work(read=8, write=8, update=3), what="update", stage=0)) == [
         pytest.approx(6, rel=1e-3)
     ]
-    assert machine.busy["update"] == pytest.approx(3.0)
+    assert machine.in_use["update"] == pytest.approx(3.0)
 
 
 def test_a_reader_beside_a_writer_is_held_to_the_mixed_rate_and_no_longer() -> None:
@@ -147,6 +147,6 @@ def test_nothing_is_lost_or_found(jobs: list[tuple[Work, int]], share: float) ->
     machine = _machine(compute_left=share, update_left=share)
     tickets = [machine.submit(work, what="x", stage=i, priority=p) for i, (work, p) in enumerate(jobs)]
     _until(machine, *tickets)
-    assert all(seconds <= machine.now * (1 + 1e-9) for seconds in machine.busy.values())
+    assert all(seconds <= machine.now * (1 + 1e-9) for seconds in machine.in_use.values())
     for name, rate in (("read", 4.0), ("write", 2.0), ("update", 1.0), ("compute", 1.0), ("up", 8.0), ("down", 8.0)):
         assert sum(getattr(work, name) for work, _ in jobs) / rate <= machine.now * (1 + 1e-9) + 1e-9

@@ -40,7 +40,7 @@ def test_a_step_takes_at_least_its_busiest_resource(data: st.DataObject, spec: M
     wishes = replace(data.draw(wishes_for(spec)), device=device)
     made, step = _simulated(spec, COPYING if device == "cuda" else SHARED, wishes)
     assert 0 <= step.forward_seconds <= step.step_seconds
-    assert all(seconds <= step.step_seconds * (1 + 1e-9) for seconds in step.busy.values())
+    assert all(seconds <= step.step_seconds * (1 + 1e-9) for seconds in step.in_use.values())
     assert step.written == made.predicted.written_per_step
     assert step.read <= made.predicted.read_per_step  # weights may still be there from an update when they are wanted again
     costs = Costs.of(spec, COPYING if device == "cuda" else SHARED, made)

@@ -227,7 +227,7 @@ def run_report(timeline: tuple[Busy, ...]) -> RunReport:
         compared=(
             Compared(what="peak RAM", unit="bytes", predicted=1_884 * MiB, measured=1_850 * MiB),
             Compared(what="step", unit="seconds", predicted=88.4, measured=86.2),
-            Compared(what="compute busy", unit="seconds", predicted=84.0, measured=82.5),
+            Compared(what="compute under way", unit="seconds", predicted=84.0, measured=82.5),
             Compared(what="ssd read", unit="bytes", predicted=17_600_000_000, measured=17_610_000_000),
             Compared(what="ssd written", unit="bytes", predicted=15_400_000_000, measured=15_400_000_000),
             Compared(what="waiting", unit="seconds", predicted=0.0, measured=3.5),

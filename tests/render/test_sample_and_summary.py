@@ -68,7 +68,7 @@ def test_summary_compares(printer: Printer, run_report: RunReport, width: int, a
     rows = {line.strip()[:9]: line.split() for line in text.splitlines()}
     assert rows["peak RAM "][-5:] == ["1.84", "GiB", "1.81", "GiB", "-1.8%"]
     assert rows["step     "][-5:] == ["88.4", "s", "86.2", "s", "-2.5%"]
-    assert rows["compute b"][-5:] == ["84.0", "s", "82.5", "s", "-1.8%"]
+    assert rows["compute u"][-5:] == ["84.0", "s", "82.5", "s", "-1.8%"]
     assert rows["waiting  "][-3:] == ["s", "not", "predicted"]
     assert "  for update of the embedding" in text
     assert rows["ssd writt"][-1] == "0%"

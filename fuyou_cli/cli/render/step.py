@@ -43,7 +43,7 @@ def _resources(console: Console, plan: Plan, model: ModelSpec, hardware: Hardwar
     predicted, step = plan.predicted, plan.predicted.step_seconds
     content = ruled(shapes)
     column(content, "resource")
-    for title in ("work", "rate", "busy", "share"):
+    for title in ("work", "rate", "takes", "share"):
         column(content, title, right=True)
     column(content)
     width = 20 if console.width >= WIDE else 8
