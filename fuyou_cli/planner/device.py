@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from ..spec.model import ModelSpec, StageSpec
 from ..spec.plan import Plan
 
+# What compute waits for, by the same names on paper and in a run.
+WEIGHTS_UP = "copies of weights to the device"
+BOUNDARIES_ACROSS = "copies of boundaries"
+GRADIENTS_ACROSS = "copies of gradients"
+
 WEIGHTS_ON_DEVICE = 2  # stages whose streamed weights a device holds at a time; they take turns
 
 

@@ -92,7 +92,12 @@ class Residency:
         """Returns when `done()`; meanwhile everything keeps moving. The time is a stall of `cause`."""
         self.advance()
         if not done():
-            self.stalls[cause] = self.stalls.get(cause, 0.0) + self._runner.waited(done)
+            self.stalled(cause, self._runner.waited(done))
+
+    def stalled(self, cause: str, seconds: float) -> None:
+        """Compute waited for something that the ledger does not keep."""
+        if seconds > 0:
+            self.stalls[cause] = self.stalls.get(cause, 0.0) + seconds
 
     def advance(self) -> None:
         """Notices what has finished and starts what has become possible. Never waits."""

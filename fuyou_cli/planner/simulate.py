@@ -15,7 +15,7 @@ from ..spec.plan import Plan, StagePlan
 from .boundary_layout import kept_bytes
 from .boundary_ledger import BoundaryLedger
 from .costs import Costs
-from .device import DeviceSide, crossing
+from .device import BOUNDARIES_ACROSS, GRADIENTS_ACROSS, WEIGHTS_UP, DeviceSide, crossing
 from .lookahead import Lookahead
 from .machine import Sharing, VirtualMachine, Work
 from .residency import UPDATE_PRIORITY, Record, Residency
@@ -154,7 +154,7 @@ class _Imagined:
         self.after.append((self.machine.submit(self._copy(down=size), what="gradients", stage=total), arrived))
         if len(self.after) > 1:  # two spans take turns
             first = self.after[0]
-            self.residency.wait_until(lambda: first not in self.after, "a download of gradients")
+            self.residency.wait_until(lambda: first not in self.after, GRADIENTS_ACROSS)
 
     # ---- compute ---------------------------------------------------------------------------------------------------
 
@@ -170,9 +170,9 @@ class _Imagined:
             while not self.machine.collect(ticket):
                 self.machine.advance()
             self.tick()
+        self._stand_still(lambda: all(self.machine.is_done(copy) for copy in copies), BOUNDARIES_ACROSS)
         for copy in copies:
-            while not self.machine.collect(copy):
-                self.machine.advance()
+            self.machine.collect(copy)
 
     def _begin_copies(self, visit: Visit) -> list[int]:
         """Boundaries in and out, beside compute micro-batch by micro-batch."""
@@ -184,8 +184,18 @@ class _Imagined:
 
     def _wait_for_upload(self, owner: int) -> None:
         ticket = self._upload(owner, self.residency.records[owner].generation)
-        while ticket is not None and not self.machine.is_done(ticket):
+        self._stand_still(lambda: ticket is None or self.machine.is_done(ticket), WEIGHTS_UP)
+
+    def _stand_still(self, done: Callable[[], bool], cause: str) -> None:
+        """Waits for copies as a run does: nobody looks around meanwhile."""
+        begin = self.machine.now
+        while not done():
             self.machine.advance()
+        self.residency.stalled(cause, self.machine.now - begin)
+
+    def settle(self) -> None:
+        """All gradients have arrived and are handed over."""
+        self.residency.wait_until(lambda: not self.after, GRADIENTS_ACROSS)
 
     def _copy(self, *, up: float = 0.0, down: float = 0.0) -> Work:
         """Between host and device; an unknown rate costs nothing."""
@@ -311,8 +321,6 @@ def _step(run: _Imagined, visits: int) -> float:
     for _ in range(visits):
         if run.visit(update=update).phase == "forward":
             forward = run.machine.now
-    while run.after:
-        run.machine.advance()
-        run.tick()
+    run.settle()
     run.residency.update_later(True)
     return forward

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fuyou_cli.planner.bound import lower_bound
 from fuyou_cli.planner.costs import Costs
+from fuyou_cli.planner.device import BOUNDARIES_ACROSS, GRADIENTS_ACROSS, WEIGHTS_UP
 from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.simulate import simulate
@@ -49,6 +50,20 @@ def test_a_step_takes_at_least_its_busiest_resource(data: st.DataObject, spec: M
     reading = step.read / (made.predicted.read_per_step or 1)
     for name, seconds in made.predicted.seconds.items():
         assert seconds * (reading if name == "ssd read" else 1) <= most, name
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), spec=specs, device=st.sampled_from(["cpu", "emulated", "cuda"]), h2d=st.floats(1e7, 1e11))
+def test_every_second_of_a_step_is_compute_or_a_wait_with_a_name(
+    data: st.DataObject, spec: ModelSpec, device: str, h2d: float
+) -> None:
+    hardware = DEAR_TRANSFERS if device == "cpu" else replace(COPYING, h2d=h2d, d2h=h2d / 2)
+    _, step = _simulated(spec, hardware, replace(data.draw(wishes_for(spec)), device=device))
+    assert step.under_way["compute"] + sum(step.stalls.values()) == pytest.approx(step.step_seconds, rel=1e-6)
+    if device == "cpu":
+        assert not {WEIGHTS_UP, BOUNDARIES_ACROSS, GRADIENTS_ACROSS} & set(step.stalls)
+    elif h2d < 1e8:  # slower than any disk
+        assert max(step.stalls, key=lambda cause: step.stalls[cause]) in (WEIGHTS_UP, BOUNDARIES_ACROSS, GRADIENTS_ACROSS)
 
 
 @settings(max_examples=25, deadline=None)
