@@ -13,15 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.engine.devices.cpu import PastEvent
-from fuyou_cli.engine.devices.emulated import EmulatedDevice
 from fuyou_cli.engine.executor import StepAbandoned
 from fuyou_cli.planner.boundary_layout import Kept
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.swap.native import ffi
 
-from . import rig as rigs
 from .families import FAMILIES, gpt2, llama
+from .late import make_late
 from .rig import Rig, Shape, Subject, unequal
 from .test_compute_memory import _OutsideOf
 
@@ -150,30 +148,6 @@ def test_attention_with_dropout_is_never_kept(dropping: Subject) -> None:
     assert [operator.index for operator in dropping.spec.stages[2].unneeded] == [4]
 
 
-class _Late(EmulatedDevice):
-    """Copies to the host when somebody asks for the copy, and no earlier."""
-
-    def download(self, device: torch.Tensor, host: torch.Tensor) -> Any:
-        return _LateCopy(device, host)
-
-
-class _LateCopy(PastEvent):
-    def __init__(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        self._pair: tuple[torch.Tensor, torch.Tensor] | None = (source, target)
-
-    def wait(self) -> None:
-        self.synchronize()
-
-    def synchronize(self) -> None:
-        if self._pair is not None:
-            self._pair[1].copy_(self._pair[0])
-            self._pair = None
-
-    def done(self) -> bool:
-        self.synchronize()
-        return True
-
-
 @pytest.mark.parametrize("late", [False, True], ids=["cpu", "late copies"])
 def test_an_output_changed_in_place_is_kept_as_it_was(late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy still under way has to be over before its source changes, and backward uses the value before the change."""
@@ -182,10 +156,8 @@ def test_an_output_changed_in_place_is_kept_as_it_was(late: bool, tmp_path: Path
         monkeypatch.setattr(layer.mlp, "forward", _changing(layer.mlp))
     expected = _outcome(subject, tmp_path / "recompute")
     assert expected[0] != _outcome(Subject(llama(), Shape()), tmp_path / "plain")[0]
-    if late:
-        monkeypatch.setattr(rigs, "open_device", lambda kind: _Late())
-    device = "emulated" if late else "cpu"
-    _assert_same(_outcome(subject, tmp_path / "kept", device=device, kept="all"), expected)
+    way = make_late(monkeypatch) if late else {"device": "cpu"}
+    _assert_same(_outcome(subject, tmp_path / "kept", kept="all", **way), expected)
 
 
 def _changing(mlp: Any) -> Any:

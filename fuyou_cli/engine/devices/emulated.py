@@ -1,8 +1,9 @@
-"""An emulated accelerator: memory of its own (other CPU tensors) and a copy engine of its own (one thread).
+"""An emulated accelerator: memory of its own (other CPU tensors) and copy engines of its own (one thread each way).
 
 It exists so that everything about a separate device is exercised without one: uploads and downloads really run beside
-compute, in order, and reading a copy before its event is a real bug with real consequences. Device memory starts as NaN
-bytes, so compute that does not wait for its upload is seen.
+compute, each direction in order and in no order with the other, and reading a copy before its event is a real bug with real
+consequences. Device memory starts as NaN bytes, and so does the target of a copy from the moment it is asked for, so that
+whoever does not wait for it is seen.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .cpu import CpuDevice, PastEvent
 
 
 class CopyEvent(PastEvent):
-    """Set by the copy thread when everything submitted before it has been copied."""
+    """Set by a copy engine when everything submitted to it before has been copied."""
 
     def __init__(self) -> None:
         self._passed = threading.Event()
@@ -34,16 +35,12 @@ class CopyEvent(PastEvent):
         return self._passed.is_set()
 
 
-class EmulatedDevice(CpuDevice):
-    """Random streams and pinning are the CPU's; memory and copies are its own."""
+class _CopyEngine:
+    """One direction: copies in the order they were asked for, on a thread."""
 
-    name = "emulated"
-    separate = True
-
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         self._work: queue.SimpleQueue[tuple[torch.Tensor, torch.Tensor, CopyEvent] | None] = queue.SimpleQueue()
-        self._allocated = 0
-        self._thread = threading.Thread(target=self._copy, name="emulated-copy", daemon=True)
+        self._thread = threading.Thread(target=self._copy, name=name, daemon=True)
         self._thread.start()
 
     def _copy(self) -> None:
@@ -55,30 +52,53 @@ class EmulatedDevice(CpuDevice):
                 event.error = error
             event._passed.set()
 
-    def _submit(self, source: torch.Tensor, target: torch.Tensor) -> CopyEvent:
+    def submit(self, source: torch.Tensor, target: torch.Tensor) -> CopyEvent:
         event = CopyEvent()
+        poison(target)
         self._work.put((source, target, event))
         return event
+
+    def synchronize(self) -> None:
+        marker = torch.empty(0)
+        self.submit(marker, marker).synchronize()
+
+    def close(self) -> None:
+        self._work.put(None)
+        self._thread.join()
+
+
+def poison(target: torch.Tensor) -> None:
+    """What computes with it before the copy has arrived gets NaN, or ids of no token."""
+    target.fill_(torch.nan if target.is_floating_point() else True if target.dtype == torch.bool else -1)
+
+
+class EmulatedDevice(CpuDevice):
+    """Random streams and pinning are the CPU's; memory and copies are its own."""
+
+    name = "emulated"
+    separate = True
+
+    def __init__(self) -> None:
+        self._allocated = 0
+        self._up, self._down = _CopyEngine("emulated-up"), _CopyEngine("emulated-down")
 
     def empty(self, size: int) -> torch.Tensor:
         self._allocated += size
         return torch.full((size,), 0xFF, dtype=torch.uint8)  # NaN in every float format
 
-    def upload(self, host: torch.Tensor, device: torch.Tensor) -> CopyEvent:  # beside compute, in order
-        return self._submit(host, device)
+    def upload(self, host: torch.Tensor, device: torch.Tensor) -> PastEvent:  # beside compute, in order
+        return self._up.submit(host, device)
 
-    def download(self, device: torch.Tensor, host: torch.Tensor) -> CopyEvent:
-        return self._submit(device, host)
+    def download(self, device: torch.Tensor, host: torch.Tensor) -> PastEvent:
+        return self._down.submit(device, host)
 
     def peak_memory(self) -> int:
         return self._allocated
 
     def synchronize(self) -> None:
-        event = CopyEvent()
-        marker = torch.empty(0)
-        self._work.put((marker, marker, event))
-        event.synchronize()
+        self._up.synchronize()
+        self._down.synchronize()
 
     def close(self) -> None:
-        self._work.put(None)
-        self._thread.join()
+        self._up.close()
+        self._down.close()

@@ -1,0 +1,71 @@
+"""An emulated device whose copies are as late as they may be: each is made when somebody waits for it, or for one behind it
+in the same direction, and not a moment earlier. Who forgets to wait, or lets go of a source or a target too early, computes
+with NaN or with what came later, every time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fuyou_cli.engine.devices.cpu import PastEvent
+from fuyou_cli.engine.devices.emulated import EmulatedDevice, poison
+
+from . import rig as rigs
+
+
+class _LateCopies:
+    """One direction, in order."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[_LateCopy, torch.Tensor, torch.Tensor]] = []
+
+    def submit(self, source: torch.Tensor, target: torch.Tensor) -> _LateCopy:
+        poison(target)
+        event = _LateCopy(self)
+        self._waiting.append((event, source, target))
+        return event
+
+    def run_until(self, event: _LateCopy | None) -> None:
+        while self._waiting and not (event and event.made):
+            made, source, target = self._waiting.pop(0)
+            target.copy_(source)
+            made.made = True
+
+
+class _LateCopy(PastEvent):
+    def __init__(self, copies: _LateCopies) -> None:
+        self._copies, self.made = copies, False
+
+    def wait(self) -> None:
+        self._copies.run_until(self)
+
+    def synchronize(self) -> None:
+        self._copies.run_until(self)
+
+    def done(self) -> bool:
+        self._copies.run_until(self)
+        return True
+
+
+class LateDevice(EmulatedDevice):
+    def __init__(self) -> None:
+        super().__init__()
+        self._late_up, self._late_down = _LateCopies(), _LateCopies()
+
+    def upload(self, host: torch.Tensor, device: torch.Tensor) -> PastEvent:
+        return self._late_up.submit(host, device)
+
+    def download(self, device: torch.Tensor, host: torch.Tensor) -> PastEvent:
+        return self._late_down.submit(device, host)
+
+    def synchronize(self) -> None:
+        self._late_up.run_until(None)
+        self._late_down.run_until(None)
+
+
+def make_late(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """From now on an emulated device is a late one; how to ask for it."""
+    monkeypatch.setattr(rigs, "open_device", lambda kind: LateDevice())
+    return {"device": "emulated"}
