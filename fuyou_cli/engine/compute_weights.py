@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
+from ..planner.device import WEIGHTS_UP
 from ..spec.model import ITEM_SIZE, ModelSpec
 from ..spec.plan import Plan, Span
 from .devices.base import Device, Event
 from .host_memory import HostMemory
+from .moves import Waiting
 from .skeleton import TORCH_DTYPE
 
 
@@ -25,8 +27,8 @@ class ComputeWeights:
     """Two device spans take turns, so that one stage's upload runs beside another's compute; stages whose weights have
     their home on the device keep a span of their own and are uploaded again only when a new generation exists."""
 
-    def __init__(self, *, model: ModelSpec, plan: Plan, memory: HostMemory, device: Device) -> None:
-        self.model, self.memory, self.device = model, memory, device
+    def __init__(self, *, model: ModelSpec, plan: Plan, memory: HostMemory, device: Device, waiting: Waiting) -> None:
+        self.model, self.memory, self.device, self._waiting = model, memory, device, waiting
         self.dtype = TORCH_DTYPE[model.compute_dtype]
         item = ITEM_SIZE[model.compute_dtype]
         self.homes: dict[int, _Uploaded] = {}
@@ -47,7 +49,8 @@ class ComputeWeights:
             return host
         uploaded = self._upload(owner, host, generation)
         assert uploaded.arrived is not None
-        uploaded.arrived.wait()
+        with self._waiting(WEIGHTS_UP):
+            uploaded.arrived.wait()
         return uploaded.memory.view(self.dtype)[:params]
 
     def begin(self, owner: int, span: Span, generation: int) -> None:
@@ -59,7 +62,8 @@ class ComputeWeights:
         """sync: the upload from the host's weights of `owner` is over, so that they may be overwritten."""
         for uploaded in (*self.turns, *self.homes.values()):
             if uploaded.owner == owner and uploaded.arrived is not None:
-                uploaded.arrived.synchronize()
+                with self._waiting(WEIGHTS_UP):
+                    uploaded.arrived.synchronize()
 
     def settle_all(self) -> None:
         """sync: no upload is under way, so that any of the host's slots may be used for something else."""

@@ -93,12 +93,18 @@ class Executor:
             schedule=self.schedule, residency=self.residency, boundaries=self.boundaries.ledger, tick=self._tick
         )
         self.outputs = KeptOutputs(model=model, plan=plan, boundaries=self.boundaries, memory=memory, device=device)
-        self.weights = ComputeWeights(model=model, plan=plan, memory=memory, device=device)
+        self.weights = ComputeWeights(model=model, plan=plan, memory=memory, device=device, waiting=self.moves.waiting)
         self.head = Head(anatomy.model)
         self.between_micro_batches: Callable[[], None] = lambda: None
         self.after_visit: Callable[[Visit], None] = lambda visit: None
         self.sums = GradientSums(
-            model=model, plan=plan, residency=self.residency, memory=memory, device=device, hand_over=self._hand_over
+            model=model,
+            plan=plan,
+            residency=self.residency,
+            memory=memory,
+            device=device,
+            hand_over=self._hand_over,
+            waiting=self.moves.waiting,
         )
         self._anchor = torch.zeros((), requires_grad=True)
         self._shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by identity: masks and positions on the device

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import NoReturn
 
 from ..core.errors import NumericsError
@@ -12,6 +13,8 @@ from ..spec.model import ModelSpec
 from ..spec.plan import Plan
 from ..swap.daemon import Result, SwapDaemon, Update
 from .updates import build_update
+
+Waiting = Callable[[str], AbstractContextManager[None]]  # of a cause: the time spent inside is a stall of it
 
 _FIRST_POLL_SECONDS, _POLL_SECONDS = 50e-6, 0.002  # a wait looks around often at first, then less often
 
@@ -53,6 +56,15 @@ class DaemonMoves:
             pause = min(2 * pause, _POLL_SECONDS)
             self._tick()
         return time.perf_counter() - begin
+
+    @contextmanager
+    def waiting(self, cause: str) -> Iterator[None]:
+        """Inside, compute waits for a copy, and nothing else is looked after."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.residency.stalled(cause, time.perf_counter() - begin)
 
     def _refuse_weights(self, record: Record, result: Result) -> NoReturn:
         """Names where it began: backward reaches the last stages first, whatever order their updates finish in."""

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
+from ..planner.device import GRADIENTS_ACROSS
 from ..planner.residency import Residency
 from ..spec.model import ITEM_SIZE, ModelSpec
 from ..spec.plan import Plan
 from .devices.base import Device, Event
 from .gradients import GradientSum
 from .host_memory import HostMemory
+from .moves import Waiting
 from .skeleton import TORCH_DTYPE
 
 HandOver = Callable[[int, torch.Tensor], None]  # (stage, its complete gradients in host memory)
@@ -43,9 +45,10 @@ class GradientSums:
         memory: HostMemory,
         device: Device,
         hand_over: HandOver,
+        waiting: Waiting,
     ) -> None:
         self.model, self.residency, self.memory, self.device = model, residency, memory, device
-        self._hand_over = hand_over
+        self._hand_over, self._waiting = hand_over, waiting
         self._dtype = TORCH_DTYPE[plan.numerics.accumulate_dtype]
         self._sums: dict[int, GradientSum] = {}
         self._spans = self._open_spans(ITEM_SIZE[plan.numerics.accumulate_dtype])
@@ -73,7 +76,9 @@ class GradientSums:
                     self.settle()
                 flat = self._spans.pop(0).view(self._dtype)[: spec.params]
                 if resume:
-                    self.device.upload(host, flat).wait()
+                    arrived = self.device.upload(host, flat)
+                    with self._waiting(GRADIENTS_ACROSS):
+                        arrived.wait()
             self._sums[owner] = GradientSum(spec, flat, touched=set(range(len(spec.tensors))) if resume else set())
         return self._sums[owner]
 
@@ -113,6 +118,8 @@ class GradientSums:
     def settle(self) -> None:
         """Everything under way has arrived and is handed over."""
         while self._downloads:
+            with self._waiting(GRADIENTS_ACROSS):
+                self._downloads[0].event.synchronize()
             self._arrive()
 
     def _arrive(self) -> None:

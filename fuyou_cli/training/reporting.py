@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ..engine.devices.base import Copy
 from ..engine.executor import StepOutcome
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
@@ -15,7 +16,9 @@ from ..swap.daemon import Event
 from .report import Busy, RunReport, StepReport
 
 
-def timeline(outcome: StepOutcome, events: Iterable[Event], *, begin: float, model: ModelSpec) -> tuple[Busy, ...]:
+def timeline(
+    outcome: StepOutcome, events: Iterable[Event], copies: Iterable[Copy], *, begin: float, model: ModelSpec
+) -> tuple[Busy, ...]:
     """When which resource was busy in a step that began at `begin` (monotonic seconds)."""
     names = [stage.name for stage in model.stages]
     busy = [
@@ -38,6 +41,17 @@ def timeline(outcome: StepOutcome, events: Iterable[Event], *, begin: float, mod
         )
         for event in events
         if event.end_ns / 1e9 > begin
+    ]
+    busy += [
+        Busy(
+            resource="h2d" if copy.up else "d2h",
+            label="copy to the device" if copy.up else "copy to the host",
+            begin=max(0.0, copy.begin - begin),
+            end=copy.end - begin,
+            bytes=copy.bytes,
+        )
+        for copy in copies
+        if copy.end > begin
     ]
     return tuple(busy)
 

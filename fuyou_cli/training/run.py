@@ -185,7 +185,7 @@ class Run:
         ids, labels = batch.tensors()
         number, lr = self.step + 1, self.rates.at(self.step + 1)
         before, stalls_before = self.daemon.counters(), dict(self.executor.residency.stalls)
-        self.daemon.events()
+        self.daemon.events(), self.device.copies()
         begin = time.monotonic()
         self._in_step = True
         try:
@@ -215,7 +215,7 @@ class Run:
             for cause, total in self.executor.residency.stalls.items()
             if total > stalls_before.get(cause, 0.0)
         }
-        moved = timeline(outcome, self.daemon.events(), begin=begin, model=self.model)
+        moved = timeline(outcome, self.daemon.events(), self.device.copies(), begin=begin, model=self.model)
         return StepReport(
             step=self.step,
             total_steps=self.prepared.total_steps,

@@ -52,3 +52,18 @@ def test_what_saving_writes_is_no_part_of_a_step(new_project: Callable[..., Proj
         assert run.saved_bytes >= 12 * run.model.parameters - 4096 * len(run.model.stages)
     assert trained.written_bytes - loaded.written_bytes == run.saved_bytes
     assert trained.read_bytes == loaded.read_bytes
+
+
+def test_copies_to_a_device_of_its_own_are_on_the_timeline(new_project: Callable[..., Project]) -> None:
+    project = new_project(changes={"train.max_steps": STEPS, "offload.device": "emulated"})
+    reports: list[StepReport] = []
+    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+        run.load(lambda count: None)
+        run.train(reports.append)
+        report = run.report()
+        weights = sum(stage.weights_extents[0].size for stage in run.plan.stages)
+    for step in _with_timelines(reports):
+        moved = {way: [item for item in step.timeline if item.resource == way] for way in ("h2d", "d2h")}
+        assert sum(item.bytes for item in moved["h2d"]) >= weights <= sum(item.bytes for item in moved["d2h"])
+        assert all(0 <= item.begin <= item.end for items in moved.values() for item in items)
+    assert min(report.busy["h2d"], report.busy["d2h"]) > 0

@@ -7,9 +7,38 @@ device cpu host memory is device memory and nothing is copied.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+MOST_COPIES = 1 << 14  # that are remembered until somebody asks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copy:
+    """One copy between host and device, when it ran on the monotonic clock (seconds)."""
+
+    up: bool  # to the device; else back
+    begin: float
+    end: float
+    bytes: int
+
+
+class CopyLog:
+    """Copies that are over, the oldest forgotten where nobody asks. Written by copy threads, read by the one that steps."""
+
+    def __init__(self) -> None:
+        self._copies: deque[Copy] = deque(maxlen=MOST_COPIES)
+
+    def add(self, copy: Copy) -> None:
+        self._copies.append(copy)
+
+    def take(self) -> Iterator[Copy]:
+        while self._copies:
+            yield self._copies.popleft()
 
 
 class Event(Protocol):
@@ -50,6 +79,9 @@ class Device(Protocol):
     def random_state(self) -> object: ...
 
     def restore_random_state(self, state: object) -> None: ...
+
+    def copies(self) -> list[Copy]:
+        """Those that ended since the last call; none on device cpu."""
 
     def peak_memory(self) -> int:
         """Bytes of device memory in use at most so far; 0 on device cpu."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from .base import Copy
+
 
 class PastEvent:
     """An event of work that was done before the call returned."""
@@ -46,6 +48,9 @@ class CpuDevice:
     def restore_random_state(self, state: object) -> None:
         assert isinstance(state, torch.Tensor)
         torch.set_rng_state(state)
+
+    def copies(self) -> list[Copy]:
+        return []
 
     def peak_memory(self) -> int:
         return 0

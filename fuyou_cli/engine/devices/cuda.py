@@ -7,15 +7,23 @@ of two. What no GPU has confirmed yet is listed in CHANGELOG.md.
 
 from __future__ import annotations
 
+import time
+from collections import deque
+
 import torch
 
 from ...core.errors import FuyouError
+from .base import MOST_COPIES, Copy
 
 
 class CudaEvent:
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event()
+        self._event = torch.cuda.Event(enable_timing=True)
         self._event.record(stream)
+
+    def seconds_after(self, earlier: CudaEvent) -> float:
+        """Both have passed."""
+        return float(earlier._event.elapsed_time(self._event)) / 1000
 
     def wait(self) -> None:
         torch.cuda.current_stream().wait_event(self._event)
@@ -41,23 +49,52 @@ class CudaDevice:
         self._up = torch.cuda.Stream()
         self._down = torch.cuda.Stream()
         self._pinned: list[int] = []
+        self._copies: deque[tuple[bool, CudaEvent, CudaEvent, int]] = deque(maxlen=MOST_COPIES)  # up, from, to, bytes
+        self._clock = torch.cuda.Stream()  # never has work: what is recorded there passes at once
+        self._set_clock()
 
     def empty(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self.torch_device)
 
     def upload(self, host: torch.Tensor, device: torch.Tensor) -> CudaEvent:
         self._up.wait_stream(torch.cuda.current_stream())
+        begin = CudaEvent(self._up)
         with torch.cuda.stream(self._up):
             device.copy_(host, non_blocking=True)
         device.record_stream(self._up)
-        return CudaEvent(self._up)
+        end = CudaEvent(self._up)
+        self._copies.append((True, begin, end, host.numel() * host.element_size()))
+        return end
 
     def download(self, device: torch.Tensor, host: torch.Tensor) -> CudaEvent:
         self._down.wait_stream(torch.cuda.current_stream())
+        begin = CudaEvent(self._down)
         with torch.cuda.stream(self._down):
             host.copy_(device, non_blocking=True)
         device.record_stream(self._down)
-        return CudaEvent(self._down)
+        end = CudaEvent(self._down)
+        self._copies.append((False, begin, end, host.numel() * host.element_size()))
+        return end
+
+    def _set_clock(self) -> None:
+        """Which moment of the host's clock one of the device's is. Set again and again: single precision counts the time since."""
+        self._zero = CudaEvent(self._clock)
+        self._zero.synchronize()
+        self._zero_at = time.monotonic()
+
+    def copies(self) -> list[Copy]:
+        found, going = [], []
+        for copy in self._copies:
+            up, begin, end, size = copy
+            if not end.done():
+                going.append(copy)
+                continue
+            first, last = (self._zero_at + event.seconds_after(self._zero) for event in (begin, end))
+            found.append(Copy(up=up, begin=first, end=last, bytes=size))
+        self._copies.clear()
+        self._copies.extend(going)
+        self._set_clock()
+        return found
 
     def pin(self, host: torch.Tensor) -> None:
         if host.numel() == 0:

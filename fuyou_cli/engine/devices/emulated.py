@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 
 import torch
 
+from .base import Copy, CopyLog
 from .cpu import CpuDevice, PastEvent
 
 
@@ -38,7 +40,8 @@ class CopyEvent(PastEvent):
 class _CopyEngine:
     """One direction: copies in the order they were asked for, on a thread."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, log: CopyLog, *, up: bool) -> None:
+        self._log, self._up = log, up
         self._work: queue.SimpleQueue[tuple[torch.Tensor, torch.Tensor, CopyEvent] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._copy, name=name, daemon=True)
         self._thread.start()
@@ -46,10 +49,13 @@ class _CopyEngine:
     def _copy(self) -> None:
         while (item := self._work.get()) is not None:
             source, target, event = item
+            begin = time.monotonic()
             try:
                 target.copy_(source)
             except RuntimeError as error:  # shape or dtype mismatch: re-raised by whoever waits
                 event.error = error
+            size = source.numel() * source.element_size()
+            self._log.add(Copy(up=self._up, begin=begin, end=time.monotonic(), bytes=size))
             event._passed.set()
 
     def submit(self, source: torch.Tensor, target: torch.Tensor) -> CopyEvent:
@@ -80,7 +86,9 @@ class EmulatedDevice(CpuDevice):
 
     def __init__(self) -> None:
         self._allocated = 0
-        self._up, self._down = _CopyEngine("emulated-up"), _CopyEngine("emulated-down")
+        self._log = CopyLog()
+        self._up = _CopyEngine("emulated-up", self._log, up=True)
+        self._down = _CopyEngine("emulated-down", self._log, up=False)
 
     def empty(self, size: int) -> torch.Tensor:
         self._allocated += size
@@ -91,6 +99,9 @@ class EmulatedDevice(CpuDevice):
 
     def download(self, device: torch.Tensor, host: torch.Tensor) -> PastEvent:
         return self._down.submit(device, host)
+
+    def copies(self) -> list[Copy]:
+        return [copy for copy in self._log.take() if copy.bytes]
 
     def peak_memory(self) -> int:
         return self._allocated
