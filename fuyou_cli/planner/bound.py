@@ -7,12 +7,14 @@ boundaries go to it and gradients and boundaries come back, always by way of the
 
 from __future__ import annotations
 
+from functools import partial
+
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ITEM_SIZE, ModelSpec
 from ..spec.plan import Numerics, Plan, StagePlan
 from .boundary_layout import kept_bytes
 from .costs import Costs
-from .device import WEIGHTS_ON_DEVICE, crossing
+from .device import DeviceSide, crossing
 from .schedule import Schedule, Visit, phase_traffic
 
 
@@ -112,21 +114,14 @@ def copied_bytes(model: ModelSpec, schedule: Schedule, *, stages: tuple[StagePla
 
 
 def _uploaded_weights(model: ModelSpec, schedule: Schedule, stages: tuple[StagePlan, ...]) -> int:
-    """Weights of a generation go up once where they rest on the device, else whenever two others were needed since."""
-    item = ITEM_SIZE[model.compute_dtype]
-    size = 0
-    held: list[int] = []
-    at_home: set[int] = set()
+    """Of one generation, in one step."""
+    side, copied = DeviceSide(model, stages), list[int]()
+
+    def begin(owner: int) -> int:
+        copied.append(model.stages[owner].params)
+        return len(copied)
+
     for visit in schedule.visits:
-        owner = visit.owner
-        if owner is None or model.stages[owner].params == 0:
-            continue
-        known = owner in at_home or owner in held
-        if not known:
-            size += item * model.stages[owner].params
-        if stages[owner].weights == "gpu":
-            at_home.add(owner)
-        else:
-            others = [other for other in held if other != owner]
-            held = [*others[1 - WEIGHTS_ON_DEVICE :], owner]
-    return size
+        if visit.owner is not None:
+            side.upload(visit.owner, 1, partial(begin, visit.owner))
+    return ITEM_SIZE[model.compute_dtype] * sum(copied)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..spec.model import ModelSpec, StageSpec
-from ..spec.plan import Plan
+from ..spec.plan import StagePlan
 
 # What compute waits for, by the same names on paper and in a run.
 WEIGHTS_UP = "copies of weights to the device"
@@ -23,12 +23,17 @@ class _There:
 
 
 class DeviceSide:
-    """Which stages' weights are on the device, of which generation."""
+    """Which stages' weights are on the device, of which generation. `stages`: a plan's."""
 
-    def __init__(self, model: ModelSpec, plan: Plan) -> None:
+    def __init__(self, model: ModelSpec, stages: Sequence[StagePlan]) -> None:
         self.model = model
-        self._at_home = {stage.stage for stage in plan.stages if stage.weights == "gpu"}
+        self._at_home = {stage.stage for stage in stages if stage.weights == "gpu"}
         self._there: dict[int, _There] = {}  # streamed ones in the order of their last use
+
+    @property
+    def held(self) -> set[int]:
+        """Stages that memory of the device is taken by: at home for good, streamed ones for now."""
+        return self._at_home | self._there.keys()
 
     def upload(self, owner: int, generation: int, begin: Callable[[], int]) -> int | None:
         """Makes the weights of `owner` be there: the ticket of their copy, new or under way; None for a stage without

@@ -81,6 +81,9 @@ class Residency:
         self.free_weights = [list(slots.weight_slots) for slots in plan.slot_classes]
         self.free_gradients = [list(slots.gradient_slots) for slots in plan.slot_classes]
         self.stalls: dict[str, float] = {}
+        self.with_gradients: set[int] = (
+            set()
+        )  # stages whose gradients exist: from the first of their sum to the end of their update
         self._moving: set[int] = set()  # stages with something under way or due: the others need no look
         for record, stage in zip(self.records, plan.stages, strict=True):
             if stage.weights_ram is not None:
@@ -211,6 +214,7 @@ class Residency:
         """Where the gradients of `stage` are summed: their home in RAM, or a slot."""
         record, plan = self.records[stage], self.plan.stages[stage]
         record.gradients = "summed"
+        self.with_gradients.add(stage)
         if plan.gradients_ram is not None:
             return plan.gradients_ram
         if record.gradient_slot is None:
@@ -308,6 +312,7 @@ class Residency:
         record.generation += 1
         record.zero_moments = False
         record.zero_remainder = False
+        self.with_gradients.discard(record.stage)
         self._free_gradient_slot(record)
         self._free_if_idle(record)
 

@@ -18,6 +18,7 @@ from .costs import Costs
 from .device import BOUNDARIES_ACROSS, GRADIENTS_ACROSS, WEIGHTS_UP, DeviceSide, crossing
 from .lookahead import Lookahead
 from .machine import Sharing, VirtualMachine, Work
+from .occupancy import Occupancy
 from .residency import UPDATE_PRIORITY, Record, Residency
 from .schedule import Schedule, Visit
 from .timeline import Asked, Timeline
@@ -36,12 +37,26 @@ class _Imagined:
         self.residency = Residency(model=model, plan=plan, transfers=self, runner=self)
         self.boundaries = BoundaryLedger(plan=plan, transfers=self)
         self.lookahead = Lookahead(schedule=schedule, residency=self.residency, boundaries=self.boundaries, tick=self.tick)
-        self.device = DeviceSide(model, plan) if plan.device != "cpu" else None
+        self.device = DeviceSide(model, plan.stages) if plan.device != "cpu" else None
         self.moved_in, self.moved_out = 0, 0  # bytes of the store
+        self.computing: Visit | None = None
+        self.sums: set[int] = set()  # stages whose gradients are on a device of its own
+        self.watch: Occupancy | None = None
         self.asked: list[Asked] = []
         self.after: list[tuple[int, Callable[[], None]]] = []  # downloads under way and what follows them
         self._state_bytes = state_bytes
         self._looks = _LOOKS if len(schedule.visits) < _MANY_VISITS else _LOOKS // 2
+
+    def watched(self) -> Occupancy:
+        """Memory from now on."""
+        return Occupancy(
+            self.model,
+            self.plan,
+            residency=self.residency,
+            boundaries=self.boundaries,
+            device=self.device,
+            sums=self.sums,
+        )
 
     # ---- transfers (the ledgers call these) ------------------------------------------------------------------------
 
@@ -83,10 +98,16 @@ class _Imagined:
     def updated(self, record: Record, result: object) -> None:
         pass
 
+    def pass_time(self) -> None:
+        """To the next completion."""
+        if self.watch is not None:
+            self.watch.look(self.machine.now, self.computing)
+        self.machine.advance()
+
     def waited(self, done: Callable[[], bool]) -> float:
         begin = self.machine.now
         while not done():
-            self.machine.advance()
+            self.pass_time()
             self.tick()
         return self.machine.now - begin
 
@@ -104,7 +125,11 @@ class _Imagined:
         if self.device is not None and visit.owner is not None:
             self._wait_for_upload(visit.owner)
         self.lookahead.on_device()
+        if summed and self.device is not None:
+            self.sums.add(total)
+        self.computing = visit
         self._compute(visit)
+        self.computing = None
         if visit.stash and self.plan.stages[visit.stage].kept:
             self.boundaries.seal(visit.stage)
         if visit.take:
@@ -147,6 +172,7 @@ class _Imagined:
         self.residency.hold(record)  # as in a run: the update that follows reads and writes the host's weights
 
         def arrived() -> None:
+            self.sums.discard(total)
             handed_over()
             self.residency.let_go(record)
 
@@ -168,7 +194,7 @@ class _Imagined:
         for _ in range(looks):
             ticket = self.machine.submit(Work(compute=seconds / looks), what=visit.phase, stage=visit.stage)
             while not self.machine.collect(ticket):
-                self.machine.advance()
+                self.pass_time()
             self.tick()
         self._stand_still(lambda: all(self.machine.is_done(copy) for copy in copies), BOUNDARIES_ACROSS)
         for copy in copies:
@@ -190,7 +216,7 @@ class _Imagined:
         """Waits for copies as a run does: nobody looks around meanwhile."""
         begin = self.machine.now
         while not done():
-            self.machine.advance()
+            self.pass_time()
         self.residency.stalled(cause, self.machine.now - begin)
 
     def settle(self) -> None:
@@ -265,8 +291,10 @@ def simulate(
     *,
     steps: int = 3,
     state_bytes: int | None = None,
+    memory: bool = False,
 ) -> Timeline:
-    """The last of `steps` steps. `state_bytes`: per parameter beside the weights, where it is not fuyou's own layout."""
+    """The last of `steps` steps. `state_bytes`: per parameter beside the weights, where it is not fuyou's own layout. `memory`:
+    with what is held when, which takes longer."""
     costs = Costs.of(model, hardware, plan)
     machine = VirtualMachine(costs.hardware, sharing_of(costs.hardware, plan, costs))
     layout = state_bytes if state_bytes is not None else model.state_item
@@ -277,6 +305,7 @@ def simulate(
     for step in range(steps):
         if step == steps - 1:
             before = _Before(run)
+            run.watch = run.watched() if memory else None
         run.generation = step + 1
         forward = _step(run, len(schedule.visits))
         ends.append(machine.now)
@@ -295,6 +324,7 @@ def simulate(
         written=run.moved_out - before.written,
         work=tuple(done for done in machine.log if done.end > begin),
         asked=tuple(run.asked[before.asked :]),
+        memory=() if run.watch is None else tuple(run.watch.moments),
     )
 
 

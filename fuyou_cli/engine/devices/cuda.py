@@ -77,7 +77,7 @@ class CudaDevice:
         return end
 
     def _set_clock(self) -> None:
-        """Which moment of the host's clock one of the device's is. Set again and again: single precision counts the time since."""
+        """Which moment of the host's clock one of the device's is. Set often: the time since is in single precision."""
         self._zero = CudaEvent(self._clock)
         self._zero.synchronize()
         self._zero_at = time.monotonic()
