@@ -143,6 +143,27 @@ def _check_run(file: files.PlanFile, model: ModelSpec, wishes: Wishes) -> None:
             raise UsageError(f"plan.numerics.{field.name} is {planned!r}, the run computes with {asked!r}")
     if file.plan.device != wishes.device:
         raise UsageError(f"plan.device is {file.plan.device}, the run computes on {wishes.device}")
+    io = file.plan.io  # before the spans, all of which shift with what the daemon's chunks take
+    if io.update_threads != wishes.update_threads:
+        raise UsageError(
+            f"plan.io.update_threads: made for {_threads(io.update_threads)}, this machine uses {wishes.update_threads} "
+            "by its cores and what AdamW on them was last measured at"
+        )
+    for name, asked in _io_of(wishes).items():
+        if getattr(io, name) != asked:
+            raise UsageError(f"plan.io.{name} is {getattr(io, name)!r}, the run uses {asked!r}")
+    if io.scratch.size != wishes.scratch_size:
+        raise UsageError(f"plan.io.scratch: {io.scratch.size} bytes for chunks, the run takes {wishes.scratch_size}")
+
+
+def _threads(number: int) -> str:
+    return f"{number} update thread{'s' * (number != 1)}"
+
+
+def _io_of(wishes: Wishes) -> dict[str, object]:
+    """What a plan says of transfers, as the run asks for it."""
+    names = ("read_depth", "write_depth", "block_size", "stripe", "chunk_params")
+    return {"backend": wishes.io_backend, **{name: getattr(wishes, name) for name in names}}
 
 
 def _check_figures(file: files.PlanFile, model: ModelSpec, wishes: Wishes) -> None:

@@ -173,8 +173,16 @@ def test_a_plan_for_something_else_is_refused_by_name() -> None:
         chosen(TEXT, replace(ASKED, numerics=replace(NUMERICS, batch_size=8)))
     with pytest.raises(UsageError, match=r"plan\.stages\[\d\]|plan\.clip_grad_norm"):
         chosen(TEXT, replace(ASKED, clip_grad_norm=1.0))
-    with pytest.raises(UsageError, match=r"plan\.io\.block_size: is not what the planner makes"):
+    with pytest.raises(UsageError, match=r"plan\.io\.block_size is 1048576, the run uses 4096"):
         chosen(TEXT, replace(ASKED, block_size=4096))
+
+
+def test_a_machine_measured_anew_may_have_other_update_threads() -> None:
+    """Their chunks shift every span behind them, which says nothing of why."""
+    with pytest.raises(UsageError, match=r"made for 1 update thread, this machine uses 2 by its cores and what AdamW"):
+        chosen(TEXT, replace(ASKED, update_threads=2, scratch_size=2 * MiB))
+    with pytest.raises(UsageError, match=r"plan\.io\.scratch: 1048576 bytes for chunks, the run takes 2097152"):
+        chosen(TEXT, replace(ASKED, scratch_size=2 * MiB))
 
 
 def _places(data: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
