@@ -86,3 +86,8 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours}h {minutes:02d}m"
     return f"{minutes}m {secs:02d}s"
+
+
+def brief(seconds: float) -> str:
+    """A duration; of a tiny model's step its first digits, not "0 ms"."""
+    return f"{1000 * seconds:.2g} ms" if 0 < seconds < 0.01 else duration(seconds)

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuyou_cli.cli.break_even import MOST_PLANS, fewest
+from fuyou_cli.cli.break_even import HIDDEN, MOST_PLANS, fewest, hides_the_store
+from fuyou_cli.planner.search import fastest
+
+from .models import HARDWARE
+from .test_plan_file import SPEC, wishes
+
+KINDS = ("weights", "states", "gradients", "boundaries")
+SLOW_ADAMW = replace(HARDWARE, adamw=((1, 1e7),))
 
 
 class Asked:
@@ -38,6 +47,21 @@ def test_what_does_not_fit_is_the_end(now: int, more: int) -> None:
     found, tried, limited = fewest(asked, now, hidden_now=False)
     assert found is None and tried <= asked.most
     assert 2 * tried > asked.most if limited else tried == 128 * now
+
+
+def test_waiting_for_adamw_is_not_the_stores_doing() -> None:
+    """With clipping every update comes before its own forward: compute waits for it, wherever its states are."""
+    at_home = fastest(
+        SPEC, SLOW_ADAMW, wishes(weights="cpu", states="cpu", gradients="cpu", boundaries="cpu", clip_grad_norm=1.0)
+    )
+    on_ssd = fastest(SPEC, SLOW_ADAMW, wishes(weights="ssd", states="ssd", clip_grad_norm=1.0))
+    for plan in (at_home, on_ssd):
+        assert sum(plan.predicted.stalls.values()) > HIDDEN * plan.predicted.step_seconds
+        assert hides_the_store(SPEC, SLOW_ADAMW, plan)
+    assert at_home.predicted.read_per_step == at_home.predicted.written_per_step == 0
+    slow_disk = replace(SLOW_ADAMW, adamw=HARDWARE.adamw, store_read=1e6, store_read_mixed=1e6)
+    plan = fastest(SPEC, slow_disk, wishes(weights="ssd", states="ssd", clip_grad_norm=1.0))
+    assert not hides_the_store(SPEC, slow_disk, plan)
 
 
 def test_a_batch_that_is_just_enough() -> None:

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fuyou_cli.cli.break_even import BreakEven
-from fuyou_cli.core.units import count, duration, gb
+from fuyou_cli.core.units import brief, count, duration, gb
 from fuyou_cli.planner.lasting import FastRegion
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
@@ -103,11 +103,6 @@ def _parts(plan: Plan, shapes: Symbols) -> list[tuple[str, str]]:
     return [("of it", timed), ("waiting", waiting_for(predicted.stalls, predicted.step_seconds))]
 
 
-def brief(seconds: float) -> str:
-    """A duration; of a tiny model's step its first digits, not "0 ms"."""
-    return f"{1000 * seconds:.2g} ms" if 0 < seconds < 0.01 else duration(seconds)
-
-
 def waiting_for(stalls: dict[str, float], step: float) -> str:
     """ "compute waits 1.8 s, 2% of the step: 1.2 s for ..., 0.5 s for ..., less for 2 others"."""
     causes = sorted(((seconds, cause) for cause, seconds in stalls.items() if seconds > _NOTHING * step), reverse=True)
@@ -156,6 +151,8 @@ def _break_even(even: BreakEven | None) -> list[tuple[str, str]]:
     """From which batch on the store is hidden, and a word where the recipe's is smaller."""
     if even is None:
         return []
+    if not even.on_ssd:
+        return [("batch", "nothing of a step is on the ssd: no batch waits for it")]
     if even.tokens is None:
         beyond = "; more does not fit" if even.limited else ""
         return [("batch", f"warning: compute waits for the store at any batch up to {even.tried:,} tokens per step{beyond}")]
