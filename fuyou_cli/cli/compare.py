@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
+from fuyou_cli.core.errors import FuyouError
+from fuyou_cli.core.units import brief, gb, gib
 from fuyou_cli.planner.choice import Choice, Family, family
 from fuyou_cli.planner.place import made_of
 from fuyou_cli.planner.search import Found, timed
 from fuyou_cli.planner.wishes import Wishes
+from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan
 
-from .planning import alternative
+from .planning import Elsewise, alternative, as_chosen_before
 
 if TYPE_CHECKING:
     from fuyou_cli.training.prepare import Prepared
 
 MOST_ROWS = 10
+_LITTLE = 0.0005  # of a step: what is not worth a word
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +33,7 @@ class Row:
     choice: Choice
     plan: Plan | None
     slower: float  # than the best, as a share of its step
+    why: str = ""  # where the time goes, or what there is too little of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,9 +47,11 @@ class Comparison:
     complete: bool  # no choice of the family is faster
 
 
-def comparison(prepared: Prepared, found: Found, wishes: Wishes) -> Comparison:
-    """The best choice, then each other value of each knob with everything else as it is, simulated."""
-    best, knobs = found.best, family(prepared.model, wishes)
+def comparison(elsewise: Elsewise, found: Found, wishes: Wishes) -> Comparison:
+    """The best choice, then each other value of each knob with everything else as it is, simulated. The micro-batch size is one
+    of them where the recipe leaves it to the planner."""
+    prepared, best = elsewise.prepared, found.best
+    knobs = family(prepared.model, wishes)
     rows, same, seen = [], 0, [best.plan]
     for turned in _turned(knobs, best.choice):
         of_one: list[Row] = []
@@ -53,9 +61,9 @@ def comparison(prepared: Prepared, found: Found, wishes: Wishes) -> Comparison:
                 same += 1
                 continue
             seen += [] if plan is None else [plan]
-            slower = plan.predicted.step_seconds / prepared.plan.predicted.step_seconds - 1 if plan is not None else 0.0
-            of_one.append(Row(words=words, choice=choice, plan=plan, slower=slower))
+            of_one.append(_row(words, choice, plan, prepared, wishes))
         rows.append(sorted(of_one, key=_order))
+    rows.append(sorted(_micro_batches(elsewise, best.choice, wishes), key=_order))
     # the nearest of every knob before the second of any
     taken = [row for together in zip_longest(*rows) for row in together if row is not None]
     return Comparison(
@@ -75,6 +83,59 @@ def _timed(prepared: Prepared, wishes: Wishes, choice: Choice) -> Plan | None:
     if plan is None:
         return None
     return timed(alternative(choice, plan), prepared.model, prepared.hardware)
+
+
+def _row(words: str, choice: Choice, plan: Plan | None, prepared: Prepared, wishes: Wishes) -> Row:
+    if plan is None:
+        return Row(words=words, choice=choice, plan=None, slower=0.0, why="takes more RAM than there is")
+    slower = plan.predicted.step_seconds / prepared.plan.predicted.step_seconds - 1
+    why = _too_large(plan, prepared, wishes) or (where_time_goes(plan, prepared.plan) if slower > _LITTLE else "")
+    return Row(words=words, choice=choice, plan=plan, slower=slower, why=why)
+
+
+def _too_large(plan: Plan, prepared: Prepared, wishes: Wishes) -> str:
+    """What the search passed it over for, if it did."""
+    device, disk = wishes.gpu_budget, prepared.hardware.disk_free
+    if device is not None and plan.predicted.gpu_peak > device:
+        return f"takes {gib(plan.predicted.gpu_peak)} of GPU memory, {gib(device)} are there"
+    if plan.store_size > disk:
+        return f"takes {gb(plan.store_size)} of disk, {gb(disk)} are free"
+    return ""
+
+
+def where_time_goes(plan: Plan, best: Plan) -> str:
+    """What most of a step's time beyond the best's goes to: every second is compute or a wait with a name."""
+    before, now = best.predicted, plan.predicted
+    more = {cause: seconds - before.stalls.get(cause, 0.0) for cause, seconds in now.stalls.items()}
+    computing = (now.step_seconds - sum(now.stalls.values())) - (before.step_seconds - sum(before.stalls.values()))
+    cause = max(sorted(more), key=lambda cause: more[cause], default="")
+    waiting = more.get(cause, 0.0)
+    if max(waiting, computing) < _LITTLE * before.step_seconds:
+        return ""
+    return f"computes {brief(computing)} longer" if computing >= waiting else f"waits {brief(waiting)} more for {cause}"
+
+
+def _micro_batches(elsewise: Elsewise, choice: Choice, wishes: Wishes) -> Iterator[Row]:
+    """The sizes that `auto` was chosen from, each with the same choice where it fits."""
+    from fuyou_cli.training.micro_batches import GAIN, sizes
+
+    prepared = elsewise.prepared
+    recipe, numerics = prepared.recipe, prepared.plan.numerics
+    if recipe.train.micro_batch_size != "auto":
+        return
+    for size in sorted(sizes(numerics.batch_size, numerics.max_seq_len)):
+        if size == numerics.micro_batch_size:
+            continue
+        train = recipe.train.model_copy(update={"micro_batch_size": size})
+        try:
+            changed = recipe.model_copy(update={"train": train})
+            plan = elsewise.with_recipe(changed, choose=as_chosen_before(choice)).plan
+        except FuyouError:
+            plan = None
+        row = _row(f"micro-batches of {size} row{'s' * (size != 1)}", choice, plan, prepared, wishes)
+        if -GAIN < row.slower < -_LITTLE and not row.why:
+            row = replace(row, why="too little to leave the usual size for")
+        yield row
 
 
 def _order(row: Row) -> tuple[bool, float, Choice]:
@@ -105,6 +166,22 @@ def _turned(knobs: Family, best: Choice) -> list[list[tuple[str, Choice]]]:
         [(_activations(share), replace(best, activations=share)) for share in knobs.activations if share != best.activations],
         [(_swap(share), replace(best, swap=share)) for share in knobs.swap if share != best.swap],
     ]
+
+
+def placed_in_words(plan: Plan, model: ModelSpec) -> str:
+    """Any plan, told by what it does: a log's short word for it, also where no search chose it."""
+    params = [stage.params for stage in model.stages]
+    slots = max(len(slots.gradient_slots) for slots in plan.slot_classes)
+    deferred = sum(params[stage.stage] for stage in plan.stages if stage.deferred) / (sum(params) or 1)
+    parts = [_pipeline(plan.lookahead, slots), _defer(deferred)]
+    for what in ("weights", "states"):
+        there = sum(params[stage.stage] for stage in plan.stages if getattr(stage, what) != "ssd")
+        parts.append(f"{there / (sum(params) or 1):.0%} of the {what} in RAM")
+    keeping = [stage for stage in plan.stages if stage.boundary_ram or stage.boundary_extent]
+    parts.append(f"{sum(stage.boundary == 'cpu' for stage in keeping)} of {len(keeping)} boundaries in RAM")
+    kept = sum(len(stage.kept) for stage in plan.stages)
+    parts.append(f"{kept} outputs kept" if kept else "no outputs kept")
+    return ", ".join(parts)
 
 
 def in_words(knobs: Family, choice: Choice) -> str:

@@ -185,6 +185,8 @@ def _moved(before: Counters, after: Counters) -> dict[str, object]:
 
 def _promises(prepared: Prepared) -> dict[str, object]:
     """What this very run's plan predicts, beside which its measurements are read."""
+    from .compare import placed_in_words
+
     plan = prepared.plan
     return {
         "budget": plan.cpu_budget,
@@ -201,6 +203,7 @@ def _promises(prepared: Prepared) -> dict[str, object]:
         "predicted_written_by": plan.predicted.written_by,
         "deferred_weights": sum(s.weights_extents[0].size for s in plan.stages if s.deferred and s.weights == "ssd"),
         "predicted_step_seconds": plan.predicted.step_seconds,
+        "choice": placed_in_words(plan, prepared.model),
     }
 
 

@@ -111,7 +111,7 @@ def _facts(loaded: LoadedRecipe, options: PlanOptions, outcome: Outcome, plannin
         changes = tuple(changes_that_help(elsewise, fits=not outcome.problems))
         facts = replace(facts, changes=changes, tried=elsewise.plans - begin)
     if options.compare and planning.too_small is None and planning.found is not None and planning.wishes is not None:
-        facts = replace(facts, compared=comparison(outcome.prepared, planning.found, planning.wishes))
+        facts = replace(facts, compared=comparison(elsewise, planning.found, planning.wishes))
     return facts
 
 

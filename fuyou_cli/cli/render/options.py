@@ -9,10 +9,9 @@ from rich.text import Text
 
 from fuyou_cli.cli.compare import Comparison, Row
 from fuyou_cli.cli.planning import Outcome
-from fuyou_cli.core.units import gb, gib
+from fuyou_cli.core.units import brief, gb, gib
 from fuyou_cli.spec.plan import Plan
 
-from .step import brief
 from .theme import Symbols, column, heading, ruled, say, show
 
 
@@ -23,11 +22,11 @@ def show_comparison(console: Console, compared: Comparison, shapes: Symbols) -> 
     column(content, "choice", wrap=True)
     for title in ("step", "tokens/s", "RAM", "ssd a step"):
         column(content, title, right=True)
-    column(content, "lost by", right=True)
+    column(content, "lost by", wrap=True)
     content.add_row(Text(compared.best.words), *_figures(compared.best.plan), "planned", style="bold")
     content.add_section()
     for row in compared.others:
-        content.add_row(Text(row.words), *_figures(row.plan), why_lost(row))
+        content.add_row(Text(row.words), *_figures(row.plan), Text(why_lost(row)))
     show(console, content, indent=2)
     rest = [f"{compared.left_out} more like these are left out"] if compared.left_out else []
     rest += [f"{_values(compared.same)} the same plan"] if compared.same else []
@@ -41,11 +40,13 @@ def _values(number: int) -> str:
 
 
 def why_lost(row: Row) -> str:
+    """By how much, and what for."""
     if row.plan is None:
-        return "does not fit"
-    if row.slower < 0.0005:
-        return "asks for more" if row.slower >= -0.0005 else f"{-row.slower:.1%} faster, not found"
-    return f"{row.slower:.1%} slower"
+        return f"does not fit: {row.why}"
+    if row.slower < -0.0005:
+        return f"{-row.slower:.1%} faster" + (f": {row.why}" if row.why else ", not found")
+    found = "asks for more" if row.slower < 0.0005 else f"{row.slower:.1%} slower"
+    return f"{found}: {row.why}" if row.why else found
 
 
 def show_changes(console: Console, outcomes: Sequence[Outcome], shapes: Symbols, *, tried: int) -> None:

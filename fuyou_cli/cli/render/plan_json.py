@@ -121,7 +121,8 @@ def _figures(plan: Plan | None) -> dict[str, object] | None:
 def _row(row: Row) -> dict[str, object]:
     fits = row.plan is not None
     return {"words": row.words, "choice": asdict(row.choice), "fits": fits, "slower": row.slower if fits else None} | {
-        "figures": _figures(row.plan)
+        "why": row.why,
+        "figures": _figures(row.plan),
     }
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from fuyou_cli.core.units import duration, gb, gib
+from fuyou_cli.core.units import brief, duration, gb, gib
 from fuyou_cli.training.report import Compared, RunReport
 
 from .loss_plot import show_loss
-from .step import brief
 from .theme import column, heading, pairs, ruled, say, show, symbols, tera
 from .timeline import show_timeline, waiting
 
