@@ -45,7 +45,11 @@ def _finetune(loaded: LoadedRecipe, plan_file: Path | None, *, calibrated: bool)
         options["micro_batch_size"] = kept.file.plan.numerics.micro_batch_size
     settle_allocator()  # before torch takes its first block
     check_output(loaded.recipe)
-    prepared = prepared_for(loaded, planned=lambda considered: _refuse_unfit(loaded, considered), **options)
+    try:
+        prepared = prepared_for(loaded, planned=lambda considered: _refuse_unfit(loaded, considered), **options)
+    except PlanError as error:
+        error.hint = error.hint or _planned_changes(loaded)
+        raise
     _introduce(loaded, prepared)
     report, source, stopped = _train(prepared)
     _conclude(prepared, report)
@@ -62,8 +66,13 @@ def _refuse_unfit(loaded: LoadedRecipe, prepared: Prepared) -> None:
         _show_plan(loaded, prepared, room)
         raise PlanError(
             "the run does not fit: " + "; ".join(problems),
-            hint=f"`{command_of(loaded, 'plan')}` plans the smallest changes that help",
+            hint=_planned_changes(loaded),
         )
+
+
+def _planned_changes(loaded: LoadedRecipe) -> str:
+    """Where they are found: each is planned, which takes a while, and none is named that was not."""
+    return f"`{command_of(loaded, 'plan')}` plans the smallest changes that help"
 
 
 def _show_plan(loaded: LoadedRecipe, prepared: Prepared, room: Room) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from ..core.errors import PlanError
-from ..core.units import MiB, align_up, gib
+from ..core.units import align_up, gib
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ITEM_SIZE, STATE_SIZES, ModelSpec, OperatorSpec, StageSpec
 from ..spec.plan import Plan, StagePlan, Tier
@@ -62,16 +62,10 @@ def least_memory(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) ->
 
 
 def too_small(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> PlanError:
-    smallest, numerics = least_memory(model, hardware, wishes), wishes.numerics
-    more = f"give offload.max_memory.cpu={-(-smallest // MiB)}MiB"
-    other = (
-        f"halve train.micro_batch_size ({numerics.micro_batch_size}), which changes the run's numerics"
-        if numerics.micro_batch_size > 1
-        else f"lower dataset.max_seq_len ({numerics.max_seq_len})"
-    )
+    """What would help is not known here: whoever can plan changed recipes says so."""
+    smallest = least_memory(model, hardware, wishes)
     return PlanError(
-        f"does not fit: {gib(smallest)} of RAM is the least this run needs, offload.max_memory.cpu is {gib(wishes.cpu_budget)}",
-        hint=f"{more}, or {other}",
+        f"does not fit: {gib(smallest)} of RAM is the least this run needs, offload.max_memory.cpu is {gib(wishes.cpu_budget)}"
     )
 
 

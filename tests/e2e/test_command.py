@@ -105,6 +105,10 @@ def test_a_run_that_does_not_fit_says_what_would(new_project: Callable[..., Proj
     refused = project.fuyou("plan", project.recipe, "--dry-run")
     assert refused.returncode == 3, refused.stderr
     assert "does not fit" in refused.stdout and "offload.max_memory.cpu=1GiB" in refused.stdout
+    run = project.fuyou("finetune", project.recipe, "train.batch_size=8")
+    said = " ".join(run.stderr.split())
+    assert run.returncode == 3 and "is the least this run needs" in said
+    assert f"`fuyou plan {project.recipe} train.batch_size=8` plans the smallest changes that help" in said
     data = json.loads(project.fuyou("plan", project.recipe, "--dry-run", "--json").stdout)
     assert data["fits"] is False and "more than its budget" in data["problems"][0]
     assert data["plan"]["predicted"]["cpu_peaks"]["train"] > data["plan"]["cpu_budget"] == 64 << 20
