@@ -15,7 +15,9 @@ from .console import result_console, write_json, write_result, write_status
 from .room import check_export, check_output, room_of
 
 if TYPE_CHECKING:
+    from fuyou_cli.planner.timeline import Timeline
     from fuyou_cli.recipe.load import LoadedRecipe
+    from fuyou_cli.training.prepare import Prepared
 
     from .planning import Elsewise, Outcome, Planning
     from .render.plan import RunFacts
@@ -103,6 +105,8 @@ def _facts(loaded: LoadedRecipe, options: PlanOptions, outcome: Outcome, plannin
 
     described = options.hardware is not None
     facts = facts_of(loaded, outcome.prepared, described=described)
+    if options.verbose or options.json_output:
+        facts = replace(facts, step=_step_with_memory(outcome.prepared))
     elsewise: Elsewise = Elsewise(loaded=loaded, prepared=outcome.prepared, described=described)
     if not outcome.problems and planning.found is not None:
         facts = replace(facts, even=break_even(elsewise, planning.found.best.choice))
@@ -113,6 +117,14 @@ def _facts(loaded: LoadedRecipe, options: PlanOptions, outcome: Outcome, plannin
     if options.compare and planning.too_small is None and planning.found is not None and planning.wishes is not None:
         facts = replace(facts, compared=comparison(elsewise, planning.found, planning.wishes))
     return facts
+
+
+def _step_with_memory(prepared: Prepared) -> Timeline:
+    from fuyou_cli.planner.schedule import plan_schedule
+    from fuyou_cli.planner.simulate import simulate
+
+    model, plan = prepared.model, prepared.plan
+    return simulate(model, prepared.hardware, plan, plan_schedule(model, plan), memory=True)
 
 
 def _show(options: PlanOptions, outcome: Outcome, facts: RunFacts, extra: dict[str, Any]) -> None:

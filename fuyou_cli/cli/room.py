@@ -13,6 +13,7 @@ from fuyou_cli.core.disk import FileSystem, Wanted, existing, file_systems, stor
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.paths import folder
 from fuyou_cli.core.units import gb, gib
+from fuyou_cli.planner.phases import phase_peaks
 from fuyou_cli.spec.plan import Plan
 from fuyou_cli.training.limits import gpu_limit
 
@@ -155,9 +156,11 @@ def check_export(recipe: Recipe, model_dir: Path) -> None:
 def plan_problems(plan: Plan, room: Room) -> list[str]:
     """Why the plan does not fit, one sentence each; empty when it fits."""
     predicted, problems = plan.predicted, []
-    for phase, peak in predicted.cpu_peaks.items():
-        if peak > plan.cpu_budget:
-            problems.append(f"{phase} needs {gib(peak)} of RAM, {gib(peak - plan.cpu_budget)} more than its budget")
+    over = {phase: peak for phase, peak in phase_peaks(plan).items() if peak > plan.cpu_budget}
+    if over:
+        worst, *others = sorted(over, key=lambda phase: -over[phase])
+        needs = f"{worst} needs {gib(over[worst])} of RAM, {gib(over[worst] - plan.cpu_budget)} more than its budget"
+        problems.append(needs + (f" (over it too: {', '.join(others)})" if others else ""))
     if room.ram is not None and predicted.cpu_peak > CLEARLY * room.ram:
         problems.append(
             f"the run takes {gib(predicted.cpu_peak)} of RAM, the machine has {gib(room.ram)} for it: "

@@ -70,10 +70,15 @@ def test_a_described_machine_stands_in_for_this_one(new_project: NewProject, com
     }  # fmt: skip
     assert shown["rated_bytes"] == 2400 * 10**12 and 0 < shown["wear"] < 1e-6
     assert shown["run_seconds"] == pytest.approx(6 * shown["plan"]["predicted"]["step_seconds"])
-    assert list(shown["phase_peaks"]) == ["load", "train", "save", "resume", "export"]
+    assert list(shown["phase_peaks"]) == ["load", "train", "eval", "save", "resume", "export"]
+    assert shown["phase_peaks"]["eval"] <= shown["phase_peaks"]["train"]
+    for tier in ("gpu", "cpu", "ssd"):
+        memory = shown["memory"][tier]
+        assert max(memory["curve"]) == memory["peak"] == sum(memory["held"].values()) <= memory["planned"]
     compared = shown["compared"]
     assert 1 < len(compared["others"]) + 1 <= 10
     assert all(row["choice"] != compared["best"]["choice"] for row in compared["others"])
+    assert all(row["why"] for row in compared["others"] if row["slower"] is None or row["slower"] > 0.01)
     first = (project.folder / "plan.json").read_bytes()
     assert fuyou.json("--hardware", MACHINE, "-o", "plan.json")["compared"] is None
     assert (project.folder / "plan.json").read_bytes() == first
@@ -81,6 +86,11 @@ def test_a_described_machine_stands_in_for_this_one(new_project: NewProject, com
     least = min(row["figures"]["cpu_peak"] for row in compared["others"])
     tight = fuyou.json("--hardware", MACHINE, "--compare", f"offload.max_memory.cpu={least}")["compared"]["others"]
     assert tight[-1]["fits"] is False and tight[-1]["figures"] is None  # what takes more memory, last
+    assert tight[-1]["why"] == "takes more RAM than there is"
+    automatic = fuyou.json("--hardware", MACHINE, "--compare", "train.micro_batch_size=auto")
+    size = automatic["plan"]["numerics"]["micro_batch_size"]
+    sizes = {row["words"] for row in automatic["compared"]["others"] if row["words"].startswith("micro-batches of ")}
+    assert sizes and f"micro-batches of {size} rows" not in sizes
     assert sorted(path.name for path in project.folder.iterdir()) == ["plan.json", "recipe.yaml"]  # no profile, no store
 
 
@@ -109,6 +119,8 @@ def test_the_screen_fits_80_columns(new_project: NewProject, command: Callable[[
         "slower",
         "compute waits for the store at any batch up to 12,288 tokens per step",
         "head and backward",
+        "Memory over one step",
+        "at most; not built yet",
         "fits: RAM",
     ):
         assert words in " ".join(out.split()), words
@@ -180,6 +192,7 @@ def test_the_very_plan_is_run(new_project: NewProject, command: Callable[[Projec
     records = [json.loads(line) for line in (project.out / "log.jsonl").read_text().splitlines()]
     (promised,) = (record for record in records if record["event"] == "plan")
     assert promised["arena"] == planned["arena_size"]
+    assert promised["choice"].startswith(f"{planned['lookahead']} ahead, ") and "0% of the weights in RAM" in promised["choice"]
     assert promised["predicted_written_by"] == planned["predicted"]["written_by"]
     (end,) = (record for record in records if record["event"] == "end")
     lines = {line["what"]: line for line in end["compared"]}

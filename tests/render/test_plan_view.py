@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_said_in_words(
     tight = replace(room, disks=(disk(free=10 * 10**9),), ssd=20 * 10**9)
     problems = plan_problems(small, tight)
     assert problems == [
-        "train needs 1.84 GiB of RAM, 860 MiB more than its budget",
+        "train needs 1.84 GiB of RAM, 860 MiB more than its budget (over it too: save)",
         "the store takes 30 GB, offload.max_memory.ssd allows 20 GB",
         "the store and the exported model need 32.2 GB of disk in /nvme; 10 GB are free",
     ]

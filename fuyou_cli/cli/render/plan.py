@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from fuyou_cli.cli.break_even import BreakEven
@@ -20,16 +19,16 @@ from fuyou_cli.cli.wear import WORN, wear_of
 from fuyou_cli.core.disk import FileSystem
 from fuyou_cli.core.units import count, gb, gib
 from fuyou_cli.planner.lasting import FastRegion
-from fuyou_cli.planner.phases import phase_peaks
+from fuyou_cli.planner.timeline import Timeline
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec
 from fuyou_cli.spec.plan import MemoryLine, Plan, StagePlan, Tier
 
+from .memory import TIER_TITLE, show_memory, show_phase_peaks
 from .options import show_changes, show_comparison
 from .step import show_step
 from .theme import (
     Symbols,
-    bar,
     column,
     heading,
     memory_unit,
@@ -43,7 +42,6 @@ from .theme import (
     tera,
 )
 
-TIER_TITLE: dict[Tier, str] = {"gpu": "GPU", "cpu": "RAM", "ssd": "SSD"}
 POLICY_WIDTH = 96  # columns from which the policy column is shown
 
 
@@ -61,6 +59,7 @@ class RunFacts:
     changes: tuple[Outcome, ...] | None = None  # that help; None where none are needed
     tried: int = 0  # plans made to find them
     region: FastRegion | None = None  # of the drives; None where they are not known to slow down
+    step: Timeline | None = None  # with its memory; None where nobody asked for that
 
 
 def show_plan(
@@ -80,10 +79,12 @@ def show_plan(
     if hardware.measured == "described":
         _origins(console, origins_of(hardware), shapes)
     _placement(console, plan, room, shapes)
-    _phase_peaks(console, plan, shapes)
+    show_phase_peaks(console, plan, model, shapes)
     show_step(console, plan, model, hardware, shapes, steps=facts.steps, even=facts.even, region=facts.region)
     _traffic(console, plan, hardware, room, shapes, steps=facts.steps)
     if verbose:
+        if facts.step is not None:
+            show_memory(console, plan, model, facts.step, shapes)
         _stages(console, plan, model, shapes)
     if facts.compared is not None:
         show_comparison(console, facts.compared, shapes)
@@ -226,20 +227,6 @@ def _by_kind(lines: Sequence[MemoryLine]) -> dict[str, list[MemoryLine]]:
 def _used(peak: int, limit: int) -> Text:
     over = peak > limit
     return Text(percent(peak, limit) + (" over" if over else ""), style="red" if over else "")
-
-
-def _phase_peaks(console: Console, plan: Plan, shapes: Symbols) -> None:
-    heading(console, "RAM peak per phase", f"whole process, budget {gib(plan.cpu_budget)}")
-    content = Table.grid(padding=(0, 2, 0, 0))
-    for right in (False, True, True, False):
-        column(content, right=right)
-    for phase, peak in phase_peaks(plan).items():
-        over = peak > plan.cpu_budget
-        drawn = Text(bar(peak / plan.cpu_budget if plan.cpu_budget else 1, 24, shapes), style="red" if over else "cyan")
-        if over:
-            drawn.append("  over budget")
-        content.add_row(Text(phase), gib(peak), percent(peak, plan.cpu_budget), drawn)
-    show(console, content, indent=2)
 
 
 def _traffic(

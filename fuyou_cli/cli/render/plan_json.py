@@ -12,11 +12,11 @@ from fuyou_cli.cli.planning import Outcome
 from fuyou_cli.cli.room import Room, plan_problems
 from fuyou_cli.cli.wear import wear_of
 from fuyou_cli.planner.lasting import FastRegion
-from fuyou_cli.planner.phases import phase_peaks
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan
 
+from .memory import memory_json, with_evaluation
 from .plan import RunFacts
 from .step import run_seconds
 
@@ -52,7 +52,8 @@ def plan_json(plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Roo
         "fast_region": None if facts.region is None else _region(facts.region, plan),
         **_speed(plan),
         "cpu_peak": plan.predicted.cpu_peak,
-        "phase_peaks": phase_peaks(plan),
+        "phase_peaks": with_evaluation(plan, model),
+        "memory": None if facts.step is None else memory_json(plan, model, facts.step),
         "written_by_run": steps * plan.predicted.written_per_step if steps else None,
         "rated_bytes": sum(drive.rated_bytes for drive in hardware.drives) or None,
         "wear": None if wear is None else wear.run,
