@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fuyou_cli.cli.break_even import BreakEven
-from fuyou_cli.core.units import brief, count, duration, gb
+from fuyou_cli.core.units import brief, count, gb
 from fuyou_cli.planner.lasting import FastRegion
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
