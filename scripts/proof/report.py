@@ -127,7 +127,8 @@ class Progress:
             say(f"{key}: failed: {first_line(value['failed'])}")
             return value
         if value.get("noisy"):
-            say(f"{key}: done, but not kept: others used {value['others_cores']:.2f} cores")
+            moved = f", the machine ran at {value['machine']:.2f} of the bench's speed" if value.get("moved") else ""
+            say(f"{key}: done, but not kept: others used {value['others_cores']:.2f} cores{moved}")
             return value
         record = {"key": key, "date": now(), "commit": commit(), "code": self.code, "value": value}
         self.kept[key] = record
