@@ -1,0 +1,212 @@
+"""What `fuyou plan --hardware` says for the paper's machines and for two consumer drives: a recipe each, planned by the
+command's own code with everything that the recipe leaves out as it is by default."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stderr
+from dataclasses import dataclass, replace
+from io import StringIO
+from pathlib import Path
+
+from fuyou_cli.cli.planning import Elsewise, Outcome, Planning
+from fuyou_cli.cli.prepared import prepared_elsewhere
+from fuyou_cli.cli.profile import described
+from fuyou_cli.cli.room import room_of
+from fuyou_cli.core.errors import PlanError
+from fuyou_cli.recipe.load import load_recipe
+from fuyou_cli.spec.hardware import HardwareProfile
+
+from . import given, policy
+
+UNCLIPPED = "train.clip_grad_norm=null"  # the paper does not clip; the default is 1.0
+RECOMPUTED = "offload.activations=recompute"
+SHARE = 0.85  # asked of the device's rate at 175B
+LARGE = ("175B", 32, 256)  # model, batch and GiB of it
+CONSUMER_MODELS, CONSUMER_RAM, CONSUMER_BATCHES = ("13B", "70B"), (64, 128), (32, 64, 128, 256, 512)
+_RECIPE = """version: 1
+output_dir: {folder}/out
+model: {{name_or_path: {folder}}}
+dataset: {{train: [{{path: {folder}/none.jsonl}}], max_seq_len: {length}}}
+train: {{max_steps: 1000, batch_size: {batch}}}
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A model, a batch and a machine to plan for."""
+
+    model: str
+    batch: int
+    where: str  # for people
+    hardware: HardwareProfile
+    settings: tuple[str, ...] = (UNCLIPPED,)  # that differ from what a recipe has by default
+    paper: float | None = None  # tokens per second, published
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ours:
+    """The plan's figures; all predicted. `problem` where it does not fit."""
+
+    model: str
+    where: str
+    batch: int
+    settings: tuple[str, ...]
+    problem: str = ""
+    paper: float | None = None  # tokens per second
+    micro: int = 0
+    sums: str = ""
+    seconds: float = 0.0
+    tokens: float = 0.0  # per second
+    clipped: float | None = None  # tokens per second with clipping, as by default; None where that does not fit
+    busy: float = 0.0  # share of the step that the GPU computes
+    written: int = 0  # bytes a step
+    rated: int = 0  # bytes that the drives are warranted to be written
+    weights_in_ram: float = 0.0  # share
+    states_in_ram: float = 0.0
+    deferred: float = 0.0  # of the updates
+    kept: float = 0.0  # of the operators' outputs
+    waits: str = ""  # what compute waits for most
+
+    @property
+    def counted(self) -> float:
+        """Share of the device's rate as the paper counts: FLOPS_COUNTED per parameter and token, computed again or kept."""
+        return given.FLOPS_COUNTED * given.size_of(self.model) * self.tokens / given.GPU_FLOPS
+
+    @property
+    def slower(self) -> bool:
+        return self.paper is not None and self.tokens < self.paper
+
+
+def paper_machine(drives: int, rate: float, ram: int) -> HardwareProfile:
+    """The shipped parts of the paper's machine with the drives' rates of part 1. AdamW is the shipped host's, which is slower
+    than what part 1 takes."""
+    there = described(f"rtx4090,{drives}xp5510,{ram}GiB,2xgold5320")
+    paper = policy.machine(drives, rate)
+    assert (there.matmul_flops, there.h2d, there.d2h) == (paper.matmul_flops, paper.h2d, paper.d2h)
+    return _with_rates(there, paper.store_read, paper.store_write, paper.store_read_mixed, paper.store_write_mixed)
+
+
+def consumer_machine(ram: int, *, sustained: bool) -> HardwareProfile:
+    """Two consumer drives; `sustained` at their rates once the fast region is full, from the first byte on."""
+    there = described(f"rtx4090,2xgen4,{ram}GiB")
+    if sustained:
+        return _with_rates(
+            there, there.store_read, there.sustained_write, there.sustained_read_mixed, there.sustained_write_mixed
+        )
+    return _with_rates(there, there.store_read, there.store_write, there.store_read_mixed, there.store_write_mixed)
+
+
+def _with_rates(hardware: HardwareProfile, read: float, write: float, read_mixed: float, write_mixed: float) -> HardwareProfile:
+    """These and no others, however long a run writes."""
+    return replace(
+        hardware, store_read=read, store_write=write, store_read_mixed=read_mixed, store_write_mixed=write_mixed,
+        sustained_write=write, sustained_read_mixed=read_mixed, sustained_write_mixed=write_mixed, burst_bytes=0,
+    )  # fmt: skip
+
+
+def paper_cases(rates: dict[int, float]) -> list[Case]:
+    """Every published setting once, with the machine's 768 GiB."""
+    by_setting = {(row.model, row.batch, row.drives): row for row in reversed(given.PUBLISHED)}
+    return [
+        Case(
+            model=row.model, batch=row.batch, where=f"{row.drives} P5510, 768 GiB",
+            hardware=paper_machine(row.drives, rates[row.drives], 768), paper=row.batch * given.LENGTH / row.seconds,
+        )
+        for row in reversed(by_setting.values())
+    ]  # fmt: skip
+
+
+def large_cases(rates: dict[int, float]) -> list[Case]:
+    """What is asked at 175B, as planned and with all outputs computed again, where everybody counts alike."""
+    model, batch, ram = LARGE
+    hardware = paper_machine(given.ALL_DRIVES, rates[given.ALL_DRIVES], ram)
+    where = f"{given.ALL_DRIVES} P5510, {ram} GiB"
+    return [
+        Case(model=model, batch=batch, where=where, hardware=hardware, settings=settings)
+        for settings in ((UNCLIPPED,), (UNCLIPPED, RECOMPUTED))
+    ]
+
+
+def consumer_cases(*, sustained: bool) -> list[Case]:
+    return [
+        Case(
+            model=model, batch=batch, where=f"2 Gen4, {ram} GiB" + (", sustained" if sustained else ""),
+            hardware=consumer_machine(ram, sustained=sustained),
+        )
+        for model in CONSUMER_MODELS
+        for ram in CONSUMER_RAM
+        for batch in CONSUMER_BATCHES
+    ]  # fmt: skip
+
+
+# ---- planning ------------------------------------------------------------------------------------------------------------
+
+
+def planned(cases: Sequence[Case], say: Callable[[str], None]) -> Iterator[Ours]:
+    """The cases' plans in their order, a process per core."""
+    cores = len(os.sched_getaffinity(0))
+    with ProcessPoolExecutor(cores, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for case, found in zip(cases, pool.map(plan_of, cases), strict=True):
+            say(f"planned {case.model}, {case.batch} sequences, {case.where}")
+            yield found
+
+
+def plan_of(case: Case) -> Ours:
+    """What `fuyou plan` chooses, and the same with clipping."""
+    with tempfile.TemporaryDirectory() as folder, redirect_stderr(StringIO()):
+        policy.config_of(case.model).save_pretrained(folder)
+        path = Path(folder, "recipe.yaml")
+        path.write_text(_RECIPE.format(folder=folder, batch=case.batch, length=given.LENGTH))
+        loaded = load_recipe(path, case.settings)
+        named = {"model": case.model, "where": case.where, "batch": case.batch, "settings": case.settings, "paper": case.paper}
+        try:
+            prepared = prepared_elsewhere(loaded, case.hardware, choose=Planning())
+        except PlanError as error:
+            return Ours(**named, problem=error.message)  # type: ignore[arg-type]
+        outcome = Outcome(changes=(), prepared=prepared, room=room_of(prepared, described=True))
+        clipped = Elsewise(loaded=loaded, prepared=prepared, described=True).with_keys(["train.clip_grad_norm=1.0"])
+    return _figures(named, outcome, clipped)
+
+
+def _figures(named: dict[str, object], outcome: Outcome, clipped: Outcome | None) -> Ours:
+    plan, model = outcome.plan, outcome.prepared.model
+    tokens, step = outcome.tokens, plan.predicted.step_seconds
+    stages, params = plan.stages, model.stored_parameters
+
+    def share(chosen: Callable[[int], bool]) -> float:
+        """Of the parameters, those of such stages."""
+        return sum(model.stages[index].params for index in range(len(stages)) if chosen(index)) / params
+
+    operators = sum(len(stage.operators) for stage in model.stages)
+    return Ours(
+        **named,  # type: ignore[arg-type]
+        problem="; ".join(outcome.problems),
+        micro=plan.numerics.micro_batch_size,
+        sums=plan.numerics.accumulate_dtype,
+        seconds=step,
+        tokens=tokens / step,
+        clipped=None if clipped is None or clipped.problems else tokens / clipped.plan.predicted.step_seconds,
+        busy=plan.predicted.seconds["compute"] / step,
+        written=plan.predicted.written_per_step,
+        rated=sum(drive.rated_bytes for drive in outcome.prepared.hardware.drives),
+        weights_in_ram=share(lambda index: stages[index].weights == "cpu"),
+        states_in_ram=share(lambda index: stages[index].states == "cpu"),
+        deferred=share(lambda index: stages[index].deferred),
+        kept=sum(len(stage.kept) for stage in stages) / max(1, operators),
+        waits=max(plan.predicted.stalls, key=lambda cause: plan.predicted.stalls[cause], default=""),
+    )
+
+
+def fastest_of(rows: Sequence[Ours]) -> list[Ours]:
+    """The fastest batch of each model and machine."""
+    best: dict[tuple[str, str], Ours] = {}
+    for row in rows:
+        key = (row.model, row.where)
+        if not row.problem and (key not in best or row.tokens > best[key].tokens):
+            best[key] = row
+    return list(best.values())
