@@ -113,8 +113,8 @@ POLICY = (
     ),
     Listed(
         names=("WEIGHT_BYTES", "STEP_BYTES"),
-        value="30 bytes per parameter and step: weights of 2 read twice and written, states of 12 read and written; blocks that "
-        "are there when forward turns are not read again, which leaves 29.4 to 29.9",
+        value="30 bytes per parameter and step: weights of 2 read twice and written, states of 12 read and written (29.4 to "
+        "29.9 here: blocks that are there when forward turns are not read again)",
         source="its equations 4 and 5: 16 read, 14 written",
     ),
     Listed(
