@@ -142,7 +142,7 @@ def reproduced() -> Reproduced:
     rows = []
     for row in given.PUBLISHED:
         step = paper_step(row.model, row.batch, machine(row.drives, rates[row.drives]))
-        busiest = max(step.busy, key=lambda resource: step.busy[resource])
+        busiest = max(step.in_use, key=lambda resource: step.in_use[resource])
         rows.append(Row(published=row, predicted=step.step_seconds, busiest=busiest))
     return Reproduced(rows=tuple(rows), rates=rates)
 
