@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from fuyou_cli.core.errors import PlanError
 from fuyou_cli.planner import lookahead
+from fuyou_cli.planner.place import least_memory
 from fuyou_cli.swap.daemon import Result
 
 from .families import gpt2, llama
-from .rig import Rig, Shape, Subject, unequal
+from .rig import HARDWARE, Rig, Shape, Subject, unequal
 
 STEPS = 4
 UPDATES: dict[str, dict[str, Any]] = {
@@ -134,14 +133,6 @@ def test_weights_are_fetched_as_far_ahead_as_slots_are_free(
         assert unequal(rig.weights(), weights) == []
 
 
-def _least(subject: Subject, folder: Path, **way: Any) -> int:
-    with pytest.raises(PlanError) as refused:
-        Rig(subject, folder, budget=1, **way)
-    found = re.search(r"offload\.max_memory\.cpu=(\d+)MiB", refused.value.hint or "")
-    assert found
-    return int(found[1]) << 20
-
-
 SUBJECTS: dict[str, tuple[Any, Shape]] = {
     "untied": (llama(num_hidden_layers=3), Shape()),
     "tied": (gpt2(), Shape(batch=2, micro=2)),
@@ -161,7 +152,9 @@ def test_the_fewest_slots_are_enough(name: str, updates: str, device: Any, tmp_p
         losses, weights = rig.run(STEPS), rig.weights()
     # much scratch for updates: else loading, which needs no slots, would need the most memory
     way: dict[str, Any] = dict(device=device, chunks=240, **UPDATES[updates])
-    with Rig(subject, tmp_path / "least", budget=_least(subject, tmp_path, **way), **way) as rig:
+    with Rig(subject, tmp_path / "much scratch", **way) as rig:
+        least = least_memory(subject.spec, HARDWARE, rig.wishes)
+    with Rig(subject, tmp_path / "least", budget=least, **way) as rig:
         assert rig.plan.lookahead == 1
         assert max(len(slots.gradient_slots) for slots in rig.plan.slot_classes) == (2 if name == "tied" else 1)
         assert rig.run(STEPS) == losses
