@@ -9,7 +9,7 @@ from ..spec.plan import MemoryLine, Plan, Predicted, StagePlan, Tier
 from .bound import busy_seconds
 from .boundary_layout import kept_bytes
 from .costs import Costs
-from .memory import BASE_SLACK, Homes, Layout, compute_memory, layout
+from .memory import BASE_SLACK, HEAD_BYTES_PER_TOKEN, Homes, Layout, compute_memory, layout, micro_boundary
 from .schedule import expand
 from .wishes import Wishes
 
@@ -44,6 +44,8 @@ def assemble(
         stages=placed.stages,
         slot_classes=placed.slot_classes,
         boundary_slots=placed.boundary_slots,
+        upload_slots=placed.upload_slots,
+        download_slots=placed.download_slots,
         lookahead=lookahead,
         io=placed.io,
         arena_size=placed.arena_size,
@@ -90,7 +92,7 @@ def _predict(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, placed
 
 def _device_peak(model: ModelSpec, wishes: Wishes, placed: Layout) -> int:
     """Weights that rest there, two more stages' weights and sums that take turns (a tied head that is not cut keeps a
-    third sum through backward), and the hungriest stage."""
+    third sum through backward), what a cut head knows of every token, and the hungriest stage."""
     if wishes.device == "cpu":
         return 0
     item = ITEM_SIZE[model.compute_dtype]
@@ -99,14 +101,19 @@ def _device_peak(model: ModelSpec, wishes: Wishes, placed: Layout) -> int:
     sums = 3 if model.tied_head and not model.head_is_cut else 2
     largest = max(stage.params for stage in model.stages) * ITEM_SIZE[wishes.numerics.accumulate_dtype]
     weights = item * (sum(homes) + 2 * max(streamed, default=0))
-    return weights + sums * largest + max(_pass_peak(model, stage) for stage in placed.stages)
+    tokens = wishes.numerics.batch_size * wishes.numerics.max_seq_len
+    targets = HEAD_BYTES_PER_TOKEN * tokens if model.head_is_cut else 0
+    passes = max(_pass_peak(model, stage, boundary=micro_boundary(model, wishes)) for stage in placed.stages)
+    return weights + sums * largest + targets + passes
 
 
-def _pass_peak(model: ModelSpec, stage: StagePlan) -> int:
-    """Beside what a pass allocates, kept outputs are on their way to the host in forward; in backward one arrives early."""
+def _pass_peak(model: ModelSpec, stage: StagePlan, *, boundary: int) -> int:
+    """Beside what a pass allocates for one micro-batch: that of its neighbours which crosses meanwhile. In backward the next
+    one's boundary, gradient and kept outputs have begun to arrive, and the gradient of the one before is on its way back; its
+    own kept outputs are there from the start. In forward its input, which is not among what the stage allocates, and the next
+    one's, the output of the one before, and both ones' kept outputs on their way back. `boundary`: of a micro-batch."""
     spec = model.stages[stage.stage]
-    largest = max((operator.bytes for operator in spec.operators if operator.index in stage.kept), default=0)
-    return max(spec.backward_peak + largest, spec.forward_peak + kept_bytes(spec, stage.kept))
+    return max(spec.backward_peak, spec.forward_peak) + 3 * boundary + 2 * kept_bytes(spec, stage.kept)
 
 
 def _memory_lines(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, placed: Layout) -> tuple[MemoryLine, ...]:
@@ -147,11 +154,13 @@ def _memory_lines(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, p
     policies = ("with kept outputs", "with kept outputs") if swapped else ("recompute the rest", "recompute")
     add("boundaries", "cpu", in_ram + slots, in_ram + on_ssd, policies[0])
     add("boundaries", "ssd", on_ssd, in_ram + on_ssd, policies[1])
+    crossing = sum(span.size for span in (*placed.upload_slots, *placed.download_slots))
+    add("crossing", "cpu", crossing, 0, "micro-batches to and from the device")
     add("compute", "cpu", compute_memory(model, wishes).total, 0, "activations of one micro-batch")
     add("update chunks", "cpu", placed.io.scratch.size, 0, "read, AdamW, write")
     add("process", "cpu", hardware.process_bytes + BASE_SLACK + placed.arena_size // 512, 0, "Python, torch, threads")
     if wishes.device != "cpu":
-        add("compute", "gpu", _device_peak(model, wishes, placed), 0, "two stages and one micro-batch")
+        add("compute", "gpu", _device_peak(model, wishes, placed), 0, "two stages and a micro-batch with its neighbours")
     return tuple(lines)
 
 

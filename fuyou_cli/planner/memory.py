@@ -18,6 +18,8 @@ from .wishes import Wishes
 
 ARENA_UNIT = 2 * MiB  # hugepages round what is touched to this
 STORE_UNIT = 4096
+COPY_ALIGN = 64  # of tensors that cross together
+HEAD_BYTES_PER_TOKEN = 8 + 4 * 4  # of a cut head on the device: target, maximum, sum, the target's logit, one of them anew
 # What comes on top of the libraries once they are warm: kernels for other shapes and their workspaces, the log, the display,
 # batches, and what the kernel holds for the process. Measured: CHANGELOG.md.
 BASE_SLACK = 24 * MiB
@@ -56,6 +58,8 @@ class Layout:
     stages: tuple[StagePlan, ...]
     slot_classes: tuple[SlotClass, ...]
     boundary_slots: tuple[Span, ...]
+    upload_slots: tuple[Span, ...]
+    download_slots: tuple[Span, ...]
     io: IoPlan
     arena_size: int
     store_size: int
@@ -98,6 +102,7 @@ def layout(model: ModelSpec, wishes: Wishes, homes: Homes, *, lookahead: int, gr
     passing = (boundary_size(model, wishes, homes, i) for i, tier in enumerate(homes.boundaries) if tier == "ssd")
     largest = max(passing, default=0)
     boundary_slots = tuple(arena.take(largest) for _ in range(slots))
+    up, down = _crossing_slots(arena, model, wishes)
     scratch = arena.take(wishes.scratch_size)
     stages = tuple(
         _stage(arena, durable, transient, model, wishes, homes, index, classes[index], deferred=deferred[index])
@@ -107,6 +112,8 @@ def layout(model: ModelSpec, wishes: Wishes, homes: Homes, *, lookahead: int, gr
         stages=stages,
         slot_classes=slot_classes,
         boundary_slots=boundary_slots,
+        upload_slots=up,
+        download_slots=down,
         io=IoPlan(
             backend=wishes.io_backend,  # type: ignore[arg-type]
             read_depth=wishes.read_depth,
@@ -120,6 +127,24 @@ def layout(model: ModelSpec, wishes: Wishes, homes: Homes, *, lookahead: int, gr
         arena_size=arena.used,
         store_size=align_up(transient.used, wishes.stripe),
     )
+
+
+def micro_boundary(model: ModelSpec, wishes: Wishes) -> int:
+    """Bytes of one micro-batch's boundary."""
+    return model.boundary_bytes_per_token * wishes.numerics.micro_batch_size * wishes.numerics.max_seq_len
+
+
+def _crossing_slots(arena: _Room, model: ModelSpec, wishes: Wishes) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+    """Copies that run beside compute need pinned memory. The arena is pinned; whole-batch tensors of the model's own forward
+    are not. They pass through these, up (ids or targets may come along) and down: one is filled or emptied while the other
+    is copied."""
+    if wishes.device == "cpu":
+        return (), ()
+    numerics = wishes.numerics
+    at_once = min(2, -(-numerics.batch_size // numerics.micro_batch_size))
+    size = micro_boundary(model, wishes)
+    ids = align_up(size, COPY_ALIGN) + 8 * numerics.micro_batch_size * numerics.max_seq_len
+    return tuple(arena.take(ids) for _ in range(at_once)), tuple(arena.take(size) for _ in range(at_once))
 
 
 def durable_size(model: ModelSpec) -> int:

@@ -132,6 +132,8 @@ class Plan:
     stages: tuple[StagePlan, ...]
     slot_classes: tuple[SlotClass, ...]
     boundary_slots: tuple[Span, ...]  # in flight to and from the ssd
+    upload_slots: tuple[Span, ...]  # what one micro-batch takes to a device with memory of its own, where it rests unpinned
+    download_slots: tuple[Span, ...]  # and what it brings back
     lookahead: int
     io: IoPlan
     arena_size: int

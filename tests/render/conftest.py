@@ -168,6 +168,8 @@ def plan(model: ModelSpec) -> Plan:
         stages=tuple(homes(stage.index, stage.kind) for stage in model.stages),
         slot_classes=(),
         boundary_slots=(),
+        upload_slots=(),
+        download_slots=(),
         lookahead=2,
         io=IoPlan(
             backend="io_uring",
