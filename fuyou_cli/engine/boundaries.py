@@ -27,15 +27,25 @@ class _Kind:
 
 
 class Boundaries:
-    """Stash in forward and seal when the stage's forward is over; take in backward, drop when that is over."""
+    """In forward `stash`, or `room` and then `put` by micro-batch; `seal` when the stage's forward is over. In backward `take`,
+    and `drop` when that is over."""
 
     def __init__(self, *, model: ModelSpec, plan: Plan, daemon: SwapDaemon, memory: HostMemory) -> None:
         self.model, self.plan, self.memory = model, plan, memory
         self.ledger = BoundaryLedger(plan=plan, transfers=daemon)
         self._kinds: dict[int, _Kind] = {}
+        self._unsealed: set[int] = set()
 
     def stash(self, stage: int, boundary: torch.Tensor, wait_until: Wait) -> None:
-        """Keeps a copy of `boundary` (host memory). Outputs may be put beside it until it is sealed."""
+        """Keeps a copy of `boundary` (host memory), which is all of it unless outputs are to be put beside it."""
+        self.room(stage, boundary, wait_until)
+        for number, rows in enumerate(boundary.split(self.plan.numerics.micro_batch_size)):
+            self.put(stage, number, rows)
+        if not self.plan.stages[stage].kept:
+            self.seal(stage)
+
+    def room(self, stage: int, boundary: torch.Tensor, wait_until: Wait) -> None:
+        """A place for `boundary`, which is put there micro-batch by micro-batch, and outputs beside it, until it is sealed."""
         layout = self._layout(stage, boundary)
         span = self.ledger.room(stage, wait_until)
         if layout.size > align_up(span.size, RECORD_ALIGN):
@@ -45,14 +55,16 @@ class Boundaries:
             )
         self.ledger.stashed(stage, span, layout.size)
         self._kinds[stage] = _Kind(boundary.shape, boundary.dtype, layout)
-        for number, rows in enumerate(boundary.split(self.plan.numerics.micro_batch_size)):
-            self._rows(stage, number).copy_(rows)
-        if not self.plan.stages[stage].kept:
-            self.ledger.seal(stage)
+        self._unsealed.add(stage)
+
+    def put(self, stage: int, number: int, rows: torch.Tensor) -> torch.Tensor:
+        """Copies one micro-batch's rows; where they rest now."""
+        return self._rows(stage, number).copy_(rows)
 
     def seal(self, stage: int) -> None:
-        """The stage's forward is over: every output is in its place."""
-        if self.plan.stages[stage].kept:
+        """The stage's forward is over: all that rests with its boundary is in its place."""
+        if stage in self._unsealed:
+            self._unsealed.remove(stage)
             self.ledger.seal(stage)
 
     def take(self, stage: int, wait_until: Wait) -> list[torch.Tensor]:

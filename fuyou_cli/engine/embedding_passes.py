@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,19 +29,25 @@ def embedding_backward(
 ) -> None:
     """Adds the gradients of one embedding to `total`. ids: (batch, tokens) int64; grad_y: (batch, tokens, width)."""
     assert total is not None
-    device = executor.device.torch_device
     if executor.looks_up(call.stage) and grad_y.shape[0] == ids.shape[0]:
-        for rows in executor.micro_batches(ids.shape[0]):
-            grad = grad_y[rows].reshape(-1, grad_y.shape[-1]).to(device)
-            _add_rows(executor, call, ids[rows].reshape(-1).to(device), grad, total, first=0)
+        parts = executor.micro_batches(ids.shape[0])
+
+        def source(rows: slice) -> list[torch.Tensor]:
+            return [ids[rows].reshape(-1), grad_y[rows].reshape(-1, grad_y.shape[-1])]
+
+        arriving = executor.inputs(partial(source, rows) for rows in parts)
+        for _ in parts:
+            chosen, grad = arriving.take()
+            _add_rows(executor, call, chosen, grad, total, first=0)
             executor.between()
         return
+    whole_ids, whole_grad = executor.inputs([lambda: [ids, grad_y]]).take()
     if flat is None:  # a deferred update needs no weights here; a lookup's gradient does not depend on their values
         params = executor.model.stages[call.stage].params
-        flat = torch.zeros(params, dtype=TORCH_DTYPE[executor.model.compute_dtype], device=device)
+        flat = torch.zeros(params, dtype=TORCH_DTYPE[executor.model.compute_dtype], device=whole_ids.device)
     with torch.enable_grad(), executor.installed(call.stage, flat, trainable=True) as parameters:
-        y = call.run(ids.to(device))
-        executor.differentiate(y, grad_y.to(device), parameters, total)
+        y = call.run(whole_ids)
+        executor.differentiate(y, whole_grad, parameters, total)
 
 
 def forward_in_pieces(executor: Executor, pieces: Sequence[int], call: Call, ids: torch.Tensor) -> torch.Tensor:
@@ -53,22 +60,36 @@ def forward_in_pieces(executor: Executor, pieces: Sequence[int], call: Call, ids
         visit, flat = executor.enter("forward", stage)
         begin = time.monotonic()
         here, first = _inside(executor, stage, flat_ids)
-        if here.numel():
-            module = executor.stages[stage].module
-            assert isinstance(module, torch.nn.Embedding)
-            local = (flat_ids[here] - first).to(executor.device.torch_device)
-            with torch.no_grad(), executor.installed(stage, flat, trainable=False), padding_at(module, None):
-                part = executor.to_host(call.run(local))
-            if y is None:
-                y = part.new_empty(flat_ids.numel(), *part.shape[1:])
-            y[here] = part
-            found += here.numel()
+        found += here.numel()
+        leaving = executor.crossings.back()
+        with executor.installed(stage, flat, trainable=False):
+            for place, part in _looked_up(executor, stage, call, here, flat_ids[here] - first):
+                if y is None:
+                    y = torch.empty((flat_ids.numel(), *part.shape[1:]), dtype=part.dtype)
+                leaving.put(part, partial(y.index_copy_, 0, place))
+            leaving.settle()
         executor.leave(visit, begin)
         executor.between()
     if y is None or found != flat_ids.numel():
         end = executor.model.stages[pieces[-1]].vocabulary
         raise UsageError(f"the data holds a token id outside of the model's vocabulary of {end and end[1]} tokens")
     return y.view(*ids.shape, *y.shape[1:])
+
+
+def _looked_up(
+    executor: Executor, stage: int, call: Call, here: torch.Tensor, ids: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Places among `here`, and the rows `ids` of one piece that belong there: (tokens, width), on the device. On one with
+    memory of its own no more at once than a micro-batch has tokens."""
+    numerics, module = executor.plan.numerics, executor.stages[stage].module
+    assert isinstance(module, torch.nn.Embedding)
+    at_once = numerics.micro_batch_size * numerics.max_seq_len if executor.device.separate else max(1, ids.numel())
+    arriving = executor.inputs(partial(lambda part: [part], part) for part in ids.split(at_once) if part.numel())
+    for place in here.split(at_once):
+        if place.numel():
+            with torch.no_grad(), padding_at(module, None):
+                part = call.run(*arriving.take())
+            yield place, part
 
 
 def backward_in_pieces(executor: Executor, pieces: Sequence[int], call: Call, ids: torch.Tensor, grad_y: torch.Tensor) -> None:
@@ -80,13 +101,18 @@ def backward_in_pieces(executor: Executor, pieces: Sequence[int], call: Call, id
         total = executor.sums.open(stage, resume=visit.resume)
         begin = time.monotonic()
         assert total is not None
-        for rows in executor.micro_batches(ids.shape[0]):
+        parts = executor.micro_batches(ids.shape[0])
+
+        def source(stage: int, rows: slice) -> list[torch.Tensor]:
             flat_ids = ids[rows].reshape(-1)
-            here, first = _inside(executor, stage, flat_ids)
-            if here.numel():
-                chosen = flat_ids[here].to(executor.device.torch_device)
-                grad = grad_y[rows].reshape(-1, grad_y.shape[-1])[here].to(executor.device.torch_device)
-                _add_rows(executor, call, chosen, grad, total, first=first)
+            here, _ = _inside(executor, stage, flat_ids)
+            return [flat_ids[here], grad_y[rows].reshape(-1, grad_y.shape[-1])[here]]
+
+        arriving = executor.inputs(partial(source, stage, rows) for rows in parts)
+        for _ in parts:
+            chosen, grad = arriving.take()
+            if chosen.numel():
+                _add_rows(executor, call, chosen, grad, total, first=_rows_of(executor, stage)[0])
             executor.between()
         executor.sums.close(stage, total)
         executor.leave(visit, begin)
@@ -104,7 +130,12 @@ def _add_rows(executor: Executor, call: Call, ids: torch.Tensor, grad: torch.Ten
 
 def _inside(executor: Executor, stage: int, ids: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Positions of the ids that are rows of the piece, and its first row."""
+    first, end = _rows_of(executor, stage)
+    return ((ids >= first) & (ids < end)).nonzero().view(-1), first
+
+
+def _rows_of(executor: Executor, stage: int) -> tuple[int, int]:
+    """Of the whole table, those that the piece has."""
     vocabulary = executor.model.stages[stage].vocabulary
     assert vocabulary is not None
-    first, end = vocabulary
-    return ((ids >= first) & (ids < end)).nonzero().view(-1), first
+    return vocabulary

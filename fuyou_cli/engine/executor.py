@@ -3,14 +3,16 @@ and gradients move as the plan says.
 
 The executor may wait for four things: a visit's weights (a slot, their fetch or update), its boundary (a slot, or the
 bytes), gradients (a slot, or those that rest until their second user), and at the end what is still under way. Each wait is
-summed by cause. A device with memory of its own adds copies: those of a stage's results, and of weights about to change.
+summed by cause. A device with memory of its own adds copies: those of a stage's results, and of weights about to change;
+micro-batches cross to it and back while their neighbours compute (`crossings`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from .anatomy import Anatomy
 from .boundaries import Boundaries
 from .calls import one_row_masks
 from .compute_weights import ComputeWeights
+from .crossings import Arriving, Crossings, Gathering, Source
 from .devices.base import Device
 from .embedding import is_lookup, is_plain
 from .embedding_passes import backward_in_pieces, embedding_backward, forward_in_pieces
@@ -93,6 +96,7 @@ class Executor:
             schedule=self.schedule, residency=self.residency, boundaries=self.boundaries.ledger, tick=self._tick
         )
         self.outputs = KeptOutputs(model=model, plan=plan, boundaries=self.boundaries, memory=memory, device=device)
+        self.crossings = Crossings(plan=plan, memory=memory, device=device)
         self.weights = ComputeWeights(model=model, plan=plan, memory=memory, device=device, waiting=self.moves.waiting)
         self.head = Head(anatomy.model)
         self.between_micro_batches: Callable[[], None] = lambda: None
@@ -194,6 +198,7 @@ class Executor:
 
     def abandon(self) -> None:
         """Forgets the step under way (or what was prefetched for the next). Updates of earlier steps stay due."""
+        self.device.synchronize()  # sync: copies of what was under way, whose memory is used for something else from now on
         self.sums.forget()
         self._head_gradient = None
         self.lookahead.pause()
@@ -232,7 +237,8 @@ class Executor:
 
     def enter(self, phase: str, stage: int, boundary: torch.Tensor | None = None) -> tuple[Visit, torch.Tensor | None]:
         """The next visit of the schedule, its weights ready to compute with (None when it needs none), and `boundary`, its
-        input, stashed where backward will want it.
+        input, stashed where backward will want it. On a device with memory of its own `inputs` has to follow: `boundary` has
+        its place only, and is put there as it goes up.
 
         As soon as the visit has its own slots what comes next may be prefetched, also while it waits for what its slots are
         to hold: until then a visit behind it could take the slot it waits for, and wait for it in turn. Gradients are an
@@ -245,12 +251,22 @@ class Executor:
         if span is not None:
             assert visit.owner is not None
             flat = self.weights.flat(visit.owner, span, self.residency.records[visit.owner].generation)
-        self.lookahead.on_device()
+        if not self.device.separate:
+            self.lookahead.on_device()
         return visit, flat
+
+    def inputs(self, sources: Iterable[Source], beside: Callable[[int], None] = lambda number: None) -> Arriving:
+        """What the visit's micro-batches compute with. The first is on its way before the next visit's weights may be: they
+        would keep it waiting."""
+        arriving = self.crossings.into(sources, beside)
+        if self.device.separate:
+            self.lookahead.on_device()
+        return arriving
 
     def _stash(self, visit: Visit, boundary: torch.Tensor | None) -> None:
         assert boundary is not None
-        self.boundaries.stash(visit.stage, boundary, self.residency.wait_until)
+        keep = self.boundaries.room if self.device.separate else self.boundaries.stash
+        keep(visit.stage, boundary, self.residency.wait_until)
 
     def leave(self, visit: Visit, begin: float) -> None:
         self._outcome.intervals.append(Interval(phase=visit.phase, stage=visit.stage, begin=begin, end=time.monotonic()))
@@ -292,10 +308,10 @@ class Executor:
         begin = time.monotonic()
         state = self.device.random_state()
         with torch.no_grad(), self.installed(call.stage, flat, trainable=self.outputs.keeps(call.stage)):
-            y = self._forward_parts(call, x)
+            y = self._forward_parts(call, x, stash=visit.stash and self.device.separate)
         self.device.restore_random_state(state)
-        if visit.stash:
-            self.boundaries.seal(call.stage)
+        self.outputs.settle()
+        self.boundaries.seal(call.stage)
         self.leave(visit, begin)
         return y
 
@@ -303,24 +319,29 @@ class Executor:
         """Whether the stage is a table whose rows are looked up, and scaled at most: so it can be used by micro-batch."""
         return stage in self.scaled_lookups or is_plain(self.stages[stage].module)
 
-    def _forward_parts(self, call: Call, x: torch.Tensor) -> torch.Tensor:
+    def _forward_parts(self, call: Call, x: torch.Tensor, *, stash: bool) -> torch.Tensor:
+        """`stash`: the boundary is put in its place by micro-batch, from where it goes up."""
+        y = Gathering(self.crossings, x.shape[0])
         if not x.is_floating_point() and not (self.device.separate and self.looks_up(call.stage)):
             # ids may be shared by all rows; where memory is the host's, a lookup of the whole batch is its result
+            (ids,) = self.inputs([lambda: [x]]).take()
             self.device.seed(self._stream(call.stage, 0))
-            return self.to_host(call.run(x.to(self.device.torch_device)))
-        parts = list(self.micro_batches(x.shape[0]))
-        y: torch.Tensor | None = None
+            y.put(slice(None), call.run(ids))
+            return y.settled()
+        parts = self.micro_batches(x.shape[0])
+
+        def source(number: int) -> list[torch.Tensor]:
+            rows = x[parts[number]]
+            return [self.boundaries.put(call.stage, number, rows) if stash else rows]
+
+        arriving = self.inputs(partial(source, number) for number in range(len(parts)))
         for number, rows in enumerate(parts):
+            (part,) = arriving.take()
             self.device.seed(self._stream(call.stage, number))
-            part = self._run(call, x[rows].to(self.device.torch_device), number)
-            if len(parts) == 1:
-                return self.to_host(part)
-            if y is None:
-                y = torch.empty((x.shape[0], *part.shape[1:]), dtype=part.dtype)
-            y[rows] = part
-            self.between()
-        assert y is not None
-        return y
+            y.put(rows, self._run(call, part, number))
+            if len(parts) > 1:
+                self.between()
+        return y.settled()
 
     def _run(self, call: Call, x: torch.Tensor, micro_batch: int) -> torch.Tensor:
         """Forward of one micro-batch, of which no graph stays."""
@@ -358,25 +379,24 @@ class Executor:
         self, call: Call, x: list[torch.Tensor], grad_y: torch.Tensor, flat: torch.Tensor | None, total: GradientSum | None
     ) -> torch.Tensor:
         """x: the boundary by micro-batch."""
-        parts = list(self.micro_batches(grad_y.shape[0]))
-        grad_x: torch.Tensor | None = None
+        parts = self.micro_batches(grad_y.shape[0])
+        sources = (partial(lambda number, rows: [x[number], grad_y[rows]], *each) for each in enumerate(parts))
+        arriving = self.inputs(sources, beside=partial(self.outputs.begin, call.stage))
+        grad_x = Gathering(self.crossings, grad_y.shape[0])
         for number, rows in enumerate(parts):
-            part = x[number].to(self.device.torch_device).detach().requires_grad_(True)
+            part, grad = arriving.take()
+            part = part.detach().requires_grad_(True)
             self.device.seed(self._stream(call.stage, number))
             with torch.enable_grad(), self.installed(call.stage, flat, trainable=True) as parameters:
                 with self.outputs.recomputing(call.stage, number, flat):
                     y = call.run(part)
-                self.differentiate(y, grad_y[rows].to(self.device.torch_device), [part, *parameters], total)
-            del y
+                self.differentiate(y, grad, [part, *parameters], total)
+            del y, grad
             assert part.grad is not None
-            if len(parts) == 1:
-                return self.to_host(part.grad)
-            if grad_x is None:
-                grad_x = torch.empty((grad_y.shape[0], *part.shape[1:]), dtype=part.grad.dtype)
-            grad_x[rows] = part.grad
-            self.between()
-        assert grad_x is not None
-        return grad_x
+            grad_x.put(rows, part.grad)
+            if len(parts) > 1:
+                self.between()
+        return grad_x.settled()
 
     # ---- pieces of a pass ------------------------------------------------------------------------------------------
 
@@ -401,10 +421,6 @@ class Executor:
         """Cuts of the step's batch, in order."""
         size = self.plan.numerics.micro_batch_size
         return [slice(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
-
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """sync: waits for what computes it, on a device of its own."""
-        return tensor.to("cpu")
 
     def between(self) -> None:
         """Between micro-batches: look around, and let the caller stop."""

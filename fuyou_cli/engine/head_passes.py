@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,29 +36,50 @@ def run_head(
 def _whole(executor: Executor, hidden: torch.Tensor, targets: torch.Tensor, *, normaliser: int) -> tuple[float, torch.Tensor]:
     """One visit, forward and backward at once."""
     stage = executor.model.stages[-1].index
-    device = executor.device.torch_device
     visit, flat = executor.enter("head", stage)
     total = executor.sums.open(visit.owner if visit.owner is not None else stage)
     begin = time.monotonic()
-    gradient = torch.empty_like(hidden)
-    loss = 0.0
+    gradient, losses = torch.empty_like(hidden), _Losses(executor.device.separate)
+    batch = executor.micro_batches(hidden.shape[0])
+    arriving = executor.inputs(partial(lambda rows: [hidden[rows], targets[rows]], rows) for rows in batch)
+    leaving = executor.crossings.back()
     with executor.head.stubbed(), executor.installed(visit.owner, flat, trainable=True) as parameters:
-        for rows in executor.micro_batches(hidden.shape[0]):
-            part, part_targets = hidden[rows].to(device), targets[rows].to(device)
+        for rows in batch:
+            part, part_targets = arriving.take()
             for cut in pieces(part.shape[0], part.shape[1], executor.plan.numerics.head_chunk_tokens):
                 piece = part[cut].detach().requires_grad_(True)
                 with torch.enable_grad():
                     piece_loss = executor.head.loss(piece, part_targets[cut], normaliser=normaliser)
                     executor.differentiate(piece_loss, None, [piece, *parameters], total)
-                loss += float(piece_loss.detach())  # sync: reads the loss of one piece
+                losses.add(piece_loss.detach())
                 assert piece.grad is not None
-                gradient[rows][cut] = piece.grad
+                leaving.put(piece.grad, gradient[rows][cut].copy_)
                 del piece, piece_loss
                 executor.between()
+    leaving.settle()
     if not executor.model.tied_head:
         executor.sums.close(stage, total)
     executor.leave(visit, begin)
-    return loss, gradient
+    return losses.sum(), gradient
+
+
+class _Losses:
+    """Of one piece after the other, added in order. Reading one waits for the device, so there they are read at the end."""
+
+    def __init__(self, separate: bool) -> None:
+        self._separate, self._sum = separate, 0.0
+        self._unread: list[torch.Tensor] = []
+
+    def add(self, loss: torch.Tensor) -> None:
+        self._unread.append(loss)
+        if not self._separate:
+            self.sum()
+
+    def sum(self) -> float:
+        for loss in self._unread:
+            self._sum += float(loss)  # sync: on a device with memory of its own, the end of the head's visit
+        self._unread.clear()
+        return self._sum
 
 
 def _in_pieces(
@@ -103,6 +125,7 @@ def _differentiate_piece(
     assert visit.owner is not None
     total = executor.sums.open(visit.owner)
     begin = time.monotonic()
+    leaving = executor.crossings.back()
     with executor.head.stubbed(), executor.installed(visit.owner, flat, trainable=True) as parameters:
         for part, piece in _parts(executor, hidden):
             piece.requires_grad_(True)
@@ -112,9 +135,10 @@ def _differentiate_piece(
             executor.differentiate(logits, slope, [piece, *parameters], total)
             del logits, slope
             assert piece.grad is not None
-            gradient[part.rows][part.cut] += executor.to_host(piece.grad)
+            leaving.put(piece.grad, gradient[part.rows][part.cut].add_)
             piece.grad = None
             executor.between()
+    leaving.settle()
     if visit.rest:
         executor.sums.rest(visit.owner, total)
     else:
@@ -124,8 +148,10 @@ def _differentiate_piece(
 
 def _parts(executor: Executor, hidden: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
     """The last hidden state on the device, micro-batch by micro-batch and chunk by chunk: leaves of their own."""
-    for rows in executor.micro_batches(hidden.shape[0]):
-        batch = hidden[rows].to(executor.device.torch_device)
+    parts = executor.micro_batches(hidden.shape[0])
+    arriving = executor.inputs(partial(lambda rows: [hidden[rows]], rows) for rows in parts)
+    for rows in parts:
+        (batch,) = arriving.take()
         for cut in pieces(batch.shape[0], batch.shape[1], executor.plan.numerics.head_chunk_tokens):
             yield Part(rows, cut), batch[cut].detach()
 

@@ -21,6 +21,11 @@ class HostMemory:
         flat = torch.frombuffer(self.arena.view(span.offset, span.size), dtype=dtype)
         return flat if count is None else flat[:count]
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies in the arena, which a device may have pinned."""
+        begin = torch.frombuffer(self.arena.view(0, 1), dtype=torch.uint8).data_ptr()
+        return begin <= tensor.data_ptr() < begin + self.arena.size
+
     def take(self) -> None:
         """Every page of the arena is the process's from now on: what does not fit is known before the first step, not when
         some step first needs a slot that none before it needed. What the pages hold stays; nothing may be under way."""

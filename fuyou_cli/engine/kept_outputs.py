@@ -46,6 +46,7 @@ class _Resting:
 
 _Output = tuple[list[Any], bool]  # tensors that rest and values as they are; whether the operator returns a tuple
 _Outputs = dict[int, _Output]  # by operator
+_Arrived = dict[int, tuple[list[Any], list[Event]]]  # by operator: values where they are computed with, and copies to wait for
 
 
 class KeptOutputs:
@@ -54,35 +55,71 @@ class KeptOutputs:
     def __init__(self, *, model: ModelSpec, plan: Plan, boundaries: Boundaries, memory: HostMemory, device: Device) -> None:
         self.model, self.plan, self.boundaries, self.memory, self.device = model, plan, boundaries, memory, device
         self._resting: dict[tuple[int, int], _Outputs] = {}
+        self._leaving: list[list[Event]] = []  # copies to the host, by micro-batch
+        self._arriving: dict[tuple[int, int], _Arrived] = {}
 
     def keeps(self, stage: int) -> bool:
         return bool(self.plan.stages[stage].kept)
 
     @contextmanager
     def keeping(self, stage: int, micro_batch: int) -> Iterator[None]:
-        """Inside, one micro-batch's forward runs, and the outputs that the plan keeps are copied to the host. Every copy is
-        over at the end."""
+        """Inside, one micro-batch's forward runs, and the outputs that the plan keeps are copied to the host. The copies of the
+        micro-batch before are over at the end."""
         chosen = {o.index: o for o in self.model.stages[stage].operators if o.index in self.plan.stages[stage].kept}
         mode = _Keeping(self, chosen, self._place(stage, micro_batch))
         hooks = torch.autograd.graph.saved_tensors_hooks(_drop, _refuse)
-        try:
-            with torch.enable_grad(), hooks, mode:
-                yield
-        finally:
-            mode.settle()
+        with torch.enable_grad(), hooks, mode:
+            yield
         self._resting[stage, micro_batch] = mode.outputs
+        self._leaving.append(list(mode.copies.values()))
+        self._settle(but=1)
+
+    def settle(self) -> None:
+        """sync: every copy to the host is over."""
+        self._settle(but=0)
+
+    def _settle(self, *, but: int) -> None:
+        while len(self._leaving) > but:
+            for event in self._leaving.pop(0):
+                event.synchronize()
+
+    def begin(self, stage: int, micro_batch: int) -> None:
+        """What one micro-batch kept is on its way to a device with memory of its own."""
+        if self.keeps(stage):
+            self._arriving[stage, micro_batch] = self._given(stage, micro_batch)
 
     def recomputing(self, stage: int, micro_batch: int, flat: torch.Tensor | None) -> AbstractContextManager[object]:
         """Inside, one micro-batch is recomputed from what was kept, as far as backward needs it. `flat`: the weights."""
         spec = self.model.stages[stage]
         if self.keeps(stage):
-            outputs = self._resting.pop((stage, micro_batch))
-            return _GivingBack(self, outputs, self._place(stage, micro_batch), spec, flat)
+            given = self._arriving.pop((stage, micro_batch)) if self.device.separate else self._given(stage, micro_batch)
+            return _GivingBack(given, self._resting.pop((stage, micro_batch)), spec, flat)
         return Recompute(spec, flat) if spec.unneeded else nullcontext()
 
     def forget(self) -> None:
-        """A step was given up."""
+        """A step was given up, and no copy is under way."""
         self._resting.clear()
+        self._leaving.clear()
+        self._arriving.clear()
+
+    def _given(self, stage: int, micro_batch: int) -> _Arrived:
+        """Values of every operator: the host's memory itself, or on a device with memory of its own copies under way."""
+        arrived: _Arrived = {}
+        place = self._place(stage, micro_batch)
+        for index, (values, _) in sorted(self._resting[stage, micro_batch].items()):
+            span, events = place(index), list[Event]()
+            arrived[index] = [self._value(value, span, events) for value in values], events
+        return arrived
+
+    def _value(self, value: Any, span: Span, events: list[Event]) -> Any:
+        if not isinstance(value, _Resting):
+            return value
+        host = value.view(self.memory, span)
+        if not self.device.separate:
+            return host
+        target = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=self.device.torch_device)
+        events.append(self.device.upload(host, target))
+        return target
 
     def _place(self, stage: int, micro_batch: int) -> Callable[[int], Span]:
         return lambda operator: self.boundaries.output(stage, micro_batch, operator)
@@ -97,7 +134,7 @@ class _Keeping(Operators):
         self.outputs: _Outputs = {}
         self._memory, self._device = kept.memory, kept.device
         self._chosen, self._place = chosen, place
-        self._copies: dict[int, Event] = {}  # by storage
+        self.copies: dict[int, Event] = {}  # by storage; the last one of a storage is behind its others
 
     def operator(self, index: int, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
@@ -112,17 +149,11 @@ class _Keeping(Operators):
         return out
 
     def beside(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self._copies and func._schema.is_mutable:
+        if self.copies and func._schema.is_mutable:
             for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata in self._copies:
-                    self._copies[leaf.untyped_storage()._cdata].wait()
+                if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata in self.copies:
+                    self.copies[leaf.untyped_storage()._cdata].wait()
         return func(*args, **kwargs)
-
-    def settle(self) -> None:
-        """sync: every copy is over."""
-        for event in self._copies.values():
-            event.synchronize()
-        self._copies.clear()
 
     def _keep(self, spec: OperatorSpec, out: Any) -> _Output:
         span, end = self._place(spec.index), 0
@@ -146,56 +177,25 @@ class _Keeping(Operators):
 
     def _copy(self, value: torch.Tensor, host: torch.Tensor) -> None:
         if self._device.separate:
-            self._copies[value.untyped_storage()._cdata] = self._device.download(value, host)
+            self.copies[value.untyped_storage()._cdata] = self._device.download(value, host)
         else:
             host.copy_(value)
 
 
 class _GivingBack(Recompute):
-    """Returns what was kept instead of computing it: the host's memory itself, or on a device with memory of its own a copy
-    whose upload began when the one before was asked for."""
+    """Returns what was kept instead of computing it, once it has arrived."""
 
-    def __init__(
-        self, kept: KeptOutputs, outputs: _Outputs, place: Callable[[int], Span], stage: StageSpec, flat: torch.Tensor | None
-    ) -> None:
+    def __init__(self, given: _Arrived, outputs: _Outputs, stage: StageSpec, flat: torch.Tensor | None) -> None:
         super().__init__(stage, flat)
-        self._memory, self._device, self._place = kept.memory, kept.device, place
-        self._outputs = outputs
-        self._order = sorted(outputs)
-        self._ahead: dict[int, tuple[list[Any], list[Event]]] = {}
+        self._given, self._outputs = given, outputs
 
     def operator(self, index: int, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
         if index not in self._outputs:
             return super().operator(index, kind, func, args, kwargs)
-        values, events = self._ahead.pop(index) if index in self._ahead else self._begin(index)
+        values, events = self._given.pop(index)
         for event in events:
             event.wait()
-        if self._device.separate:
-            following = next((later for later in self._order if later > index), None)
-            if following is not None:
-                self._ahead[following] = self._begin(following)
         return tuple(values) if self._outputs[index][1] else values[0]
-
-    def _begin(self, index: int) -> tuple[list[Any], list[Event]]:
-        span = self._place(index)
-        events: list[Event] = []
-        return [self._given(value, span, events) for value in self._outputs[index][0]], events
-
-    def _given(self, value: Any, span: Span, events: list[Event]) -> Any:
-        if not isinstance(value, _Resting):
-            return value
-        host = value.view(self._memory, span)
-        if not self._device.separate:
-            return host
-        target = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=self._device.torch_device)
-        events.append(self._device.upload(host, target))
-        return target
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        for _, events in self._ahead.values():  # of a recompute that failed: the host's memory may be used for something else
-            for event in events:
-                event.synchronize()
 
 
 def _drop(tensor: torch.Tensor) -> None:

@@ -103,17 +103,20 @@ def _device_peak(model: ModelSpec, wishes: Wishes, placed: Layout) -> int:
     weights = item * (sum(homes) + 2 * max(streamed, default=0))
     tokens = wishes.numerics.batch_size * wishes.numerics.max_seq_len
     targets = HEAD_BYTES_PER_TOKEN * tokens if model.head_is_cut else 0
-    passes = max(_pass_peak(model, stage, boundary=micro_boundary(model, wishes)) for stage in placed.stages)
-    return weights + sums * largest + targets + passes
+    return weights + sums * largest + targets + max(_pass_peak(model, wishes, stage) for stage in placed.stages)
 
 
-def _pass_peak(model: ModelSpec, stage: StagePlan, *, boundary: int) -> int:
+def _pass_peak(model: ModelSpec, wishes: Wishes, stage: StagePlan) -> int:
     """Beside what a pass allocates for one micro-batch: that of its neighbours which crosses meanwhile. In backward the next
-    one's boundary, gradient and kept outputs have begun to arrive, and the gradient of the one before is on its way back; its
-    own kept outputs are there from the start. In forward its input, which is not among what the stage allocates, and the next
-    one's, the output of the one before, and both ones' kept outputs on their way back. `boundary`: of a micro-batch."""
+    one's boundary, gradient and kept outputs arrive, and the gradient of the one before is on its way back. In forward there is
+    the input, which is not among what the stage allocates, and the next one's, the output of the one before, and kept outputs
+    of both on their way back."""
     spec = model.stages[stage.stage]
-    return max(spec.backward_peak, spec.forward_peak) + 3 * boundary + 2 * kept_bytes(spec, stage.kept)
+    kept, boundary = kept_bytes(spec, stage.kept), micro_boundary(model, wishes)
+    alone = max(spec.backward_peak, spec.forward_peak + kept)
+    if wishes.numerics.batch_size <= wishes.numerics.micro_batch_size:
+        return alone + boundary
+    return alone + 3 * boundary + kept
 
 
 def _memory_lines(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, placed: Layout) -> tuple[MemoryLine, ...]:

@@ -1,0 +1,168 @@
+"""What crosses between the host and a device with memory of its own, micro-batch by micro-batch: while one computes, the
+inputs of the next are on their way up and the results of the one before on their way down.
+
+Such copies need pinned memory. Boundaries rest in the arena, which is; whole-batch tensors of the model's own forward do
+not, and pass through the plan's upload and download slots. What is too wide for a slot is copied from or to where it is,
+which is right as well but may keep the host waiting. Of a visit's copies only the first upload and the last download have
+no compute to run beside: its result is whole when the visit ends. On device cpu nothing is copied and nothing kept alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ..core.units import align_up
+from ..planner.memory import COPY_ALIGN
+from ..spec.plan import Plan
+from .devices.base import Device, Event
+from .host_memory import HostMemory
+
+Source = Callable[[], list[torch.Tensor]]  # what a micro-batch computes with, in host memory; asked for once
+Place = Callable[[torch.Tensor], object]  # takes a result in host memory, which is lent to it
+
+
+@dataclass(slots=True)
+class _Slot:
+    """`busy`: the last copy out of it."""
+
+    memory: torch.Tensor  # uint8, pinned
+    busy: Event | None = None
+
+
+class Crossings:
+    """Of one executor: one visit's `into` and `back` at a time."""
+
+    def __init__(self, *, plan: Plan, memory: HostMemory, device: Device) -> None:
+        self.memory, self.device = memory, device
+        self._up = [_Slot(memory.tensor(span, torch.uint8)) for span in plan.upload_slots]
+        self._down = [memory.tensor(span, torch.uint8) for span in plan.download_slots]
+
+    def into(self, sources: Iterable[Source], beside: Callable[[int], None] = lambda number: None) -> Arriving:
+        """Inputs of a visit's micro-batches, in order; the first is on its way. `beside` hears of each one behind its upload,
+        on a device with memory of its own."""
+        return Arriving(iter(sources), beside, self.memory, self.device, self._up)
+
+    def back(self) -> Leaving:
+        """The way of a visit's results to the host."""
+        return Leaving(self.device, self._down)
+
+
+class Arriving:
+    """Inputs of the micro-batches of one visit, in turn."""
+
+    def __init__(
+        self, sources: Iterator[Source], beside: Callable[[int], None], memory: HostMemory, device: Device, slots: list[_Slot]
+    ) -> None:
+        self._sources, self._beside, self._memory, self._device, self._slots = sources, beside, memory, device, slots
+        self._number = 0
+        self._ahead: list[tuple[torch.Tensor, Event]] = self._begin() if device.separate else []
+
+    def take(self) -> list[torch.Tensor]:
+        """What the next micro-batch computes with, for compute submitted from now on; the one behind it is on its way."""
+        if not self._device.separate:
+            return next(self._sources)()
+        here, self._ahead = self._ahead, self._begin()
+        for _, arrived in here:
+            arrived.wait()
+        return [tensor for tensor, _ in here]
+
+    def _begin(self) -> list[tuple[torch.Tensor, Event]]:
+        """Before the compute of the micro-batch in front is submitted: an upload runs behind all that was."""
+        source = next(self._sources, None)
+        if source is None:
+            return []
+        begun = []
+        for host in self._pinned(source()):
+            device = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=self._device.torch_device)
+            begun.append((device, self._device.upload(host, device)))
+        if begun:
+            self._slots[self._number % len(self._slots)].busy = begun[-1][1]
+        self._beside(self._number)
+        self._number += 1
+        return begun
+
+    def _pinned(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Those that do not rest in the arena, copied into this turn's slot as far as there is room."""
+        slot, end = self._slots[self._number % len(self._slots)], 0
+        if slot.busy is not None:
+            slot.busy.synchronize()  # sync: the upload of the micro-batch before last, which has been computed with
+        pinned = []
+        for tensor in tensors:
+            size = tensor.numel() * tensor.element_size()
+            if not self._memory.holds(tensor) and end + size <= slot.memory.numel():
+                tensor = slot.memory[end : end + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+                end = align_up(end + size, COPY_ALIGN)
+            pinned.append(tensor)
+        return pinned
+
+
+@dataclass(frozen=True, slots=True)
+class _Return:
+    """A result on its way to `host`. `part`: the device's memory is not used for something else meanwhile."""
+
+    part: torch.Tensor
+    host: torch.Tensor
+    event: Event
+    place: Place
+
+
+class Leaving:
+    """Results of the micro-batches of one visit, each put in its place while the next one computes."""
+
+    def __init__(self, device: Device, slots: list[torch.Tensor]) -> None:
+        self._device, self._slots = device, slots
+        self._number = 0
+        self._under_way: list[_Return] = []
+
+    def put(self, part: torch.Tensor, place: Place) -> None:
+        """`part`, on the device, goes to `place`. Its compute is submitted; nobody writes into it any more."""
+        if not self._device.separate:
+            place(part)
+            return
+        while len(self._under_way) >= len(self._slots):
+            self._arrive()
+        part = part.detach().contiguous()
+        size = part.numel() * part.element_size()
+        slot = self._slots[self._number % len(self._slots)]
+        self._number += 1
+        host = slot[:size].view(part.dtype).view(part.shape) if size <= slot.numel() else torch.empty_like(part, device="cpu")
+        self._under_way.append(_Return(part, host, self._device.download(part, host), place))
+        while len(self._under_way) > 1:
+            self._arrive()
+
+    def settle(self) -> None:
+        """Everything is in its place."""
+        while self._under_way:
+            self._arrive()
+
+    def _arrive(self) -> None:
+        oldest = self._under_way.pop(0)
+        oldest.event.synchronize()  # sync: the result of the micro-batch before this one, or at the end the last
+        oldest.place(oldest.host)
+
+
+class Gathering:
+    """A visit's results as one tensor of the whole batch, in host memory."""
+
+    def __init__(self, crossings: Crossings, rows: int) -> None:
+        self._leaving, self._rows = crossings.back(), rows
+        self._as_it_is = not crossings.device.separate
+        self._whole: torch.Tensor | None = None
+
+    def put(self, rows: slice, part: torch.Tensor) -> None:
+        """`part`: (rows, ...) on the device. On device cpu the only part is the whole, and is not copied."""
+        if self._as_it_is and part.shape[0] == self._rows:
+            self._whole = part
+            return
+        if self._whole is None:
+            self._whole = torch.empty((self._rows, *part.shape[1:]), dtype=part.dtype)
+        self._leaving.put(part, self._whole[rows].copy_)
+
+    def settled(self) -> torch.Tensor:
+        """The whole batch, once every part is there."""
+        self._leaving.settle()
+        assert self._whole is not None
+        return self._whole

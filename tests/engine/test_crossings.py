@@ -1,0 +1,223 @@
+"""What crosses between the host and a device with memory of its own: beside compute, through pinned memory, and not a bit of
+the result changes however late a copy is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fuyou_cli.core import heap
+from fuyou_cli.core.errors import NumericsError
+from fuyou_cli.engine.devices.cpu import PastEvent
+from fuyou_cli.engine.executor import StepAbandoned
+from fuyou_cli.planner.memory import compute_memory
+from fuyou_cli.planner.schedule import Visit
+from fuyou_cli.swap.native import ffi
+
+from . import rig as rigs
+from .families import FAMILIES, gpt2, llama, opt
+from .late import LateDevice, make_late
+from .rig import Rig, Shape, Subject, unequal
+from .test_compute_memory import LLAMA, _OutsideOf
+
+STEPS = 2
+Outcome = tuple[list[float], dict[str, torch.Tensor]]
+SUBJECTS: dict[str, Callable[[], Subject]] = {
+    "llama, three micro-batches": lambda: Subject(llama(), Shape(batch=5, micro=2)),
+    "llama, one micro-batch": lambda: Subject(llama(), Shape(batch=2, micro=2)),
+    "llama, bf16, tied, chunks of the head": lambda: Subject(
+        llama(tie_word_embeddings=True), Shape(dtype="bfloat16", accumulate="bfloat16", batch=6, chunk=5)
+    ),
+    "gpt2, dropout": lambda: Subject(gpt2(dropout=0.1), Shape(batch=6, micro=1)),
+    "gpt2, dropout, cut": lambda: Subject(gpt2(dropout=0.1), Shape(batch=6, chunk=5, vocabulary=40)),
+    "llama, cut": lambda: Subject(llama(), Shape(batch=5, vocabulary=40)),
+    "gemma2": lambda: Subject(FAMILIES["gemma2"], Shape()),
+    "opt, projected": lambda: Subject(opt(projected_to=16), Shape()),
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "ssd": dict(),
+    "RAM, unclipped": dict(home="cpu", clip=None),
+    "all kept": dict(kept="all"),
+    "all kept, in RAM, unclipped": dict(home="cpu", kept="all", clip=None),
+}
+
+
+def _outcome(subject: Subject, folder: Path, **way: Any) -> Outcome:
+    with Rig(subject, folder, **way) as rig:
+        return rig.run(STEPS), rig.weights()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_late_copies_change_no_bit(name: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = SUBJECTS[name]()
+    losses, weights = _outcome(subject, tmp_path / "cpu", **WAYS[way])
+    found = _outcome(subject, tmp_path / "late", **WAYS[way], **make_late(monkeypatch))
+    assert found[0] == losses
+    assert unequal(found[1], weights) == []
+
+
+@pytest.mark.parametrize("direction", ["upload", "download"])
+def test_a_wait_that_is_missing_is_seen(direction: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute that does not wait for a micro-batch, and a host that does not wait for its result: the emulation is worth
+    something."""
+    device = LateDevice()
+    copy = getattr(device, direction)
+
+    def unawaited(source: torch.Tensor, target: torch.Tensor) -> PastEvent:
+        event = copy(source, target)
+        return PastEvent() if source.dim() == 3 else event
+
+    monkeypatch.setattr(device, direction, unawaited)
+    monkeypatch.setattr(rigs, "open_device", lambda kind: device)
+    with Rig(Subject(llama(), Shape()), tmp_path, device="emulated") as rig:
+        with pytest.raises(NumericsError, match="not finite"):
+            rig.run(1)
+        rig.executor.abandon()
+
+
+class _Told(LateDevice):
+    """Tells which micro-batches it is asked to copy and which are waited for, in order, and where in host memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+        self.hosts: list[torch.Tensor] = []
+
+    def upload(self, host: torch.Tensor, device: torch.Tensor) -> PastEvent:
+        if host.dim() == 3:
+            self.log.append("up")
+            self.hosts.append(host)
+        return super().upload(host, device)
+
+    def download(self, device: torch.Tensor, host: torch.Tensor) -> PastEvent:
+        event = super().download(device, host)
+        if host.dim() != 3:
+            return event
+        self.log.append("down")
+        self.hosts.append(host)
+        return _Heard(event, self.log)
+
+
+class _Heard(PastEvent):
+    def __init__(self, event: PastEvent, log: list[str]) -> None:
+        self._event, self._log = event, log
+
+    def synchronize(self) -> None:
+        self._log.append("arrived")
+        self._event.synchronize()
+
+
+def test_neighbours_cross_while_a_micro_batch_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one's upload is asked for before a micro-batch computes, and nobody waits for its result before the next one
+    does. All of it from and to pinned memory."""
+    subject = Subject(llama(), Shape(batch=3, micro=1))
+    device = _Told()
+    monkeypatch.setattr(rigs, "open_device", lambda kind: device)
+    attention = subject.anatomy.model.get_submodule("model.layers.1.self_attn")
+    hook = attention.register_forward_pre_hook(lambda *_: device.log.append("computes"))
+    visits: dict[tuple[str, int], list[str]] = {}
+
+    def after(visit: Visit) -> None:
+        visits[visit.phase, visit.stage] = device.log[:]
+        device.log.clear()
+
+    with Rig(subject, tmp_path, device="emulated") as rig:
+        rig.executor.after_visit = after
+        rig.run(1)
+        block = next(stage.index for stage in subject.spec.stages if stage.name.endswith("layers.1"))
+        assert device.hosts and all(rig.memory.holds(host) for host in device.hosts)
+    hook.remove()
+    assert visits["forward", block] == [
+        "up", "up", "computes", "down", "up", "computes", "down", "arrived", "computes", "down", "arrived", "arrived",
+    ]  # fmt: skip
+    assert visits["backward", block] == [
+        "up", "up", "up", "up", "computes", "down", "up", "up", "computes", "down", "arrived",
+        "computes", "down", "arrived", "arrived",
+    ]  # fmt: skip
+
+
+def test_next_weights_go_up_behind_the_first_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are large, and one stream carries both."""
+    subject = Subject(llama(num_hidden_layers=3), Shape())
+    device = LateDevice()
+    upload, asked = device.upload, list[int]()
+
+    def told(host: torch.Tensor, target: torch.Tensor) -> PastEvent:
+        asked.append(host.dim())
+        return upload(host, target)
+
+    monkeypatch.setattr(device, "upload", told)
+    monkeypatch.setattr(rigs, "open_device", lambda kind: device)
+    with Rig(subject, tmp_path, device="emulated", home="cpu", clip=None) as rig:
+        middle: list[list[int]] = []
+        rig.executor.after_visit = lambda visit: middle.append(asked[:]) or asked.clear()  # type: ignore[func-returns-value]
+        rig.run(1)
+        forward = [found for visit, found in zip(rig.executor.schedule.visits, middle, strict=True) if visit.phase == "forward"]
+    assert forward[2].index(3) < forward[2].index(1)  # a block's rows before the weights of the one behind it
+
+
+def test_what_is_too_wide_for_a_slot_crosses_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = Subject(llama(), Shape(batch=6))
+    losses, weights = _outcome(subject, tmp_path / "cpu")
+    with Rig(subject, tmp_path / "narrow", **make_late(monkeypatch)) as rig:
+        crossings = rig.executor.crossings
+        for slot in crossings._up:
+            slot.memory = slot.memory[:64]
+        crossings._down[:] = [memory[:64] for memory in crossings._down]
+        assert rig.run(STEPS) == losses
+        assert unequal(rig.weights(), weights) == []
+
+
+@pytest.mark.parametrize("phase", ["forward", "head", "backward"])
+def test_a_step_given_up_with_copies_under_way(phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = Subject(llama(), Shape(batch=6))
+    losses, weights = _outcome(subject, tmp_path / "cpu", kept="all")
+    with Rig(subject, tmp_path / "late", kept="all", **make_late(monkeypatch)) as rig:
+
+        def give_up() -> None:
+            visit = rig.executor.schedule.visits[rig.executor.lookahead.cursor]
+            if visit.phase == phase and visit.stage != 0:
+                raise StepAbandoned
+
+        batches = list(subject.batches(STEPS))
+        rig.step(*batches[0], 1)
+        rig.executor.between_micro_batches = give_up
+        for _ in range(3):
+            with pytest.raises(StepAbandoned):
+                rig.executor.step(*batches[1], step=2, lr=rig.optimizer.lr)
+            rig.executor.abandon()
+        rig.executor.between_micro_batches = lambda: None
+        rig.step(*batches[1], 2, last=True)
+        rig.executor.drain()
+        assert rig.losses == losses
+        assert unequal(rig.weights(), weights) == []
+
+
+@pytest.mark.parametrize("batch", [2, 8])
+@pytest.mark.parametrize("vocabulary", [0, 80])
+@pytest.mark.parametrize("kept", [None, "all"])
+def test_a_step_stays_within_what_is_charged(
+    kept: Any, vocabulary: int, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the device has of a micro-batch and its neighbours, with what the host has of the whole batch, storage by storage:
+    an emulated device's memory is the host's. Copies are as late as they may be, and keep what they copy alive."""
+    monkeypatch.setattr(heap, "HOLES", 0.0)
+    monkeypatch.setattr(heap, "HELD", 0.0)
+    subject = Subject(LLAMA, Shape(batch=batch, micro=2, tokens=64, vocabulary=vocabulary))
+    with Rig(subject, tmp_path, home="cpu", kept=kept, **make_late(monkeypatch)) as rig:
+        on_device = rig.plan.predicted.gpu_peak - rig.device.peak_memory()  # beside weights and sums
+        charged = compute_memory(subject.spec, rig.wishes).whole_batch + on_device
+        begin = int(ffi.cast("uintptr_t", rig.memory.arena._base))
+        live = _OutsideOf(begin, begin + rig.memory.arena.size)
+        for span in (*rig.executor.sums._spans, *(turn.memory for turn in rig.executor.weights.turns)):
+            live._known.add(span.untyped_storage()._cdata)
+        ids, labels = next(subject.batches(1))
+        with live:
+            rig.step(ids, labels, 1, last=True)
+        rig.executor.drain()
+    assert 0.8 * charged <= live.peak <= charged
