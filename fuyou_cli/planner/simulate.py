@@ -124,13 +124,15 @@ class _Imagined:
             self.residency.resume_gradients(total)
         if self.device is not None and visit.owner is not None:
             self._wait_for_upload(visit.owner)
+        up, down = self._crossing(visit)
+        first = self._begin_copies(visit, up=up)
         self.lookahead.on_device()
         if summed and self.device is not None:
             self.sums.add(total)
         self.computing = visit
-        self._compute(visit)
+        self._compute(visit, first, up=up, down=down)
         self.computing = None
-        if visit.stash and self.plan.stages[visit.stage].kept:
+        if visit.stash and not self._seals_at_once(visit.stage):
             self.boundaries.seal(visit.stage)
         if visit.take:
             self.boundaries.drop(visit.stage)
@@ -143,8 +145,13 @@ class _Imagined:
     def _stash(self, visit: Visit) -> None:
         span = self.boundaries.room(visit.stage, self.residency.wait_until)
         self.boundaries.stashed(visit.stage, span, self._kept_bytes(visit.stage))
-        if not self.plan.stages[visit.stage].kept:
+        if self._seals_at_once(visit.stage):
             self.boundaries.seal(visit.stage)
+
+    def _seals_at_once(self, stage: int) -> bool:
+        """Whether a boundary is whole when its visit begins: on a device with memory of its own it is put in its place as it
+        goes up, micro-batch by micro-batch, and kept outputs join it."""
+        return self.device is None and not self.plan.stages[stage].kept
 
     def tick(self) -> None:
         """Everything that can move moves."""
@@ -184,28 +191,42 @@ class _Imagined:
 
     # ---- compute ---------------------------------------------------------------------------------------------------
 
-    def _compute(self, visit: Visit) -> None:
+    def _compute(self, visit: Visit, first: list[int], *, up: float, down: float) -> None:
+        """Micro-batch by micro-batch: while one computes, the next one's inputs go up and the results of the one before come
+        down. Nothing hides the `first` upload and the last download. `up`, `down`: bytes of one micro-batch."""
         kept = kept_bytes(self.model.stages[visit.stage], self.plan.stages[visit.stage].kept)
         seconds = self.costs.compute_seconds(visit, kept)
         looks = min(self._looks, self.costs.micro_batches)
-        copies: list[int] = []
-        if self.device is not None:
-            copies = self._begin_copies(visit)
-        for _ in range(looks):
+        share = self.costs.micro_batches / looks  # of the micro-batches, between two looks
+        self._cross(first)
+        for look in range(looks):
+            copies = self._begin_copies(visit, up=up * (share - (look == looks - 1)), down=down * (share - (look == 0)))
             ticket = self.machine.submit(Work(compute=seconds / looks), what=visit.phase, stage=visit.stage)
             while not self.machine.collect(ticket):
                 self.pass_time()
+            self._cross(copies)
             self.tick()
-        self._stand_still(lambda: all(self.machine.is_done(copy) for copy in copies), BOUNDARIES_ACROSS)
+        self._cross(self._begin_copies(visit, down=down))
+
+    def _cross(self, copies: list[int]) -> None:
+        """Boundaries are across."""
+        if copies:
+            self._stand_still(lambda: all(self.machine.is_done(copy) for copy in copies), BOUNDARIES_ACROSS)
         for copy in copies:
             self.machine.collect(copy)
 
-    def _begin_copies(self, visit: Visit) -> list[int]:
-        """Boundaries in and out, beside compute micro-batch by micro-batch."""
+    def _crossing(self, visit: Visit) -> tuple[float, float]:
+        """Bytes of one micro-batch that go to the device, and back: boundaries and kept outputs."""
+        if self.device is None:
+            return 0.0, 0.0
         up, down = crossing(self.model.stages[visit.stage], visit.phase)
-        size = self.costs.boundary
-        kept = kept_bytes(self.model.stages[visit.stage], self.plan.stages[visit.stage].kept) * self.costs.micro_batches
-        copies = [self._copy(up=up * size + kept * visit.take), self._copy(down=down * size + kept * visit.stash)]
+        size = self.costs.boundary / self.costs.micro_batches
+        kept = kept_bytes(self.model.stages[visit.stage], self.plan.stages[visit.stage].kept)
+        return up * size + kept * visit.take, down * size + kept * visit.stash
+
+    def _begin_copies(self, visit: Visit, *, up: float = 0.0, down: float = 0.0) -> list[int]:
+        """Tickets, up and down: the two directions do not wait for each other."""
+        copies = [self._copy(up=up), self._copy(down=down)]
         return [self.machine.submit(copy, what="boundary", stage=visit.stage) for copy in copies if copy.parts()]
 
     def _wait_for_upload(self, owner: int) -> None:
