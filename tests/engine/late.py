@@ -1,6 +1,7 @@
-"""An emulated device whose copies are as late as they may be: each is made when somebody waits for it, or for one behind it
-in the same direction, and not a moment earlier. Who forgets to wait, or lets go of a source or a target too early, computes
-with NaN or with what came later, every time."""
+"""Emulated devices whose copies are as late, or as early, as they may be: each is made when somebody waits for it, or for one
+behind it in the same direction, and not a moment earlier; or the moment it is asked for. Who forgets to wait, or changes a
+source too early, computes with NaN or with what came later beside the one; who asks for a copy to where another's result has
+not been taken yet, with what came later beside the other. Every time."""
 
 from __future__ import annotations
 
@@ -19,17 +20,17 @@ class _LateCopies:
     """One direction, in order."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[_LateCopy, torch.Tensor, torch.Tensor]] = []
+        self.waiting: list[tuple[_LateCopy, torch.Tensor, torch.Tensor]] = []
 
     def submit(self, source: torch.Tensor, target: torch.Tensor) -> _LateCopy:
         poison(target)
         event = _LateCopy(self)
-        self._waiting.append((event, source, target))
+        self.waiting.append((event, source, target))
         return event
 
     def run_until(self, event: _LateCopy | None) -> None:
-        while self._waiting and not (event and event.made):
-            made, source, target = self._waiting.pop(0)
+        while self.waiting and not (event and event.made):
+            made, source, target = self.waiting.pop(0)
             target.copy_(source)
             made.made = True
 
@@ -64,8 +65,23 @@ class LateDevice(EmulatedDevice):
         self._late_up.run_until(None)
         self._late_down.run_until(None)
 
+    @property
+    def under_way(self) -> int:
+        """Copies nobody has waited for yet."""
+        return len(self._late_up.waiting) + len(self._late_down.waiting)
 
-def make_late(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """From now on an emulated device is a late one; how to ask for it."""
-    monkeypatch.setattr(rigs, "open_device", lambda kind: LateDevice())
+
+class EarlyDevice(EmulatedDevice):
+    def upload(self, host: torch.Tensor, device: torch.Tensor) -> PastEvent:
+        device.copy_(host)
+        return PastEvent()
+
+    def download(self, device: torch.Tensor, host: torch.Tensor) -> PastEvent:
+        host.copy_(device)
+        return PastEvent()
+
+
+def make_late(monkeypatch: pytest.MonkeyPatch, device: type[EmulatedDevice] = LateDevice) -> dict[str, Any]:
+    """From now on an emulated device is a late one, or another of this file; how to ask for it."""
+    monkeypatch.setattr(rigs, "open_device", lambda kind: device())
     return {"device": "emulated"}

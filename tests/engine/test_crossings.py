@@ -20,7 +20,7 @@ from fuyou_cli.swap.native import ffi
 
 from . import rig as rigs
 from .families import FAMILIES, gpt2, llama, opt
-from .late import LateDevice, make_late
+from .late import EarlyDevice, LateDevice, make_late
 from .rig import Rig, Shape, Subject, unequal
 from .test_compute_memory import LLAMA, _OutsideOf
 
@@ -53,12 +53,13 @@ def _outcome(subject: Subject, folder: Path, **way: Any) -> Outcome:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_late_copies_change_no_bit(name: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_and_early_copies_change_no_bit(name: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = SUBJECTS[name]()
     losses, weights = _outcome(subject, tmp_path / "cpu", **WAYS[way])
-    found = _outcome(subject, tmp_path / "late", **WAYS[way], **make_late(monkeypatch))
-    assert found[0] == losses
-    assert unequal(found[1], weights) == []
+    for device in (LateDevice, EarlyDevice):
+        found = _outcome(subject, tmp_path / device.__name__, **WAYS[way], **make_late(monkeypatch, device))
+        assert found[0] == losses, device
+        assert unequal(found[1], weights) == [], device
 
 
 @pytest.mark.parametrize("direction", ["upload", "download"])
@@ -190,7 +191,9 @@ def test_a_step_given_up_with_copies_under_way(phase: str, tmp_path: Path, monke
         for _ in range(3):
             with pytest.raises(StepAbandoned):
                 rig.executor.step(*batches[1], step=2, lr=rig.optimizer.lr)
+            assert isinstance(rig.device, LateDevice) and rig.device.under_way
             rig.executor.abandon()
+            assert not rig.device.under_way
         rig.executor.between_micro_batches = lambda: None
         rig.step(*batches[1], 2, last=True)
         rig.executor.drain()
