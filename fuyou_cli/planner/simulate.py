@@ -31,7 +31,15 @@ class _Imagined:
     """The ledgers' runner on a virtual machine: transfers and updates become jobs, waiting is letting time pass."""
 
     def __init__(
-        self, model: ModelSpec, plan: Plan, schedule: Schedule, costs: Costs, machine: VirtualMachine, *, state_bytes: int
+        self,
+        model: ModelSpec,
+        plan: Plan,
+        schedule: Schedule,
+        costs: Costs,
+        machine: VirtualMachine,
+        *,
+        state_bytes: int,
+        batch_on_device: bool,
     ) -> None:
         self.model, self.plan, self.costs, self.machine = model, plan, costs, machine
         self.residency = Residency(model=model, plan=plan, transfers=self, runner=self)
@@ -45,6 +53,7 @@ class _Imagined:
         self.asked: list[Asked] = []
         self.after: list[tuple[int, Callable[[], None]]] = []  # downloads under way and what follows them
         self._state_bytes = state_bytes
+        self._unhidden = 0 if batch_on_device else 1  # micro-batches at either end of a visit that cross beside nothing
         self._looks = _LOOKS if len(schedule.visits) < _MANY_VISITS else _LOOKS // 2
 
     def watched(self) -> Occupancy:
@@ -125,7 +134,7 @@ class _Imagined:
         if self.device is not None and visit.owner is not None:
             self._wait_for_upload(visit.owner)
         up, down = self._crossing(visit)
-        first = self._begin_copies(visit, up=up)
+        first = self._begin_copies(visit, up=up * self._unhidden)
         self.lookahead.on_device()
         if summed and self.device is not None:
             self.sums.add(total)
@@ -200,13 +209,14 @@ class _Imagined:
         share = self.costs.micro_batches / looks  # of the micro-batches, between two looks
         self._cross(first)
         for look in range(looks):
-            copies = self._begin_copies(visit, up=up * (share - (look == looks - 1)), down=down * (share - (look == 0)))
+            rising = up * (share - self._unhidden * (look == looks - 1))
+            copies = self._begin_copies(visit, up=rising, down=down * (share - self._unhidden * (look == 0)))
             ticket = self.machine.submit(Work(compute=seconds / looks), what=visit.phase, stage=visit.stage)
             while not self.machine.collect(ticket):
                 self.pass_time()
             self._cross(copies)
             self.tick()
-        self._cross(self._begin_copies(visit, down=down))
+        self._cross(self._begin_copies(visit, down=down * self._unhidden))
 
     def _cross(self, copies: list[int]) -> None:
         """Boundaries are across."""
@@ -313,13 +323,15 @@ def simulate(
     steps: int = 3,
     state_bytes: int | None = None,
     memory: bool = False,
+    batch_on_device: bool = False,
 ) -> Timeline:
-    """The last of `steps` steps. `state_bytes`: per parameter beside the weights, where it is not fuyou's own layout. `memory`:
-    with what is held when, which takes longer."""
+    """The last of `steps` steps. `memory`: with what is held when, which takes longer. For steps of other systems than fuyou:
+    `state_bytes` per parameter beside the weights, and `batch_on_device` where stages hand their results on there, so that all
+    copies run beside compute."""
     costs = Costs.of(model, hardware, plan)
     machine = VirtualMachine(costs.hardware, sharing_of(costs.hardware, plan, costs))
     layout = state_bytes if state_bytes is not None else model.state_item
-    run = _Imagined(model, plan, schedule, costs, machine, state_bytes=layout)
+    run = _Imagined(model, plan, schedule, costs, machine, state_bytes=layout, batch_on_device=batch_on_device)
     ends: list[float] = []
     forward = 0.0
     before = _Before(run)

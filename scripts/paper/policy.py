@@ -118,7 +118,7 @@ def paper_step(name: str, batch: int, hardware: HardwareProfile) -> Timeline:
     )  # fmt: skip
     plan = made_of(model, hardware, asked, Choice(lookahead=given.IN_FLIGHT, gradient_slots=given.IN_FLIGHT))
     assert plan is not None, (name, batch)
-    return simulate(model, hardware, plan, plan_schedule(model, plan), state_bytes=state_bytes())
+    return simulate(model, hardware, plan, plan_schedule(model, plan), state_bytes=state_bytes(), batch_on_device=True)
 
 
 def fitted_rates() -> dict[int, float]:
