@@ -10,17 +10,20 @@ no compute to run beside: its result is whole when the visit ends. On device cpu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
 from ..core.units import align_up
+from ..planner.device import BOUNDARIES_ACROSS
 from ..planner.memory import COPY_ALIGN
 from ..spec.plan import Plan
 from .devices.base import Device, Event
 from .host_memory import HostMemory
 
 Source = Callable[[], list[torch.Tensor]]  # what a micro-batch computes with, in host memory; asked for once
+Waiting = Callable[[str], AbstractContextManager[None]]  # inside, compute waits for what is named
 Place = Callable[[torch.Tensor], object]  # takes a result in host memory, which is lent to it
 
 
@@ -35,28 +38,35 @@ class _Slot:
 class Crossings:
     """Of one executor: one visit's `into` and `back` at a time."""
 
-    def __init__(self, *, plan: Plan, memory: HostMemory, device: Device) -> None:
-        self.memory, self.device = memory, device
+    def __init__(self, *, plan: Plan, memory: HostMemory, device: Device, waiting: Waiting) -> None:
+        self.memory, self.device, self._waiting = memory, device, waiting
         self._up = [_Slot(memory.tensor(span, torch.uint8)) for span in plan.upload_slots]
         self._down = [memory.tensor(span, torch.uint8) for span in plan.download_slots]
 
     def into(self, sources: Iterable[Source], beside: Callable[[int], None] = lambda number: None) -> Arriving:
         """Inputs of a visit's micro-batches, in order; the first is on its way. `beside` hears of each one behind its upload,
         on a device with memory of its own."""
-        return Arriving(iter(sources), beside, self.memory, self.device, self._up)
+        return Arriving(iter(sources), beside, self.memory, self.device, self._up, self._waiting)
 
     def back(self) -> Leaving:
         """The way of a visit's results to the host."""
-        return Leaving(self.device, self._down)
+        return Leaving(self.device, self._down, self._waiting)
 
 
 class Arriving:
     """Inputs of the micro-batches of one visit, in turn."""
 
     def __init__(
-        self, sources: Iterator[Source], beside: Callable[[int], None], memory: HostMemory, device: Device, slots: list[_Slot]
+        self,
+        sources: Iterator[Source],
+        beside: Callable[[int], None],
+        memory: HostMemory,
+        device: Device,
+        slots: list[_Slot],
+        waiting: Waiting,
     ) -> None:
         self._sources, self._beside, self._memory, self._device, self._slots = sources, beside, memory, device, slots
+        self._waiting = waiting
         self._number = 0
         self._ahead: list[tuple[torch.Tensor, Event]] = self._begin() if device.separate else []
 
@@ -65,8 +75,9 @@ class Arriving:
         if not self._device.separate:
             return next(self._sources)()
         here, self._ahead = self._ahead, self._begin()
-        for _, arrived in here:
-            arrived.wait()
+        with self._waiting(BOUNDARIES_ACROSS):
+            for _, arrived in here:
+                arrived.wait()
         return [tensor for tensor, _ in here]
 
     def _begin(self) -> list[tuple[torch.Tensor, Event]]:
@@ -88,7 +99,8 @@ class Arriving:
         """Those that do not rest in the arena, copied into this turn's slot as far as there is room."""
         slot, end = self._slots[self._number % len(self._slots)], 0
         if slot.busy is not None:
-            slot.busy.synchronize()  # sync: the upload of the micro-batch before last, which has been computed with
+            with self._waiting(BOUNDARIES_ACROSS):
+                slot.busy.synchronize()  # sync: the upload of the micro-batch before last, which has been computed with
         pinned = []
         for tensor in tensors:
             size = tensor.numel() * tensor.element_size()
@@ -112,8 +124,8 @@ class _Return:
 class Leaving:
     """Results of the micro-batches of one visit, each put in its place while the next one computes."""
 
-    def __init__(self, device: Device, slots: list[torch.Tensor]) -> None:
-        self._device, self._slots = device, slots
+    def __init__(self, device: Device, slots: list[torch.Tensor], waiting: Waiting) -> None:
+        self._device, self._slots, self._waiting = device, slots, waiting
         self._number = 0
         self._under_way: list[_Return] = []
 
@@ -140,7 +152,8 @@ class Leaving:
 
     def _arrive(self) -> None:
         oldest = self._under_way.pop(0)
-        oldest.event.synchronize()  # sync: the result of the micro-batch before this one, or at the end the last
+        with self._waiting(BOUNDARIES_ACROSS):
+            oldest.event.synchronize()  # sync: the result of the micro-batch before this one, or at the end the last
         oldest.place(oldest.host)
 
 

@@ -95,9 +95,12 @@ class Executor:
         self.lookahead = Lookahead(
             schedule=self.schedule, residency=self.residency, boundaries=self.boundaries.ledger, tick=self._tick
         )
-        self.outputs = KeptOutputs(model=model, plan=plan, boundaries=self.boundaries, memory=memory, device=device)
-        self.crossings = Crossings(plan=plan, memory=memory, device=device)
-        self.weights = ComputeWeights(model=model, plan=plan, memory=memory, device=device, waiting=self.moves.waiting)
+        waiting = self.moves.waiting
+        self.outputs = KeptOutputs(
+            model=model, plan=plan, boundaries=self.boundaries, memory=memory, device=device, waiting=waiting
+        )
+        self.crossings = Crossings(plan=plan, memory=memory, device=device, waiting=waiting)
+        self.weights = ComputeWeights(model=model, plan=plan, memory=memory, device=device, waiting=waiting)
         self.head = Head(anatomy.model)
         self.between_micro_batches: Callable[[], None] = lambda: None
         self.after_visit: Callable[[Visit], None] = lambda visit: None

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from ..core.errors import UsageError
 from ..core.units import align_up
 from ..planner.boundary_layout import OUTPUT_ALIGN
+from ..planner.device import BOUNDARIES_ACROSS
 from ..spec.model import ModelSpec, OperatorSpec, StageSpec
 from ..spec.plan import Plan, Span
 from .boundaries import Boundaries
@@ -52,8 +53,18 @@ _Arrived = dict[int, tuple[list[Any], list[Event]]]  # by operator: values where
 class KeptOutputs:
     """For the stages of one plan. Layouts of what rests are remembered from a micro-batch's forward to its backward."""
 
-    def __init__(self, *, model: ModelSpec, plan: Plan, boundaries: Boundaries, memory: HostMemory, device: Device) -> None:
+    def __init__(
+        self,
+        *,
+        model: ModelSpec,
+        plan: Plan,
+        boundaries: Boundaries,
+        memory: HostMemory,
+        device: Device,
+        waiting: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
         self.model, self.plan, self.boundaries, self.memory, self.device = model, plan, boundaries, memory, device
+        self._waiting = waiting  # inside, compute waits for what is named
         self._resting: dict[tuple[int, int], _Outputs] = {}
         self._leaving: list[list[Event]] = []  # copies to the host, by micro-batch
         self._arriving: dict[tuple[int, int], _Arrived] = {}
@@ -80,8 +91,10 @@ class KeptOutputs:
 
     def _settle(self, *, but: int) -> None:
         while len(self._leaving) > but:
-            for event in self._leaving.pop(0):
-                event.synchronize()
+            events = self._leaving.pop(0)
+            with self._waiting(BOUNDARIES_ACROSS) if self.device.separate else nullcontext():
+                for event in events:
+                    event.synchronize()
 
     def begin(self, stage: int, micro_batch: int) -> None:
         """What one micro-batch kept is on its way to a device with memory of its own."""

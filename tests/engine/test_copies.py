@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fuyou_cli.engine.devices import open_device
-from fuyou_cli.planner.device import GRADIENTS_ACROSS, WEIGHTS_UP
+from fuyou_cli.planner.device import BOUNDARIES_ACROSS, GRADIENTS_ACROSS, WEIGHTS_UP
 from fuyou_cli.planner.schedule import Visit
 
 from .families import llama
@@ -57,7 +57,7 @@ def test_waiting_for_copies_is_told_by_cause(subject: Subject, tmp_path: Path) -
 
         rig.executor.after_visit = crowd
         rig.step(*next(batches), 2)
-        for cause in (WEIGHTS_UP, GRADIENTS_ACROSS):  # how much of it depends on what runs beside it
+        for cause in (WEIGHTS_UP, BOUNDARIES_ACROSS, GRADIENTS_ACROSS):  # how much of it depends on what runs beside it
             assert rig.executor.residency.stalls[cause] > before.get(cause, 0.0), cause
         rig.executor.drain()
 
@@ -66,4 +66,4 @@ def test_on_device_cpu_nothing_is_copied(subject: Subject, tmp_path: Path) -> No
     with Rig(subject, tmp_path, device="cpu") as rig:
         rig.run(2)
         assert open_device("cpu").copies() == rig.device.copies() == []
-        assert not {WEIGHTS_UP, GRADIENTS_ACROSS} & set(rig.executor.residency.stalls)
+        assert not {WEIGHTS_UP, BOUNDARIES_ACROSS, GRADIENTS_ACROSS} & set(rig.executor.residency.stalls)
