@@ -89,8 +89,9 @@ def test_clipped_the_requests_are_the_same(
     plan, really = _really(subject, tmp_path, clip=0.5, device=device, lookahead=lookahead)
     paper = _on_paper(subject, plan)
     assert {what: sorted(stages) for what, stages in paper.items()} == {what: sorted(stages) for what, stages in really.items()}
-    for what in ("write boundary", "read boundary", "write gradients"):
-        assert paper[what] == really[what], what
+    if device == "cpu":  # elsewhere what is asked next depends on when copies arrive
+        for what in ("write boundary", "read boundary", "write gradients"):
+            assert paper[what] == really[what], what
 
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
