@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from fuyou_cli.planner.choice import Choice, Family, family
+from fuyou_cli.planner.choice import NONE_KEPT, Choice, Family, family
 from fuyou_cli.planner.place import made_of
 from fuyou_cli.planner.search import Found, timed
 from fuyou_cli.planner.wishes import Wishes
@@ -134,6 +134,8 @@ def _defer(share: float) -> str:
 
 
 def _activations(share: float) -> str:
+    if share == NONE_KEPT:
+        return "no outputs in RAM"
     return f"{share:.0%} of spare RAM for outputs first" if share else "outputs in what RAM is left"
 
 
