@@ -17,6 +17,9 @@ from .costs import Costs
 from .device import WEIGHTS_ON_DEVICE, crossing
 from .schedule import Schedule, Visit, phase_traffic
 
+# Of what every resource has to do: of two phases as long as their slots allow, the one with less to do is shorter.
+_BESIDE = 0.02
+
 
 def busy_seconds(costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan, ...], device: str) -> dict[str, float]:
     """Resource -> seconds. Resources whose rate is unknown (zero) are left out."""
@@ -54,7 +57,8 @@ def phase_estimate(costs: Costs, schedule: Schedule, plan: Plan) -> float:
         busiest = list(store_seconds(hardware, read, written).values())
         on_host = plan.device == "cpu"
         busiest += [compute + update * _taken_by_updates(hardware, costs.numerics)] if on_host else [compute, update]
-        seconds += max(*busiest, slot_seconds(costs, visits, plan, rates=_mixed(hardware)))
+        longest = max(*busiest, slot_seconds(costs, visits, plan, rates=_mixed(hardware)))
+        seconds += longest + _BESIDE * sum(busiest)
     return seconds
 
 

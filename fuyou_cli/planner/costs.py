@@ -37,7 +37,9 @@ class Costs:
     clipped: bool
     on_host: bool  # compute runs on the host's cores
     update_threads: int = 1
-    _known: dict[Hashable, float] = field(default_factory=dict, init=False, compare=False, repr=False)  # of visits alike
+    _known: dict[Hashable, float] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )  # seconds of visits and of updates
 
     @classmethod
     def asked(cls, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Costs:
@@ -84,8 +86,10 @@ class Costs:
 
     def update_seconds(self, stage: StagePlan) -> float:
         """Of one update thread, its bytes in memory."""
-        rate = self.hardware.adamw_bytes
-        return update_bytes(self.numerics) * self.model.stages[stage.stage].params / rate if rate else 0.0
+        if stage.stage not in self._known:
+            rate, params = self.hardware.adamw_bytes, self.model.stages[stage.stage].params
+            self._known[stage.stage] = update_bytes(self.numerics) * params / rate if rate else 0.0
+        return self._known[stage.stage]
 
     @property
     def updates_at_once(self) -> float:

@@ -17,13 +17,14 @@ from ..spec.hardware import HardwareProfile
 from ..spec.model import ITEM_SIZE, STATE_SIZES, ModelSpec, OperatorSpec, StageSpec
 from ..spec.plan import Plan, StagePlan, Tier
 from .assemble import assembled, host_peaks
+from .bound import lower_bound, phase_estimate
 from .boundary_layout import Kept, every_operator
 from .choice import NONE_KEPT, Choice, pipelines
 from .costs import Costs
 from .defer import deferrals
 from .ground import Ground
 from .memory import ARENA_UNIT, Homes, Layout, layout
-from .schedule import Schedule, expand
+from .schedule import expand
 from .wishes import Wishes
 
 _KINDS = ("weights", "boundaries", "gradients", "states")
@@ -51,10 +52,11 @@ def made_of(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Placed:
-    """A plan and the step that it makes."""
+    """A plan, and what the closed form says of its step. Seconds."""
 
     plan: Plan
-    schedule: Schedule
+    bound: float  # that the step cannot beat
+    estimate: float
 
 
 class Placing:
@@ -88,7 +90,11 @@ class Placing:
     def _assembled(self, asked: Wishes, spans: Layout, choice: Choice) -> Placed:
         schedule = expand(self.model, stages=spans.stages, lookahead=choice.lookahead, micro_batches=self.costs.micro_batches)
         plan = assembled(self.costs, asked, spans, schedule, lookahead=choice.lookahead, ground=self._ground)
-        return Placed(plan=plan, schedule=schedule)
+        return Placed(
+            plan=plan,
+            bound=lower_bound(self.costs, schedule, plan),
+            estimate=phase_estimate(self.costs, schedule, plan),
+        )
 
     def _layout(self, asked: Wishes, homes: Homes, choice: Choice) -> Layout:
         return layout(
