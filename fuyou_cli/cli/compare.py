@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.core.units import brief, gb, gib
-from fuyou_cli.planner.choice import Choice, Family, family
+from fuyou_cli.planner.choice import NONE_KEPT, Choice, Family, family
 from fuyou_cli.planner.place import made_of
 from fuyou_cli.planner.search import Found, timed
 from fuyou_cli.planner.wishes import Wishes
@@ -116,14 +116,15 @@ def where_time_goes(plan: Plan, best: Plan) -> str:
 
 
 def _micro_batches(elsewise: Elsewise, choice: Choice, wishes: Wishes) -> Iterator[Row]:
-    """The sizes that `auto` was chosen from, each with the same choice where it fits."""
-    from fuyou_cli.training.micro_batches import GAIN, sizes
+    """Sizes near the usual one, which `auto` was chosen from, each with the same choice where it fits."""
+    from fuyou_cli.training.micro_batches import GAIN, larger_sizes, smaller_sizes, usual_size
 
     prepared = elsewise.prepared
     recipe, numerics = prepared.recipe, prepared.plan.numerics
     if recipe.train.micro_batch_size != "auto":
         return
-    for size in sorted(sizes(numerics.batch_size, numerics.max_seq_len)):
+    batch = numerics.batch_size, numerics.max_seq_len
+    for size in sorted([*smaller_sizes(*batch)[:1], usual_size(*batch), *larger_sizes(*batch)[:2]]):
         if size == numerics.micro_batch_size:
             continue
         train = recipe.train.model_copy(update={"micro_batch_size": size})
@@ -211,6 +212,8 @@ def _defer(share: float) -> str:
 
 
 def _activations(share: float) -> str:
+    if share == NONE_KEPT:
+        return "no outputs in RAM"
     return f"{share:.0%} of spare RAM for outputs first" if share else "outputs in what RAM is left"
 
 

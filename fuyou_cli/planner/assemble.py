@@ -9,8 +9,9 @@ from ..spec.plan import MemoryLine, Plan, Predicted, StagePlan, Tier
 from .bound import busy_seconds
 from .boundary_layout import kept_bytes
 from .costs import Costs
+from .ground import Ground
 from .memory import BASE_SLACK, HEAD_BYTES_PER_TOKEN, Homes, Layout, compute_memory, layout, micro_boundary
-from .schedule import expand
+from .schedule import Schedule, expand
 from .wishes import Wishes
 
 PLAN_VERSION = 1
@@ -34,7 +35,15 @@ def assemble(
     model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, homes: Homes, *, lookahead: int, gradient_slots: int
 ) -> Plan:
     """The plan with these homes: every span of arena and store, and what one step takes by the closed form."""
-    placed = layout(model, wishes, homes, lookahead=lookahead, gradient_slots=gradient_slots)
+    ground = Ground(model, wishes.numerics)
+    spans = layout(model, wishes, homes, lookahead=lookahead, gradient_slots=gradient_slots, ground=ground)
+    costs = Costs.asked(model, hardware, wishes)
+    schedule = expand(model, stages=spans.stages, lookahead=lookahead, micro_batches=costs.micro_batches)
+    return assembled(costs, wishes, spans, schedule, lookahead=lookahead, ground=ground)
+
+
+def assembled(costs: Costs, wishes: Wishes, placed: Layout, schedule: Schedule, *, lookahead: int, ground: Ground) -> Plan:
+    """The same of spans and a schedule that are known."""
     return Plan(
         version=PLAN_VERSION,
         model=wishes.model_name,
@@ -51,39 +60,28 @@ def assemble(
         arena_size=placed.arena_size,
         store_size=placed.store_size,
         cpu_budget=wishes.cpu_budget,
-        memory=_memory_lines(model, hardware, wishes, placed),
-        predicted=_predict(model, hardware, wishes, placed, lookahead),
+        memory=_memory_lines(costs.model, costs.hardware, wishes, placed),
+        predicted=_predict(costs, wishes, placed, schedule, ground),
         sustained=wishes.sustained,
     )
 
 
-def _predict(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, placed: Layout, lookahead: int) -> Predicted:
-    numerics = wishes.numerics
-    micro_batches = -(-numerics.batch_size // numerics.micro_batch_size)
-    schedule = expand(model, stages=placed.stages, lookahead=lookahead, micro_batches=micro_batches)
+def _predict(costs: Costs, wishes: Wishes, placed: Layout, schedule: Schedule, ground: Ground) -> Predicted:
+    model, numerics = costs.model, wishes.numerics
     tokens = numerics.batch_size * numerics.max_seq_len
-    compute_flops = sum(visit.flops for visit in schedule.visits)
-    costs = Costs(
-        model=model,
-        hardware=hardware.lasting() if wishes.sustained else hardware,
-        numerics=numerics,
-        clipped=wishes.clip_grad_norm is not None,
-        on_host=wishes.device != "cuda",
-        update_threads=wishes.update_threads,
-    )
     seconds = busy_seconds(costs, schedule, stages=placed.stages, device=wishes.device)
     bottleneck = max(sorted(seconds), key=lambda name: seconds[name])
     return Predicted(
-        cpu_peaks=host_peaks(model, hardware, wishes, placed),
+        cpu_peaks=host_peaks(model, costs.hardware, wishes, placed),
         gpu_peak=_device_peak(model, wishes, placed),
         ssd_bytes=placed.store_size,
-        export_bytes=model.parameters * wishes.export_item,
+        export_bytes=ground.parameters * wishes.export_item,
         read_per_step=schedule.traffic.read_total,
         written_per_step=schedule.traffic.written_total,
         read_by=schedule.traffic.read,
         written_by=schedule.traffic.written,
-        step_flops=6.0 * model.active_parameters * tokens,
-        compute_flops=compute_flops,
+        step_flops=6.0 * (ground.parameters - model.inactive_parameters) * tokens,
+        compute_flops=sum(visit.flops for visit in schedule.visits),
         seconds=seconds,
         step_seconds=seconds[bottleneck],
         bottleneck=bottleneck,

@@ -7,6 +7,7 @@ boundaries go to it and gradients and boundaries come back, always by way of the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from ..spec.hardware import HardwareProfile
@@ -16,6 +17,9 @@ from .boundary_layout import kept_bytes
 from .costs import Costs
 from .device import DeviceSide, crossing
 from .schedule import Schedule, Visit, phase_traffic
+
+# Of what every resource has to do: of two phases as long as their slots allow, the one with less to do is shorter.
+_BESIDE = 0.02
 
 
 def busy_seconds(costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan, ...], device: str) -> dict[str, float]:
@@ -36,13 +40,15 @@ def lower_bound(costs: Costs, schedule: Schedule, plan: Plan) -> float:
         for visit in schedule.visits[: 2 * in_flight + 1]
         if visit.fetch and visit.owner is not None and not plan.stages[visit.owner].deferred
     )
-    return max(_least_seconds(costs, schedule, stages=plan.stages, device=plan.device, spared=spared).values())
+    busiest = _least_seconds(costs, schedule, stages=plan.stages, device=plan.device, spared=spared)
+    return max(*busiest.values(), slot_seconds(costs, schedule.visits, plan, rates=_alone(costs.hardware)))
 
 
-def phase_estimate(costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan, ...], device: str) -> float:
-    """Seconds if forward and backward (with the head) each took as long as their busiest resource and nothing reached from
-    one into the other. Not a bound: updates do run on into the next forward. Good enough to say what to simulate first."""
-    hardware, seconds = costs.hardware, 0.0
+def phase_estimate(costs: Costs, schedule: Schedule, plan: Plan) -> float:
+    """Seconds if forward and backward (with the head) each took as long as their busiest resource, or as their slots can
+    serve, and nothing reached from one into the other. Not a bound: updates do run on into the next forward. Good enough to
+    say what to simulate first."""
+    hardware, stages, seconds = costs.hardware, plan.stages, 0.0
     for forward in (True, False):
         visits = [visit for visit in schedule.visits if (visit.phase == "forward") == forward]
         updated = [stage for stage in stages if stage.deferred == forward and costs.model.stages[stage.stage].params]
@@ -50,9 +56,50 @@ def phase_estimate(costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan,
         compute = sum(_compute_seconds(costs, visit, stages) for visit in visits)
         update = sum(costs.update_seconds(stage) for stage in updated) / costs.updates_at_once
         busiest = list(store_seconds(hardware, read, written).values())
-        busiest += [compute + update * _taken_by_updates(hardware, costs.numerics)] if device == "cpu" else [compute, update]
-        seconds += max(busiest)
+        on_host = plan.device == "cpu"
+        busiest += [compute + update * _taken_by_updates(hardware, costs.numerics)] if on_host else [compute, update]
+        longest = max(*busiest, slot_seconds(costs, visits, plan, rates=_mixed(hardware)))
+        seconds += longest + _BESIDE * sum(busiest)
     return seconds
+
+
+def slot_seconds(costs: Costs, visits: Sequence[Visit], plan: Plan, *, rates: tuple[float, float]) -> float:
+    """The least time in which a class of slots serves these visits: a slot of weights is held while they are computed with
+    and while they are updated, one of gradients while they are summed, and until they are updated or written. `rates` of the
+    store: reading, writing; 0 where unknown."""
+    weights, gradients = ([0.0] * len(plan.slot_classes) for _ in range(2))
+    for visit in visits:
+        owner = visit.owner if visit.owner is not None else visit.stage
+        stage = plan.stages[owner]
+        computing = _compute_seconds(costs, visit, plan.stages)
+        updating = _update_seconds(costs, plan.stages[owner], rates) if visit.update != "none" else 0.0
+        if stage.weights_ram is None and visit.owner is not None:
+            weights[stage.slot_class] += computing + updating
+        if stage.gradients_ram is None and visit.sum_gradients:
+            resting = stage.gradients_extent is not None and (stage.deferred or visit.rest)
+            written = stage.gradients_extent.size / rates[1] if resting and stage.gradients_extent and rates[1] else 0.0
+            gradients[stage.slot_class] += computing + (written if resting else updating)
+    held = [(weights[number], slots.weight_slots) for number, slots in enumerate(plan.slot_classes)]
+    held += [(gradients[number], slots.gradient_slots) for number, slots in enumerate(plan.slot_classes)]
+    return max((seconds / len(slots) for seconds, slots in held if slots), default=0.0)
+
+
+def _update_seconds(costs: Costs, stage: StagePlan, rates: tuple[float, float]) -> float:
+    """From its first byte to its last: as long as the slowest of reading, computing and writing."""
+    params = costs.model.stages[stage.stage].params
+    states = costs.model.state_item * params * (stage.states == "ssd")
+    read = states + (stage.gradients_extent.size if stage.deferred and stage.gradients_extent else 0)
+    written = states + ITEM_SIZE[costs.model.compute_dtype] * params * (stage.weights == "ssd")
+    moving = [size / rate for size, rate in zip((read, written), rates, strict=True) if rate]
+    return max(costs.update_seconds(stage) / costs.updates_at_once, *moving, 0.0)
+
+
+def _alone(hardware: HardwareProfile) -> tuple[float, float]:
+    return hardware.store_read, hardware.store_write
+
+
+def _mixed(hardware: HardwareProfile) -> tuple[float, float]:
+    return hardware.store_read_mixed or hardware.store_read, hardware.store_write_mixed or hardware.store_write
 
 
 def _least_seconds(

@@ -72,4 +72,4 @@ def spared_flops(stage: StageSpec, kept: tuple[int, ...]) -> float:
 
 def kept_bytes(stage: StageSpec, kept: tuple[int, ...]) -> int:
     """What one micro-batch's outputs take."""
-    return sum(operator.bytes for operator in stage.operators if operator.index in kept)
+    return sum(operator.bytes for operator in stage.operators if operator.index in kept) if kept else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TypeVar
+from math import gcd
 
 from ..spec.model import ModelSpec
 from .wishes import Wishes
@@ -13,8 +13,9 @@ from .wishes import Wishes
 _PIPELINES = ((1, 1), (1, 2), (2, 2), (2, 3), (3, 3), (3, 4), (3, 6), (4, 8))  # (lookahead, gradient slots), by memory
 _USUAL = (2, 2)
 _DEFER = tuple(eighth / 8 for eighth in range(9))
-_Value = TypeVar("_Value")
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+_GOLDEN = 0.618  # multiples of it, without their whole part, fill an interval evenly
+NONE_KEPT = -1.0  # of `Choice.activations`: copying outputs takes time too, more than some are worth
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -25,7 +26,7 @@ class Choice:
     gradient_slots: int
     states: float = 0.0  # share of the spare RAM that goes to optimizer states before weights, which save more per byte
     defer: float = 0.0  # share of the parameters whose updates wait for the next forward; without meaning under clipping
-    activations: float = 0.0  # share of the spare RAM that goes to outputs of operators before anything else
+    activations: float = 0.0  # share of the spare RAM that goes to outputs of operators before anything else; what is left does
     swap: float = 0.0  # share of the outputs' bytes that rest with boundaries on the ssd
 
 
@@ -46,30 +47,44 @@ class Family:
         for values in product(self.pipelines, self.states, self.defer, self.activations, self.swap):
             yield _choice(*values)
 
+    def mixed(self) -> Iterator[Choice]:
+        """All of them in an order in which the first few are spread over all knobs."""
+        sizes = [len(knob) for knob in (self.states, self.defer, self.activations, self.swap)]
+        count = len(self)
+        step = next(step for step in range(int(count * _GOLDEN), count + 2) if gcd(step, count) == 1)
+        for number in range(count):
+            left, places = number * step % count, []
+            for size in sizes:
+                left, place = divmod(left, size)
+                places.append(place)
+            states, late, kept, swapped = places
+            yield _choice(
+                self.pipelines[left], self.states[states], self.defer[late], self.activations[kept], self.swap[swapped]
+            )
+
     def corners(self) -> Iterator[Choice]:
         """A few that differ much, in the middle of what is in flight."""
         middle = _USUAL if _USUAL in self.pipelines else self.pipelines[len(self.pipelines) // 2]
         some = self.defer[: len(self.defer) // 2 + 1]
-        for defer, kept, swapped in product(_ends(some), _ends(self.activations), _ends(self.swap)):
-            yield _choice(middle, self.states[0], defer, kept, swapped)
+        for values in product(_ends(self.states), _ends(some), _ends(self.activations), _ends(self.swap)):
+            yield _choice(middle, *values)
 
     def smallest(self) -> Iterator[Choice]:
         """Nothing kept or deferred, from what takes most memory to what takes least."""
         for pipeline in reversed(self.pipelines):
             yield _choice(pipeline, self.states[0], self.defer[0], self.activations[0], self.swap[0])
 
-    def around(self, choice: Choice) -> Iterator[Choice]:
-        """The choices one notch away in one knob."""
-        pipeline = (choice.lookahead, choice.gradient_slots)
-        for near in _near(self.pipelines, pipeline):
-            yield replace(choice, lookahead=near[0], gradient_slots=near[1])
-        for states in _near(self.states, choice.states):
+    def lines(self, choice: Choice) -> Iterator[Choice]:
+        """The choices that differ in one knob."""
+        for lookahead, slots in self.pipelines:
+            yield replace(choice, lookahead=lookahead, gradient_slots=slots)
+        for states in self.states:
             yield replace(choice, states=states)
-        for late in _near(self.defer, choice.defer):
+        for late in self.defer:
             yield replace(choice, defer=late)
-        for kept in _near(self.activations, choice.activations):
+        for kept in self.activations:
             yield replace(choice, activations=kept)
-        for swapped in _near(self.swap, choice.swap):
+        for swapped in self.swap:
             yield replace(choice, swap=swapped)
 
 
@@ -81,11 +96,6 @@ def _choice(pipeline: tuple[int, int], states: float, defer: float, activations:
 
 def _ends(values: tuple[float, ...]) -> tuple[float, ...]:
     return values[:1] if len(values) == 1 else (values[0], values[-1])
-
-
-def _near(values: tuple[_Value, ...], value: _Value) -> list[_Value]:
-    place = values.index(value)
-    return [values[index] for index in (place + 1, place - 1) if 0 <= index < len(values)]
 
 
 def pipelines(wishes: Wishes, *, stages: int) -> list[tuple[int, int]]:
@@ -107,10 +117,11 @@ def family(model: ModelSpec, wishes: Wishes) -> Family:
     # Gradients that must rest on the ssd would be written there for nothing but balance: 2 to 4 bytes more per parameter.
     may_defer = wishes.clip_grad_norm is None and wishes.defer is None and wishes.gradients != "ssd"
     can_keep = wishes.kept is None and any(stage.operators for stage in model.stages)
+    shares = _SHARES if wishes.boundaries is None else (0.0,)
     return Family(
         pipelines=in_flight,
         states=_SHARES if wishes.states is None and wishes.weights is None else (0.0,),
         defer=_DEFER if may_defer else (wishes.defer or 0.0,),
-        activations=_SHARES if can_keep and wishes.boundaries is None else (0.0,),
+        activations=(NONE_KEPT, *shares) if can_keep and wishes.boundaries != "ssd" else (0.0,),
         swap=_SHARES if can_keep and wishes.boundaries != "cpu" else (0.0,),
     )

@@ -8,12 +8,14 @@ on all threads shows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ITEM_SIZE, STATE_SIZES, ModelSpec
 from ..spec.plan import Numerics, Plan, StagePlan
 from .schedule import Visit
+from .wishes import Wishes
 
 _NORM_PASSES = {"forward": 6, "backward": 16}  # over the boundary: float32 inside, one weight
 
@@ -35,6 +37,21 @@ class Costs:
     clipped: bool
     on_host: bool  # compute runs on the host's cores
     update_threads: int = 1
+    _known: dict[Hashable, float] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )  # seconds of visits and of updates
+
+    @classmethod
+    def asked(cls, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Costs:
+        """What visits and updates of all plans take that are made for these wishes."""
+        return cls(
+            model=model,
+            hardware=hardware.lasting() if wishes.sustained else hardware,
+            numerics=wishes.numerics,
+            clipped=wishes.clip_grad_norm is not None,
+            on_host=wishes.device != "cuda",
+            update_threads=wishes.update_threads,
+        )
 
     @classmethod
     def of(cls, model: ModelSpec, hardware: HardwareProfile, plan: Plan) -> Costs:
@@ -60,13 +77,19 @@ class Costs:
     def compute_seconds(self, visit: Visit, kept: int = 0) -> float:
         """Of the whole batch, nothing else running. `kept`: bytes of outputs that one micro-batch keeps in this stage, copied
         in forward and seen where they are in backward."""
-        copied = 2 * kept * self.micro_batches * visit.stash
-        return self._products(visit) + ((self._moved(visit) + copied) / self._memory_rate if self.on_host else 0.0)
+        key = (visit.phase, visit.stage, visit.owner, visit.flops, visit.stash, visit.sum_gradients, kept)
+        if key not in self._known:
+            copied = 2 * kept * self.micro_batches * visit.stash
+            moved = (self._moved(visit) + copied) / self._memory_rate if self.on_host else 0.0
+            self._known[key] = self._products(visit) + moved
+        return self._known[key]
 
     def update_seconds(self, stage: StagePlan) -> float:
         """Of one update thread, its bytes in memory."""
-        rate = self.hardware.adamw_bytes
-        return update_bytes(self.numerics) * self.model.stages[stage.stage].params / rate if rate else 0.0
+        if stage.stage not in self._known:
+            rate, params = self.hardware.adamw_bytes, self.model.stages[stage.stage].params
+            self._known[stage.stage] = update_bytes(self.numerics) * params / rate if rate else 0.0
+        return self._known[stage.stage]
 
     @property
     def updates_at_once(self) -> float:

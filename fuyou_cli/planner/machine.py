@@ -18,6 +18,7 @@ from typing import Literal
 from ..spec.hardware import HardwareProfile
 
 Resource = Literal["compute", "update", "ssd read", "ssd write", "h2d", "d2h"]
+Parts = tuple[tuple[Resource, float], ...]  # resources that a job uses, and how much
 
 _PAIRS: tuple[tuple[Resource, Resource], ...] = (("ssd read", "ssd write"), ("h2d", "d2h"))  # in each other's way
 _DONE = 1e-12  # of a job: left over by rounding
@@ -37,12 +38,12 @@ class Work:
     up: float = 0.0  # to the device
     down: float = 0.0  # back
 
-    def parts(self) -> tuple[tuple[Resource, float], ...]:
+    def parts(self) -> Parts:
         """Resources the job uses, and how much."""
         if self.compute:  # most jobs
             assert not (self.update or self.read or self.write or self.up or self.down)
             return (("compute", self.compute),)
-        every: tuple[tuple[Resource, float], ...] = (
+        every: Parts = (
             ("update", self.update), ("ssd read", self.read), ("ssd write", self.write), ("h2d", self.up), ("d2h", self.down),
         )  # fmt: skip
         return tuple([part for part in every if part[1] > 0])
@@ -56,7 +57,7 @@ class Done:
     stage: int
     begin: float
     end: float
-    parts: tuple[tuple[Resource, float], ...]
+    parts: Parts
 
 
 @dataclass(slots=True, eq=False)
@@ -65,10 +66,18 @@ class _Job:
     what: str
     stage: int
     order: tuple[int, int]
-    parts: tuple[tuple[Resource, float], ...]
+    parts: Parts
     left: float = 1.0  # share still to do
     speed: float = 0.0  # share per second
     begin: float | None = None  # when it first moved
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Speeds:
+    """Of every job, in their order, and the share of what each resource can do that they use together."""
+
+    jobs: tuple[float, ...]
+    shares: dict[Resource, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +105,7 @@ class VirtualMachine:
     _tickets: int = 0
     _stale: bool = True  # speeds do not fit the jobs any more
     _shares: dict[Resource, float] = field(default_factory=dict)  # share of what each resource can do now
+    _known: dict[tuple[Parts, ...], _Speeds] = field(default_factory=dict)  # blocks alike make the same jobs again and again
     _alone: dict[Resource, float] = field(default_factory=dict)
     _mixed: dict[Resource, float] = field(default_factory=dict)  # while the other of the pair moves
 
@@ -165,8 +175,19 @@ class VirtualMachine:
     # ---- rates ---------------------------------------------------------------------------------------------------
 
     def _allot(self) -> None:
-        """Speeds of all jobs from now until one of them ends."""
+        """Speeds of all jobs from now until one of them ends: what they are follows from the jobs' parts in order."""
         self._stale = False
+        parts = tuple([job.parts for job in self._jobs])
+        known = self._known.get(parts)
+        if known is None:
+            known = self._known[parts] = self._speeds()
+        self._shares = known.shares
+        for job, speed in zip(self._jobs, known.jobs, strict=True):
+            job.speed = speed
+            if job.begin is None and speed > 0:
+                job.begin = self.now
+
+    def _speeds(self) -> _Speeds:
         wanted = {name for job in self._jobs for name, _ in job.parts}
         together = [pair for pair in _PAIRS if wanted.issuperset(pair)]
         rates = self._rates(wanted, together)
@@ -174,10 +195,10 @@ class VirtualMachine:
         for pair in together:
             used = self._settle(pair, rates, used)
         self._slow_compute(used)
-        self._shares = {name: used[name] / rates[name] for name in wanted if rates[name]}
-        for job in self._jobs:
-            if job.begin is None and job.speed > 0:
-                job.begin = self.now
+        return _Speeds(
+            jobs=tuple(job.speed for job in self._jobs),
+            shares={name: used[name] / rates[name] for name in rates if name in wanted and rates[name]},
+        )
 
     def _rates(self, wanted: set[Resource], together: list[tuple[Resource, Resource]]) -> dict[Resource, float]:
         rates: dict[Resource, float] = {

@@ -12,12 +12,12 @@ from ..core.heap import held
 from ..core.units import MiB, align_up
 from ..spec.model import ITEM_SIZE, ModelSpec
 from ..spec.plan import IoPlan, SlotClass, Span, StagePlan, Tier
-from .boundary_layout import Kept, planned_boundary
+from .boundary_layout import Kept
 from .defer import deferrals
+from .ground import STORE_UNIT, Ground, Room
 from .wishes import Wishes
 
 ARENA_UNIT = 2 * MiB  # hugepages round what is touched to this
-STORE_UNIT = 4096
 COPY_ALIGN = 64  # of tensors that cross together
 HEAD_BYTES_PER_TOKEN = 8 + 4 * 4  # of a cut head on the device: target, maximum, sum, the target's logit, one of them anew
 # What comes on top of the libraries once they are warm: kernels for other shapes and their workspaces, the log, the display,
@@ -37,22 +37,6 @@ class Homes:
     kept: Kept
 
 
-@dataclass(slots=True)
-class _Room:
-    """Hands out spans one after the other."""
-
-    unit: int
-    used: int = 0
-
-    def take(self, size: int) -> Span:
-        span = Span(offset=self.used, size=size)
-        self.used += align_up(size, self.unit)
-        return span
-
-    def take_if(self, wanted: bool, size: int) -> Span | None:
-        return self.take(size) if wanted and size else None
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
     stages: tuple[StagePlan, ...]
@@ -65,33 +49,16 @@ class Layout:
     store_size: int
 
 
-def boundary_size(model: ModelSpec, wishes: Wishes, homes: Homes, stage: int) -> int:
-    """A stage's boundary of the whole step's batch, with the outputs that rest with it; 0 for a stage without."""
-    if model.stages[stage].kind not in ("block", "norm"):
-        return 0
-    return planned_boundary(model, wishes.numerics, stage, homes.kept[stage]).size
-
-
-def classes_of(model: ModelSpec) -> list[int]:
-    """A slot class per stage: stages within a factor of two of a class's largest share its slots. Class 0 is the largest."""
-    by_size = sorted(range(len(model.stages)), key=lambda i: (-model.stages[i].params, i))
-    classes = [0] * len(model.stages)
-    largest, current = 0, -1
-    for index in by_size:
-        params = model.stages[index].params
-        if current < 0 or 2 * params < largest:
-            current, largest = current + 1, params
-        classes[index] = current
-    return classes
-
-
-def layout(model: ModelSpec, wishes: Wishes, homes: Homes, *, lookahead: int, gradient_slots: int) -> Layout:
+def layout(
+    model: ModelSpec, wishes: Wishes, homes: Homes, *, lookahead: int, gradient_slots: int, ground: Ground | None = None
+) -> Layout:
     """Every span of arena and store for this placement."""
-    arena = _Room(ARENA_UNIT)
+    ground = ground or Ground(model, wishes.numerics)
+    arena = Room(ARENA_UNIT)
     # What survives a run comes first and depends on the model alone: a resumed run may place everything else anew.
-    durable = _Room(STORE_UNIT)
-    transient = _Room(STORE_UNIT, used=durable_size(model))
-    classes = classes_of(model)
+    transient = Room(STORE_UNIT, used=ground.durable_size)
+    classes = ground.classes
+    boundaries = [ground.boundary_size(index, kept) for index, kept in enumerate(homes.kept)]
     deferred = deferrals(model, wishes)
     slot_classes = tuple(
         _slot_class(arena, model, wishes, homes, deferred, classes, number, lookahead=lookahead, gradient_slots=gradient_slots)
@@ -99,13 +66,12 @@ def layout(model: ModelSpec, wishes: Wishes, homes: Homes, *, lookahead: int, gr
     )
     on_ssd = sum(tier == "ssd" for tier in homes.boundaries)
     slots = min(lookahead + 2, on_ssd + 1) if on_ssd else 0
-    passing = (boundary_size(model, wishes, homes, i) for i, tier in enumerate(homes.boundaries) if tier == "ssd")
-    largest = max(passing, default=0)
+    largest = max((boundaries[i] for i, tier in enumerate(homes.boundaries) if tier == "ssd"), default=0)
     boundary_slots = tuple(arena.take(largest) for _ in range(slots))
     up, down = _crossing_slots(arena, model, wishes)
     scratch = arena.take(wishes.scratch_size)
     stages = tuple(
-        _stage(arena, durable, transient, model, wishes, homes, index, classes[index], deferred=deferred[index])
+        _stage(arena, transient, ground, wishes, homes, index, boundary=boundaries[index], deferred=deferred[index])
         for index in range(len(model.stages))
     )
     return Layout(
@@ -134,7 +100,7 @@ def micro_boundary(model: ModelSpec, wishes: Wishes) -> int:
     return model.boundary_bytes_per_token * wishes.numerics.micro_batch_size * wishes.numerics.max_seq_len
 
 
-def _crossing_slots(arena: _Room, model: ModelSpec, wishes: Wishes) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+def _crossing_slots(arena: Room, model: ModelSpec, wishes: Wishes) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
     """Copies that run beside compute need pinned memory. The arena is pinned; whole-batch tensors of the model's own forward
     are not. They pass through these, up (ids or targets may come along) and down: one is filled or emptied while the other
     is copied."""
@@ -147,20 +113,13 @@ def _crossing_slots(arena: _Room, model: ModelSpec, wishes: Wishes) -> tuple[tup
     return tuple(arena.take(ids) for _ in range(at_once)), tuple(arena.take(size) for _ in range(at_once))
 
 
-def durable_size(model: ModelSpec) -> int:
-    """Bytes of the two extents of weights and states of every stage."""
-    item = ITEM_SIZE[model.compute_dtype]
-    remainder = 2 if model.compute_dtype == "bfloat16" else 0
-    return sum(2 * align_up(size * stage.params, STORE_UNIT) for stage in model.stages for size in (item, remainder, 4, 4))
-
-
 def _slot_class(
-    arena: _Room,
+    arena: Room,
     model: ModelSpec,
     wishes: Wishes,
     homes: Homes,
     deferred: tuple[bool, ...],
-    classes: list[int],
+    classes: tuple[int, ...],
     number: int,
     *,
     lookahead: int,
@@ -194,43 +153,29 @@ def _rests(model: ModelSpec, stage: int, deferred: bool) -> bool:
 
 
 def _stage(
-    arena: _Room,
-    durable: _Room,
-    transient: _Room,
-    model: ModelSpec,
-    wishes: Wishes,
-    homes: Homes,
-    index: int,
-    slot_class: int,
-    *,
-    deferred: bool,
+    arena: Room, transient: Room, ground: Ground, wishes: Wishes, homes: Homes, index: int, *, boundary: int, deferred: bool
 ) -> StagePlan:
-    stage = model.stages[index]
+    model = ground.model
+    stage, extents = model.stages[index], ground.extents[index]
     rests = _rests(model, index, deferred)
     bf16 = model.compute_dtype == "bfloat16"
-    item = ITEM_SIZE[model.compute_dtype]
     gradient_size = stage.params * ITEM_SIZE[wishes.numerics.accumulate_dtype]
     weights_home, states_home = homes.weights[index], homes.states[index]
-    boundary = boundary_size(model, wishes, homes, index)
-
-    def pair(size: int) -> tuple[Span, Span]:
-        return durable.take(size), durable.take(size)
-
     return StagePlan(
         stage=index,
         weights=weights_home,
         states=states_home,
         gradients=homes.gradients[index],
         boundary=homes.boundaries[index],
-        slot_class=slot_class,
+        slot_class=ground.classes[index],
         deferred=deferred,
-        weights_extents=pair(item * stage.params),
-        remainder_extents=pair(2 * stage.params) if bf16 else None,
-        momentum_extents=pair(4 * stage.params),
-        variance_extents=pair(4 * stage.params),
+        weights_extents=extents.weights,
+        remainder_extents=extents.remainder,
+        momentum_extents=extents.momentum,
+        variance_extents=extents.variance,
         gradients_extent=transient.take_if(rests and homes.gradients[index] == "ssd", gradient_size),
         boundary_extent=transient.take_if(homes.boundaries[index] == "ssd", boundary),
-        weights_ram=arena.take_if(weights_home != "ssd", item * stage.params),
+        weights_ram=arena.take_if(weights_home != "ssd", ITEM_SIZE[model.compute_dtype] * stage.params),
         remainder_ram=arena.take_if(bf16 and states_home != "ssd", 2 * stage.params),
         momentum_ram=arena.take_if(states_home != "ssd", 4 * stage.params),
         variance_ram=arena.take_if(states_home != "ssd", 4 * stage.params),

@@ -7,7 +7,7 @@ fixed order; what is left goes to outputs again. `plan` is the first choice that
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -16,11 +16,15 @@ from ..core.units import align_up, gib
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ITEM_SIZE, STATE_SIZES, ModelSpec, OperatorSpec, StageSpec
 from ..spec.plan import Plan, StagePlan, Tier
-from .assemble import assemble, host_peaks
-from .boundary_layout import Kept, every_operator, planned_boundary
-from .choice import Choice, pipelines
+from .assemble import assembled, host_peaks
+from .bound import lower_bound, phase_estimate
+from .boundary_layout import Kept, every_operator
+from .choice import NONE_KEPT, Choice, pipelines
+from .costs import Costs
 from .defer import deferrals
-from .memory import ARENA_UNIT, Homes, Layout, boundary_size, layout
+from .ground import Ground
+from .memory import ARENA_UNIT, Homes, Layout, layout
+from .schedule import expand
 from .wishes import Wishes
 
 _KINDS = ("weights", "boundaries", "gradients", "states")
@@ -42,11 +46,101 @@ def plan(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
 
 def made_of(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, choice: Choice) -> Plan | None:
     """The plan of this choice; None where it does not fit."""
-    asked = as_chosen(wishes, choice)
-    homes = placed(model, hardware, asked, choice)
-    if homes is None:
-        return None
-    return assemble(model, hardware, asked, homes, lookahead=choice.lookahead, gradient_slots=choice.gradient_slots)
+    found = Placing(model, hardware, wishes).placed(choice)
+    return found.plan if found is not None else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Placed:
+    """A plan, and what the closed form says of its step. Seconds."""
+
+    plan: Plan
+    bound: float  # that the step cannot beat
+    estimate: float
+
+
+class Placing:
+    """Places choices of one run: what several have in common is found once, and choices that come to the same homes come
+    to one and the same object."""
+
+    def __init__(self, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> None:
+        self.model, self.hardware, self.wishes = model, hardware, wishes
+        self.costs = Costs.asked(model, hardware, wishes)
+        self._ground = Ground(model, wishes.numerics)
+        self._outputs = _outputs(model, wishes)
+        self._starts: dict[tuple[object, ...], _Start | None] = {}
+        self._placed: dict[tuple[object, ...], Placed] = {}
+
+    def placed(self, choice: Choice) -> Placed | None:
+        """The plan of this choice; None where it does not fit."""
+        asked = as_chosen(self.wishes, choice)
+        deferred = deferrals(self.model, asked)
+        pipeline = (choice.lookahead, choice.gradient_slots, deferred)
+        start = self._started(asked, choice, pipeline)
+        if start is None:
+            return None
+        filling = self._filled(asked, choice, start)
+        key = (filling.homes, pipeline)
+        if key not in self._placed:
+            homes, spans = self._within(filling, choice)
+            same = (homes, choice.lookahead, spans.slot_classes, deferred)
+            self._placed[key] = self._placed[same] = self._placed.get(same) or self._assembled(asked, spans, choice)
+        return self._placed[key]
+
+    def _assembled(self, asked: Wishes, spans: Layout, choice: Choice) -> Placed:
+        schedule = expand(self.model, stages=spans.stages, lookahead=choice.lookahead, micro_batches=self.costs.micro_batches)
+        plan = assembled(self.costs, asked, spans, schedule, lookahead=choice.lookahead, ground=self._ground)
+        return Placed(
+            plan=plan,
+            bound=lower_bound(self.costs, schedule, plan),
+            estimate=phase_estimate(self.costs, schedule, plan),
+        )
+
+    def _layout(self, asked: Wishes, homes: Homes, choice: Choice) -> Layout:
+        return layout(
+            self.model, asked, homes, lookahead=choice.lookahead, gradient_slots=choice.gradient_slots, ground=self._ground
+        )
+
+    def _started(self, asked: Wishes, choice: Choice, pipeline: tuple[object, ...]) -> _Start | None:
+        """With nothing moved to RAM yet; None where even that is too much."""
+        homes = _start(self.model, asked, choice.swap)
+        key = (homes.kept, pipeline)
+        if key not in self._starts:
+            spans = self._layout(asked, homes, choice)
+            peaks = host_peaks(self.model, self.hardware, asked, spans)
+            fits = max(peaks.values()) <= asked.cpu_budget
+            self._starts[key] = self._begun(asked, homes, spans, peaks) if fits else None
+        return self._starts[key]
+
+    def _begun(self, asked: Wishes, homes: Homes, spans: Layout, peaks: dict[str, int]) -> _Start:
+        return _Start(
+            homes=homes,
+            spare=int((asked.cpu_budget - peaks["train"]) / _HUGE_PAGES),
+            spare_loading=asked.cpu_budget - peaks["load"],
+            items=tuple(sorted(traffic_items(self._ground, asked, homes, spans), key=lambda item: item.order)),
+        )
+
+    def _filled(self, asked: Wishes, choice: Choice, start: _Start) -> _Filling:
+        filling = _Filling(
+            ground=self._ground, wishes=asked, homes=start.homes, spare=start.spare, spare_loading=start.spare_loading
+        )
+        if choice.activations > 0:
+            filling.keep(self._outputs, share=choice.activations)
+        if choice.states:
+            filling.settle([item for item in start.items if item.kind == "states"], share=choice.states)
+        filling.settle(start.items)
+        if asked.kept is None and choice.activations != NONE_KEPT:
+            filling.keep(self._outputs, share=1.0)
+        return filling
+
+    def _within(self, filling: _Filling, choice: Choice) -> tuple[Homes, Layout]:
+        """Takes back what moved last while the sums were a little short of what the layout takes."""
+        while True:
+            spans = self._layout(filling.wishes, filling.homes, choice)
+            peaks = host_peaks(self.model, self.hardware, filling.wishes, spans)
+            if not filling.before or max(peaks.values()) <= filling.wishes.cpu_budget:
+                return filling.homes, spans
+            filling.homes = filling.before.pop()
 
 
 def as_chosen(wishes: Wishes, choice: Choice) -> Wishes:
@@ -69,42 +163,6 @@ def too_small(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Pl
     )
 
 
-def placed(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, choice: Choice) -> Homes | None:
-    """Homes within the budget; None where the choice needs more than there is."""
-    homes = _start(model, wishes, choice.swap)
-    spans = layout(model, wishes, homes, lookahead=choice.lookahead, gradient_slots=choice.gradient_slots)
-    peaks = host_peaks(model, hardware, wishes, spans)
-    if max(peaks.values()) > wishes.cpu_budget:
-        return None
-    filling = _Filling(
-        model=model,
-        wishes=wishes,
-        homes=homes,
-        spare=int((wishes.cpu_budget - peaks["train"]) / _HUGE_PAGES),
-        spare_loading=wishes.cpu_budget - peaks["load"],
-    )
-    outputs = _outputs(model, wishes) if choice.activations or choice.swap == 0 else []
-    if choice.activations:
-        filling.keep(outputs, share=choice.activations)
-    items = sorted(traffic_items(model, wishes, homes, spans), key=lambda item: item.order)
-    if choice.states:
-        filling.settle([item for item in items if item.kind == "states"], share=choice.states)
-    filling.settle(items)
-    if wishes.kept is None:
-        filling.keep(outputs, share=1.0)
-    return _within(filling, hardware, choice)
-
-
-def _within(filling: _Filling, hardware: HardwareProfile, choice: Choice) -> Homes:
-    """Takes back what moved last while the sums were a little short of what the layout takes."""
-    while filling.before:
-        needed = _host_peak(filling.model, hardware, filling.wishes, filling.homes, choice.lookahead, choice.gradient_slots)
-        if needed <= filling.wishes.cpu_budget:
-            break
-        filling.homes = filling.before.pop()
-    return filling.homes
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
     """Tensors of one kind, of one stage or of all that share slots, which may rest in RAM instead of on the ssd."""
@@ -124,27 +182,37 @@ class Item:
         return (-per_byte, _KINDS.index(self.kind), _spread(self.stages[0]), len(self.stages))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Start:
+    """Everything on the ssd, and what may move to RAM, in the order in which it does."""
+
+    homes: Homes
+    spare: int
+    spare_loading: int
+    items: tuple[Item, ...]
+
+
 def _spread(stage: int) -> int:
     return int(f"{stage:016b}"[::-1], 2)
 
 
-def traffic_items(model: ModelSpec, wishes: Wishes, homes: Homes, spans: Layout) -> list[Item]:
+def traffic_items(ground: Ground, wishes: Wishes, homes: Homes, spans: Layout) -> list[Item]:
     """What may move to RAM."""
     single = [
         item
-        for stage in model.stages
+        for stage in ground.model.stages
         if stage.params
-        for item in _items_of(model, wishes, homes, spans.stages[stage.index], stage)
+        for item in _items_of(ground, wishes, homes, spans.stages[stage.index], stage)
     ]
     return [*single, *_together(single, homes, spans)]
 
 
-def _items_of(model: ModelSpec, wishes: Wishes, homes: Homes, plan: StagePlan, stage: StageSpec) -> Iterator[Item]:
-    index, params = stage.index, stage.params
+def _items_of(ground: Ground, wishes: Wishes, homes: Homes, plan: StagePlan, stage: StageSpec) -> Iterator[Item]:
+    model, index, params = ground.model, stage.index, stage.params
     item, gradient = ITEM_SIZE[model.compute_dtype], ITEM_SIZE[wishes.numerics.accumulate_dtype]
     states = STATE_SIZES[model.compute_dtype]
     rests = int(plan.deferred) + int(model.has_two_users(index))
-    boundary = boundary_size(model, wishes, homes, index)
+    boundary = ground.boundary_size(index, homes.kept[index])
     uses = 2 if stage.kind in ("block", "norm") else 1  # in forward and in backward; what is visited twice in a row is kept
     options: tuple[tuple[str, tuple[int, ...], float, bool], ...] = (
         ("weights", (item * params,), (uses + 1.0) * item * params, wishes.weights is None),
@@ -214,15 +282,14 @@ def _outputs(model: ModelSpec, wishes: Wishes) -> list[_Output]:
 class _Filling:
     """Moves tensors to RAM while there is room. `before` holds the homes before each move, to take moves back."""
 
-    model: ModelSpec
+    ground: Ground
     wishes: Wishes
     homes: Homes
     spare: int
     spare_loading: int  # while a checkpoint is read straight to the homes of weights and states
     before: list[Homes] = field(default_factory=list)
-    sizes: dict[tuple[tuple[OperatorSpec, ...], tuple[int, ...]], int] = field(default_factory=dict)
 
-    def settle(self, items: list[Item], *, share: float = 1.0) -> None:
+    def settle(self, items: Sequence[Item], *, share: float = 1.0) -> None:
         """Tensors, in their order, as far as they fit in `share` of what is spare."""
         limit = self.spare - int(self.spare * share)  # what is to be left
         for item in items:
@@ -256,12 +323,8 @@ class _Filling:
             self._take(size, replace(self.homes, kept=kept_with, boundaries=boundaries))
 
     def _size(self, stage: int, kept: tuple[int, ...]) -> int:
-        """Bytes of RAM that the stage's boundary takes with these outputs; blocks alike are asked for again and again."""
-        spec = self.model.stages[stage]
-        key = (spec.operators, kept)
-        if key not in self.sizes:
-            self.sizes[key] = align_up(planned_boundary(self.model, self.wishes.numerics, stage, kept).size, ARENA_UNIT)
-        return self.sizes[key]
+        """Bytes of RAM that the stage's boundary takes with these outputs."""
+        return align_up(self.ground.boundary_size(stage, kept), ARENA_UNIT)
 
     def _take(self, size: int, homes: Homes) -> None:
         self.before.append(self.homes)

@@ -3,12 +3,14 @@ with the run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 USUAL_TOKENS = 1024  # fills two cores, and its activations stay below the mmap threshold
 MOST_TOKENS = 8192  # more keeps no machine busier
 GAIN = 0.02
-_LARGER, _SMALLER = 2, 1  # sizes tried on either side of the usual one
+_NEAR = 1.25  # times the fastest usual plan: from further off no search makes a size the fastest
+
+Seconds = Callable[[int], float | None]  # of a step with micro-batches of so many rows; None where it does not fit
 
 
 def usual_size(batch_size: int, length: int) -> int:
@@ -16,26 +18,52 @@ def usual_size(batch_size: int, length: int) -> int:
     return max(size for size in _divisors(batch_size) if size <= max(1, USUAL_TOKENS // length))
 
 
-def sizes(batch_size: int, length: int) -> list[int]:
-    """What a plan is made for, the usual size first: larger ones fetch and add up gradients less often, smaller ones leave
-    memory to other things."""
+def larger_sizes(batch_size: int, length: int) -> list[int]:
+    """Than the usual one, ascending: they fetch and add up gradients less often, and take more memory."""
     usual = usual_size(batch_size, length)
-    larger = [size for size in _divisors(batch_size) if usual < size <= max(1, MOST_TOKENS // length)]
-    smaller = [size for size in _divisors(batch_size) if size < usual]
-    return [usual, *larger[:_LARGER], *smaller[::-1][:_SMALLER]]
+    return [size for size in _divisors(batch_size) if usual < size <= MOST_TOKENS // length]
+
+
+def smaller_sizes(batch_size: int, length: int) -> list[int]:
+    """Than the usual one, descending: they leave memory to other things."""
+    return [size for size in reversed(_divisors(batch_size)) if size < usual_size(batch_size, length)]
 
 
 def _divisors(batch_size: int) -> list[int]:
     return [size for size in range(1, batch_size + 1) if batch_size % size == 0]
 
 
-def fastest_size(batch_size: int, length: int, step_seconds: Callable[[int], float | None]) -> int:
-    """The size whose step is fastest, the usual one unless another is faster by more than GAIN. `step_seconds` plans one; None
-    where it does not fit."""
-    found = {size: step_seconds(size) for size in sizes(batch_size, length)}
+def fastest_size(batch_size: int, length: int, *, planned: Seconds, searched: Seconds) -> int:
+    """The size whose step is fastest, the usual one unless another is faster by more than GAIN. `planned` is quick: the step
+    of a size's usual plan. Larger sizes are tried as long as each is faster than the one before, smaller ones too, and where
+    the usual one does not fit until one does. Of the best two, where they are near each other, `searched` decides."""
     usual = usual_size(batch_size, length)
-    best, least = usual, found[usual]
-    for size, seconds in found.items():
-        if seconds is not None and (least is None or seconds < least * (1 - GAIN)):
-            best, least = size, seconds
+    found: dict[int, float] = {}
+    if (seconds := planned(usual)) is not None:
+        found[usual] = seconds
+        _follow(larger_sizes(batch_size, length), planned, found, seconds)
+    _follow(smaller_sizes(batch_size, length), planned, found, seconds)
+    best = sorted(found, key=lambda size: (found[size], size))[:2]
+    if len(best) == 2 and found[best[1]] <= _NEAR * found[best[0]]:
+        found = {size: seconds for size in best if (seconds := searched(size)) is not None} or found
+    return _fastest(found, usual)
+
+
+def _follow(sizes: Sequence[int], planned: Seconds, found: dict[int, float], least: float | None) -> None:
+    """As long as it helps; until one fits, where none has yet (`least`: the step of the last one that does)."""
+    for size in sizes:
+        seconds = planned(size)
+        if seconds is not None:
+            found[size] = seconds
+        if least is not None and (seconds is None or seconds >= least * (1 - GAIN)):
+            return
+        least = seconds
+
+
+def _fastest(found: dict[int, float], usual: int) -> int:
+    """The usual size where nothing is known: who plans it says why."""
+    best = usual
+    for size, seconds in sorted(found.items(), key=lambda item: (item[1], item[0])):
+        if best not in found or seconds < found[best] * (1 - GAIN):
+            best = size
     return best

@@ -340,22 +340,32 @@ def _entries(anatomy: Anatomy, model_dir: Path) -> tuple[Checkpoint, Mapping[str
 
 
 def _fastest_micro_batch(recipe: Recipe, known: Outlined, hardware: HardwareProfile, *, device: str) -> int:
-    """By the usual plan of each size, simulated: the search that follows has the same sizes' memory to work with."""
-    length = recipe.dataset.max_seq_len
+    """By the usual plan of each size, simulated; of the best two by the plans that the search finds for them."""
 
-    def step_seconds(size: int) -> float | None:
+    def seconds(size: int, choose: Choose) -> float | None:
         numerics = numerics_of(recipe, known.anatomy, hardware, None, micro=size)
         model = described_at(replace(known, anatomy=cut(known.anatomy, numerics)), numerics, strict=False).model
         asked = wishes(recipe, numerics, hardware, device=device)
         try:
-            plan = planned_for(first_that_fits, model, hardware, asked, steps=steps_of(recipe, None))
+            plan = planned_for(choose, model, hardware, asked, steps=steps_of(recipe, None))
         except PlanError:
             return None
         if asked.gpu_budget is not None and plan.predicted.gpu_peak > asked.gpu_budget:
             return None
-        return simulate(model, hardware, plan, plan_schedule(model, plan), steps=2).step_seconds
+        return plan.predicted.step_seconds
 
-    return fastest_size(recipe.train.batch_size, length, step_seconds)
+    return fastest_size(
+        recipe.train.batch_size,
+        recipe.dataset.max_seq_len,
+        planned=lambda size: seconds(size, _usual_plan),
+        searched=lambda size: seconds(size, fastest),
+    )
+
+
+def _usual_plan(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
+    plan = first_that_fits(model, hardware, wishes)
+    step = simulate(model, hardware, plan, plan_schedule(model, plan))
+    return replace(plan, predicted=replace(plan.predicted, step_seconds=step.step_seconds))
 
 
 def cut(anatomy: Anatomy, numerics: Numerics) -> Anatomy:

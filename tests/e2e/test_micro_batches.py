@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fuyou_cli.cli.profile import assumed_hardware
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.plan import Numerics
-from fuyou_cli.training.micro_batches import MOST_TOKENS, fastest_size, sizes, usual_size
+from fuyou_cli.training.micro_batches import MOST_TOKENS, fastest_size, larger_sizes, smaller_sizes, usual_size
 from fuyou_cli.training.prepare import prepare
 
 from .conftest import Project
@@ -19,10 +19,11 @@ from .conftest import Project
 
 @given(st.integers(1, 96), st.integers(1, 16384))
 def test_sizes_divide_the_batch(batch: int, length: int) -> None:
-    found = sizes(batch, length)
-    assert found[0] == usual_size(batch, length)
-    assert len(set(found)) == len(found) and all(batch % size == 0 for size in found)
-    assert all(size == 1 or size * length <= MOST_TOKENS for size in found)
+    usual, larger, smaller = usual_size(batch, length), larger_sizes(batch, length), smaller_sizes(batch, length)
+    assert all(batch % size == 0 for size in (usual, *larger, *smaller))
+    assert larger == sorted(larger) and all(usual < size and size * length <= MOST_TOKENS for size in larger)
+    assert smaller == sorted(smaller, reverse=True) and all(size < usual for size in smaller)
+    assert 1 in (usual, *smaller), "whatever memory holds"
 
 
 @pytest.mark.parametrize(
@@ -30,12 +31,40 @@ def test_sizes_divide_the_batch(batch: int, length: int) -> None:
     [
         ({2: 10.0, 4: 9.9, 8: 9.9, 1: 10.1}, 2),  # hardly faster: the usual one
         ({2: 10.0, 4: 9.0, 8: 9.5, 1: 11.0}, 4),
-        ({2: None, 4: None, 8: None, 1: 12.0}, 1),  # too large but one
-        ({2: None, 4: None, 8: None, 1: None}, 2),  # nothing fits: who plans it says so
+        ({2: 10.0, 4: 9.0, 8: 8.0, 16: 7.0, 1: 11.0}, 16),  # upwards while it helps
+        ({2: 10.0, 4: 9.0, 8: None, 1: 11.0}, 4),
+        ({2: None, 1: 12.0}, 1),  # too large but one; what is larger still is not looked at
+        ({2: None, 1: None}, 2),  # nothing fits: who plans it says so
     ],
 )
 def test_the_fastest_that_fits(seconds: dict[int, float | None], best: int) -> None:
-    assert fastest_size(16, 512, seconds.__getitem__) == best
+    assert fastest_size(16, 512, planned=seconds.__getitem__, searched=seconds.__getitem__) == best
+
+
+def test_downwards_until_one_fits() -> None:
+    """At a length of 256 four rows are usual; a budget that holds one only is enough."""
+    seconds = {4: None, 2: None, 1: 3.0}
+    assert fastest_size(16, 256, planned=seconds.__getitem__, searched=seconds.__getitem__) == 1
+
+
+@pytest.mark.parametrize(
+    ("planned", "searched", "best"),
+    [
+        ({2: 10.0, 4: 9.0, 8: 9.5, 1: 11.0}, {4: 9.0, 8: 8.0}, 8),  # the search finds more for the second
+        ({2: 10.0, 4: 9.0, 8: 9.5, 1: 11.0}, {4: 9.0, 8: None}, 4),
+        ({2: 10.0, 4: 9.9, 1: 11.0}, {2: 9.0, 4: 8.9}, 2),  # the usual one unless another is clearly faster
+        ({2: 10.0, 4: 7.0, 8: 7.0, 1: 20.0}, {4: 6.9, 8: 7.0}, 4),
+    ],
+)
+def test_of_the_best_two_the_search_decides(
+    planned: dict[int, float | None], searched: dict[int, float | None], best: int
+) -> None:
+    assert fastest_size(16, 512, planned=planned.__getitem__, searched=searched.__getitem__) == best
+
+
+def test_what_is_far_off_is_not_searched() -> None:
+    planned = {2: 10.0, 4: 20.0, 1: 30.0}
+    assert fastest_size(16, 512, planned=planned.__getitem__, searched={}.__getitem__) == 2
 
 
 def test_chosen_once_and_kept(new_project: Callable[..., Project]) -> None:

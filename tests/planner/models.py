@@ -50,13 +50,13 @@ def model(*params: int, tied: bool = False, dtype: str = "bfloat16", hidden: int
 
 
 @st.composite
-def models(draw: st.DrawFn, unit: int = STAGE_ALIGN, most: int = 4 << 20) -> ModelSpec:
+def models(draw: st.DrawFn, unit: int = STAGE_ALIGN, most: int = 4 << 20, blocks: int = 12) -> ModelSpec:
     """Stage sizes are multiples of `unit` parameters, at most `most`; blocks of one size, or of two."""
     size = st.integers(1, most // unit).map(lambda count: count * unit)
     one, other = draw(size), draw(size)
-    blocks = [one if draw(st.booleans()) else other for _ in range(draw(st.integers(1, 12)))]
+    sizes = [one if draw(st.booleans()) else other for _ in range(draw(st.integers(1, blocks)))]
     return model(
-        draw(size), *blocks, draw(st.sampled_from([unit, 3 * unit])), draw(size), tied=draw(st.booleans()),
+        draw(size), *sizes, draw(st.sampled_from([unit, 3 * unit])), draw(size), tied=draw(st.booleans()),
         dtype=draw(st.sampled_from(["bfloat16", "float32"])), hidden=draw(st.sampled_from([64, 1024])),
     )  # fmt: skip
 
