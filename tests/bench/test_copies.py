@@ -30,7 +30,7 @@ def test_no_rate_is_above_the_one_alone_or_none(alone: tuple[float, float], ends
 
 
 def test_an_emulated_device_is_measured() -> None:
-    """Its one copy thread does both ways in turn: at once each is slower than alone."""
+    """A copy thread each way: at once none is faster than alone."""
     device = open_device("emulated")
     try:
         rates = measure_copies(device, repeats=3, size=32 << 20)
@@ -40,4 +40,3 @@ def test_an_emulated_device_is_measured() -> None:
     up, down, up_mixed, down_mixed = (rate.value for rate in rates)
     assert min(up, down) > 1e7
     assert up_mixed <= up and down_mixed <= down
-    assert up_mixed + down_mixed < up + down
