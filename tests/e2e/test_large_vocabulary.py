@@ -43,13 +43,13 @@ def _planned(project: Project, **train: Any) -> Prepared:
     return prepare(recipe, probe=lambda device: assumed_hardware(device=device), planning_only=True, say=lambda message: None)
 
 
-def _least(project: Project, **train: Any) -> int:
-    """MiB of RAM that the refusal of a tiny budget names."""
+def _least(project: Project, **train: Any) -> float:
+    """GiB of RAM that the refusal of a tiny budget names."""
     with pytest.raises(PlanError) as refused:
         _planned(project, memory="100MiB", **train)
-    found = re.search(r"offload\.max_memory\.cpu=(\d+)MiB", str(refused.value.hint))
+    found = re.search(r"([\d.]+) GiB of RAM is the least", refused.value.message)
     assert found
-    return int(found[1])
+    return float(found[1])
 
 
 @pytest.mark.timeout(120)
