@@ -160,21 +160,23 @@ def copied_bytes(model: ModelSpec, schedule: Schedule, *, stages: tuple[StagePla
 
 
 def _uploaded_weights(model: ModelSpec, schedule: Schedule, stages: tuple[StagePlan, ...]) -> int:
-    """Weights of a generation go up once where they rest on the device, else whenever two others were needed since."""
-    item = ITEM_SIZE[model.compute_dtype]
-    size = 0
+    times = uploads(model, schedule, stages)
+    return sum(ITEM_SIZE[model.compute_dtype] * model.stages[owner].params * often for owner, often in times.items())
+
+
+def uploads(model: ModelSpec, schedule: Schedule, stages: tuple[StagePlan, ...]) -> dict[int, int]:
+    """Stage -> how often its weights go up in a step: once where they rest on the device, else whenever two others were
+    needed since."""
+    times: dict[int, int] = {}
     held: list[int] = []
-    at_home: set[int] = set()
     for visit in schedule.visits:
         owner = visit.owner
         if owner is None or model.stages[owner].params == 0:
             continue
-        known = owner in at_home or owner in held
-        if not known:
-            size += item * model.stages[owner].params
-        if stages[owner].weights == "gpu":
-            at_home.add(owner)
-        else:
+        at_home = stages[owner].weights == "gpu"
+        if not (owner in times if at_home else owner in held):
+            times[owner] = times.get(owner, 0) + 1
+        if not at_home:
             others = [other for other in held if other != owner]
             held = [*others[1 - WEIGHTS_ON_DEVICE :], owner]
-    return size
+    return times
