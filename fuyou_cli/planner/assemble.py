@@ -5,12 +5,12 @@ from __future__ import annotations
 from ..core.units import MiB
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ITEM_SIZE, ModelSpec
-from ..spec.plan import MemoryLine, Plan, Predicted, StagePlan, Tier
+from ..spec.plan import MemoryLine, Plan, Predicted, Tier
 from .bound import busy_seconds
-from .boundary_layout import kept_bytes
 from .costs import Costs
+from .device_memory import device_memory
 from .ground import Ground
-from .memory import BASE_SLACK, HEAD_BYTES_PER_TOKEN, Homes, Layout, compute_memory, layout, micro_boundary
+from .memory import BASE_SLACK, Homes, Layout, compute_memory, layout
 from .schedule import Schedule, expand
 from .wishes import Wishes
 
@@ -73,7 +73,7 @@ def _predict(costs: Costs, wishes: Wishes, placed: Layout, schedule: Schedule, g
     bottleneck = max(sorted(seconds), key=lambda name: seconds[name])
     return Predicted(
         cpu_peaks=host_peaks(model, costs.hardware, wishes, placed),
-        gpu_peak=_device_peak(model, wishes, placed),
+        gpu_peak=device_memory(model, wishes, placed.stages).total,
         ssd_bytes=placed.store_size,
         export_bytes=ground.parameters * wishes.export_item,
         read_per_step=schedule.traffic.read_total,
@@ -88,37 +88,9 @@ def _predict(costs: Costs, wishes: Wishes, placed: Layout, schedule: Schedule, g
     )
 
 
-def _device_peak(model: ModelSpec, wishes: Wishes, placed: Layout) -> int:
-    """Weights that rest there, two more stages' weights and sums that take turns (a tied head that is not cut keeps a
-    third sum through backward), what a cut head knows of every token, and the hungriest stage."""
-    if wishes.device == "cpu":
-        return 0
-    item = ITEM_SIZE[model.compute_dtype]
-    homes = [model.stages[stage.stage].params for stage in placed.stages if stage.weights == "gpu"]
-    streamed = [model.stages[stage.stage].params for stage in placed.stages if stage.weights != "gpu"]
-    sums = 3 if model.tied_head and not model.head_is_cut else 2
-    largest = max(stage.params for stage in model.stages) * ITEM_SIZE[wishes.numerics.accumulate_dtype]
-    weights = item * (sum(homes) + 2 * max(streamed, default=0))
-    tokens = wishes.numerics.batch_size * wishes.numerics.max_seq_len
-    targets = HEAD_BYTES_PER_TOKEN * tokens if model.head_is_cut else 0
-    return weights + sums * largest + targets + max(_pass_peak(model, wishes, stage) for stage in placed.stages)
-
-
-def _pass_peak(model: ModelSpec, wishes: Wishes, stage: StagePlan) -> int:
-    """Beside what a pass allocates for one micro-batch: that of its neighbours which crosses meanwhile. In backward the next
-    one's boundary, gradient and kept outputs arrive, and the gradient of the one before is on its way back. In forward there is
-    the input, which is not among what the stage allocates, and the next one's, the output of the one before, and kept outputs
-    of both on their way back."""
-    spec = model.stages[stage.stage]
-    kept, boundary = kept_bytes(spec, stage.kept), micro_boundary(model, wishes)
-    alone = max(spec.backward_peak, spec.forward_peak + kept)
-    if wishes.numerics.batch_size <= wishes.numerics.micro_batch_size:
-        return alone + boundary
-    return alone + 3 * boundary + kept
-
-
 def _memory_lines(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, placed: Layout) -> tuple[MemoryLine, ...]:
-    """The placement matrix: what each kind takes in each tier."""
+    """The placement matrix: what each kind takes in each tier. Weights at home on a device are in RAM as well, where updates
+    write them."""
     item = ITEM_SIZE[model.compute_dtype]
     states_item = model.state_item
     params = model.stored_parameters
@@ -160,8 +132,10 @@ def _memory_lines(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, p
     add("compute", "cpu", compute_memory(model, wishes).total, 0, "activations of one micro-batch")
     add("update chunks", "cpu", placed.io.scratch.size, 0, "read, AdamW, write")
     add("process", "cpu", hardware.process_bytes + BASE_SLACK + placed.arena_size // 512, 0, "Python, torch, threads")
-    if wishes.device != "cpu":
-        add("compute", "gpu", _device_peak(model, wishes, placed), 0, "two stages and a micro-batch with its neighbours")
+    device = device_memory(model, wishes, placed.stages)
+    add("weights", "gpu", device.homes + device.turns, params * item, "on the GPU home and two turns")
+    add("gradients", "gpu", device.sums, total, "sums on the GPU")
+    add("compute", "gpu", device.compute, 0, "a micro-batch and its neighbours")
     return tuple(lines)
 
 

@@ -161,14 +161,19 @@ def copied_bytes(model: ModelSpec, schedule: Schedule, *, stages: tuple[StagePla
 
 
 def _uploaded_weights(model: ModelSpec, schedule: Schedule, stages: tuple[StagePlan, ...]) -> int:
-    """Of one generation, in one step."""
-    side, copied = DeviceSide(model, stages), list[int]()
+    times = uploads(model, schedule, stages)
+    return sum(ITEM_SIZE[model.compute_dtype] * model.stages[owner].params * often for owner, often in times.items())
+
+
+def uploads(model: ModelSpec, schedule: Schedule, stages: tuple[StagePlan, ...]) -> dict[int, int]:
+    """Stage -> how often its weights, of one generation, go up in a step."""
+    side, times = DeviceSide(model, stages), dict[int, int]()
 
     def begin(owner: int) -> int:
-        copied.append(model.stages[owner].params)
-        return len(copied)
+        times[owner] = times.get(owner, 0) + 1
+        return times[owner]
 
     for visit in schedule.visits:
         if visit.owner is not None:
             side.upload(visit.owner, 1, partial(begin, visit.owner))
-    return ITEM_SIZE[model.compute_dtype] * sum(copied)
+    return times

@@ -91,7 +91,7 @@ class Occupancy:
         params, item = [stage.params for stage in self.model.stages], ITEM_SIZE[self.model.compute_dtype]
         there = item * sum(params[stage] for stage in self._device.held)
         summed = ITEM_SIZE[self.plan.numerics.accumulate_dtype] * sum(params[stage] for stage in self._sums)
-        yield ("gpu", "compute"), there + summed + self._peak(visit)
+        yield from ((("gpu", "weights"), there), (("gpu", "gradients"), summed), (("gpu", "compute"), self._peak(visit)))
 
     def _peak(self, visit: Visit | None) -> int:
         """What a visit allocates at most."""

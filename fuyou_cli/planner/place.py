@@ -22,6 +22,7 @@ from .boundary_layout import Kept, every_operator
 from .choice import NONE_KEPT, Choice, pipelines
 from .costs import Costs
 from .defer import deferrals
+from .device_memory import with_homes_on_device
 from .ground import Ground
 from .memory import ARENA_UNIT, Homes, Layout, layout
 from .schedule import expand
@@ -89,6 +90,7 @@ class Placing:
 
     def _assembled(self, asked: Wishes, spans: Layout, choice: Choice) -> Placed:
         schedule = expand(self.model, stages=spans.stages, lookahead=choice.lookahead, micro_batches=self.costs.micro_batches)
+        spans = replace(spans, stages=with_homes_on_device(self.model, asked, schedule, spans.stages))
         plan = assembled(self.costs, asked, spans, schedule, lookahead=choice.lookahead, ground=self._ground)
         return Placed(
             plan=plan,

@@ -120,6 +120,7 @@ class Rig:
         lookahead: int | None = None,
         defer: float | None = None,
         budget: int = 1 << 33,
+        gpu_budget: int | None = None,
         directories: int = 1,
         backend: str = "auto",
         update_threads: int = 1,
@@ -133,6 +134,7 @@ class Rig:
         self.losses: list[float] = []
         self.wishes = Wishes(
             numerics=subject.numerics, model_name="tiny", device=device, clip_grad_norm=clip, cpu_budget=budget,
+            gpu_budget=gpu_budget,
             weights=home, states=home, gradients=gradients or home, boundaries=boundaries or home, kept=kept,
             lookahead=lookahead, defer=defer, io_backend=backend, update_threads=update_threads, chunk_params=CHUNK,
             scratch_size=scratch_size(CHUNK, chunks), read_depth=4, write_depth=4, block_size=64 << 10, stripe=64 << 10,

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fuyou_cli.core.errors import SwapError
+from fuyou_cli.spec.model import ITEM_SIZE
 
 from .families import gpt2, llama
 from .rig import Rig, Shape, Subject, unequal
@@ -72,6 +73,26 @@ def test_bitwise_the_same(way: str, subject: Subject, clip: float | None, expect
         if WAYS[way].get("backend") != "io_uring" or "cannot start" not in str(error):
             raise
         pytest.skip(f"this machine refuses io_uring: {error}")
+    assert losses == expected[0]
+    assert unequal(weights, expected[1]) == []
+
+
+@pytest.mark.parametrize("room", [1, 2, 1 << 20])
+def test_weights_of_some_stages_on_the_device(
+    room: int, subject: Subject, clip: float | None, expected: Outcome, tmp_path: Path
+) -> None:
+    """With room for as many blocks beside those that take turns, or for all there is."""
+    blocks = [stage.index for stage in subject.spec.stages if stage.kind == "block"]
+    block = ITEM_SIZE[subject.spec.compute_dtype] * subject.spec.stages[blocks[0]].params
+    emulated = dict[str, Any](device="emulated", home=None, clip=clip)
+    with Rig(subject, tmp_path / "streamed", **emulated) as rig:
+        peak = rig.plan.predicted.gpu_peak
+    with Rig(subject, tmp_path / "at home", gpu_budget=peak + room * block, **emulated) as rig:
+        at_home = [stage.stage for stage in rig.plan.stages if stage.weights == "gpu"]
+        assert at_home and rig.plan.predicted.gpu_peak <= peak + room * block
+        if room == 1 and len(blocks) > 2:  # of two blocks all fit once neither takes turns
+            assert len(at_home) < len(blocks)
+        losses, weights = rig.run(STEPS), rig.weights()
     assert losses == expected[0]
     assert unequal(weights, expected[1]) == []
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fuyou_cli.planner.costs import update_bytes
-from fuyou_cli.planner.place import plan
+from fuyou_cli.planner.place import least_memory, plan
 from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.model import Dtype, ModelSpec
 from fuyou_cli.spec.plan import Numerics, Predicted, Tier
@@ -82,6 +82,31 @@ def test_weights_go_up_for_every_visit_but_the_turn(clip: float | None, embeddin
 def test_weights_at_home_on_the_device_go_up_once() -> None:
     seconds = _predicted(SPEC, weights="gpu").seconds
     assert seconds["h2d"] == (2 * PARAMETERS + BOUNDARIES_IN * BOUNDARY) / RATED.h2d
+
+
+@pytest.mark.parametrize(("blocks_at_home", "device"), [(0, "cuda"), (2, "cuda"), (4, "cuda"), (4, "emulated")])
+def test_weights_stay_on_the_device_as_far_as_it_has_room(blocks_at_home: int, device: str) -> None:
+    """Each block that does goes up once instead of twice; what rests on the ssd does not stay."""
+    wishes = Wishes(
+        numerics=_numerics(), model_name="test", device=device, clip_grad_norm=1.0, cpu_budget=1 << 40, lookahead=1,
+        kept=((),) * len(SPEC.stages),
+    )  # fmt: skip
+    streamed = plan(SPEC, RATED, wishes)
+    assert {stage.weights for stage in streamed.stages} == {"cpu"}, "nobody knows how much memory the device has"
+    room = replace(wishes, gpu_budget=streamed.predicted.gpu_peak + blocks_at_home * 2 * BLOCK)
+    chosen = plan(SPEC, RATED, room)
+    at_home = [stage.stage for stage in chosen.stages if stage.weights == "gpu"]
+    assert len(at_home) == blocks_at_home and all(SPEC.stages[stage].kind == "block" for stage in at_home)
+    assert chosen.predicted.gpu_peak <= room.gpu_budget
+    saved = (streamed.predicted.seconds["h2d"] - chosen.predicted.seconds["h2d"]) * RATED.h2d
+    assert saved == pytest.approx(2 * BLOCK * blocks_at_home)
+    lines = {line.what: line.size for line in chosen.memory if line.tier == "gpu"}
+    assert lines["weights"] == 2 * BLOCK * (blocks_at_home + 2)  # two turns beside
+    assert lines["gradients"] == 2 * 2 * BLOCK
+    assert sum(lines.values()) == chosen.predicted.gpu_peak
+    assert chosen.arena_size == streamed.arena_size, "the host's copy is where updates write"
+    on_ssd = plan(SPEC, RATED, replace(room, cpu_budget=least_memory(SPEC, RATED, room)))
+    assert "gpu" not in {stage.weights for stage in on_ssd.stages if stage.weights_ram is None}
 
 
 def test_gradients_of_tied_pieces_cross_twice() -> None:

@@ -1,0 +1,81 @@
+"""Memory of a device with memory of its own: what a plan takes of it, and which weights may stay there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..spec.model import ITEM_SIZE, ModelSpec
+from ..spec.plan import StagePlan
+from .bound import uploads
+from .boundary_layout import kept_bytes
+from .device import WEIGHTS_ON_DEVICE
+from .memory import HEAD_BYTES_PER_TOKEN, micro_boundary
+from .schedule import Schedule
+from .wishes import Wishes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceMemory:
+    """Bytes at most."""
+
+    homes: int = 0  # weights that rest there, beside their copy in RAM that updates write
+    turns: int = 0  # weights of other stages, which take turns
+    sums: int = 0  # gradients of two stages; a tied head that is not cut keeps a third through backward
+    compute: int = 0  # the hungriest pass of one micro-batch beside its neighbours; what a cut head knows of every token
+
+    @property
+    def total(self) -> int:
+        return self.homes + self.turns + self.sums + self.compute
+
+
+def device_memory(model: ModelSpec, wishes: Wishes, stages: tuple[StagePlan, ...]) -> DeviceMemory:
+    if wishes.device == "cpu":
+        return DeviceMemory()
+    item = ITEM_SIZE[model.compute_dtype]
+    streamed = [model.stages[stage.stage].params for stage in stages if stage.weights != "gpu"]
+    sums = 3 if model.tied_head and not model.head_is_cut else 2
+    tokens = wishes.numerics.batch_size * wishes.numerics.max_seq_len
+    targets = HEAD_BYTES_PER_TOKEN * tokens if model.head_is_cut else 0
+    return DeviceMemory(
+        homes=item * sum(model.stages[stage.stage].params for stage in stages if stage.weights == "gpu"),
+        turns=item * WEIGHTS_ON_DEVICE * max(streamed, default=0),
+        sums=sums * max(stage.params for stage in model.stages) * ITEM_SIZE[wishes.numerics.accumulate_dtype],
+        compute=targets + max(_pass_peak(model, wishes, stage) for stage in stages),
+    )
+
+
+def _pass_peak(model: ModelSpec, wishes: Wishes, stage: StagePlan) -> int:
+    """Beside what a pass allocates for one micro-batch: that of its neighbours which crosses meanwhile. In backward the next
+    one's boundary, gradient and kept outputs arrive, and the gradient of the one before is on its way back. In forward there is
+    the input, which is not among what the stage allocates, and the next one's, the output of the one before, and kept outputs
+    of both on their way back."""
+    spec = model.stages[stage.stage]
+    kept, boundary = kept_bytes(spec, stage.kept), micro_boundary(model, wishes)
+    alone = max(spec.backward_peak, spec.forward_peak + kept)
+    if wishes.numerics.batch_size <= wishes.numerics.micro_batch_size:
+        return alone + boundary
+    return alone + 3 * boundary + kept
+
+
+def with_homes_on_device(
+    model: ModelSpec, wishes: Wishes, schedule: Schedule, stages: tuple[StagePlan, ...]
+) -> tuple[StagePlan, ...]:
+    """Weights that rest in RAM stay on the device as well, once there, as far as it has room beside all else; those first
+    that would go up most often. It takes nothing else: the plan is no slower for it. What the recipe pins stays so, and a
+    device whose memory nobody knows keeps nothing."""
+    if wishes.device == "cpu" or wishes.gpu_budget is None or wishes.weights is not None:
+        return stages
+    sizes = [ITEM_SIZE[model.compute_dtype] * stage.params for stage in model.stages]
+    again = {owner: times for owner, times in uploads(model, schedule, stages).items() if times > 1}
+    movable = [owner for owner in again if stages[owner].weights == "cpu"]
+    order = sorted(movable, key=lambda owner: (-again[owner], sizes[owner], owner))
+    streamed = max((size for owner, size in enumerate(sizes) if owner not in movable), default=0)
+    beside = device_memory(model, wishes, stages)
+    homes, left = sum(sizes[owner] for owner in order), wishes.gpu_budget - beside.sums - beside.compute
+    count = len(order)  # of those that stay: where all do, the others' turns may be smaller
+    while count and homes + WEIGHTS_ON_DEVICE * streamed > left:
+        count -= 1
+        homes -= sizes[order[count]]
+        streamed = max(streamed, sizes[order[count]])
+    chosen = set(order[:count])
+    return tuple(replace(stage, weights="gpu") if stage.stage in chosen else stage for stage in stages)
