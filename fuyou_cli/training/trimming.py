@@ -17,7 +17,7 @@ from ..planner.schedule import Visit
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
 
-_CREEP = 8  # a visit reaches what one like it reached, and this part of what compute is charged with more
+_CREEP = 4  # a visit reaches what one like it reached, and this part of what compute is charged with more at most
 
 
 class Trimming:

@@ -97,7 +97,7 @@ def test_a_visit_like_the_one_before_reaches_what_that_one_reached(spec: ModelSp
     made = plan(spec, HARDWARE, WISHES)
     heap, visit = Heap(spec, made), _visit(spec, made, "backward", "block")
     compute = sum(line.size for line in made.memory if line.what == "compute")
-    heap.size = heap.reached = made.predicted.cpu_peak - compute // 8
+    heap.size = heap.reached = made.predicted.cpu_peak - compute // 4
     heap.trimming.between_visits(visit, visit)
     assert heap.trims == 0
     heap.reached += 1
