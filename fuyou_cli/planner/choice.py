@@ -29,6 +29,13 @@ class Choice:
     activations: float = 0.0  # share of the spare RAM that goes to outputs of operators before anything else; what is left does
     swap: float = 0.0  # share of the outputs' bytes that rest with boundaries on the ssd
 
+    def values(self) -> tuple[tuple[str, object], ...]:
+        """Of every knob its name and value."""
+        return (
+            ("pipeline", (self.lookahead, self.gradient_slots)), ("states", self.states), ("defer", self.defer),
+            ("activations", self.activations), ("swap", self.swap),
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:

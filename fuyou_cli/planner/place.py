@@ -111,26 +111,33 @@ class Placing:
             spans = self._layout(asked, homes, choice)
             peaks = host_peaks(self.model, self.hardware, asked, spans)
             fits = max(peaks.values()) <= asked.cpu_budget
-            self._starts[key] = self._begun(asked, homes, spans, peaks) if fits else None
+            self._starts[key] = self._begun(asked, choice, homes, spans, peaks) if fits else None
         return self._starts[key]
 
-    def _begun(self, asked: Wishes, homes: Homes, spans: Layout, peaks: dict[str, int]) -> _Start:
+    def _begun(self, asked: Wishes, choice: Choice, homes: Homes, spans: Layout, peaks: dict[str, int]) -> _Start:
+        items = sorted(traffic_items(self._ground, asked, homes, spans), key=lambda item: item.order)
+        nothing = _Filling.of(self._ground, asked, homes, peaks)
+        weights, boundaries, gradients, states = (_settled(homes, items, kind) for kind in _KINDS)
+        everything = replace(homes, weights=weights, boundaries=boundaries, gradients=gradients, states=states)
+        peaks = host_peaks(self.model, self.hardware, asked, self._layout(asked, everything, choice))
+        fits = max(peaks.values()) <= asked.cpu_budget
         return _Start(
-            homes=homes,
-            spare=int((asked.cpu_budget - peaks["train"]) / _HUGE_PAGES),
-            spare_loading=asked.cpu_budget - peaks["load"],
-            items=tuple(sorted(traffic_items(self._ground, asked, homes, spans), key=lambda item: item.order)),
+            nothing=nothing,
+            items=tuple(items),
+            everything=_Filling.of(self._ground, asked, everything, peaks) if fits else None,
         )
 
     def _filled(self, asked: Wishes, choice: Choice, start: _Start) -> _Filling:
-        filling = _Filling(
-            ground=self._ground, wishes=asked, homes=start.homes, spare=start.spare, spare_loading=start.spare_loading
-        )
-        if choice.activations > 0:
-            filling.keep(self._outputs, share=choice.activations)
-        if choice.states:
-            filling.settle([item for item in start.items if item.kind == "states"], share=choice.states)
-        filling.settle(start.items)
+        if start.everything is not None and choice.activations <= 0:
+            # Tensor by tensor, slots that the last one would free are in the way of it.
+            filling = replace(start.everything, before=[])
+        else:
+            filling = replace(start.nothing, before=[])
+            if choice.activations > 0:
+                filling.keep(self._outputs, share=choice.activations)
+            if choice.states:
+                filling.settle([item for item in start.items if item.kind == "states"], share=choice.states)
+            filling.settle(start.items)
         if asked.kept is None and choice.activations != NONE_KEPT:
             filling.keep(self._outputs, share=1.0)
         return filling
@@ -186,12 +193,18 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Start:
-    """Everything on the ssd, and what may move to RAM, in the order in which it does."""
+    """Where the filling of RAM begins, and what may move there, in the order in which it does."""
 
-    homes: Homes
-    spare: int
-    spare_loading: int
+    nothing: _Filling  # in RAM yet
+    everything: _Filling | None  # that may be; None where it does not fit
     items: tuple[Item, ...]
+
+
+def _settled(homes: Homes, items: list[Item], kind: str) -> tuple[Tier, ...]:
+    """Tiers of a kind, all that may be in RAM there."""
+    tiers: tuple[Tier, ...] = getattr(homes, kind)
+    moved = {stage for item in items if item.kind == kind for stage in item.stages}
+    return tuple("cpu" if stage in moved else tier for stage, tier in enumerate(tiers))
 
 
 def _spread(stage: int) -> int:
@@ -290,6 +303,17 @@ class _Filling:
     spare: int
     spare_loading: int  # while a checkpoint is read straight to the homes of weights and states
     before: list[Homes] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, ground: Ground, wishes: Wishes, homes: Homes, peaks: dict[str, int]) -> _Filling:
+        """From homes that take `peaks`."""
+        return cls(
+            ground=ground,
+            wishes=wishes,
+            homes=homes,
+            spare=int((wishes.cpu_budget - peaks["train"]) / _HUGE_PAGES),
+            spare_loading=wishes.cpu_budget - peaks["load"],
+        )
 
     def settle(self, items: Sequence[Item], *, share: float = 1.0) -> None:
         """Tensors, in their order, as far as they fit in `share` of what is spare."""

@@ -28,10 +28,11 @@ from .wishes import Wishes
 
 MOST_PLACED = 6_000  # stages of choices that one search places at most: a second on an old core, with the simulations
 MOST_VISITS = 6_500  # of all steps that one search simulates at most
-NEAR = 0.02  # of the step
+NEAR = 0.05  # of the step: nearly always it is the best itself
 _LEAST = 4  # simulations, however large the model is
-_PATIENCE = 2_500  # visits simulated in a row that find nothing better,
+_PATIENCE = 5_000  # visits simulated in a row that find nothing better,
 _TRIES = 8  # in so many simulations
+_ALIKE = 6  # simulations in vain, after which something else is tried as well
 _AGAIN = 4  # what it costs to place a choice is this many times what it costs where it comes to a plan known already
 _GAIN = 1e-3  # of the step: a choice that asks for more must be faster by more
 
@@ -132,6 +133,8 @@ class _Looking:
     _plans: dict[int, Placed] = field(default_factory=dict)
     _tried: set[Choice] = field(default_factory=set)
     _looked_around: set[Choice] = field(default_factory=set)
+    _simulations: int = 0
+    _values: dict[tuple[str, object], int] = field(default_factory=dict)  # of knobs: how often they were simulated
     _longer: dict[tuple[int, int], list[float]] = field(default_factory=dict)  # by pipeline: steps beside their estimates
 
     # ---- placing -------------------------------------------------------------------------------------------------------
@@ -197,8 +200,16 @@ class _Looking:
         left = [(expected(found), key) for key, found in self.pool.items() if self._may_win(found)]
         if not left:
             return None, False
+        if self.in_vain >= _ALIKE * self._one and self._simulations % 2:
+            key = min((self._known_of(self.pool[key].choice), seconds, key) for seconds, key in left)[2]
+            return key, True
         (seconds, _), key = min(left)
         return key, self.best is None or seconds < self.best.seconds
+
+    def _known_of(self, choice: Choice) -> int:
+        """How often the value of one of its knobs was simulated that was so least. Where estimates are wrong they are wrong of
+        all that is alike: then every other choice simulated has something that few before had."""
+        return min(self._values.get(value, 0) for value in choice.values())
 
     def _longer_with(self, place: int) -> float:
         """How much longer than their estimates the steps simulated so far were, with this pipeline or the next larger one:
@@ -236,6 +247,9 @@ class _Looking:
         self.visits, self.in_vain = self.visits + visits, self.in_vain + visits
         found = self.pool[key] = replace(found, timeline=timeline)
         pipeline = (found.choice.lookahead, found.choice.gradient_slots)
+        self._simulations += 1
+        for value in found.choice.values():
+            self._values[value] = self._values.get(value, 0) + 1
         self._longer.setdefault(pipeline, []).append(found.seconds / found.estimate if found.estimate else 1.0)
         if self.best is None or _better(found, self.best):
             self.best, self.in_vain = found, 0

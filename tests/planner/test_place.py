@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from fuyou_cli.core.errors import PlanError
 from fuyou_cli.core.units import GiB, MiB, align_up, gib
 from fuyou_cli.planner.boundary_layout import planned_boundary
-from fuyou_cli.planner.place import least_memory, plan
+from fuyou_cli.planner.choice import Choice
+from fuyou_cli.planner.place import least_memory, made_of, plan
 from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec
 from fuyou_cli.spec.plan import Numerics, Plan, Span, StagePlan
@@ -150,24 +152,36 @@ def test_what_survives_a_run_does_not_depend_on_the_placement(case: tuple[ModelS
     assert [durable(stage) for stage in chosen.stages] == [durable(stage) for stage in elsewhere.stages]
 
 
-def pipeline(chosen: Plan) -> tuple[int, int]:
-    return chosen.lookahead, max(len(slots.gradient_slots) for slots in chosen.slot_classes)
-
-
 @given(models(unit=2 << 20, most=64 << 20).flatmap(lambda s: st.tuples(st.just(s), wishes_for(s))), st.data())
 def test_more_memory_does_not_mean_more_traffic(case: tuple[ModelSpec, Wishes], data: st.DataObject) -> None:
-    """At equal overlap (a larger budget may also buy a longer pipeline, which has its own price), and but for the last
-    tensor: one that just fits may leave less room than the two it displaced. At most three bytes a step per byte."""
+    """At equal overlap, which has its own price, and but for the last tensor: one that just fits may leave less room than
+    the two it displaced. At most three bytes a step per byte."""
     spec, wishes = case
+    lookahead = min(wishes.lookahead or 1, len(spec.stages))
+    choice = Choice(lookahead=lookahead, gradient_slots=1, defer=wishes.defer or 0.0)
+
+    def planned_in(budget: int) -> Plan:
+        made = made_of(spec, HARDWARE, replace(wishes, cpu_budget=budget, kept=wishes.kept or "none"), choice)
+        assert made is not None
+        return made
+
     low = least(spec, wishes)
-    high = max(low, plan(spec, HARDWARE, with_budget(wishes, ROOMY)).predicted.cpu_peak)
+    high = max(low, planned_in(ROOMY).predicted.cpu_peak)
     budgets = sorted(data.draw(st.lists(st.integers(low, high), min_size=2, max_size=4)))
-    plans = [plan(spec, HARDWARE, with_budget(wishes, budget)) for budget in budgets]
-    for less, more in pairwise(plans):
-        if pipeline(less) != pipeline(more):
-            continue
-        traffic = [p.predicted.read_per_step + p.predicted.written_per_step for p in (less, more)]
+    for less, more in pairwise(planned_in(budget).predicted for budget in budgets):
+        traffic = [predicted.read_per_step + predicted.written_per_step for predicted in (less, more)]
         assert traffic[1] <= traffic[0] + 3 * 8 * max(stage.params for stage in spec.stages)
+
+
+@given(models(unit=2 << 20, most=64 << 20).flatmap(lambda s: st.tuples(st.just(s), wishes_for(s, pinned=False))), st.data())
+def test_where_everything_fits_it_is_in_memory(case: tuple[ModelSpec, Wishes], data: st.DataObject) -> None:
+    """In any budget from what that takes on, at equal overlap."""
+    spec, wishes = case
+    wishes = replace(wishes, lookahead=wishes.lookahead or 1)
+    enough = plan(spec, HARDWARE, with_budget(wishes, ROOMY))
+    budget = enough.predicted.cpu_peak + data.draw(st.integers(0, 1 << 30))
+    chosen = plan(spec, HARDWARE, with_budget(wishes, budget))
+    assert chosen.predicted.read_per_step == chosen.predicted.written_per_step == 0
 
 
 @given(models().flatmap(lambda spec: st.tuples(st.just(spec), wishes_for(spec, pinned=False))))
