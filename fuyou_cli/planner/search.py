@@ -6,9 +6,11 @@ value of each of its knobs is placed, and simulated in its turn. The search ends
 its bound, or where many simulations in a row have found nothing better, or at a fixed amount of work, whatever the size of
 the model. Of small models most choices are placed. Nothing here depends on a clock: the same inputs give the same plan.
 
-How near that comes to the best of the whole family: on models of up to three blocks drawn at random, and on some of six, its
-step is at most `NEAR` longer (tests/planner/test_search.py, beside brute force). More memory, or a faster store, makes it at
-most as much longer. Of a hundred stages a few dozen choices are placed and eight simulated: nobody knows what the best is.
+How near that comes to the best of the whole family: where `SMALL` choices times visits are all there is, it is the best,
+since every choice is placed, and simulated unless its bound rules it out. Of larger families, on models of up to three blocks
+drawn at random and on some of six, its step is at most `NEAR` longer (tests/planner/test_search.py, beside brute force), and
+more memory, or a faster store, makes it at most as much longer. Of a hundred stages a few dozen choices are placed and eight
+simulated: nobody knows what the best is.
 """
 
 from __future__ import annotations
@@ -28,13 +30,14 @@ from .wishes import Wishes
 
 MOST_PLACED = 6_000  # stages of choices that one search places at most: a second on an old core, with the simulations
 MOST_VISITS = 6_500  # of all steps that one search simulates at most
+SMALL = 400_000  # visits of all choices of a family that is looked at whole: a second or two
 NEAR = 0.05  # of the step: nearly always it is the best itself
 _LEAST = 4  # simulations, however large the model is
 _PATIENCE = 5_000  # visits simulated in a row that find nothing better,
 _TRIES = 8  # in so many simulations
 _ALIKE = 6  # simulations in vain, after which something else is tried as well
 _AGAIN = 4  # what it costs to place a choice is this many times what it costs where it comes to a plan known already
-_GAIN = 1e-3  # of the step: a choice that asks for more must be faster by more
+GAIN = 1e-3  # of the step: a choice that asks for more must be faster by more
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -65,17 +68,19 @@ class Found:
 
 def search(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, *, exhaustive: bool = False) -> Found:
     """The best choice and those that lost. Raises PlanError where nothing fits. `exhaustive` places every choice however large
-    the model is, and simulates all that may be the best."""
+    the model is, and simulates all that may be the best; a `SMALL` family is always searched so."""
     choices = family(model, wishes)
     if hardware.measured == "assumed":  # a guess may be far off: it is no reason to write more to a drive
         choices = replace(choices, activations=(0.0,), swap=choices.swap[:1])
     placing = Placing(model, hardware, wishes)
+    exhaustive = exhaustive or len(choices) * 2 * len(model.stages) * STEPS <= SMALL
     for limited in (True, False):  # what overflows disk or device is refused by name, by who knows what is there already
         looking = _Looking(placing=placing, pipelines=choices.pipelines, limited=limited, exhaustive=exhaustive)
         complete = _explored(looking, choices)
         if looking.best is not None:
+            best = looking.cheapest()
             return Found(
-                best=looking.best, others=looking.others(), complete=complete, placed=looking.placed, visits=looking.visits
+                best=best, others=looking.others(best), complete=complete, placed=looking.placed, visits=looking.visits
             )
     raise too_small(model, hardware, wishes)
 
@@ -128,7 +133,7 @@ class _Looking:
     placed: int = 0
     visits: int = 0
     in_vain: int = 0  # of the visits, since the best was found
-    best: Alternative | None = None
+    best: Alternative | None = None  # the fastest
     pool: dict[int, Alternative] = field(default_factory=dict)  # by the identity of the plan
     _plans: dict[int, Placed] = field(default_factory=dict)
     _tried: set[Choice] = field(default_factory=set)
@@ -251,18 +256,21 @@ class _Looking:
         for value in found.choice.values():
             self._values[value] = self._values.get(value, 0) + 1
         self._longer.setdefault(pipeline, []).append(found.seconds / found.estimate if found.estimate else 1.0)
-        if self.best is None or _better(found, self.best):
+        if self.best is None or found.seconds < self.best.seconds:
             self.best, self.in_vain = found, 0
 
-    def others(self) -> tuple[Alternative, ...]:
-        seen = [found for found in self.pool.values() if found is not self.best]
+    def cheapest(self) -> Alternative:
+        """Of those about as fast as the fastest, the one that asks for least."""
+        assert self.best is not None
+        limit = self.best.seconds * (1 + GAIN)
+        alike = [found for found in self.pool.values() if found.timeline is not None and found.seconds <= limit]
+        return min(alike, key=_asked)
+
+    def others(self, best: Alternative) -> tuple[Alternative, ...]:
+        seen = [found for found in self.pool.values() if found is not best]
         return tuple(sorted(seen, key=lambda found: (found.timeline is None, found.seconds, found.choice)))
 
 
-def _better(one: Alternative, other: Alternative) -> bool:
-    """Faster; of two about as fast the one that asks for less."""
-    if abs(one.seconds - other.seconds) > _GAIN * other.seconds:
-        return one.seconds < other.seconds
-    return (one.plan.predicted.written_per_step, one.plan.predicted.cpu_peak, one.choice) < (
-        other.plan.predicted.written_per_step, other.plan.predicted.cpu_peak, other.choice,
-    )  # fmt: skip
+def _asked(found: Alternative) -> tuple[int, int, float, Choice]:
+    predicted = found.plan.predicted
+    return predicted.written_per_step, predicted.cpu_peak, found.seconds, found.choice

@@ -17,7 +17,7 @@ from fuyou_cli.planner.choice import family
 from fuyou_cli.planner.memory import Homes
 from fuyou_cli.planner.place import Placing, least_memory, made_of
 from fuyou_cli.planner.schedule import plan_schedule
-from fuyou_cli.planner.search import MOST_PLACED, MOST_VISITS, NEAR, fastest, search, timed
+from fuyou_cli.planner.search import GAIN, MOST_PLACED, MOST_VISITS, NEAR, fastest, search, timed
 from fuyou_cli.planner.simulate import STEPS, simulate
 from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.hardware import HardwareProfile
@@ -26,7 +26,6 @@ from fuyou_cli.spec.plan import Numerics, Plan
 
 from .models import HARDWARE, model, models, wishes_for
 
-TIE = 2e-3  # of the step: the search prefers the cheaper of two about as fast
 SLOW_STORE = replace(HARDWARE, store_read=2e8, store_write=2e8, store_read_mixed=1.5e8, store_write_mixed=1.5e8)
 MACHINES = st.sampled_from([HARDWARE, SLOW_STORE, replace(SLOW_STORE, matmul_flops=2e10, shared_compute=0.5, shared_adamw=0.5)])
 
@@ -64,13 +63,14 @@ def free(draw: st.DrawFn) -> tuple[ModelSpec, HardwareProfile, Wishes]:
 @settings(max_examples=10, deadline=None)
 @given(free())
 def test_nothing_in_the_family_is_faster(case: tuple[ModelSpec, HardwareProfile, Wishes]) -> None:
+    """Brute force beside what the search does with a small case: equal, but that of about equal ones the cheaper is taken."""
     spec, hardware, wishes = case
     placing = Placing(spec, hardware, wishes)
     placed = {id(found): found for found in map(placing.placed, family(spec, wishes)) if found is not None}
     seconds = min(_step(spec, hardware, found.plan) for found in placed.values())
-    assert search(spec, hardware, wishes).best.seconds <= seconds * (1 + NEAR)
-    everything = search(spec, hardware, wishes, exhaustive=True)
-    assert everything.complete and everything.best.seconds <= seconds * (1 + TIE)
+    found = search(spec, hardware, wishes)
+    assert found.complete
+    assert seconds <= found.best.seconds <= seconds * (1 + GAIN)
 
 
 def test_what_the_estimate_is_wrong_of_is_found_as_well() -> None:
