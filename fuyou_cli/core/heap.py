@@ -7,13 +7,18 @@ from .units import MiB
 MAPPED = 24 * MiB  # larger blocks are mapped on their own and go back to the system whole; smaller ones share the heap
 HOLES = 1.0  # of what is alive in the heap: what its holes take beside that at most (measured, CHANGELOG.md)
 HELD = 0.5  # the same of what is only held, a whole batch at a time
-BESIDE = 0.1  # of what is mapped on its own: what kernels take while they work on it
+BESIDE = 0.1  # of what is mapped on its own: what a product of matrices takes while it works on it
 
 
-def charged(size: int) -> int:
-    """Bytes that a block of `size` bytes takes of the system's memory with what comes along with it. Not in order of size: a
-    block just too small to be mapped takes more than one that is."""
-    return int(size * (1 + (BESIDE if size >= MAPPED else HOLES)))
+def alive(size: int) -> int:
+    """Bytes that a block of `size` bytes takes of the system's memory. Not in order of size: a block just too small to be
+    mapped takes more than one that is."""
+    return size if size >= MAPPED else int(size * (1 + HOLES))
+
+
+def worked_on(size: int) -> int:
+    """The same of a block that a kernel works on which needs memory of its own, to pack a matrix."""
+    return int(size * (1 + BESIDE)) if size >= MAPPED else alive(size)
 
 
 def held(size: int) -> int:

@@ -21,6 +21,7 @@ from ..planner.memory import COPY_ALIGN
 from ..spec.plan import Plan
 from .devices.base import Device, Event
 from .host_memory import HostMemory
+from .whole_batch import whole_batch
 
 Source = Callable[[], list[torch.Tensor]]  # what a micro-batch computes with, in host memory; asked for once
 Waiting = Callable[[str], AbstractContextManager[None]]  # inside, compute waits for what is named
@@ -171,7 +172,7 @@ class Gathering:
             self._whole = part
             return
         if self._whole is None:
-            self._whole = torch.empty((self._rows, *part.shape[1:]), dtype=part.dtype)
+            self._whole = whole_batch((self._rows, *part.shape[1:]), part.dtype)
         self._leaving.put(part, self._whole[rows].copy_)
 
     def settled(self) -> torch.Tensor:

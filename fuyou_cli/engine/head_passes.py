@@ -15,6 +15,7 @@ import torch
 
 from ..core.errors import UsageError
 from .head import Part, TokenLoss, pieces
+from .whole_batch import whole_batch
 
 if TYPE_CHECKING:
     from .executor import Executor
@@ -39,7 +40,7 @@ def _whole(executor: Executor, hidden: torch.Tensor, targets: torch.Tensor, *, n
     visit, flat = executor.enter("head", stage)
     total = executor.sums.open(visit.owner if visit.owner is not None else stage)
     begin = time.monotonic()
-    gradient, losses = torch.empty_like(hidden), _Losses(executor.device.separate)
+    gradient, losses = whole_batch(tuple(hidden.shape), hidden.dtype), _Losses(executor.device.separate)
     batch = executor.micro_batches(hidden.shape[0])
     arriving = executor.inputs(partial(lambda rows: [hidden[rows], targets[rows]], rows) for rows in batch)
     leaving = executor.crossings.back()
@@ -94,7 +95,7 @@ def _in_pieces(
     for stage in heads:
         _fold_piece(executor, stage, hidden, tokens)
     # Summed in float32 whatever the dtypes: a rounding per piece would make the result depend on their number.
-    gradient = torch.zeros(hidden.shape, dtype=torch.float32)
+    gradient = whole_batch(tuple(hidden.shape), torch.float32).zero_()
     for stage in reversed(heads):
         _differentiate_piece(executor, stage, hidden, tokens, gradient, normaliser=normaliser)
     return tokens.mean(normaliser), gradient.to(hidden.dtype)

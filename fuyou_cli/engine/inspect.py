@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..core.heap import MAPPED, charged
+from ..core.heap import MAPPED, alive, worked_on
 from ..spec.model import ModelSpec, OperatorSpec, StageSpec
 from .anatomy import Anatomy
 from .calls import StageCall, only_refusals, stage_calls
@@ -28,6 +28,11 @@ from .skeleton import TORCH_DTYPE
 from .stage import Stage
 from .streamed import boundary_of
 
+_aten = torch.ops.aten
+_WITHOUT_ROOM = {
+    _aten._log_softmax, _aten._log_softmax_backward_data, _aten.nll_loss_forward, _aten.nll_loss_backward, _aten._to_copy,
+    _aten.empty_like,
+}  # fmt: skip
 _NUMBERS = ("layer_idx", "layer_id", "layer_number", "block_idx", "training")
 
 
@@ -60,12 +65,24 @@ class _LiveBytes(TorchDispatchMode):
                 key = storage._cdata
                 if key not in self._known:
                     self._known.add(key)
-                    size = charged(storage.nbytes())
+                    size = alive(storage.nbytes())
                     mapped = size if storage.nbytes() >= MAPPED else 0
                     self._taken(size, mapped)
                     weakref.finalize(storage, self._dropped, key, size, mapped)
-        self.peak = max(self.peak, self.live)
+        self.peak = max(self.peak, self.live + _beside(func, (args, kwargs, out)))
         return out
+
+
+def _beside(func: Any, values: object) -> int:
+    """Bytes that a kernel takes for itself while it works on these. A pointwise one takes none, nor do those of the loss."""
+    if func.is_view or torch.Tag.pointwise in func.tags or func.overloadpacket in _WITHOUT_ROOM:
+        return 0
+    sizes = {
+        value.untyped_storage()._cdata: value.untyped_storage().nbytes()
+        for value in tree_leaves(values)
+        if isinstance(value, torch.Tensor)
+    }
+    return sum(worked_on(size) - alive(size) for size in sizes.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +95,7 @@ class _Peak:
     @classmethod
     def of(cls, size: int, blocks: int = 1) -> _Peak:
         """Of so many blocks of `size` bytes."""
-        taken = blocks * charged(size)
+        taken = blocks * alive(size)
         return cls(taken, taken if size >= MAPPED else 0)
 
 

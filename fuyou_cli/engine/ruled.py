@@ -8,7 +8,7 @@ Work is 2 per parameter and token.
 
 from __future__ import annotations
 
-from ..core.heap import charged
+from ..core.heap import worked_on
 from ..spec.model import ModelSpec, StageSpec, TensorSpec
 from .anatomy import Anatomy
 from .experts import Mixture
@@ -33,8 +33,8 @@ def ruled(anatomy: Anatomy, *, dtype: str, shape: tuple[int, int], head_chunk_to
                 params=anatomy.params[index],
                 tensors=tuple(slotted.spec for slotted in anatomy.parameters[index]),
                 forward_flops=flops,
-                forward_peak=charged(forward),
-                backward_peak=charged(backward),
+                forward_peak=worked_on(forward),
+                backward_peak=worked_on(backward),
                 vocabulary=anatomy.vocabulary[index],
             )
         )

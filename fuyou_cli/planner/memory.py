@@ -204,10 +204,12 @@ def compute_memory(model: ModelSpec, wishes: Wishes) -> ComputeMemory:
     hidden state, its gradient in float32 and at the end in the compute dtype, and maximum, sum and target of every token."""
     numerics = wishes.numerics
     tokens = numerics.batch_size * numerics.max_seq_len
-    boundaries = 2 * held(model.boundary_bytes_per_token * tokens)
-    whole = boundaries + held(model.choreography_bytes_per_token * tokens)
+    boundary, hidden = model.boundary_bytes_per_token * tokens, 4 * model.hidden_size * tokens
+    if numerics.batch_size <= numerics.micro_batch_size:  # else ours are in memory of their own (engine/whole_batch.py)
+        boundary, hidden = held(boundary), held(hidden)
+    whole = 2 * boundary + held(model.choreography_bytes_per_token * tokens)
     if model.head_is_cut:  # the model's own forward is over by then
-        whole = max(whole, boundaries + held(4 * model.hidden_size * tokens) + held(12 * tokens))
+        whole = max(whole, 2 * boundary + hidden + held(12 * tokens))
     whole += 64 * tokens
     hungriest = max(model.stages, key=lambda stage: (stage.backward_peak, stage.index))
     stage = 0 if wishes.device == "cuda" else hungriest.backward_peak

@@ -53,7 +53,7 @@ class Run:
         memory_now: Callable[[], int],
         memory_highest: Callable[[], int] = lambda: 0,
         free_space: Callable[[Path], int],
-        trim: Callable[[], None] = lambda: None,
+        trim: Callable[[bool], None] = lambda apart: None,
         announce: Callable[[str], None] = lambda text: None,
         ends_process: bool = False,
     ) -> None:

@@ -21,10 +21,11 @@ _CREEP = 4  # a visit reaches what one like it reached, and this part of what co
 
 
 class Trimming:
-    """`now`: bytes the process has; `reached`: at most since that was asked last; `trim` gives free ones back."""
+    """`now`: bytes the process has; `reached`: at most since that was asked last; `trim` gives free ones back, and is told
+    whether what follows counts on large blocks being mapped on their own."""
 
     def __init__(
-        self, *, model: ModelSpec, plan: Plan, now: Callable[[], int], reached: Callable[[], int], trim: Callable[[], None]
+        self, *, model: ModelSpec, plan: Plan, now: Callable[[], int], reached: Callable[[], int], trim: Callable[[bool], None]
     ) -> None:
         self._model, self._plan, self._now, self._reached, self._trim = model, plan, now, reached, trim
         self._compute = sum(line.size for line in plan.memory if line.what == "compute" and line.tier == "cpu")
@@ -38,7 +39,7 @@ class Trimming:
     def between_micro_batches(self) -> None:
         """The next one finds holes that the one before it left, but for what is mapped on its own."""
         if self._now() + self._next > self._most:
-            self._trim()
+            self._trim(self._next > 0)
 
     def between_visits(self, before: Visit, after: Visit) -> None:
         """The next visit may find no hole that it can use, and then takes all it needs beside what there is, unless it is like
@@ -49,7 +50,7 @@ class Trimming:
         else:
             room = self._now() + self._takes(after) <= self._most
         if not room:
-            self._trim()
+            self._trim(self._peaks(after)[1] > 0)
         self._next = self._takes_again(after)
 
     def _shape(self, visit: Visit) -> tuple[object, ...]:

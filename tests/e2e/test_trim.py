@@ -21,7 +21,7 @@ def calls_of(project: Project, size: Callable[[int], int]) -> tuple[list[str], i
     prepared = prepared_run(project)
     calls: list[str] = []
     now = size(prepared.plan.predicted.cpu_peak)
-    with Run(prepared, memory_now=lambda: now, free_space=probe.free_space, trim=lambda: calls.append("trim")) as run:
+    with Run(prepared, memory_now=lambda: now, free_space=probe.free_space, trim=lambda apart: calls.append("trim")) as run:
         run.load(lambda count: None)
         executor = run.executor
         between, after = executor.between_micro_batches, executor.after_visit

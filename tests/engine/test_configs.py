@@ -18,7 +18,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.core.heap import charged
+from fuyou_cli.core.heap import alive
 from fuyou_cli.engine.anatomy import dissect, outline
 from fuyou_cli.engine.describe import Described, describe
 from fuyou_cli.engine.estimate import estimate
@@ -270,7 +270,7 @@ def test_logits_are_mapped_and_small_activations_are_not() -> None:
     head, block = _first(traced, "head"), _first(traced, "block")
     assert head.backward_mapped > 0.9 * head.backward_peak
     # a gradient of 4,096 x 14,336 weights is mapped; nothing of 256 tokens is
-    assert (block.forward_mapped, block.backward_mapped) == (0, charged(4096 * 14336 * 2))
+    assert (block.forward_mapped, block.backward_mapped) == (0, alive(4096 * 14336 * 2))
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "mixtral-8x7b"])

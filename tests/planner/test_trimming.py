@@ -30,11 +30,12 @@ class Heap:
     """A process of `size` bytes; trimming takes it to `floor`."""
 
     def __init__(self, spec: ModelSpec, made: Plan) -> None:
-        self.size, self.reached, self.trims = 0, 0, 0
+        self.size, self.reached, self.trims, self.apart = 0, 0, 0, False
         self.trimming = Trimming(model=spec, plan=made, now=lambda: self.size, reached=lambda: self.reached, trim=self._trim)
 
-    def _trim(self) -> None:
+    def _trim(self, apart: bool) -> None:
         self.trims += 1
+        self.apart = apart
 
     def between_micro_batches(self, after: Visit, size: int) -> bool:
         """Whether a process of `size` bytes is trimmed between two micro-batches of the visit."""
@@ -90,6 +91,18 @@ def test_a_visit_unlike_the_one_before_needs_room_for_all_it_takes(spec: ModelSp
     heap.size = limit + 1
     heap.trimming.between_visits(before, visit)
     assert heap.trims == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "phase", "apart"), [("head", "head", True), ("block", "backward", True), ("norm", "forward", False)]
+)
+def test_what_counts_on_mapped_blocks_is_told_to_the_heap(kind: str, phase: str, apart: bool, spec: ModelSpec) -> None:
+    made = plan(spec, HARDWARE, WISHES)
+    heap, visit = Heap(spec, made), _visit(spec, made, phase, kind)
+    before = _visit(spec, made, "forward", "embedding")
+    heap.size = made.predicted.cpu_peak
+    heap.trimming.between_visits(before, visit)
+    assert heap.trims == 1 and heap.apart == apart
 
 
 def test_a_visit_like_the_one_before_reaches_what_that_one_reached(spec: ModelSpec) -> None:
