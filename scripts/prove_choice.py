@@ -8,6 +8,9 @@
 A combination is a model of at most 350M, a dtype, a budget that does not hold all of it, clipping, and a disk held at 0.3, 0.6
 or 0.9 GB/s each way. `fuyou bench RECIPE` measures the machine under these limits, then the plans are made: the planner's, and
 ten others (scripts/proof/alternatives.py says which). They take turns, the chosen one before and after every five others.
+All of them, the chosen one too, are made for 64 MiB less than the recipe's budget: a plan made elsewhere is refused where the
+process that runs it is a little larger than the one that made it. So the chosen one is what `fuyou finetune` would choose with
+that much less.
 """
 
 from __future__ import annotations
