@@ -93,17 +93,18 @@ def measure(
     from .measure_store import measure_store  # the native extension, not needed by --help
     from .measure_update import measure_adamw
 
-    progress(f"store in {', '.join(map(str, directories))}")
-    store = measure_store(*directories, quick=quick, free=facts.disk_free)
     progress("AdamW")
     adamw = measure_adamw(facts.cores, repeats=repeats, available=facts.ram_available)
     progress("matrix multiplication")
     matmul: dict[Dtype, Rate] = {dtype: measure_matmul(target, dtype, repeats=repeats) for dtype in DTYPES}
     progress("decoder layers and heads")
     layers = measure_layers(target, matmul, quick=quick)
-    progress("a training step beside the update")
     step = 4 / (1 / layers.stage_rates[0].forward + 3 / layers.stage_rates[0].backward)
-    shared = _shared(target, step, quick=quick) if target.type == "cpu" else None
+    beside = _layer_step(target, step, quick=quick) if target.type == "cpu" else None
+    progress("a training step beside the update")
+    shared = _shared(beside, quick=quick) if beside is not None else None
+    progress(f"store in {', '.join(map(str, directories))}")
+    store = measure_store(*directories, quick=quick, free=facts.disk_free, step=beside.run if beside is not None else None)
     copies = measure_gpu_copies(repeats=repeats) if target.type == "cuda" else ()
     notes = [*store.notes, *layers.notes]
     if matmul["bfloat16"].value < matmul["float32"].value:
@@ -129,10 +130,10 @@ def measure(
         measured=date.today().isoformat(),
         sources=(f"fuyou bench, {'quick' if quick else 'full'}",),
     )
-    beside = shared.rates if shared else ()
+    rates = shared.rates if shared else ()
     return BenchReport(
         profile=_with_copies(found, copies),
-        rates=(*matmul.values(), *layers.rates, *beside, *store.rates, *(rate for _, rate in adamw), *copies),
+        rates=(*matmul.values(), *layers.rates, *rates, *store.rates, *(rate for _, rate in adamw), *copies),
         notes=tuple(notes),
         quick=quick,
         seconds=time.monotonic() - begin,
@@ -148,10 +149,18 @@ def _with_copies(profile: HardwareProfile, copies: tuple[Rate, ...]) -> Hardware
     return replace(profile, h2d=up, d2h=down, h2d_mixed=up_mixed, d2h_mixed=down_mixed)
 
 
-def _shared(target: torch.device, rate: float, *, quick: bool) -> Shared:
-    """A bfloat16 layer's step loop beside one update thread; `rate`: what such a layer gets alone, about."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _LayerStep:
+    """A bfloat16 layer's forward, recompute and backward: what updates and transfers are measured beside."""
+
+    run: Callable[[], None]
+    flops: float
+    note: str
+
+
+def _layer_step(target: torch.device, rate: float, *, quick: bool) -> _LayerStep:
+    """`rate`: what such a layer gets alone, about."""
     from .measure_stages import LAYER_FLOPS, affordable_tokens, layer_alone, shape_of, small_model
-    from .measure_update import measure_shared
 
     seconds = SHARED_QUICK_SECONDS if quick else SHARED_FULL_SECONDS
     tokens = affordable_tokens(LAYER_FLOPS * SHARED_WIDTH**2, rate, seconds / 4)
@@ -163,7 +172,15 @@ def _shared(target: torch.device, rate: float, *, quick: bool) -> Shared:
         layer.backward()
 
     note = f"Llama layer {SHARED_WIDTH} wide, bfloat16, {tokens} tokens, forward + recompute + backward"
-    return measure_shared(step, layer.flops + layer.backward_flops, seconds=seconds, note=note)
+    return _LayerStep(run=step, flops=layer.flops + layer.backward_flops, note=note)
+
+
+def _shared(beside: _LayerStep, *, quick: bool) -> Shared:
+    """The layer's step looped beside one update thread."""
+    from .measure_update import measure_shared
+
+    seconds = SHARED_QUICK_SECONDS if quick else SHARED_FULL_SECONDS
+    return measure_shared(beside.run, beside.flops, seconds=seconds, note=beside.note)
 
 
 DTYPES: tuple[Dtype, Dtype] = ("bfloat16", "float32")

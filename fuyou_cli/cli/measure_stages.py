@@ -13,6 +13,7 @@ from fuyou_cli.spec.hardware import RatedKind, StageRate
 from fuyou_cli.spec.model import ITEM_SIZE, Dtype, ModelSpec, StageSpec
 from fuyou_cli.spec.plan import Numerics
 
+from .allocator import trim
 from .measure import DTYPES, Rate, each, rate_of, times
 
 if TYPE_CHECKING:
@@ -143,10 +144,13 @@ def layer_alone(
     dtype: Dtype,
     shape: tuple[int, int],
     accumulate: Dtype = ACCUMULATE,
+    micro_batches: int = 1,
 ) -> BlockAlone:
     from fuyou_cli.engine.alone import BlockAlone
 
-    return BlockAlone(anatomy, block_of(model), dtype=dtype, accumulate=accumulate, shape=shape, device=device)
+    return BlockAlone(
+        anatomy, block_of(model), dtype=dtype, accumulate=accumulate, shape=shape, device=device, micro_batches=micro_batches
+    )
 
 
 def _head_alone(
@@ -189,6 +193,7 @@ def timed(
 
     Of all repeats together, not the median: a step is made of thousands of them, and takes as long as all do. They go on for a
     while also where one is short, since a shared machine's rate moves within seconds."""
+    trim(apart=True)  # as in a run, logits are mapped anew each time, and not taken from a hole that a model's making left
     forward = each(alone.flops, times(alone.forward, device, REPEATS, seconds=seconds / 4, least=2))
     backward = each(alone.backward_flops, times(alone.backward, device, REPEATS, seconds=0.75 * seconds, least=2))
     what = f"{kind} {hidden} {dtype}"
@@ -252,8 +257,9 @@ class _Own:
             length = min(tokens, numerics.max_seq_len)
             shape = (tokens // length, length)
             return layer_alone(
-                self.anatomy, self._inspected(shape), self.device, numerics.compute_dtype, shape, numerics.accumulate_dtype
-            )
+                self.anatomy, self._inspected(shape), self.device, numerics.compute_dtype, shape, numerics.accumulate_dtype,
+                micro_batches=-(-numerics.batch_size // numerics.micro_batch_size),
+            )  # fmt: skip
 
         alone = self._grown(made, stage.params, whole, stage.backward_peak)
         return self._found("block", alone, inspected.hidden_size, stage.params, whole, whole)

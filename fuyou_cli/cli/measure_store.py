@@ -5,10 +5,14 @@ from __future__ import annotations
 import shutil
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +28,10 @@ from .store_streams import IN_FLIGHT, REQUEST, Course, Direction, Stream, run_st
 QUICK_SPAN, FULL_SPAN = 320 * MiB, 4 * GiB
 LEAST_SPAN = 2 * IN_FLIGHT * REQUEST  # in either half of it each request under way has a place of its own
 SPARE_DISK = GiB // 2  # never taken
+LOST_QUICK_SECONDS, LOST_FULL_SECONDS = 0.5, 3.0  # of compute alone and of compute beside reads, a turn each
+_TURNS = 4
+
+Step = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +72,12 @@ class StoreRates:
         return self.read, self.write, self.read_mixed, self.write_mixed
 
 
-def measure_store(*directories: Path, quick: bool, free: int) -> StoreRates:
+def measure_store(*directories: Path, quick: bool, free: int, step: Step | None = None) -> StoreRates:
     """Rates of a store striped over `directories`, which have `free` bytes left in all. The first pass over new files is not
     counted.
 
-    Quick writes at most 5.4 spans of 320 MiB: 1.9 GB. Raises UsageError or OutOfSpaceError when nothing can be
+    Quick writes at most 5.4 spans of 320 MiB: 1.9 GB. `step`: some work of compute on the same cores, for what transfers take
+    from it. Raises UsageError or OutOfSpaceError when nothing can be
     measured there.
     """
     wanted = QUICK_SPAN if quick else FULL_SPAN
@@ -83,7 +92,62 @@ def measure_store(*directories: Path, quick: bool, free: int) -> StoreRates:
     if quick:
         notes.append("bursts: a drive may write slower once its fast cache is full (fuyou bench --sustained measures that)")
     with new_store(directories, span) as (daemon, store):
-        return _measured(daemon, store, span, effort=QUICK if quick else FULL, notes=notes)
+        rates = _measured(daemon, store, span, effort=QUICK if quick else FULL, notes=notes)
+        if step is None:
+            return rates
+        lost = compute_lost(daemon, span, step, seconds=LOST_QUICK_SECONDS if quick else LOST_FULL_SECONDS)
+        return replace(rates, io_cpu=max(rates.io_cpu, lost))
+
+
+def compute_lost(daemon: SwapDaemon, span: int, step: Step, *, seconds: float) -> float:
+    """Seconds of compute that a byte takes which is read meanwhile. The threads that move bytes need little time, but compute's
+    threads wait for the one that they interrupt."""
+    alone = beside = moved = beside_seconds = 0.0
+    step()
+    for _ in range(_TURNS):
+        alone += _pace(step, seconds)
+        with _reading(daemon, span):
+            before, begin = _moved(daemon), time.perf_counter()
+            beside += _pace(step, seconds)
+            moved += _moved(daemon) - before
+            beside_seconds += time.perf_counter() - begin
+    rate = moved / beside_seconds
+    return max(0.0, 1 - beside / alone) / rate if rate and alone else 0.0
+
+
+def _pace(step: Step, seconds: float) -> float:
+    """Steps per second."""
+    done, begin = 0, time.perf_counter()
+    while not done or time.perf_counter() - begin < seconds:
+        step()
+        done += 1
+    return done / (time.perf_counter() - begin)
+
+
+@contextmanager
+def _reading(daemon: SwapDaemon, span: int) -> Iterator[None]:
+    """Inside, [0, span) of the store is read again and again, in requests so large that they take no time of Python's."""
+    over, size = threading.Event(), min(IN_FLIGHT * REQUEST, span // 2)
+
+    def read() -> None:
+        under_way: deque[int] = deque()
+        for turn in count():
+            if over.is_set():
+                break
+            begin = turn * size % (span - size) // REQUEST * REQUEST
+            under_way.append(daemon.read(turn % 2 * IN_FLIGHT * REQUEST, begin, size))
+            if len(under_way) == 2:
+                daemon.wait(under_way.popleft())
+        for ticket in under_way:
+            daemon.wait(ticket)
+
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read)
+        try:
+            yield
+        finally:
+            over.set()
+        reading.result()
 
 
 @contextmanager

@@ -23,14 +23,19 @@ from .skeleton import TORCH_DTYPE
 from .stage import Stage
 from .streamed import boundary_of, find_input
 
+_BEYOND_CACHES = 96 << 20  # bytes of weights and sums that no cache of a host's core holds; more are not worth their memory
+_MOST_COPIES = 16
 _FILLING = 1 << 16  # random values that are repeated: drawing one for each weight would take longer than computing with them
 
 
 class BlockAlone:
-    """A decoder block at micro-batches of `shape` (rows, tokens). `spec`: of the stage at that shape."""
+    """A decoder block at micro-batches of `shape` (rows, tokens). `spec`: of the stage at that shape.
+
+    A run comes to the next block after a visit's `micro_batches`, whose weights no cache holds: a small block has several
+    copies here, which take turns."""
 
     def __init__(self, anatomy: Anatomy, spec: StageSpec, *, dtype: Dtype, accumulate: Dtype, shape: tuple[int, int],
-                 device: torch.device) -> None:  # fmt: skip
+                 device: torch.device, micro_batches: int = 1) -> None:  # fmt: skip
         self.flops, self.tokens = spec.forward_flops, shape[0] * shape[1]
         self.backward_flops = 3 * spec.forward_flops - spec.unneeded_flops
         self._spec, self._stage = spec, Stage(anatomy, spec)
@@ -38,23 +43,34 @@ class BlockAlone:
         args, kwargs = tree_map(lambda value: _placed(value, device), (call.args, call.kwargs))
         self._call = StageCall(call.module, call.name, args, kwargs, call.key, call.mode)
         self._buffers = _Buffers(call.module, device)
-        self._flat = _filled(spec.params, dtype, device)
-        self._total = GradientSum(stage=spec, flat=torch.empty(spec.params, dtype=TORCH_DTYPE[accumulate], device=device))
+        size = spec.params * (TORCH_DTYPE[dtype].itemsize + TORCH_DTYPE[accumulate].itemsize)
+        self._visits = [
+            (_filled(spec.params, dtype, device), GradientSum(stage=spec, flat=_empty(spec.params, accumulate, device)))
+            for _ in range(min(_MOST_COPIES, 1 + _BEYOND_CACHES // size))
+        ]
+        self._micro_batches, self._done = micro_batches, 0
         self._input = torch.randn(call.x.shape, dtype=TORCH_DTYPE[dtype], device=device)
 
     def forward(self) -> None:
-        with torch.no_grad(), self._buffers.placed(), self._stage.installed(self._flat, trainable=False):
+        flat, _ = self._visit()
+        with torch.no_grad(), self._buffers.placed(), self._stage.installed(flat, trainable=False):
             boundary_of(self._call.run(self._input), self._call.name)
 
     def backward(self) -> None:
         """Recompute and backward; gradients are added to a sum, as from the second micro-batch of a step on."""
         x = self._input.detach().requires_grad_(True)
-        installed = self._stage.installed(self._flat, trainable=True)
-        with torch.enable_grad(), self._buffers.placed(), installed as parameters:
-            with Recompute(self._spec, self._flat):
+        flat, total = self._visit()
+        with torch.enable_grad(), self._buffers.placed(), self._stage.installed(flat, trainable=True) as parameters:
+            with Recompute(self._spec, flat):
                 y = boundary_of(self._call.run(x), self._call.name)
-            with self._total.collecting(parameters):
+            with total.collecting(parameters):
                 torch.autograd.backward([y], [self._input], inputs=[x, *parameters])
+
+    def _visit(self) -> tuple[torch.Tensor, GradientSum]:
+        """Weights, and the sum of their gradients, of the next micro-batch."""
+        number = self._done // self._micro_batches % len(self._visits)
+        self._done += 1
+        return self._visits[number]
 
 
 class HeadAlone:
@@ -70,7 +86,7 @@ class HeadAlone:
         self.backward_flops = 3 * self.flops
         self._stage, self._head, self._vocabulary = Stage(anatomy, owner), Head(anatomy.model), spec.vocabulary
         self._flat = _filled(owner.params, dtype, device)
-        self._total = GradientSum(stage=owner, flat=torch.empty(owner.params, dtype=TORCH_DTYPE[accumulate], device=device))
+        self._total = GradientSum(stage=owner, flat=_empty(owner.params, accumulate, device))
         width = anatomy.model.get_output_embeddings().in_features
         self._hidden = torch.randn(rows, tokens, width, dtype=TORCH_DTYPE[dtype], device=device)
         self._targets = torch.zeros(rows, tokens, dtype=torch.long, device=device)
@@ -166,6 +182,10 @@ class _Buffers:
         finally:
             for module, name, original in before:
                 module._buffers[name] = original
+
+
+def _empty(params: int, dtype: Dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(params, dtype=TORCH_DTYPE[dtype], device=device)
 
 
 def _filled(params: int, dtype: Dtype, device: torch.device) -> torch.Tensor:

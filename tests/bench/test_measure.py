@@ -42,6 +42,17 @@ def test_a_short_disk_is_measured_on_less(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_reads_take_from_compute(tmp_path: Path) -> None:
+    """A thread that does nothing but sleep loses nothing; one that reads meanwhile is slower, but not stopped."""
+    with measure_store.new_store([tmp_path], 64 * MiB) as (daemon, _):
+        idle = measure_store.compute_lost(daemon, 64 * MiB, lambda: time.sleep(0.01), seconds=0.1)
+        read = daemon.counters().read_bytes
+        busy = measure_store.compute_lost(daemon, 64 * MiB, lambda: sum(range(100_000)), seconds=0.1)
+    assert read > 0
+    assert 0 <= idle < 1e-9 and 0 <= busy < 1e-7
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_no_room_and_no_directory(tmp_path: Path) -> None:
     with pytest.raises(OutOfSpaceError, match="too little to measure"):
         measure_store.measure_store(tmp_path, quick=True, free=measure_store.SPARE_DISK)

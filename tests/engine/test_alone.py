@@ -55,20 +55,36 @@ def test_a_block_is_called_as_its_model_calls_it(family: str) -> None:
             assert torch.equal(one, other)
     alone.forward()
     alone.backward()
-    assert alone._total.touched == set(range(len(stage.tensors)))
-    assert bool(alone._total.flat[: stage.tensors[0].numel].abs().sum() > 0)
+    _, total = alone._visits[1]
+    assert total.touched == set(range(len(stage.tensors)))
+    assert bool(total.flat[: stage.tensors[0].numel].abs().sum() > 0)
+
+
+def test_visits_take_turns_with_weights_that_no_cache_holds() -> None:
+    anatomy, spec = specified("llama")
+    stage = next(stage for stage in spec.stages if stage.kind == "block")
+    alone = BlockAlone(
+        anatomy, stage, dtype="float32", accumulate="float32", shape=SHAPE, device=CPU, micro_batches=2
+    )  # fmt: skip
+    count = len(alone._visits)
+    assert 1 < count <= 16
+    for number in range(2 * count):
+        alone.backward()
+        assert sum(bool(total.touched) for _, total in alone._visits) == number // 2 + 1
+    assert all(bool(total.flat[: stage.tensors[0].numel].abs().sum() > 0) for _, total in alone._visits)
 
 
 def test_a_blocks_gradients_add_up_in_a_wider_sum() -> None:
     anatomy, spec = specified("llama")
     stage = next(stage for stage in spec.stages if stage.kind == "block")
-    alone = BlockAlone(anatomy, stage, dtype="bfloat16", accumulate="float32", shape=SHAPE, device=CPU)
+    alone = BlockAlone(anatomy, stage, dtype="bfloat16", accumulate="float32", shape=SHAPE, device=CPU, micro_batches=2)
     alone.backward()
+    _, total = alone._visits[0]
     spans = [slice(tensor.offset, tensor.offset + tensor.numel) for tensor in stage.tensors]
-    first = [alone._total.flat[span].clone() for span in spans]
+    first = [total.flat[span].clone() for span in spans]
     alone.backward()
-    assert alone._total.flat.dtype == torch.float32
-    assert all(torch.equal(alone._total.flat[span], 2 * once) for span, once in zip(spans, first, strict=True))
+    assert total.flat.dtype == torch.float32
+    assert all(torch.equal(total.flat[span], 2 * once) for span, once in zip(spans, first, strict=True))
 
 
 @pytest.mark.parametrize("rows", [0, 64])
