@@ -13,7 +13,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 # of its CPU time faulting pages in (CHANGELOG.md, tried).
 _MMAP_THRESHOLD_BEFORE = 1 << 20
 _TRIM_THRESHOLD = 64 << 20
-_PLUG = MAPPED - (64 << 10)  # just too small to be mapped itself
+_PLUG = MAPPED - (256 << 10)  # too small to be mapped itself, also with what malloc takes beyond a block at the heap's end
 _MOST_PLUGS = 1024
 
 _C = ctypes.CDLL(None)

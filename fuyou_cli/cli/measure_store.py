@@ -28,7 +28,7 @@ from .store_streams import IN_FLIGHT, REQUEST, Course, Direction, Stream, run_st
 QUICK_SPAN, FULL_SPAN = 320 * MiB, 4 * GiB
 LEAST_SPAN = 2 * IN_FLIGHT * REQUEST  # in either half of it each request under way has a place of its own
 SPARE_DISK = GiB // 2  # never taken
-LOST_QUICK_SECONDS, LOST_FULL_SECONDS = 0.5, 3.0  # of compute alone and of compute beside reads, a turn each
+LOST_QUICK_SECONDS, LOST_FULL_SECONDS = 0.3, 3.0  # of compute alone and of compute beside reads, a turn each
 _TURNS = 4
 
 Step = Callable[[], object]
@@ -65,7 +65,7 @@ class StoreRates:
     write_mixed: Rate  # while reading
     notes: tuple[str, ...]
     written_bytes: int
-    io_cpu: float  # seconds of core time per byte moved
+    io_cpu: float  # seconds that compute loses per byte moved; at least the core time of who moves it
 
     @property
     def rates(self) -> tuple[Rate, Rate, Rate, Rate]:
@@ -77,8 +77,7 @@ def measure_store(*directories: Path, quick: bool, free: int, step: Step | None 
     counted.
 
     Quick writes at most 5.4 spans of 320 MiB: 1.9 GB. `step`: some work of compute on the same cores, for what transfers take
-    from it. Raises UsageError or OutOfSpaceError when nothing can be
-    measured there.
+    from it. Raises UsageError or OutOfSpaceError when nothing can be measured there.
     """
     wanted = QUICK_SPAN if quick else FULL_SPAN
     span = min(wanted, (free - SPARE_DISK) // REQUEST * REQUEST)

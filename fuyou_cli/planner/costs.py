@@ -44,25 +44,22 @@ class Costs:
     @classmethod
     def asked(cls, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Costs:
         """What visits and updates of all plans take that are made for these wishes."""
-        return cls(
-            model=model,
-            hardware=hardware.lasting() if wishes.sustained else hardware,
-            numerics=wishes.numerics,
-            clipped=wishes.clip_grad_norm is not None,
-            on_host=wishes.device != "cuda",
-            update_threads=wishes.update_threads,
-        )
+        return cls._with(model, hardware, wishes, update_threads=wishes.update_threads)
 
     @classmethod
     def of(cls, model: ModelSpec, hardware: HardwareProfile, plan: Plan) -> Costs:
         """What a plan's visits and updates take."""
+        return cls._with(model, hardware, plan, update_threads=plan.io.update_threads)
+
+    @classmethod
+    def _with(cls, model: ModelSpec, hardware: HardwareProfile, run: Wishes | Plan, *, update_threads: int) -> Costs:
         return cls(
             model=model,
-            hardware=hardware.lasting() if plan.sustained else hardware,
-            numerics=plan.numerics,
-            clipped=plan.clip_grad_norm is not None,
-            on_host=plan.device != "cuda",
-            update_threads=plan.io.update_threads,
+            hardware=hardware.lasting() if run.sustained else hardware,
+            numerics=run.numerics,
+            clipped=run.clip_grad_norm is not None,
+            on_host=run.device != "cuda",
+            update_threads=update_threads,
         )
 
     @property

@@ -80,7 +80,7 @@ class HardwareProfile:
     stage_rates: tuple[StageRate, ...] = ()
     shared_compute: float = 1.0  # of their rates, what compute and one update thread keep while both run: less on device cpu
     shared_adamw: float = 1.0
-    io_cpu: float = 0.0  # seconds of core time per byte that the store moves
+    io_cpu: float = 0.0  # seconds that compute on all cores loses per byte that the store moves
     h2d_mixed: float = 0.0  # while copying back
     d2h_mixed: float = 0.0
     sustained_write: float = 0.0  # once a drive's fast region is full
