@@ -89,12 +89,15 @@ def measure(
     repeats = 3 if quick else 7
 
     from .measure_copies import measure_gpu_copies
+    from .measure_memory import measure_memory
     from .measure_stages import measure_layers
     from .measure_store import measure_store  # the native extension, not needed by --help
     from .measure_update import measure_adamw
 
     progress("AdamW")
     adamw = measure_adamw(facts.cores, repeats=repeats, available=facts.ram_available)
+    progress("memory")
+    copy, fresh = measure_memory(repeats=repeats)
     progress("matrix multiplication")
     matmul: dict[Dtype, Rate] = {dtype: measure_matmul(target, dtype, repeats=repeats) for dtype in DTYPES}
     progress("decoder layers and heads")
@@ -121,6 +124,8 @@ def measure(
         store_write=store.write.value,
         store_read_mixed=store.read_mixed.value,
         store_write_mixed=store.write_mixed.value,
+        host_copy=copy.value,
+        host_fresh=fresh.value,
         io_cpu=store.io_cpu,
         adamw=tuple((threads, rate.value) for threads, rate in adamw),
         shared_compute=shared.compute if shared else 1.0,
@@ -133,7 +138,7 @@ def measure(
     rates = shared.rates if shared else ()
     return BenchReport(
         profile=_with_copies(found, copies),
-        rates=(*matmul.values(), *layers.rates, *rates, *store.rates, *(rate for _, rate in adamw), *copies),
+        rates=(*matmul.values(), *layers.rates, *rates, *store.rates, *(rate for _, rate in adamw), copy, fresh, *copies),
         notes=tuple(notes),
         quick=quick,
         seconds=time.monotonic() - begin,
@@ -221,25 +226,24 @@ def measure_matmul(device: torch.device, dtype: Dtype, *, repeats: int) -> Rate:
     return rate_of(f"matmul {dtype}", "FLOP/s", each(2.0 * size**3, taken), f"{size} x {size}{threads}")
 
 
-def times(
-    action: Callable[[], object], device: torch.device, repeats: int, *, seconds: float = REPEAT_SECONDS, least: int = 1
-) -> list[float]:
+def times(action: Callable[[], object], device: torch.device, repeats: int, *, seconds: float = REPEAT_SECONDS) -> list[float]:
     """Seconds of each repeat, after one that is not counted: fewer than `repeats` when they take more than `seconds`, but
-    `least` of them unless that takes four times as long, and never none."""
+    never none."""
+    taken: list[float] = []
+    while len(taken) <= 1 or (len(taken) <= repeats and sum(taken) < seconds):
+        taken.append(seconds_of(action, device))
+    return taken[1:]
+
+
+def seconds_of(action: Callable[[], object], device: torch.device) -> float:
+    """Of one repeat."""
     import torch
 
-    taken: list[float] = []
-    while (
-        len(taken) <= 1
-        or (len(taken) <= least and sum(taken) < 4 * seconds)
-        or (len(taken) <= repeats and sum(taken) < seconds)
-    ):
-        begin = time.perf_counter()
-        action()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # the launch alone takes no time
-        taken.append(time.perf_counter() - begin)
-    return taken[1:]
+    begin = time.perf_counter()
+    action()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # the launch alone takes no time
+    return time.perf_counter() - begin
 
 
 def torch_dtype(dtype: Dtype) -> Any:

@@ -14,7 +14,7 @@ from fuyou_cli.spec.model import ITEM_SIZE, Dtype, ModelSpec, StageSpec
 from fuyou_cli.spec.plan import Numerics
 
 from .allocator import trim
-from .measure import DTYPES, Rate, each, rate_of, times
+from .measure import DTYPES, Rate, each, rate_of, seconds_of
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,8 @@ ROW_TOKENS = 1024  # of a row at most: more tokens are more rows
 QUICK_SECONDS, FULL_SECONDS = 2.5, 40.0  # of all layers of a few widths together
 QUICK_PAIR, FULL_PAIR = 0.3, 2.0  # of one forward and one backward that tokens are chosen for
 RECIPE_QUICK_PAIR, RECIPE_FULL_PAIR = 8.0, 40.0
-REPEATS = 100  # at most, of one stage
+RECIPE_SECONDS: dict[RatedKind, float] = {"block": 24.0, "head": 12.0}  # of all repeats, at least
+TURNS = 8  # of forward, backward, ... each, about
 USABLE = 0.8  # of the memory that is free
 
 
@@ -41,11 +42,14 @@ class Alone(Protocol):
 
     flops: float
     backward_flops: float  # recompute included
+    given_flops: float  # of backward where every output that can be kept is given back; 0: none can
     tokens: int
 
     def forward(self) -> None: ...
 
     def backward(self) -> None: ...
+
+    def given(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,23 +193,52 @@ def _head_owner(model: ModelSpec) -> StageSpec:
 def timed(
     alone: Alone, device: torch.device, kind: RatedKind, dtype: Dtype, hidden: int, params: int, tokens: int, *, seconds: float
 ) -> Stages:
-    """The rates of one stage, kept as those of micro-batches of `tokens`. `seconds`: of a forward and a backward, about.
+    """The rates of one stage, kept as those of micro-batches of `tokens`. `seconds`: of everything, about.
 
-    Of all repeats together, not the median: a step is made of thousands of them, and takes as long as all do. They go on for a
-    while also where one is short, since a shared machine's rate moves within seconds."""
+    Of all repeats together, not the median: a step is made of thousands of them, and takes as long as all do."""
     trim(apart=True)  # as in a run, logits are mapped anew each time, and not taken from a hole that a model's making left
-    forward = each(alone.flops, times(alone.forward, device, REPEATS, seconds=seconds / 4, least=2))
-    backward = each(alone.backward_flops, times(alone.backward, device, REPEATS, seconds=0.75 * seconds, least=2))
-    what = f"{kind} {hidden} {dtype}"
+    parts = {"forward": _Part("forward", alone.forward, alone.flops, 0.25)}
+    parts["backward"] = _Part("backward", alone.backward, alone.backward_flops, 0.5)
+    if alone.given_flops:
+        parts["given"] = _Part("backward, outputs kept", alone.given, alone.given_flops, 0.25)
+    taken = _in_turns(list(parts.values()), device, seconds)
     note = f"{count(params)} parameters, {alone.tokens} tokens"
-    rates = (
-        rate_of(f"{what}, forward", "FLOP/s", forward, note, middle=statistics.harmonic_mean),
-        rate_of(f"{what}, backward", "FLOP/s", backward, note, middle=statistics.harmonic_mean),
-    )
-    rate = StageRate(
-        kind=kind, dtype=dtype, hidden=hidden, params=params, tokens=tokens, forward=rates[0].value, backward=rates[1].value
-    )
-    return Stages(stage_rates=(rate,), rates=rates)
+    what, mean = f"{kind} {hidden} {dtype}", statistics.harmonic_mean
+    rates = [
+        rate_of(f"{what}, {part.name}", "FLOP/s", each(part.flops, repeats), note, middle=mean)
+        for part, repeats in zip(parts.values(), taken, strict=True)
+    ]
+    found = dict(zip(parts, (rate.value for rate in rates), strict=True))
+    rate = StageRate(kind=kind, dtype=dtype, hidden=hidden, params=params, tokens=tokens, **found)
+    return Stages(stage_rates=(rate,), rates=tuple(rates))
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Of what a stage is timed at."""
+
+    name: str
+    action: Callable[[], None]
+    flops: float
+    share: float  # of the time
+
+
+def _in_turns(parts: list[_Part], device: torch.device, seconds: float) -> list[list[float]]:
+    """Seconds of each repeat of each part, after one that is not counted. They take turns all the time there is: a shared
+    machine's rate comes and goes within seconds, and what is planned with their ratio has to see them at the same one. Two
+    turns at least, unless one takes twice the time."""
+    for part in parts:
+        part.action()
+    taken: list[list[float]] = [[] for _ in parts]
+    begin, turns = time.perf_counter(), 0
+    while (passed := time.perf_counter() - begin) < seconds or (turns < 2 and passed < 2 * seconds):
+        turns += 1
+        for part, repeats in zip(parts, taken, strict=True):
+            end = time.perf_counter() + seconds * part.share / TURNS
+            repeats.append(seconds_of(part.action, device))
+            while time.perf_counter() < end:
+                repeats.append(seconds_of(part.action, device))
+    return taken
 
 
 # ---- a recipe's own --------------------------------------------------------------------------------------------------
@@ -291,7 +324,7 @@ class _Own:
             alone = made(tokens)
             alone.forward()
             alone.backward()
-            taken = times(alone.forward, self.device, 1)[0] + times(alone.backward, self.device, 1)[0]
+            taken = seconds_of(alone.forward, self.device) + seconds_of(alone.backward, self.device)
             more = min(whole, 8 * tokens)
             while more > tokens and (taken * more / tokens > self.seconds or peak * more / whole > left):
                 more //= 2
@@ -307,7 +340,8 @@ class _Own:
             return Stages(stage_rates=(), rates=(), notes=(f"the recipe's {kind} is not measured: it needs {needs}",))
         rated = whole if alone.tokens == first else alone.tokens
         dtype = self.numerics.compute_dtype
-        found = timed(alone, self.device, kind, dtype, hidden, params, rated, seconds=self.seconds)
+        seconds = max(self.seconds, RECIPE_SECONDS[kind])
+        found = timed(alone, self.device, kind, dtype, hidden, params, rated, seconds=seconds)
         if alone.tokens == first:
             return found
         note = f"the recipe's {kind} is measured on {alone.tokens} tokens: {first} would take too long or too much memory here"

@@ -3,7 +3,7 @@ what a run sees. No other stage's weights exist."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from .anatomy import Anatomy
 from .calls import StageCall, one_row_masks, only_refusals, replaced_forwards
 from .gradients import GradientSum
 from .head import Head, Part, TokenLoss, pieces
+from .kept_outputs import Arrived, GivingBack, Outputs
 from .recompute import Recompute
 from .skeleton import TORCH_DTYPE
 from .stage import Stage
@@ -38,6 +39,8 @@ class BlockAlone:
                  device: torch.device, micro_batches: int = 1) -> None:  # fmt: skip
         self.flops, self.tokens = spec.forward_flops, shape[0] * shape[1]
         self.backward_flops = 3 * spec.forward_flops - spec.unneeded_flops
+        every = sum(operator.flops for operator in spec.operators)
+        self.given_flops = self.backward_flops - every if every else 0.0
         self._spec, self._stage = spec, Stage(anatomy, spec)
         call = _call_of(anatomy, spec.index, dtype=dtype, shape=shape)
         args, kwargs = tree_map(lambda value: _placed(value, device), (call.args, call.kwargs))
@@ -50,6 +53,7 @@ class BlockAlone:
         ]
         self._micro_batches, self._done = micro_batches, 0
         self._input = torch.randn(call.x.shape, dtype=TORCH_DTYPE[dtype], device=device)
+        self._kept: Outputs = {}  # of one forward
 
     def forward(self) -> None:
         flat, _ = self._visit()
@@ -58,10 +62,22 @@ class BlockAlone:
 
     def backward(self) -> None:
         """Recompute and backward; gradients are added to a sum, as from the second micro-batch of a step on."""
+        self._recompute(lambda flat: Recompute(self._spec, flat))
+
+    def given(self) -> None:
+        """The same where every output that can be kept was."""
+        kept = self._kept
+        if not kept:
+            self._recompute(lambda flat: _Remembering(self._spec, flat, kept))
+        values: Arrived = {index: (list(output[0]), []) for index, output in kept.items()}
+        self._recompute(lambda flat: GivingBack(values, kept, self._spec, flat))
+
+    def _recompute(self, made: Callable[[torch.Tensor], Recompute]) -> None:
+        """Forward inside what `made` returns for the weights, and backward."""
         x = self._input.detach().requires_grad_(True)
         flat, total = self._visit()
         with torch.enable_grad(), self._buffers.placed(), self._stage.installed(flat, trainable=True) as parameters:
-            with Recompute(self._spec, flat):
+            with made(flat):
                 y = boundary_of(self._call.run(x), self._call.name)
             with total.collecting(parameters):
                 torch.autograd.backward([y], [self._input], inputs=[x, *parameters])
@@ -71,6 +87,22 @@ class BlockAlone:
         number = self._done // self._micro_batches % len(self._visits)
         self._done += 1
         return self._visits[number]
+
+
+class _Remembering(Recompute):
+    """Copies in `outputs` what every operator returns that can be kept."""
+
+    def __init__(self, stage: StageSpec, flat: torch.Tensor, outputs: Outputs) -> None:
+        super().__init__(stage, flat)
+        self._wanted, self._outputs = {operator.index for operator in stage.operators}, outputs
+
+    def operator(self, index: int, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
+        out = super().operator(index, kind, func, args, kwargs)
+        if index in self._wanted:
+            values = out if isinstance(out, tuple) else (out,)
+            copies = [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
+            self._outputs[index] = copies, isinstance(out, tuple)
+        return out
 
 
 class HeadAlone:
@@ -83,7 +115,7 @@ class HeadAlone:
         rows, tokens = (len(range(*part.indices(size))) for part, size in zip(cut, shape, strict=True))
         self.tokens = rows * tokens
         self.flops = spec.forward_flops * self.tokens / (shape[0] * shape[1])
-        self.backward_flops = 3 * self.flops
+        self.backward_flops, self.given_flops = 3 * self.flops, 0.0
         self._stage, self._head, self._vocabulary = Stage(anatomy, owner), Head(anatomy.model), spec.vocabulary
         self._flat = _filled(owner.params, dtype, device)
         self._total = GradientSum(stage=owner, flat=_empty(owner.params, accumulate, device))
@@ -110,6 +142,10 @@ class HeadAlone:
                 slope = [self._slope(y.detach(), self._vocabulary[0])]
             with self._total.collecting(parameters):
                 torch.autograd.backward([y], slope, inputs=[piece, *parameters])
+
+    def given(self) -> None:
+        """Of a head nothing is kept."""
+        self.backward()
 
     def _slope(self, logits: torch.Tensor, first: int) -> torch.Tensor:
         return self._seen().gradient(self._part, logits, first=first, normaliser=self.tokens)

@@ -45,9 +45,9 @@ class _Resting:
         return flat.as_strided(self.shape, self.stride)
 
 
-_Output = tuple[list[Any], bool]  # tensors that rest and values as they are; whether the operator returns a tuple
-_Outputs = dict[int, _Output]  # by operator
-_Arrived = dict[int, tuple[list[Any], list[Event]]]  # by operator: values where they are computed with, and copies to wait for
+Output = tuple[list[Any], bool]  # tensors that rest and values as they are; whether the operator returns a tuple
+Outputs = dict[int, Output]  # by operator
+Arrived = dict[int, tuple[list[Any], list[Event]]]  # by operator: values where they are computed with, and copies to wait for
 
 
 class KeptOutputs:
@@ -65,9 +65,9 @@ class KeptOutputs:
     ) -> None:
         self.model, self.plan, self.boundaries, self.memory, self.device = model, plan, boundaries, memory, device
         self._waiting = waiting  # inside, compute waits for what is named
-        self._resting: dict[tuple[int, int], _Outputs] = {}
+        self._resting: dict[tuple[int, int], Outputs] = {}
         self._leaving: list[list[Event]] = []  # copies to the host, by micro-batch
-        self._arriving: dict[tuple[int, int], _Arrived] = {}
+        self._arriving: dict[tuple[int, int], Arrived] = {}
 
     def keeps(self, stage: int) -> bool:
         return bool(self.plan.stages[stage].kept)
@@ -106,7 +106,7 @@ class KeptOutputs:
         spec = self.model.stages[stage]
         if self.keeps(stage):
             given = self._arriving.pop((stage, micro_batch)) if self.device.separate else self._given(stage, micro_batch)
-            return _GivingBack(given, self._resting.pop((stage, micro_batch)), spec, flat)
+            return GivingBack(given, self._resting.pop((stage, micro_batch)), spec, flat)
         return Recompute(spec, flat) if spec.unneeded else nullcontext()
 
     def forget(self) -> None:
@@ -115,9 +115,9 @@ class KeptOutputs:
         self._leaving.clear()
         self._arriving.clear()
 
-    def _given(self, stage: int, micro_batch: int) -> _Arrived:
+    def _given(self, stage: int, micro_batch: int) -> Arrived:
         """Values of every operator: the host's memory itself, or on a device with memory of its own copies under way."""
-        arrived: _Arrived = {}
+        arrived: Arrived = {}
         place = self._place(stage, micro_batch)
         for index, (values, _) in sorted(self._resting[stage, micro_batch].items()):
             span, events = place(index), list[Event]()
@@ -144,7 +144,7 @@ class _Keeping(Operators):
 
     def __init__(self, kept: KeptOutputs, chosen: dict[int, OperatorSpec], place: Callable[[int], Span]) -> None:
         super().__init__()
-        self.outputs: _Outputs = {}
+        self.outputs: Outputs = {}
         self._memory, self._device = kept.memory, kept.device
         self._chosen, self._place = chosen, place
         self.copies: dict[int, Event] = {}  # by storage; the last one of a storage is behind its others
@@ -168,7 +168,7 @@ class _Keeping(Operators):
                     self.copies[leaf.untyped_storage()._cdata].wait()
         return func(*args, **kwargs)
 
-    def _keep(self, spec: OperatorSpec, out: Any) -> _Output:
+    def _keep(self, spec: OperatorSpec, out: Any) -> Output:
         span, end = self._place(spec.index), 0
         values: list[Any] = []
         for value in out if isinstance(out, tuple) else (out,):
@@ -195,10 +195,10 @@ class _Keeping(Operators):
             host.copy_(value)
 
 
-class _GivingBack(Recompute):
+class GivingBack(Recompute):
     """Returns what was kept instead of computing it, once it has arrived."""
 
-    def __init__(self, given: _Arrived, outputs: _Outputs, stage: StageSpec, flat: torch.Tensor | None) -> None:
+    def __init__(self, given: Arrived, outputs: Outputs, stage: StageSpec, flat: torch.Tensor | None) -> None:
         super().__init__(stage, flat)
         self._given, self._outputs = given, outputs
 

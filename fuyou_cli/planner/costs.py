@@ -1,9 +1,10 @@
 """Seconds of compute per visit, and what one update takes, from the rates of a machine.
 
 Matrix products and attention go at the rate measured on a stage of this kind (`HardwareProfile.stage_rate`), which its
-gradients' sum is a part of. Beside them compute moves bytes that no product hides: boundaries copied in and out, the
-embedding's gradients, and with clipping all gradients once more for the norm. Those go at the rate of memory, which AdamW
-on all threads shows.
+gradients' sum is a part of; a backward that is given outputs lies between the rates without any and with all of them. Beside
+these compute moves bytes that no product hides. Boundaries and what norms make of them go to pages that are new to the process,
+which the kernel clears first; outputs that are kept, the embedding's gradients, and with clipping all gradients once more for
+the norm, to pages that are there.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from ..spec.hardware import HardwareProfile
-from ..spec.model import ITEM_SIZE, STATE_SIZES, ModelSpec
+from ..spec.hardware import HardwareProfile, StageRate
+from ..spec.model import ITEM_SIZE, STATE_SIZES, ModelSpec, StageSpec
 from ..spec.plan import Numerics, Plan, StagePlan
 from .schedule import Visit
 from .wishes import Wishes
@@ -76,10 +77,14 @@ class Costs:
         in forward and seen where they are in backward."""
         key = (visit.phase, visit.stage, visit.owner, visit.flops, visit.stash, visit.sum_gradients, kept)
         if key not in self._known:
-            copied = 2 * kept * self.micro_batches * visit.stash
-            moved = (self._moved(visit) + copied) / self._memory_rate if self.on_host else 0.0
-            self._known[key] = self._products(visit) + moved
+            self._known[key] = self._products(visit) + (self._moving(visit, kept) if self.on_host else 0.0)
         return self._known[key]
+
+    def _moving(self, visit: Visit, kept: int) -> float:
+        """Seconds for what compute moves through the host's memory beside its products."""
+        hardware, copied = self.hardware, 2 * kept * self.micro_batches * visit.stash
+        there = hardware.host_copy or self._memory_rate
+        return self._moved(visit) / (hardware.host_fresh or there) + (copied + self._gradients_moved(visit)) / there
 
     def update_seconds(self, stage: StagePlan) -> float:
         """Of one update thread, its bytes in memory."""
@@ -97,7 +102,7 @@ class Costs:
 
     @property
     def _memory_rate(self) -> float:
-        """Bytes per second of plain passes over memory with all threads of compute."""
+        """Bytes per second of plain passes over memory with all threads of compute, where nobody has measured them."""
         rates = [rate for threads, rate in self.hardware.adamw if threads <= self.numerics.torch_threads]
         return max(rates, default=self.hardware.adamw_bytes) or float("inf")
 
@@ -113,11 +118,21 @@ class Costs:
             params=owner.params,
             tokens=self.numerics.micro_batch_size * self.numerics.max_seq_len,
         )
-        flops = rate.forward if visit.phase in ("forward", "logits") else rate.backward
-        return visit.flops / flops if flops else 0.0
+        if visit.phase in ("forward", "logits"):
+            return visit.flops / rate.forward if rate.forward else 0.0
+        return self._backward(visit, stage, rate) if rate.backward else 0.0
+
+    def _backward(self, visit: Visit, stage: StageSpec, rate: StageRate) -> float:
+        """Between what it takes without any output, and with all: by the FLOPs that are spared."""
+        whole = (3 * stage.forward_flops - stage.unneeded_flops) * self.micro_batches
+        spared = sum(operator.flops for operator in stage.operators) * self.micro_batches
+        if visit.phase != "backward" or not spared or not rate.given:
+            return visit.flops / rate.backward
+        without, given = whole / rate.backward, min(whole / rate.backward, (whole - spared) / rate.given)
+        return without - (without - given) * (whole - visit.flops) / spared
 
     def _moved(self, visit: Visit) -> float:
-        """Bytes that compute moves through the host's memory beside its products."""
+        """Bytes of boundaries, and of what norms make of them."""
         stage = self.model.stages[visit.stage]
         whole = self.boundary
         first_piece = stage.vocabulary is None or stage.vocabulary[0] == 0
@@ -128,11 +143,11 @@ class Costs:
             moved += _NORM_PASSES["backward" if visit.phase == "backward" else "forward"] * whole
         elif self.micro_batches > 1:
             moved += 2 * whole  # outputs of micro-batches gathered
-        return moved + self._gradients_moved(visit)
+        return moved
 
     def _gradients_moved(self, visit: Visit) -> float:
-        """Of the embedding and the norm: a gradient is made in the compute dtype by every micro-batch and added to the one
-        sum. A block's or a head's rate was measured with that (`engine.alone`). The norm of all reads each sum once."""
+        """Bytes. Of the embedding and the norm: a gradient is made in the compute dtype by every micro-batch and added to the
+        one sum. A block's or a head's rate was measured with that (`engine.alone`). The norm of all reads each sum once."""
         if not visit.sum_gradients:
             return 0.0
         stage = self.model.stages[visit.stage]

@@ -27,7 +27,8 @@ _NOT_RATES = (
 class StageRate:
     """What compute gets on one stage at micro-batches of `tokens` tokens, as `StageSpec.forward_flops` counts: once for
     `forward` (of a head: its "logits" pass), three times for `backward` (recompute of what is needed, and backward; a head's
-    one visit).
+    one visit), and in `given` for backward where every output that can be kept was: only the products' FLOPs are gone then,
+    what lies between them takes its time still.
 
     `params` are those of the weights it computes with, padding included: a tied head's are its embedding's."""
 
@@ -38,6 +39,7 @@ class StageRate:
     tokens: int
     forward: float  # FLOP/s
     backward: float
+    given: float = 0.0  # 0: not measured, then as `backward`
 
     @property
     def shape(self) -> tuple[str, str, int, int, int]:
@@ -80,6 +82,8 @@ class HardwareProfile:
     stage_rates: tuple[StageRate, ...] = ()
     shared_compute: float = 1.0  # of their rates, what compute and one update thread keep while both run: less on device cpu
     shared_adamw: float = 1.0
+    host_copy: float = 0.0  # bytes read and written per second, copying on all threads of compute between pages that are there
+    host_fresh: float = 0.0  # the same where the target's pages are new
     io_cpu: float = 0.0  # seconds that compute on all cores loses per byte that the store moves
     h2d_mixed: float = 0.0  # while copying back
     d2h_mixed: float = 0.0

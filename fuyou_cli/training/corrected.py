@@ -80,5 +80,5 @@ def _stage_rates(hardware: HardwareProfile, model: ModelSpec, plan: Plan, factor
         rate = hardware.stage_rate(kind, model.compute_dtype, model.hidden_size, params, tokens)
         yield StageRate(
             kind=kind, dtype=model.compute_dtype, hidden=model.hidden_size, params=params, tokens=tokens,
-            forward=rate.forward * factor, backward=rate.backward * factor,
+            forward=rate.forward * factor, backward=rate.backward * factor, given=rate.given * factor,
         )  # fmt: skip

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from types import TracebackType
 
-_SECONDS = 4.0  # of one look: what the host does comes and goes within seconds
+_SECONDS = 10.0  # of one look: what the host does comes and goes within seconds
 _WORK = """
 import sys, time, torch
 torch.set_num_threads({threads})

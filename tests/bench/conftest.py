@@ -27,6 +27,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(measure_stages, "QUICK_PAIR", 0.05)
     monkeypatch.setattr(measure_stages, "QUICK_SECONDS", 100.0)  # nothing is left out, however busy the machine
     monkeypatch.setattr(measure_stages, "RECIPE_QUICK_PAIR", 0.5)
+    monkeypatch.setattr(measure_stages, "RECIPE_SECONDS", {"block": 0.5, "head": 0.5})
     monkeypatch.setattr(measure, "MATMUL_SECONDS", 0.01)
     monkeypatch.setattr(measure, "REPEAT_SECONDS", 0.1)
     monkeypatch.setattr(measure, "SHARED_WIDTH", 256)

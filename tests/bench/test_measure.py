@@ -113,6 +113,8 @@ def test_the_whole_bench_as_json(tmp_path: Path, small: Path) -> None:
     }
     block = next(rate for rate in found.stage_rates if (rate.kind, rate.dtype) == ("block", "bfloat16"))
     assert (block.forward, block.backward) == (rates["block 256 bfloat16, forward"], rates["block 256 bfloat16, backward"])
+    assert block.given == rates["block 256 bfloat16, backward, outputs kept"]
+    assert (found.host_copy, found.host_fresh) == (rates["copy"], rates["copy to new pages"])
     executed = 4 / (1 / block.forward + 3 / block.backward)
     assert found.matmul_flops == min(rates["matmul bfloat16"], executed)
     assert found.adamw[0] == (1, rates["AdamW, 1 thread"]) and found.adamw_bytes == rates["AdamW, 1 thread"]

@@ -41,7 +41,9 @@ def tied_gemma() -> Anatomy:
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(measure_stages, "RECIPE_SECONDS", {"block": 0.5, "head": 0.5})
+    monkeypatch.setattr(measure_stages, "RECIPE_QUICK_PAIR", 0.5)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -72,9 +74,12 @@ def test_a_recipes_stages_are_rated_as_the_planner_asks_for_them() -> None:
         ("head", "bfloat16", 64, spec.stages[spec.owner(head.index)].params, tokens),  # in chunks of 64, as a run
     ]
     assert all(rate.forward > 0 and rate.backward > 0 for rate in found.stage_rates) and found.notes == ()
+    assert found.stage_rates[0].given > 0 and found.stage_rates[1].given == 0.0  # of a head nothing is kept
+    blocks, heads = ("forward", "backward", "backward, outputs kept"), ("forward", "backward")
     assert [rate.name for rate in found.rates] == [
-        f"{kind} 64 bfloat16, {way}" for kind in ("block", "head") for way in ("forward", "backward")
-    ]
+        *(f"block 64 bfloat16, {way}" for way in blocks), *(f"head 64 bfloat16, {way}" for way in heads)
+    ]  # fmt: skip
+    assert all(rate.repeats >= 2 for rate in found.rates)
 
 
 def test_fewer_tokens_where_there_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:

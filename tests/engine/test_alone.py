@@ -13,7 +13,7 @@ from fuyou_cli.engine.anatomy import Anatomy, dissect
 from fuyou_cli.engine.inspect import inspect
 from fuyou_cli.engine.skeleton import build
 from fuyou_cli.engine.vocabulary import cut_vocabulary
-from fuyou_cli.spec.model import ModelSpec
+from fuyou_cli.spec.model import ModelSpec, StageSpec
 
 from .families import FAMILIES, opt
 
@@ -85,6 +85,31 @@ def test_a_blocks_gradients_add_up_in_a_wider_sum() -> None:
     alone.backward()
     assert total.flat.dtype == torch.float32
     assert all(torch.equal(total.flat[span], 2 * once) for span, once in zip(spans, first, strict=True))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "gpt_neox"])
+def test_what_is_kept_is_given_back_and_not_a_bit_changes(family: str) -> None:
+    """As often as it is asked for."""
+    anatomy, spec = specified(family)
+    stage = next(stage for stage in spec.stages if stage.kind == "block")
+    alone = BlockAlone(
+        anatomy, stage, dtype="float32", accumulate="float32", shape=SHAPE, device=CPU, micro_batches=100
+    )  # fmt: skip
+    assert 0 < alone.given_flops < alone.backward_flops
+    _, total = alone._visits[0]
+    alone.backward()
+    once = _gradients(stage, total.flat)
+    assert len(once) > 3 and all(bool(gradient.abs().sum() > 0) for gradient in once[:1])
+    for _ in range(2):
+        alone.given()
+        total.flat.zero_()
+        alone.given()
+        assert all(torch.equal(one, other) for one, other in zip(once, _gradients(stage, total.flat), strict=True))
+    assert set(alone._kept) == {operator.index for operator in stage.operators}
+
+
+def _gradients(stage: StageSpec, flat: torch.Tensor) -> list[torch.Tensor]:
+    return [flat[tensor.offset : tensor.offset + tensor.numel].clone() for tensor in stage.tensors]
 
 
 @pytest.mark.parametrize("rows", [0, 64])

@@ -1,0 +1,97 @@
+"""Seconds of compute: what kept outputs spare, and what goes through the host's memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain, combinations
+
+import pytest
+
+from fuyou_cli.planner.costs import Costs
+from fuyou_cli.planner.place import plan
+from fuyou_cli.planner.schedule import Visit, plan_schedule
+from fuyou_cli.planner.wishes import Wishes
+from fuyou_cli.spec.hardware import HardwareProfile, StageRate
+from fuyou_cli.spec.plan import Numerics
+
+from .models import HARDWARE, OPERATORS, model
+
+WHOLE, GIVEN = 4e3, 3.9e3  # FLOP/s of backward; with outputs given back what is no product weighs more
+PARAMS, BLOCK = 1 << 12, 1
+SPEC = model(PARAMS, PARAMS, PARAMS, 2048, PARAMS)
+NUMERICS = Numerics(
+    compute_dtype="bfloat16", accumulate_dtype="float32", batch_size=4, micro_batch_size=2, max_seq_len=64,
+    head_chunk_tokens=0, torch_threads=1, seed=0,
+)  # fmt: skip
+MICRO_BATCHES = 2
+WHOLE_BATCH = 4 * 64 * 1024 * 2  # bytes of a boundary
+EVERY = tuple(operator.index for operator in OPERATORS)
+FLOPS = MICRO_BATCHES * 3 * SPEC.stages[BLOCK].forward_flops
+PRODUCTS = MICRO_BATCHES * sum(operator.flops for operator in OPERATORS)
+
+
+def machine(*, given: float, copy: float = 1e30, fresh: float = 1e30) -> HardwareProfile:
+    rate = StageRate(
+        kind="block", dtype="bfloat16", hidden=1024, params=PARAMS, tokens=128, forward=WHOLE, backward=WHOLE, given=given
+    )  # fmt: skip
+    return replace(HARDWARE, stage_rates=(rate,), host_copy=copy, host_fresh=fresh)
+
+
+def seconds(hardware: HardwareProfile, phase: str, *, kept: tuple[int, ...] = (), size: int = 0, stage: int = BLOCK,
+            clip: float | None = None) -> float:  # fmt: skip
+    """Of one visit. `size`: bytes of outputs that a micro-batch keeps."""
+    every = tuple(kept if index == BLOCK else () for index in range(len(SPEC.stages)))
+    wishes = Wishes(
+        numerics=NUMERICS, model_name="test", device="cpu", clip_grad_norm=clip, cpu_budget=1 << 40, kept=every
+    )  # fmt: skip
+    chosen = plan(SPEC, hardware, wishes)
+
+    def wanted(visit: Visit) -> bool:
+        return (visit.phase, visit.stage) == (phase, stage)
+
+    visit = next(filter(wanted, plan_schedule(SPEC, chosen).visits))
+    return Costs.of(SPEC, hardware, chosen).compute_seconds(visit, size)
+
+
+def test_a_backward_lies_between_those_with_all_outputs_and_without() -> None:
+    hardware = machine(given=GIVEN)
+    assert seconds(hardware, "backward") == pytest.approx(FLOPS / WHOLE)
+    least = (FLOPS - PRODUCTS) / GIVEN
+    assert seconds(hardware, "backward", kept=EVERY) == pytest.approx(least) and least < FLOPS / WHOLE
+    some = chain.from_iterable(combinations(EVERY, count) for count in range(len(EVERY) + 1))
+    for kept in some:
+        spared = MICRO_BATCHES * sum(operator.flops for operator in OPERATORS if operator.index in kept)
+        between = FLOPS / WHOLE - (FLOPS / WHOLE - least) * spared / PRODUCTS
+        assert seconds(hardware, "backward", kept=kept) == pytest.approx(between)
+
+
+def test_keeping_never_makes_a_backward_longer_and_says_nothing_of_a_forward() -> None:
+    """Also where the rate with outputs was found on a slower machine than the one without."""
+    slower = machine(given=GIVEN / 10)
+    assert seconds(slower, "backward", kept=EVERY) == pytest.approx(FLOPS / WHOLE)
+    assert seconds(slower, "forward", kept=EVERY) == seconds(slower, "forward") == pytest.approx(FLOPS / 3 / WHOLE)
+
+
+def test_what_is_spared_goes_at_the_one_rate_that_is_known() -> None:
+    assert seconds(machine(given=0.0), "backward", kept=EVERY) == pytest.approx((FLOPS - PRODUCTS) / WHOLE)
+
+
+def test_boundaries_go_to_new_pages_and_kept_outputs_to_pages_that_are_there() -> None:
+    plain = machine(given=GIVEN)
+    slow_fresh, slow_copy = machine(given=GIVEN, fresh=1e6), machine(given=GIVEN, copy=1e6)
+    more = seconds(slow_fresh, "forward", size=100) - seconds(plain, "forward")
+    assert more == pytest.approx(4 * WHOLE_BATCH / 1e6)  # kept for backward, and gathered from micro-batches
+    more = seconds(slow_copy, "forward", kept=EVERY, size=100) - seconds(plain, "forward", kept=EVERY)
+    assert more == pytest.approx(2 * MICRO_BATCHES * 100 / 1e6)
+
+
+def test_gradients_are_read_where_they_are_for_their_norm() -> None:
+    slow = machine(given=GIVEN, copy=1e6)
+    more = seconds(slow, "backward", clip=1.0) - seconds(slow, "backward")
+    assert more == pytest.approx(4 * PARAMS / 1e6)
+
+
+def test_memory_that_nobody_measured_goes_at_the_updates_rate() -> None:
+    hardware = replace(machine(given=GIVEN, copy=0.0, fresh=0.0), adamw=((1, 1e6),))
+    more = seconds(hardware, "forward", size=100, kept=EVERY) - seconds(machine(given=GIVEN), "forward")
+    assert more == pytest.approx((4 * WHOLE_BATCH + 2 * MICRO_BATCHES * 100) / 1e6)
