@@ -1,51 +1,60 @@
-"""How fast the machine itself is: the same work again and again, in a process of its own.
-
-The work is a layer's, forward and backward: a product of small matrices is as fast as ever while the memory behind the caches
-is others' (one combination took 22 to 25 s a step where the same an hour later took 20, and products said 0.985).
+"""How fast the machine itself is while something runs on it: the same small work again and again, in a process of its own.
 
 A machine of a shared host runs the same decoder block in 35 ms now and in 54 a minute later, with nothing else running on it
-and no steal told. A plan made with the rates of one minute says nothing of the next if they differ: this tells whether they do.
+and no steal told; looks before and after a run missed one that was slow throughout (125m in 9.2 s a step, before in 7.4).
+A plan made with the rates of one minute says nothing of the next if they differ: this tells whether they do.
+
+What is told is the CPU time of the work, not how long it took: what runs beside it takes its turns on the same cores.
 """
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import sys
+import threading
+import time
 from types import TracebackType
 
-_SECONDS = 10.0  # of one look: what the host does comes and goes within seconds
+_PAUSE = 0.5  # seconds between looks, of 8 ms each: less than a hundredth of two cores
 _WORK = """
-import sys, time, torch
-torch.set_num_threads({threads})
-layer = torch.nn.TransformerEncoderLayer(1024, 16, 2816, dropout=0.0, batch_first=True, dtype=torch.bfloat16)
-x = torch.rand(2, 512, 1024).to(torch.bfloat16)
-for line in sys.stdin:
-    end, done, began = time.perf_counter() + {seconds}, 0, time.perf_counter()
-    while time.perf_counter() < end:
-        layer(x).backward(x)
-        layer.zero_grad()
-        done += 1
-    print(done / (time.perf_counter() - began), flush=True)
+import time, torch
+torch.set_num_threads(1)
+weights, rows = torch.rand(1024, 2816).to(torch.bfloat16), torch.rand(128, 1024).to(torch.bfloat16)
+memory = torch.rand(8 << 20)  # beyond any cache
+while True:
+    began = time.thread_time()
+    for _ in range(3):
+        torch.mm(rows, weights)
+    memory[::16].sum()
+    print(time.monotonic(), time.thread_time() - began, flush=True)
+    time.sleep({pause})
 """
 
 
 class Pace:
-    """Looks at the machine's speed while nothing else of ours runs. The process waits between looks, and takes no time then."""
+    """Looks at the machine's speed from now on."""
 
-    def __init__(self, *, threads: int) -> None:
+    def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _WORK.format(threads=threads, seconds=_SECONDS)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.look()  # torch is loaded, its kernels are made
+            [sys.executable, "-c", _WORK.format(pause=_PAUSE)], stdout=subprocess.PIPE, text=True
+        )  # fmt: skip
+        self._looks: list[tuple[float, float]] = []  # when, and the CPU seconds that the work took
+        self._hearing = threading.Thread(target=self._hear, daemon=True)
+        self._hearing.start()
+        while not self._looks:  # torch is loaded, its kernels are made
+            time.sleep(_PAUSE / 10)
 
-    def look(self) -> float:
-        """Layers per second."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        print("look", file=self._process.stdin, flush=True)
-        return float(self._process.stdout.readline())
+    def _hear(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            when, seconds = map(float, line.split())
+            self._looks.append((when, seconds))
+
+    def speed(self, begin: float, end: float) -> float:
+        """Of the work, in a second of CPU time, between two moments of the monotonic clock; 0 where nobody looked."""
+        taken = [seconds for when, seconds in list(self._looks) if begin <= when <= end]
+        return 1.0 / statistics.mean(taken) if taken else 0.0
 
     def __enter__(self) -> Pace:
         return self
@@ -53,8 +62,4 @@ class Pace:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._process.kill()
         self._process.communicate()
-
-
-def moved(before: float, between: float, after: float) -> float:
-    """The machine's speed during what came between the last two looks, over that between the first two."""
-    return (between + after) / (before + between)
+        self._hearing.join()

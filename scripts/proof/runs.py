@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -23,7 +24,7 @@ from fuyou_cli.training.jsonl import read_log
 
 from . import watch
 from .limits import DiskRates, Group, LimitsUnavailable, device_of, group
-from .pace import Pace, moved
+from .pace import Pace
 from .report import ROOT, say
 from .rows import LENGTH
 from .setting import RunFailed, Setting
@@ -35,6 +36,7 @@ NOISE_CORES = 0.4  # used by others over a run: more and its times mean little (
 MOVED = 0.08  # by how much the machine's own speed may change from a bench to the run that is planned with it
 TRIES = 3  # until a bench and its run found the same machine
 BENCHES = 5  # until one is quiet
+BENCHED_SECONDS = 40.0  # at the end of a bench: the recipe's own block and head
 STEP_FIELDS = (
     "step", "loss", "grad_norm", "seconds", "batch_tokens", "ram_peak", "read_bytes", "written_bytes",
     "update_cpu_seconds", "io_cpu_seconds", "stalls", "busy",
@@ -155,12 +157,10 @@ def _our_run(setting: Setting, case: Case) -> dict[str, Any]:
     """Once more where the plan's rates are of a machine that was faster or slower than the run's: that tells nothing of the
     plan. Whether it was is asked of work that has nothing to do with either."""
     if not (case.profiled and case.timed):
-        return _one_run(setting, case, looks=[])
-    with Pace(threads=THREADS) as pace:
+        return _one_run(setting, case)
+    with Pace() as pace:
         for _ in range(TRIES):
-            looks = [pace.look()]
-            result = _one_run(setting, case, looks=looks, look=pace.look)
-            result["machine"] = round(moved(*looks), 3)
+            result = _one_run(setting, case, pace)
             result["moved"] = abs(result["machine"] - 1) > MOVED
             if not result["moved"] or result.get("failed"):
                 break
@@ -169,8 +169,8 @@ def _our_run(setting: Setting, case: Case) -> dict[str, Any]:
     return result
 
 
-def _one_run(setting: Setting, case: Case, *, looks: list[float], look: Callable[[], float] = lambda: 0.0) -> dict[str, Any]:
-    """`looks` gets the machine's speed after the bench and after the run."""
+def _one_run(setting: Setting, case: Case, pace: Pace | None = None) -> dict[str, Any]:
+    """`pace`: the result says as well how fast the machine was in the steps that count, over its speed in the bench."""
     recipe = write_recipe(setting, case)
     log, output = setting.work / "run" / "log.jsonl", setting.work / "run.txt"
     command = [*FUYOU, "finetune", str(recipe), *case.overrides]
@@ -181,7 +181,7 @@ def _one_run(setting: Setting, case: Case, *, looks: list[float], look: Callable
     others = Others()
     with limited(setting.work, memory=case.limit, throttle=case.throttle, wanted=case.watch_memory) as (held, why):
         environment = profile(setting, recipe, held) if case.profiled else _own_cache(setting)
-        looks.append(look())
+        benched = time.monotonic()
         with output.open("wb") as file, started(command, held, file, **environment) as child:
             seen = watch.follow(
                 child, log=log, group=held, memory=case.watch_memory, counters=case.watch_counters, steps=case.steps
@@ -189,7 +189,6 @@ def _one_run(setting: Setting, case: Case, *, looks: list[float], look: Callable
         kills = held.kills() if held is not None else 0
         with_files = held.peak_with_files() if held is not None else 0
     cores = others.cores()
-    looks.append(look())
     records = read_log(log) if log.exists() else []
     plans = [record for record in records if record["event"] == "plan"]
     ends = [record for record in records if record["event"] == "end"]
@@ -218,8 +217,17 @@ def _one_run(setting: Setting, case: Case, *, looks: list[float], look: Callable
         end = output.read_text(errors="replace").strip().splitlines()[-12:]
         result["failed"] = f"exit code {child.returncode}, {len(steps)} steps, {kills} killed:\n" + "\n".join(end)
     result["noisy"] = case.timed and cores > NOISE_CORES
+    if pace is not None:
+        during_bench = pace.speed(benched - BENCHED_SECONDS, benched)
+        during_run = pace.speed(*_counted(seen.ends, case.warm_up)) if len(seen.ends) > case.warm_up else 0.0
+        result["machine"] = round(during_run / during_bench, 3) if during_bench else 0.0
     fresh(setting.work / "store")  # tens of GB
     return result
+
+
+def _counted(ends: list[float], warm_up: int) -> tuple[float, float]:
+    """From the end of the last step that does not count to the end of the last that does."""
+    return ends[warm_up - 1] if warm_up else 0.0, ends[-1]
 
 
 def _own_cache(setting: Setting) -> dict[str, str]:

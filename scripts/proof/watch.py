@@ -42,6 +42,7 @@ class Seen:
     before: tuple[int, int] = (0, 0)  # the same once loading is over
     after: tuple[int, int] = (0, 0)  # and when last seen alive
     seconds: float = 0.0
+    ends: list[float] = field(default_factory=list)  # of each step, on the monotonic clock
 
 
 def follow(child: subprocess.Popen[bytes], *, log: Path, group: Group | None, memory: bool, counters: bool, steps: int) -> Seen:
@@ -52,13 +53,14 @@ def follow(child: subprocess.Popen[bytes], *, log: Path, group: Group | None, me
     pause = min([LOG_SECONDS] * counters + [MEMORY_SECONDS] * memory + [IDLE_SECONDS])
     while child.poll() is None:
         now = time.monotonic()
-        for line in lines.new() if memory or counters else ():
+        for line in lines.new():
             if b'"event":"step"' not in line:
                 if phase == "load":  # the plan: loading is over
                     phase, seen.before = "train", io_of(child.pid)
                 continue
             if counters:
                 seen.counters.append(io_of(child.pid))
+            seen.ends.append(now)
             lines.steps += 1
             phase = "export" if lines.steps >= steps else "train"
         if counters:

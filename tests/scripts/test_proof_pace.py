@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,18 +11,24 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from proof import pace
-from proof.pace import Pace, moved
+from proof.pace import Pace
+from proof.runs import _counted
 
 
-def test_a_machine_that_stays_as_it_is_has_not_moved() -> None:
-    assert moved(100.0, 100.0, 100.0) == 1.0
-    assert moved(100.0, 100.0, 60.0) == pytest.approx(0.8)
-    assert moved(60.0, 100.0, 100.0) == pytest.approx(1.25)
-
-
-def test_looks_tell_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace, "_SECONDS", 0.05)
-    with Pace(threads=1) as machine:
-        assert machine.look() > 0
+def test_the_speed_is_that_of_the_looks_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "_PAUSE", 0.01)
+    with Pace() as machine:
+        now = time.monotonic()
+        while len(machine._looks) < 5:
+            time.sleep(0.01)
+        assert machine.speed(0.0, now + 60) > 0
+        assert machine.speed(0.0, 1e-9) == 0.0
+        machine._looks[:] = [(1.0, 0.5), (2.0, 0.25), (3.0, 0.75), (4.0, 9.0)]
+        assert machine.speed(2.0, 3.0) == pytest.approx(2.0)
         process = machine._process
-    assert process.returncode is not None
+    assert process.returncode is not None and not machine._hearing.is_alive()
+
+
+def test_steps_that_do_not_count_are_left_out() -> None:
+    ends = [10.0, 20.0, 30.0, 40.0]
+    assert _counted(ends, 2) == (20.0, 40.0) and _counted(ends, 0) == (0.0, 40.0)
