@@ -2,12 +2,15 @@
 """The chosen plan beside ten others, measured: is there a faster one?
 
     sudo python scripts/prove_choice.py --seed 7 --work DIR --data gsm8k/train.jsonl
-    4 combinations up to 350m: 30 GB in DIR, about an hour and a half on two quiet cores; interrupted, it goes on
+    4 combinations up to 350m: 30 GB in DIR, two to three hours on two quiet cores; interrupted, it goes on
     trying the script itself: --shapes 50m --combinations 1 --turns 1
 
 A combination is a model of at most 350M, a dtype, a budget that does not hold all of it, clipping, and a disk held at 0.3, 0.6
 or 0.9 GB/s each way. `fuyou bench RECIPE` measures the machine under these limits, then the plans are made: the planner's, and
-ten others (scripts/proof/alternatives.py says which). They take turns, the chosen one before and after every five others.
+ten others (scripts/proof/alternatives.py says which). First each runs once, the chosen one before, between and after five
+others. Then the two fastest others run again, the chosen plan before and after each of them, as often as `--turns` says: of ten
+equals one would seem the fastest by chance, and the machine's speed comes and goes. What counts is the chosen plan's time over
+that of the run between its two, the median of all turns.
 All of them, the chosen one too, are made for 64 MiB less than the recipe's budget: a plan made elsewhere is refused where the
 process that runs it is a little larger than the one that made it. So the chosen one is what `fuyou finetune` would choose with
 that much less.
@@ -40,14 +43,15 @@ ROWS = (4, 8)  # of 512 tokens
 STEPS, WARM_UP = 6, 3  # until updates that wait have moved what all later steps move (training/reporting.settling_steps)
 NEAR = 1.05
 OTHERS = 10
-PARTS = 2  # the others' runs of a turn, the chosen plan's between them
+PARTS = 2  # the others' first runs, the chosen plan's between them
+FINALISTS = 2
 
 
 def arguments() -> argparse.Namespace:
     options = parser(__doc__)
     options.add_argument("--seed", type=int, required=True)
     options.add_argument("--combinations", type=int, default=4)
-    options.add_argument("--turns", type=int, default=2)
+    options.add_argument("--turns", type=int, default=3, help="of the fastest others, beside the chosen plan")
     options.add_argument("--shapes", nargs="+", choices=list(BUDGETS), default=["50m", "125m", "350m"])
     return options.parse_args()
 
@@ -68,7 +72,7 @@ def drawn(seed: int, count: int, shapes: list[str]) -> list[Case]:
         cases.append(
             Case(
                 shape=shape, budget=budget, steps=STEPS, rows=draw.choice(ROWS), micro=None, clip=clip, compute=dtype,
-                throttle=(rate, rate), warm_up=WARM_UP, timed=True,
+                throttle=(rate, rate), warm_up=WARM_UP, timed=True, paced=True,
             )
         )  # fmt: skip
     return cases
@@ -91,22 +95,43 @@ def alternatives(setting: Setting, case: Case, seed: int) -> list[dict[str, Any]
     return setting.measure(f"plans of seed {seed}, {case.key}", once)["plans"]
 
 
-def timed(setting: Setting, case: Case, plans: list[dict[str, Any]], turns: int) -> list[list[dict[str, Any]]]:
-    """Runs per plan: every turn the others once, in as many parts as the chosen one has runs."""
-    runs: list[list[dict[str, Any]]] = [[] for _ in plans]
+class Runs:
+    """Of the plans of a case, the chosen one being number 0."""
 
-    def run(number: int, turn: int) -> None:
-        plan = plans[number]
-        its = replace(case, plan=plan["plan"], overrides=tuple(plan["overrides"]), turn=turn)
-        runs[number].append(our_run(setting, its))
+    def __init__(self, setting: Setting, case: Case, plans: list[dict[str, Any]]) -> None:
+        self._setting, self._case, self._plans = setting, case, plans
+        self.results: list[list[dict[str, Any]]] = [[] for _ in plans]
 
-    others = list(range(1, len(plans)))
-    for turn in range(turns):
+    def run(self, number: int) -> float:
+        """Seconds of a step of the plan, once more."""
+        plan, done = self._plans[number], self.results[number]
+        its = replace(self._case, plan=plan["plan"], overrides=tuple(plan["overrides"]), turn=len(done))
+        done.append(our_run(self._setting, its))
+        return statistics.median(seconds_of(done[-1:]))
+
+    def first(self) -> list[int]:
+        """Every plan once; the others, fastest first: by the work that the machine could have done meanwhile."""
+        others = list(range(1, len(self._plans)))
         for part in range(PARTS):
-            run(0, PARTS * turn + part)
+            self.run(0)
             for number in others[part::PARTS]:
-                run(number, turn)
-    return runs
+                self.run(number)
+        self.run(0)
+        return sorted(others, key=lambda number: self._work(self.results[number][0]))
+
+    def _work(self, result: dict[str, Any]) -> float:
+        return statistics.median(seconds_of([result])) * (result["speed"] or 1.0)
+
+    def ratios(self, finalists: list[int], turns: int) -> dict[int, list[float]]:
+        """Of each of them, every turn: the chosen plan's seconds, before and after it, over its own."""
+        found: dict[int, list[float]] = {number: [] for number in finalists}
+        before = self.run(0)
+        for _ in range(turns):
+            for number in finalists:
+                other, after = self.run(number), self.run(0)
+                found[number].append((before + after) / 2 / other)
+                before = after
+        return found
 
 
 def seconds_of(results: list[dict[str, Any]]) -> list[float]:
@@ -116,28 +141,38 @@ def seconds_of(results: list[dict[str, Any]]) -> list[float]:
 
 def case_rows(setting: Setting, number: int, case: Case, seed: int, turns: int) -> list[Row]:
     plans = alternatives(setting, case, seed)
-    runs = timed(setting, case, plans, turns)
-    seconds = [statistics.median(seconds_of(results)) for results in runs]
     what = (
         f"{number}: {case.shape} {case.compute}, {gib(case.budget)}, {case.rows} rows, "
         f"{'clipped' if case.clip else 'unclipped'}, {case.throttle[0] / 1e9:g} GB/s"
     )
+    enough = holds(f"{what}: others", f">= {OTHERS}", str(len(plans) - 1), len(plans) > OTHERS)
+    if len(plans) == 1:
+        return [enough]
+    runs = Runs(setting, case, plans)
+    finalists = runs.first()[:FINALISTS]
+    ratios = runs.ratios(finalists, turns)
     rows = [
         reported(
-            f"{what}: {plan['name']}", f"{median:.2f} s",
+            f"{what}: {plan['name']}", f"{statistics.median(seconds_of(results)):.2f} s",
             note=f"{min(seconds_of(results)):.2f}..{max(seconds_of(results)):.2f}, predicted {plan['seconds']:.2f}, "
-            f"micro-batch {plan['micro']}",
+            f"micro-batch {plan['micro']}, {len(results)} runs",
         )
-        for plan, results, median in zip(plans, runs, seconds, strict=True)
+        for plan, results in zip(plans, runs.results, strict=True)
     ]  # fmt: skip
-    rows.append(holds(f"{what}: others", f">= {OTHERS}", str(len(plans) - 1), len(plans) > OTHERS))
-    if len(plans) == 1:
-        return rows
-    best = min(range(1, len(plans)), key=seconds.__getitem__)
-    values = {"seconds": [seconds_of(results) for results in runs], "plans": [{**plan, "plan": ""} for plan in plans]}
-    note = f"chosen {seconds[0]:.2f} s, the best of {len(plans) - 1} others {seconds[best]:.2f} s: {plans[best]['name']}"
-    row = at_most(f"{what}: chosen / best", seconds[0] / seconds[best], NEAR, note=note, values=values)
-    return [*rows, unless_noisy(row, [result for results in runs for result in results])]
+    best = max(finalists, key=lambda number: statistics.median(ratios[number]))
+    values = {
+        "ratios": {plans[number]["name"]: found for number, found in ratios.items()},
+        "seconds": [seconds_of(results) for results in runs.results],
+        "speeds": [[result["speed"] for result in results] for results in runs.results],
+        "plans": [{**plan, "plan": ""} for plan in plans],
+    }
+    shown = "; ".join(f"{plans[number]['name']} {_range(found)}" for number, found in ratios.items())
+    row = at_most(f"{what}: chosen / best", statistics.median(ratios[best]), NEAR, note=shown, values=values)
+    return [*rows, enough, unless_noisy(row, [result for results in runs.results for result in results])]
+
+
+def _range(ratios: list[float]) -> str:
+    return f"{statistics.median(ratios):.3f} ({min(ratios):.3f}..{max(ratios):.3f})"
 
 
 def prove(setting: Setting, options: argparse.Namespace) -> int:

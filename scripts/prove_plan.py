@@ -64,7 +64,7 @@ def drawn(seed: int, count: int, shapes: list[str]) -> list[Case]:
             Case(
                 shape=shape, budget=budget, steps=STEPS, rows=rows, micro=min(2, rows), clip=clip, all_on_ssd=on_ssd,
                 compute=dtype, profiled=True, throttle=(rate, rate), watch_memory=True, turn=number, warm_up=WARM_UP,
-                timed=True,
+                timed=True, paced=True,
             )
         )  # fmt: skip
     return cases

@@ -66,6 +66,7 @@ class Case:
     turn: int = 0
     warm_up: int = 1  # steps that do not count
     timed: bool = False  # others must leave the processor alone
+    paced: bool = False  # the machine's own speed is looked at meanwhile
 
     @property
     def key(self) -> str:
@@ -156,11 +157,13 @@ def our_run(setting: Setting, case: Case) -> dict[str, Any]:
 def _our_run(setting: Setting, case: Case) -> dict[str, Any]:
     """Once more where the plan's rates are of a machine that was faster or slower than the run's: that tells nothing of the
     plan. Whether it was is asked of work that has nothing to do with either."""
-    if not (case.profiled and case.timed):
+    if not case.paced:
         return _one_run(setting, case)
     with Pace() as pace:
         for _ in range(TRIES):
             result = _one_run(setting, case, pace)
+            if not case.profiled:
+                return result
             result["moved"] = abs(result["machine"] - 1) > MOVED
             if not result["moved"] or result.get("failed"):
                 break
@@ -170,7 +173,7 @@ def _our_run(setting: Setting, case: Case) -> dict[str, Any]:
 
 
 def _one_run(setting: Setting, case: Case, pace: Pace | None = None) -> dict[str, Any]:
-    """`pace`: the result says as well how fast the machine was in the steps that count, over its speed in the bench."""
+    """`pace`: the result says as well how fast the machine was in the steps that count, and over its speed in the bench."""
     recipe = write_recipe(setting, case)
     log, output = setting.work / "run" / "log.jsonl", setting.work / "run.txt"
     command = [*FUYOU, "finetune", str(recipe), *case.overrides]
@@ -219,8 +222,8 @@ def _one_run(setting: Setting, case: Case, pace: Pace | None = None) -> dict[str
     result["noisy"] = case.timed and cores > NOISE_CORES
     if pace is not None:
         during_bench = pace.speed(benched - BENCHED_SECONDS, benched)
-        during_run = pace.speed(*_counted(seen.ends, case.warm_up)) if len(seen.ends) > case.warm_up else 0.0
-        result["machine"] = round(during_run / during_bench, 3) if during_bench else 0.0
+        result["speed"] = pace.speed(*_counted(seen.ends, case.warm_up)) if len(seen.ends) > case.warm_up else 0.0
+        result["machine"] = round(result["speed"] / during_bench, 3) if during_bench else 0.0
     fresh(setting.work / "store")  # tens of GB
     return result
 
