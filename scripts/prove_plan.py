@@ -84,7 +84,7 @@ def compared(case: Case, result: dict) -> tuple[float, list[Row]]:
     note = f"{seconds:.2f} s (spread {spread:.2f}x), predicted {plan['predicted_step_seconds']:.2f} s; {plan.get('choice', '')}"
     values = {
         "seconds": [step["seconds"] for step in steps],
-        "plan": plan,
+        "plan": {key: value for key, value in plan.items() if key != "export"},  # no paths of the machine
         "stalls": steps[-1]["stalls"],
         "busy": steps[-1]["busy"],
         "machine": result["machine"],
