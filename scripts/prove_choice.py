@@ -120,7 +120,9 @@ class Runs:
         return sorted(others, key=lambda number: self._work(self.results[number][0]))
 
     def _work(self, result: dict[str, Any]) -> float:
-        return statistics.median(seconds_of([result])) * (result["speed"] or 1.0)
+        if not result["speed"]:
+            raise RunFailed("nobody looked at the machine's speed during a run: its steps are too short")
+        return statistics.median(seconds_of([result])) * result["speed"]
 
     def ratios(self, finalists: list[int], turns: int) -> dict[int, list[float]]:
         """Of each of them, every turn: the chosen plan's seconds, before and after it, over its own."""

@@ -141,7 +141,9 @@ def bench(
         str | None, typer.Argument(help="A recipe whose own block and head are measured as well.", show_default=False)
     ] = None,
     overrides: Overrides = None,
-    quick: Annotated[bool, typer.Option("--quick/--full", help="Under 15 s and 2 GB written, or longer.")] = True,
+    quick: Annotated[
+        bool, typer.Option("--quick/--full", help="Under 15 s (a recipe: a minute) and 2 GB written, or longer.")
+    ] = True,
     json_output: Json = False,
     directory: Annotated[
         Path | None,

@@ -228,7 +228,7 @@ def _in_turns(parts: list[_Part], device: torch.device, seconds: float) -> list[
     machine's rate comes and goes within seconds, and what is planned with their ratio has to see them at the same one. Two
     turns at least, unless one takes twice the time."""
     for part in parts:
-        part.action()
+        seconds_of(part.action, device)  # a GPU is done with it before anything is counted
     taken: list[list[float]] = [[] for _ in parts]
     begin, turns = time.perf_counter(), 0
     while (passed := time.perf_counter() - begin) < seconds or (turns < 2 and passed < 2 * seconds):
@@ -294,7 +294,8 @@ class _Own:
                 micro_batches=-(-numerics.batch_size // numerics.micro_batch_size),
             )  # fmt: skip
 
-        alone = self._grown(made, stage.params, whole, stage.backward_peak)
+        kept = sum(operator.bytes for operator in stage.operators)  # held while they are given back
+        alone = self._grown(made, stage.params, whole, stage.backward_peak + kept)
         return self._found("block", alone, inspected.hidden_size, stage.params, whole, whole)
 
     def head(self) -> Stages:

@@ -43,6 +43,8 @@ class Pace:
         self._hearing = threading.Thread(target=self._hear, daemon=True)
         self._hearing.start()
         while not self._looks:  # torch is loaded, its kernels are made
+            if self._process.poll() is not None:
+                raise RuntimeError(f"who looks at the machine's speed ended at once, with {self._process.returncode}")
             time.sleep(_PAUSE / 10)
 
     def _hear(self) -> None:

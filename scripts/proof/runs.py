@@ -229,7 +229,7 @@ def _one_run(setting: Setting, case: Case, pace: Pace | None = None) -> dict[str
 
 
 def _counted(ends: list[float], warm_up: int) -> tuple[float, float]:
-    """From the end of the last step that does not count to the end of the last that does."""
+    """From the end of the last step of the warm-up to the end of the run's last one."""
     return ends[warm_up - 1] if warm_up else 0.0, ends[-1]
 
 
