@@ -26,6 +26,7 @@ from .profile import assumed_hardware, cpu_name
 if TYPE_CHECKING:
     import torch
 
+    from .measure_store import StoreRates
     from .measure_update import Shared
 
 __all__ = ["BenchReport", "Rate", "assumed_hardware", "measure", "measure_hardware"]
@@ -120,13 +121,8 @@ def measure(
         device_memory=_device_memory(target),
         # What compute really gets where no stage's rate is near: a layer's forward, recompute and backward.
         matmul_flops=min(matmul[compute_dtype].value, step),
-        store_read=store.read.value,
-        store_write=store.write.value,
-        store_read_mixed=store.read_mixed.value,
-        store_write_mixed=store.write_mixed.value,
         host_copy=copy.value,
         host_fresh=fresh.value,
-        io_cpu=store.io_cpu,
         adamw=tuple((threads, rate.value) for threads, rate in adamw),
         shared_compute=shared.compute if shared else 1.0,
         shared_adamw=shared.adamw if shared else 1.0,
@@ -137,12 +133,23 @@ def measure(
     )
     rates = shared.rates if shared else ()
     return BenchReport(
-        profile=_with_copies(found, copies),
+        profile=_with_copies(_with_store(found, store), copies),
         rates=(*matmul.values(), *layers.rates, *rates, *store.rates, *(rate for _, rate in adamw), copy, fresh, *copies),
         notes=tuple(notes),
         quick=quick,
         seconds=time.monotonic() - begin,
         written_bytes=store.written_bytes,
+    )
+
+
+def _with_store(profile: HardwareProfile, store: StoreRates) -> HardwareProfile:
+    return replace(
+        profile,
+        store_read=store.read.value,
+        store_write=store.write.value,
+        store_read_mixed=store.read_mixed.value,
+        store_write_mixed=store.write_mixed.value,
+        io_cpu=store.io_cpu,
     )
 
 
