@@ -43,13 +43,23 @@ def test_a_short_disk_is_measured_on_less(tmp_path: Path) -> None:
 
 
 def test_what_reads_take_from_compute(tmp_path: Path) -> None:
-    """A thread that does nothing but sleep loses nothing; one that reads meanwhile is slower, but not stopped."""
+    """A step that only sleeps loses nothing; one that sleeps twice as long while bytes are read loses half of its time to
+    them."""
     with measure_store.new_store([tmp_path], 64 * MiB) as (daemon, _):
+
+        def slowed() -> None:
+            before = daemon.counters().read_bytes
+            time.sleep(0.01)
+            if daemon.counters().read_bytes > before:
+                time.sleep(0.01)
+
         idle = measure_store.compute_lost(daemon, 64 * MiB, lambda: time.sleep(0.01), seconds=0.1)
-        read = daemon.counters().read_bytes
-        busy = measure_store.compute_lost(daemon, 64 * MiB, lambda: sum(range(100_000)), seconds=0.1)
-    assert read > 0
-    assert 0 <= idle < 1e-9 and 0 <= busy < 1e-7
+        before, begin = daemon.counters().read_bytes, time.perf_counter()
+        half = measure_store.compute_lost(daemon, 64 * MiB, slowed, seconds=0.1)
+        rate = (daemon.counters().read_bytes - before) / ((time.perf_counter() - begin) / 2)  # it reads half of the time
+    assert rate > 0
+    assert idle * rate < 0.2
+    assert half * rate == pytest.approx(0.5, abs=0.2)
     assert list(tmp_path.iterdir()) == []
 
 
