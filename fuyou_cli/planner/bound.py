@@ -53,14 +53,47 @@ def phase_estimate(costs: Costs, schedule: Schedule, plan: Plan) -> float:
         visits = [visit for visit in schedule.visits if (visit.phase == "forward") == forward]
         updated = [stage for stage in stages if stage.deferred == forward and costs.model.stages[stage.stage].params]
         read, written = phase_traffic(costs.model, visits, updated, stages)
-        compute = sum(_compute_seconds(costs, visit, stages) for visit in visits)
         update = sum(costs.update_seconds(stage) for stage in updated) / costs.updates_at_once
         busiest = list(store_seconds(hardware, read, written).values())
-        on_host = plan.device == "cpu"
-        busiest += [compute + update * _taken_by_updates(hardware, costs.numerics)] if on_host else [compute, update]
+        if plan.device == "cpu":
+            compute = sum(_compute_seconds(costs, visit, stages) for visit in visits)
+            busiest.append(compute + update * _taken_by_updates(hardware, costs.numerics))
+        else:
+            busiest += [update, *_beside_copies(costs, visits, plan)]
         longest = max(*busiest, slot_seconds(costs, visits, plan, rates=_mixed(hardware)))
         seconds += longest + _BESIDE * sum(busiest)
     return seconds
+
+
+def _beside_copies(costs: Costs, visits: Sequence[Visit], plan: Plan) -> tuple[float, float, float]:
+    """Seconds of a phase in which the device computes or waits for its micro-batches, of copies to it and of copies from it.
+    A micro-batch crosses while its neighbours compute, but for the first of a visit on its way there and the last on its way
+    back. Weights that are there from the visit before go up all the same here: it is of no weight."""
+    hardware, stages, parts = costs.hardware, plan.stages, costs.micro_batches
+    up_rate, down_rate = (rate or float("inf") for rate in (hardware.h2d, hardware.d2h))
+    gradient, weight = ITEM_SIZE[costs.numerics.accumulate_dtype], ITEM_SIZE[costs.model.compute_dtype]
+    computing = rising = falling = 0.0
+    for visit in visits:
+        up, down = micro_batch_crossing(costs, visit, stages[visit.stage])
+        up_seconds, down_seconds = up * parts / up_rate, down * parts / down_rate
+        busy = max(_compute_seconds(costs, visit, stages), up_seconds, down_seconds)
+        computing += busy + (up_seconds + down_seconds) / parts
+        if visit.owner is not None and stages[visit.owner].weights != "gpu":
+            up_seconds += weight * costs.model.stages[visit.owner].params / up_rate
+        if visit.sum_gradients:
+            owner = visit.owner if visit.owner is not None else visit.stage
+            down_seconds += gradient * costs.model.stages[owner].params / down_rate
+        rising, falling = rising + up_seconds, falling + down_seconds
+    return computing, rising, falling
+
+
+def micro_batch_crossing(costs: Costs, visit: Visit, stage: StagePlan) -> tuple[float, float]:
+    """Bytes of one micro-batch that a visit takes to a device with memory of its own, and brings back: boundaries and kept
+    outputs."""
+    up, down = crossing(costs.model.stages[visit.stage], visit.phase)
+    size = costs.boundary / costs.micro_batches
+    kept = kept_bytes(costs.model.stages[visit.stage], stage.kept)
+    return up * size + kept * visit.take, down * size + kept * visit.stash
 
 
 def slot_seconds(costs: Costs, visits: Sequence[Visit], plan: Plan, *, rates: tuple[float, float]) -> float:

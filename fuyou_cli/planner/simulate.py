@@ -12,10 +12,11 @@ from collections.abc import Callable
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ITEM_SIZE, ModelSpec
 from ..spec.plan import Plan, StagePlan
+from .bound import micro_batch_crossing
 from .boundary_layout import kept_bytes
 from .boundary_ledger import BoundaryLedger
 from .costs import Costs
-from .device import BOUNDARIES_ACROSS, GRADIENTS_ACROSS, WEIGHTS_UP, DeviceSide, crossing
+from .device import BOUNDARIES_ACROSS, GRADIENTS_ACROSS, WEIGHTS_UP, DeviceSide
 from .lookahead import Lookahead
 from .machine import Sharing, VirtualMachine, Work
 from .occupancy import Occupancy
@@ -230,10 +231,7 @@ class _Imagined:
         """Bytes of one micro-batch that go to the device, and back: boundaries and kept outputs."""
         if self.device is None:
             return 0.0, 0.0
-        up, down = crossing(self.model.stages[visit.stage], visit.phase)
-        size = self.costs.boundary / self.costs.micro_batches
-        kept = kept_bytes(self.model.stages[visit.stage], self.plan.stages[visit.stage].kept)
-        return up * size + kept * visit.take, down * size + kept * visit.stash
+        return micro_batch_crossing(self.costs, visit, self.plan.stages[visit.stage])
 
     def _begin_copies(self, visit: Visit, *, up: float = 0.0, down: float = 0.0) -> list[int]:
         """Tickets, up and down: the two directions do not wait for each other."""

@@ -83,6 +83,21 @@ def test_what_the_estimate_is_wrong_of_is_found_as_well() -> None:
     assert search(spec, COPYING, wishes).best.seconds <= best.seconds * (1 + NEAR)
 
 
+@pytest.mark.parametrize(("size", "rows"), [(24 * MiB, 2), (48 * MiB, 1)])
+def test_outputs_that_cross_slower_than_they_are_computed_are_not_kept(size: int, rows: int) -> None:
+    """Of so many blocks few choices are simulated: which, the estimate says, and it counts copies to a device."""
+    spec = model(8 << 20, *[16 << 20] * 40, 2048, 8 << 20)
+    output = OperatorSpec(index=0, name="mm", flops=0.5 * spec.stages[1].forward_flops, bytes=size)
+    blocks = tuple(replace(stage, operators=(output,) if stage.kind == "block" else ()) for stage in spec.stages)
+    spec = replace(spec, stages=blocks)
+    hardware = replace(HARDWARE, device="cuda", matmul_flops=100 * spec.stages[1].forward_flops, h2d=2e9, d2h=2e9)
+    wishes = replace(_large(spec), device="cuda", clip_grad_norm=None, cpu_budget=1 << 40, gpu_budget=1 << 40)
+    numerics = replace(wishes.numerics, micro_batch_size=rows, accumulate_dtype="float32")
+    wishes = replace(wishes, numerics=numerics)
+    recomputed = search(spec, hardware, replace(wishes, kept=((),) * len(spec.stages))).best
+    assert search(spec, hardware, wishes).best.seconds <= recomputed.seconds * (1 + GAIN)
+
+
 @pytest.mark.parametrize("hardware", [SLOW_STORE, replace(SLOW_STORE, matmul_flops=2e10, shared_compute=0.5, shared_adamw=0.5)])
 @pytest.mark.parametrize(("clip", "spare", "blocks"), [(None, 90, 2), (1.0, 50, 6), (1.0, 300, 6)])
 def test_where_tensors_are_large_little_is_lost(hardware: HardwareProfile, clip: float | None, spare: int, blocks: int) -> None:
