@@ -106,16 +106,18 @@ def test_the_second_time_shows_its_own_run(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.timeout(580)
-def test_stopped_and_started_again_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_and_started_again_it_goes_on_in_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _small_model(tmp_path, monkeypatch)
-    steps, log = 150, tmp_path / "outputs" / "quickstart" / "log.jsonl"
-    overrides = [*QUICK[1:], f"train.max_steps={steps}"]
+    out = tmp_path / "people" / "here"
+    out.parent.mkdir()
+    epochs = ["train.max_steps=null", "train.epochs=4"]
+    overrides = [*QUICK[1:], *epochs, "output_dir=~/here", "export.dtype=float32"]
     with subprocess.Popen(
         [sys.executable, "-m", "fuyou_cli", "quickstart", *overrides], cwd=tmp_path, env=_environment(tmp_path),
         stderr=subprocess.PIPE, text=True, start_new_session=True,
     ) as started:  # fmt: skip
         deadline = time.monotonic() + 200
-        while not (log.exists() and '"step":2,' in log.read_text()):
+        while not ((out / "log.jsonl").exists() and '"step":2,' in (out / "log.jsonl").read_text()):
             assert started.poll() is None and time.monotonic() < deadline
             time.sleep(0.01)
         os.killpg(started.pid, signal.SIGINT)  # as a terminal does: to everyone in the foreground
@@ -124,19 +126,9 @@ def test_stopped_and_started_again_it_goes_on(tmp_path: Path, monkeypatch: pytes
     again = _quickstart(tmp_path, *overrides)
     assert again.returncode == 0, again.stderr
     assert "resuming after step" in again.stderr and "starting over" not in again.stderr
-    assert f"in {steps} steps" in again.stderr[again.stderr.index("Quickstart  ") :]
-
-
-@pytest.mark.timeout(280)
-def test_another_folder_for_its_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _small_model(tmp_path, monkeypatch)
-    (tmp_path / "people").mkdir()
-    epochs = ["train.max_steps=null", "train.epochs=1"]
-    done = _quickstart(tmp_path, *QUICK[1:], *epochs, "output_dir=~/here", "export.dtype=float32")
-    assert done.returncode == 0, done.stderr
-    assert "in 32 steps" in done.stderr  # 126 rows, four a step
-    assert f"{tmp_path}/people/here/model: Auto" in done.stdout
-    assert (tmp_path / "people" / "here" / "model" / "config.json").exists()
+    assert "in 128 steps" in again.stderr[again.stderr.index("Quickstart  ") :]  # 126 rows, four a step, four times
+    assert f"{out}/model: Auto" in again.stdout
+    assert (out / "model" / "config.json").exists()
     assert not (tmp_path / "~").exists()
 
 
