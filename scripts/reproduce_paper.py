@@ -2,7 +2,7 @@
 """The paper on paper: its steps predicted from its hardware, then fuyou's own plans on the same machines.
 
     python scripts/reproduce_paper.py [--part 1|2] [--json FILE]
-    needs no GPU, no drives and no data; a few minutes on two cores
+    needs no GPU, no drives and no data; ten minutes on two cores
 
 Part 1 takes the hardware of "Ratel: Optimizing Holistic Data Movement to Fine-tune 100B Model on a Consumer GPU" (ICDE
 2025; first published as Fuyou, arXiv 2403.06504) and its policy: the whole batch in the GPU's memory, weights and states on
