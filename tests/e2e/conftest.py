@@ -6,13 +6,19 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from proof.nursery import Child, Nursery
 
 from fuyou_cli.core.errors import Interrupted
 
@@ -66,6 +72,7 @@ class Project:
 
     folder: Path
     materials: Path
+    nursery: Callable[[], Nursery] | None = None  # of processes that have imported all a run imports
 
     @property
     def recipe(self) -> Path:
@@ -112,10 +119,13 @@ class Project:
         return {**kept, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
 
     def fuyou(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            self.command(*arguments), cwd=self.folder, env=self.environment(), capture_output=True, text=True,
-            stdin=subprocess.DEVNULL, timeout=120, check=False,
-        )  # fmt: skip
+        """`fuyou ARGUMENTS` to its end."""
+        return ended(self.begin(*arguments))
+
+    def begin(self, *arguments: str | Path) -> Child:
+        """`fuyou ARGUMENTS` in a process of its own with nothing to read. One at a time."""
+        assert self.nursery is not None
+        return self.nursery().begin([*map(str, arguments)], folder=self.folder, environment=self.environment())
 
     def fuyou_with_free(self, free: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
         """The same on a machine whose disks say that `free` bytes are left."""
@@ -144,14 +154,31 @@ class Project:
         return found
 
 
+def ended(child: Child, within: float = 120) -> subprocess.CompletedProcess[str]:
+    """Its exit code and what it wrote; killed where it takes longer than so many seconds."""
+    if not child.is_over(within):
+        child.kill()
+    end = child.wait()
+    return subprocess.CompletedProcess("fuyou", end.code, end.out, end.err)
+
+
+@pytest.fixture(scope="session")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Nursery]]:
+    """Made when it is first asked for."""
+    folder = tmp_path_factory.mktemp("nursery")
+    with ExitStack() as made:
+        environment = Project(folder=folder, materials=folder).environment()
+        yield cache(lambda: made.enter_context(Nursery(folder=folder, environment=environment)))
+
+
 @pytest.fixture
-def new_project(tmp_path: Path, materials: Path) -> Callable[..., Project]:
+def new_project(tmp_path: Path, materials: Path, nursery: Callable[[], Nursery]) -> Callable[..., Project]:
     """new_project(name, {dotted key: value}) gives a project with its recipe written."""
 
     def make(name: str = "project", changes: Mapping[str, Any] | None = None) -> Project:
         folder = tmp_path / name
         folder.mkdir()
-        project = Project(folder=folder, materials=materials)
+        project = Project(folder=folder, materials=materials, nursery=nursery)
         project.write_recipe(changes)
         return project
 

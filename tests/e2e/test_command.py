@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from .conftest import Project
+from .conftest import Project, ended
 
 STEPS = 40
 LONG = {"train.max_steps": STEPS}
@@ -21,22 +21,18 @@ LONG = {"train.max_steps": STEPS}
 
 def _interrupt_after(project: Project, step: int) -> subprocess.CompletedProcess[str]:
     """Starts the run and sends SIGINT as soon as `step` is in the log; waits for its end."""
-    process = subprocess.Popen(
-        project.command("finetune", project.recipe), cwd=project.folder, env=project.environment(),
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    child = project.begin("finetune", project.recipe)
     try:
         deadline = time.monotonic() + 100
         while not _logged(project, step):
-            assert process.poll() is None, process.communicate()[1]
+            assert not child.is_over(), child.wait().err
             assert time.monotonic() < deadline, "the step never came"
             time.sleep(0.005)
-        process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=60)
-    finally:
-        process.kill()
-        process.wait()
-    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+        child.send(signal.SIGINT)
+    except BaseException:
+        child.kill()
+        raise
+    return ended(child, 60)
 
 
 def _logged(project: Project, step: int) -> bool:

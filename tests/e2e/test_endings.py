@@ -20,7 +20,7 @@ from fuyou_cli.training.jsonl import JsonlLog, read_log
 from fuyou_cli.training.report import StepReport
 from fuyou_cli.training.run import Run
 
-from .conftest import Project
+from .conftest import Project, ended
 from .running import STEPS, exported, interrupt, manifest_of, prepared_run, store_of, train
 
 pytestmark = pytest.mark.timeout(120)
@@ -29,21 +29,17 @@ LONG = {"train.max_steps": 400, "export.at_end": False}
 UNCLIPPED = {"train.max_steps": STEPS, "train.clip_grad_norm": None}
 
 
-def _signalled(project: Project, signals: Sequence[int], *, after: int, pause: float, prefix: str = "") -> tuple[int, str]:
+def _signalled(project: Project, signals: Sequence[int], *, after: int, pause: float) -> tuple[int, str]:
     """The exit code and the words of a run that gets `signals` once step `after` is in its log."""
-    command = project.command("finetune", project.recipe)
-    with subprocess.Popen(
-        ["sh", "-c", f'{prefix} exec "$@"', "sh", *command], cwd=project.folder, env=project.environment(),
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
-        while f'"step":{after},' not in _text(project.out / "log.jsonl"):
-            assert process.poll() is None
-            time.sleep(0.01)
-        for number in signals:
-            process.send_signal(number)
-            time.sleep(pause)
-        said = process.communicate(timeout=60)[1]
-    return process.returncode, said
+    child = project.begin("finetune", project.recipe)
+    while f'"step":{after},' not in _text(project.out / "log.jsonl"):
+        assert not child.is_over()
+        time.sleep(0.01)
+    for number in signals:
+        child.send(number)
+        time.sleep(pause)
+    done = ended(child, 60)
+    return done.returncode, done.stderr
 
 
 def _text(path: Path) -> str:
@@ -114,8 +110,17 @@ def test_signals_save_and_are_heard_to_the_end(signals: list[int], new_project: 
 
 def test_nohup_keeps_its_meaning(new_project: NewProject) -> None:
     project = new_project(changes={"train.max_steps": 40, "export.at_end": False})
-    code, said = _signalled(project, [signal.SIGHUP], after=3, pause=0.0, prefix="trap '' HUP;")
-    assert code == 0, said
+    command = project.command("finetune", project.recipe)
+    with subprocess.Popen(
+        ["sh", "-c", "trap '' HUP; exec \"$@\"", "sh", *command], cwd=project.folder, env=project.environment(),
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        while '"step":3,' not in _text(project.out / "log.jsonl"):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGHUP)
+        said = process.communicate(timeout=60)[1]
+    assert process.returncode == 0, said
 
 
 @pytest.mark.parametrize("presses", [2, 3])
@@ -162,18 +167,16 @@ def test_an_output_in_the_way_is_refused_before_training(new_project: NewProject
 def test_an_export_that_fails_takes_nothing_else(new_project: NewProject) -> None:
     """The model's folder is taken while the run trains."""
     project = new_project(changes={"train.max_steps": 60})
-    with subprocess.Popen(
-        project.command("finetune", project.recipe), cwd=project.folder, env=project.environment(),
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
-        while '"step":1,' not in _text(project.out / "log.jsonl"):
-            assert process.poll() is None
-            time.sleep(0.01)
-        (project.out / "timeline.svg").mkdir()
-        (project.out / "model").mkdir()
-        (project.out / "model" / "thesis.tex").write_text("precious")
-        said = process.communicate(timeout=100)[1]
-    assert process.returncode == 2
+    child = project.begin("finetune", project.recipe)
+    while '"step":1,' not in _text(project.out / "log.jsonl"):
+        assert not child.is_over()
+        time.sleep(0.01)
+    (project.out / "timeline.svg").mkdir()
+    (project.out / "model").mkdir()
+    (project.out / "model" / "thesis.tex").write_text("precious")
+    done = ended(child, 100)
+    assert done.returncode == 2
+    said = done.stderr
     assert "Predicted and measured" in said and "note: the timeline cannot be written" in said
     assert f"fuyou export {store_of(project)} OUT" in said and read_log(project.out / "log.jsonl")[-1]["event"] == "end"
 
@@ -225,18 +228,15 @@ def test_stopped_before_there_is_a_run(number: int, new_project: NewProject, tmp
     """While the data is tokenised: it is said, the worker ends, and nothing of it is left."""
     rows = tmp_path / "rows"  # an absolute path, which the worker's environment repeats
     project = new_project(changes={"dataset.cache_dir": str(rows)})
-    with subprocess.Popen(
-        project.command("finetune", project.recipe), cwd=project.folder, env=project.environment(),
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
-        while not _workers(rows):
-            assert process.poll() is None
-            time.sleep(0.005)
-        assert list(rows.glob(".rows-*"))
-        process.send_signal(number)
-        said = process.communicate(timeout=30)[1]
-    assert process.returncode == 130, said
-    assert said.rstrip().endswith("interrupted")
+    child = project.begin("finetune", project.recipe)
+    while not _workers(rows):
+        assert not child.is_over()
+        time.sleep(0.005)
+    assert list(rows.glob(".rows-*"))
+    child.send(number)
+    done = ended(child, 30)
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.rstrip().endswith("interrupted")
     assert not list(rows.iterdir())
     assert not _workers(rows)
 

@@ -1,0 +1,97 @@
+"""Run by `nursery.py`: imports what a run imports, then runs `fuyou WORDS` in a forked child for every line it is sent.
+
+A line is a request as JSON: `words`, the `folder` to run in, its `environment`, and the files `out` and `err` of its output.
+Answered with the child's number and, when it is over, its exit code. What a command that is over still has of threads, arenas,
+daemons and open files below the folder `under` (where it says one) is told on its output.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets  # noqa: F401 - what a run imports; nothing is computed before a fork
+import torch  # noqa: F401
+import transformers.models.gpt2.modeling_gpt2
+import transformers.models.llama.modeling_llama  # noqa: F401
+
+import fuyou_cli.cli.export
+import fuyou_cli.cli.finetune
+import fuyou_cli.cli.plan
+import fuyou_cli.training.exporting
+import fuyou_cli.training.prepare
+import fuyou_cli.training.run  # noqa: F401
+from fuyou_cli.cli import app
+from fuyou_cli.swap.arena import Arena
+from fuyou_cli.swap.daemon import SwapDaemon
+
+_NO_END = 70  # the command returned instead of ending the process
+
+
+def main() -> None:
+    print("ready", flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            os._exit(_run(request))
+        print(child, flush=True)
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def _run(request: dict[str, Any]) -> int:
+    _become(request)
+    code = _NO_END
+    try:
+        app.main(request["words"])
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    for kept in _left(request["under"]) if request["under"] else ():
+        print("LEAKED", kept)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+def _become(request: dict[str, Any]) -> None:
+    """A process group of its own, with the request's folder, environment and output, and nothing to read."""
+    os.setpgid(0, 0)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for stream, path in ((1, request["out"]), (2, request["err"])):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), stream)
+
+
+def _left(under: str) -> Iterator[str]:
+    """Open files below the folder, threads, arenas and daemons."""
+    gc.collect()
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            path = str(link.readlink())
+        except OSError:
+            continue
+        if path.startswith(f"{under}/"):
+            yield f"open: {path}"
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon:
+            yield f"thread: {thread.name}"
+    for thing in gc.get_objects():
+        if isinstance(thing, Arena | SwapDaemon) and thing._handle is not None:
+            yield f"not closed: {type(thing).__name__}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Many short runs of the real command without paying for its imports each time.
+
+One process imports what a run imports and computes nothing; every run is a child forked from it, with its own threads,
+memory and files, that calls the command's own `main` and ends. A child is killed like any process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+_PARENT = Path(__file__).with_name("forks.py")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    code: int  # minus the signal's number where one ended it
+    out: str
+    err: str
+    seconds: float
+
+    @property
+    def text(self) -> str:
+        """All it wrote."""
+        return self.out + self.err
+
+
+class Child:
+    """A run under way."""
+
+    def __init__(self, parent: subprocess.Popen[bytes], out: Path, err: Path) -> None:
+        self._parent, self._out, self._err, self._began = parent, out, err, time.monotonic()
+        assert parent.stdout is not None
+        self.pid = int(parent.stdout.readline())
+        self.waited = False
+
+    def is_over(self, within: float = 0.0) -> bool:
+        """Whether `wait` would return at once; `within`: seconds to wait for that."""
+        assert self._parent.stdout is not None
+        return bool(select.select([self._parent.stdout], [], [], within)[0])
+
+    def send(self, number: int) -> None:
+        """A signal to the child alone, if it is still there."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """The child, and what it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def wait(self) -> Ended:
+        assert self._parent.stdout is not None
+        self.waited = True
+        code = int(self._parent.stdout.readline())
+        seconds = time.monotonic() - self._began
+        out, err = (path.read_text(encoding="utf-8", errors="replace") for path in (self._out, self._err))
+        return Ended(code=code, out=out, err=err, seconds=seconds)
+
+
+class Nursery:
+    """`begin` starts `fuyou WORDS` in a child, one at a time: one that nobody waited for is killed. `folder` holds what they
+    write; their environment is `environment`, all of it, unless `begin` says another: what is read while modules are imported
+    is always the parent's."""
+
+    def __init__(self, *, folder: Path, environment: Mapping[str, str], under: Path | None = None) -> None:
+        self._child: Child | None = None
+        self._folder, self._environment, self._under = folder, dict(environment), under
+        self._parent = subprocess.Popen(  # without a buffer, so that what can be read is seen to be there
+            [sys.executable, str(_PARENT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, cwd=folder,
+            env=self._environment,
+        )  # fmt: skip
+        assert self._parent.stdout is not None
+        if self._parent.stdout.readline() != b"ready\n":
+            raise RuntimeError("the process that runs are forked from did not start")
+
+    def begin(self, words: Sequence[str], *, folder: Path | None = None, environment: Mapping[str, str] | None = None) -> Child:
+        assert self._parent.stdin is not None
+        if self._child is not None and not self._child.waited:
+            self._child.kill()
+            self._child.wait()
+        out, err = self._folder / "out.txt", self._folder / "err.txt"
+        for path in (out, err):
+            path.write_bytes(b"")
+        request = {
+            "words": [*words],
+            "folder": str(folder or self._folder),
+            "environment": self._environment if environment is None else {**environment},
+            "out": str(out),
+            "err": str(err),
+            "under": str(self._under or ""),
+        }
+        self._parent.stdin.write(json.dumps(request).encode() + b"\n")
+        self._child = Child(self._parent, out, err)
+        return self._child
+
+    def run(self, words: Sequence[str]) -> Ended:
+        return self.begin(words).wait()
+
+    def __enter__(self) -> Nursery:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        assert self._parent.stdin is not None
+        self._parent.stdin.close()
+        self._parent.wait(timeout=60)
