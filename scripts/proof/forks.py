@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import datasets  # noqa: F401 - what a run imports; nothing is computed before a fork
 import torch  # noqa: F401
 import transformers.models.gpt2.modeling_gpt2
