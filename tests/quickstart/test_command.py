@@ -126,7 +126,7 @@ def test_stopped_and_started_again_it_goes_on_in_another_folder(tmp_path: Path, 
     again = _quickstart(tmp_path, *overrides)
     assert again.returncode == 0, again.stderr
     assert "resuming after step" in again.stderr and "starting over" not in again.stderr
-    assert "in 128 steps" in again.stderr[again.stderr.index("Quickstart  ") :]  # 126 rows, four a step, four times
+    assert "in 126 steps" in again.stderr[again.stderr.index("Quickstart  ") :]  # four times 126 rows, four a step
     assert f"{out}/model: Auto" in again.stdout
     assert (out / "model" / "config.json").exists()
     assert not (tmp_path / "~").exists()
