@@ -230,8 +230,8 @@ def _at_once(daemon: SwapDaemon, span: int, much: _Pass) -> Course:
 
 
 def _rate(name: str, courses: list[Course], direction: Literal["reading", "writing"], note: str) -> Rate:
-    """Of all that was moved while it counted."""
-    windows = [getattr(window, direction) for course in courses for window in course.windows]
+    """Of all that was moved while it counted. A window that no request ended in is too short to have a rate."""
+    windows = [rate for course in courses for window in course.windows if (rate := getattr(window, direction))]
     settled = statistics.median(getattr(course.settled, direction) for course in courses)
     return replace(rate_of(name, "B/s", [*windows, settled], note), value=settled, repeats=len(courses))
 
