@@ -68,7 +68,7 @@ def phase_estimate(costs: Costs, schedule: Schedule, plan: Plan) -> float:
 def _beside_copies(costs: Costs, visits: Sequence[Visit], plan: Plan) -> tuple[float, float, float]:
     """Seconds of a phase in which the device computes or waits for its micro-batches, of copies to it and of copies from it.
     A micro-batch crosses while its neighbours compute, but for the first of a visit on its way there and the last on its way
-    back. Weights that are there from the visit before go up all the same here: it is of no weight."""
+    back. Weights that are still there from the visit before are counted as if they went up once more."""
     hardware, stages, parts = costs.hardware, plan.stages, costs.micro_batches
     up_rate, down_rate = (rate or float("inf") for rate in (hardware.h2d, hardware.d2h))
     gradient, weight = ITEM_SIZE[costs.numerics.accumulate_dtype], ITEM_SIZE[costs.model.compute_dtype]
