@@ -6,17 +6,17 @@ value of each of its knobs is placed, and simulated in its turn. The search ends
 its bound, or where many simulations in a row have found nothing better, or at a fixed amount of work, whatever the size of
 the model. Of small models most choices are placed. Nothing here depends on a clock: the same inputs give the same plan.
 
-How near that comes to the best of the whole family: where `SMALL` choices times visits are all there is, it is the best,
-since every choice is placed, and simulated unless its bound rules it out. Of larger families, on models of up to three blocks
-drawn at random and on some of six, its step is at most `NEAR` longer (tests/planner/test_search.py, beside brute force), and
-more memory, or a faster store, makes it at most as much longer. Of a hundred stages a few dozen choices are placed and eight
-simulated: nobody knows what the best is.
+How near that comes to the best of the whole family: of a small one every choice is placed, and as a rule all are simulated
+that their bounds do not rule out; then it is the best, and `complete` says so. A search as limited as that of a large family
+finds, of the small ones of tests/planner/test_search.py, a step at most `NEAR` longer than the best. Of a hundred stages a few
+dozen choices are placed and eight simulated: nobody knows what the best is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
@@ -30,7 +30,7 @@ from .wishes import Wishes
 
 MOST_PLACED = 6_000  # stages of choices that one search places at most: a second on an old core, with the simulations
 MOST_VISITS = 6_500  # of all steps that one search simulates at most
-SMALL = 400_000  # visits of all choices of a family that is looked at whole: a second or two
+SMALL, SMALL_STAGES = 66_000, 30  # stages of all choices, and of a model, whose family is placed whole: a second as well
 NEAR = 0.05  # of the step: nearly always it is the best itself
 _LEAST = 4  # simulations, however large the model is
 _PATIENCE = 5_000  # visits simulated in a row that find nothing better,
@@ -66,16 +66,22 @@ class Found:
     visits: int  # simulated
 
 
-def search(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, *, exhaustive: bool = False) -> Found:
-    """The best choice and those that lost. Raises PlanError where nothing fits. `exhaustive` places every choice however large
-    the model is, and simulates all that may be the best; a `SMALL` family is always searched so."""
+Effort = Literal["limited", "placed", "exhaustive"]
+
+
+def search(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, *, effort: Effort | None = None) -> Found:
+    """The best choice and those that lost. Raises PlanError where nothing fits. `effort`: `limited` in what is placed and
+    simulated; with every choice `placed`; or `exhaustive`, with all simulated that may be the best, however long that takes.
+    By default that of a small family is placed whole."""
     choices = family(model, wishes)
     if hardware.measured == "assumed":  # a guess may be far off: it is no reason to write more to a drive
         choices = replace(choices, activations=(0.0,), swap=choices.swap[:1])
     placing = Placing(model, hardware, wishes)
-    exhaustive = exhaustive or len(choices) * 2 * len(model.stages) * STEPS <= SMALL
+    stages = len(model.stages)
+    is_small = stages <= SMALL_STAGES and len(choices) * stages <= SMALL
+    effort = effort or ("placed" if is_small else "limited")
     for limited in (True, False):  # what overflows disk or device is refused by name, by who knows what is there already
-        looking = _Looking(placing=placing, pipelines=choices.pipelines, limited=limited, exhaustive=exhaustive)
+        looking = _Looking(placing=placing, pipelines=choices.pipelines, limited=limited, effort=effort)
         complete = _explored(looking, choices)
         if looking.best is not None:
             best = looking.cheapest()
@@ -102,7 +108,7 @@ def timed(found: Alternative, model: ModelSpec, hardware: HardwareProfile) -> Pl
 
 def _explored(looking: _Looking, choices: Family) -> bool:
     """Looks at the family, the likeliest choices first; whether none of it can be better than the best."""
-    looking.place(choices if looking.exhaustive else choices.corners())
+    looking.place(choices.corners() if looking.effort == "limited" else choices)
     if not looking.pool:
         looking.place_one(choices.smallest())
     if not looking.pool:
@@ -129,7 +135,7 @@ class _Looking:
     placing: Placing
     pipelines: tuple[tuple[int, int], ...]
     limited: bool  # to the disk there is and the memory of the device
-    exhaustive: bool
+    effort: Effort
     placed: int = 0
     visits: int = 0
     in_vain: int = 0  # of the visits, since the best was found
@@ -145,7 +151,7 @@ class _Looking:
     # ---- placing -------------------------------------------------------------------------------------------------------
 
     def _may_place(self) -> bool:
-        return self.exhaustive or self.placed + len(self.placing.model.stages) <= MOST_PLACED
+        return self.effort != "limited" or self.placed + len(self.placing.model.stages) <= MOST_PLACED
 
     def place(self, choices: Iterable[Choice]) -> None:
         for choice in choices:
@@ -231,7 +237,7 @@ class _Looking:
 
     def is_patient(self) -> bool:
         """Whether the best may not be the best yet."""
-        return self.exhaustive or self.in_vain < max(_PATIENCE, _TRIES * self._one)
+        return self.effort != "limited" or self.in_vain < max(_PATIENCE, _TRIES * self._one)
 
     @property
     def _one(self) -> int:
@@ -241,7 +247,7 @@ class _Looking:
     def may_simulate(self) -> bool:
         """Whether one more simulation is within what a search may take."""
         one = self._one
-        return self.exhaustive or self.visits + one <= max(MOST_VISITS, _LEAST * one)
+        return self.effort == "exhaustive" or self.visits + one <= max(MOST_VISITS, _LEAST * one)
 
     def simulate(self, key: int) -> None:
         found = self.pool[key]
