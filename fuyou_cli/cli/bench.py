@@ -104,10 +104,10 @@ def _with_recipe(places: tuple[Path, ...], recipe: Recipe, *, quick: bool, devic
 
     target = device_named(device)
     progress("the recipe's model")
-    anatomy, numerics = anatomy_of(recipe, assumed_hardware(*places), say=write_status)
+    anatomy, sizes = anatomy_of(recipe, assumed_hardware(*places), say=write_status)
     report = measure(*places, quick=quick, device=device, progress=progress)
     free = _device_free() if target.type == "cuda" else probe.memory_available()
-    stages = measure_recipe(anatomy, numerics, target, quick=quick, free=free, progress=progress)
+    stages = measure_recipe(anatomy, sizes, target, quick=quick, free=free, progress=progress)
     profile = replace(report.profile, stage_rates=merged_rates(report.profile.stage_rates, stages.stage_rates))
     return replace(report, profile=profile, rates=(*report.rates, *stages.rates), notes=(*report.notes, *stages.notes))
 

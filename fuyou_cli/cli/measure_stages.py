@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 from fuyou_cli.core.units import count, gib
@@ -32,7 +33,9 @@ ROW_TOKENS = 1024  # of a row at most: more tokens are more rows
 QUICK_SECONDS, FULL_SECONDS = 2.5, 40.0  # of all layers of a few widths together
 QUICK_PAIR, FULL_PAIR = 0.3, 2.0  # of one forward and one backward that tokens are chosen for
 RECIPE_QUICK_PAIR, RECIPE_FULL_PAIR = 8.0, 40.0
-RECIPE_SECONDS: dict[RatedKind, float] = {"block": 24.0, "head": 12.0}  # of all repeats, at least
+RECIPE_SECONDS: dict[RatedKind, float] = {"block": 24.0, "head": 12.0}  # of all repeats, at least,
+SEVERAL = 1.25  # times as long where micro-batches of several sizes take turns
+_OWN: dict[RatedKind, str] = {"block": "decoder block", "head": "head"}
 TURNS = 8  # of forward, backward, ... each, about
 USABLE = 0.8  # of the memory that is free
 
@@ -102,7 +105,8 @@ def _small_stage(kind: RatedKind, width: int, dtype: Dtype, tokens: int, device:
     else:
         alone = _head_alone(anatomy, model, device, dtype, ACCUMULATE, shape, 0)
         params = _head_owner(model).params
-    return timed(alone, device, kind, dtype, width, params, tokens, seconds=pair)
+    sample = Sample(alone=alone, kind=kind, dtype=dtype, hidden=width, params=params, tokens=tokens)
+    return timed([sample], device, seconds=pair)
 
 
 def affordable_tokens(flops_per_token: float, rate: float, seconds: float, most: int = MOST_TOKENS) -> int:
@@ -187,30 +191,56 @@ def _head_owner(model: ModelSpec) -> StageSpec:
     return model.stages[model.owner(_head(model).index)]
 
 
-# ---- timing one stage ------------------------------------------------------------------------------------------------
+# ---- timing stages ---------------------------------------------------------------------------------------------------
 
 
-def timed(
-    alone: Alone, device: torch.device, kind: RatedKind, dtype: Dtype, hidden: int, params: int, tokens: int, *, seconds: float
-) -> Stages:
-    """The rates of one stage, kept as those of micro-batches of `tokens`. `seconds`: of everything, about.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """A stage to be timed. Its rates are kept as those of micro-batches of `tokens`."""
 
-    Of all repeats together, not the median: a step is made of thousands of them, and takes as long as all do."""
+    alone: Alone
+    kind: RatedKind
+    dtype: Dtype
+    hidden: int
+    params: int
+    tokens: int
+
+    @property
+    def parts(self) -> dict[str, _Part]:
+        """By the field of a StageRate."""
+        alone = self.alone
+        parts = {"forward": _Part("forward", alone.forward, alone.flops, 0.25)}
+        parts["backward"] = _Part("backward", alone.backward, alone.backward_flops, 0.5)
+        if alone.given_flops:
+            parts["given"] = _Part("backward, outputs kept", alone.given, alone.given_flops, 0.25)
+        return parts
+
+    def rated(self, taken: list[list[float]], *, one_of_several: bool) -> Stages:
+        """By the seconds of each repeat of each part. Of all repeats together, not the median: a step is made of thousands of
+        them, and takes as long as all do."""
+        note = f"{count(self.params)} parameters, {self.alone.tokens} tokens"
+        what, mean, parts = f"{self.kind} {self.hidden} {self.dtype}", statistics.harmonic_mean, self.parts
+        what += f" x {self.tokens}" if one_of_several else ""
+        rates = [
+            rate_of(f"{what}, {part.name}", "FLOP/s", each(part.flops, repeats), note, middle=mean)
+            for part, repeats in zip(parts.values(), taken, strict=True)
+        ]
+        found = dict(zip(parts, (rate.value for rate in rates), strict=True))
+        rate = StageRate(
+            kind=self.kind, dtype=self.dtype, hidden=self.hidden, params=self.params, tokens=self.tokens, **found
+        )  # fmt: skip
+        return Stages(stage_rates=(rate,), rates=tuple(rates))
+
+
+def timed(samples: Sequence[Sample], device: torch.device, *, seconds: float) -> Stages:
+    """The rates of stages that take turns. `seconds`: of everything, about."""
     trim(apart=True)  # as in a run, logits are mapped anew each time, and not taken from a hole that a model's making left
-    parts = {"forward": _Part("forward", alone.forward, alone.flops, 0.25)}
-    parts["backward"] = _Part("backward", alone.backward, alone.backward_flops, 0.5)
-    if alone.given_flops:
-        parts["given"] = _Part("backward, outputs kept", alone.given, alone.given_flops, 0.25)
-    taken = _in_turns(list(parts.values()), device, seconds)
-    note = f"{count(params)} parameters, {alone.tokens} tokens"
-    what, mean = f"{kind} {hidden} {dtype}", statistics.harmonic_mean
-    rates = [
-        rate_of(f"{what}, {part.name}", "FLOP/s", each(part.flops, repeats), note, middle=mean)
-        for part, repeats in zip(parts.values(), taken, strict=True)
-    ]
-    found = dict(zip(parts, (rate.value for rate in rates), strict=True))
-    rate = StageRate(kind=kind, dtype=dtype, hidden=hidden, params=params, tokens=tokens, **found)
-    return Stages(stage_rates=(rate,), rates=tuple(rates))
+    parts = [list(sample.parts.values()) for sample in samples]
+    taken = iter(_in_turns([part for one in parts for part in one], device, seconds))
+    found = NOTHING
+    for sample, own in zip(samples, parts, strict=True):
+        found += sample.rated(list(islice(taken, len(own))), one_of_several=len(samples) > 1)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +250,7 @@ class _Part:
     name: str
     action: Callable[[], None]
     flops: float
-    share: float  # of the time
+    share: float  # of the time of its stage
 
 
 def _in_turns(parts: list[_Part], device: torch.device, seconds: float) -> list[list[float]]:
@@ -230,11 +260,12 @@ def _in_turns(parts: list[_Part], device: torch.device, seconds: float) -> list[
     for part in parts:
         seconds_of(part.action, device)  # a GPU is done with it before anything is counted
     taken: list[list[float]] = [[] for _ in parts]
+    whole = sum(part.share for part in parts)
     begin, turns = time.perf_counter(), 0
     while (passed := time.perf_counter() - begin) < seconds or (turns < 2 and passed < 2 * seconds):
         turns += 1
         for part, repeats in zip(parts, taken, strict=True):
-            end = time.perf_counter() + seconds * part.share / TURNS
+            end = time.perf_counter() + seconds * part.share / whole / TURNS
             repeats.append(seconds_of(part.action, device))
             while time.perf_counter() < end:
                 repeats.append(seconds_of(part.action, device))
@@ -246,28 +277,59 @@ def _in_turns(parts: list[_Part], device: torch.device, seconds: float) -> list[
 
 def measure_recipe(
     anatomy: Anatomy,
-    numerics: Numerics,
+    sizes: Sequence[Numerics],
     device: torch.device,
     *,
     quick: bool,
     free: int,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Stages:
-    """One block and the head of the model, at the recipe's dtype and micro-batch. `free`: bytes of memory there are to
-    compute in. Where a stage takes too long or too much, fewer tokens are measured, and a note says so."""
+    """One block and the head of the model, at the recipe's dtype and micro-batch; where that is to be chosen, at several
+    `sizes`, the usual one first. `free`: bytes of memory there are to compute in. Where a stage takes too long or too much,
+    fewer tokens are measured, of the usual size alone, and a note says so."""
     import torch
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(numerics.torch_threads)
+    torch.set_num_threads(sizes[0].torch_threads)
     seconds = RECIPE_QUICK_PAIR if quick else RECIPE_FULL_PAIR
-    own = _Own(anatomy=anatomy, numerics=numerics, device=device, seconds=seconds, free=int(free * USABLE))
+    found = NOTHING
     try:
-        progress("the recipe's decoder block")
-        block = own.block()
-        progress("the recipe's head")
-        return block + own.head()
+        for kind in _OWN:
+            progress(f"the recipe's {_OWN[kind]}")
+            found += _measured(kind, anatomy, sizes, device, seconds=seconds, free=int(free * USABLE))
     finally:
         torch.set_num_threads(threads)
+    return found
+
+
+def _measured(
+    kind: RatedKind, anatomy: Anatomy, sizes: Sequence[Numerics], device: torch.device, *, seconds: float, free: int
+) -> Stages:
+    """A stage at every size, as long as all of them fit in memory together: they take turns."""
+    samples: list[Sample] = []
+    notes: tuple[str, ...] = ()
+    for number, numerics in enumerate(sizes):
+        own = _Own(anatomy=anatomy, numerics=numerics, device=device, seconds=seconds, free=free)
+        found = own.block() if kind == "block" else own.head()
+        if found.sample is not None and (not found.note or not number):
+            samples.append(found.sample)
+            free -= found.size
+        if found.note and not number:
+            notes = (found.note,)
+            break
+    if not samples:
+        return Stages(stage_rates=(), rates=(), notes=notes)
+    seconds = max(seconds, RECIPE_SECONDS[kind]) * (SEVERAL if len(samples) > 1 else 1.0)
+    return timed(samples, device, seconds=seconds) + Stages(stage_rates=(), rates=(), notes=notes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Found:
+    """A stage that can be timed, `size` bytes large; `note` where that is of less than it was asked for, or not at all."""
+
+    sample: Sample | None
+    size: int = 0
+    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -280,7 +342,7 @@ class _Own:
     seconds: float
     free: int
 
-    def block(self) -> Stages:
+    def block(self) -> _Found:
         numerics = self.numerics
         whole = numerics.micro_batch_size * numerics.max_seq_len
         inspected = self._inspected((numerics.micro_batch_size, numerics.max_seq_len))
@@ -295,10 +357,11 @@ class _Own:
             )  # fmt: skip
 
         kept = sum(operator.bytes for operator in stage.operators)  # held while they are given back
-        alone = self._grown(made, stage.params, whole, stage.backward_peak + kept)
-        return self._found("block", alone, inspected.hidden_size, stage.params, whole, whole)
+        peak = stage.backward_peak + kept
+        alone = self._grown(made, stage.params, whole, peak)
+        return self._found("block", alone, inspected.hidden_size, stage.params, whole, whole, peak=peak)
 
-    def head(self) -> Stages:
+    def head(self) -> _Found:
         numerics = self.numerics
         shape = (numerics.micro_batch_size, numerics.max_seq_len)
         whole = shape[0] * shape[1]
@@ -311,8 +374,9 @@ class _Own:
             dtypes = (numerics.compute_dtype, numerics.accumulate_dtype)
             return _head_alone(self.anatomy, inspected, self.device, *dtypes, shape, chunk)
 
-        alone = self._grown(made, params, first, _head(inspected).backward_peak)
-        return self._found("head", alone, inspected.hidden_size, params, first, whole)
+        peak = _head(inspected).backward_peak
+        alone = self._grown(made, params, first, peak)
+        return self._found("head", alone, inspected.hidden_size, params, first, whole, peak=peak)
 
     def _grown(self, made: Callable[[int], Alone], params: int, whole: int, peak: int) -> Alone | None:
         """The stage at `whole` tokens, or at as many as time and memory allow (`peak`: bytes that `whole` take beside weights
@@ -334,19 +398,22 @@ class _Own:
             tokens = more
             del alone  # its weights, before those of the next
 
-    def _found(self, kind: RatedKind, alone: Alone | None, hidden: int, params: int, first: int, whole: int) -> Stages:
-        """The rates; of a whole chunk (`first` tokens) they are those of the micro-batch of `whole`, its chunks being alike."""
+    def _found(
+        self, kind: RatedKind, alone: Alone | None, hidden: int, params: int, first: int, whole: int, *, peak: int
+    ) -> _Found:
+        """The rates of a whole chunk (`first` tokens) are those of the micro-batch of `whole`, its chunks being alike."""
         if alone is None:
             needs = f"{gib(self._weights(params))} of weights and gradients, {gib(self.free)} are free"
-            return Stages(stage_rates=(), rates=(), notes=(f"the recipe's {kind} is not measured: it needs {needs}",))
-        rated = whole if alone.tokens == first else alone.tokens
-        dtype = self.numerics.compute_dtype
-        seconds = max(self.seconds, RECIPE_SECONDS[kind])
-        found = timed(alone, self.device, kind, dtype, hidden, params, rated, seconds=seconds)
+            return _Found(sample=None, note=f"the recipe's {kind} is not measured: it needs {needs}")
+        sample = Sample(
+            alone=alone, kind=kind, dtype=self.numerics.compute_dtype, hidden=hidden, params=params,
+            tokens=whole if alone.tokens == first else alone.tokens,
+        )  # fmt: skip
+        size = self._weights(params) + peak
         if alone.tokens == first:
-            return found
-        note = f"the recipe's {kind} is measured on {alone.tokens} tokens: {first} would take too long or too much memory here"
-        return found + Stages(stage_rates=(), rates=(), notes=(note,))
+            return _Found(sample=sample, size=size)
+        why = f"{first} would take too long or too much memory here"
+        return _Found(sample=sample, size=size, note=f"the recipe's {kind} is measured on {alone.tokens} tokens: {why}")
 
     def _weights(self, params: int) -> int:
         """Bytes of weights and of their gradients' sum."""

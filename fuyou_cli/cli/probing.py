@@ -18,7 +18,7 @@ from .machine import is_measured
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
 
-PATIENCE = 300.0  # seconds: the quick bench takes a twentieth of that
+PATIENCE = 300.0  # seconds: the quick bench of a recipe takes a fifth of that
 
 
 def probe_once(loaded: LoadedRecipe, device: str) -> None:
@@ -27,7 +27,7 @@ def probe_once(loaded: LoadedRecipe, device: str) -> None:
     directories = loaded.recipe.offload_directories(os.environ)
     if is_measured(*directories, device="cpu" if device == "emulated" else device):
         return
-    write_status("measuring this machine, once: about 15 s, and at most 2 GB written (--dry-run assumes rates instead)")
+    write_status("measuring this machine, once: about a minute, and at most 2 GB written (--dry-run assumes rates instead)")
     ways = [["bench", "--json", str(loaded.path), *loaded.overrides]]
     if len(directories) == 1:  # a model that cannot be trained yet has no stage to measure: then the machine alone
         ways.append(["bench", "--json", "--dir", str(directories[0])])

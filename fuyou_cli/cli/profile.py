@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.core.units import GiB, MiB
+from fuyou_cli.core.units import GiB, MiB, in_steps
 from fuyou_cli.spec.hardware import HardwareProfile, wrong_rates
 
 from . import drives, probe
@@ -46,8 +46,10 @@ def cpu_name() -> str:
 
 
 def usable_memory() -> int:
-    """Bytes this process may have in all: what is free and what it holds already, within its control groups' limits."""
-    return min(probe.memory_available() + probe.process_bytes(), probe.memory_limit())
+    """Bytes this process may have in all: what is free and what it holds already, within its control groups' limits. In steps,
+    so that a little more or less of it makes the same plan."""
+    most = probe.memory_limit()
+    return in_steps(min(probe.memory_available() + probe.process_bytes(), most), most)
 
 
 def assumed_hardware(

@@ -91,3 +91,9 @@ def duration(seconds: float) -> str:
 def brief(seconds: float) -> str:
     """A duration; of a tiny model's step its first digits, not "0 ms"."""
     return f"{1000 * seconds:.2g} ms" if 0 < seconds < 0.01 else duration(seconds)
+
+
+def in_steps(size: int, whole: int) -> int:
+    """`size` rounded down, to steps of 1/128 to 1/256 of `whole`: about the same gives the same."""
+    step = 1 << max(0, whole.bit_length() - 8)
+    return size // step * step

@@ -29,6 +29,12 @@ def smaller_sizes(batch_size: int, length: int) -> list[int]:
     return [size for size in reversed(_divisors(batch_size)) if size < usual_size(batch_size, length)]
 
 
+def likely_sizes(batch_size: int, length: int) -> list[int]:
+    """Those that a plan is most likely to come to: the usual one, and the next on either side."""
+    either = smaller_sizes(batch_size, length)[:1] + larger_sizes(batch_size, length)[:1]
+    return [usual_size(batch_size, length), *either]
+
+
 def _divisors(batch_size: int) -> list[int]:
     return [size for size in range(1, batch_size + 1) if batch_size % size == 0]
 
@@ -36,7 +42,8 @@ def _divisors(batch_size: int) -> list[int]:
 def fastest_size(batch_size: int, length: int, *, planned: Seconds, searched: Seconds) -> int:
     """The size whose step is fastest, the usual one unless another is faster by more than GAIN. `planned` is quick: the step
     of a size's usual plan. Larger sizes are tried as long as each is faster than the one before, smaller ones too, and where
-    the usual one does not fit until one does. Of the best two, where they are near each other, `searched` decides."""
+    the usual one does not fit until one does. Of the best two, where they are near each other, `searched` decides: the usual
+    one is of them where it is about as fast."""
     usual = usual_size(batch_size, length)
     found: dict[int, float] = {}
     if (seconds := planned(usual)) is not None:
@@ -44,6 +51,8 @@ def fastest_size(batch_size: int, length: int, *, planned: Seconds, searched: Se
         _follow(larger_sizes(batch_size, length), planned, found, seconds)
     _follow(smaller_sizes(batch_size, length), planned, found, seconds)
     best = sorted(found, key=lambda size: (found[size], size))[:2]
+    if usual in found and usual not in best and found[usual] * (1 - GAIN) <= found[best[0]]:
+        best[1] = usual
     if len(best) == 2 and found[best[1]] <= _NEAR * found[best[0]]:
         found = {size: seconds for size in best if (seconds := searched(size)) is not None} or found
     return _fastest(found, usual)

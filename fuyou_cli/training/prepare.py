@@ -25,7 +25,7 @@ from ..spec.plan import Numerics, Plan, Tier
 from .length import sampler_of, steps_of, tokenised_rows
 from .limits import check_positions, check_tokens, gpu_limit
 from .manifest import Manifest
-from .micro_batches import fastest_size
+from .micro_batches import fastest_size, likely_sizes
 from .numerics import numerics_of
 from .rates import learning_rate
 from .saved import check_unchanged_run, find_saved
@@ -176,16 +176,19 @@ def _telling(refusal: str | None) -> Iterator[None]:
 
 def anatomy_of(
     recipe: Recipe, hardware: HardwareProfile, *, say: Callable[[str], None], progress: Progress = _unheard
-) -> tuple[Anatomy, Numerics]:
+) -> tuple[Anatomy, list[Numerics]]:
     """What a run of the recipe would compute with, without data, weights or a plan: the stages, and the numerics on a machine
-    of `hardware.cores` cores. Raises UsageError."""
+    of `hardware.cores` cores; of every size of micro-batch that is likely where that is to be chosen, the usual one first.
+    Raises UsageError."""
     from ..engine.describe import outlined
 
     model_dir = _Hub(recipe, say=say, progress=progress).model(need_weights=False)
     anatomy = outlined(_skeleton(recipe, model_dir), strict=True).anatomy
     check_positions(recipe, anatomy, say)
-    numerics = numerics_of(recipe, anatomy, hardware, None)
-    return cut(anatomy, numerics), numerics
+    size = recipe.train.micro_batch_size
+    sizes = likely_sizes(recipe.train.batch_size, recipe.dataset.max_seq_len) if size == "auto" else [size]
+    numerics = [numerics_of(recipe, anatomy, hardware, None, micro=size) for size in sizes]
+    return cut(anatomy, numerics[0]), numerics
 
 
 def _check_backend(recipe: Recipe) -> None:

@@ -58,7 +58,7 @@ def inspected(anatomy: Anatomy) -> ModelSpec:
 
 
 def measured(anatomy: Anatomy, *, free: int = GiB) -> Stages:
-    return measure_recipe(anatomy, NUMERICS, torch.device("cpu"), quick=True, free=free)
+    return measure_recipe(anatomy, [NUMERICS], torch.device("cpu"), quick=True, free=free)
 
 
 def test_a_recipes_stages_are_rated_as_the_planner_asks_for_them() -> None:
@@ -80,6 +80,24 @@ def test_a_recipes_stages_are_rated_as_the_planner_asks_for_them() -> None:
         *(f"block 64 bfloat16, {way}" for way in blocks), *(f"head 64 bfloat16, {way}" for way in heads)
     ]  # fmt: skip
     assert all(rate.repeats >= 2 for rate in found.rates)
+
+
+def size_of_block(anatomy: Anatomy, rows: int) -> int:
+    """Bytes of weights, gradients and what computing takes, at micro-batches of so many rows."""
+    spec = inspect(anatomy, dtype="bfloat16", micro_batch_size=rows, max_seq_len=NUMERICS.max_seq_len, head_chunk_tokens=0)
+    block = next(stage for stage in spec.stages if stage.kind == "block")
+    return 6 * block.params + block.backward_peak + sum(operator.bytes for operator in block.operators)
+
+
+@pytest.mark.parametrize("fitting", [[2, 1, 4], [2, 1]], ids=["all fit", "the largest does not"])
+def test_micro_batches_of_several_sizes_take_turns(fitting: list[int]) -> None:
+    anatomy = tied_gemma()
+    sizes = [replace(NUMERICS, micro_batch_size=rows, head_chunk_tokens=0) for rows in (2, 1, 4)]
+    free = round(1.01 * sum(size_of_block(anatomy, rows) for rows in fitting) / measure_stages.USABLE)
+    found = measure_recipe(anatomy, sizes, torch.device("cpu"), quick=True, free=free)
+    assert [rate.tokens for rate in found.stage_rates if rate.kind == "block"] == [96 * rows for rows in fitting]
+    assert [rate.tokens for rate in found.stage_rates if rate.kind == "head"][:2] == [192, 96] and found.notes == ()
+    assert {f"block 64 bfloat16 x {96 * rows}, forward" for rows in fitting} <= {rate.name for rate in found.rates}
 
 
 def test_fewer_tokens_where_there_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,7 @@ def test_downwards_until_one_fits() -> None:
         ({2: 10.0, 4: 9.0, 8: 9.5, 1: 11.0}, {4: 9.0, 8: None}, 4),
         ({2: 10.0, 4: 9.9, 1: 11.0}, {2: 9.0, 4: 8.9}, 2),  # the usual one unless another is clearly faster
         ({2: 10.0, 4: 7.0, 8: 7.0, 1: 20.0}, {4: 6.9, 8: 7.0}, 4),
+        ({2: 10.1, 4: 10.0, 1: 10.05}, {2: 10.0, 4: 9.9}, 2),  # of three that are alike the usual one
     ],
 )
 def test_of_the_best_two_the_search_decides(

@@ -1,0 +1,20 @@
+"""Sizes in steps: what comes and goes by a little does not change what follows from it."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuyou_cli.core.units import GiB, MiB, in_steps
+
+
+@given(st.integers(1, 1 << 44), st.floats(0, 1))
+def test_never_more_and_little_less(whole: int, share: float) -> None:
+    size = int(whole * share)
+    rounded = in_steps(size, whole)
+    assert 0 <= size - rounded < max(1, whole / 127)
+    assert in_steps(rounded, whole) == rounded
+
+
+def test_about_the_same_is_the_same() -> None:
+    assert len({in_steps(20 * GiB + change * MiB, 24 * GiB) for change in range(1, 127)}) == 1
