@@ -31,7 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof.report import ROOT, Row, at_most, conclude, holds, reported, say, unless_noisy
-from proof.runs import Case, child_environment, limited, our_run, profile, write_recipe
+from proof.runs import Case, child_environment, kept_profiles, limited, our_run, profile, write_recipe
 from proof.setting import RunFailed, Setting, parser, run_script
 
 from fuyou_cli.core.units import MiB, gib
@@ -78,21 +78,24 @@ def drawn(seed: int, count: int, shapes: list[str]) -> list[Case]:
     return cases
 
 
-def alternatives(setting: Setting, case: Case, seed: int) -> list[dict[str, Any]]:
-    """The plans of a case, the chosen one first."""
+def alternatives(setting: Setting, case: Case, seed: int) -> tuple[list[dict[str, Any]], Case]:
+    """The plans of a case, the chosen one first; and the case on the machine as it was measured for them."""
 
     def once() -> dict[str, Any]:
         recipe, out = write_recipe(setting, case), setting.work / "alternatives.json"
         script = ROOT / "scripts" / "proof" / "alternatives.py"
         command = [sys.executable, str(script), "--recipe", str(recipe), "--seed", str(seed), "--out", str(out)]
         with limited(setting.work, memory=None, throttle=case.throttle) as (held, _):
-            environment = child_environment() | profile(setting, recipe, held)
+            measured = profile(setting, recipe, held)
+            kept = kept_profiles(measured)
+        environment = child_environment() | measured
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode != 0:
             raise RunFailed(f"{case.key}: no plans: {done.stderr.strip()}")
-        return {"plans": json.loads(out.read_text(encoding="utf-8"))}
+        return {"plans": json.loads(out.read_text(encoding="utf-8")), "profiles": kept}
 
-    return setting.measure(f"plans of seed {seed}, {case.key}", once)["plans"]
+    found = setting.measure(f"plans of seed {seed}, {case.key}", once)
+    return found["plans"], replace(case, profiles=found["profiles"])
 
 
 class Runs:
@@ -142,7 +145,7 @@ def seconds_of(results: list[dict[str, Any]]) -> list[float]:
 
 
 def case_rows(setting: Setting, number: int, case: Case, seed: int, turns: int) -> list[Row]:
-    plans = alternatives(setting, case, seed)
+    plans, case = alternatives(setting, case, seed)
     what = (
         f"{number}: {case.shape} {case.compute}, {gib(case.budget)}, {case.rows} rows, "
         f"{'clipped' if case.clip else 'unclipped'}, {case.throttle[0] / 1e9:g} GB/s"

@@ -9,9 +9,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -58,6 +58,7 @@ class Case:
     profiled: bool = False  # `fuyou bench RECIPE` first, under the same limits, and a plan from what it found
     overrides: tuple[str, ...] = ()  # key=value, over the recipe
     plan: str = ""  # the text of a plan file to run, instead of the plan that is best
+    profiles: Mapping[str, str] = field(default_factory=dict)  # files that the run finds, as `kept_profiles` gives them
     export: bool = False
     limit: int | None = None  # of the memory group; None: no limit
     throttle: tuple[int, int] | None = None  # bytes/s read, written
@@ -183,7 +184,7 @@ def _one_run(setting: Setting, case: Case, pace: Pace | None = None) -> dict[str
         command += ["--plan", str(plan)]
     others = Others()
     with limited(setting.work, memory=case.limit, throttle=case.throttle, wanted=case.watch_memory) as (held, why):
-        environment = profile(setting, recipe, held) if case.profiled else _own_cache(setting)
+        environment = profile(setting, recipe, held) if case.profiled else _own_cache(setting, case.profiles)
         benched = time.monotonic()
         with output.open("wb") as file, started(command, held, file, **environment) as child:
             seen = watch.follow(
@@ -233,9 +234,19 @@ def _counted(ends: list[float], warm_up: int) -> tuple[float, float]:
     return ends[warm_up - 1] if warm_up else 0.0, ends[-1]
 
 
-def _own_cache(setting: Setting) -> dict[str, str]:
-    """So that no run finds profiles of the machine's own, or leaves there what it saw under limits."""
-    return {"XDG_CACHE_HOME": str(fresh(setting.work / "profiles"))}
+def _own_cache(setting: Setting, profiles: Mapping[str, str] | None = None) -> dict[str, str]:
+    """So that no run finds profiles of the machine's own, or leaves there what it saw under limits: those given, or none."""
+    folder = fresh(setting.work / "profiles")
+    for name, text in (profiles or {}).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    return {"XDG_CACHE_HOME": str(folder)}
+
+
+def kept_profiles(environment: Mapping[str, str]) -> dict[str, str]:
+    """What `profile` left there, for runs to come: a plan is made for the update threads that a machine was measured with."""
+    folder = Path(environment["XDG_CACHE_HOME"])
+    return {str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in folder.rglob("*.json")}
 
 
 def profile(setting: Setting, recipe: Path, held: Group | None) -> dict[str, str]:

@@ -50,7 +50,7 @@ def rows(
         work=tmp_path, shape="50m", micro=1, text=tmp_path, entry={}, text_name="x", progress=Progress(tmp_path / "state"),
         results=tmp_path,
     )  # fmt: skip
-    monkeypatch.setattr(prove_choice, "alternatives", lambda *_: plans(len(machine.seconds)))
+    monkeypatch.setattr(prove_choice, "alternatives", lambda setting, case, seed: (plans(len(machine.seconds)), case))
     monkeypatch.setattr(prove_choice, "our_run", machine.run)
     last = prove_choice.case_rows(setting, 1, CASE, 7, turns)[-1]
     return last.verdict, last.measured, cast("dict[str, list[float]]", last.values["ratios"])
