@@ -2,6 +2,7 @@
 """The paper on paper: its steps predicted from its hardware, then fuyou's own plans on the same machines.
 
     python scripts/reproduce_paper.py [--part 1|2] [--json FILE]
+    python scripts/reproduce_paper.py --part 1 --set IN_FLIGHT=3      the errors, had a listed number another value
     needs no GPU, no drives and no data; ten minutes on two cores
 
 Part 1 takes the hardware of "Ratel: Optimizing Holistic Data Movement to Fine-tune 100B Model on a Consumer GPU" (ICDE
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -27,8 +29,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from paper import given, ours, policy
 from paper.ours import Ours
 from paper.policy import Reproduced
+from proof import report
 from rich.console import Console
 from rich.table import Table
+
+from fuyou_cli.cli.profile import described
+from fuyou_cli.core.units import gib
 
 WIDTH = 190
 WHOLE = {"model", "machine", "settings", "busiest"}  # columns whose words are not broken
@@ -36,6 +42,28 @@ LEFT = {"what", "from", *WHOLE}
 PLAN = ("weights in RAM", "states in RAM", "updates deferred", "outputs kept")
 STEPS = 1000  # that endurance is told for
 HOUR = 3600
+
+
+def show_origin(console: Console, words: Sequence[str]) -> None:
+    """What made the figures below. None of them depends on the machine that it names."""
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions().items() if name != "commit")
+    console.print(shlex.join(["python", "scripts/reproduce_paper.py", *words]), markup=False, highlight=False)
+    console.print(f"{report.described()}; {versions}\n", markup=False, highlight=False)
+
+
+def set_given(text: str) -> None:
+    """NAME=VALUE: another value of a number that part 1 lists."""
+    name, _, value = text.partition("=")
+    numbers = [
+        name
+        for line in (*given.constants(), *given.hardware(), *given.policy())
+        for name in line.names
+        if isinstance(getattr(given, name), int | float)
+    ]
+    if name not in numbers:
+        raise ValueError(f"{name}: none of {', '.join(numbers)}")
+    setattr(given, name, type(getattr(given, name))(float(value)))
+    given.PUBLISHED = given.published()
 
 
 def verdict(holds: bool) -> str:
@@ -58,7 +86,7 @@ def show_reproduced(console: Console, found: Reproduced) -> None:
     """One table: all that goes in, then every published row."""
     console.print("The paper, reproduced on paper: seconds per step, predicted by the simulator", style="bold")
     table = table_of(("what", "published s", "predicted s", "error", "busiest", "from"), [])
-    groups = (("constant", given.CONSTANTS), ("hardware", given.HARDWARE), ("policy", given.POLICY))
+    groups = (("constant", given.constants()), ("hardware", given.hardware()), ("policy", given.policy()))
     for group, lines in groups:
         for number, line in enumerate(lines, start=1):
             value = f"{line.value}: {rates_of(found)}" if "FITTED_BATCH" in line.names else line.value
@@ -70,6 +98,11 @@ def show_reproduced(console: Console, found: Reproduced) -> None:
         what = f"{paper.model}, {paper.batch} sequences, {paper.drives} drives"
         table.add_row(what, f"{paper.seconds:.1f}", f"{row.predicted:.1f}", error, row.busiest, paper.where)
     console.print(table)
+    moved = [row.moved for row in found.rows]
+    console.print(
+        f"bytes that these steps move per parameter: {min(moved):.1f} to {max(moved):.1f}, of {given.STEP_BYTES}: blocks that "
+        "are there when forward turns are not read again."
+    )
     show_batch_of_135b(console, found)
     console.print(
         f"errors of {len(found.errors)} rows, those in brackets left out: median {found.median:.1%} (asked at most "
@@ -82,15 +115,18 @@ def rates_of(found: Reproduced) -> str:
 
 
 def show_batch_of_135b(console: Console, found: Reproduced) -> None:
-    implied = policy.one_drive_batch(found.rates)
+    implied, row, may_be = policy.one_drive_batch(found.rates), policy.one_drive_row(), policy.batches_of_135b()
+    (number,) = (number for number, line in enumerate(given.constants(), start=1) if "BATCH_135B" in line.names)
     console.print(
-        f"constant 4: no batch is published for 135B. It is wider than 70B, which holds 32 at most, and narrower than 175B, "
-        f"which holds 16: 16, 24 or 32. On one drive a step is 30 bytes per parameter at that drive's rate whatever its "
-        f"batch, so that 25 tokens/s are {implied:.1f} sequences: {given.BATCH_135B}. That row is left out of the errors."
+        f"constant {number}: no batch is published for 135B. It is wider than 70B, which holds {may_be[-1]} at most, and "
+        f"narrower than 175B, which holds {may_be[0]}: one of {', '.join(map(str, may_be))}. On one drive a step is "
+        f"{given.STEP_BYTES} bytes per parameter at that drive's rate whatever its batch, so that {row.figure:g} tokens/s are "
+        f"{implied:.1f} sequences: {given.BATCH_135B}. That row is left out of the errors."
     )
-    for batch in (given.BATCH_135B - policy.BATCHES, given.BATCH_135B + policy.BATCHES):
-        errors = ", ".join(f"{error:+.0%}" for error in policy.at_batch(batch, found.rates))
-        console.print(f"    at {batch} the errors of 135B's rows would be {errors}")
+    for batch in may_be:
+        if batch != given.BATCH_135B:
+            errors = ", ".join(f"{error:+.0%}" for error in policy.at_batch(batch, found.rates))
+            console.print(f"    at {batch} the errors of 135B's rows would be {errors}")
 
 
 # ---- part 2 --------------------------------------------------------------------------------------------------------------
@@ -101,14 +137,7 @@ def show_beside(console: Console, rows: Sequence[Ours]) -> None:
     columns = ("model", "machine", "batch", "micro", "paper", "ours", "ours clipped", "paper, of GPU", "ours, of GPU",
                "GPU busy", "s", "TB/step", *PLAN)  # fmt: skip
     console.print(table_of(columns, [beside(row) for row in rows]))
-    console.print(
-        f"planned by the code of `fuyou plan --hardware`; what differs from the defaults: {ours.UNCLIPPED}, as the paper does "
-        "not clip; `clipped` is with the default of 1.0. The recipe gives model, batch and 1,024 tokens a row; RAM is 90 % of "
-        "what 768 GiB leave, the GPU's memory 95 %, sums are float32, micro-batches of 1, 2 and 4 rows were looked at (a "
-        "described GPU has one rate for all of them).\n"
-        "of GPU: 8 FLOP per parameter and token over 162 TFLOPS, for both, as the paper counts: what is kept counts as if it "
-        "were computed again, so that more than 100 % is possible. GPU busy: the share of the step in which it computes at all."
-    )
+    console.print(how_planned(rows))
     slower, clipped = [row for row in rows if row.slower], [row for row in rows if row.slower_clipped]
     console.print(f"rows where ours is slower: {len(slower)} of {len(rows)}")
     for row in slower:
@@ -123,6 +152,23 @@ def show_beside(console: Console, rows: Sequence[Ours]) -> None:
         console.print(f"    {row.model}, {row.batch}, {row.where}: {why}, the paper {row.paper:.1f}")
 
 
+def how_planned(rows: Sequence[Ours]) -> str:
+    fitting = [row for row in rows if not row.problem]
+    micro = ", ".join(str(size) for size in sorted({row.micro for row in fitting}))
+    sums = ", ".join(sorted({row.sums for row in fitting}))
+    ram = max((row.ram for row in fitting), default=0)
+    return (
+        f"planned by the code of `fuyou plan --hardware`; what differs from the defaults: {ours.UNCLIPPED}, as the paper does "
+        f"not clip; `clipped` is {ours.CLIPPED}, the default. The recipe gives model, batch and {given.LENGTH:,} tokens a row; "
+        f"of {ours.PAPER_RAM} GiB plans may take {gib(ram)}, sums are {sums}, micro-batches of {micro} rows were chosen (a "
+        "described GPU has one rate for all sizes).\n"
+        f"of GPU: {given.FLOPS_COUNTED} FLOP per parameter and token over {given.GPU_FLOPS / 1e12:g} TFLOPS, for both, as the "
+        "paper counts: what is kept counts as if it were computed again, so that more than 100 % is possible. GPU busy: the "
+        "share of the step in which it computes at all. weights in RAM: those at home there or on the GPU, whose copy in RAM "
+        "is what updates write."
+    )
+
+
 def beside(row: Ours) -> tuple[str, ...]:
     if row.problem:
         return (row.model, row.where, str(row.batch), row.problem)
@@ -133,6 +179,10 @@ def beside(row: Ours) -> tuple[str, ...]:
         row.model, row.where, str(row.batch), str(row.micro), paper, f"{row.tokens:,.0f}", clipped_of(row), share,
         f"{row.counted:.0%}", f"{row.busy:.0%}", f"{row.seconds:.1f}", f"{row.written / 1e12:.2f}", *plan_of(row),
     )  # fmt: skip
+
+
+def tb(size: int) -> str:
+    return f"{size / 1e12:,.0f} TB"
 
 
 def clipped_of(row: Ours) -> str:
@@ -146,16 +196,16 @@ def plan_of(row: Ours) -> tuple[str, ...]:
 def show_large(console: Console, rows: Sequence[Ours]) -> bool:
     """175B at 32,768 tokens: as planned, with everything computed again, and at the rates of the shipped parts."""
     name, batch, ram = ours.LARGE
-    tokens = f"{batch * given.LENGTH:,}"
-    console.print(f"\n{name} on one 4090, {ram} GiB, {given.ALL_DRIVES} drives, {tokens} tokens per step", style="bold")
+    where = f"{name} on one 4090, {ram} GiB, {given.ALL_DRIVES} drives"
+    console.print(f"\n{where}, {batch * given.LENGTH:,} tokens per step", style="bold")
     columns = (
         "settings",
         "machine",
         "micro",
         "tok/s",
         "clipped",
-        "8 per parameter",
-        "6 per parameter",
+        f"{given.FLOPS_COUNTED} per parameter",
+        f"{ours.USEFUL_FLOPS} per parameter",
         "GPU busy",
         "s",
         "TB/step",
@@ -163,28 +213,36 @@ def show_large(console: Console, rows: Sequence[Ours]) -> bool:
     )
     shown = []
     for row in rows:
-        shares = (f"{row.counted:.1%}", f"{row.counted * 6 / given.FLOPS_COUNTED:.1%}", f"{row.busy:.1%}")
+        shares = (f"{row.counted:.1%}", f"{row.counted * ours.USEFUL_FLOPS / given.FLOPS_COUNTED:.1%}", f"{row.busy:.1%}")
         speed = (str(row.micro), f"{row.tokens:.1f}", clipped_of(row))
         settings = row.problem or "\n".join(row.settings)
         shown.append((settings, row.where, *speed, *shares, f"{row.seconds:.1f}", f"{row.written / 1e12:.2f}", *plan_of(row)))
     console.print(table_of(columns, shown))
     best = rows[0].counted
     holds = best >= ours.SHARE
+    paper = max((row for row in given.PUBLISHED if row.model == name), key=lambda row: row.batch)
+    tokens = paper.batch * given.LENGTH
     console.print(
         f"of the device's measured rate: {best:.0%} (asked at least {ours.SHARE:.0%}): {verdict(holds)}. Counted as the "
-        "paper's 53 % at 16,384 tokens are, 8 FLOP per parameter and token of each: it says how fast tokens go by, not how "
-        "busy the GPU is, as outputs that are kept are not computed again. The second line computes them again; the third is "
-        "what `fuyou plan --hardware rtx4090,12xp5510,256GiB,2xgold5320` says, whose drives are slower than those of part 1."
+        f"paper's {ours.counted(name, tokens / paper.seconds):.1%} at {tokens:,} tokens are, {given.FLOPS_COUNTED} FLOP per "
+        "parameter and token of each: it says how fast tokens go by, not how busy the GPU is, as outputs that are kept are not "
+        "computed again. The second line computes them again; the third is what `fuyou plan --hardware "
+        f"{ours.paper_parts(given.ALL_DRIVES, ram)}` says, whose drives have other rates than those of part 1."
     )
     return holds
 
 
 def show_consumers(console: Console, rows: Sequence[Ours]) -> None:
-    console.print("\nTwo consumer drives (2 TB each): the fastest batch of those tried, all predicted", style="bold")
+    drives = described(ours.consumer_parts(max(ours.CONSUMER_RAM)))
+    drive, fastest = drives.drives[0], ours.fastest_of(rows)
+    console.print(
+        f"\n{len(drives.drives)} x {drive.model} ({tb(drive.capacity)}): the fastest batch of those tried, all predicted",
+        style="bold",
+    )
     columns = ("model", "machine", "tokens/step", "micro", "tok/s", "clipped", "of GPU", "GPU busy", "s", "TB/h",
                f"TB/{STEPS:,} steps", "of rated", "days to rating", *PLAN)  # fmt: skip
     shown = []
-    for row in ours.fastest_of(rows):
+    for row in fastest:
         speed = (f"{row.batch * given.LENGTH:,}", str(row.micro), f"{row.tokens:,.0f}", clipped_of(row))
         shares = (
             f"{row.counted:.0%}",
@@ -197,9 +255,11 @@ def show_consumers(console: Console, rows: Sequence[Ours]) -> None:
         worn = (f"{written / 1e12:,.0f}", f"{written / row.rated:.0%}", days)
         shown.append((row.model, row.where, *speed, *shares, *worn, *plan_of(row)))
     console.print(table_of(columns, shown))
+    last = max((drives.burst_bytes / row.written for row in fastest if row.written), default=0.0)
     console.print(
-        "sustained: at the rates that are left once the drives' fast regions (226 GB each) are full, which they are within the "
-        f"first steps: what a run gets. of rated: {STEPS:,} steps, of 1,200 TB per drive."
+        "sustained: at the rates that are left once the drives' fast regions "
+        f"({drives.burst_bytes / len(drives.drives) / 1e9:.0f} GB each) are full, which they are after {last:.1f} steps at the "
+        f"latest: what a run gets. of rated: {STEPS:,} steps, of {tb(drive.rated_bytes)} per drive."
     )
     by_machine: dict[tuple[str, str], list[str]] = {}
     for row in rows:
@@ -229,8 +289,17 @@ def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--json", type=Path, help="also write both tables there")
     options.add_argument("--part", type=int, choices=(1, 2), help="one of the two only")
+    options.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="with --part 1")
     asked = options.parse_args()
+    if asked.set and asked.part != 1:
+        options.error("--set: part 2 plans in processes of its own; add --part 1")
+    try:
+        for text in asked.set:
+            set_given(text)
+    except ValueError as error:
+        options.error(f"--set {text}: {error}")
     console = Console(width=WIDTH)
+    show_origin(console, sys.argv[1:])
     holds, both = True, {}
     if asked.part != 2:
         found = policy.reproduced()

@@ -17,7 +17,7 @@ Role = Literal["predicted", "fitted", "again", "gives the batch"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listed:
-    """One line of what is given. `names` are those in this file."""
+    """One line of what is given. `names` are those in this file, whose values the line is made of."""
 
     names: tuple[str, ...]
     value: str
@@ -56,24 +56,32 @@ GPU_FLOPS = 162e12
 IN_FLIGHT = 8
 BATCH_135B = 24
 
-CONSTANTS = (
-    Listed(
-        names=("FITTED_BATCH",),
-        value="rate of n drives that read and write at once, in all",
-        source="fitted, for each n, on the row of 13B with a batch of 32 in the table of drives",
-    ),
-    Listed(names=("GPU_FLOPS",), value="162 TFLOPS of the RTX 4090", source="its measured peak, as its figures show it"),
-    Listed(
-        names=("IN_FLIGHT",),
-        value="8 blocks on their way: weights ahead of compute, gradients behind it",
-        source="its code has 8 optimizer buffers of one block",
-    ),
-    Listed(
-        names=("BATCH_135B",),
-        value="24 sequences at 135B",
-        source="not published; from its one-drive row, see below",
-    ),
-)
+
+def constants() -> tuple[Listed, ...]:
+    return (
+        Listed(
+            names=("FITTED_BATCH",),
+            value="rate of n drives that read and write at once, in all",
+            source=f"fitted, for each n, on the row of 13B with a batch of {FITTED_BATCH} in the table of drives",
+        ),
+        Listed(
+            names=("GPU_FLOPS",),
+            value=f"{GPU_FLOPS / 1e12:g} TFLOPS of the RTX 4090",
+            source="its measured peak, as its figures show it",
+        ),
+        Listed(
+            names=("IN_FLIGHT",),
+            value=f"{IN_FLIGHT} blocks on their way: weights ahead of compute, gradients behind it",
+            source="assumed: its code has 8 optimizer buffers, of 700M elements each, which is two blocks at 13B and less than "
+            "half of one at 175B",
+        ),
+        Listed(
+            names=("BATCH_135B",),
+            value=f"{BATCH_135B} sequences at 135B",
+            source="not published; from its one-drive row, see below",
+        ),
+    )
+
 
 # ---- its hardware ----------------------------------------------------------------------------------------------------
 PCIE = 21e9  # one way
@@ -83,21 +91,29 @@ CORES = 2 * 26
 CHANNELS, CHANNEL_RATE = 16, 8 * 3200e6
 DRIVE_CAPACITY = 3.84e12
 
-HARDWARE = (
-    Listed(names=("PCIE",), value="21 GB/s between GPU and RAM, each way", source="its figure 1"),
-    Listed(
-        names=("ALL_DRIVES", "ALL_DRIVES_RATE"),
-        value="32 GB/s of 12 D7-P5510, n twelfths of n; no less than both at once",
-        source="its figure 1, reads and writes added; taken for what drives do that only read or only write",
-    ),
-    Listed(
-        names=("CHANNELS", "CHANNEL_RATE"),
-        value="410 GB/s: AdamW at the rate of 16 channels of DDR4-3200",
-        source="its table III; the paper leaves AdamW out",
-    ),
-    Listed(names=("RAM",), value="768 GB of RAM", source="its table III"),
-    Listed(names=("CORES", "DRIVE_CAPACITY"), value="two Xeon Gold 5320, drives of 3.84 TB", source="its table III; no time"),
-)
+
+def hardware() -> tuple[Listed, ...]:
+    return (
+        Listed(names=("PCIE",), value=f"{PCIE / 1e9:g} GB/s between GPU and RAM, each way", source="its figure 1"),
+        Listed(
+            names=("ALL_DRIVES", "ALL_DRIVES_RATE"),
+            value=f"{ALL_DRIVES_RATE / 1e9:g} GB/s of {ALL_DRIVES} D7-P5510, of fewer in proportion; no less than both at once",
+            source="its figure 1, reads and writes added; taken for what drives do that only read or only write",
+        ),
+        Listed(
+            names=("CHANNELS", "CHANNEL_RATE"),
+            value=f"{CHANNELS * CHANNEL_RATE / 1e9:.0f} GB/s: AdamW at the rate of {CHANNELS} channels of "
+            f"{CHANNEL_RATE / 1e9:g} GB/s",
+            source="its table III, DDR4-3200; the paper leaves AdamW out",
+        ),
+        Listed(names=("RAM",), value=f"{RAM / 1e9:g} GB of RAM", source="its table III"),
+        Listed(
+            names=("CORES", "DRIVE_CAPACITY"),
+            value=f"{CORES} cores, drives of {DRIVE_CAPACITY / 1e12:g} TB",
+            source="its table III, two Xeon Gold 5320; no time",
+        ),
+    )
+
 
 # ---- its models and policy -------------------------------------------------------------------------------------------
 LENGTH = 1024
@@ -107,27 +123,40 @@ WEIGHT_BYTES = 2  # float16, as bfloat16 here
 STEP_BYTES = 30  # per parameter
 FLOPS_COUNTED = 8  # per parameter and token
 
-POLICY = (
-    Listed(
-        names=("LENGTH", "VOCABULARY", "SHAPES"), value="GPT-2 of its sizes, 1,024 tokens, 50,257 words", source="its IV, V"
-    ),
-    Listed(
-        names=("WEIGHT_BYTES", "STEP_BYTES"),
-        value="30 bytes per parameter and step: weights of 2 read twice and written, states of 12 read and written (29.4 to "
-        "29.9 here: blocks that are there when forward turns are not read again)",
-        source="its equations 4 and 5: 16 read, 14 written",
-    ),
-    Listed(
-        names=("FLOPS_COUNTED",),
-        value="8 FLOP per parameter and token: blocks are computed again",
-        source="its TFLOPS over its tokens per second, at every size",
-    ),
-    Listed(
-        names=(),
-        value="whole batch in the GPU, inputs of blocks and gradients in RAM, nothing deferred, no states kept in RAM",
-        source="its table II",
-    ),
-)
+
+def state_bytes() -> int:
+    """Per parameter: what of a step's bytes is no weight, one way."""
+    return (STEP_BYTES - 3 * WEIGHT_BYTES) // 2
+
+
+def policy() -> tuple[Listed, ...]:
+    shapes = "; ".join(
+        f"{name} of {layers} blocks {width:,} wide, {heads} heads" for name, (layers, heads, width) in SHAPES.items()
+    )
+    return (
+        Listed(
+            names=("LENGTH", "VOCABULARY", "SHAPES"),
+            value=f"GPT-2 of its sizes, {LENGTH:,} tokens, {VOCABULARY:,} words: {shapes}",
+            source="its IV, V",
+        ),
+        Listed(
+            names=("WEIGHT_BYTES", "STEP_BYTES"),
+            value=f"{STEP_BYTES} bytes per parameter and step: weights of {WEIGHT_BYTES} read twice and written, states of "
+            f"{state_bytes()} read and written",
+            source="its equations 4 and 5: 16 read, 14 written",
+        ),
+        Listed(
+            names=("FLOPS_COUNTED",),
+            value=f"{FLOPS_COUNTED} FLOP per parameter and token: blocks are computed again",
+            source="its TFLOPS over its tokens per second, at every size",
+        ),
+        Listed(
+            names=(),
+            value="whole batch in the GPU, inputs of blocks and gradients in RAM, nothing deferred, no states kept in RAM",
+            source="its table II",
+        ),
+    )
+
 
 # ---- what it published -----------------------------------------------------------------------------------------------
 _DRIVES = (1, 2, 3, 6, 12)
@@ -141,7 +170,7 @@ _SWEEP_175B = {8: 37.6, 16: 62.1}
 _DRIVES_135B = (25, 49, 64, 88, 93)
 
 
-def _published() -> tuple[Published, ...]:
+def published() -> tuple[Published, ...]:
     rows = [
         Published(
             model="13B", batch=batch, drives=n, figure=figure, tflops=True, where="its data, drives",
@@ -173,4 +202,4 @@ def _published() -> tuple[Published, ...]:
     return tuple(rows)
 
 
-PUBLISHED = _published()
+PUBLISHED = published()

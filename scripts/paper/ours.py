@@ -24,8 +24,11 @@ from fuyou_cli.spec.hardware import HardwareProfile
 from . import given, policy
 
 UNCLIPPED = "train.clip_grad_norm=null"  # the paper does not clip; the default is 1.0
+CLIPPED = "train.clip_grad_norm=1.0"
 RECOMPUTED = "offload.activations=recompute"
 SHARE = 0.85  # asked of the device's rate at 175B
+USEFUL_FLOPS = 6  # per parameter and token, where nothing is computed again
+PAPER_RAM = 768  # GiB
 LARGE = ("175B", 32, 256)  # model, batch and GiB of it
 CONSUMER_MODELS, CONSUMER_RAM, CONSUMER_BATCHES = ("13B", "70B"), (64, 128), (32, 64, 128, 256, 512)
 _RECIPE = """version: 1
@@ -34,6 +37,11 @@ model: {{name_or_path: {folder}}}
 dataset: {{train: [{{path: {folder}/none.jsonl}}], max_seq_len: {length}}}
 train: {{max_steps: 1000, batch_size: {batch}}}
 """
+
+
+def counted(model: str, tokens: float) -> float:
+    """Share of the device's rate that so many tokens a second are."""
+    return given.FLOPS_COUNTED * given.size_of(model) * tokens / given.GPU_FLOPS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,13 +68,14 @@ class Ours:
     paper: float | None = None  # tokens per second
     micro: int = 0
     sums: str = ""
+    ram: int = 0  # bytes that the plan may take
     seconds: float = 0.0
     tokens: float = 0.0  # per second
     clipped: float | None = None  # tokens per second with clipping, as by default; None where that does not fit
     busy: float = 0.0  # share of the step that the GPU computes
     written: int = 0  # bytes a step
     rated: int = 0  # bytes that the drives are warranted to be written
-    weights_in_ram: float = 0.0  # share
+    weights_in_ram: float = 0.0  # share; those at home on the GPU have a copy there that updates write
     states_in_ram: float = 0.0
     deferred: float = 0.0  # of the updates
     kept: float = 0.0  # of the operators' outputs
@@ -75,7 +84,7 @@ class Ours:
     @property
     def counted(self) -> float:
         """Share of the device's rate as the paper counts: FLOPS_COUNTED per parameter and token, computed again or kept."""
-        return given.FLOPS_COUNTED * given.size_of(self.model) * self.tokens / given.GPU_FLOPS
+        return counted(self.model, self.tokens)
 
     @property
     def slower(self) -> bool:
@@ -86,10 +95,19 @@ class Ours:
         return self.paper is not None and (self.clipped or 0.0) < self.paper
 
 
+def paper_parts(drives: int, ram: int) -> str:
+    """As `fuyou plan --hardware` takes them. `ram` in GiB."""
+    return f"rtx4090,{drives}xp5510,{ram}GiB,2xgold5320"
+
+
+def consumer_parts(ram: int) -> str:
+    return f"rtx4090,2xgen4,{ram}GiB"
+
+
 def paper_machine(drives: int, rate: float, ram: int) -> HardwareProfile:
     """The shipped parts of the paper's machine with the drives' rates of part 1. AdamW is the shipped host's, which is slower
     than what part 1 takes."""
-    there = described(f"rtx4090,{drives}xp5510,{ram}GiB,2xgold5320")
+    there = described(paper_parts(drives, ram))
     paper = policy.machine(drives, rate)
     assert (there.matmul_flops, there.h2d, there.d2h) == (paper.matmul_flops, paper.h2d, paper.d2h)
     return _with_rates(there, paper.store_read, paper.store_write, paper.store_read_mixed, paper.store_write_mixed)
@@ -97,7 +115,7 @@ def paper_machine(drives: int, rate: float, ram: int) -> HardwareProfile:
 
 def consumer_machine(ram: int, *, sustained: bool) -> HardwareProfile:
     """Two consumer drives; `sustained` at their rates once the fast region is full, from the first byte on."""
-    there = described(f"rtx4090,2xgen4,{ram}GiB")
+    there = described(consumer_parts(ram))
     if sustained:
         return _with_rates(
             there, there.store_read, there.sustained_write, there.sustained_read_mixed, there.sustained_write_mixed
@@ -114,15 +132,15 @@ def _with_rates(hardware: HardwareProfile, read: float, write: float, read_mixed
 
 
 def paper_cases(rates: dict[int, float]) -> list[Case]:
-    """Every published setting once, beside the best of its figures, with the machine's 768 GiB."""
+    """Every published setting once, beside the best of its figures, with all of the machine's RAM."""
     best: dict[tuple[str, int, int], float] = {}
     for row in given.PUBLISHED:
         setting = (row.model, row.batch, row.drives)
         best[setting] = max(best.get(setting, 0.0), row.batch * given.LENGTH / row.seconds)
     return [
         Case(
-            model=model, batch=batch, where=f"{drives} P5510, 768 GiB", hardware=paper_machine(drives, rates[drives], 768),
-            paper=paper,
+            model=model, batch=batch, where=f"{drives} P5510, {PAPER_RAM} GiB",
+            hardware=paper_machine(drives, rates[drives], PAPER_RAM), paper=paper,
         )
         for (model, batch, drives), paper in best.items()
     ]  # fmt: skip
@@ -134,7 +152,7 @@ def large_cases(rates: dict[int, float]) -> list[Case]:
     hardware = paper_machine(given.ALL_DRIVES, rates[given.ALL_DRIVES], ram)
     where = f"{given.ALL_DRIVES} P5510, {ram} GiB"
     best = Case(model=model, batch=batch, where=where, hardware=hardware)
-    shipped = described(f"rtx4090,{given.ALL_DRIVES}xp5510,{ram}GiB,2xgold5320")
+    shipped = described(paper_parts(given.ALL_DRIVES, ram))
     return [
         best,
         replace(best, settings=(UNCLIPPED, RECOMPUTED)),
@@ -179,7 +197,7 @@ def plan_of(case: Case) -> Ours:
         except PlanError as error:
             return Ours(**named, problem=error.message)  # type: ignore[arg-type]
         outcome = Outcome(changes=(), prepared=prepared, room=room_of(prepared, described=True))
-        clipped = Elsewise(loaded=loaded, prepared=prepared, described=True).with_keys(["train.clip_grad_norm=1.0"])
+        clipped = Elsewise(loaded=loaded, prepared=prepared, described=True).with_keys([CLIPPED])
     return _figures(named, outcome, clipped)
 
 
@@ -198,13 +216,14 @@ def _figures(named: dict[str, object], outcome: Outcome, clipped: Outcome | None
         problem="; ".join(outcome.problems),
         micro=plan.numerics.micro_batch_size,
         sums=plan.numerics.accumulate_dtype,
+        ram=plan.cpu_budget,
         seconds=step,
         tokens=tokens / step,
         clipped=None if clipped is None or clipped.problems else tokens / clipped.plan.predicted.step_seconds,
         busy=plan.predicted.seconds["compute"] / step,
         written=plan.predicted.written_per_step,
         rated=sum(drive.rated_bytes for drive in outcome.prepared.hardware.drives),
-        weights_in_ram=share(lambda index: stages[index].weights == "cpu"),
+        weights_in_ram=share(lambda index: stages[index].weights != "ssd"),
         states_in_ram=share(lambda index: stages[index].states == "cpu"),
         deferred=share(lambda index: stages[index].deferred),
         kept=sum(len(stage.kept) for stage in stages) / max(1, operators),

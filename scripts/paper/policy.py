@@ -34,6 +34,7 @@ class Row:
     published: Published
     predicted: float
     busiest: str
+    moved: float  # bytes per parameter
 
     @property
     def error(self) -> float:
@@ -80,14 +81,9 @@ def machine(drives: int, mixed: float) -> HardwareProfile:
     )  # fmt: skip
 
 
-def state_bytes() -> int:
-    """Per parameter: what of a step's bytes is no weight, one way."""
-    return (given.STEP_BYTES - 3 * given.WEIGHT_BYTES) // 2
-
-
 def moved_in() -> int:
     """Bytes read per parameter and step: weights in forward and backward, states once."""
-    return 2 * given.WEIGHT_BYTES + state_bytes()
+    return 2 * given.WEIGHT_BYTES + given.state_bytes()
 
 
 def config_of(name: str) -> GPT2Config:
@@ -118,7 +114,7 @@ def paper_step(name: str, batch: int, hardware: HardwareProfile) -> Timeline:
     )  # fmt: skip
     plan = made_of(model, hardware, asked, Choice(lookahead=given.IN_FLIGHT, gradient_slots=given.IN_FLIGHT))
     assert plan is not None, (name, batch)
-    return simulate(model, hardware, plan, plan_schedule(model, plan), state_bytes=state_bytes(), batch_on_device=True)
+    return simulate(model, hardware, plan, plan_schedule(model, plan), state_bytes=given.state_bytes(), batch_on_device=True)
 
 
 def fitted_rates() -> dict[int, float]:
@@ -143,17 +139,30 @@ def reproduced() -> Reproduced:
     for row in given.PUBLISHED:
         step = paper_step(row.model, row.batch, machine(row.drives, rates[row.drives]))
         busiest = max(step.in_use, key=lambda resource: step.in_use[resource])
-        rows.append(Row(published=row, predicted=step.step_seconds, busiest=busiest))
+        moved = (step.read + step.written) / specification(row.model, row.batch).stored_parameters
+        rows.append(Row(published=row, predicted=step.step_seconds, busiest=busiest, moved=moved))
     return Reproduced(rows=tuple(rows), rates=rates)
 
 
 # ---- the batch of 135B ---------------------------------------------------------------------------------------------------
 
 
+def batches_of_135b() -> range:
+    """What it may have been: 135B is wider than 70B, whose batch is the larger end, and narrower than 175B, whose largest is
+    the smaller one."""
+    largest = {name: max(row.batch for row in given.PUBLISHED if row.model == name) for name in ("70B", "175B")}
+    return range(largest["175B"], largest["70B"] + 1, BATCHES)
+
+
+def one_drive_row() -> Published:
+    (row,) = (row for row in given.PUBLISHED if row.role == "gives the batch")
+    return row
+
+
 def one_drive_batch(rates: dict[int, float]) -> float:
     """Sequences per step at 135B that its one-drive row implies: one drive is all that counts there, and moves all of a
     step's bytes at its fitted rate whatever the batch is."""
-    (row,) = (row for row in given.PUBLISHED if row.role == "gives the batch")
+    row = one_drive_row()
     return row.figure * given.STEP_BYTES * given.size_of(row.model) / rates[row.drives] / given.LENGTH
 
 

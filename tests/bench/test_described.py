@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from fuyou_cli.cli.origins import origins_of
 from fuyou_cli.cli.profile import described, write_profile
@@ -240,6 +244,67 @@ def test_no_block_gets_a_data_sheets_peak(gpu: str, sheet: float) -> None:
     (compute,) = (rate for rate in origins_of(found) if rate.what == "compute")
     assert 0.5 * sheet < found.matmul_flops < sheet
     assert compute.origin == "assumption" and f"times {found.matmul_flops / sheet:.2g}" in compute.source
+
+
+def _parts() -> dict[str, dict[str, Any]]:
+    """Every shipped part by its name, its file read as it is."""
+    return {name: part for path in shipped_hardware().values() for name, part in yaml.safe_load(path.read_text()).items()}
+
+
+def _products(text: str) -> list[float]:
+    """Of every `704 tokens/s x 8 x 13e9` in it, units of rates counted."""
+    units = {"GFLOPS": 1e9, "TFLOPS": 1e12, "GB/s": 1e9}
+    factor = r"\d[\d.]*(?:e\d+)?(?: (?!x )[A-Za-z/]+)?"
+    chains = [chain.split(" x ") for chain in re.findall(rf"{factor}(?: x {factor})+", text)]
+    parted = [[one.partition(" ") for one in chain] for chain in chains]
+    return [prod(float(number) * units.get(unit, 1.0) for number, _, unit in chain) for chain in parted]
+
+
+def test_products_in_sources_are_read_as_they_are_written() -> None:
+    assert _products("one, 704 tokens/s x 8 x 13e9: of steps; 52 x 40 GFLOPS") == [704 * 8 * 13e9, 52 * 40e9]
+    assert _products("PCIe 4.0 x16, 162 of 165.2 TFLOPS, times 0.98") == []
+
+
+def test_rates_are_the_products_that_their_sources_give() -> None:
+    """To three digits. Those of compute come first in their source."""
+    given = {
+        (name, source): _products(source)[0]
+        for name, part in _parts().items()
+        for source in part["sources"]
+        if "compute" in source and _products(source)
+    }
+    assert sorted(name for name, _ in given) == ["2xgold5320", "desktop", "rtx3090"]
+    for (name, source), product in given.items():
+        assert parse_rate(_parts()[name]["matmul_flops"], "FLOP/s") == pytest.approx(product, rel=1e-3), source
+
+
+def test_adamw_of_the_host_is_what_its_source_says() -> None:
+    host = _parts()["2xgold5320"]
+    (source,) = (source for source in host["sources"] if "AdamW" in source)
+    rates = {threads: parse_rate(rate, "B/s") for threads, rate in host["adamw"].items()}
+    assert rates[1] == rates[8] / 8 == 10e9 and rates[max(rates)] == 250e9 == max(rates.values())
+    assert "10 GB/s of each of 8 cores, 250 GB/s at most" in source
+    _, channels = _products(source)
+    assert f"{250e9 / channels:.0%}".replace("%", " %") in source
+
+
+@pytest.mark.parametrize("gpu", ["rtx4080", "a100", "h100", "h200"])
+def test_a_share_is_what_its_source_divides(gpu: str) -> None:
+    part = _parts()[gpu]
+    (source,) = (source for source in part["sources"] if "times" in source)
+    (reached, sheet) = re.findall(r"([\d.]+) of ([\d.]+) TFLOPS", source)[0]
+    assert part["sustained_share"] == pytest.approx(float(reached) / float(sheet), abs=0.01)
+
+
+def test_drives_do_at_once_what_their_source_says() -> None:
+    drives = _parts()["p5510"]
+    (source,) = (source for source in drives["sources"] if "while both" in source)
+    listed = re.findall(r"\d[\d.]*", source.partition("GB/s in all")[0].partition("), ")[2])
+    counts = [rates["count"] for rates in drives["rates"]]
+    for total, rates in zip(map(float, listed), drives["rates"], strict=True):
+        both = [parse_rate(rates[key], "B/s") for key in ("store_read_mixed", "store_write_mixed")]
+        assert both == pytest.approx([total * 1e9 * 16 / 30, total * 1e9 * 14 / 30], rel=1e-3), rates["count"]
+    assert f"for {', '.join(map(str, counts[:-1]))} and {counts[-1]} drives" in source and "shared 16 to 14" in source
 
 
 def test_a_profile_that_was_measured_says_so(tmp_path: Path) -> None:

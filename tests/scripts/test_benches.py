@@ -1,10 +1,13 @@
-"""scripts/bench_io.py and bench_adamw.py: a bar is judged only where the machine was quiet, and the exit code says it."""
+"""scripts/bench_io.py, bench_adamw.py and bench_search.py: a bar is judged only where the machine was quiet, and the exit code
+says it."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import bench_adamw
 import bench_io
+import bench_search
 from proof import report
 from proof.report import exit_code
 
@@ -57,6 +61,34 @@ def test_adamw_is_judged_when_both_sides_were_quiet(
     row = bench_adamw.judge("torch", rates, samples, 0.95)
     assert said in capsys.readouterr().out
     assert exit_code([row]) == code
+
+
+@pytest.mark.parametrize(
+    ("wall", "processor", "verdict", "code"),
+    [
+        (1.9, 1.9, "pass", 0),
+        (1.9, 1.0, "pass", 0),  # others had its core, and it was short enough all the same
+        (2.0, 1.9, "FAIL", 1),
+        (3.0, 2.5, "NOT QUIET", 3),
+    ],
+)
+def test_a_search_is_judged_unless_others_had_its_core(wall: float, processor: float, verdict: str, code: int) -> None:
+    samples = [bench_search.Sample(wall=wall * factor, processor=processor * factor) for factor in (0.5, 1.0, 9.0)]
+    found = SimpleNamespace(placed=7, visits=8)
+    row = bench_search.judge(bench_search.Case(model="some"), 9, found, samples)  # type: ignore[arg-type]
+    assert (row.verdict, row.asked, row.measured) == (verdict, "< 2 s", f"{wall:.2f} s")
+    assert exit_code([row]) == code
+
+
+def test_the_search_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    case = bench_search.Case(model="llama-3.2-1b", settings=(bench_search.UNCLIPPED,))
+    monkeypatch.setattr(bench_search, "QUICK", (case,))
+    assert bench_search.main(["--quick", "--results", str(tmp_path)]) in (0, 3)
+    said = capsys.readouterr().out
+    assert said.startswith("python scripts/bench_search.py --quick ") and "llama-3.2-1b, train.clip_grad_norm=null" in said
+    (row,) = json.loads((tmp_path / "bench_search-quick.json").read_text())["rows"]
+    assert row["values"]["placed"] > 1 and 0 < row["values"]["samples"][0]["wall"] < 60
+    assert {case.model for case in bench_search.WHOLE} == {"llama-3.1-405b", "olmo-2-13b"} and len(bench_search.WHOLE) == 8
 
 
 def test_the_output_of_a_bench_names_its_commit(

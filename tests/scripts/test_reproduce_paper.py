@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import ast
 import json
+import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
+import reproduce_paper
 from paper import given, ours, policy
 from paper.policy import Reproduced
+from proof import report
+from rich.console import Console
 
 from fuyou_cli.cli.profile import described
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 SOLVER = {"MEDIAN", "WORST", "CLOSE", "BATCHES"}  # bars, how closely a rate is looked for, and what is only printed
+
+
+def _lines() -> tuple[given.Listed, ...]:
+    """All that goes into part 1, as it is printed."""
+    return (*given.constants(), *given.hardware(), *given.policy())
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +67,11 @@ def test_seconds_are_those_that_the_paper_s_tflops_mean() -> None:
 
 
 def test_four_constants_and_no_number_beside_what_is_listed() -> None:
-    assert len(given.CONSTANTS) <= 4
-    listed = {name for line in (*given.CONSTANTS, *given.HARDWARE, *given.POLICY) for name in line.names}
+    assert len(given.constants()) <= 4
+    listed = {name for line in _lines() for name in line.names}
     numbers = {name for path in ("given.py", "policy.py") for name in _named_numbers(SCRIPTS / "paper" / path)}
     assert numbers - SOLVER == listed
-    assert all(line.value and line.source for line in (*given.CONSTANTS, *given.HARDWARE, *given.POLICY))
+    assert all(line.value and line.source for line in _lines())
     assert _numbers_in_functions(SCRIPTS / "paper" / "policy.py") <= {0, 1, 2, 3}  # counts and indices
 
 
@@ -91,6 +103,64 @@ def test_the_batch_of_135b_is_what_one_drive_says(found: Reproduced) -> None:
     implied = policy.one_drive_batch(found.rates)
     assert min((16, 24, 32), key=lambda batch: abs(batch - implied)) == given.BATCH_135B
     assert sorted({row.batch for row in given.PUBLISHED if row.model == "135B"}) == [given.BATCH_135B]
+
+
+@pytest.mark.parametrize("name", [name for line in _lines() for name in line.names])
+def test_what_is_printed_is_what_is_computed_with(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another value is another text, of its own line alone."""
+    before, value = _lines(), getattr(given, name)
+    other = {"13B": (1, 2, 3)} if isinstance(value, dict) else 2 * value
+    monkeypatch.setattr(given, name, other)
+    assert [new.names for new, old in zip(_lines(), before, strict=True) if new != old] == [
+        line.names for line in before if name in line.names
+    ]
+
+
+def test_the_table_prints_the_constants(found: Reproduced, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = _printed(reproduce_paper.show_reproduced, found)
+    assert "162 TFLOPS" in said and "8 blocks on their way" in said and "30 bytes per parameter" in said
+    moved = [row.moved for row in found.rows]
+    assert f"{min(moved):.1f} to {max(moved):.1f}, of 30" in said
+    monkeypatch.setattr(given, "GPU_FLOPS", 111e12)
+    monkeypatch.setattr(given, "BATCH_135B", 16)
+    changed = _printed(
+        reproduce_paper.show_reproduced, replace(found, rows=tuple(replace(row, moved=12.5) for row in found.rows))
+    )
+    assert "111 TFLOPS" in changed and "162 TFLOPS" not in changed
+    assert "12.5 to 12.5, of 30" in changed
+    assert "16 sequences at 135B" in changed and "at 24 the errors" in changed and "at 24 the errors" not in said
+
+
+def test_a_number_may_be_set_for_part_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GPU_FLOPS", "BATCH_135B", "PUBLISHED"):
+        monkeypatch.setattr(given, name, getattr(given, name))  # as they were, afterwards
+    reproduce_paper.set_given("GPU_FLOPS=150e12")
+    reproduce_paper.set_given("BATCH_135B=16")
+    assert (given.GPU_FLOPS, given.BATCH_135B, policy.one_drive_row().batch) == (150e12, 16, 16)
+    assert policy.machine(12, 19e9).matmul_flops == 150e12
+    with pytest.raises(ValueError, match="none of FITTED_BATCH, GPU_FLOPS, IN_FLIGHT"):
+        reproduce_paper.set_given("SHAPES=1")
+
+
+def test_what_is_said_of_its_buffers() -> None:
+    """700M elements each, as given.py says: two blocks at 13B, less than half of one at 175B."""
+    blocks = {name: max(stage.params for stage in policy.specification(name, 8).stages[1:-1]) for name in ("13B", "175B")}
+    assert 2 <= 700e6 / blocks["13B"] < 3 and 700e6 / blocks["175B"] < 0.5
+    said = next(line.source for line in given.constants() if "IN_FLIGHT" in line.names)
+    assert "700M elements" in said and "two blocks at 13B" in said and "less than half of one at 175B" in said
+
+
+def test_its_output_says_where_it_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "commit", lambda: "1234567890")
+    command, origin = _printed(reproduce_paper.show_origin, ["--part", "1"]).splitlines()[:2]
+    assert command == "python scripts/reproduce_paper.py --part 1"
+    assert "commit 1234567890, " in origin and f"python {platform.python_version()}" in origin and "transformers " in origin
+
+
+def _printed(show: Callable[[Console, Any], object], what: object) -> str:
+    said = StringIO()
+    show(Console(file=said, width=1000), what)
+    return said.getvalue()
 
 
 def _named_numbers(path: Path) -> set[str]:
@@ -150,3 +220,37 @@ def test_a_sustained_machine_writes_no_faster_than_that() -> None:
     assert (late.store_write, late.store_write_mixed) == (there.sustained_write, there.sustained_write_mixed)
     assert (burst.store_write, burst.store_write_mixed) == (there.store_write, there.store_write_mixed)
     assert burst.store_read == late.store_read and late.store_write < burst.store_write / 4
+
+
+OURS = ours.Ours(
+    model="175B", where="there", batch=32, settings=(), paper=62.1, micro=4, sums="float32", ram=600 * 2**30, seconds=100.0,
+    tokens=120.0, clipped=80.0, busy=0.9, written=10**12, rated=10**16,
+)  # fmt: skip
+
+
+def test_what_is_said_beside_the_plans_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [OURS, replace(OURS, micro=2)]
+    said = _printed(reproduce_paper.show_beside, rows)
+    assert "plans may take 600.00 GiB, sums are float32, micro-batches of 2, 4 rows" in said and "162 TFLOPS" in said
+    large = _printed(reproduce_paper.show_large, [OURS])
+    assert "paper's 53.7% at 16,384 tokens" in large and "rtx4090,12xp5510,256GiB,2xgold5320" in large
+    monkeypatch.setattr(given, "GPU_FLOPS", 81e12)
+    monkeypatch.setattr(ours, "LARGE", ("175B", 32, 128))
+    assert "81 TFLOPS" in _printed(reproduce_paper.show_beside, rows)
+    large = _printed(reproduce_paper.show_large, [OURS])
+    assert "paper's 107.3% at 16,384 tokens" in large and "rtx4090,12xp5510,128GiB,2xgold5320" in large
+
+
+def test_what_is_said_of_the_consumer_drives_is_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = _printed(reproduce_paper.show_consumers, [OURS])
+    assert "2 x Samsung SSD 990 PRO 2TB (2 TB)" in said and "(226 GB each)" in said and "of 1,200 TB per drive" in said
+    assert "after 0.5 steps at the latest" in said  # two regions of 226 GB, a TB a step
+    monkeypatch.setattr(ours, "consumer_parts", lambda ram: f"rtx4090,p5510,{ram}GiB")
+    other = _printed(reproduce_paper.show_consumers, [OURS])
+    assert "1 x SOLIDIGM SSDPF2KX038TZ (4 TB)" in other and "(0 GB each)" in other and "of 7,008 TB per drive" in other
+
+
+def test_weights_on_the_gpu_are_in_ram_too() -> None:
+    """Updates write their copy there: what a plan calls at home on the GPU takes RAM all the same."""
+    found = ours.plan_of(ours.Case(model="13B", batch=8, where="", hardware=described("rtx4090,2xgen4,768GiB"), settings=()))
+    assert found.weights_in_ram == pytest.approx(1.0) and found.states_in_ram == pytest.approx(1.0)

@@ -1,0 +1,156 @@
+#!/usr/bin/env python3
+"""How long the search for a plan takes: seconds of `planner.search.search` alone, without reading the model or the recipe.
+
+    python scripts/bench_search.py [--times 3] [--results DIR]
+    needs no GPU and no drives; two minutes where the bar is kept
+    trying the script itself: --quick, 13B alone, one search each
+
+The models are configurations of tests/engine/configs, the machine is described by its parts, and every variant is the default
+recipe with the settings that its line names, micro-batches of one row. A line is the median over the searches of one variant
+that follow a first one, which is not counted. A search is one thread: where it takes clearly longer than the processor worked
+for it, others had its core, and a line that is too long for that is not judged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import redirect_stderr
+from dataclasses import asdict, dataclass
+from io import StringIO
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from proof.report import EXIT_CODES, PASS, ROOT, Row, conclude, described, holds, say, unless_noisy
+
+from fuyou_cli.cli.planning import Planning
+from fuyou_cli.cli.prepared import prepared_elsewhere
+from fuyou_cli.cli.profile import described as machine_of
+from fuyou_cli.core.errors import FuyouError
+from fuyou_cli.planner.search import Found, search
+from fuyou_cli.planner.wishes import Wishes
+from fuyou_cli.recipe.load import load_recipe
+from fuyou_cli.spec.hardware import HardwareProfile
+from fuyou_cli.spec.model import ModelSpec
+from fuyou_cli.spec.plan import Plan
+
+BAR = 2.0  # seconds
+BUSY = 0.9  # of a search's seconds that the processor works for it, at least, where nobody else has its core
+MACHINE = "rtx4090,12xp5510,512GiB,2xgold5320"
+CONFIGS = ROOT / "tests" / "engine" / "configs"
+LARGE, SMALL = "llama-3.1-405b", "olmo-2-13b"
+UNCLIPPED, RECOMPUTED = "train.clip_grad_norm=null", "offload.activations=recompute"
+RECIPE = """version: 1
+output_dir: {folder}/out
+model: {{name_or_path: {folder}}}
+dataset: {{train: [{{path: {folder}/none.jsonl}}], max_seq_len: 1024}}
+train: {{max_steps: 1000, batch_size: 32, micro_batch_size: 1}}
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A configuration, and what differs from the defaults (clipped, everything open)."""
+
+    model: str
+    settings: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        return f"{self.model}, {', '.join(self.settings) or 'as by default'}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """Of one search: its seconds, and those that the processor worked for it."""
+
+    wall: float
+    processor: float
+
+
+WHOLE = (
+    Case(model=LARGE),
+    Case(model=LARGE, settings=(UNCLIPPED,)),
+    Case(model=LARGE, settings=(UNCLIPPED, RECOMPUTED)),
+    Case(model=LARGE, settings=(RECOMPUTED,)),
+    Case(model=LARGE, settings=("offload.optimizer_states=ssd",)),
+    Case(model=LARGE, settings=("offload.weights=ssd",)),
+    Case(model=SMALL),
+    Case(model=SMALL, settings=(UNCLIPPED,)),
+)
+QUICK = tuple(case for case in WHOLE if case.model == SMALL)
+
+
+def asked_of(case: Case, hardware: HardwareProfile) -> tuple[ModelSpec, HardwareProfile, Wishes]:
+    """What `fuyou plan --hardware` hands to the search. It also searches, once."""
+    asked: list[tuple[ModelSpec, HardwareProfile, Wishes]] = []
+    planning = Planning()
+
+    def choose(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
+        asked.append((model, hardware, wishes))
+        return planning(model, hardware, wishes)
+
+    with tempfile.TemporaryDirectory() as folder, redirect_stderr(StringIO()):  # no data there, of which it warns
+        Path(folder, "config.json").write_bytes((CONFIGS / f"{case.model}.json").read_bytes())
+        path = Path(folder, "recipe.yaml")
+        path.write_text(RECIPE.format(folder=folder))
+        prepared_elsewhere(load_recipe(path, case.settings), hardware, choose=choose)
+    if planning.too_small is not None:
+        raise planning.too_small
+    return asked[-1]
+
+
+def searched(case: Case, hardware: HardwareProfile, times: int) -> Row:
+    asked = asked_of(case, hardware)
+    samples = []
+    for _ in range(times):
+        began, worked = time.perf_counter(), time.process_time()
+        found = search(*asked)
+        samples.append(Sample(wall=time.perf_counter() - began, processor=time.process_time() - worked))
+    row = judge(case, len(asked[0].stages), found, samples)
+    say(f"{row.what}: {row.measured}")
+    return row
+
+
+def judge(case: Case, stages: int, found: Found, samples: Sequence[Sample]) -> Row:
+    wall, processor = (statistics.median(seconds) for seconds in zip(*((s.wall, s.processor) for s in samples), strict=True))
+    note = (
+        f"{min(s.wall for s in samples):.2f} to {max(s.wall for s in samples):.2f} s, {processor:.2f} s of the processor; "
+        f"{stages} stages, {found.placed} choices placed, {found.visits:,} visits simulated"
+    )
+    values = {"samples": [asdict(sample) for sample in samples], "placed": found.placed, "visits": found.visits}
+    row = holds(case.words, f"< {BAR:g} s", f"{wall:.2f} s", wall < BAR, note=note, values=values)
+    if row.verdict == PASS:  # others can only have made it longer
+        return row
+    return unless_noisy(row, [{"noisy": processor < BUSY * wall}])
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    options = argparse.ArgumentParser(
+        description=__doc__, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--quick", action="store_true", help="13B alone, one search each: tries the script")
+    options.add_argument("--times", type=int, default=3, help="searches of a variant (default: 3)")
+    options.add_argument("--results", type=Path, default=ROOT / "scripts" / "results", help="where the JSON goes")
+    asked = options.parse_args(words)
+    cases, times = (QUICK, 1) if asked.quick else (WHOLE, max(1, asked.times))
+    print(shlex.join(["python", "scripts/bench_search.py", *(sys.argv[1:] if words is None else words)]))
+    print(described())
+    try:
+        hardware = machine_of(MACHINE)
+        rows = [searched(case, hardware, times) for case in cases]
+    except FuyouError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    name = "bench_search-quick" if asked.quick else "bench_search"
+    return conclude(name, rows, results=asked.results, settings={"machine": MACHINE, "times": times})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
