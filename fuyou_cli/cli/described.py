@@ -20,7 +20,7 @@ from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.units import GiB, parse_size
 from fuyou_cli.recipe.load import yaml_to_data
 from fuyou_cli.recipe.shipped import shipped_hardware
-from fuyou_cli.spec.hardware import Drive, HardwareProfile, wrong_rates
+from fuyou_cli.spec.hardware import STORE_RATES, Drive, HardwareProfile, wrong_rates
 
 from .origins import given_in
 from .typed_data import Reading
@@ -30,10 +30,6 @@ LARGEST_FILE = 1 << 20
 DEFAULT_HOST = "desktop"
 
 _COUNTED = re.compile(r"^(\d+)x(.+)$")
-_RATED = (
-    "store_read", "store_write", "store_read_mixed", "store_write_mixed", "sustained_write", "sustained_read_mixed",
-    "sustained_write_mixed",
-)  # fmt: skip
 _OPTIONAL = (  # of a file without parts: `_defaults`
     "device", "device_memory", "h2d", "d2h", "disk_free", "measured", "ram_available", "process_bytes",
 )  # fmt: skip
@@ -162,13 +158,13 @@ def _together(name: str, kind: DriveKind, count: int) -> tuple[dict[str, Any], t
     above = min((rates for rates in kind.rates if rates.count >= count), key=lambda rates: rates.count, default=None)
     region = below.burst_bytes * count // below.count
     if above is None:
-        grown = {key: getattr(below, key) * count / below.count for key in _RATED}
+        grown = {key: getattr(below, key) * count / below.count for key in STORE_RATES}
         each = f"those of {below.count}" if below.count > 1 else "one's"
         return {**grown, "burst_bytes": region}, (f"{count} {name}: assumption, {each}, in proportion",)
     if below.count == above.count:
-        return {**{key: getattr(below, key) for key in _RATED}, "burst_bytes": region}, ()
+        return {**{key: getattr(below, key) for key in STORE_RATES}, "burst_bytes": region}, ()
     share = log(count / below.count) / log(above.count / below.count)
-    between = {key: _between(getattr(below, key), getattr(above, key), share) for key in _RATED}
+    between = {key: _between(getattr(below, key), getattr(above, key), share) for key in STORE_RATES}
     return {**between, "burst_bytes": region}, (f"{count} {name}: interpolated between {below.count} and {above.count}",)
 
 
