@@ -198,9 +198,7 @@ def _head_chunks(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
 def _rows(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
     """Shorter rows, as many of them at once as before."""
     numerics = prepared.plan.numerics
-    automatic = prepared.recipe.train.micro_batch_size == "auto"
-    pin = (f"train.micro_batch_size={numerics.micro_batch_size}",) if automatic else ()
-    return tuple((f"dataset.max_seq_len={size}", *pin) for size in _halved(numerics.max_seq_len, _LEAST_ROW))
+    return tuple((f"dataset.max_seq_len={size}",) for size in _halved(numerics.max_seq_len, _LEAST_ROW))
 
 
 def _smaller_batches(prepared: Prepared) -> tuple[tuple[str, ...], ...]:

@@ -95,12 +95,12 @@ def _row(words: str, choice: Choice, plan: Plan | None, prepared: Prepared, wish
 
 def _too_large(plan: Plan, prepared: Prepared, wishes: Wishes) -> str:
     """What the search passed it over for, if it did."""
-    device, disk = wishes.gpu_budget, prepared.hardware.disk_free
+    if wishes.has_room_for(plan, prepared.hardware):
+        return ""
+    device, disk = wishes.gpu_budget, wishes.disk(prepared.hardware)
     if device is not None and plan.predicted.gpu_peak > device:
         return f"takes {gib(plan.predicted.gpu_peak)} of GPU memory, {gib(device)} are there"
-    if plan.store_size > disk:
-        return f"takes {gb(plan.store_size)} of disk, {gb(disk)} are free"
-    return ""
+    return f"takes {gb(plan.store_size)} of disk, the store can have {gb(disk)}"
 
 
 def where_time_goes(plan: Plan, best: Plan) -> str:

@@ -17,23 +17,21 @@ import yaml
 from omegaconf.errors import OmegaConfBaseException
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.core.units import GiB, parse_size
+from fuyou_cli.core.units import LARGEST_SIZE, GiB, parse_size
+from fuyou_cli.recipe.fields import format_size
 from fuyou_cli.recipe.load import yaml_to_data
 from fuyou_cli.recipe.shipped import shipped_hardware
-from fuyou_cli.spec.hardware import Drive, HardwareProfile, wrong_rates
+from fuyou_cli.spec.hardware import STORE_RATES, Drive, HardwareProfile, wrong_rates
 
 from .origins import given_in
-from .typed_data import Reading
+from .typed_data import Reading, shown
 
 SYSTEM_MEMORY = 2 * GiB  # that a described machine's other programs are taken to hold
 LARGEST_FILE = 1 << 20
+MOST_DRIVES = 1024
 DEFAULT_HOST = "desktop"
 
 _COUNTED = re.compile(r"^(\d+)x(.+)$")
-_RATED = (
-    "store_read", "store_write", "store_read_mixed", "store_write_mixed", "sustained_write", "sustained_read_mixed",
-    "sustained_write_mixed",
-)  # fmt: skip
 _OPTIONAL = (  # of a file without parts: `_defaults`
     "device", "device_memory", "h2d", "d2h", "disk_free", "measured", "ram_available", "process_bytes",
 )  # fmt: skip
@@ -88,7 +86,7 @@ def profile_from(text: str | Path, *, process_bytes: tuple[int, int]) -> Hardwar
     """The machine of a description: names of parts, or a file. `process_bytes`: what a process is taken to hold before its
     arena exists on device cpu, and with a GPU. Raises UsageError with everything that is wrong."""
     path = Path(text)
-    if isinstance(text, Path) or path.suffix in (".yaml", ".yml") or "/" in text or path.is_file():
+    if isinstance(text, Path) or path.suffix in (".yaml", ".yml") or "/" in text or _is_file(path):
         return _from_file(path, process_bytes)
     return _checked(HardwareProfile(**_composed(text, process_bytes), name=text), f"the machine {text}")
 
@@ -102,7 +100,7 @@ def _composed(text: str, process_bytes: tuple[int, int]) -> dict[str, Any]:
     problems = []
     for word in filter(None, (part.strip() for part in re.split(r"[,+]", text))):
         counted = _COUNTED.match(word.lower())
-        count, name = (int(counted[1]), counted[2]) if counted and counted[2] in drives else (1, word.lower())
+        count, name = (_count(counted[1]), counted[2]) if counted and counted[2] in drives else (1, word.lower())
         if name in gpus:
             chosen["GPU"].append(gpus[name])
         elif name in drives and count:
@@ -113,11 +111,13 @@ def _composed(text: str, process_bytes: tuple[int, int]) -> dict[str, Any]:
             chosen["RAM"].append(size)
         else:
             near = difflib.get_close_matches(name, [*gpus, *drives, *hosts], n=1)
-            problems.append(f"{word!r} is neither a part nor a size" + (f" (did you mean {near[0]}?)" if near else ""))
+            problems.append(f"{shown(word)} is neither a part nor a size" + (f" (did you mean {near[0]}?)" if near else ""))
+    problems += [f"more {name} drives than {MOST_DRIVES:,}" for name, count, _ in chosen["drives"] if count > MOST_DRIVES]
+    problems += [f"more RAM than {format_size(LARGEST_SIZE)}" for size in chosen["RAM"] if size > LARGEST_SIZE]
     problems += [f"several of {what}, one is wanted" for what, found in chosen.items() if len(found) > 1]
     problems += [f"no {what}" for what in ("drives", "RAM") if not chosen[what]]
     if problems:
-        raise UsageError(f"no machine is described by {text!r}: {'; '.join(problems)}", hint=_offer())
+        raise UsageError(f"no machine is described by {shown(text, 100)}: {'; '.join(problems)}", hint=_offer())
     host = (chosen["host"] or [hosts[DEFAULT_HOST]])[0]
     return _assembled(next(iter(chosen["GPU"]), None), chosen["drives"][0], chosen["RAM"][0], host, process_bytes)
 
@@ -162,19 +162,24 @@ def _together(name: str, kind: DriveKind, count: int) -> tuple[dict[str, Any], t
     above = min((rates for rates in kind.rates if rates.count >= count), key=lambda rates: rates.count, default=None)
     region = below.burst_bytes * count // below.count
     if above is None:
-        grown = {key: getattr(below, key) * count / below.count for key in _RATED}
+        grown = {key: getattr(below, key) * count / below.count for key in STORE_RATES}
         each = f"those of {below.count}" if below.count > 1 else "one's"
         return {**grown, "burst_bytes": region}, (f"{count} {name}: assumption, {each}, in proportion",)
     if below.count == above.count:
-        return {**{key: getattr(below, key) for key in _RATED}, "burst_bytes": region}, ()
+        return {**{key: getattr(below, key) for key in STORE_RATES}, "burst_bytes": region}, ()
     share = log(count / below.count) / log(above.count / below.count)
-    between = {key: _between(getattr(below, key), getattr(above, key), share) for key in _RATED}
+    between = {key: _between(getattr(below, key), getattr(above, key), share) for key in STORE_RATES}
     return {**between, "burst_bytes": region}, (f"{count} {name}: interpolated between {below.count} and {above.count}",)
 
 
 def _between(low: float, high: float, share: float) -> float:
     """On a straight line of logarithms: rates grow with a power of the count."""
     return exp(log(low) + (log(high) - log(low)) * share) if low > 0 and high > 0 else 0.0
+
+
+def _count(digits: str) -> int:
+    """The first digits of too many are too many."""
+    return int(digits.lstrip("0")[:9] or "0")
 
 
 def _size(word: str) -> int | None:
@@ -270,7 +275,14 @@ def _mapping(path: Path) -> dict[Any, Any]:
 
 def _help(path: Path) -> str | None:
     """A missing file may have been meant as parts."""
-    return _offer() if not path.exists() and path not in shipped_hardware().values() else None
+    return _offer() if not _is_file(path) and path not in shipped_hardware().values() else None
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # no file has so long a name
+        return False
 
 
 def _refuse(place: str | Path, problems: list[str]) -> None:

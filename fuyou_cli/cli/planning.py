@@ -69,6 +69,12 @@ class Outcome:
     changes: tuple[str, ...]  # key=value
     prepared: Prepared
     room: Room
+    kept: tuple[str, ...] = ()  # key=value of what a recipe with the changes alone would have chosen anew
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """What gives this very plan behind the command."""
+        return (*self.changes, *self.kept)
 
     @property
     def plan(self) -> Plan:
@@ -106,17 +112,20 @@ class Elsewise:
     plans: int = field(default=0)  # made so far
 
     def with_keys(self, changes: Sequence[str], *, choose: Choose = fastest) -> Outcome | None:
-        """The recipe with these `key=value`; None where the recipe does not allow them, the model refuses them or nothing
-        fits."""
+        """The recipe with these `key=value`, its rows computed as many at once as before unless they say otherwise; None
+        where the recipe does not allow them, the model refuses them or nothing fits."""
         from fuyou_cli.recipe.load import load_recipe
 
         try:
             loaded = load_recipe(self.loaded.path, [*self.loaded.overrides, *changes])
             if self.described:
                 loaded = on_described(loaded, self.prepared.hardware)
-            return self.with_recipe(loaded.recipe, tuple(changes), choose=choose)
+            outcome = self.with_recipe(loaded.recipe, tuple(changes), choose=choose)
         except FuyouError:
             return None
+        automatic = loaded.recipe.train.micro_batch_size == "auto"
+        kept = (f"train.micro_batch_size={outcome.plan.numerics.micro_batch_size}",) if automatic else ()
+        return replace(outcome, kept=kept)
 
     def with_recipe(self, recipe: Recipe, changes: tuple[str, ...] = (), *, choose: Choose = fastest) -> Outcome:
         """Raises PlanError where nothing fits, UsageError where the model refuses it."""

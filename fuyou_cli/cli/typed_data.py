@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from fuyou_cli.core.units import parse_rate, parse_size
+from fuyou_cli.core.units import LARGEST_RATE, LARGEST_SIZE, parse_rate, parse_size
 
 FLOPS = ("matmul_flops", "forward", "backward")  # everything else in float that is written with a unit is in bytes/s
 PLAIN = ("shared_compute", "shared_adamw", "io_cpu", "others_cores", "sustained_share")  # no rates
@@ -25,7 +24,7 @@ class Reading:
         """The values of `data` that are right, by the types that the dataclass `kind` declares. Keys without a default that
         are not `optional` must be there."""
         if not isinstance(data, Mapping):
-            self.problems.append(f"{where or 'the whole'}: keys and values are wanted, not {_shown(data)}")
+            self.problems.append(f"{where or 'the whole'}: keys and values are wanted, not {shown(data)}")
             return {}
         hints = get_type_hints(kind)
         needed = [f.name for f in fields(kind) if f.default is MISSING and f.name not in optional]
@@ -68,41 +67,44 @@ class Reading:
             value = [list(pair) for pair in value.items()]
         endless = inner[-1] is Ellipsis
         if not isinstance(value, list) or (not endless and len(value) != len(inner)):
-            self.problems.append(f"{where}: a list is wanted, not {_shown(value)}")
+            self.problems.append(f"{where}: a list is wanted, not {shown(value)}")
             return None
         hints = [inner[0]] * len(value) if endless else list(inner)
         return tuple(self._value(h, v, f"{where}[{i}]", key) for i, (h, v) in enumerate(zip(hints, value, strict=True)))
 
     def _whole(self, value: object) -> int:
         if self.written and isinstance(value, str):
-            return parse_size(value)
+            value = parse_size(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ValueError(f"a whole number{' or a size' if self.written else ''} is wanted, not {_shown(value)}")
+            raise ValueError(f"a whole number{' or a size' if self.written else ''} is wanted, not {shown(value)}")
+        if value > LARGEST_SIZE:
+            raise ValueError(f"at most {LARGEST_SIZE} is wanted, not {shown(value)}")
         return value
 
     def _number(self, value: object, key: str) -> float:
         if self.written and key not in PLAIN and isinstance(value, str):
             return parse_rate(value, "FLOP/s" if key in FLOPS else "B/s")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-            raise ValueError(f"a number is wanted, not {_shown(value)}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= LARGEST_RATE:
+            raise ValueError(f"a number from 0 to {LARGEST_RATE:.0e} is wanted, not {shown(value)}")
         return float(value)
 
 
 def _checked(value: object, kind: type, what: str) -> Any:
     if not isinstance(value, kind):
-        raise ValueError(f"{what} is wanted, not {_shown(value)}")
+        raise ValueError(f"{what} is wanted, not {shown(value)}")
     return value
 
 
 def _one_of(value: object, allowed: tuple[Any, ...]) -> Any:
     if value not in allowed:
-        raise ValueError(f"{' or '.join(map(str, allowed))} is wanted, not {_shown(value)}")
+        raise ValueError(f"{' or '.join(map(str, allowed))} is wanted, not {shown(value)}")
     return value
 
 
-def _shown(value: object) -> str:
+def shown(value: object, most: int = 40) -> str:
+    """For a message, however long it is."""
     text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _meant(key: object, known: Collection[str]) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
+LARGEST_SIZE = 1 << 62  # bytes; anything above is a slip of the pen, and overflows the store's addresses
+LARGEST_RATE = 1e21  # per second: no machine is near it, and nothing that is reckoned from it overflows
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGTP]i?B|B)?\s*$")
 _RATE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGTP]i?)?(B/s|FLOPS|FLOP/s)\s*$")
@@ -26,22 +28,28 @@ def parse_size(text: str | int) -> int:
     match = _SIZE.match(text) if isinstance(text, str) else None
     if match is None:
         raise ValueError(f"{text!r} is not a size: write 2GiB, 512MiB, 1.5TB or a number of bytes")
-    return int(float(match[1]) * _FACTOR[match[2]])
+    try:
+        return int(float(match[1]) * _FACTOR[match[2]])
+    except OverflowError:
+        raise ValueError("no size has so many digits") from None
 
 
 def parse_rate(text: str | int | float, unit: str) -> float:
     """Per second: of "21GB/s" or "7450 MB/s" where `unit` is B/s, of "162TFLOPS" where it is FLOP/s, or a plain number.
     Raises ValueError naming the accepted forms."""
     if isinstance(text, (int, float)) and not isinstance(text, bool):
-        if not 0 <= text < float("inf"):
-            raise ValueError("a rate is a finite number and not negative")
+        if not 0 <= text <= LARGEST_RATE:
+            raise ValueError(f"a rate is a number from 0 to {LARGEST_RATE:.0e}")
         return float(text)
     match = _RATE.match(text) if isinstance(text, str) else None
     if match is None or (match[3] == "B/s") != (unit == "B/s"):
         example = "21GB/s or 3.5GiB/s" if unit == "B/s" else "162TFLOPS"
         raise ValueError(f"{text!r} is not a rate in {unit}: write {example}, or a number")
     prefix = match[2] or ""
-    return float(match[1]) * _FACTOR[f"{prefix}B"]
+    found = float(match[1]) * _FACTOR[f"{prefix}B"]
+    if found > LARGEST_RATE:
+        raise ValueError(f"a rate is at most {LARGEST_RATE:.0e} {unit}")
+    return found
 
 
 def align_up(value: int, unit: int) -> int:

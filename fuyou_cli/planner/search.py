@@ -180,10 +180,7 @@ class _Looking:
             )
 
     def _fits(self, plan: Plan) -> bool:
-        device = self.placing.wishes.gpu_budget
-        on_device = device is None or plan.predicted.gpu_peak <= device
-        disk = self.placing.hardware.disk_free if self.placing.wishes.ssd_budget is None else self.placing.wishes.ssd_budget
-        return not self.limited or (plan.store_size <= disk and on_device)
+        return not self.limited or self.placing.wishes.has_room_for(plan, self.placing.hardware)
 
     def look_around(self, choices: Family) -> bool:
         """Places what differs in one knob from the best simulated choice around which nobody looked yet; whether there is

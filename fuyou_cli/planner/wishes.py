@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..spec.hardware import HardwareProfile
-from ..spec.plan import Numerics, Tier
+from ..spec.plan import Numerics, Plan, Tier
 from .boundary_layout import Kept
 
 MOST_UPDATE_THREADS = 64  # that the daemon can have
@@ -42,6 +42,15 @@ class Wishes:
     scratch_size: int = 0  # of the daemon's chunks, from the native library
     export_item: int = 2  # bytes per exported weight
     sustained: bool = False  # the run writes past the drives' fast regions
+
+    def disk(self, hardware: HardwareProfile) -> int:
+        """Bytes that the store may have."""
+        return hardware.disk_free if self.ssd_budget is None else self.ssd_budget
+
+    def has_room_for(self, plan: Plan, hardware: HardwareProfile) -> bool:
+        """On disk and device: what a plan takes of RAM is within the budget since it was placed."""
+        on_device = self.gpu_budget is None or plan.predicted.gpu_peak <= self.gpu_budget
+        return on_device and plan.store_size <= self.disk(hardware)
 
 
 def update_threads_for(hardware: HardwareProfile, *, device: str, torch_threads: int) -> int:

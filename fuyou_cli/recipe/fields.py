@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from fuyou_cli.core.units import parse_size
+from fuyou_cli.core.units import LARGEST_SIZE, parse_size
 
 Auto = Literal["auto"]
 
@@ -20,7 +20,6 @@ _LARGEST_BLOCK = 1 << 30  # of one I/O, as in native/src/internal.h
 _DEEPEST_QUEUE = 256  # I/Os in flight per direction, as there
 _LARGEST_WHOLE = 2**31 - 1
 _MOST_THREADS = 1024  # torch crashes when the system has no more of them
-_LARGEST = 1 << 62  # bytes; anything above is a slip of the pen, and overflows the store's addresses
 
 
 def wrong(code: str, reason: str) -> PydanticCustomError:
@@ -40,10 +39,10 @@ def _size(value: object) -> int:
         raise wrong("wrong_type", "expected a size such as 2GiB, 512MiB or 1.5TB")
     try:
         size = parse_size(value)
-    except (ValueError, OverflowError):
+    except ValueError:
         raise wrong("wrong_type", "expected a size such as 2GiB, 512MiB or 1.5TB") from None
-    if not 0 < size <= _LARGEST:
-        raise wrong("out_of_range", f"a size is between 1 byte and {format_size(_LARGEST)}")
+    if not 0 < size <= LARGEST_SIZE:
+        raise wrong("out_of_range", f"a size is between 1 byte and {format_size(LARGEST_SIZE)}")
     return size
 
 

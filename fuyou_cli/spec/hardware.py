@@ -16,6 +16,12 @@ from .model import Dtype
 
 RatedKind = Literal["block", "head"]
 
+# Of the drives: at first, and once their fast regions are full.
+STORE_RATES = (
+    "store_read", "store_write", "store_read_mixed", "store_write_mixed", "sustained_write", "sustained_read_mixed",
+    "sustained_write_mixed",
+)  # fmt: skip
+
 # What a digest leaves out: how much is there now, and what things are called. The rest is rates.
 _NOT_RATES = (
     "ram_total", "ram_available", "process_bytes", "device_memory", "disk_free", "pinnable", "pinnable_why", "drives", "name",

@@ -140,7 +140,7 @@ def undeferred(best: Candidate, wishes: Wishes) -> Candidate | None:
 def placed(best: Candidate, wishes: Wishes, choice: Choice, name: str) -> Candidate | None:
     prepared = best.prepared
     plan = made_of(prepared.model, prepared.hardware, wishes, choice)
-    if plan is None or plan.store_size > prepared.hardware.disk_free:
+    if plan is None or not wishes.has_room_for(plan, prepared.hardware):
         return None
     step = timed(alternative(choice, plan), prepared.model, prepared.hardware)
     return Candidate(name=name, prepared=replace(prepared, plan=step), choice=choice)
@@ -154,7 +154,7 @@ def near_the_bound(best: Candidate, wishes: Wishes, draw: random.Random) -> list
     bounds, seen = [], {alike(prepared.plan)}
     for choice in choices:
         plan = made_of(prepared.model, prepared.hardware, wishes, choice)
-        if plan is None or plan.store_size > prepared.hardware.disk_free or alike(plan) in seen:
+        if plan is None or not wishes.has_room_for(plan, prepared.hardware) or alike(plan) in seen:
             continue
         seen.add(alike(plan))
         costs = Costs.of(prepared.model, prepared.hardware, plan)

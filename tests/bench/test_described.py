@@ -91,13 +91,20 @@ def test_without_a_gpu_the_host_computes() -> None:
         ("rtx4090,rtx3090,gen4,64GiB,128GiB", "several of GPU, one is wanted; several of RAM"),
         ("0xgen4,64GiB", "'0xgen4' is neither"),
         ("", "no drives; no RAM"),
+        ("rtx4090,1000000000xgen4,64GiB", "more gen4 drives than 1,024"),
+        ("1025xgen4,64GiB", "more gen4 drives than 1,024"),
+        (f"{'9' * 5000}xgen4,64GiB", "more gen4 drives than 1,024"),
+        ("gen4,4097PiB", "more RAM than 4096PiB"),
+        (f"gen4,{'9' * 400}GiB", f"'{'9' * 36}... is neither"),
+        ("x" * 5000, f"'{'x' * 36}... is neither"),
     ],
+    ids=lambda text: text[:20],
 )
 def test_parts_that_are_none(text: str, said: str) -> None:
     with pytest.raises(UsageError) as error:
         described(text)
     assert said in error.value.message and error.value.exit_code == 2
-    assert error.value.hint is not None
+    assert error.value.hint is not None and len(error.value.message) < 400
     for name in ("rtx4090", "h200", "gen5", "p5510", "desktop", "768GiB"):
         assert name in error.value.hint
 
@@ -166,6 +173,12 @@ def test_everything_wrong_with_a_file_at_once(tmp_path: Path) -> None:
         (WHOLE.replace("tokens: 1024", "tokens: 0"), "stage_rates[0].tokens: more than 0"),
         ("parts: rtx4090,gen4,64GiB\nstore_read: .nan", "store_read: a number"),
         ("parts: rtx4090,gen4,64GiB\nstore_read: true", "store_read: a number"),
+        (f"parts: rtx4090,gen4,64GiB\nram_total: 1{'0' * 400}", "ram_total: at most"),
+        (f"parts: rtx4090,gen4,64GiB\nram_total: 1{'0' * 400}GiB", "ram_total: no size"),
+        (f"parts: rtx4090,gen4,64GiB\nh2d: 1{'0' * 400}", "h2d: a number"),
+        (f"parts: rtx4090,gen4,64GiB\nh2d: 1{'0' * 400}GB/s", "h2d: a rate is at most"),
+        (f"parts: rtx4090,gen4,64GiB\nio_cpu: 1{'0' * 400}", "io_cpu: a number"),
+        ("parts: rtx4090,2000xgen4,64GiB", "parts: no machine is described by 'rtx4090,2000xgen4,64GiB': more gen4 drives"),
     ],
 )
 def test_files_that_describe_no_machine(text: str, said: str, tmp_path: Path) -> None:
@@ -179,6 +192,8 @@ def test_files_that_describe_no_machine(text: str, said: str, tmp_path: Path) ->
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot read") as error:
         described("none.yaml")
+    with pytest.raises(UsageError, match="cannot read"):
+        described("./" + "x" * 5000)
     assert "rtx4090" in (error.value.hint or "")  # perhaps parts were meant
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UsageError, match="cannot read"):

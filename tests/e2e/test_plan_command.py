@@ -178,6 +178,23 @@ def test_a_run_that_wears_a_drive_out_is_told_a_larger_batch(
     assert steps * changes[larger]["written_per_step"] <= 0.3e9 < shown["written_by_run"]
 
 
+def test_a_change_that_is_pasted_gives_the_plan_that_was_shown(
+    new_project: NewProject, command: Callable[[Project], Command]
+) -> None:
+    """Also where micro-batches are the planner's to choose: all 31 rows at once, which it would not do with 62."""
+    batch = {"dataset.max_seq_len": 64, "train.max_steps": 1000, "train.batch_size": 31, "train.micro_batch_size": "auto"}
+    project = new_project(changes={**HERE, **batch, "offload.boundaries": "cpu", "offload.gradients": "cpu"})
+    drives = [{"model": "small", "capacity": "1TB", "rated_bytes": "1GB"}]
+    (project.folder / "machine.yaml").write_text(yaml.safe_dump({"parts": "1xgen4,64GiB", "drives": drives}))
+    fuyou = command(project)
+    changes = fuyou.json("--hardware", "machine.yaml")["changes"]
+    assert any(change["overrides"][0].startswith("train.batch_size=") for change in changes)
+    for change in changes:
+        again = fuyou.json("--hardware", "machine.yaml", *change["overrides"])
+        figures = {**again, **again["plan"], **again["plan"]["predicted"]}
+        assert {key: figures[key] for key in change["figures"]} == change["figures"], change["overrides"]
+
+
 @pytest.mark.timeout(120)
 def test_the_very_plan_is_run(new_project: NewProject, command: Callable[[Project], Command]) -> None:
     project = new_project(changes={"train.max_steps": 2, "export.at_end": False})

@@ -1,5 +1,7 @@
-"""A simulated step asks for the same transfers and updates as a real one, in the same order: both follow one schedule and
-one set of ledgers, so a difference would be in how the simulator's loop or the executor's passes use them."""
+"""A simulated step asks for the same transfers and updates as a real one: both follow one schedule and one set of ledgers, so a
+difference would be in how the simulator's loop or the executor's passes use them. Those of one kind come in the same order, but
+where the clock decides: of updates that wait for the norm whichever has its gradients and weights first, boundaries read for a
+device with memory of its own as its copies end, and which weights just updated are still there when they are wanted again."""
 
 from __future__ import annotations
 
@@ -89,14 +91,15 @@ def test_clipped_the_requests_are_the_same(
     plan, really = _really(subject, tmp_path, clip=0.5, device=device, lookahead=lookahead)
     paper = _on_paper(subject, plan)
     assert {what: sorted(stages) for what, stages in paper.items()} == {what: sorted(stages) for what, stages in really.items()}
-    if device == "cpu":  # elsewhere what is asked next depends on when copies arrive
-        for what in ("write boundary", "read boundary", "write gradients"):
-            assert paper[what] == really[what], what
+    ordered = paper.keys() - {"update"} - ({"read boundary"} if device == "emulated" else set())
+    assert ordered >= {"read weights", "write boundary", "write gradients"}
+    for what in ordered:
+        assert paper[what] == really[what], what
 
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
 def test_unclipped_the_requests_are_the_same(device: Literal["cpu", "emulated"], subject: Subject, tmp_path: Path) -> None:
-    """Weights just updated may still be there when they are wanted again: which ones depends on the clock."""
+    """Weights are read in the order of the schedule, from where the step before had read ahead to."""
     plan, really = _really(subject, tmp_path, clip=None, device=device, lookahead=2)
     paper = _on_paper(subject, plan)
     assert paper.keys() == really.keys()
@@ -104,4 +107,6 @@ def test_unclipped_the_requests_are_the_same(device: Literal["cpu", "emulated"],
         assert paper[what] == really[what], what
     planned = [visit.owner for visit in plan_schedule(subject.spec, plan).visits if visit.fetch]
     for asked in (paper, really):
-        assert len(asked["read weights"]) <= len(planned) and set(asked["read weights"]) <= set(planned)
+        assert len(asked["read weights"]) <= len(planned)
+        coming = iter([*planned, *planned[: plan.lookahead]])
+        assert all(stage in coming for stage in asked["read weights"]), asked["read weights"]

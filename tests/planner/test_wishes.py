@@ -1,17 +1,22 @@
-"""Update threads: as many as help, of the cores that compute leaves."""
+"""What wishes leave of a machine: update threads of its cores, and room on its disk and device."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuyou_cli.cli.compare import _too_large
+from fuyou_cli.planner.search import fastest
 from fuyou_cli.planner.wishes import MOST_UPDATE_THREADS, NEARLY_BEST, update_chunks_for, update_threads_for
 from fuyou_cli.spec.hardware import HardwareProfile
 
 from .models import HARDWARE
+from .test_plan_file import SPEC, wishes
 
 RATES = ((1, 12e9), (2, 24e9), (4, 40e9), (8, 55e9), (16, 56e9))
 DESKTOP = replace(HARDWARE, cores=16, adamw=RATES)
@@ -49,3 +54,35 @@ def test_never_more_than_are_free_nor_than_help(rates: list, cores: int, device:
     fewer = [rate for count, rate in usable.items() if count < threads]
     assert all(rate < NEARLY_BEST * max(usable.values()) for rate in fewer)
     assert update_chunks_for(threads) > threads
+
+
+@pytest.mark.parametrize(
+    ("limits", "room"),
+    [
+        ({}, True),
+        ({"ssd_budget": 0}, True),  # bytes less than the plan takes
+        ({"ssd_budget": 1}, False),
+        ({"gpu_budget": 0}, True),
+        ({"gpu_budget": 1}, False),
+        ({"gpu_budget": 0, "ssd_budget": 1}, False),
+    ],
+)
+def test_a_plan_has_room_on_disk_and_device(limits: dict[str, int], room: bool) -> None:
+    """By everyone who asks: the search, who compares with what it passed over, and who proves that it chose well."""
+    free = wishes(weights="ssd", states="ssd")
+    found = fastest(SPEC, HARDWARE, free)
+    plan = replace(found, predicted=replace(found.predicted, gpu_peak=1 << 30))
+    there = {"ssd_budget": plan.store_size, "gpu_budget": 1 << 30}
+    asked = replace(free, **{key: there[key] - less for key, less in limits.items()})
+    assert asked.has_room_for(plan, HARDWARE) == room
+    prepared = cast("Any", SimpleNamespace(model=SPEC, hardware=HARDWARE))
+    assert (_too_large(plan, prepared, asked) == "") == room
+
+
+def test_the_disk_is_what_the_run_may_have_of_it_where_that_is_known() -> None:
+    plan = fastest(SPEC, HARDWARE, wishes(weights="ssd", states="ssd"))
+    full = replace(HARDWARE, disk_free=plan.store_size - 1)
+    assert not wishes().has_room_for(plan, full)
+    assert wishes(ssd_budget=plan.store_size).has_room_for(plan, full)  # what an earlier run left there is taken over
+    prepared = cast("Any", SimpleNamespace(model=SPEC, hardware=HARDWARE))
+    assert "of disk" in _too_large(plan, prepared, wishes(ssd_budget=plan.store_size - 1))

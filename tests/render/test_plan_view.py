@@ -117,7 +117,12 @@ def test_what_the_run_holds_already_counts_as_room(
     assert plan_problems(plan, resumed) == []
     console, printed = printer(120, ascii=True)
     show_plan(console, plan, model, hardware, resumed, verbose=False, facts=RunFacts())
-    assert "the store and the exported model: 32.2 GB, 30 GB of it there already; 10 GB free" in printed()
+    said = "the store and the exported model: 32.2 GB, 30 GB of it there already; 10 GB free"
+    assert f"{said}; a saved state is part of the store" in " ".join(printed().split())
+    console, printed = printer(120, ascii=True)
+    elsewhere = replace(room, disks=(replace(room.disks[0], what=("the exported model",)),))
+    show_plan(console, plan, model, hardware, elsewhere, verbose=False, facts=RunFacts())
+    assert "the exported model: " in printed() and "saved state" not in printed()
 
 
 def test_a_separate_device_gets_a_column(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -11,9 +14,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import prove_choice
+from planner.models import HARDWARE
+from planner.test_plan_file import SPEC, wishes
+from proof.alternatives import Candidate, near_the_bound, placed
 from proof.report import Progress
 from proof.runs import Case
 from proof.setting import Setting
+
+from fuyou_cli.planner.search import search
 
 CASE = Case(
     shape="50m", budget=1 << 30, steps=prove_choice.STEPS, warm_up=prove_choice.WARM_UP, throttle=(9, 9), timed=True, paced=True
@@ -75,3 +83,14 @@ def test_a_machine_that_slows_down_favours_nobody(tmp_path: Path, monkeypatch: p
     slowing = [1.0 - 0.01 * number for number in range(40)]
     verdict, measured, _ = rows(Machine([10.0] * 11, slowing), tmp_path, monkeypatch)
     assert verdict == "pass" and float(measured) == pytest.approx(1.0, abs=0.01)
+
+
+def test_a_rival_has_the_room_that_the_chosen_plan_had() -> None:
+    """Of the disk what the run may have, not all that is free: the search has no more either."""
+    roomy = wishes(weights="ssd", states="ssd")
+    chosen = search(SPEC, HARDWARE, roomy).best
+    prepared = cast("Any", SimpleNamespace(model=SPEC, hardware=HARDWARE, plan=chosen.plan))
+    best = Candidate(name="chosen", prepared=prepared, choice=chosen.choice)
+    tight = replace(roomy, ssd_budget=1)
+    assert placed(best, tight, chosen.choice, "the same") is None
+    assert near_the_bound(best, tight, random.Random(0)) == []

@@ -60,7 +60,7 @@ def show_changes(console: Console, outcomes: Sequence[Outcome], shapes: Symbols,
     for title in ("step", "tokens/s", "RAM", "ssd a step"):
         column(content, title, right=True)
     for outcome in outcomes:
-        content.add_row(Text(" ".join(outcome.changes)), *_figures(outcome.plan))
+        content.add_row(Text(" ".join(outcome.overrides)), *_figures(outcome.plan))
     show(console, content, indent=2)
 
 

@@ -267,9 +267,11 @@ def _share(part: float) -> str:
 
 
 def _disk(disk: FileSystem) -> tuple[str, str]:
-    """One file system: what the run puts there and what is left for it."""
+    """One file system: what the run puts there and what is left for it. What a stop saves is what rests in the store, no other
+    copy of it."""
     held = f", {gb(disk.held)} of it there already" if disk.held else ""
-    return "disk", f"{' and '.join(disk.what)}: {gb(disk.wanted)}{held}; {gb(disk.free)} free"
+    saved = "; a saved state is part of the store" if "the store" in disk.what else ""
+    return "disk", f"{' and '.join(disk.what)}: {gb(disk.wanted)}{held}; {gb(disk.free)} free{saved}"
 
 
 def _stages(console: Console, plan: Plan, model: ModelSpec, shapes: Symbols) -> None:

@@ -140,4 +140,4 @@ def _compared(compared: Comparison) -> dict[str, object]:
 
 
 def _changes(outcomes: Sequence[Outcome]) -> list[dict[str, object]]:
-    return [{"overrides": list(outcome.changes), "figures": _figures(outcome.plan)} for outcome in outcomes]
+    return [{"overrides": list(outcome.overrides), "figures": _figures(outcome.plan)} for outcome in outcomes]
