@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import TypeVar
 
 from ..core.errors import PlanError
@@ -207,6 +208,7 @@ def _settled(homes: Homes, items: list[Item], kind: str) -> tuple[Tier, ...]:
     return tuple("cpu" if stage in moved else tier for stage, tier in enumerate(tiers))
 
 
+@cache
 def _spread(stage: int) -> int:
     return int(f"{stage:016b}"[::-1], 2)
 
