@@ -69,6 +69,10 @@ class _Imagined:
             sums=self.sums,
         )
 
+    def let_go(self) -> None:
+        """Of the ledgers, which call back here: what both hold is free at once, and waits for no cycle collector."""
+        del self.residency, self.boundaries, self.lookahead, self.watch
+
     # ---- transfers (the ledgers call these) ------------------------------------------------------------------------
 
     def read(self, arena_offset: int, store_offset: int, size: int, *, priority: int = 0, label: int = 0) -> int:
@@ -342,7 +346,7 @@ def simulate(
         forward = _step(run, len(schedule.visits))
         ends.append(machine.now)
     begin = before.now
-    return Timeline(
+    found = Timeline(
         begin=begin,
         step_seconds=ends[-1] - begin,
         forward_seconds=forward - begin,
@@ -358,6 +362,8 @@ def simulate(
         asked=tuple(run.asked[before.asked :]),
         memory=() if run.watch is None else tuple(run.watch.moments),
     )
+    run.let_go()
+    return found
 
 
 class _Before:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -147,6 +148,14 @@ def test_mixed_or_in_order_a_family_has_the_same_choices(case: tuple[ModelSpec, 
     choices = family(*case)
     mixed = list(choices.mixed())
     assert len(mixed) == len(choices) and sorted(mixed) == sorted(choices)
+
+
+def test_what_a_search_gives_up_is_free_at_once() -> None:
+    """Python's cycle collector is off meanwhile; afterwards it is as it was."""
+    spec = model(8 << 20, *[16 << 20] * 4, 2048, 8 << 20)
+    gc.collect()
+    search(spec, SLOW_STORE, replace(_large(spec), clip_grad_norm=None))
+    assert gc.collect() < 100 and gc.isenabled()
 
 
 def test_what_the_search_saw_is_what_the_plan_says() -> None:
