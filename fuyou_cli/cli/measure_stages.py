@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from fuyou_cli.core.units import count, gib
 from fuyou_cli.spec.hardware import RatedKind, StageRate
@@ -20,8 +20,10 @@ from .measure import DTYPES, Rate, each, rate_of, seconds_of
 if TYPE_CHECKING:
     import torch
 
-    from fuyou_cli.engine.alone import BlockAlone
+    from fuyou_cli.engine.alone import BlockAlone, HeadAlone
     from fuyou_cli.engine.anatomy import Anatomy
+
+    Alone = BlockAlone | HeadAlone
 
 WIDTHS = (1024, 2048, 512)  # in this order: when time runs out, the last are left out; a head is measured at the first
 GPU_WIDTHS = (4096, 2048, 1024)  # narrower ones only show how long a launch takes
@@ -38,21 +40,6 @@ SEVERAL = 1.25  # times as long where micro-batches of several sizes take turns
 _OWN: dict[RatedKind, str] = {"block": "decoder block", "head": "head"}
 TURNS = 8  # of forward, backward, ... each, about
 USABLE = 0.8  # of the memory that is free
-
-
-class Alone(Protocol):
-    """A stage by itself: `engine.alone`."""
-
-    flops: float
-    backward_flops: float  # recompute included
-    given_flops: float  # of backward where every output that can be kept is given back; 0: none can
-    tokens: int
-
-    def forward(self) -> None: ...
-
-    def backward(self) -> None: ...
-
-    def given(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,7 +156,7 @@ def _head_alone(
     accumulate: Dtype,
     shape: tuple[int, int],
     chunk: int,
-) -> Alone:
+) -> HeadAlone:
     from fuyou_cli.engine.alone import HeadAlone
 
     return HeadAlone(
@@ -208,10 +195,12 @@ class Sample:
     @property
     def parts(self) -> dict[str, _Part]:
         """By the field of a StageRate."""
+        from fuyou_cli.engine.alone import BlockAlone
+
         alone = self.alone
         parts = {"forward": _Part("forward", alone.forward, alone.flops, 0.25)}
         parts["backward"] = _Part("backward", alone.backward, alone.backward_flops, 0.5)
-        if alone.given_flops:
+        if isinstance(alone, BlockAlone) and alone.given_flops:  # of a head nothing is kept
             parts["given"] = _Part("backward, outputs kept", alone.given, alone.given_flops, 0.25)
         return parts
 

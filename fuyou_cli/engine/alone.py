@@ -38,9 +38,9 @@ class BlockAlone:
     def __init__(self, anatomy: Anatomy, spec: StageSpec, *, dtype: Dtype, accumulate: Dtype, shape: tuple[int, int],
                  device: torch.device, micro_batches: int = 1) -> None:  # fmt: skip
         self.flops, self.tokens = spec.forward_flops, shape[0] * shape[1]
-        self.backward_flops = 3 * spec.forward_flops - spec.unneeded_flops
+        self.backward_flops = 3 * spec.forward_flops - spec.unneeded_flops  # recompute included
         every = sum(operator.flops for operator in spec.operators)
-        self.given_flops = self.backward_flops - every if every else 0.0
+        self.given_flops = self.backward_flops - every if every else 0.0  # where every output is given back; 0: none can be
         self._spec, self._stage = spec, Stage(anatomy, spec)
         call = _call_of(anatomy, spec.index, dtype=dtype, shape=shape)
         args, kwargs = tree_map(lambda value: _placed(value, device), (call.args, call.kwargs))
@@ -115,7 +115,7 @@ class HeadAlone:
         rows, tokens = (len(range(*part.indices(size))) for part, size in zip(cut, shape, strict=True))
         self.tokens = rows * tokens
         self.flops = spec.forward_flops * self.tokens / (shape[0] * shape[1])
-        self.backward_flops, self.given_flops = 3 * self.flops, 0.0
+        self.backward_flops = 3 * self.flops
         self._stage, self._head, self._vocabulary = Stage(anatomy, owner), Head(anatomy.model), spec.vocabulary
         self._flat = _filled(owner.params, dtype, device)
         self._total = GradientSum(stage=owner, flat=_empty(owner.params, accumulate, device))
@@ -142,10 +142,6 @@ class HeadAlone:
                 slope = [self._slope(y.detach(), self._vocabulary[0])]
             with self._total.collecting(parameters):
                 torch.autograd.backward([y], slope, inputs=[piece, *parameters])
-
-    def given(self) -> None:
-        """Of a head nothing is kept."""
-        self.backward()
 
     def _slope(self, logits: torch.Tensor, first: int) -> torch.Tensor:
         return self._seen().gradient(self._part, logits, first=first, normaliser=self.tokens)
