@@ -37,7 +37,7 @@ QUICK_PAIR, FULL_PAIR = 0.3, 2.0  # of one forward and one backward that tokens 
 RECIPE_QUICK_PAIR, RECIPE_FULL_PAIR = 8.0, 40.0
 RECIPE_SECONDS: dict[RatedKind, float] = {"block": 24.0, "head": 12.0}  # of all repeats, at least,
 SEVERAL = 1.25  # times as long where micro-batches of several sizes take turns
-_OWN: dict[RatedKind, str] = {"block": "decoder block", "head": "head"}
+_MEASURED: dict[RatedKind, str] = {"block": "decoder block", "head": "head"}  # of a recipe, in words
 TURNS = 8  # of forward, backward, ... each, about
 USABLE = 0.8  # of the memory that is free
 
@@ -283,8 +283,8 @@ def measure_recipe(
     seconds = RECIPE_QUICK_PAIR if quick else RECIPE_FULL_PAIR
     found = NOTHING
     try:
-        for kind in _OWN:
-            progress(f"the recipe's {_OWN[kind]}")
+        for kind, words in _MEASURED.items():
+            progress(f"the recipe's {words}")
             found += _measured(kind, anatomy, sizes, device, seconds=seconds, free=int(free * USABLE))
     finally:
         torch.set_num_threads(threads)
@@ -297,13 +297,15 @@ def _measured(
     """A stage at every size, as long as all of them fit in memory together: they take turns."""
     samples: list[Sample] = []
     notes: tuple[str, ...] = ()
-    for number, numerics in enumerate(sizes):
+    for numerics in sizes:
         own = _Own(anatomy=anatomy, numerics=numerics, device=device, seconds=seconds, free=free)
         found = own.block() if kind == "block" else own.head()
-        if found.sample is not None and (not found.note or not number):
+        if found.note and samples:  # a size beside the usual one: whole, or not at all
+            continue
+        if found.sample is not None:
             samples.append(found.sample)
             free -= found.size
-        if found.note and not number:
+        if found.note:
             notes = (found.note,)
             break
     if not samples:
