@@ -12,20 +12,18 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from fuyou_cli.spec.hardware import HardwareProfile
+from fuyou_cli.spec.hardware import BURST_RATES, STORE_RATES, SUSTAINED_RATES, HardwareProfile
 
 Origin = Literal["measured", "given", "specification", "assumption"]  # from the best to the least known
 
 _GIVEN = "given in "
-_STORE = ("store_read", "store_write", "store_read_mixed", "store_write_mixed")
-_SUSTAINED = ("sustained_write", "sustained_read_mixed", "sustained_write_mixed")
 # What is said together: its name, the profile's keys, and the word by which a source names it.
 _RATES: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("compute", ("matmul_flops",), "compute"),
     ("compute of stages", ("stage_rates",), "compute"),
-    ("store read, write", _STORE[:2], "read (and|or) write"),
-    ("store, both at once", _STORE[2:], "while both"),
-    ("store, sustained", _SUSTAINED, "sustained"),
+    ("store read, write", BURST_RATES[:2], "read (and|or) write"),
+    ("store, both at once", BURST_RATES[2:], "while both"),
+    ("store, sustained", SUSTAINED_RATES, "sustained"),
     ("AdamW, one thread", ("adamw",), "AdamW"),
     ("to GPU, back", ("h2d", "d2h"), "PCIe"),
 )
@@ -58,7 +56,7 @@ def origins_of(hardware: HardwareProfile) -> tuple[RatedBy, ...]:
 def _known(hardware: HardwareProfile) -> Iterator[RatedBy]:
     for what, keys, word in _RATES:
         values = tuple(value for key in keys for value in _values(hardware, key))
-        if not any(values) or (keys == _SUSTAINED and not hardware.slows_down):
+        if not any(values) or (keys == SUSTAINED_RATES and not hardware.slows_down):
             continue
         said = _sources(hardware, keys, word)
         origin = max((_origin(text) for text in said), key=_ORDER.index)
@@ -81,7 +79,7 @@ def _sources(hardware: HardwareProfile, keys: tuple[str, ...], word: str) -> lis
     if len(given) == len(keys) and given:
         return list(dict.fromkeys(given))
     about = [text for subject, _, text in parted if text and re.search(rf"\b{word}\b", subject)]
-    grown = [text for subject, _, text in parted if keys[0] in (*_STORE, *_SUSTAINED) and _DRIVES.match(subject)]
+    grown = [text for subject, _, text in parted if keys[0] in STORE_RATES and _DRIVES.match(subject)]
     if not about and not given:
         whole = [subject for subject, separator, _ in parted if not separator]  # of all: "fuyou bench, quick"
         about = whole[:1] or [f"{_GIVEN}{hardware.name}" if hardware.name else "nobody says"]

@@ -17,10 +17,9 @@ from .model import Dtype
 RatedKind = Literal["block", "head"]
 
 # Of the drives: at first, and once their fast regions are full.
-STORE_RATES = (
-    "store_read", "store_write", "store_read_mixed", "store_write_mixed", "sustained_write", "sustained_read_mixed",
-    "sustained_write_mixed",
-)  # fmt: skip
+BURST_RATES = ("store_read", "store_write", "store_read_mixed", "store_write_mixed")
+SUSTAINED_RATES = ("sustained_write", "sustained_read_mixed", "sustained_write_mixed")
+STORE_RATES = (*BURST_RATES, *SUSTAINED_RATES)
 
 # What a digest leaves out: how much is there now, and what things are called. The rest is rates.
 _NOT_RATES = (

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fuyou_cli.cli.break_even import HIDDEN, MOST_PLANS, fewest, hides_the_store
 from fuyou_cli.planner.search import fastest
-from fuyou_cli.spec.hardware import STORE_RATES
+from fuyou_cli.spec.hardware import BURST_RATES, SUSTAINED_RATES
 
 from .models import HARDWARE
 from .test_plan_file import SPEC, wishes
@@ -69,7 +69,7 @@ def test_waiting_for_adamw_is_not_the_stores_doing() -> None:
 @pytest.mark.parametrize("sustained", [False, True])
 def test_drives_that_slow_down_are_waited_for_only_in_a_run_that_slows_them_down(sustained: bool) -> None:
     """Without the store nothing of it is left, also not the rates that it falls to."""
-    fast_at_first = replace(HARDWARE, **dict.fromkeys(STORE_RATES[:4], 1e15), **dict.fromkeys(STORE_RATES[4:], 1e6))
+    fast_at_first = replace(HARDWARE, **dict.fromkeys(BURST_RATES, 1e15), **dict.fromkeys(SUSTAINED_RATES, 1e6))
     wanted = wishes(weights="ssd", states="ssd", clip_grad_norm=1.0, sustained=sustained)
     plan = fastest(SPEC, fast_at_first, wanted)
     assert plan.sustained == sustained and plan.predicted.written_per_step > 0
