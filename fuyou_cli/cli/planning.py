@@ -69,12 +69,12 @@ class Outcome:
     changes: tuple[str, ...]  # key=value
     prepared: Prepared
     room: Room
-    kept: tuple[str, ...] = ()  # key=value of what a recipe with the changes alone would have chosen anew
+    pinned: tuple[str, ...] = ()  # key=value of what a recipe with the changes alone would have chosen anew
 
     @property
     def overrides(self) -> tuple[str, ...]:
         """What gives this very plan behind the command."""
-        return (*self.changes, *self.kept)
+        return (*self.changes, *self.pinned)
 
     @property
     def plan(self) -> Plan:
@@ -124,8 +124,8 @@ class Elsewise:
         except FuyouError:
             return None
         automatic = loaded.recipe.train.micro_batch_size == "auto"
-        kept = (f"train.micro_batch_size={outcome.plan.numerics.micro_batch_size}",) if automatic else ()
-        return replace(outcome, kept=kept)
+        pinned = (f"train.micro_batch_size={outcome.plan.numerics.micro_batch_size}",) if automatic else ()
+        return replace(outcome, pinned=pinned)
 
     def with_recipe(self, recipe: Recipe, changes: tuple[str, ...] = (), *, choose: Choose = fastest) -> Outcome:
         """Raises PlanError where nothing fits, UsageError where the model refuses it."""

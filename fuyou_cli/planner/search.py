@@ -82,8 +82,8 @@ def search(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, *, effor
     stages = len(model.stages)
     is_small = stages <= SMALL_STAGES and len(choices) * stages <= SMALL
     effort = effort or ("placed" if is_small else "limited")
-    for limited in (True, False):  # what overflows disk or device is refused by name, by who knows what is there already
-        looking = _Looking(placing=placing, pipelines=choices.pipelines, limited=limited, effort=effort)
+    for with_room in (True, False):  # what overflows disk or device is refused by name, by who knows what is there already
+        looking = _Looking(placing=placing, pipelines=choices.pipelines, with_room=with_room, effort=effort)
         with _uncollected():
             complete = _explored(looking, choices)
         if looking.best is not None:
@@ -150,7 +150,7 @@ class _Looking:
 
     placing: Placing
     pipelines: tuple[tuple[int, int], ...]
-    limited: bool  # to the disk there is and the memory of the device
+    with_room: bool  # only plans that disk and device have room for
     effort: Effort
     placed: int = 0
     visits: int = 0
@@ -196,7 +196,7 @@ class _Looking:
             )
 
     def _fits(self, plan: Plan) -> bool:
-        return not self.limited or self.placing.wishes.has_room_for(plan, self.placing.hardware)
+        return not self.with_room or self.placing.wishes.has_room_for(plan, self.placing.hardware)
 
     def look_around(self, choices: Family) -> bool:
         """Places what differs in one knob from the best simulated choice around which nobody looked yet; whether there is
