@@ -33,7 +33,7 @@ from fuyou_cli.cli.planning import Planning
 from fuyou_cli.cli.prepared import prepared_elsewhere
 from fuyou_cli.cli.profile import described as machine_of
 from fuyou_cli.core.errors import FuyouError
-from fuyou_cli.planner.search import Found, search
+from fuyou_cli.planner.search import search
 from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.hardware import HardwareProfile
@@ -74,6 +74,17 @@ class Sample:
     processor: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timed:
+    """The searches of one variant; each does the same."""
+
+    case: Case
+    stages: int  # of the model
+    placed: int  # stages of all choices placed
+    visits: int  # simulated
+    samples: tuple[Sample, ...]
+
+
 WHOLE = (
     Case(model=LARGE),
     Case(model=LARGE, settings=(UNCLIPPED,)),
@@ -106,26 +117,28 @@ def asked_of(case: Case, hardware: HardwareProfile) -> tuple[ModelSpec, Hardware
     return asked[-1]
 
 
-def searched(case: Case, hardware: HardwareProfile, times: int) -> Row:
+def timed(case: Case, hardware: HardwareProfile, times: int) -> Row:
     asked = asked_of(case, hardware)
     samples = []
     for _ in range(times):
         began, worked = time.perf_counter(), time.process_time()
         found = search(*asked)
         samples.append(Sample(wall=time.perf_counter() - began, processor=time.process_time() - worked))
-    row = judge(case, len(asked[0].stages), found, samples)
+    stages = len(asked[0].stages)
+    row = judge(Timed(case=case, stages=stages, placed=found.placed, visits=found.visits, samples=tuple(samples)))
     say(f"{row.what}: {row.measured}")
     return row
 
 
-def judge(case: Case, stages: int, found: Found, samples: Sequence[Sample]) -> Row:
-    wall, processor = (statistics.median(seconds) for seconds in zip(*((s.wall, s.processor) for s in samples), strict=True))
+def judge(found: Timed) -> Row:
+    walls = [sample.wall for sample in found.samples]
+    wall, processor = statistics.median(walls), statistics.median(sample.processor for sample in found.samples)
     note = (
-        f"{min(s.wall for s in samples):.2f} to {max(s.wall for s in samples):.2f} s, {processor:.2f} s of the processor; "
-        f"{stages} stages, {found.placed} choices placed, {found.visits:,} visits simulated"
+        f"{min(walls):.2f} to {max(walls):.2f} s, {processor:.2f} s of the processor; {found.stages} stages, "
+        f"{found.placed:,} stages of choices placed, {found.visits:,} visits simulated"
     )
-    values = {"samples": [asdict(sample) for sample in samples], "placed": found.placed, "visits": found.visits}
-    row = holds(case.words, f"< {BAR:g} s", f"{wall:.2f} s", wall < BAR, note=note, values=values)
+    values = {"samples": [asdict(sample) for sample in found.samples], "placed": found.placed, "visits": found.visits}
+    row = holds(found.case.words, f"< {BAR:g} s", f"{wall:.2f} s", wall < BAR, note=note, values=values)
     if row.verdict == PASS:  # others can only have made it longer
         return row
     return unless_noisy(row, [{"noisy": processor < BUSY * wall}])
@@ -144,7 +157,7 @@ def main(words: Sequence[str] | None = None) -> int:
     print(described())
     try:
         hardware = machine_of(MACHINE)
-        rows = [searched(case, hardware, times) for case in cases]
+        rows = [timed(case, hardware, times) for case in cases]
     except FuyouError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

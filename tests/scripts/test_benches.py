@@ -7,7 +7,6 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -73,10 +72,12 @@ def test_adamw_is_judged_when_both_sides_were_quiet(
     ],
 )
 def test_a_search_is_judged_unless_others_had_its_core(wall: float, processor: float, verdict: str, code: int) -> None:
-    samples = [bench_search.Sample(wall=wall * factor, processor=processor * factor) for factor in (0.5, 1.0, 9.0)]
-    found = SimpleNamespace(placed=7, visits=8)
-    row = bench_search.judge(bench_search.Case(model="some"), 9, found, samples)  # type: ignore[arg-type]
+    samples = tuple(bench_search.Sample(wall=wall * factor, processor=processor * factor) for factor in (0.5, 1.0, 9.0))
+    row = bench_search.judge(
+        bench_search.Timed(case=bench_search.Case(model="some"), stages=9, placed=7, visits=8, samples=samples)
+    )
     assert (row.verdict, row.asked, row.measured) == (verdict, "< 2 s", f"{wall:.2f} s")
+    assert row.note.endswith("9 stages, 7 stages of choices placed, 8 visits simulated")
     assert exit_code([row]) == code
 
 
