@@ -52,18 +52,23 @@ def show_origin(console: Console, words: Sequence[str]) -> None:
 
 
 def set_given(text: str) -> None:
-    """NAME=VALUE: another value of a number that part 1 lists."""
+    """NAME=VALUE: another value of a number that part 1 lists. Raises ValueError with what is wanted."""
     name, _, value = text.partition("=")
-    numbers = [
-        name
-        for line in (*given.constants(), *given.hardware(), *given.policy())
-        for name in line.names
-        if isinstance(getattr(given, name), int | float)
-    ]
+    names = [name for lines in given.listed().values() for line in lines for name in line.names]
+    numbers = [name for name in names if isinstance(getattr(given, name), int | float)]
     if name not in numbers:
-        raise ValueError(f"{name}: none of {', '.join(numbers)}")
-    setattr(given, name, type(getattr(given, name))(float(value)))
+        raise ValueError(f"the name is none of {', '.join(numbers)}")
+    before = getattr(given, name)
+    try:
+        setattr(given, name, type(before)(value))
+    except ValueError:
+        kind = "whole number" if isinstance(before, int) else "number"
+        raise ValueError(f"a {kind} is wanted, such as {name}={before:g}") from None
     given.PUBLISHED = given.published()
+    fitted = {row.drives for row in given.PUBLISHED if row.role == "fitted"}
+    if unknown := {row.drives for row in given.PUBLISHED} - fitted:
+        counts = ", ".join(map(str, sorted(unknown)))
+        raise ValueError(f"then no published row gives the rate of {counts} drives, which others are predicted for")
 
 
 def verdict(holds: bool) -> str:
@@ -86,8 +91,7 @@ def show_reproduced(console: Console, found: Reproduced) -> None:
     """One table: all that goes in, then every published row."""
     console.print("The paper, reproduced on paper: seconds per step, predicted by the simulator", style="bold")
     table = table_of(("what", "published s", "predicted s", "error", "busiest", "from"), [])
-    groups = (("constant", given.constants()), ("hardware", given.hardware()), ("policy", given.policy()))
-    for group, lines in groups:
+    for group, lines in given.listed().items():
         for number, line in enumerate(lines, start=1):
             value = f"{line.value}: {rates_of(found)}" if "FITTED_BATCH" in line.names else line.value
             table.add_row(f"{group} {number}: {value}", "", "", "", "", line.source)

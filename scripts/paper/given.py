@@ -158,6 +158,11 @@ def policy() -> tuple[Listed, ...]:
     )
 
 
+def listed() -> dict[str, tuple[Listed, ...]]:
+    """All that part 1 is made of, by what it is."""
+    return {"constant": constants(), "hardware": hardware(), "policy": policy()}
+
+
 # ---- what it published -----------------------------------------------------------------------------------------------
 _DRIVES = (1, 2, 3, 6, 12)
 _TABLE = {

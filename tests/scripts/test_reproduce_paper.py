@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -31,7 +32,7 @@ SOLVER = {"MEDIAN", "WORST", "CLOSE", "BATCHES"}  # bars, how closely a rate is 
 
 def _lines() -> tuple[given.Listed, ...]:
     """All that goes into part 1, as it is printed."""
-    return (*given.constants(), *given.hardware(), *given.policy())
+    return tuple(line for lines in given.listed().values() for line in lines)
 
 
 @pytest.fixture(scope="module")
@@ -132,14 +133,23 @@ def test_the_table_prints_the_constants(found: Reproduced, monkeypatch: pytest.M
 
 
 def test_a_number_may_be_set_for_part_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("GPU_FLOPS", "BATCH_135B", "PUBLISHED"):
+    for name in ("GPU_FLOPS", "BATCH_135B", "FITTED_BATCH", "ALL_DRIVES", "PUBLISHED"):
         monkeypatch.setattr(given, name, getattr(given, name))  # as they were, afterwards
     reproduce_paper.set_given("GPU_FLOPS=150e12")
     reproduce_paper.set_given("BATCH_135B=16")
     assert (given.GPU_FLOPS, given.BATCH_135B, policy.one_drive_row().batch) == (150e12, 16, 16)
     assert policy.machine(12, 19e9).matmul_flops == 150e12
-    with pytest.raises(ValueError, match="none of FITTED_BATCH, GPU_FLOPS, IN_FLIGHT"):
-        reproduce_paper.set_given("SHAPES=1")
+    for text, said in (
+        ("SHAPES=1", "none of FITTED_BATCH, GPU_FLOPS, IN_FLIGHT"),
+        ("IN_FLIGHT=2.5", "a whole number is wanted, such as IN_FLIGHT=8"),
+        ("PCIE", "a number is wanted, such as PCIE=2.1e"),
+        ("FITTED_BATCH=7", "no published row gives the rate of 1, 2, 3, 6, 12 drives"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            reproduce_paper.set_given(text)
+    given.FITTED_BATCH = 32
+    with pytest.raises(ValueError, match="the rate of 5 drives"):
+        reproduce_paper.set_given("ALL_DRIVES=5")
 
 
 def test_what_is_said_of_its_buffers() -> None:
