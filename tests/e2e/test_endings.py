@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import time
@@ -238,15 +239,25 @@ def test_stopped_before_there_is_a_run(number: int, new_project: NewProject, tmp
     assert done.returncode == 130, done.stderr
     assert done.stderr.rstrip().endswith("interrupted")
     assert not list(rows.iterdir())
-    deadline = time.monotonic() + 10
-    while _workers(rows):
-        assert time.monotonic() < deadline, "the worker goes on"
-        time.sleep(0.05)
+    assert all(_ends(worker, within=10) for worker in _workers(rows))
+    assert not _workers(rows)
 
 
 def _workers(rows: Path) -> list[Path]:
     """Processes that tokenise into `rows`: their environment names a folder below it."""
     return [file for file in Path("/proc").glob("[0-9]*/environ") if f"HF_DATASETS_CACHE={rows}" in _environment(file)]
+
+
+def _ends(environ: Path, *, within: float) -> bool:
+    """Whether the process of a /proc/PID/environ is over, or will be in so many seconds."""
+    try:
+        process = os.pidfd_open(int(environ.parent.name))
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([process], [], [], within)[0])
+    finally:
+        os.close(process)
 
 
 def _environment(file: Path) -> str:
