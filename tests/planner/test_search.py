@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +21,7 @@ from fuyou_cli.planner.place import Placing, least_memory, made_of
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.search import GAIN, MOST_PLACED, MOST_VISITS, NEAR, fastest, search, timed
 from fuyou_cli.planner.simulate import STEPS, simulate
+from fuyou_cli.planner.timeline import Timeline
 from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec, OperatorSpec
@@ -150,8 +152,14 @@ def test_mixed_or_in_order_a_family_has_the_same_choices(case: tuple[ModelSpec, 
     assert len(mixed) == len(choices) and sorted(mixed) == sorted(choices)
 
 
-def test_what_a_search_gives_up_is_free_at_once() -> None:
+def test_what_a_search_gives_up_is_free_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python's cycle collector is off meanwhile; afterwards it is as it was."""
+    collecting: list[bool] = []
+
+    def looked_at(*args: Any) -> Timeline:
+        collecting.append(gc.isenabled())
+        return simulate(*args)
+
     spec = model(8 << 20, *[16 << 20] * 4, 2048, 8 << 20)
     wishes = replace(_large(spec), clip_grad_norm=None)
     gc.collect()
@@ -162,8 +170,9 @@ def test_what_a_search_gives_up_is_free_at_once() -> None:
         assert gc.collect() < 100
     finally:
         gc.enable()
+    monkeypatch.setattr("fuyou_cli.planner.search.simulate", looked_at)
     search(spec, SLOW_STORE, wishes)
-    assert gc.isenabled()
+    assert gc.isenabled() and collecting and not any(collecting)
 
 
 def test_what_the_search_saw_is_what_the_plan_says() -> None:

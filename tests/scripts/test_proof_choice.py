@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -22,6 +21,9 @@ from proof.runs import Case
 from proof.setting import Setting
 
 from fuyou_cli.planner.search import search
+from fuyou_cli.spec.hardware import HardwareProfile
+from fuyou_cli.spec.model import ModelSpec
+from fuyou_cli.spec.plan import Plan
 
 CASE = Case(
     shape="50m", budget=1 << 30, steps=prove_choice.STEPS, warm_up=prove_choice.WARM_UP, throttle=(9, 9), timed=True, paced=True
@@ -85,12 +87,23 @@ def test_a_machine_that_slows_down_favours_nobody(tmp_path: Path, monkeypatch: p
     assert verdict == "pass" and float(measured) == pytest.approx(1.0, abs=0.01)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """What rivals are looked for with, of all that a run is prepared with."""
+
+    model: ModelSpec
+    hardware: HardwareProfile
+    plan: Plan
+
+
 def test_a_rival_has_the_room_that_the_chosen_plan_had() -> None:
     """Of the disk what the run may have, not all that is free: the search has no more either."""
-    roomy = wishes(weights="ssd", states="ssd")
+    roomy = wishes(weights="ssd", states="ssd", boundaries="cpu", defer=0.0)
     chosen = search(SPEC, HARDWARE, roomy).best
-    prepared = cast("Any", SimpleNamespace(model=SPEC, hardware=HARDWARE, plan=chosen.plan))
+    prepared = cast("Any", Planned(model=SPEC, hardware=HARDWARE, plan=chosen.plan))
     best = Candidate(name="chosen", prepared=prepared, choice=chosen.choice)
+    assert placed(best, roomy, chosen.choice, "the same") is not None
+    assert near_the_bound(best, roomy, random.Random(0)) != []
     tight = replace(roomy, ssd_budget=1)
     assert placed(best, tight, chosen.choice, "the same") is None
     assert near_the_bound(best, tight, random.Random(0)) == []
