@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from fuyou_cli.core.units import LARGEST_RATE, LARGEST_SIZE, parse_rate, parse_size
 
-FLOPS = ("matmul_flops", "forward", "backward")  # everything else in float that is written with a unit is in bytes/s
+FLOPS = ("matmul_flops", "forward", "backward", "given")  # everything else in float that is written with a unit is in bytes/s
 PLAIN = ("shared_compute", "shared_adamw", "io_cpu", "others_cores", "sustained_share")  # no rates
 
 

@@ -36,7 +36,8 @@ io_cpu: 1e-10
 drives:
   - {model: some drive, capacity: 1TB, rated_bytes: 600TB}
 stage_rates:
-  - {kind: block, dtype: bfloat16, hidden: 4096, params: 218112000, tokens: 1024, forward: 30TFLOPS, backward: 3.5e13}
+  - {kind: block, dtype: bfloat16, hidden: 4096, params: 218112000, tokens: 1024, forward: 30TFLOPS, backward: 3.5e13,
+     given: 28TFLOPS}
 """
 
 
@@ -121,7 +122,8 @@ def test_a_machine_in_a_file(tmp_path: Path) -> None:
     assert found.disk_free == 10**12
     (rate,) = found.stage_rates
     assert rate == StageRate(
-        kind="block", dtype="bfloat16", hidden=4096, params=218_112_000, tokens=1024, forward=3e13, backward=3.5e13
+        kind="block", dtype="bfloat16", hidden=4096, params=218_112_000, tokens=1024, forward=3e13, backward=3.5e13,
+        given=2.8e13,
     )  # fmt: skip
 
 
