@@ -234,10 +234,10 @@ def _counted(ends: list[float], warm_up: int) -> tuple[float, float]:
     return ends[warm_up - 1] if warm_up else 0.0, ends[-1]
 
 
-def _own_cache(setting: Setting, profiles: Mapping[str, str] | None = None) -> dict[str, str]:
-    """So that no run finds profiles of the machine's own, or leaves there what it saw under limits: those given, or none."""
+def _own_cache(setting: Setting, profiles: Mapping[str, str]) -> dict[str, str]:
+    """So that no run finds profiles of the machine's own, or leaves there what it saw under limits: it finds those given."""
     folder = fresh(setting.work / "profiles")
-    for name, text in (profiles or {}).items():
+    for name, text in profiles.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
     return {"XDG_CACHE_HOME": str(folder)}
@@ -255,7 +255,7 @@ def profile(setting: Setting, recipe: Path, held: Group | None) -> dict[str, str
     beside a second process with as many threads a block was measured at a tenth of its rate."""
     bench = [*FUYOU, "bench", str(recipe)]
     for _ in range(BENCHES):
-        environment, others = _own_cache(setting), Others()
+        environment, others = _own_cache(setting, {}), Others()
         with (setting.work / "bench.txt").open("wb") as file, started(bench, held, file, **environment) as child:
             if child.wait() != 0:
                 raise RunFailed(f"fuyou bench failed, see {file.name}")
