@@ -217,6 +217,21 @@ def export(
 
 
 @app.command()
+def verify(
+    source: Annotated[Path, typer.Argument(metavar="STORE", help="A run's store, or a folder with one.")],
+    json_output: Json = False,
+) -> None:
+    """Read a store and check it.
+
+    Every committed extent is compared with the sum of what was written there. Exit code 1 when something is damaged.
+    """
+    from .verify import run_verify
+
+    if not run_verify(source, json_output=json_output):
+        raise typer.Exit(errors.FAILED)
+
+
+@app.command()
 def clean(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of stores (offload.dir), or one store.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,

@@ -31,12 +31,13 @@ def run_export(source: Path, out: Path, overrides: Sequence[str], *, dtype: Expo
     """`dtype`, else the recipe's, else what the run computed in."""
     asked = _of_recipe(source, overrides) if _is_recipe(source) else _of_store(source, overrides)
     from fuyou_cli.training import manifest as manifests
-    from fuyou_cli.training.exporting import export_store, find_store
+    from fuyou_cli.training.at_rest import find_store
+    from fuyou_cli.training.exporting import export_store
 
     from .render.transfer import Transfers
 
     store = find_store(asked.store)
-    manifest = manifests.read(store)
+    manifest, _ = manifests.newest(store)
     assert manifest is not None, "find_store found it"
     written = dtype or asked.dtype or manifest.compute_dtype
     with Transfers(status_console()) as transfers:

@@ -144,7 +144,7 @@ def _train(prepared: Prepared) -> tuple[RunReport, Path, bool]:
             report = _beside_plan(prepared, run.report(), others.cores())
             if log is not None and not _waits_for_export(prepared, run):
                 moved = _moved(before, run.daemon.counters())
-                _end_log(log, {**moved, "saved_bytes": run.saved_bytes, "compared": as_records(report.compared)})
+                _end_log(log, {**moved, "saved_bytes": run.saver.saved_bytes, "compared": as_records(report.compared)})
         return report, run.paths[0].parent, _waits_for_export(prepared, run)
 
 

@@ -141,8 +141,8 @@ def _limit(recipe: Recipe) -> int:
 
 
 def _start_over(recipe: Recipe, out: Path) -> list[str]:
-    """The override for a store that cannot be gone on from: of a quickstart that ended, or was killed. One that was
-    stopped is resumed."""
+    """The override for a store that cannot be gone on from: of a quickstart that ended. One that was stopped or killed is
+    resumed."""
     from fuyou_cli.training import manifest as manifests
     from fuyou_cli.training.prepare import run_directories
 
@@ -150,16 +150,13 @@ def _start_over(recipe: Recipe, out: Path) -> list[str]:
     if recipe.checkpoint.resume == "never":
         return []
     try:
-        manifest = manifests.read(store)
+        manifest, _ = manifests.newest(store)
     except UsageError:  # of another version, or damaged
-        manifest = None
         why = "an earlier quickstart left a store that cannot be read"
     else:
-        if manifest is None:
+        if manifest is None or manifest.state == "loading" or not _ended(out / "log.jsonl"):
             return []
-        why = "an earlier quickstart was killed" if manifest.state == "running" else "an earlier quickstart ended"
-        if manifest.state == "committed" and not _ended(out / "log.jsonl"):
-            return []
+        why = "an earlier quickstart ended"
     write_status(f"{why} in {store}: starting over")
     return ["checkpoint.resume=never"]
 
@@ -187,16 +184,19 @@ def _samples(model: Path) -> list[str]:
 
 def _done(recipe: Recipe, out: Path) -> Done:
     """The last run in the log, which is appended to: nothing before its "plan" counts."""
+    from fuyou_cli.training import losses
     from fuyou_cli.training import manifest as manifests
     from fuyou_cli.training.jsonl import read_log
     from fuyou_cli.training.prepare import run_directories
 
     records: list[dict[str, Any]] = list(read_log(out / "log.jsonl"))
     begin = max(number for number, record in enumerate(records) if record["event"] == "plan")
-    manifest = manifests.read(run_directories(recipe)[0])
+    store = run_directories(recipe)[0]
+    manifest, _ = manifests.newest(store)
     assert manifest is not None, "a run that ended well has committed"
+    known, _ = losses.read(store, manifest.step)
     steps = [record for record in records[begin:] if record["event"] == "step"]
-    return Done(plan=records[begin], losses=manifest.losses, peak=max((int(step["ram_peak"]) for step in steps), default=0))
+    return Done(plan=records[begin], losses=tuple(known), peak=max((int(step["ram_peak"]) for step in steps), default=0))
 
 
 def _compare(loaded: LoadedRecipe, overrides: Sequence[str], done: Done) -> float | None:

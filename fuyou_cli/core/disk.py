@@ -4,12 +4,16 @@ And what makes the names of written files durable."""
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .errors import FuyouError, OutOfSpaceError
 from .units import gb
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +89,12 @@ def sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def failed_writing(path: Path, error: OSError) -> FuyouError:
+    """The error for a file that cannot be written."""
+    kind = OutOfSpaceError if error.errno in _FULL else FuyouError
+    return kind(f"cannot write {path}: {error.strerror}", hint="free space on that disk" if error.errno in _FULL else None)
 
 
 def taken(path: Path) -> int:

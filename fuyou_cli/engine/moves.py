@@ -5,18 +5,43 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from ..core.errors import NumericsError
 from ..planner.residency import UPDATE_PRIORITY, Record, Residency
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
 from ..swap.daemon import Result, SwapDaemon, Update
-from .updates import build_update
+from .updates import build_update, sums_of
 
 Waiting = Callable[[str], AbstractContextManager[None]]  # of a cause: the time spent inside is a stall of it
 
 _FIRST_POLL_SECONDS, _POLL_SECONDS = 50e-6, 0.002  # a wait looks around often at first, then less often
+
+
+class Committing(Protocol):
+    """Whoever makes states durable."""
+
+    def complete(self, generation: int) -> None:
+        """Every stage has reached `generation`, and stays at it until that is durable."""
+        ...
+
+    def durable(self) -> int:
+        """The newest generation that a manifest on stable storage names. Raises where that failed."""
+        ...
+
+
+class AtOnce:
+    """Nobody keeps the states: they are given up with the process."""
+
+    def __init__(self) -> None:
+        self._generation = 0
+
+    def complete(self, generation: int) -> None:
+        self._generation = generation
+
+    def durable(self) -> int:
+        return self._generation
 
 
 class DaemonMoves:
@@ -24,17 +49,20 @@ class DaemonMoves:
 
     def __init__(self, *, model: ModelSpec, plan: Plan, daemon: SwapDaemon, tick: Callable[[], None]) -> None:
         self.model, self.plan, self.daemon, self._tick = model, plan, daemon, tick
+        self.committing: Committing = AtOnce()
         self.residency = Residency(model=model, plan=plan, transfers=daemon, runner=self)
 
     def update(self, record: Record) -> int:
         """Starts the AdamW of one stage, wholly in C; its ticket. `record.due` holds its `Scalars`."""
         assert record.span is not None
+        commits = self.residency.commits
         request, segments = build_update(
             stage=self.model.stages[record.stage],
             plan=self.plan.stages[record.stage],
             model=self.model,
             accumulate_dtype=self.plan.numerics.accumulate_dtype,
-            generation=record.generation,
+            places=(record.place, commits.next_place(record.place, record.generation)),
+            copied=commits.is_written(record.generation + 1),
             zero_moments=record.zero_moments,
             zero_remainder=record.zero_remainder,
             weights=record.span,
@@ -47,6 +75,14 @@ class DaemonMoves:
     def updated(self, record: Record, result: Result) -> None:
         if result.nonfinite:
             self._refuse_weights(record, result)
+        written = self.residency.commits.is_written(record.generation + 1)
+        record.sums = sums_of(result, self.plan.stages[record.stage], copied=written)
+
+    def completed(self, generation: int) -> None:
+        self.committing.complete(generation)
+
+    def durable(self) -> int:
+        return self.committing.durable()
 
     def waited(self, done: Callable[[], bool]) -> float:
         begin = time.perf_counter()

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..spec.model import Dtype, ModelSpec, StageSpec
 from ..spec.plan import Span, StagePlan
-from ..swap.daemon import Home, Segment
+from ..swap.daemon import Home, Result, Segment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +68,8 @@ def build_update(
     plan: StagePlan,
     model: ModelSpec,
     accumulate_dtype: Dtype,
-    generation: int,
+    places: tuple[int, int],
+    copied: bool,
     zero_moments: bool,
     zero_remainder: bool,
     weights: Span,
@@ -76,16 +77,17 @@ def build_update(
     scalars: Scalars,
     priority: int,
 ) -> tuple[dict[str, Any], list[Segment]]:
-    """The fields of an `Update` and its segments. `gradients` is the slot they were summed in; None when they rest in
-    their RAM home or on the ssd."""
+    """The fields of an `Update` and its segments. `places`: the extents of each pair that are read and written; `copied`:
+    what rests in RAM is written too. `gradients` is the slot they were summed in; None when they rest in their RAM home or
+    on the ssd."""
+    source, target = places
 
     def home(ram: Span | None, extents: tuple[Span, Span] | None, *, zero: bool) -> Home:
-        if ram is not None:
-            return Home(arena=ram.offset, source=None, target=None)
         if extents is None:
             return Home(arena=None, source=None, target=None)
-        source = None if zero else extents[generation % 2].offset
-        return Home(arena=None, source=source, target=extents[(generation + 1) % 2].offset)
+        if ram is not None:
+            return Home(arena=ram.offset, source=None, target=extents[target].offset if copied else None)
+        return Home(arena=None, source=None if zero else extents[source].offset, target=extents[target].offset)
 
     summed_in = gradients if gradients is not None else plan.gradients_ram
     optimizer = scalars.optimizer
@@ -94,7 +96,7 @@ def build_update(
         weights_dtype=model.compute_dtype,
         gradients_dtype=accumulate_dtype,
         weights=weights.offset,
-        weights_target=plan.weights_extents[(generation + 1) % 2].offset if plan.weights == "ssd" else None,
+        weights_target=plan.weights_extents[target].offset if plan.weights == "ssd" or copied else None,
         gradients=None if summed_in is None else summed_in.offset,
         gradients_source=plan.gradients_extent.offset if summed_in is None and plan.gradients_extent else None,
         remainder=home(plan.remainder_ram, plan.remainder_extents, zero=zero_remainder),
@@ -110,6 +112,27 @@ def build_update(
         label=stage.index,
     )
     return fields, segments_of(stage, weight_decay=optimizer.weight_decay)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sums:
+    """Of one stage as it rests on the store (`kernels.checksum`); None where a tensor is not there in this generation."""
+
+    weights: int | None = None
+    remainder: int | None = None
+    momentum: int | None = None
+    variance: int | None = None
+
+
+def sums_of(result: Result, plan: StagePlan, *, copied: bool) -> Sums:
+    """What an update wrote. `copied`: also of what rests in RAM."""
+    states = copied or plan.states == "ssd"
+    return Sums(
+        weights=result.weights_sum if copied or plan.weights == "ssd" else None,
+        remainder=result.remainder_sum if states and plan.remainder_extents is not None else None,
+        momentum=result.momentum_sum if states else None,
+        variance=result.variance_sum if states else None,
+    )
 
 
 def segments_of(stage: StageSpec, *, weight_decay: float) -> list[Segment]:

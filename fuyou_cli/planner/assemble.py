@@ -38,7 +38,13 @@ def assemble(
     ground = Ground(model, wishes.numerics)
     spans = layout(model, wishes, homes, lookahead=lookahead, gradient_slots=gradient_slots, ground=ground)
     costs = Costs.asked(model, hardware, wishes)
-    schedule = expand(model, stages=spans.stages, lookahead=lookahead, micro_batches=costs.micro_batches)
+    schedule = expand(
+        model,
+        stages=spans.stages,
+        lookahead=lookahead,
+        micro_batches=costs.micro_batches,
+        commit_every=wishes.commit_every,
+    )
     return assembled(costs, wishes, spans, schedule, lookahead=lookahead, ground=ground)
 
 
@@ -60,6 +66,7 @@ def assembled(costs: Costs, wishes: Wishes, placed: Layout, schedule: Schedule, 
         arena_size=placed.arena_size,
         store_size=placed.store_size,
         cpu_budget=wishes.cpu_budget,
+        commit_every=wishes.commit_every,
         memory=_memory_lines(costs.model, costs.hardware, wishes, placed),
         predicted=_predict(costs, wishes, placed, schedule, ground),
         sustained=wishes.sustained,

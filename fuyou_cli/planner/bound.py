@@ -16,7 +16,7 @@ from ..spec.plan import Numerics, Plan, StagePlan
 from .boundary_layout import kept_bytes
 from .costs import Costs
 from .device import DeviceSide, crossing
-from .schedule import Schedule, Visit, phase_traffic
+from .schedule import Schedule, Visit, phase_traffic, written_by_update
 
 # Of what every resource has to do: of two phases as long as their slots allow, the one with less to do is shorter.
 _BESIDE = 0.02
@@ -52,7 +52,7 @@ def phase_estimate(costs: Costs, schedule: Schedule, plan: Plan) -> float:
     for forward in (True, False):
         visits = [visit for visit in schedule.visits if (visit.phase == "forward") == forward]
         updated = [stage for stage in stages if stage.deferred == forward and costs.model.stages[stage.stage].params]
-        read, written = phase_traffic(costs.model, visits, updated, stages)
+        read, written = phase_traffic(costs.model, visits, updated, stages, plan.commit_every)
         update = sum(costs.update_seconds(stage) for stage in updated) / costs.updates_at_once
         busiest = list(store_seconds(hardware, read, written).values())
         if plan.device == "cpu":
@@ -105,7 +105,7 @@ def slot_seconds(costs: Costs, visits: Sequence[Visit], plan: Plan, *, rates: tu
         owner = visit.owner if visit.owner is not None else visit.stage
         stage = plan.stages[owner]
         computing = _compute_seconds(costs, visit, plan.stages)
-        updating = _update_seconds(costs, plan.stages[owner], rates) if visit.update != "none" else 0.0
+        updating = _update_seconds(costs, plan.stages[owner], rates, plan.commit_every) if visit.update != "none" else 0.0
         if stage.weights_ram is None and visit.owner is not None:
             weights[stage.slot_class] += computing + updating
         if stage.gradients_ram is None and visit.sum_gradients:
@@ -117,12 +117,12 @@ def slot_seconds(costs: Costs, visits: Sequence[Visit], plan: Plan, *, rates: tu
     return max((seconds / len(slots) for seconds, slots in held if slots), default=0.0)
 
 
-def _update_seconds(costs: Costs, stage: StagePlan, rates: tuple[float, float]) -> float:
+def _update_seconds(costs: Costs, stage: StagePlan, rates: tuple[float, float], commit_every: int | None) -> float:
     """From its first byte to its last: as long as the slowest of reading, computing and writing."""
     params = costs.model.stages[stage.stage].params
     states = costs.model.state_item * params * (stage.states == "ssd")
     read = states + (stage.gradients_extent.size if stage.deferred and stage.gradients_extent else 0)
-    written = states + ITEM_SIZE[costs.model.compute_dtype] * params * (stage.weights == "ssd")
+    written = sum(written_by_update(costs.model, stage, commit_every))
     moving = [size / rate for size, rate in zip((read, written), rates, strict=True) if rate]
     return max(costs.update_seconds(stage) / costs.updates_at_once, *moving, 0.0)
 

@@ -90,7 +90,13 @@ class Placing:
         return self._placed[key]
 
     def _assembled(self, asked: Wishes, spans: Layout, choice: Choice) -> Placed:
-        schedule = expand(self.model, stages=spans.stages, lookahead=choice.lookahead, micro_batches=self.costs.micro_batches)
+        schedule = expand(
+            self.model,
+            stages=spans.stages,
+            lookahead=choice.lookahead,
+            micro_batches=self.costs.micro_batches,
+            commit_every=asked.commit_every,
+        )
         spans = replace(spans, stages=with_homes_on_device(self.model, asked, schedule, spans.stages))
         plan = assembled(self.costs, asked, spans, schedule, lookahead=choice.lookahead, ground=self._ground)
         return Placed(
@@ -231,11 +237,12 @@ def _items_of(ground: Ground, wishes: Wishes, homes: Homes, plan: StagePlan, sta
     rests = int(plan.deferred) + int(model.has_two_users(index))
     boundary = ground.boundary_size(index, homes.kept[index])
     uses = 2 if stage.kind in ("block", "norm") else 1  # in forward and in backward; what is visited twice in a row is kept
+    spared = 1.0 - (1.0 / wishes.commit_every if wishes.commit_every else 0.0)  # writes: commits have theirs from RAM as well
     options: tuple[tuple[str, tuple[int, ...], float, bool], ...] = (
-        ("weights", (item * params,), (uses + 1.0) * item * params, wishes.weights is None),
+        ("weights", (item * params,), (uses + spared) * item * params, wishes.weights is None),
         ("boundaries", (boundary,), 2.0 * boundary, wishes.boundaries is None),
         ("gradients", (gradient * params,), 2.0 * rests * gradient * params, wishes.gradients is None),
-        ("states", tuple(size * params for size in states), 2.0 * sum(states) * params, wishes.states is None),
+        ("states", tuple(size * params for size in states), (1.0 + spared) * sum(states) * params, wishes.states is None),
     )
     for kind, sizes, saved, free in options:
         if free and saved:

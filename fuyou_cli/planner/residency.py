@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 
 from ..spec.model import ITEM_SIZE, ModelSpec
 from ..spec.plan import Plan, Span
+from .commits import CommitLedger
 from .schedule import Visit
 
 FETCH_PRIORITY = 0  # before any update: compute waits for it
@@ -45,6 +46,14 @@ class Runner(Protocol):
         """The update is over; raises where the step cannot go on."""
         ...
 
+    def completed(self, generation: int) -> None:
+        """Every stage has reached this generation, which is to be committed; none goes on before it is durable."""
+        ...
+
+    def durable(self) -> int:
+        """The newest generation that is committed; raises where committing failed."""
+        ...
+
     def waited(self, done: Callable[[], bool]) -> float:
         """Returns when `done()`, moving everything that can move meanwhile; the seconds it took."""
         ...
@@ -56,6 +65,8 @@ class Record:
 
     stage: int
     generation: int = 0  # of the weights, once `update` has finished
+    place: int = 0  # which extent of each pair this generation rests in
+    sums: Any = None  # of what was written there (the runner's)
     zero_moments: bool = True  # momentum and variance were never written
     zero_remainder: bool = True
     span: Span | None = None  # where the weights are in the arena
@@ -80,7 +91,10 @@ class Residency:
         self.records = [Record(stage=stage.index) for stage in model.stages]
         self.free_weights = [list(slots.weight_slots) for slots in plan.slot_classes]
         self.free_gradients = [list(slots.gradient_slots) for slots in plan.slot_classes]
+        self.commits = CommitLedger(every=plan.commit_every)
         self.stalls: dict[str, float] = {}
+        self._owners = sum(stage.params > 0 for stage in model.stages)
+        self._reached: dict[int, int] = {}  # generation -> stages that have come to it, while some have not
         self.with_gradients: set[int] = (
             set()
         )  # stages whose gradients exist: from the first of their sum to the end of their update
@@ -194,7 +208,7 @@ class Residency:
             return False
         record.span = free.pop()
         record.slotted = True
-        extent = plan.weights_extents[record.generation % 2]
+        extent = plan.weights_extents[record.place]
         self._moving.add(record.stage)
         record.fetch = self.transfers.read(
             record.span.offset, extent.offset, extent.size, priority=FETCH_PRIORITY, label=record.stage
@@ -280,8 +294,10 @@ class Residency:
     # ---- updates -------------------------------------------------------------------------------------------------
 
     def update_now(self, stage: int, due: object) -> None:
-        """The stage's gradients are complete and its weights are in RAM; AdamW starts at once."""
+        """The stage's gradients are complete and its weights are in RAM; AdamW starts at once, or as soon as what it would
+        write over is no longer what a crash goes back to."""
         record = self.records[stage]
+        self.wait_until(lambda: self._may_follow(record), "commit of the step before")
         record.due = due
         self._submit_due(record)
 
@@ -299,7 +315,11 @@ class Residency:
             and record.fetch is None
             and record.update is None
             and record.gradient_write is None
+            and self._may_follow(record)
         )
+
+    def _may_follow(self, record: Record) -> bool:
+        return self.commits.may_follow(record.generation, self._runner.durable())
 
     def _submit_due(self, record: Record) -> None:
         self._moving.add(record.stage)
@@ -309,12 +329,23 @@ class Residency:
     def _finish_update(self, record: Record, result: object) -> None:
         record.update = None
         self._runner.updated(record, result)
+        record.place = self.commits.next_place(record.place, record.generation)
         record.generation += 1
         record.zero_moments = False
         record.zero_remainder = False
+        self._reach(record.generation)
         self.with_gradients.discard(record.stage)
         self._free_gradient_slot(record)
         self._free_if_idle(record)
+
+    def _reach(self, generation: int) -> None:
+        """One stage more has come to it."""
+        self._reached[generation] = self._reached.get(generation, 0) + 1
+        if self._reached[generation] < self._owners:
+            return
+        del self._reached[generation]
+        if self.commits.is_named(generation):
+            self._runner.completed(generation)
 
     def let_go_of_all(self) -> None:
         """A step was given up: nobody needs a span or its gradients. Updates due or under way go on."""

@@ -65,7 +65,9 @@ class Schedule:
     traffic: Traffic
 
 
-def expand(model: ModelSpec, *, stages: tuple[StagePlan, ...], lookahead: int, micro_batches: int) -> Schedule:
+def expand(
+    model: ModelSpec, *, stages: tuple[StagePlan, ...], lookahead: int, micro_batches: int, commit_every: int | None
+) -> Schedule:
     """The steady-state step (states no longer all zero, gradients of every stage present)."""
     order = _order(model, stages)
     uses: dict[int | None, list[int]] = {}
@@ -92,7 +94,7 @@ def expand(model: ModelSpec, *, stages: tuple[StagePlan, ...], lookahead: int, m
                 flops=_flops(model, phase, stage, stages[stage].kept) * micro_batches,
             )
         )
-    return Schedule(visits=tuple(visits), traffic=_traffic(model, stages, visits))
+    return Schedule(visits=tuple(visits), traffic=_traffic(model, stages, visits, commit_every))
 
 
 def plan_schedule(model: ModelSpec, plan: Plan) -> Schedule:
@@ -102,6 +104,7 @@ def plan_schedule(model: ModelSpec, plan: Plan) -> Schedule:
         stages=plan.stages,
         lookahead=plan.lookahead,
         micro_batches=-(-numerics.batch_size // numerics.micro_batch_size),
+        commit_every=plan.commit_every,
     )
 
 
@@ -155,7 +158,19 @@ def _flops(model: ModelSpec, phase: Pass, stage: int, kept: tuple[int, ...]) -> 
     return {"forward": 1, "logits": 1, "head": 3, "backward": 3}[phase] * forward - spared
 
 
-def _traffic(model: ModelSpec, stages: tuple[StagePlan, ...], visits: list[Visit]) -> Traffic:
+def written_by_update(model: ModelSpec, plan: StagePlan, commit_every: int | None) -> tuple[int, int]:
+    """Bytes of weights and of states that the update of one stage writes to the store, on the average of all steps. What
+    rests in RAM is written in steps that are committed."""
+    params = model.stages[plan.stage].params
+    weights, states = ITEM_SIZE[model.compute_dtype] * params, model.state_item * params
+    in_ram = commit_every or 0
+    return (
+        weights if plan.weights == "ssd" else weights // in_ram if in_ram else 0,
+        states if plan.states == "ssd" else states // in_ram if in_ram else 0,
+    )
+
+
+def _traffic(model: ModelSpec, stages: tuple[StagePlan, ...], visits: list[Visit], commit_every: int | None) -> Traffic:
     read = dict.fromkeys(("weights", "states", "gradients", "boundaries"), 0)
     written = dict.fromkeys(read, 0)
     item = ITEM_SIZE[model.compute_dtype]
@@ -169,11 +184,11 @@ def _traffic(model: ModelSpec, stages: tuple[StagePlan, ...], visits: list[Visit
     for stage, plan in zip(model.stages, stages, strict=True):
         if stage.params == 0:
             continue
-        if plan.weights == "ssd":
-            written["weights"] += item * stage.params
+        weights, states = written_by_update(model, plan, commit_every)
+        written["weights"] += weights
+        written["states"] += states
         if plan.states == "ssd":
             read["states"] += model.state_item * stage.params
-            written["states"] += model.state_item * stage.params
         if plan.gradients_extent is not None:
             rests = int(plan.deferred) + int(model.has_two_users(stage.index))  # until the update; from the head to here
             read["gradients"] += rests * plan.gradients_extent.size
@@ -182,7 +197,11 @@ def _traffic(model: ModelSpec, stages: tuple[StagePlan, ...], visits: list[Visit
 
 
 def phase_traffic(
-    model: ModelSpec, visits: Sequence[Visit], updated: Sequence[StagePlan], stages: tuple[StagePlan, ...]
+    model: ModelSpec,
+    visits: Sequence[Visit],
+    updated: Sequence[StagePlan],
+    stages: tuple[StagePlan, ...],
+    commit_every: int | None,
 ) -> tuple[int, int]:
     """Store bytes read and written by these visits and by the updates of these stages."""
     item = ITEM_SIZE[model.compute_dtype]
@@ -197,11 +216,9 @@ def phase_traffic(
         if visit.sum_gradients and plan.deferred and plan.gradients_extent is not None:
             written += plan.gradients_extent.size
     for plan in updated:
-        params = model.stages[plan.stage].params
-        written += item * params * (plan.weights == "ssd")
+        written += sum(written_by_update(model, plan, commit_every))
         if plan.states == "ssd":
-            read += model.state_item * params
-            written += model.state_item * params
+            read += model.state_item * model.stages[plan.stage].params
         if plan.deferred and plan.gradients_extent is not None:
             read += plan.gradients_extent.size
     return read, written

@@ -21,7 +21,7 @@ from .lookahead import Lookahead
 from .machine import Sharing, VirtualMachine, Work
 from .occupancy import Occupancy
 from .residency import UPDATE_PRIORITY, Record, Residency
-from .schedule import Schedule, Visit
+from .schedule import Schedule, Visit, written_by_update
 from .timeline import Asked, Timeline
 
 STEPS = 3  # simulated, the last one being the answer: the second is up to 1.4 % off where few updates are deferred
@@ -55,6 +55,7 @@ class _Imagined:
         self.asked: list[Asked] = []
         self.after: list[tuple[int, Callable[[], None]]] = []  # downloads under way and what follows them
         self._state_bytes = state_bytes
+        self._durable = 0
         self._unhidden = 0 if batch_on_device else 1  # micro-batches at either end of a visit that cross beside nothing
         self._looks = _LOOKS if len(schedule.visits) < _MANY_VISITS else _LOOKS // 2
 
@@ -97,11 +98,11 @@ class _Imagined:
 
     def update(self, record: Record) -> int:
         plan, params = self.plan.stages[record.stage], self.model.stages[record.stage].params
-        read = written = 0
+        weights, states = written_by_update(self.model, plan, self.plan.commit_every)
+        read = 0
         if plan.states == "ssd":
-            read = written = self._state_bytes * params
-        if plan.weights == "ssd":
-            written += ITEM_SIZE[self.model.compute_dtype] * params
+            read = states = self._state_bytes * params
+        written = weights + states
         if record.gradient_slot is None and plan.gradients_ram is None and plan.gradients_extent is not None:
             read += plan.gradients_extent.size
         self.moved_in += read
@@ -112,6 +113,12 @@ class _Imagined:
 
     def updated(self, record: Record, result: object) -> None:
         pass
+
+    def completed(self, generation: int) -> None:
+        self._durable = generation  # flushing and naming is beside everything, and small
+
+    def durable(self) -> int:
+        return self._durable
 
     def pass_time(self) -> None:
         """To the next completion."""

@@ -42,6 +42,7 @@ class Wishes:
     scratch_size: int = 0  # of the daemon's chunks, from the native library
     export_item: int = 2  # bytes per exported weight
     sustained: bool = False  # the run writes past the drives' fast regions
+    commit_every: int | None = None  # steps between commits; None: where the run ends alone
 
     def disk(self, hardware: HardwareProfile) -> int:
         """Bytes that the store may have."""

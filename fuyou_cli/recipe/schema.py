@@ -171,7 +171,7 @@ class OffloadSection(Section):
 
 class CheckpointSection(Section):
     mode: Literal["auto", "in_place", "redo", "snapshot"] = "auto"
-    commit_every_steps: Positive | None = None  # null: the state is saved when a run stops and at its end
+    commit_every_steps: Positive | None = 1  # null: the state is committed where a run begins, stops and ends
     snapshot_every_steps: Positive | None = None
     keep_last: Positive = 2
     resume: Text = "auto"  # auto | never | a path

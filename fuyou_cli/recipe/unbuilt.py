@@ -125,12 +125,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
         feature="this checkpoint mode",
         instead="use auto",
     ),
-    Unbuilt(
-        path="checkpoint.commit_every_steps",
-        asks=_set,
-        feature="commits during the run",
-        instead="leave it null: the state is saved when the run stops and at its end",
-    ),
     Unbuilt(path="checkpoint.snapshot_every_steps", asks=_set, feature="snapshots", instead="leave it null"),
     Unbuilt(path="checkpoint.keep_last", asks=_other_than(2), feature="snapshots", instead="leave it out"),
     Unbuilt(path="export.push_to_hub", asks=_set, feature="uploading", instead="upload the exported folder yourself"),

@@ -142,3 +142,4 @@ class Plan:
     memory: tuple[MemoryLine, ...]
     predicted: Predicted
     sustained: bool = False  # predicted with the rates of drives whose fast region is full
+    commit_every: int | None = None  # steps between commits; None: where the run ends alone

@@ -16,6 +16,8 @@ from .requests import Update, native_update
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+CHECKSUM_BLOCK = 4096
+
 
 def sum_squares(values: Buffer, dtype: Dtype) -> tuple[float, int]:
     """The sum of squares in double, and how many values are not finite.
@@ -48,10 +50,13 @@ def join(weights: Buffer, remainder: Buffer, master: Buffer) -> None:
     _check(lib.fy_join(high, low, target, _same_length(high, low, target)))
 
 
-def checksum(data: Buffer) -> int:
-    """A 64-bit sum of a span: position-sensitive, the same on every machine, not cryptographic."""
+def checksum(data: Buffer, *, position: int = 0) -> int:
+    """A 64-bit sum of a span: position-sensitive, the same on every machine, not cryptographic. A longer span's sum is
+    that of its parts added up modulo 2^64, each told its `position` (bytes, a multiple of 4096)."""
+    if position % CHECKSUM_BLOCK:
+        raise ValueError(f"position {position} is not a multiple of {CHECKSUM_BLOCK}")
     memory = ffi.from_buffer(data)
-    return int(lib.fy_checksum(memory, len(memory)))
+    return int(lib.fy_checksum(memory, len(memory), position))
 
 
 def adamw(

@@ -23,10 +23,19 @@ class Store:
         self.direct = bool(lib.fy_store_is_direct(handle))
 
     @classmethod
-    def open(cls, paths: Sequence[Path], *, stripe: int, size: int, create: bool = False, buffered: bool = False) -> Store:
+    def open(
+        cls,
+        paths: Sequence[Path],
+        *,
+        stripe: int,
+        size: int,
+        create: bool = False,
+        buffered: bool = False,
+        read_only: bool = False,
+    ) -> Store:
         """The store over `paths` (one file each, `size` bytes together, `stripe` bytes to a file in turn).
 
-        `create` preallocates the files; without it they must exist with the right size. `buffered` goes through the
+        `read_only` leaves them as they are, and lets others read them meanwhile; `create` preallocates the files; without it they must exist with the right size. `buffered` goes through the
         page cache on purpose, as the store does by itself where a file system knows no direct I/O (`direct` says).
         """
         names = [ffi.new("char[]", os.fsencode(path)) for path in paths]
@@ -34,6 +43,7 @@ class Store:
         out = ffi.new("fy_store **")
         why = ffi.new("fy_failure *")
         flags = (lib.FY_STORE_CREATE if create else 0) | (lib.FY_STORE_BUFFERED if buffered else 0)
+        flags |= lib.FY_STORE_READ_ONLY if read_only else 0
         code = lib.fy_store_open(array, len(names), stripe, size, flags, out, why)
         if code:
             raise failure_error(why, paths=list(paths), code=code)

@@ -11,15 +11,13 @@ import torch
 from ..core.errors import UsageError
 from ..core.units import MiB, align_up
 from ..swap.arena import Arena
-from ..swap.daemon import DaemonOptions, SwapDaemon
+from ..swap.daemon import SwapDaemon
 from ..swap.kernels import join
-from ..swap.store import Store
-from . import manifest as manifests
+from .at_rest import at_rest
 from .checkpoint.companions import companion_files
 from .checkpoint.writer import OutTensor, write_checkpoint
 from .companions import kept_companions
-from .manifest import Manifest, StoredStage, StoredTensor
-from .saved import refuse_in_use
+from .manifest import Manifest, StoredExtent, StoredStage, StoredTensor
 
 _WINDOW = 17 * MiB  # one piece of at most 16 MiB with the store's alignment around it
 
@@ -58,6 +56,7 @@ class StoreWeights:
         """Elements [first, end) of the whole tensor, all of them in one stage."""
         begin, count = stored.offset + first - stored.first, end - first
         compute = self.manifest.compute_dtype
+        assert stage.weights is not None
         weights = self._elements(stage.weights, begin, count, 2 if compute == "bfloat16" else 4, 0)
         if compute == self.dtype:
             return weights
@@ -70,12 +69,12 @@ class StoreWeights:
         join(weights, remainder, master.numpy().data)
         return _bytes_of(master)
 
-    def _elements(self, extent: tuple[int, int], begin: int, count: int, item: int, window: int) -> memoryview:
+    def _elements(self, extent: StoredExtent, begin: int, count: int, item: int, window: int) -> memoryview:
         """Bytes of `count` elements of an extent, through the arena window at `window`."""
         align = 4096
         first = begin * item // align * align
-        size = min(align_up(begin * item + count * item, align), extent[1]) - first
-        self.daemon.wait(self.daemon.read(window, extent[0] + first, size))
+        size = min(align_up(begin * item + count * item, align), extent.size) - first
+        self.daemon.wait(self.daemon.read(window, extent.offset + first, size))
         inside = begin * item - first
         return self.arena.view(window + inside, count * item)
 
@@ -95,18 +94,6 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return tensor.view(torch.uint8).numpy().data
 
 
-def find_store(source: Path) -> Path:
-    """The folder of the one store `source` is, or holds."""
-    if (source / manifests.NAME).is_file():
-        return source
-    found = sorted(path.parent for path in source.glob(f"*/{manifests.NAME}")) if source.is_dir() else []
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise UsageError(f"{source} holds {len(found)} stores", hint="name one: " + ", ".join(map(str, found[:4])))
-    raise UsageError(f"there is no store in {source}", hint="give a run's store folder, or the recipe of the run")
-
-
 def export_store(
     source: Path,
     out: Path,
@@ -116,24 +103,9 @@ def export_store(
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Path]:
     """Writes the committed weights of the store in `source` to `out`; the shards' paths."""
-    manifest = manifests.read(source)
-    if manifest is None:
-        raise UsageError(f"there is no store in {source}")
-    if manifest.state != "committed":
-        refuse_in_use(manifest)
-        raise UsageError(
-            f"the run in {source} did not stop in order: its store holds parts of different steps",
-            hint="stop a run with Ctrl-C and it is saved; this one has to start over with checkpoint.resume=never",
-        )
-    paths = [Path(name) for name in manifest.files]
-    with (
-        Arena(2 * _WINDOW) as arena,
-        Store.open(paths, stripe=manifest.stripe, size=manifest.store_size) as store,
-        SwapDaemon(arena, store, DaemonOptions(update_threads=0)) as daemon,
-    ):
-        if manifests.read(source) != manifest:  # read before the store was locked
-            raise UsageError(f"another process has used the store in {source} meanwhile", hint="export again")
-        weights = StoreWeights(manifest, daemon, arena, dtype=dtype)
+    with at_rest(source, arena_size=2 * _WINDOW) as store:
+        manifest = store.manifest
+        weights = StoreWeights(manifest, store.daemon, store.arena, dtype=dtype)
         return write_checkpoint(
             out,
             weights.tensors(),

@@ -1,28 +1,39 @@
 """The manifest of a run's store: which extents hold which generation of which stage, and where the run stands.
 
 It is written to a temporary file, synced, renamed and its directory synced; the data it names is on stable storage
-before. A store being filled says `loading`: there is nothing in it to lose. `committed` names one state, and stays true
-through the first step after it, which writes to the other extents only; from the second step on the store says
-`running`, and one whose run did not stop in order is refused, because its extents may belong to different steps.
+before. A store being filled says `loading`: there is nothing in it to lose. `committed` names one state whose extents no
+update writes over before the next manifest is on stable storage (planner/commits.py): wherever a run ends, the newest
+manifest is true. The one before it is kept beside it: where a part of the newest state has become unreadable, the older one
+may still be whole.
+
+The last line holds a digest of the others, so that a manifest is the one that was written or none.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ..core.disk import sync_directory
-from ..core.errors import FuyouError, UsageError
+from ..core.disk import failed_writing, sync_directory
+from ..core.errors import UsageError
 
-State = Literal["loading", "committed", "running"]
+State = Literal["loading", "committed"]
 
 NAME = "manifest.json"
+BEFORE = "manifest.before.json"  # of the commit before
 COMPANIONS = "companions"  # the folder beside it with what an export needs besides weights
-VERSION = 3
+VERSION = 4
+TENSORS = ("weights", "remainder", "momentum", "variance")  # of a stage, in the order of its extents
+_NEW = ".manifest.new"  # fixed names: what a killed run leaves is written over by the next
+_NEW_BEFORE = ".manifest.before.new"
+_DIGEST = ',\n"digest": '
 _LARGEST = 64 << 20
+_DAMAGED = "start over with checkpoint.resume=never"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,18 +49,33 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StoredExtent:
+    """Bytes of the store, and the sum (`swap.kernels.checksum`) of what was written there."""
+
+    offset: int
+    size: int
+    sum: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StoredStage:
-    """One stage at rest. `weights`, `remainder` are the (offset, size) of the valid extents; None where every value is
-    zero or there is none."""
+    """One stage at rest. Extents are None where every value is zero or there is no such tensor."""
 
     name: str
     params: int
     generation: int
     zero_moments: bool
     zero_remainder: bool
-    weights: tuple[int, int]
-    remainder: tuple[int, int] | None
+    weights: StoredExtent | None
+    remainder: StoredExtent | None
+    momentum: StoredExtent | None
+    variance: StoredExtent | None
     tensors: tuple[StoredTensor, ...]
+
+    def extents(self) -> list[tuple[str, StoredExtent]]:
+        """What of the stage is on the store, by name."""
+        named = [(name, getattr(self, name)) for name in TENSORS]
+        return [(name, extent) for name, extent in named if extent is not None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,82 +83,129 @@ class Manifest:
     run: str  # names this run in the part files of its folders
     files: tuple[str, ...]  # absolute paths of the store's files, in the order of the stripe
     parts: tuple[str, ...]  # of the part files beside them
-    companions: tuple[str, ...]  # of what an export needs besides; all three are what `fuyou clean` may remove
+    companions: tuple[str, ...]  # of what else there is of the run; all three are what `fuyou clean` may remove
     stripe: int
     store_size: int
     state: State
-    step: int  # finished steps
+    step: int  # finished steps, the generation of every stage; as many losses are beside the manifest (training/losses.py)
     written_total: int
     model_dir: str
     architecture: str
     compute_dtype: Literal["float32", "bfloat16"]
     numerics: dict[str, Any]
     fingerprints: dict[str, str]  # model, data, recipe: what a resumed run must agree on
-    losses: tuple[float, ...]
+    random: dict[str, Any]  # states of generators (training/random_states.py)
     stages: tuple[StoredStage, ...]
 
 
-def write(directory: Path, manifest: Manifest) -> None:
-    """Replaces the manifest of `directory` in one step."""
-    text = json.dumps({"fuyou_store": VERSION, **asdict(manifest)}, indent=1, sort_keys=True) + "\n"
-    temporary = directory / f".{NAME}.{os.getpid()}"
-    try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(directory / NAME)
-        sync_directory(directory)
-    except OSError as error:
-        raise FuyouError(f"cannot write {directory / NAME}: {error.strerror}") from error
-
-
-def read(directory: Path) -> Manifest | None:
-    """The manifest of `directory`, None when there is none. Raises UsageError when it is not one."""
+def write(directory: Path, manifest: Manifest, *, keep: bool = False) -> None:
+    """Replaces the manifest of `directory` in one step, on stable storage when this returns. With `keep` the one that was
+    there is kept as the one before; else that goes too."""
     path = directory / NAME
     try:
+        _write_whole(directory / _NEW, _text(manifest))
+        if keep:
+            _set_aside(path, directory)
+        else:
+            (directory / BEFORE).unlink(missing_ok=True)
+        (directory / _NEW).replace(path)
+        sync_directory(directory)
+    except OSError as error:
+        raise failed_writing(path, error) from error
+
+
+def _write_whole(path: Path, text: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _set_aside(path: Path, directory: Path) -> None:
+    """The manifest gets its second name in one step; where links are refused it is moved, and for a moment the one before is
+    the newest (`newest` finds it)."""
+    new = directory / _NEW_BEFORE
+    new.unlink(missing_ok=True)
+    try:
+        os.link(path, new)
+    except OSError:
+        path.replace(directory / BEFORE)
+    else:
+        new.replace(directory / BEFORE)
+
+
+def go_back(directory: Path) -> None:
+    """The manifest before the newest is the newest again."""
+    try:
+        (directory / BEFORE).replace(directory / NAME)
+        sync_directory(directory)
+    except OSError as error:
+        raise failed_writing(directory / NAME, error) from error
+
+
+def _text(manifest: Manifest) -> str:
+    """A line for each key, the digest of all others last."""
+    content = {"fuyou_store": VERSION, **asdict(manifest)}
+    body = "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(content[key])}" for key in sorted(content))
+    return f'{body}{_DIGEST}"{_digest(body)}"\n}}\n'
+
+
+def _digest(body: str) -> str:
+    return hashlib.sha256(body.encode()).hexdigest()
+
+
+def newest(directory: Path) -> tuple[Manifest | None, str]:
+    """The manifest to go on from, and why it is the one before the newest where it is. Raises as `read` does."""
+    try:
+        found = read(directory)
+        if found is not None or not (directory / BEFORE).is_file():
+            return found, ""
+        return read(directory, BEFORE), f"{directory / NAME} is gone"
+    except UsageError as error:
+        with suppress(UsageError):
+            if (older := read(directory, BEFORE)) is not None:
+                return older, error.message
+        raise
+
+
+def read(directory: Path, name: str = NAME) -> Manifest | None:
+    """The manifest of `directory`, None when there is none. Raises UsageError when it is not one."""
+    path = directory / name
+    try:
         if path.stat().st_size > _LARGEST:
-            raise UsageError(f"{path} is too large to be a manifest")
-        content = json.loads(path.read_text(encoding="utf-8"))
+            raise UsageError(f"{path} is too large to be a manifest", hint=_DAMAGED)
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text)
     except FileNotFoundError:
         return None
     except NotADirectoryError:
         hint = "offload.dir and checkpoint.resume name folders"
         raise UsageError(f"there can be no store in {directory}: a file is in its place", hint=hint) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path} cannot be read: {error}", hint="start over with checkpoint.resume=never") from None
-    return _parsed(path, content)
+        raise UsageError(f"{path} cannot be read: {error}", hint=_DAMAGED) from None
+    return _parsed(path, content, text)
 
 
-def _parsed(path: Path, content: Any) -> Manifest:
+def _parsed(path: Path, content: Any, text: str) -> Manifest:
     if not isinstance(content, dict) or content.get("fuyou_store") != VERSION:
         raise UsageError(f"{path} is not a manifest of version {VERSION}", hint="it was written by another version")
-    fields = {key: value for key, value in content.items() if key != "fuyou_store"}
+    body, _, _ = text.rpartition(_DIGEST)
+    if content.get("digest") != _digest(body):
+        raise UsageError(f"{path} is damaged: its digest is not that of its content", hint=_DAMAGED)
+    fields = {key: value for key, value in content.items() if key not in ("fuyou_store", "digest")}
     try:
         fields["stages"] = tuple(_stage(stage) for stage in fields["stages"])
-        fields["files"] = tuple(str(name) for name in fields["files"])
-        fields["parts"] = tuple(str(name) for name in fields["parts"])
-        fields["companions"] = tuple(str(name) for name in fields["companions"])
-        fields["losses"] = tuple(float(loss) for loss in fields["losses"])
+        for key in ("files", "parts", "companions"):
+            fields[key] = tuple(str(name) for name in fields[key])
         if fields["state"] not in get_args(State):
             raise ValueError(f"state {fields['state']!r}")
         return Manifest(**fields)
     except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"{path} is damaged: {error}", hint="start over with checkpoint.resume=never") from None
+        raise UsageError(f"{path} is damaged: {error}", hint=_DAMAGED) from None
 
 
 def _stage(content: dict[str, Any]) -> StoredStage:
-    tensors = tuple(
-        StoredTensor(
-            **{key: item[key] for key in ("name", "stored_as", "offset", "first", "count")}, shape=tuple(item["shape"])
-        )
-        for item in content["tensors"]
-    )
-    weights, remainder = content["weights"], content["remainder"]
-    return StoredStage(
-        **{key: content[key] for key in ("name", "params", "generation", "zero_moments", "zero_remainder")},
-        weights=(int(weights[0]), int(weights[1])),
-        remainder=None if remainder is None else (int(remainder[0]), int(remainder[1])),
-        tensors=tensors,
-    )
+    tensors = tuple(StoredTensor(**{**item, "shape": tuple(item["shape"])}) for item in content["tensors"])
+    extents = {name: None if content[name] is None else StoredExtent(**content[name]) for name in TENSORS}
+    return StoredStage(**{**content, **extents, "tensors": tensors})

@@ -108,7 +108,7 @@ def prepare(
     from ..engine.describe import outlined
 
     _check_backend(recipe)
-    directories, manifest = _saved(recipe, looked_for=not planning_only)
+    directories, manifest = _saved(recipe, looked_for=not planning_only, say=say)
     hub = _Hub(recipe, say=say, progress=progress)
     model_dir = hub.model(need_weights=False)
     tokenizer_dir = hub.tokenizer(model_dir, needed=not planning_only)
@@ -154,10 +154,10 @@ def prepare(
     return _with_weights_and_rows(considered, hub, probe=probe, say=say, choose=choose)
 
 
-def _saved(recipe: Recipe, *, looked_for: bool) -> tuple[tuple[Path, ...], Manifest | None]:
+def _saved(recipe: Recipe, *, looked_for: bool, say: Callable[[str], None]) -> tuple[tuple[Path, ...], Manifest | None]:
     """The folders of this run, and what of it was saved there."""
     directories = run_directories(recipe)
-    manifest = find_saved(recipe.checkpoint.resume, directories) if looked_for else None
+    manifest = find_saved(recipe.checkpoint.resume, directories, say=say) if looked_for else None
     if manifest is not None and recipe.checkpoint.resume != "auto":  # a run named by its folder goes on in that folder
         directories = tuple(Path(file).parent for file in manifest.files)
     return directories, manifest
@@ -429,6 +429,7 @@ def wishes(recipe: Recipe, numerics: Numerics, hardware: HardwareProfile, *, dev
         chunk_params=CHUNK_PARAMS,
         scratch_size=scratch_size(CHUNK_PARAMS, update_chunks_for(threads)),
         export_item=2 if recipe.export.dtype == "bfloat16" else 4,
+        commit_every=recipe.checkpoint.commit_every_steps,
     )
 
 

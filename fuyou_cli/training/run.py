@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -22,23 +20,20 @@ from ..spec.plan import Plan, Span
 from ..swap.arena import Arena
 from ..swap.daemon import Counters, DaemonOptions, SwapDaemon
 from ..swap.store import Store
-from . import manifest as manifests
 from .busy import busy_seconds
 from .data import collate
-from .manifest import COMPANIONS, Manifest, State
 from .memory_watch import MemoryWatch
 from .prepare import Prepared
 from .rates import learning_rate
 from .report import RunReport, StepReport
 from .reporting import Steps, run_report, settling_steps, timeline
-from .saved import PART_FILE, check_same_store, check_unchanged, write_parts
+from .saved import check_same_store, check_unchanged, write_parts
+from .saver import Saver, Standing
 from .stopping import StopRequests
 from .storage import STORE_FILE, StageFiles, check_space
 from .trimming import Trimming
 
 _REQUESTS = 4096
-_SPARE_FILE, _SPARE_BYTES = "spare", 1 << 20  # disk for the manifest of the state saved when the disk has run full
-_SPARE_PER_STEP = 32  # a loss as text
 
 
 class Run:
@@ -62,16 +57,10 @@ class Run:
         self._trimming = Trimming(
             model=self.model, plan=self.plan, now=self.memory.look, reached=self.memory.reached, trim=trim
         )
-        self.losses: list[float] = list(prepared.manifest.losses) if prepared.manifest else []
-        self.step = prepared.manifest.step if prepared.manifest else 0
-        self.written_before = prepared.manifest.written_total if prepared.manifest else 0
-        self.saved_bytes = 0  # that saving wrote, beside the steps
+        self.standing = Standing.of(prepared.manifest)
+        self._announce = announce
         self.stopping = StopRequests(announce, to_the_end=ends_process)
         self.stopping.may_abandon, self.stopping.at_stake = self._may_abandon, self._at_stake
-        self._name = prepared.manifest.run if prepared.manifest else os.urandom(8).hex()
-        self._on_disk: State = "committed" if prepared.manifest else "loading"
-        self._since_saved = 0  # steps begun since the state on disk
-        self._saved_step = self.step
         self._training = self._in_step = self._saving = False
         self._steps = Steps(settling=settling_steps(prepared.plan, resumed=prepared.manifest is not None))
         self._began = time.monotonic()
@@ -81,6 +70,16 @@ class Run:
             self._stack = opening
             self._open(free_space)
             self._stack = opening.pop_all()
+
+    @property
+    def step(self) -> int:
+        """Whole steps that are done."""
+        return self.standing.step
+
+    @property
+    def losses(self) -> list[float]:
+        """Of these steps."""
+        return self.standing.losses
 
     # ---- opening and closing -------------------------------------------------------------------------------------
 
@@ -110,6 +109,18 @@ class Run:
         self.executor.between_micro_batches = self._between_micro_batches
         self.executor.after_visit = self._after_visit
         self.files = StageFiles(model=self.model, plan=plan, daemon=self.daemon, memory=memory)
+        self.saver = self.executor.moves.committing = Saver(
+            prepared,
+            self.standing,
+            files=self.files,
+            residency=self.executor.residency,
+            store=self.store,
+            daemon=self.daemon,
+            memory=memory,
+            device=self.device,
+            say=self._announce,
+        )
+        self._stack.callback(self.saver.close)
         self.rates = learning_rate(prepared.recipe, prepared.total_steps)
 
     def _claim_folders(self, free_space: Callable[[Path], int]) -> None:
@@ -139,15 +150,14 @@ class Run:
 
     def load(self, progress: Callable[[int], None]) -> None:
         """The model's weights as the store's generation 0, or the saved run's state."""
-        records = self.executor.residency.records
         saved = self.prepared.manifest
         with self.stopping.during("loading"), self._telling_what_is_saved():
             if saved is not None:
-                self.files.restore(saved.stages, records)
+                self.saver.restore(saved)
                 return
-            self.save_manifest("loading")  # what an earlier run committed here is about to be overwritten
-            write_parts(self._name, [path.parent for path in self.paths])
-            self.files.load(self.prepared.entries, records, progress)
+            self.saver.give_up_what_was()
+            write_parts(self.standing.run, [path.parent for path in self.paths])
+            self.files.load(self.prepared.entries, self.executor.residency.records, progress)
 
     # ---- stepping ------------------------------------------------------------------------------------------------
 
@@ -157,6 +167,7 @@ class Run:
         self._training = True
         with self.stopping.during("training"), self._telling_what_is_saved():
             self.host_memory.take()
+            self.saver.begin_training()
             while self.step < self.prepared.total_steps:
                 report = None if self.stopping.requested else self._one_step()
                 if report is None:
@@ -172,10 +183,6 @@ class Run:
         """None where it was given up on request."""
         prepared = self.prepared
         assert prepared.rows is not None and prepared.sampler is not None
-        self._since_saved += 1
-        if self._since_saved == 2:  # from here on extents of the state on disk are written over
-            self._set_room_aside()
-            self.save_manifest("running")
         batch = collate(
             prepared.rows,
             prepared.sampler.batch(self.step),
@@ -194,8 +201,9 @@ class Run:
             self._in_step = False
             return None
         seconds = time.monotonic() - begin
-        self.step, self._in_step = number, False
+        self.standing.step, self._in_step = number, False
         self.losses.append(outcome.loss)
+        self.saver.step_is_over()
         return self._measured(outcome, lr, batch.tokens, begin, seconds, before, stalls_before)
 
     def _measured(
@@ -258,9 +266,12 @@ class Run:
 
     def _at_stake(self) -> str:
         """What ending at once would lose, for people."""
-        if self._on_disk == "running":
-            return "the whole run: it would have to start over"
-        return "this step"
+        lost = self._steps_at_stake()
+        return "this step" if lost <= 1 else f"{lost} steps: step {self.saver.saved_step or 0} is the last one saved"
+
+    def _steps_at_stake(self) -> int:
+        """Steps that would be computed again, the one under way among them."""
+        return self.step + self._in_step - (self.saver.saved_step or 0)
 
     @contextmanager
     def _telling_what_is_saved(self) -> Iterator[None]:
@@ -273,7 +284,7 @@ class Run:
                 raise
         except KeyboardInterrupt:
             self.stopping.end()
-            lost = self._on_disk == "running"
+            lost = self._steps_at_stake() > 1
             raise Interrupted(f"stopped at once in step {self.step + 1}", hint=self._what_is_saved(), lost=lost) from None
         except Exception as error:
             self.stopping.end()
@@ -282,7 +293,7 @@ class Run:
 
     def _rescue(self, error: Exception) -> None:
         """Saves the last whole step when an error ends the training, unless states may have been harmed."""
-        if not self._training or self._saving or isinstance(error, Interrupted):
+        if not self._training or self._saving or self.saver.commits.has_failed or isinstance(error, Interrupted):
             return
         if isinstance(error, NumericsError):
             whole = not error.changed  # seen before anything was updated
@@ -302,72 +313,27 @@ class Run:
         if isinstance(error, NumericsError):
             # the same command computes the same numbers, and a saved run takes no other rate or data
             error.hint = f"{error.hint}; either takes checkpoint.resume=never, which starts over"
-            if self._on_disk == "committed":
-                error.hint += f" (the state after step {self._saved_step} is saved: fuyou export {self.paths[0].parent} OUT)"
+            if (step := self.saver.saved_step) is not None:
+                error.hint += f" (the state after step {step} is saved: fuyou export {self.paths[0].parent} OUT)"
         elif isinstance(error, FuyouError):
             error.hint = f"{error.hint}; {saved}" if error.hint else saved
         else:
             error.add_note(saved)
 
     def _what_is_saved(self) -> str:
-        folder = self.paths[0].parent
-        if self._on_disk == "loading":
+        folder, step = self.paths[0].parent, self.saver.saved_step
+        if step is None:
             return "nothing was trained yet: the same command starts again"
-        if self._on_disk == "running":
-            return f"{folder} holds parts of different steps: start over with checkpoint.resume=never"
         without = ", without checkpoint.resume=never," if self.prepared.recipe.checkpoint.resume == "never" else ""
-        return f"the state after step {self._saved_step} is saved in {folder}: the same command{without} goes on from there"
+        return f"the state after step {step} is saved in {folder}: the same command{without} goes on from there"
 
     def save(self) -> None:
         """Everything at one generation, on stable storage, and a manifest that says so."""
         self._saving = True
         with self.stopping.during("saving"):
             self.executor.drain()
-            before = self.daemon.counters().written_bytes
-            self.files.save_resident(self.executor.residency.records)
-            self.saved_bytes += self.daemon.counters().written_bytes - before
-            self.store.sync()
-            self._spare.unlink(missing_ok=True)
-            self.save_manifest("committed")
-        self._saving, self._since_saved, self._saved_step = False, 0, self.step
-
-    def _set_room_aside(self) -> None:
-        """Without this a full disk, which ends a run by its log, would keep it from being saved. Where there is no room for
-        it the run goes on without."""
-        with suppress(OSError), self._spare.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, _SPARE_BYTES + _SPARE_PER_STEP * self.prepared.total_steps)
-
-    @property
-    def _spare(self) -> Path:
-        return self.paths[0].with_name(_SPARE_FILE)
-
-    def save_manifest(self, state: State) -> None:
-        prepared = self.prepared
-        manifests.write(
-            self.paths[0].parent,
-            Manifest(
-                run=self._name,
-                files=tuple(str(path) for path in self.paths),
-                parts=tuple(str(path.with_name(PART_FILE)) for path in self.paths),
-                companions=(
-                    *(str(path) for path in sorted((self.paths[0].parent / COMPANIONS).glob("*"))),
-                    *([str(self._spare)] if state == "running" else []),  # what a killed run leaves, for `fuyou clean`
-                ),
-                stripe=self.plan.io.stripe,
-                store_size=self.plan.store_size,
-                state=state,
-                step=self.step,
-                written_total=self.written_before + self.daemon.counters().written_bytes,
-                model_dir=str(prepared.model_dir.resolve()),
-                architecture=self.model.architecture,
-                compute_dtype=self.model.compute_dtype,
-                numerics=asdict(self.plan.numerics),
-                fingerprints=prepared.fingerprints,
-                losses=tuple(self.losses),
-                stages=self.files.describe(self.executor.residency.records, prepared.entries),
-            ),
-        )
-        self._on_disk = state
+            self.saver.save()
+        self._saving = False
 
     # ---- reporting -----------------------------------------------------------------------------------------------
 
@@ -380,7 +346,7 @@ class Run:
             parameters=self.model.parameters,
             seconds=time.monotonic() - self._began,
             ram_peak=self.memory.peak,
-            written_total=self.written_before + self.daemon.counters().written_bytes,
+            written_total=self.standing.written_before + self.daemon.counters().written_bytes,
             output_dir=self.prepared.recipe.output_dir,
         )
 

@@ -10,7 +10,7 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -83,28 +83,27 @@ def read_part(directory: Path) -> Part | None:
         return None
 
 
-def find_saved(resume: str, directories: Sequence[Path]) -> Manifest | None:
-    """The saved run to go on from, None for a new one. `resume`: auto, never, or a store's folder.
+def find_saved(resume: str, directories: Sequence[Path], *, say: Callable[[str], None]) -> Manifest | None:
+    """The saved run to go on from, None for a new one. `resume`: auto, never, or a store's folder. `say` hears where it is
+    an older state than the newest.
 
     Raises UsageError when there is one that cannot be gone on from, or that a new run would overwrite unasked.
     """
     if resume == "never":
         return None
     source = directories[0] if resume == "auto" else folder(resume, key="checkpoint.resume")
-    found = manifests.read(source)
+    found, problem = manifests.newest(source)
     if found is None and resume != "auto":
         raise UsageError(f"checkpoint.resume: there is no saved run in {source}")
+    if found is not None:
+        refuse_in_use(found)
+        if problem:
+            say(f"note: {problem}; going on from the state after step {found.step}")
     if found is None or found.state == "loading":
         _check_free(directories)
         if found is None:
             _check_moved(source.parent)
         return None
-    if found.state == "running":
-        refuse_in_use(found)
-        raise UsageError(
-            f"the run in {source} did not stop in order: its store holds parts of different steps",
-            hint="start over with checkpoint.resume=never (this replaces that store)",
-        )
     _check_parts(found)
     return found
 
@@ -206,7 +205,7 @@ def check_unchanged(expected: Manifest | None, directory: Path, *, start_over: b
     """Called with the store locked: the manifest is still what was planned with. Raises UsageError otherwise."""
     if start_over:
         return
-    current = manifests.read(directory)
+    current, _ = manifests.newest(directory)
     if current is not None and current.state == "loading":
         current = None
     if current != expected:

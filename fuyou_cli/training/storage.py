@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,14 +18,16 @@ from ..core.disk import file_systems, store_files
 from ..core.errors import OutOfSpaceError, UsageError
 from ..engine.host_memory import HostMemory
 from ..engine.skeleton import TORCH_DTYPE
+from ..engine.updates import Sums
+from ..planner.commits import PLACES
 from ..planner.residency import Record
 from ..spec.model import Dtype, ModelSpec, StageSpec
 from ..spec.plan import Plan, Span, StagePlan
 from ..swap.daemon import SwapDaemon
-from ..swap.kernels import split, sum_squares
+from ..swap.kernels import checksum, split, sum_squares
 from .checkpoint.header import TensorEntry
 from .checkpoint.reader import TensorReader
-from .manifest import StoredStage, StoredTensor
+from .manifest import TENSORS, StoredExtent, StoredStage, StoredTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -93,12 +96,13 @@ class StageFiles:
                 rest = self.memory.tensor(remainder, torch.int16, stage.params)
                 rest = rest[tensor.offset : tensor.offset + tensor.numel]
                 _read_split(reader, entry, view.view(-1), rest, first=tensor.first)
-        record.generation, record.zero_moments, record.zero_remainder = 0, True, remainder is None
-        if plan.weights == "ssd":
-            self.daemon.wait(self._write(slot, plan.weights_extents[0], stage.index))
-        if remainder is not None and plan.remainder_ram is None:
-            assert plan.remainder_extents is not None
-            self.daemon.wait(self._write(remainder, plan.remainder_extents[0], stage.index))
+        record.generation, record.place, record.zero_moments, record.zero_remainder = 0, 0, True, remainder is None
+        record.sums = Sums(
+            weights=self._written(slot, plan.weights_extents[0], stage.index),
+            remainder=self._written(remainder, plan.remainder_extents[0], stage.index)
+            if remainder is not None and plan.remainder_extents is not None
+            else None,
+        )
 
     def _remainder_span(self, plan: StagePlan) -> Span:
         """Where a stage's remainder is put together while loading: its home, or a gradient slot (never smaller)."""
@@ -114,56 +118,86 @@ class StageFiles:
             )
         return spare
 
-    def _write(self, span: Span, extent: Span, label: int) -> int:
-        return self.daemon.write(span.offset, extent.offset, extent.size, label=label)
+    def _written(self, span: Span, extent: Span, label: int) -> int:
+        """Writes what a span holds; its sum."""
+        self.daemon.wait(self.daemon.write(span.offset, extent.offset, extent.size, label=label))
+        return checksum(self.memory.arena.view(span.offset, extent.size))
 
     def save_resident(self, records: Sequence[Record]) -> int:
-        """Writes everything that rests in RAM to the extents of its generation; the bytes written."""
+        """Writes what rests in RAM alone to the extents of its generation; the bytes written."""
         written = 0
         for plan, record in zip(self.plan.stages, records, strict=True):
-            for ram, extent in _resting_in_ram(plan, record):
-                self.daemon.wait(self._write(ram, extent, record.stage))
-                written += extent.size
+            for name, ram, extent in _resting_in_ram(plan, record):
+                if getattr(record.sums, name) is None:  # else the last update wrote it too
+                    record.sums = replace(record.sums, **{name: self._written(ram, extent, record.stage)})
+                    written += extent.size
         return written
 
     def restore(self, stored: Sequence[StoredStage], records: Sequence[Record]) -> None:
         """Generations as saved; what rests in RAM is read back."""
         for plan, record, stage in zip(self.plan.stages, records, stored, strict=True):
-            record.generation = stage.generation
+            record.generation, record.place, record.sums = stage.generation, _place(plan, stage), _sums(stage)
             record.zero_moments, record.zero_remainder = stage.zero_moments, stage.zero_remainder
-            for ram, extent in _resting_in_ram(plan, record):
+            for _, ram, extent in _resting_in_ram(plan, record):
                 self.daemon.wait(self.daemon.read(ram.offset, extent.offset, extent.size, label=record.stage))
 
     def describe(self, records: Sequence[Record], entries: Mapping[str, TensorEntry]) -> tuple[StoredStage, ...]:
-        """Every stage as it rests in its extents now (after `save_resident`). `entries`: the checkpoint it came from."""
+        """Every stage as it rests in its extents now. `entries`: the checkpoint it came from."""
         together = zip(self.model.stages, self.plan.stages, records, strict=True)
         return tuple(_stored(stage, plan, record, entries) for stage, plan, record in together)
 
 
-def _resting_in_ram(plan: StagePlan, record: Record) -> Iterator[tuple[Span, Span]]:
-    """What of a stage rests in RAM and is not simply zero, with the extent of the record's generation."""
-    pairs: list[tuple[Span | None, tuple[Span, Span] | None]] = [(plan.weights_ram, plan.weights_extents)]
-    if not record.zero_remainder:
-        pairs.append((plan.remainder_ram, plan.remainder_extents))
-    if not record.zero_moments:
-        pairs += [(plan.momentum_ram, plan.momentum_extents), (plan.variance_ram, plan.variance_extents)]
-    for ram, extents in pairs:
+def _resting_in_ram(plan: StagePlan, record: Record) -> Iterator[tuple[str, Span, Span]]:
+    """What of a stage rests in RAM and is not simply zero: its name, where, and the extent of the record's generation."""
+    for name in _at_rest(record):
+        ram, extents = getattr(plan, f"{name}_ram"), getattr(plan, f"{name}_extents")
         if ram is not None and extents is not None:
-            yield ram, extents[record.generation % 2]
+            yield name, ram, extents[record.place]
+
+
+def _at_rest(record: Record) -> Iterator[str]:
+    """The tensors of a stage whose values are not simply zero."""
+    yield "weights"
+    if not record.zero_remainder:
+        yield "remainder"
+    if not record.zero_moments:
+        yield from ("momentum", "variance")
+
+
+def _place(plan: StagePlan, stage: StoredStage) -> int:
+    """Which extent of each pair holds the stage. Raises UsageError where the plan has none of them there."""
+    for place in range(PLACES):
+        mine = [
+            (extent, getattr(plan, f"{name}_extents"))
+            for name in TENSORS
+            if (extent := getattr(stage, name)) is not None
+        ]
+        if all(extents and (extents[place].offset, extents[place].size) == (at.offset, at.size) for at, extents in mine):
+            return place
+    raise UsageError(
+        f"the saved {stage.name} does not lie where this run would have it",
+        hint="the store was made by another version: start over with checkpoint.resume=never",
+    )
+
+
+def _sums(stage: StoredStage) -> Sums:
+    return Sums(**{name: None if (at := getattr(stage, name)) is None else at.sum for name in TENSORS})
 
 
 def _stored(stage: StageSpec, plan: StagePlan, record: Record, entries: Mapping[str, TensorEntry]) -> StoredStage:
-    parity = record.generation % 2
-    weights = plan.weights_extents[parity]
-    remainder = plan.remainder_extents[parity] if plan.remainder_extents and not record.zero_remainder else None
+    found: dict[str, StoredExtent | None] = dict.fromkeys(TENSORS)
+    for name in _at_rest(record) if stage.params else ():
+        if (extents := getattr(plan, f"{name}_extents")) is not None:
+            extent, total = extents[record.place], getattr(record.sums, name)
+            assert total is not None, (stage.name, name)
+            found[name] = StoredExtent(offset=extent.offset, size=extent.size, sum=total)
     return StoredStage(
         name=stage.name,
         params=stage.params,
         generation=record.generation,
         zero_moments=record.zero_moments,
         zero_remainder=record.zero_remainder,
-        weights=(weights.offset, weights.size),
-        remainder=(remainder.offset, remainder.size) if remainder else None,
+        **found,
         tensors=tuple(
             StoredTensor(
                 name=t.name, stored_as=entries[t.name].name, shape=t.model_shape, offset=t.offset, first=t.first, count=t.numel

@@ -33,6 +33,7 @@
 #define FY_SEGMENT_FROZEN 1
 #define FY_STORE_CREATE 1
 #define FY_STORE_BUFFERED 2
+#define FY_STORE_READ_ONLY 4
 #define FY_DAEMON_DATA_SUMS 1
 
 typedef struct fy_arena fy_arena;
@@ -65,7 +66,8 @@ int fy_arena_destroy(fy_arena *arena); /* NULL is fine; -EBUSY while a daemon us
 
 /* ---- store: one preallocated file per path, striped; O_DIRECT where the file system allows it ----
  * A file that is there already must be a regular one of this user (-EPERM), not a symbolic link (-ELOOP), and is mode
- * 0600 from then on. */
+ * 0600 from then on. With FY_STORE_READ_ONLY files are opened for reading, shared with other readers, and left as they are:
+ * a write to the store fails then. */
 int fy_store_open(const char *const *paths, uint32_t count, uint64_t stripe, uint64_t size, uint32_t flags,
                   fy_store **out, fy_failure *why);
 uint64_t fy_store_size(const fy_store *store);
@@ -109,7 +111,8 @@ int fy_submit_write(fy_daemon *daemon, uint64_t arena_offset, uint64_t store_off
  *   arena != FY_NOWHERE: rests in RAM, updated in place (source and target are then FY_NOWHERE, or target names a copy
  *                        to be written as well: a commit).
  *   source             : store offset read from; FY_NOWHERE with arena FY_NOWHERE means "all zero, never written".
- *   target             : store offset written to; never equal to source (two extents). */
+ *   target             : store offset written to: another extent than source, or source itself (in place: after a
+ *                        crash it holds parts of both). They never overlap otherwise. */
 #define FY_NOWHERE 0xFFFFFFFFFFFFFFFF
 typedef struct {
     uint64_t arena;
@@ -212,8 +215,9 @@ int fy_sum_squares(const void *values, uint64_t count, uint32_t dtype, double *s
  * the others are counted in nonfinite. */
 int fy_split(const float *master, uint16_t *weights, int16_t *remainder, uint64_t count, uint64_t *nonfinite);
 int fy_join(const uint16_t *weights, const int16_t *remainder, float *master, uint64_t count);
-/* A 64-bit sum of a span; order-sensitive, not cryptographic; the same on every machine. */
-uint64_t fy_checksum(const void *data, uint64_t size);
+/* A 64-bit sum of a span; order-sensitive, not cryptographic; the same on every machine. A longer span's sum is that of its
+ * parts added up (modulo 2^64), each told its `position`, a multiple of 4096. */
+uint64_t fy_checksum(const void *data, uint64_t size, uint64_t position);
 /* The update's own kernel on plain memory (the reference for tests and benchmarks). Arrays hold update->params values;
  * arena and store offsets of `update` are ignored. master is used when weights_dtype is float32, else weights and
  * remainder. */

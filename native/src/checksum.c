@@ -86,7 +86,7 @@ uint64_t fy__checksum_update(uint64_t state, uint64_t position, const void *data
     return state;
 }
 
-FY_API uint64_t fy_checksum(const void *data, uint64_t size)
+FY_API uint64_t fy_checksum(const void *data, uint64_t size, uint64_t position)
 {
-    return fy__checksum_update(0, 0, data, size);
+    return fy__checksum_update(0, position, data, size);
 }

@@ -164,7 +164,7 @@ static void result_take(fy_daemon *daemon, struct fy__request *request, fy_resul
     if (!sums)
         return;
     fy__unlock(daemon);
-    result->data_sum = fy_checksum(daemon->arena->base + span.arena, span.size);
+    result->data_sum = fy_checksum(daemon->arena->base + span.arena, span.size, 0);
     fy__lock(daemon);
 }
 

@@ -89,21 +89,22 @@ static int open_file(struct fy__file *file, uint32_t flags)
             return -errno;
         file->created = file->fd >= 0;
     }
-    if (file->fd < 0)
-        file->fd = fy__system.open(file->path, O_RDWR | O_CLOEXEC | O_NOFOLLOW, 0);
+    const bool reads = (flags & FY_STORE_READ_ONLY) != 0;
+    if (file->fd < 0) /* nobody waits for the writer of a pipe that lies there */
+        file->fd = fy__system.open(file->path, (reads ? O_RDONLY | O_NONBLOCK : O_RDWR) | O_CLOEXEC | O_NOFOLLOW, 0);
     if (file->fd < 0)
         return -errno;
-    if (fy__system.flock(file->fd, LOCK_EX | LOCK_NB) != 0)
+    if (fy__system.flock(file->fd, (reads ? LOCK_SH : LOCK_EX) | LOCK_NB) != 0)
         return errno == EWOULDBLOCK ? -EBUSY : -errno;
     return 0;
 }
 
 /* A file that was there already: a regular one of this user (-EPERM), which nobody else may open from now on. */
-static int own_file(const struct fy__file *file, const struct stat *status)
+static int own_file(const struct fy__file *file, const struct stat *status, uint32_t flags)
 {
     if (!S_ISREG(status->st_mode))
         return -EINVAL;
-    if (file->created)
+    if (file->created || (flags & FY_STORE_READ_ONLY) != 0)
         return 0;
     if (status->st_uid != geteuid())
         return -EPERM;
@@ -120,7 +121,7 @@ static int size_file(fy_store *store, uint32_t index, uint32_t flags, fy_failure
     struct stat status;
     if (fy__system.fstat(file->fd, &status) != 0)
         return failed(why, -errno, FY_OP_OPEN, index, wanted, 0);
-    const int foreign = own_file(file, &status);
+    const int foreign = own_file(file, &status, flags);
     if (foreign != 0)
         return failed(why, foreign, FY_OP_OPEN, index, wanted, 0);
     const uint64_t have = (uint64_t)status.st_size;
@@ -215,6 +216,8 @@ FY_API int fy_store_open(const char *const *paths, uint32_t count, uint64_t stri
         return failed(why, -EINVAL, FY_OP_SETUP, 0, FY__PAGE, stripe);
     if (size == 0 || size % FY__PAGE != 0 || size > FY__SPAN_MAX)
         return failed(why, -EINVAL, FY_OP_SETUP, 0, FY__PAGE, size);
+    if ((flags & FY_STORE_READ_ONLY) != 0 && (flags & FY_STORE_CREATE) != 0)
+        return failed(why, -EINVAL, FY_OP_SETUP, 0, 0, 0);
     fy_store *store = fy__system.calloc(1, sizeof *store);
     if (store == NULL)
         return failed(why, -ENOMEM, FY_OP_SETUP, 0, sizeof *store, 0);

@@ -89,7 +89,9 @@ static bool home_good(const fy_daemon *daemon, const fy_home *home, uint64_t siz
         return false;
     if (has_target && !store_span_good(daemon, home->target, size))
         return false;
-    return !has_source || home->source + size <= home->target || home->target + size <= home->source;
+    /* In place or apart: in place a chunk is read before it is written, and no other chunk touches it. */
+    return !has_source || home->source == home->target || home->source + size <= home->target ||
+           home->target + size <= home->source;
 }
 
 int fy__update_check(const fy_daemon *daemon, const fy_update *update, const fy_segment *segments)

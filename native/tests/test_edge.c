@@ -1,6 +1,6 @@
 /*
  * What the edge refuses: spans outside the arena or the store, off the alignment, inside the scratch; updates whose new
- * state would rest nowhere, whose source is their target, whose segments overlap; options that cannot be. Nothing that
+ * state would rest nowhere, whose source and target overlap in part, whose segments overlap; options that cannot be. Nothing that
  * was refused leaves a ticket or an I/O behind.
  */
 #include "updating.h"
@@ -34,8 +34,8 @@ static void target_unaligned(fy_update *u) { u->weights_target += 512; }
 static void gradients_nowhere(fy_update *u) { u->gradients = FY_NOWHERE; }
 static void gradients_twice(fy_update *u) { u->gradients_source = 0; }
 static void momentum_lost(fy_update *u) { u->momentum.target = FY_NOWHERE; }
-static void momentum_onto_itself(fy_update *u) { u->momentum.target = u->momentum.source; }
-static void momentum_half_onto_itself(fy_update *u) { u->momentum.target = u->momentum.source + FY__PAGE; }
+static void momentum_in_place(fy_update *u) { u->momentum.target = u->momentum.source; }
+static void momentum_half_in_place(fy_update *u) { u->momentum.target = u->momentum.source + FY__PAGE; }
 static void momentum_twice(fy_update *u) { u->momentum.arena = M * EXTENT; }
 static void segments_missing(fy_update *u) { u->params = 30720; } /* the segments reach beyond */
 
@@ -44,8 +44,9 @@ static void updates_refused(void)
     static void (*const wrong[])(fy_update *) = {
         no_params, odd_params, huge_params, step_zero, dtype_unknown, weights_outside, weights_in_scratch,
         weights_unaligned, target_outside, target_unaligned, gradients_nowhere, gradients_twice, momentum_lost,
-        momentum_onto_itself, momentum_half_onto_itself, momentum_twice, segments_missing};
+        momentum_half_in_place, momentum_twice, segments_missing};
     CHECK_EQUAL(update_with(as_it_is), 0);
+    CHECK_EQUAL(update_with(momentum_in_place), 0);
     for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++)
         CHECK_EQUAL(update_with(wrong[i]), -EINVAL);
 }

@@ -110,7 +110,7 @@ static void stop_while_summing(uint32_t backend)
     struct summing summing = {.daemon = testing_daemon(&options, arena, store)};
     unsigned char *base = fy_arena_base(arena);
     testing_fill(base, SUMMED, backend);
-    const uint64_t expected = fy_checksum(base, SUMMED);
+    const uint64_t expected = fy_checksum(base, SUMMED, 0);
     CHECK_EQUAL(testing_write(summing.daemon, 0, 0, SUMMED, NULL), 0);
     memset(base, 0, SUMMED);
     atomic_init(&summing.out, false);

@@ -1,7 +1,7 @@
 /*
  * The update chain equals fy_adamw() on plain memory, bit for bit, wherever the states rest: every pair of dtypes,
  * every combination of homes, gradients and weights in the arena or on the store, several chunk sizes, threads and
- * backends. Segments have odd boundaries; padding and frozen parameters keep their bits.
+ * backends, to the other extents and in place. Segments have odd boundaries; padding and frozen parameters keep their bits.
  */
 #include "updating.h"
 
@@ -30,7 +30,7 @@ static void one_update(struct stage stage, fy_store *store, uint32_t backend, ui
     CHECK_EQUAL(fy_submit_update(daemon, &update, stage_segments, &ticket), 0);
     CHECK_EQUAL(testing_wait(daemon, ticket, &result), 0);
     CHECK_EQUAL(result.nonfinite, stage_step_plain(&stage, &update));
-    stage_check(&stage, daemon, 1, &result);
+    stage_check(&stage, daemon, target_side(&stage, 0), &result);
     stage_destroy(&stage);
     CHECK_EQUAL(fy_daemon_stop(daemon), 0);
     CHECK_EQUAL(fy_arena_destroy(arena), 0);
@@ -52,6 +52,7 @@ int main(void)
                 .gradients_dtype = (kinds >> 1) & 1,
                 .gradients_on_store = (kinds & 4) != 0,
                 .weights_written = (kinds & 8) != 0,
+                .in_place = case_number % 3 == 0,
                 .remainder = (enum home)(homes & 3),
                 .momentum = (enum home)((homes >> 2) & 3),
                 .variance = (enum home)(homes >> 4),

@@ -52,7 +52,7 @@ static void check(fy_daemon *daemon, uint32_t index, const fy_update *update, co
     CHECK(memcmp(base + index * STAGE_ARENA, stage->plain[W], stage_bytes(stage, W)) == 0);
     for (int i = W; i <= V; i++) {
         const uint64_t bytes = stage_bytes(stage, i);
-        CHECK(sums[i] == fy_checksum(stage->plain[i], bytes));
+        CHECK(sums[i] == fy_checksum(stage->plain[i], bytes, 0));
         CHECK_EQUAL(testing_read(daemon, CLIENT, index * STAGE_STORE + extent_of(i, 1), bytes, NULL), 0);
         CHECK(memcmp(base + CLIENT, stage->plain[i], bytes) == 0);
     }

@@ -29,6 +29,7 @@ struct stage {
     enum home variance;
     bool gradients_on_store;
     bool weights_written;
+    bool in_place; /* what is on the store is written where it was read */
     unsigned char *plain[TENSOR_COUNT];
 };
 
@@ -110,14 +111,20 @@ static inline void stage_destroy(struct stage *stage)
         free(stage->plain[i]);
 }
 
-static inline fy_home home_of(enum home home, int tensor, uint32_t side)
+/* The side that an update writes which reads `side`. */
+static inline uint32_t target_side(const struct stage *stage, uint32_t side)
+{
+    return stage->in_place ? side : 1 - side;
+}
+
+static inline fy_home home_of(enum home home, int tensor, uint32_t side, uint32_t target)
 {
     const uint64_t arena = (uint64_t)tensor * EXTENT;
     switch (home) {
     case HOME_ARENA: return (fy_home){arena, FY_NOWHERE, FY_NOWHERE};
-    case HOME_COMMIT: return (fy_home){arena, FY_NOWHERE, extent_of(tensor, 1 - side)};
-    case HOME_STORE: return (fy_home){FY_NOWHERE, extent_of(tensor, side), extent_of(tensor, 1 - side)};
-    default: return (fy_home){FY_NOWHERE, FY_NOWHERE, extent_of(tensor, 1 - side)};
+    case HOME_COMMIT: return (fy_home){arena, FY_NOWHERE, extent_of(tensor, target)};
+    case HOME_STORE: return (fy_home){FY_NOWHERE, extent_of(tensor, side), extent_of(tensor, target)};
+    default: return (fy_home){FY_NOWHERE, FY_NOWHERE, extent_of(tensor, target)};
     }
 }
 
@@ -126,20 +133,21 @@ static inline enum home home_kind(const struct stage *stage, int tensor)
     return tensor == R ? stage->remainder : tensor == M ? stage->momentum : stage->variance;
 }
 
-/* The update that reads extents `side` and writes the other ones. */
+/* The update that reads extents `side` and writes the other ones, or these where the stage is updated in place. */
 static inline fy_update stage_update(const struct stage *stage, uint64_t step, uint32_t side)
 {
+    const uint32_t target = target_side(stage, side);
     return (fy_update){
         .params = PARAMS,
         .weights_dtype = stage->weights_dtype,
         .gradients_dtype = stage->gradients_dtype,
         .weights = 0,
-        .weights_target = stage->weights_written ? extent_of(W, 1 - side) : FY_NOWHERE,
+        .weights_target = stage->weights_written ? extent_of(W, target) : FY_NOWHERE,
         .gradients = stage->gradients_on_store ? FY_NOWHERE : G * EXTENT,
         .gradients_source = stage->gradients_on_store ? extent_of(G, 0) : FY_NOWHERE,
-        .remainder = home_of(stage->remainder, R, side),
-        .momentum = home_of(stage->momentum, M, side),
-        .variance = home_of(stage->variance, V, side),
+        .remainder = home_of(stage->remainder, R, side, target),
+        .momentum = home_of(stage->momentum, M, side, target),
+        .variance = home_of(stage->variance, V, side, target),
         .lr = 1e-3,
         .beta1 = 0.9,
         .beta2 = 0.95,
@@ -194,7 +202,7 @@ static inline void check_extent(fy_daemon *daemon, const struct stage *stage, in
 {
     const uint64_t bytes = stage_bytes(stage, tensor);
     unsigned char *base = fy_arena_base(daemon->arena);
-    CHECK(sum == fy_checksum(stage->plain[tensor], bytes));
+    CHECK(sum == fy_checksum(stage->plain[tensor], bytes, 0));
     CHECK_EQUAL(testing_read(daemon, READ_BACK, extent_of(tensor, side), bytes, NULL), 0);
     CHECK(memcmp(base + READ_BACK, stage->plain[tensor], bytes) == 0);
 }

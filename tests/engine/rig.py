@@ -267,7 +267,7 @@ class Rig:
 
     def _resting(self, stage: StageSpec, ram: Span | None, extents: tuple[Span, Span], dtype: torch.dtype) -> torch.Tensor:
         if ram is None:
-            extent = extents[self.executor.residency.records[stage.index].generation % 2]
+            extent = extents[self.executor.residency.records[stage.index].place]
             self.daemon.wait(self.daemon.read(self._window.offset, extent.offset, extent.size))
             ram = self._window
         return self.memory.tensor(ram, dtype, stage.params).clone()

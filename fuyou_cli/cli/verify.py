@@ -1,0 +1,69 @@
+"""`fuyou verify`: every committed extent read and compared with the sum of what was written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fuyou_cli.core.units import gb
+
+from .console import status_console, write_result
+
+if TYPE_CHECKING:
+    from fuyou_cli.training.at_rest import Verified
+
+
+def run_verify(source: Path, *, json_output: bool) -> bool:
+    """Whether the newest state is whole."""
+    from rich.progress import Progress
+
+    from fuyou_cli.training import manifest as manifests
+    from fuyou_cli.training.at_rest import find_store, verify_store
+    from fuyou_cli.training.verify import size_of
+
+    store = find_store(source)
+    newest, _ = manifests.newest(store)
+    with Progress(console=status_console(), transient=True) as progress:
+        task = progress.add_task("reading", total=2 * size_of(newest) if newest is not None else None)
+        found = verify_store(store, progress=lambda size: progress.advance(task, size))
+    if json_output:
+        write_result(json.dumps({"store": str(store), "states": [_as_data(state) for state in found]}, indent=1))
+    else:
+        for state in found:
+            _show(state)
+        if found[0].damages:
+            whole = any(not state.damages for state in found[1:])
+            write_result(
+                "the same recipe goes back to the one before, which is whole"
+                if whole
+                else "no state is whole: put a copy of the folder back, or start over with checkpoint.resume=never"
+            )
+    return not found[0].damages
+
+
+def _show(state: Verified) -> None:
+    stages = state.manifest.stages
+    extents = sum(len(stage.extents()) for stage in stages)
+    size = sum(extent.size for stage in stages for _, extent in stage.extents())
+    name = f"the state before it, after step {state.manifest.step}" if state.older else f"state after step {state.manifest.step}"
+    if not state.damages:
+        write_result(f"{name}: {extents} extents, {gb(size)}, every sum is right")
+        return
+    if state.older:
+        write_result(f"{name}: {len(state.damages)} of {extents} extents were written over since, or are damaged")
+        return
+    write_result(f"{name}: {len(state.damages)} of {extents} extents are damaged")
+    for damage in state.damages:
+        write_result(f"  {damage}")
+
+
+def _as_data(state: Verified) -> dict[str, object]:
+    return {
+        "step": state.manifest.step,
+        "older": state.older,
+        "extents": sum(len(stage.extents()) for stage in state.manifest.stages),
+        "damages": [
+            {"stage": damage.stage, "tensor": damage.tensor, "why": damage.why} for damage in state.damages
+        ],
+    }

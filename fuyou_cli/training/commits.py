@@ -1,0 +1,72 @@
+"""Makes states durable beside the run: one thread flushes what was written, then names it.
+
+The order is what a crash relies on: every byte of a generation has been written when `begin` is called, the flush puts it
+on stable storage, and only then its manifest replaces the one before. A flush that failed is not tried again: the kernel
+may have dropped what it could not write, and would call the next one a success.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+
+from .manifest import Manifest
+
+_SLICE = 0.2  # seconds: a wait comes back to Python this often, so that Ctrl-C works
+
+
+class Commits:
+    """`flush` returns when the store's data is on stable storage, `name` when a manifest is. `durable`: the generation that
+    is committed already, -1 for none."""
+
+    def __init__(self, *, flush: Callable[[], None], name: Callable[[Manifest], None], durable: int = -1) -> None:
+        self._flush, self._name = flush, name
+        self.last = self.newest = durable  # committed, and as far as anybody has looked; committed or being committed
+        self._failure: BaseException | None = None
+        self._under_way: deque[tuple[int, Future[None]]] = deque()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fuyou-commit")
+
+    def restart(self, durable: int) -> None:
+        """A run goes on from this generation. Nothing is under way."""
+        assert not self._under_way
+        self.last = self.newest = durable
+
+    def begin(self, manifest: Manifest) -> None:
+        """Every stage rests at generation `manifest.step`, and stays there until that is durable."""
+        self._raise_failure()
+        self.newest = manifest.step
+        self._under_way.append((manifest.step, self._thread.submit(self._commit, manifest)))
+
+    def durable(self) -> int:
+        """The newest generation that is committed. Never waits. Raises what kept one from it, again and again."""
+        while self._under_way and self._under_way[0][1].done():
+            generation, done = self._under_way.popleft()
+            self._failure = self._failure or done.exception()
+            if self._failure is None:
+                self.last = generation
+        self._raise_failure()
+        return self.last
+
+    def finish(self) -> None:
+        """Returns when everything that was begun is committed."""
+        while self._under_way:
+            wait_for([done for _, done in self._under_way], timeout=_SLICE)
+            self.durable()
+
+    @property
+    def has_failed(self) -> bool:
+        return self._failure is not None
+
+    def close(self) -> None:
+        """Returns when the thread has ended; what had not begun never will."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _commit(self, manifest: Manifest) -> None:
+        self._flush()
+        self._name(manifest)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure

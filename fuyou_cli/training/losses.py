@@ -1,0 +1,51 @@
+"""The losses of all committed steps in one file beside the manifest: eight bytes a step, however many there are.
+
+Written before the manifest that counts them, read up to that count: what a killed run left behind it is written over.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..core.disk import failed_writing, sync_directory
+
+NAME = "losses.bin"
+_ITEM = struct.Struct("<d")
+
+
+def write(directory: Path, losses: Sequence[float], *, first: int = 0) -> None:
+    """Losses of the steps from `first` on (0 for step 1), on stable storage when this returns."""
+    path = directory / NAME
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            content = b"".join(_ITEM.pack(loss) for loss in losses)
+            done = 0
+            while done < len(content):
+                done += os.pwrite(descriptor, content[done:], first * _ITEM.size + done)
+            os.fdatasync(descriptor)
+        finally:
+            os.close(descriptor)
+        if not first:
+            sync_directory(directory)
+    except OSError as error:
+        raise failed_writing(path, error) from error
+
+
+def read(directory: Path, count: int) -> tuple[list[float], str]:
+    """Losses of the first `count` steps, and a note where some cannot be read: those are NaN, and hinder nothing."""
+    path = directory / NAME
+    try:
+        with path.open("rb") as file:
+            content = file.read(count * _ITEM.size)
+        problem = "" if len(content) == count * _ITEM.size else "it is too short"
+    except OSError as error:
+        content, problem = b"", error.strerror or "it cannot be read"
+    whole = content[: len(content) // _ITEM.size * _ITEM.size]
+    found = [value for (value,) in _ITEM.iter_unpack(whole)]
+    note = f"{path}: {problem}; losses of earlier steps are not known" if problem and count else ""
+    return found + [math.nan] * (count - len(found)), note

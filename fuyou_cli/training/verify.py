@@ -1,0 +1,105 @@
+"""Whether the extents that a manifest names still hold what was written there: read once, summed piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..core.errors import SwapError
+from ..core.units import MiB
+from ..spec.plan import Span
+from ..swap.arena import Arena
+from ..swap.daemon import SwapDaemon
+from ..swap.kernels import CHECKSUM_BLOCK, checksum
+from .manifest import Manifest, StoredExtent
+
+PIECE = 16 * MiB  # read at once
+_TURNS = 2  # pieces: one is read while the other is summed
+_MODULUS = 1 << 64
+
+Progress = Callable[[int], None]  # of bytes more that are read
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Damage:
+    """An extent whose bytes are not what was written. `why`: for people."""
+
+    stage: str
+    tensor: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.tensor} of {self.stage}: {self.why}"
+
+
+def size_of(manifest: Manifest) -> int:
+    """Bytes that verifying reads."""
+    return sum(extent.size for stage in manifest.stages for _, extent in stage.extents())
+
+
+def damages(
+    manifest: Manifest, daemon: SwapDaemon, arena: Arena, window: Span, *, progress: Progress = lambda size: None
+) -> Iterator[Damage]:
+    """Of every extent, in order; a file that cannot be read is damage too. `window`: a span of the arena that nobody uses
+    meanwhile, two blocks of 4096 bytes at least."""
+    turns = _turns(window)
+    for stage in manifest.stages:
+        for name, extent in stage.extents():
+            try:
+                total = _sum(extent, daemon, arena, turns, progress)
+            except SwapError as error:
+                yield Damage(stage=stage.name, tensor=name, why=error.message)
+                continue
+            if total != extent.sum:
+                where = f"bytes {extent.offset} to {extent.offset + extent.size} of the store"
+                wrong = f"sum {total:016x}, {extent.sum:016x} is wanted"
+                why = f"{where}, in {_files(manifest, extent)}, are not what was written there ({wrong})"
+                yield Damage(stage=stage.name, tensor=name, why=why)
+
+
+def _turns(window: Span) -> tuple[Span, ...]:
+    size = min(PIECE, window.size // _TURNS // CHECKSUM_BLOCK * CHECKSUM_BLOCK)
+    assert size > 0, window
+    return tuple(Span(offset=window.offset + turn * size, size=size) for turn in range(_TURNS))
+
+
+def _sum(extent: StoredExtent, daemon: SwapDaemon, arena: Arena, turns: tuple[Span, ...], progress: Progress) -> int:
+    """Of what the extent holds now. A piece that cannot be read is an error once nothing is under way."""
+    size, total = turns[0].size, 0
+    starts = range(0, extent.size, size)
+    tickets: list[int] = []
+
+    def begin(number: int) -> None:
+        if number < len(starts):
+            length = min(size, extent.size - starts[number])
+            tickets.append(daemon.read(turns[number % _TURNS].offset, extent.offset + starts[number], length))
+
+    begin(0)
+    for number, start in enumerate(starts):
+        begin(number + 1)
+        try:
+            daemon.wait(tickets.pop(0))
+        except SwapError:
+            _settle(daemon, tickets)
+            raise
+        length = min(size, extent.size - start)
+        total += checksum(arena.view(turns[number % _TURNS].offset, length), position=start)
+        progress(length)
+    return total % _MODULUS
+
+
+def _settle(daemon: SwapDaemon, tickets: list[int]) -> None:
+    """What else is under way is over, however it ended: the first error is told."""
+    for ticket in tickets:
+        try:
+            daemon.wait(ticket)
+        except SwapError:
+            continue
+
+
+def _files(manifest: Manifest, extent: StoredExtent) -> str:
+    """The files of the stripe that an extent lies in."""
+    first, last = extent.offset // manifest.stripe, (extent.offset + extent.size - 1) // manifest.stripe
+    numbers = sorted({block % len(manifest.files) for block in range(first, min(last, first + len(manifest.files)) + 1)})
+    return ", ".join(str(Path(manifest.files[number])) for number in numbers)

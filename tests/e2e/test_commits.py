@@ -1,0 +1,228 @@
+"""Every step is committed: a run that dies anywhere goes on from the last commit, and nobody can tell it from one that did
+not."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fuyou_cli.cli import probe
+from fuyou_cli.core.errors import SwapError, UsageError
+from fuyou_cli.training import losses as loss_files
+from fuyou_cli.training import manifest as manifests
+from fuyou_cli.training.manifest import Manifest
+from fuyou_cli.training.run import Run
+
+from .conftest import Project
+from .running import STEPS, exported, manifest_of, prepared_run, store_of, train
+from .test_stopping import RAM
+
+pytestmark = pytest.mark.timeout(90)
+NewProject = Callable[..., Project]
+
+UNCLIPPED = {"train.clip_grad_norm": None}
+PLACES: dict[str, dict[str, Any]] = {
+    "clipped": {},
+    "unclipped": UNCLIPPED,
+    "half deferred": {**UNCLIPPED, "offload.defer_updates": 0.5},
+    "in RAM": {**RAM, **UNCLIPPED},
+    "every third step": {"checkpoint.commit_every_steps": 3},
+    "every second step, in RAM": {**RAM, **UNCLIPPED, "checkpoint.commit_every_steps": 2},
+    "at the ends alone": {**UNCLIPPED, "checkpoint.commit_every_steps": None},
+    "emulated device": {**UNCLIPPED, "offload.device": "emulated"},
+}
+
+
+class Died(BaseException):
+    """Stands for whatever ends a run without a word."""
+
+
+def _dies_at(step: int, visit: int) -> Callable[[Run], None]:
+    """At the first look from visit `visit` of step `step` on (1 for the first)."""
+
+    def look(run: Run) -> None:
+        if run.step + 1 == step and run.executor.lookahead.cursor >= visit:
+            raise Died
+
+    return look
+
+
+def _visits(project: Project) -> int:
+    prepared = prepared_run(project)
+    from fuyou_cli.planner.schedule import plan_schedule
+
+    return len(plan_schedule(prepared.model, prepared.plan).visits)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_run_that_dies_anywhere_is_the_same_run(place: str, new_project: NewProject, tmp_path: Path) -> None:
+    changes = {**PLACES[place], "train.max_steps": STEPS}
+    expected, store = train(new_project("whole", changes))
+    project = new_project("broken", changes)
+    draw, visits = random.Random(place), _visits(project)
+    every, done = changes.get("checkpoint.commit_every_steps", 1), 0
+    for step in range(1, STEPS + 1):
+        died_in = max(step, done + 1)
+        with pytest.raises(Died):
+            train(project, _dies_at(died_in, draw.randrange(visits)))
+        done = manifest_of(project).step
+        if every is None:
+            assert done == 0
+        else:  # what a step's end leaves to the next forward is not committed before that is over
+            assert done % every == 0 and done >= died_in - 2 - (every - 1)
+    losses, resumed = train(project)
+    assert losses == expected
+    ours, theirs = exported(resumed, tmp_path / "ours"), exported(store, tmp_path / "theirs")
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def _run(project: Project, **options: Any) -> Run:
+    return Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space, **options)
+
+
+def test_the_same_states_are_on_the_store(new_project: NewProject) -> None:
+    """Weights, remainders, moments: sums of all extents, after dying twice and after never."""
+    whole, broken = (new_project(name, {"train.max_steps": 4}) for name in ("whole", "broken"))
+    train(whole)
+    for step in (2, 4):
+        with pytest.raises(Died):
+            train(broken, _dies_at(step, 3))
+    train(broken)
+    sums = [[(name, extent.sum) for stage in manifest_of(p).stages for name, extent in stage.extents()] for p in (whole, broken)]
+    assert sums[0] == sums[1] and {name for name, _ in sums[0]} == {"weights", "remainder", "momentum", "variance"}
+
+
+def _flip(file: Path, byte: int) -> None:
+    with file.open("r+b") as stream:
+        stream.seek(byte)
+        old = stream.read(1)[0]
+        stream.seek(byte)
+        stream.write(bytes([old ^ 0x10]))
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+@pytest.mark.parametrize("tensor", manifests.TENSORS)
+def test_a_flipped_bit_is_found_and_the_step_before_goes_on(
+    tensor: str, stopped: Project, new_project: NewProject, tmp_path: Path
+) -> None:
+    saved = manifest_of(stopped)
+    extent = next(getattr(stage, tensor) for stage in saved.stages if stage.params)
+    _flip(Path(saved.files[0]), extent.offset + extent.size // 2)
+    heard: list[str] = []
+    with _run(stopped, announce=heard.append) as run:
+        run.load(lambda count: None)
+        assert run.step == saved.step - 1
+        run.train(lambda report: None)
+        losses, store = run.losses, run.paths[0].parent
+    said = " ".join(heard)
+    assert f"the state after step {saved.step} is damaged: {tensor} of " in said and saved.files[0] in said
+    assert f"going back to the state after step {saved.step - 1}, which is whole" in said
+    expected, whole = train(new_project("whole", {"train.max_steps": STEPS}))
+    assert losses == expected
+    ours, theirs = exported(store, tmp_path / "ours"), exported(whole, tmp_path / "theirs")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_where_no_state_is_whole_nothing_is_computed(stopped: Project) -> None:
+    saved = manifest_of(stopped)
+    older = manifests.read(store_of(stopped), manifests.BEFORE)
+    assert older is not None and older.step == saved.step - 1
+    for one in (saved, older):
+        extent = one.stages[1].weights
+        assert extent is not None
+        _flip(Path(saved.files[0]), extent.offset)
+    with _run(stopped) as run, pytest.raises(SwapError, match="no older one is whole: weights of"):
+        run.load(lambda count: None)
+    assert manifest_of(stopped) == saved
+
+
+def test_the_manifest_before_stands_in_for_a_damaged_one(stopped: Project, new_project: NewProject) -> None:
+    expected = train(new_project("whole", {"train.max_steps": STEPS}))[0]
+    saved = manifest_of(stopped)
+    path = store_of(stopped) / manifests.NAME
+    path.write_bytes(path.read_bytes().replace(b'"step": 2', b'"step": 3'))
+    found, why = manifests.newest(path.parent)
+    assert found is not None and found.step == saved.step - 1 and "its digest is not that of its content" in why
+    assert train(stopped)[0] == expected
+
+
+def test_losses_that_are_gone_hinder_nothing(stopped: Project, new_project: NewProject) -> None:
+    expected, _ = train(new_project("whole", {"train.max_steps": STEPS}))
+    (store_of(stopped) / loss_files.NAME).unlink()
+    heard: list[str] = []
+    with _run(stopped, announce=heard.append) as run:
+        run.load(lambda count: None)
+        run.train(lambda report: None)
+        assert run.losses[2:] == expected[2:] and all(loss != loss for loss in run.losses[:2])
+    assert any("losses of earlier steps are not known" in said for said in heard)
+
+
+def test_what_a_commit_could_not_write_ends_the_run_at_the_one_before(
+    new_project: NewProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The flush of one commit fails, once: it is not tried again, for a second one would seem to work."""
+    project = new_project(changes={"train.max_steps": STEPS})
+    expected = train(new_project("whole", {"train.max_steps": STEPS}))[0]
+    with _run(project) as run:
+        run.load(lambda count: None)
+        flush, flushed = run.store.sync, list[int]()
+
+        def fail() -> None:
+            flushed.append(run.step)
+            if len(flushed) == 3:
+                raise SwapError("syncing failed", hint=None)
+            flush()
+
+        run.saver.commits._flush = fail
+        with pytest.raises(SwapError, match="syncing failed") as ended:
+            run.train(lambda report: None)
+    assert len(flushed) == 3
+    assert "the state after step 1 is saved" in str(ended.value.hint)
+    assert manifest_of(project).step == 1
+    assert train(project)[0] == expected
+
+
+def test_no_update_writes_over_what_the_last_manifest_names(new_project: NewProject) -> None:
+    """Commits are held back as long as nobody waits for them."""
+    project = new_project(changes={"train.max_steps": STEPS, **UNCLIPPED})
+    with _run(project) as run:
+        run.load(lambda count: None)
+        daemon, written = run.daemon, list[tuple[int, set[int]]]()
+        update = daemon.update
+
+        def look(request: Any) -> int:
+            targets = {request.weights_target, *(home.target for home in (request.remainder, request.momentum, request.variance))}
+            on_disk = manifest_of(project)
+            named = {extent.offset for stage in on_disk.stages for _, extent in stage.extents()}
+            written.append((on_disk.step, targets & named))
+            return update(request)
+
+        daemon.update = look  # type: ignore[method-assign]
+        run.train(lambda report: None)
+    assert [clash for _, clash in written if clash] == [] and {step for step, _ in written} >= set(range(STEPS))
+
+
+def test_a_store_of_another_layout_is_refused_by_name(stopped: Project) -> None:
+    path = store_of(stopped)
+    saved = manifest_of(stopped)
+    moved = _moved(saved)
+    manifests.write(path, moved)
+    with _run(stopped) as run, pytest.raises((UsageError, SwapError), match="does not lie where|is damaged"):
+        run.load(lambda count: None)
+
+
+def _moved(saved: Manifest) -> Manifest:
+    from dataclasses import replace
+
+    stage = saved.stages[1]
+    assert stage.weights is not None
+    weights = replace(stage.weights, offset=stage.weights.offset + 4096)
+    return replace(saved, stages=(saved.stages[0], replace(stage, weights=weights), *saved.stages[2:]))
