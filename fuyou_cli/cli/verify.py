@@ -46,7 +46,9 @@ def _show(state: Verified) -> None:
     stages = state.manifest.stages
     extents = sum(len(stage.extents()) for stage in stages)
     size = sum(extent.size for stage in stages for _, extent in stage.extents())
-    name = f"the state before it, after step {state.manifest.step}" if state.older else f"state after step {state.manifest.step}"
+    name = (
+        f"the state before it, after step {state.manifest.step}" if state.older else f"state after step {state.manifest.step}"
+    )
     if not state.damages:
         write_result(f"{name}: {extents} extents, {gb(size)}, every sum is right")
         return
@@ -63,7 +65,5 @@ def _as_data(state: Verified) -> dict[str, object]:
         "step": state.manifest.step,
         "older": state.older,
         "extents": sum(len(stage.extents()) for stage in state.manifest.stages),
-        "damages": [
-            {"stage": damage.stage, "tensor": damage.tensor, "why": damage.why} for damage in state.damages
-        ],
+        "damages": [{"stage": damage.stage, "tensor": damage.tensor, "why": damage.why} for damage in state.damages],
     }

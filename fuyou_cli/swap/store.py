@@ -35,8 +35,9 @@ class Store:
     ) -> Store:
         """The store over `paths` (one file each, `size` bytes together, `stripe` bytes to a file in turn).
 
-        `read_only` leaves them as they are, and lets others read them meanwhile; `create` preallocates the files; without it they must exist with the right size. `buffered` goes through the
-        page cache on purpose, as the store does by itself where a file system knows no direct I/O (`direct` says).
+        `create` preallocates the files; without it they must exist with the right size. `read_only` leaves them as they are,
+        and lets others read them meanwhile. `buffered` goes through the page cache on purpose, as the store does by itself
+        where a file system knows no direct I/O (`direct` says).
         """
         names = [ffi.new("char[]", os.fsencode(path)) for path in paths]
         array = ffi.new("char *[]", names)

@@ -167,11 +167,7 @@ def _at_rest(record: Record) -> Iterator[str]:
 def _place(plan: StagePlan, stage: StoredStage) -> int:
     """Which extent of each pair holds the stage. Raises UsageError where the plan has none of them there."""
     for place in range(PLACES):
-        mine = [
-            (extent, getattr(plan, f"{name}_extents"))
-            for name in TENSORS
-            if (extent := getattr(stage, name)) is not None
-        ]
+        mine = [(extent, getattr(plan, f"{name}_extents")) for name in TENSORS if (extent := getattr(stage, name)) is not None]
         if all(extents and (extents[place].offset, extents[place].size) == (at.offset, at.size) for at, extents in mine):
             return place
     raise UsageError(
