@@ -36,6 +36,7 @@ output_dir: {folder}/out
 model: {{name_or_path: {folder}}}
 dataset: {{train: [{{path: {folder}/none.jsonl}}], max_seq_len: {length}}}
 train: {{max_steps: 1000, batch_size: {batch}}}
+checkpoint: {{commit_every_steps: null}}  # as there
 """
 
 

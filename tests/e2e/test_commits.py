@@ -229,3 +229,17 @@ def test_a_store_of_another_layout_is_refused_by_name(stopped: Project) -> None:
     manifests.write(store_of(stopped), replace(saved, stages=stages))
     with _run(stopped) as run, pytest.raises(UsageError, match="does not lie where this run would have it"):
         run.load(lambda count: None)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_what_commits_write_is_as_planned(every: int, new_project: NewProject) -> None:
+    """What rests in RAM is written by steps that are committed, and by no other; of what rests on the ssd nothing more."""
+    project = new_project(changes={**RAM, **UNCLIPPED, "train.max_steps": STEPS, "checkpoint.commit_every_steps": every})
+    with _run(project) as run:
+        run.load(lambda count: None)
+        before = run.daemon.counters().written_bytes
+        run.train(lambda report: None)
+        written, predicted = run.daemon.counters().written_bytes - before, run.plan.predicted.written_per_step
+        per_commit = (2 + run.model.state_item) * sum(stage.params for stage in run.model.stages)
+        assert predicted == pytest.approx(per_commit / every, rel=1e-3) and run.saver.saved_bytes == 0
+    assert written == per_commit * STEPS // every

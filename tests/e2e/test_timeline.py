@@ -43,7 +43,7 @@ def _with_timelines(reports: list[StepReport]) -> list[StepReport]:
 
 def test_what_saving_writes_is_no_part_of_a_step(new_project: Callable[..., Project]) -> None:
     in_ram = dict.fromkeys(("offload.weights", "offload.optimizer_states", "offload.gradients", "offload.boundaries"), "cpu")
-    project = new_project(changes={"train.max_steps": STEPS, **in_ram})
+    project = new_project(changes={"train.max_steps": STEPS, "checkpoint.commit_every_steps": None, **in_ram})
     with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
         run.load(lambda count: None)
         loaded = run.daemon.counters()
