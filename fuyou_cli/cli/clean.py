@@ -71,38 +71,41 @@ def find_manifests(directory: Path) -> list[Path]:
 
 def read_store(manifest: Path) -> StoreFiles:
     """What the manifest names, looked at without following a link."""
-    named, problem = _named(manifest)
+    named, may_be, problem = _named(manifest)
     home = manifest.parent.resolve()
     files, refused, missing = [], [problem] if problem else [], 0
     if manifest.is_symlink() or manifest.parent.is_symlink():
         refused.append("the store's folder or manifest is a symbolic link")
-    for text in named:
+    for text in (*named, *may_be):
         reason, remnant = _look(text, home)
         if reason:
             refused.append(f"{text}: {reason}")
         elif remnant is None:
-            missing += 1
+            missing += text in named
         else:
             files.append(remnant)
     return StoreFiles(manifest=manifest, files=tuple(files), missing=missing, refused=tuple(refused))
 
 
-def _named(manifest: Path) -> tuple[list[str], str]:
+def _named(manifest: Path) -> tuple[list[str], list[str], str]:
+    """The files of a store, those that there may be beside them, and why the manifest cannot be believed."""
     try:
         if manifest.stat().st_size > _LARGEST_MANIFEST:
-            return [], "the manifest is too large to be one"
+            return [], [], "the manifest is too large to be one"
         content: Any = json.loads(manifest.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        return [], f"the manifest cannot be read: {error}"
+        return [], [], f"the manifest cannot be read: {error}"
     # Every version so far lists its files the same way, so that stores of older versions can go as well.
     version = content.get("fuyou_store") if isinstance(content, dict) else None
     if type(version) is not int or not 1 <= version <= VERSION:
-        return [], f"not the manifest of a fuyou store of version 1 to {VERSION}"
+        return [], [], f"not the manifest of a fuyou store of version 1 to {VERSION}"
     kinds = [content.get("files"), content.get("parts", []), content.get("companions", [])]
     for names in kinds:
         if not isinstance(names, list) or not all(isinstance(name, str) and "\0" not in name for name in names):
-            return [], "the manifest does not list its files"
-    return list(dict.fromkeys(name for names in kinds for name in names)), ""
+            return [], [], "the manifest does not list its files"
+    files, parts, companions = kinds
+    named = list(dict.fromkeys((*files, *parts)))
+    return named, [name for name in dict.fromkeys(companions) if name not in named], ""
 
 
 def _look(text: str, home: Path) -> tuple[str, Remnant | None]:

@@ -219,12 +219,18 @@ def _promises(prepared: Prepared) -> dict[str, object]:
 def _load(prepared: Prepared, run: Run) -> None:
     from rich.progress import Progress
 
-    total = prepared.model.parameters
-    what = "loading weights" if prepared.manifest is None else "restoring the saved state"
+    from fuyou_cli.training.verify import size_of
+
+    saved = prepared.manifest
+    total = prepared.model.parameters if saved is None else size_of(saved)
+    what = "loading weights" if saved is None else "reading the saved state"
     with Progress(console=status_console(), transient=True) as progress:
         task = progress.add_task(what, total=total)
         run.load(lambda count: progress.advance(task, count))
-    write_status(f"{what}: done, {gb(run.daemon.counters().written_bytes)} written")
+    if saved is None:
+        write_status(f"{what}: done, {gb(run.daemon.counters().written_bytes)} written")
+    else:
+        write_status(f"{what}: done, every sum is right" if run.step == saved.step else f"going on after step {run.step}")
 
 
 def _steps(prepared: Prepared, run: Run, log: JsonlLog | None) -> None:

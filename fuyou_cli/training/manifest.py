@@ -31,6 +31,7 @@ VERSION = 4
 TENSORS = ("weights", "remainder", "momentum", "variance")  # of a stage, in the order of its extents
 _NEW = ".manifest.new"  # fixed names: what a killed run leaves is written over by the next
 _NEW_BEFORE = ".manifest.before.new"
+BESIDE = (BEFORE, _NEW, _NEW_BEFORE)  # what there may be next to a manifest
 _DIGEST = ',\n"digest": '
 _LARGEST = 64 << 20
 _DAMAGED = "start over with checkpoint.resume=never"

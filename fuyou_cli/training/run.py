@@ -149,11 +149,12 @@ class Run:
         self._stack.__exit__(kind, error, trace)
 
     def load(self, progress: Callable[[int], None]) -> None:
-        """The model's weights as the store's generation 0, or the saved run's state."""
+        """The model's weights as the store's generation 0, or the saved run's state. `progress` hears of parameters loaded, or
+        of bytes of the saved state that were read and found as they were written."""
         saved = self.prepared.manifest
         with self.stopping.during("loading"), self._telling_what_is_saved():
             if saved is not None:
-                self.saver.restore(saved)
+                self.saver.restore(saved, progress)
                 return
             self.saver.give_up_what_was()
             write_parts(self.standing.run, [path.parent for path in self.paths])
@@ -322,7 +323,7 @@ class Run:
 
     def _what_is_saved(self) -> str:
         folder, step = self.paths[0].parent, self.saver.saved_step
-        if step is None:
+        if not step:
             return "nothing was trained yet: the same command starts again"
         without = ", without checkpoint.resume=never," if self.prepared.recipe.checkpoint.resume == "never" else ""
         return f"the state after step {step} is saved in {folder}: the same command{without} goes on from there"

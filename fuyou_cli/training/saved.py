@@ -59,7 +59,7 @@ def write_parts(run: str, directories: Sequence[Path]) -> None:
         (directory / manifests.NAME).unlink(missing_ok=True)
     for index, directory in enumerate(directories):
         part = Part(run=run, index=index, count=len(directories), first=str(directories[0]))
-        temporary = directory / f".{PART_FILE}.{os.getpid()}"
+        temporary = directory / f".{PART_FILE}.new"  # what a killed run leaves is written over by the next
         with temporary.open("w", encoding="utf-8") as file:
             file.write(json.dumps({"fuyou_part": 1, **asdict(part)}) + "\n")
             file.flush()

@@ -29,7 +29,7 @@ from .manifest import COMPANIONS, Manifest, State
 from .prepare import Prepared
 from .saved import PART_FILE
 from .storage import StageFiles
-from .verify import Damage, damages
+from .verify import Damage, Progress, damages
 
 _SPARE_FILE, _SPARE_BYTES = "spare", 4 << 20  # disk for the last manifest and its losses when the disk has run full
 _SPARE_PER_STEP = 8  # a loss
@@ -133,9 +133,9 @@ class Saver:
         self.spare.unlink(missing_ok=True)
         self.commits.finish()
 
-    def restore(self, saved: Manifest) -> None:
-        """The newest committed state that is whole: `saved`, or the one before."""
-        saved = self._intact(saved)
+    def restore(self, saved: Manifest, progress: Progress) -> None:
+        """The newest committed state that is whole: `saved`, or the one before. `progress` hears of bytes read."""
+        saved = self._intact(saved, progress)
         self.files.restore(saved.stages, self.residency.records)
         standing = self.standing
         standing.step, standing.written_before, standing.random = saved.step, saved.written_total, saved.random
@@ -146,9 +146,9 @@ class Saver:
         self.commits.restart(saved.step)
         random_states.restore(saved.random, self.device.torch_device)
 
-    def _intact(self, saved: Manifest) -> Manifest:
+    def _intact(self, saved: Manifest, progress: Progress) -> Manifest:
         """Every extent is read and compared with its sum before anything is computed on it."""
-        damage = self._first_damage(saved)
+        damage = self._first_damage(saved, progress)
         if damage is None:
             return saved
         older = self._older(saved)
@@ -172,8 +172,8 @@ class Saver:
             return None
         return older
 
-    def _first_damage(self, saved: Manifest) -> Damage | None:
-        return next(damages(saved, self.daemon, self.memory.arena, self._window()), None)
+    def _first_damage(self, saved: Manifest, progress: Progress = lambda size: None) -> Damage | None:
+        return next(damages(saved, self.daemon, self.memory.arena, self._window(), progress=progress), None)
 
     def _window(self) -> Span:
         """The larger part of the arena beside the update chunks, which are the daemon's: nothing is in it before a state is
@@ -198,7 +198,7 @@ class Saver:
     def _manifest(self, state: State) -> Manifest:
         """What the store holds after the last step; nothing yet where it is `loading`."""
         prepared, standing, plan, model = self.prepared, self.standing, self.files.plan, self.files.model
-        beside = (self.spare, self.folder / loss_files.NAME, self.folder / manifests.BEFORE)
+        beside = [self.spare, *(self.folder / name for name in (loss_files.NAME, *manifests.BESIDE))]
         is_whole = state == "committed"
         return Manifest(
             run=standing.run,
