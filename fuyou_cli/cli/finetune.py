@@ -210,7 +210,7 @@ def _promises(prepared: Prepared) -> dict[str, object]:
         "predicted_written_per_step": plan.predicted.written_per_step,
         "predicted_read_by": plan.predicted.read_by,
         "predicted_written_by": plan.predicted.written_by,
-        "deferred_weights": sum(s.weights_extents[0].size for s in plan.stages if s.deferred and s.weights == "ssd"),
+        "deferred_weights": sum(s.weights_at.size for s in plan.stages if s.deferred and s.weights == "ssd"),
         "predicted_step_seconds": plan.predicted.step_seconds,
         "choice": placed_in_words(plan, prepared.model),
     }

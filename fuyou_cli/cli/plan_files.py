@@ -27,7 +27,8 @@ _DEPENDS = (
     "seed", "model.name_or_path", "model.attn_implementation", "adapter", "freeze", "dataset.max_seq_len", "optimizer.name",
     "optimizer.state_dtype", "train.batch_size", "train.micro_batch_size", "train.head_chunk_tokens",
     "train.head_chunk_vocab", "train.threads", "train.clip_grad_norm", "train.compile", "precision", "offload",
-    "checkpoint.mode", "checkpoint.commit_every_steps", "export.at_end", "export.dtype",
+    "checkpoint.mode", "checkpoint.commit_every_steps",
+    "checkpoint.snapshot_every_steps", "checkpoint.keep_last", "export.at_end", "export.dtype",
 )  # fmt: skip
 _FOLDERS = ("offload.dir", "offload.ssd_write_limit")
 _AGAIN = "make the plan again: fuyou plan RECIPE -o FILE"

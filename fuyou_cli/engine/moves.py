@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import NoReturn, Protocol
 
 from ..core.errors import NumericsError
+from ..planner.commits import FOREVER
 from ..planner.residency import UPDATE_PRIORITY, Record, Residency
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
@@ -26,22 +27,26 @@ class Committing(Protocol):
         """Every stage has reached `generation`, and stays at it until that is durable."""
         ...
 
-    def durable(self) -> int:
-        """The newest generation that a manifest on stable storage names. Raises where that failed."""
+    def durable(self, stage: int) -> int:
+        """The turn at which the newest manifest on stable storage names the stage. Raises where that failed."""
+        ...
+
+    def blocked(self) -> None:
+        """An update waits until a manifest names what other stages have come to."""
         ...
 
 
-class AtOnce:
+class Unkept:
     """Nobody keeps the states: they are given up with the process."""
 
-    def __init__(self) -> None:
-        self._generation = 0
-
     def complete(self, generation: int) -> None:
-        self._generation = generation
+        pass
 
-    def durable(self) -> int:
-        return self._generation
+    def durable(self, stage: int) -> int:
+        return FOREVER
+
+    def blocked(self) -> None:
+        pass
 
 
 class DaemonMoves:
@@ -49,7 +54,7 @@ class DaemonMoves:
 
     def __init__(self, *, model: ModelSpec, plan: Plan, daemon: SwapDaemon, tick: Callable[[], None]) -> None:
         self.model, self.plan, self.daemon, self._tick = model, plan, daemon, tick
-        self.committing: Committing = AtOnce()
+        self.committing: Committing = Unkept()
         self.residency = Residency(model=model, plan=plan, transfers=daemon, runner=self)
 
     def update(self, record: Record) -> int:
@@ -61,7 +66,7 @@ class DaemonMoves:
             plan=self.plan.stages[record.stage],
             model=self.model,
             accumulate_dtype=self.plan.numerics.accumulate_dtype,
-            places=(record.place, commits.next_place(record.place, record.generation)),
+            turns=(record.turn, commits.next_turn(record.turn, record.generation)),
             copied=commits.is_written(record.generation + 1),
             zero_moments=record.zero_moments,
             zero_remainder=record.zero_remainder,
@@ -81,8 +86,11 @@ class DaemonMoves:
     def completed(self, generation: int) -> None:
         self.committing.complete(generation)
 
-    def durable(self) -> int:
-        return self.committing.durable()
+    def durable(self, stage: int) -> int:
+        return self.committing.durable(stage)
+
+    def blocked(self) -> None:
+        self.committing.blocked()
 
     def waited(self, done: Callable[[], bool]) -> float:
         begin = time.perf_counter()

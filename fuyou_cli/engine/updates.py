@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..spec.model import Dtype, ModelSpec, StageSpec
-from ..spec.plan import Span, StagePlan
+from ..spec.plan import Span, StagePlan, StateTensor
 from ..swap.daemon import Home, Result, Segment
 
 
@@ -68,7 +68,7 @@ def build_update(
     plan: StagePlan,
     model: ModelSpec,
     accumulate_dtype: Dtype,
-    places: tuple[int, int],
+    turns: tuple[int, int],
     copied: bool,
     zero_moments: bool,
     zero_remainder: bool,
@@ -77,17 +77,20 @@ def build_update(
     scalars: Scalars,
     priority: int,
 ) -> tuple[dict[str, Any], list[Segment]]:
-    """The fields of an `Update` and its segments. `places`: the extents of each pair that are read and written; `copied`:
+    """The fields of an `Update` and its segments. `turns`: of the stage's ring, whose places are read and written; `copied`:
     what rests in RAM is written too. `gradients` is the slot they were summed in; None when they rest in their RAM home or
     on the ssd."""
-    source, target = places
+    source, target = turns
 
-    def home(ram: Span | None, extents: tuple[Span, Span] | None, *, zero: bool) -> Home:
-        if extents is None:
-            return Home(arena=None, source=None, target=None)
-        if ram is not None:
-            return Home(arena=ram.offset, source=None, target=extents[target].offset if copied else None)
-        return Home(arena=None, source=None if zero else extents[source].offset, target=extents[target].offset)
+    def offset(tensor: StateTensor, turn: int) -> int | None:
+        extent = plan.extent(tensor, turn)
+        return None if extent is None else extent.offset
+
+    def home(tensor: StateTensor, ram: Span | None, *, zero: bool) -> Home:
+        new = offset(tensor, target)
+        if ram is not None and new is not None:
+            return Home(arena=ram.offset, source=None, target=new if copied else None)
+        return Home(arena=None, source=None if zero else offset(tensor, source), target=new)
 
     summed_in = gradients if gradients is not None else plan.gradients_ram
     optimizer = scalars.optimizer
@@ -96,12 +99,12 @@ def build_update(
         weights_dtype=model.compute_dtype,
         gradients_dtype=accumulate_dtype,
         weights=weights.offset,
-        weights_target=plan.weights_extents[target].offset if plan.weights == "ssd" or copied else None,
+        weights_target=offset("weights", target) if plan.weights == "ssd" or copied else None,
         gradients=None if summed_in is None else summed_in.offset,
         gradients_source=plan.gradients_extent.offset if summed_in is None and plan.gradients_extent else None,
-        remainder=home(plan.remainder_ram, plan.remainder_extents, zero=zero_remainder),
-        momentum=home(plan.momentum_ram, plan.momentum_extents, zero=zero_moments),
-        variance=home(plan.variance_ram, plan.variance_extents, zero=zero_moments),
+        remainder=home("remainder", plan.remainder_ram, zero=zero_remainder),
+        momentum=home("momentum", plan.momentum_ram, zero=zero_moments),
+        variance=home("variance", plan.variance_ram, zero=zero_moments),
         lr=scalars.lr,
         beta1=optimizer.beta1,
         beta2=optimizer.beta2,
@@ -129,7 +132,7 @@ def sums_of(result: Result, plan: StagePlan, *, copied: bool) -> Sums:
     states = copied or plan.states == "ssd"
     return Sums(
         weights=result.weights_sum if copied or plan.weights == "ssd" else None,
-        remainder=result.remainder_sum if states and plan.remainder_extents is not None else None,
+        remainder=result.remainder_sum if states and plan.remainder_at is not None else None,
         momentum=result.momentum_sum if states else None,
         variance=result.variance_sum if states else None,
     )

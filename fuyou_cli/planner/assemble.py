@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ..core.units import MiB
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ITEM_SIZE, ModelSpec
@@ -35,7 +37,7 @@ def assemble(
     model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, homes: Homes, *, lookahead: int, gradient_slots: int
 ) -> Plan:
     """The plan with these homes: every span of arena and store, and what one step takes by the closed form."""
-    ground = Ground(model, wishes.numerics)
+    ground = Ground(model, wishes.numerics, mode=wishes.store_mode, keep=wishes.keep)
     spans = layout(model, wishes, homes, lookahead=lookahead, gradient_slots=gradient_slots, ground=ground)
     costs = Costs.asked(model, hardware, wishes)
     schedule = expand(
@@ -67,6 +69,8 @@ def assembled(costs: Costs, wishes: Wishes, placed: Layout, schedule: Schedule, 
         store_size=placed.store_size,
         cpu_budget=wishes.cpu_budget,
         commit_every=wishes.commit_every,
+        store_mode=wishes.store_mode,
+        keep=wishes.keep,
         memory=_memory_lines(costs.model, costs.hardware, wishes, placed),
         predicted=_predict(costs, wishes, placed, schedule, ground),
         sustained=wishes.sustained,
@@ -115,9 +119,10 @@ def _memory_lines(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, p
     slots = sum(span.size for slot in placed.slot_classes for span in slot.weight_slots)
     weights_ram = home("weights", item, "cpu") + home("weights", item, "gpu")
     add("weights", "cpu", weights_ram + slots, params * item, "home and slots")
-    add("weights", "ssd", 2 * params * item, params * item, "two extents")
+    places = _places(placed, wishes)
+    add("weights", "ssd", int(places.often * params * item), params * item, places.policy)
     add("optimizer states", "cpu", home("states", states_item, "cpu"), params * states_item, "home")
-    add("optimizer states", "ssd", 2 * params * states_item, params * states_item, "two extents")
+    add("optimizer states", "ssd", int(places.often * params * states_item), params * states_item, places.policy)
     gradient_slots = sum(span.size for slot in placed.slot_classes for span in slot.gradient_slots)
     resting = sum(stage.gradients_ram.size for stage in placed.stages if stage.gradients_ram)
     on_ssd = sum(stage.gradients_extent.size for stage in placed.stages if stage.gradients_extent)
@@ -146,7 +151,26 @@ def _memory_lines(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, p
     return tuple(lines)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Places:
+    """How often what survives a run is on the store, and why."""
+
+    often: float
+    policy: str
+
+
+def _places(placed: Layout, wishes: Wishes) -> _Places:
+    if wishes.store_mode == "in_place":
+        return _Places(often=1 + wishes.keep, policy="two extents" if wishes.keep == 1 else f"{1 + wishes.keep} extents")
+    rings = {stage.ring.offset: stage.ring for stage in placed.stages if stage.ring.size}.values()
+    once = sum(ring.stages * ring.size for ring in rings)
+    spare = sum(ring.spares * ring.size for ring in rings)
+    return _Places(often=1 + spare / once if once else 1.0, policy="one extent and spare ones")
+
+
 def _gradients_policy(model: ModelSpec, wishes: Wishes, placed: Layout) -> str:
+    if wishes.store_mode == "redo":
+        return "durable, until a step is updated"
     if wishes.clip_grad_norm is not None:
         return "rest until the norm is known"
     deferred = sum(model.stages[stage.stage].params for stage in placed.stages if stage.deferred)

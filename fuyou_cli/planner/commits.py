@@ -1,16 +1,22 @@
-"""Which generations a run commits, and so which extents may be written over.
+"""Which generations a run commits, and so which places of the store may be written over.
 
-A committed generation is named by a manifest on stable storage. Generation 0, or the one a run was resumed at, is named
-when it begins; from then on every `every`-th is. The update of a named generation writes the other extent of each pair, once
-the manifest that names it is durable, for the other extent is what the manifest before it names. Any other generation is
-nobody's but the run's, and is updated in place: what was committed last is never touched (design.md, section 4).
+A committed generation is named by a manifest on stable storage. Generation 0, or the one a run was resumed at, is named when
+it begins; from then on every `every`-th is. The update of a named generation moves its stage to the next place of its ring
+(`spec.plan.Ring`), as soon as no manifest that is needed names what lies there. Any other generation is nobody's but the
+run's, and is updated in place: what was committed last is never touched (design.md, section 4).
+
+`in_place`: every stage has places of its own, two as a rule, and moves on once its last generation is durable. `redo`: stages
+share places. What makes a step durable are its gradients; then its stages move one after the other to where others were, each
+as soon as a manifest says that those have moved, and a crash updates the rest again.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-PLACES = 2  # extents of each tensor
+from ..spec.plan import Ring
+
+FOREVER = 1 << 62  # a turn that is never come to: nothing waits
 
 
 @dataclass(slots=True)
@@ -29,10 +35,16 @@ class CommitLedger:
         """Whether what rests in RAM is written too by the update that makes this generation."""
         return self.every is not None and generation % self.every == 0
 
-    def next_place(self, place: int, generation: int) -> int:
-        """Where the generation after this one is written, which rests in `place`."""
-        return (place + 1) % PLACES if self.is_named(generation) else place
+    def next_turn(self, turn: int, generation: int) -> int:
+        """Of the generation after this one."""
+        return turn + 1 if self.is_named(generation) else turn
 
-    def may_follow(self, generation: int, durable: int) -> bool:
-        """Whether the update of this generation may begin. `durable`: the newest one that a manifest names."""
-        return durable >= generation or not self.is_named(generation)
+
+def left_before(ring: Ring, turn: int) -> tuple[int, int]:
+    """Whose place a stage moves to behind `turn`: the index of the stage in the ring that was there last, and the turn that a
+    durable manifest must name of it, at least."""
+    if ring.stages == 1:
+        return 0, turn
+    if ring.index >= ring.spares:
+        return ring.index - ring.spares, turn + 1
+    return ring.index + ring.stages - ring.spares, turn

@@ -14,6 +14,8 @@ from .wishes import Wishes
 
 def deferrals(model: ModelSpec, wishes: Wishes) -> tuple[bool, ...]:
     """Per stage, whether its update waits for the next forward. What is left to the planner is not deferred yet."""
+    if wishes.store_mode == "redo":  # gradients are what makes a step durable
+        return deferred_stages(model, 1.0)
     return deferred_stages(model, 1.0 if wishes.clip_grad_norm is not None else wishes.defer or 0.0)
 
 

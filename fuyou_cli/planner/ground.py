@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..core.units import align_up
-from ..spec.model import ITEM_SIZE, ModelSpec
-from ..spec.plan import Numerics, Span
+from ..spec.model import ITEM_SIZE, STATE_SIZES, ModelSpec
+from ..spec.plan import Numerics, Ring, Span, StoreMode
 from .boundary_layout import planned_boundary
 
 STORE_UNIT = 4096
+MOST_SPARES = 2  # places that updates may fill before what they leave is free: one is written while another is committed
 
 
 @dataclass(slots=True)
@@ -29,23 +30,30 @@ class Room:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Extents:
-    """Of one stage: what survives a run, each in two places of the store that take turns."""
+class AtRest:
+    """What of one stage survives a run: spans within a place of its ring, and durable gradients where a step is redone from
+    them."""
 
-    weights: tuple[Span, Span]
-    remainder: tuple[Span, Span] | None  # in bfloat16
-    momentum: tuple[Span, Span]
-    variance: tuple[Span, Span]
+    ring: Ring
+    weights: Span
+    remainder: Span | None  # in bfloat16
+    momentum: Span
+    variance: Span
+    gradients: Span | None  # of the store
 
 
 class Ground:
-    """Slot classes, the extents that survive a run, the sizes of boundaries, the number of parameters."""
+    """Slot classes, what survives a run, the sizes of boundaries, the number of parameters."""
 
-    def __init__(self, model: ModelSpec, numerics: Numerics) -> None:
+    def __init__(self, model: ModelSpec, numerics: Numerics, *, mode: StoreMode = "in_place", keep: int = 1) -> None:
         self.model, self.numerics = model, numerics
         self.classes = _classes(model)
         room = Room(STORE_UNIT)
-        self.extents = tuple(_extents(room, model, stage.params) for stage in model.stages)
+        rings = _shared_rings(room, model, self.classes) if mode == "redo" else _own_rings(room, model, keep)
+        gradient = ITEM_SIZE[numerics.accumulate_dtype] if mode == "redo" else 0
+        self.at_rest = tuple(
+            _at_rest(room, model, stage.params, ring, gradient) for stage, ring in zip(model.stages, rings, strict=True)
+        )
         self.durable_size = room.used  # bytes
         self.parameters = model.parameters
         self._boundaries: dict[tuple[int, tuple[int, ...]], int] = {}
@@ -73,13 +81,42 @@ def _classes(model: ModelSpec) -> tuple[int, ...]:
     return tuple(classes)
 
 
-def _extents(room: Room, model: ModelSpec, params: int) -> Extents:
-    def pair(size: int) -> tuple[Span, Span]:
-        return room.take(size * params), room.take(size * params)
+def _place_size(model: ModelSpec, params: int) -> int:
+    place = Room(STORE_UNIT)
+    for item in (ITEM_SIZE[model.compute_dtype], *STATE_SIZES[model.compute_dtype]):
+        place.take(item * params)
+    return place.used
 
-    return Extents(
-        weights=pair(ITEM_SIZE[model.compute_dtype]),
-        remainder=pair(2) if model.compute_dtype == "bfloat16" else None,
-        momentum=pair(4),
-        variance=pair(4),
+
+def _own_rings(room: Room, model: ModelSpec, keep: int) -> list[Ring]:
+    """One for each stage, with a spare place for every state that is kept."""
+    sizes = [_place_size(model, stage.params) for stage in model.stages]
+    return [Ring(offset=room.take((1 + keep) * size).offset, size=size, index=0, stages=1, spares=keep) for size in sizes]
+
+
+def _shared_rings(room: Room, model: ModelSpec, classes: tuple[int, ...]) -> list[Ring]:
+    """One for each slot class: its stages are updated one after the other, into places that others have just left."""
+    found: dict[int, Ring] = {}
+    for number in range(max(classes) + 1):
+        members = [index for index, one in enumerate(classes) if one == number and model.stages[index].params]
+        if not members:
+            continue
+        size = max(_place_size(model, model.stages[index].params) for index in members)
+        spares = min(MOST_SPARES, len(members))
+        offset = room.take((len(members) + spares) * size).offset
+        for place, index in enumerate(members):
+            found[index] = Ring(offset=offset, size=size, index=place, stages=len(members), spares=spares)
+    nothing = Ring(offset=room.used, size=0, index=0, stages=1, spares=1)  # of a stage that owns no parameters
+    return [found.get(index, nothing) for index in range(len(classes))]
+
+
+def _at_rest(room: Room, model: ModelSpec, params: int, ring: Ring, gradient: int) -> AtRest:
+    place = Room(STORE_UNIT)
+    return AtRest(
+        ring=ring,
+        weights=place.take(ITEM_SIZE[model.compute_dtype] * params),
+        remainder=place.take_if(model.compute_dtype == "bfloat16", 2 * params),
+        momentum=place.take(4 * params),
+        variance=place.take(4 * params),
+        gradients=room.take_if(gradient > 0, gradient * params),
     )

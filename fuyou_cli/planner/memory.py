@@ -53,7 +53,7 @@ def layout(
     model: ModelSpec, wishes: Wishes, homes: Homes, *, lookahead: int, gradient_slots: int, ground: Ground | None = None
 ) -> Layout:
     """Every span of arena and store for this placement."""
-    ground = ground or Ground(model, wishes.numerics)
+    ground = ground or Ground(model, wishes.numerics, mode=wishes.store_mode, keep=wishes.keep)
     arena = Room(ARENA_UNIT)
     # What survives a run comes first and depends on the model alone: a resumed run may place everything else anew.
     transient = Room(STORE_UNIT, used=ground.durable_size)
@@ -156,7 +156,7 @@ def _stage(
     arena: Room, transient: Room, ground: Ground, wishes: Wishes, homes: Homes, index: int, *, boundary: int, deferred: bool
 ) -> StagePlan:
     model = ground.model
-    stage, extents = model.stages[index], ground.extents[index]
+    stage, at_rest = model.stages[index], ground.at_rest[index]
     rests = _rests(model, index, deferred)
     bf16 = model.compute_dtype == "bfloat16"
     gradient_size = stage.params * ITEM_SIZE[wishes.numerics.accumulate_dtype]
@@ -169,11 +169,12 @@ def _stage(
         boundary=homes.boundaries[index],
         slot_class=ground.classes[index],
         deferred=deferred,
-        weights_extents=extents.weights,
-        remainder_extents=extents.remainder,
-        momentum_extents=extents.momentum,
-        variance_extents=extents.variance,
-        gradients_extent=transient.take_if(rests and homes.gradients[index] == "ssd", gradient_size),
+        ring=at_rest.ring,
+        weights_at=at_rest.weights,
+        remainder_at=at_rest.remainder,
+        momentum_at=at_rest.momentum,
+        variance_at=at_rest.variance,
+        gradients_extent=at_rest.gradients or transient.take_if(rests and homes.gradients[index] == "ssd", gradient_size),
         boundary_extent=transient.take_if(homes.boundaries[index] == "ssd", boundary),
         weights_ram=arena.take_if(weights_home != "ssd", ITEM_SIZE[model.compute_dtype] * stage.params),
         remainder_ram=arena.take_if(bf16 and states_home != "ssd", 2 * stage.params),

@@ -102,7 +102,7 @@ class Occupancy:
 
 
 def _always(model: ModelSpec, plan: Plan) -> dict[_Key, int]:
-    """What is there all the time: homes in RAM, the two extents of everything on the ssd, the process."""
+    """What is there all the time: homes in RAM, the extents of everything on the ssd, the process."""
     weights = sum(_size(stage.weights_ram) for stage in plan.stages)
     states = sum(_size(getattr(stage, name)) for stage in plan.stages for name in _STATES)
     held: dict[_Key, int] = {("cpu", "weights"): weights, ("cpu", "optimizer states"): states}

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from ..core.units import MiB
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
+
+READ_BACK = 32 * MiB  # of the arena, through which a saved state is read and compared with its sums
 
 
 def phase_peaks(plan: Plan) -> dict[str, int]:
     """Phase -> anonymous and kernel bytes of the process at most, in the order of a run. Saving has all of the arena and
-    computes nothing; resuming reads what rests in RAM back into its place, and touches no slot before the first step."""
+    computes nothing; resuming reads everything once through a window of the arena, and what rests in RAM back into its place."""
     peaks = dict(plan.predicted.cpu_peaks)
     computing = sum(line.size for line in plan.memory if line.what == "compute" and line.tier == "cpu")
     process = sum(line.size for line in plan.memory if line.what == "process")
+    arena = plan.arena_size
     homes = sum(
         span.size
         for stage in plan.stages
         for span in (stage.weights_ram, stage.remainder_ram, stage.momentum_ram, stage.variance_ram)
         if span is not None
     )
-    around = {"save": max(process, peaks.get("train", 0) - computing), "resume": process + homes}
+    around = {
+        "save": max(process, peaks.get("train", 0) - computing),
+        "resume": process + homes + min(READ_BACK, max(0, arena - homes)),
+    }
     order = ("load", "train", "save", "resume", "export")
     known = {**peaks, **around}
     return {name: known[name] for name in (*order, *known) if name in known}

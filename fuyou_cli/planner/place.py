@@ -68,7 +68,7 @@ class Placing:
     def __init__(self, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> None:
         self.model, self.hardware, self.wishes = model, hardware, wishes
         self.costs = Costs.asked(model, hardware, wishes)
-        self._ground = Ground(model, wishes.numerics)
+        self._ground = Ground(model, wishes.numerics, mode=wishes.store_mode, keep=wishes.keep)
         self._outputs = _outputs(model, wishes)
         self._starts: dict[tuple[object, ...], _Start | None] = {}
         self._placed: dict[tuple[object, ...], Placed] = {}
@@ -261,7 +261,7 @@ def _together(single: list[Item], homes: Homes, spans: Layout) -> Iterator[Item]
         elif item.kind == "boundaries":
             shared.setdefault((item.kind, 0), []).append(item)
     for (kind, number), items in sorted(shared.items()):
-        members = [stage for stage in spans.stages if stage.slot_class == number and stage.momentum_extents[0].size]
+        members = [stage for stage in spans.stages if stage.slot_class == number and stage.momentum_at.size]
         slots = {
             "weights": spans.slot_classes[number].weight_slots,
             "gradients": spans.slot_classes[number].gradient_slots if len(items) == len(members) else (),

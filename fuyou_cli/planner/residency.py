@@ -9,14 +9,14 @@ micro-batches (`advance`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
 
 from ..spec.model import ITEM_SIZE, ModelSpec
 from ..spec.plan import Plan, Span
-from .commits import CommitLedger
+from .commits import CommitLedger, left_before
 from .schedule import Visit
 
 FETCH_PRIORITY = 0  # before any update: compute waits for it
@@ -50,8 +50,12 @@ class Runner(Protocol):
         """Every stage has reached this generation, which is to be committed; none goes on before it is durable."""
         ...
 
-    def durable(self) -> int:
-        """The newest generation that is committed; raises where committing failed."""
+    def durable(self, stage: int) -> int:
+        """The turn at which the newest manifest names the stage; raises where committing failed."""
+        ...
+
+    def blocked(self) -> None:
+        """An update waits until a manifest names what other stages have come to."""
         ...
 
     def waited(self, done: Callable[[], bool]) -> float:
@@ -65,8 +69,9 @@ class Record:
 
     stage: int
     generation: int = 0  # of the weights, once `update` has finished
-    place: int = 0  # which extent of each pair this generation rests in
+    turn: int = 0  # of the stage's ring: where this generation rests
     sums: Any = None  # of what was written there (the runner's)
+    gradients_sum: int | None = None  # of gradients that rest on the ssd to make their step durable
     zero_moments: bool = True  # momentum and variance were never written
     zero_remainder: bool = True
     span: Span | None = None  # where the weights are in the arena
@@ -93,7 +98,9 @@ class Residency:
         self.free_gradients = [list(slots.gradient_slots) for slots in plan.slot_classes]
         self.commits = CommitLedger(every=plan.commit_every)
         self.stalls: dict[str, float] = {}
+        self.due: Any = None  # of the last step whose updates were deferred
         self._owners = sum(stage.params > 0 for stage in model.stages)
+        self._sharing = _sharing(model, plan)
         self._reached: dict[int, int] = {}  # generation -> stages that have come to it, while some have not
         self.with_gradients: set[int] = (
             set()
@@ -208,7 +215,8 @@ class Residency:
             return False
         record.span = free.pop()
         record.slotted = True
-        extent = plan.weights_extents[record.place]
+        extent = plan.extent("weights", record.turn)
+        assert extent is not None
         self._moving.add(record.stage)
         record.fetch = self.transfers.read(
             record.span.offset, extent.offset, extent.size, priority=FETCH_PRIORITY, label=record.stage
@@ -243,6 +251,8 @@ class Residency:
         record.gradients = "resting"
         if plan.gradients_extent is None or record.gradient_slot is None:
             return
+        if self.plan.store_mode == "redo":  # a manifest may still name what rests there
+            self.wait_until(lambda: self._runner.durable(stage) >= record.turn, "commit of the step before")
         self._moving.add(stage)
         record.gradient_write = self.transfers.write(
             record.gradient_slot.offset,
@@ -303,10 +313,21 @@ class Residency:
 
     def update_later(self, due: object) -> None:
         """Every stage whose update is deferred gets it before its first visit of the next step (or when drained)."""
+        self.due = due
         for record, stage in zip(self.records, self.model.stages, strict=True):
             if stage.params and self.plan.stages[stage.index].deferred:
                 record.due = due
                 self._moving.add(record.stage)
+
+    def update_again(self, stages: Collection[int], due: object) -> None:
+        """A run goes on whose gradients of these stages rest on the ssd: they are to be updated with them."""
+        self.due = due
+        self._reached[self.commits.base] = self._owners - len(stages)
+        for stage in stages:
+            record = self.records[stage]
+            record.due, record.gradients = due, "resting"
+            self.with_gradients.add(stage)
+            self._moving.add(stage)
 
     def _may_update(self, record: Record) -> bool:
         return (
@@ -319,7 +340,15 @@ class Residency:
         )
 
     def _may_follow(self, record: Record) -> bool:
-        return self.commits.may_follow(record.generation, self._runner.durable())
+        """Whether what the record's update writes over is no longer needed."""
+        if not self.commits.is_named(record.generation):
+            return True
+        ring = self.plan.stages[record.stage].ring
+        index, turn = left_before(ring, record.turn)
+        if self._runner.durable(self._sharing[record.stage][index]) >= turn:
+            return True
+        self._runner.blocked()
+        return False
 
     def _submit_due(self, record: Record) -> None:
         self._moving.add(record.stage)
@@ -329,7 +358,7 @@ class Residency:
     def _finish_update(self, record: Record, result: object) -> None:
         record.update = None
         self._runner.updated(record, result)
-        record.place = self.commits.next_place(record.place, record.generation)
+        record.turn = self.commits.next_turn(record.turn, record.generation)
         record.generation += 1
         record.zero_moments = False
         record.zero_remainder = False
@@ -381,6 +410,15 @@ class Residency:
             ),
             "updates at the end",
         )
+
+
+def _sharing(model: ModelSpec, plan: Plan) -> dict[int, list[int]]:
+    """Stage -> those of its ring, by their index there."""
+    rings: dict[int, list[int]] = {}
+    for stage in model.stages:
+        if stage.params:
+            rings.setdefault(plan.stages[stage.index].ring.offset, []).append(stage.index)
+    return {stage: together for together in rings.values() for stage in together}
 
 
 def _has_work(record: Record) -> bool:

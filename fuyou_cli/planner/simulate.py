@@ -15,6 +15,7 @@ from ..spec.plan import Plan, StagePlan
 from .bound import micro_batch_crossing
 from .boundary_layout import kept_bytes
 from .boundary_ledger import BoundaryLedger
+from .commits import FOREVER
 from .costs import Costs
 from .device import BOUNDARIES_ACROSS, GRADIENTS_ACROSS, WEIGHTS_UP, DeviceSide
 from .lookahead import Lookahead
@@ -55,7 +56,6 @@ class _Imagined:
         self.asked: list[Asked] = []
         self.after: list[tuple[int, Callable[[], None]]] = []  # downloads under way and what follows them
         self._state_bytes = state_bytes
-        self._durable = 0
         self._unhidden = 0 if batch_on_device else 1  # micro-batches at either end of a visit that cross beside nothing
         self._looks = _LOOKS if len(schedule.visits) < _MANY_VISITS else _LOOKS // 2
 
@@ -115,10 +115,13 @@ class _Imagined:
         pass
 
     def completed(self, generation: int) -> None:
-        self._durable = generation  # flushing and naming is beside everything, and small
+        pass
 
-    def durable(self) -> int:
-        return self._durable
+    def durable(self, stage: int) -> int:
+        return FOREVER  # flushing and naming is beside everything, and small
+
+    def blocked(self) -> None:
+        pass
 
     def pass_time(self) -> None:
         """To the next completion."""

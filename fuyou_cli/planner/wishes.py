@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..spec.hardware import HardwareProfile
-from ..spec.plan import Numerics, Plan, Tier
+from ..spec.plan import Numerics, Plan, StoreMode, Tier
 from .boundary_layout import Kept
 
 MOST_UPDATE_THREADS = 64  # that the daemon can have
@@ -43,6 +43,8 @@ class Wishes:
     export_item: int = 2  # bytes per exported weight
     sustained: bool = False  # the run writes past the drives' fast regions
     commit_every: int | None = None  # steps between commits; None: where the run ends alone
+    store_mode: StoreMode = "in_place"
+    keep: int = 1  # committed states that can be gone back to, where stages have places of their own
 
     def disk(self, hardware: HardwareProfile) -> int:
         """Bytes that the store may have."""

@@ -144,6 +144,32 @@ def _deferral(written: Written) -> Iterator[Finding]:
         )
 
 
+def _commits(written: Written) -> Iterator[Finding]:
+    mode, key = written.get("checkpoint.mode"), "checkpoint.snapshot_every_steps"
+    every = written.get("checkpoint.commit_every_steps")
+    if mode == "snapshot" and not written.has(key):
+        yield _conflict("checkpoint.mode", f"`checkpoint.mode: snapshot` without `{key}`", "say how many steps apart they are")
+    if mode == "snapshot" and written.has("checkpoint.commit_every_steps"):
+        yield _conflict(
+            "checkpoint.commit_every_steps",
+            f"snapshots are what is committed, every `{key}` steps",
+            "leave it out, or use `checkpoint.mode: in_place`",
+        )
+    if mode != "snapshot" and written.has(key):
+        yield _conflict(key, f"`{key}` but no snapshots", "add `checkpoint.mode: snapshot`")
+    cleared = any(True for _ in written.matches("checkpoint.commit_every_steps")) and every is None
+    if mode == "redo" and (cleared or every not in (None, 1)):
+        yield _conflict(
+            "checkpoint.commit_every_steps",
+            "`checkpoint.mode: redo` makes every step durable by its gradients",
+            "leave it out, or use `checkpoint.mode: in_place`",
+        )
+    if mode == "redo" and written.get("offload.gradients") == "cpu":
+        yield _conflict(
+            "offload.gradients", "`offload.gradients: cpu` but `checkpoint.mode: redo` keeps them on the ssd", "use ssd"
+        )
+
+
 def _backends(written: Written) -> Iterator[Finding]:
     backends = written.get("logging.backends")
     if isinstance(backends, list) and len(set(map(str, backends))) != len(backends):
@@ -161,6 +187,7 @@ RULES: tuple[Callable[[Written], Iterator[Finding]], ...] = (
     _emulated,
     _strategy,
     _deferral,
+    _commits,
     _backends,
 )
 

@@ -119,14 +119,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
         instead="use auto, swap or recompute",
     ),
     Unbuilt(path="offload.ssd_write_limit", asks=_set, feature="stopping at a write limit", instead="leave it null"),
-    Unbuilt(
-        path="checkpoint.mode",
-        asks=_one_of("redo", "snapshot"),
-        feature="this checkpoint mode",
-        instead="use auto",
-    ),
-    Unbuilt(path="checkpoint.snapshot_every_steps", asks=_set, feature="snapshots", instead="leave it null"),
-    Unbuilt(path="checkpoint.keep_last", asks=_other_than(2), feature="snapshots", instead="leave it out"),
     Unbuilt(path="export.push_to_hub", asks=_set, feature="uploading", instead="upload the exported folder yourself"),
     Unbuilt(path="export.private", asks=_other_than(True), feature="uploading", instead="leave it out"),
     Unbuilt(

@@ -11,6 +11,8 @@ from typing import Literal
 from .model import Dtype
 
 Tier = Literal["gpu", "cpu", "ssd"]
+StateTensor = Literal["weights", "remainder", "momentum", "variance"]  # what survives a run, in the order of a place
+StoreMode = Literal["in_place", "redo"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,10 +37,28 @@ class Span:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Ring:
+    """Places of the store that take turns: `stages` stages of a size share `stages + spares` of them, and with every turn a
+    stage moves `spares` places back, to where the stage `spares` before it was until then. A stage of its own has one spare
+    place for each state that is kept beside the newest: with one, turns alternate between two extents."""
+
+    offset: int  # of the first place
+    size: int  # of a place
+    index: int  # of the stage among those that share
+    stages: int
+    spares: int
+
+    def place(self, turn: int) -> int:
+        """Offset of the stage's place at a turn."""
+        return self.offset + self.size * ((self.index - self.spares * turn) % (self.stages + self.spares))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StagePlan:
     """Homes of one stage's tensors and the spans they occupy.
 
-    Extents come in pairs (A, B): generation g of a tensor is in extent g % 2. RAM spans are None unless the home is cpu.
+    What survives a run is in a place of the store's that changes with its generation: `extent` says where, the `_at` spans
+    count from the place's beginning. RAM spans are None unless the home is cpu.
     """
 
     stage: int
@@ -48,10 +68,11 @@ class StagePlan:
     boundary: Tier  # the stage's input, kept for backward; cpu when the stage keeps none
     slot_class: int  # which weight and gradient slots it uses
     deferred: bool  # its update waits for the next forward, just before its own use; else it follows its backward at once
-    weights_extents: tuple[Span, Span]
-    remainder_extents: tuple[Span, Span] | None
-    momentum_extents: tuple[Span, Span]
-    variance_extents: tuple[Span, Span]
+    ring: Ring
+    weights_at: Span
+    remainder_at: Span | None
+    momentum_at: Span
+    variance_at: Span
     gradients_extent: Span | None
     boundary_extent: Span | None
     weights_ram: Span | None
@@ -61,6 +82,11 @@ class StagePlan:
     gradients_ram: Span | None
     boundary_ram: Span | None
     kept: tuple[int, ...] = ()  # operators whose outputs rest with the boundary, by index; the others are recomputed
+
+    def extent(self, tensor: StateTensor, turn: int) -> Span | None:
+        """Where a tensor lies at a turn of the ring; None where there is no such tensor."""
+        at: Span | None = getattr(self, f"{tensor}_at")
+        return None if at is None else Span(offset=self.ring.place(turn) + at.offset, size=at.size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,3 +169,5 @@ class Plan:
     predicted: Predicted
     sustained: bool = False  # predicted with the rates of drives whose fast region is full
     commit_every: int | None = None  # steps between commits; None: where the run ends alone
+    store_mode: StoreMode = "in_place"  # what a step is made durable by: other extents, or its gradients
+    keep: int = 1  # committed states that can be gone back to

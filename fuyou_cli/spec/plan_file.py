@@ -20,7 +20,7 @@ from .plan import Plan
 from .strict import made
 
 MARK = "fuyou_plan"  # a plan file's first key
-FORMAT = 2
+FORMAT = 3
 LARGEST = 64 << 20  # bytes of a file: 500 stages take one
 
 # How much of a machine there is, and what it is called: not what a plan's seconds come from.

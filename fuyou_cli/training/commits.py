@@ -18,34 +18,34 @@ _SLICE = 0.2  # seconds: a wait comes back to Python this often, so that Ctrl-C 
 
 
 class Commits:
-    """`flush` returns when the store's data is on stable storage, `name` when a manifest is. `durable`: the generation that
-    is committed already, -1 for none."""
+    """`flush` returns when the store's data is on stable storage, `name` when a manifest is. `durable`: what is committed
+    already."""
 
-    def __init__(self, *, flush: Callable[[], None], name: Callable[[Manifest], None], durable: int = -1) -> None:
+    def __init__(self, *, flush: Callable[[], None], name: Callable[[Manifest], None], durable: Manifest | None = None) -> None:
         self._flush, self._name = flush, name
         self.last = self.newest = durable  # committed, and as far as anybody has looked; committed or being committed
         self._failure: BaseException | None = None
-        self._under_way: deque[tuple[int, Future[None]]] = deque()
+        self._under_way: deque[tuple[Manifest, Future[None]]] = deque()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fuyou-commit")
 
-    def restart(self, durable: int) -> None:
-        """A run goes on from this generation. Nothing is under way."""
+    def restart(self, durable: Manifest) -> None:
+        """A run goes on from this state. Nothing is under way."""
         assert not self._under_way
         self.last = self.newest = durable
 
     def begin(self, manifest: Manifest) -> None:
-        """Every stage rests at generation `manifest.step`, and stays there until that is durable."""
+        """What the manifest names is written, and stays as it is until that is durable."""
         self._raise_failure()
-        self.newest = manifest.step
-        self._under_way.append((manifest.step, self._thread.submit(self._commit, manifest)))
+        self.newest = manifest
+        self._under_way.append((manifest, self._thread.submit(self._commit, manifest)))
 
-    def durable(self) -> int:
-        """The newest generation that is committed. Never waits. Raises what kept one from it, again and again."""
+    def durable(self) -> Manifest | None:
+        """The newest state that is committed. Never waits. Raises what kept one from it, again and again."""
         while self._under_way and self._under_way[0][1].done():
-            generation, done = self._under_way.popleft()
+            manifest, done = self._under_way.popleft()
             self._failure = self._failure or done.exception()
             if self._failure is None:
-                self.last = generation
+                self.last = manifest
         self._raise_failure()
         return self.last
 
@@ -54,6 +54,11 @@ class Commits:
         while self._under_way:
             wait_for([done for _, done in self._under_way], timeout=_SLICE)
             self.durable()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is being committed, as far as anybody has looked."""
+        return bool(self._under_way)
 
     @property
     def has_failed(self) -> bool:

@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args
 
 from ..core.disk import failed_writing, sync_directory
 from ..core.errors import UsageError
+from ..spec.plan import StateTensor, StoreMode
 
 State = Literal["loading", "committed"]
 
@@ -28,7 +29,8 @@ NAME = "manifest.json"
 BEFORE = "manifest.before.json"  # of the commit before
 COMPANIONS = "companions"  # the folder beside it with what an export needs besides weights
 VERSION = 4
-TENSORS = ("weights", "remainder", "momentum", "variance")  # of a stage, in the order of its extents
+TENSORS = get_args(StateTensor)  # of a stage, in the order of a place
+_EXTENTS = (*TENSORS, "gradients")
 _NEW = ".manifest.new"  # fixed names: what a killed run leaves is written over by the next
 _NEW_BEFORE = ".manifest.before.new"
 BESIDE = (BEFORE, _NEW, _NEW_BEFORE)  # what there may be next to a manifest
@@ -65,17 +67,19 @@ class StoredStage:
     name: str
     params: int
     generation: int
+    turn: int  # of its ring (spec.plan.Ring), which says where
     zero_moments: bool
     zero_remainder: bool
     weights: StoredExtent | None
     remainder: StoredExtent | None
     momentum: StoredExtent | None
     variance: StoredExtent | None
+    gradients: StoredExtent | None  # of the step behind `generation`, whose update is to be done
     tensors: tuple[StoredTensor, ...]
 
     def extents(self) -> list[tuple[str, StoredExtent]]:
         """What of the stage is on the store, by name."""
-        named = [(name, getattr(self, name)) for name in TENSORS]
+        named = [(name, getattr(self, name)) for name in _EXTENTS]
         return [(name, extent) for name, extent in named if extent is not None]
 
 
@@ -88,7 +92,7 @@ class Manifest:
     stripe: int
     store_size: int
     state: State
-    step: int  # finished steps, the generation of every stage; as many losses are beside the manifest (training/losses.py)
+    step: int  # finished steps, the generation of every stage without gradients; as many losses are in training/losses.py
     written_total: int
     model_dir: str
     architecture: str
@@ -96,6 +100,9 @@ class Manifest:
     numerics: dict[str, Any]
     fingerprints: dict[str, str]  # model, data, recipe: what a resumed run must agree on
     random: dict[str, Any]  # states of generators (training/random_states.py)
+    mode: StoreMode
+    keep: int  # states that can be gone back to
+    due: dict[str, float] | None  # of the update of stages with gradients: lr, gradient_scale
     stages: tuple[StoredStage, ...]
 
 
@@ -208,5 +215,5 @@ def _parsed(path: Path, content: Any, text: str) -> Manifest:
 
 def _stage(content: dict[str, Any]) -> StoredStage:
     tensors = tuple(StoredTensor(**{**item, "shape": tuple(item["shape"])}) for item in content["tensors"])
-    extents = {name: None if content[name] is None else StoredExtent(**content[name]) for name in TENSORS}
+    extents = {name: None if content[name] is None else StoredExtent(**content[name]) for name in _EXTENTS}
     return StoredStage(**{**content, **extents, "tensors": tensors})

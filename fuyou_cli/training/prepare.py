@@ -18,17 +18,18 @@ from ..planner.place import plan as first_that_fits
 from ..planner.schedule import plan_schedule
 from ..planner.search import fastest
 from ..planner.simulate import simulate
+from ..planner.store_modes import with_fitting_mode
 from ..planner.wishes import Wishes, update_chunks_for, update_threads_for
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
-from ..spec.plan import Numerics, Plan, Tier
+from ..spec.plan import Numerics, Plan, StoreMode, Tier
 from .length import sampler_of, steps_of, tokenised_rows
 from .limits import check_positions, check_tokens, gpu_limit
 from .manifest import Manifest
 from .micro_batches import fastest_size, likely_sizes
 from .numerics import numerics_of
 from .rates import learning_rate
-from .saved import check_unchanged_run, find_saved
+from .saved import check_same_mode, check_unchanged_run, find_saved
 from .storage import run_name
 
 if TYPE_CHECKING:
@@ -125,8 +126,8 @@ def prepare(
     described = described_at(known, numerics, strict=not planning_only)
     total_steps = steps_of(recipe, None)
     with _telling(described.refusal):
-        asked = wishes(recipe, numerics, hardware, device=device)
-        asked = within(store_room, asked, recipe, described.model, hardware, directories, model_dir)
+        asked = wishes(recipe, numerics, hardware, device=device, saved=manifest)
+        asked = within(store_room, asked, recipe, described.model, hardware, directories, model_dir, manifest)
         chosen = planned_for(choose, described.model, hardware, asked, steps=total_steps)
     considered = Prepared(
         recipe=recipe,
@@ -158,6 +159,8 @@ def _saved(recipe: Recipe, *, looked_for: bool, say: Callable[[str], None]) -> t
     """The folders of this run, and what of it was saved there."""
     directories = run_directories(recipe)
     manifest = find_saved(recipe.checkpoint.resume, directories, say=say) if looked_for else None
+    if manifest is not None:
+        check_same_mode(manifest, recipe.checkpoint.mode, keep_last=recipe.checkpoint.keep_last)
     if manifest is not None and recipe.checkpoint.resume != "auto":  # a run named by its folder goes on in that folder
         directories = tuple(Path(file).parent for file in manifest.files)
     return directories, manifest
@@ -223,8 +226,9 @@ def _with_weights_and_rows(
     fingerprints = _fingerprints(recipe, model_dir, model, entries, rows, total)
     if considered.manifest is not None:
         check_unchanged_run(considered.manifest, fingerprints, total_steps=total)
-    asked = wishes(recipe, considered.plan.numerics, hardware, device=device)
-    asked = within(considered.store_room, asked, recipe, model, hardware, considered.directories, model_dir)
+    saved = considered.manifest
+    asked = wishes(recipe, considered.plan.numerics, hardware, device=device, saved=saved)
+    asked = within(considered.store_room, asked, recipe, model, hardware, considered.directories, model_dir, saved)
     return replace(
         considered,
         model_dir=model_dir,
@@ -391,11 +395,15 @@ def described_at(known: Outlined, numerics: Numerics, *, strict: bool) -> Descri
     )
 
 
-def wishes(recipe: Recipe, numerics: Numerics, hardware: HardwareProfile, *, device: str) -> Wishes:
-    """The recipe's placement keys as numbers."""
+def wishes(
+    recipe: Recipe, numerics: Numerics, hardware: HardwareProfile, *, device: str, saved: Manifest | None = None
+) -> Wishes:
+    """The recipe's placement keys as numbers. A saved run goes on in a store of the kind that it has."""
     from ..swap.kernels import scratch_size
 
-    offload = recipe.offload
+    offload, checkpoint = recipe.offload, recipe.checkpoint
+    snapshots = checkpoint.mode == "snapshot"
+    mode: StoreMode = saved.mode if saved is not None else "redo" if checkpoint.mode == "redo" else "in_place"
     limit = offload.max_memory
 
     def tier(value: str) -> Tier | None:
@@ -416,7 +424,7 @@ def wishes(recipe: Recipe, numerics: Numerics, hardware: HardwareProfile, *, dev
         cpu_budget=limit.cpu.resolve(total=hardware.ram_total, auto=_usual_budget(hardware, device)),
         weights=tier(offload.weights) or everything,
         states=tier(offload.optimizer_states) or everything,
-        gradients=tier(offload.gradients) or everything,
+        gradients="ssd" if mode == "redo" else tier(offload.gradients) or everything,
         boundaries=tier(offload.boundaries) or everything,
         kept=_KEPT[offload.activations],
         lookahead=None if offload.lookahead == "auto" else offload.lookahead,
@@ -429,7 +437,9 @@ def wishes(recipe: Recipe, numerics: Numerics, hardware: HardwareProfile, *, dev
         chunk_params=CHUNK_PARAMS,
         scratch_size=scratch_size(CHUNK_PARAMS, update_chunks_for(threads)),
         export_item=2 if recipe.export.dtype == "bfloat16" else 4,
-        commit_every=recipe.checkpoint.commit_every_steps,
+        commit_every=checkpoint.snapshot_every_steps if snapshots else checkpoint.commit_every_steps,
+        store_mode=mode,
+        keep=saved.keep if saved is not None else checkpoint.keep_last if snapshots else 1,
     )
 
 
@@ -447,12 +457,15 @@ def within(
     hardware: HardwareProfile,
     directories: tuple[Path, ...],
     model_dir: Path,
+    saved: Manifest | None,
 ) -> Wishes:
-    """The wishes of a run whose store is to fit its disks, and its export beside it."""
-    if store_room is None:
-        return asked
-    room = store_room(recipe, hardware, directories, model_dir, model.parameters * asked.export_item)
-    return replace(asked, ssd_budget=room)
+    """The wishes of a run whose store is to fit its disks, and its export beside it: with the extents there is room for,
+    where the recipe leaves that open."""
+    if store_room is not None:
+        room = store_room(recipe, hardware, directories, model_dir, model.parameters * asked.export_item)
+        asked = replace(asked, ssd_budget=room)
+    may_choose = recipe.checkpoint.mode == "auto" and asked.commit_every == 1 and saved is None
+    return with_fitting_mode(model, asked, asked.disk(hardware)) if may_choose else asked
 
 
 def _schedule_length(recipe: Recipe, total_steps: int) -> int | None:

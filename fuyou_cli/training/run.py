@@ -118,6 +118,7 @@ class Run:
             daemon=self.daemon,
             memory=memory,
             device=self.device,
+            optimizer=self.optimizer,
             say=self._announce,
         )
         self._stack.callback(self.saver.close)

@@ -225,6 +225,17 @@ def check_same_store(saved: Manifest, paths: Sequence[Path], *, stripe: int) -> 
         )
 
 
+def check_same_mode(saved: Manifest, mode: str, *, keep_last: int) -> None:
+    """Raises UsageError where the recipe asks for another kind of store than the run has. `mode`: as in a recipe."""
+    asked = {"in_place": ("in_place", 1), "redo": ("redo", 1), "snapshot": ("in_place", keep_last)}.get(mode)
+    if asked is not None and asked != (saved.mode, saved.keep):
+        was = "snapshot, of the last" if saved.mode == "in_place" and saved.keep > 1 else saved.mode
+        raise UsageError(
+            f"checkpoint.mode: the saved run has {was}{f' {saved.keep} states' if saved.keep > 1 else ''}, not {mode}",
+            hint="leave it auto, or start over with checkpoint.resume=never",
+        )
+
+
 def check_unchanged_run(saved: Manifest, fingerprints: Mapping[str, str], *, total_steps: int) -> None:
     """Raises UsageError naming what changed since the run was saved. What was not marked yet when it was is not known."""
     changed = [name for name, value in fingerprints.items() if saved.fingerprints.get(name, value) != value]

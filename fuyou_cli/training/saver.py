@@ -17,6 +17,7 @@ from ..core.errors import SwapError, UsageError
 from ..core.units import align_up
 from ..engine.devices.base import Device
 from ..engine.host_memory import PAGE, HostMemory
+from ..engine.updates import Optimizer, Scalars
 from ..planner.residency import Residency
 from ..spec.plan import Span
 from ..swap.daemon import SwapDaemon
@@ -67,16 +68,16 @@ class Saver:
         daemon: SwapDaemon,
         memory: HostMemory,
         device: Device,
+        optimizer: Optimizer,
         say: Callable[[str], None],
     ) -> None:
         self.prepared, self.standing, self.files, self.residency = prepared, standing, files, residency
-        self.daemon, self.memory, self.device, self.say = daemon, memory, device, say
+        self.daemon, self.memory, self.device, self.optimizer, self.say = daemon, memory, device, optimizer, say
         self.paths = store.paths
         self.folder = store.paths[0].parent
         self.saved_bytes = 0  # that saving wrote, beside the steps
         self._complete = -1  # the newest generation that every stage has come to
-        durable = prepared.manifest.step if prepared.manifest else -1
-        self.commits = Commits(flush=store.sync, name=self._name, durable=durable)
+        self.commits = Commits(flush=store.sync, name=self._name, durable=prepared.manifest)
 
     def close(self) -> None:
         self.commits.close()
@@ -86,7 +87,7 @@ class Saver:
         """The last one that is committed, whatever became of those behind it; None where there is none."""
         with suppress(Exception):  # what failed is told by whoever waits for it
             self.commits.durable()
-        return self.commits.last if self.commits.last >= 0 else None
+        return None if self.commits.last is None else self.commits.last.step
 
     # ---- beside the steps ----------------------------------------------------------------------------------------
 
@@ -96,8 +97,25 @@ class Saver:
         if generation <= self.standing.step:
             self._begin()
 
-    def durable(self) -> int:
-        return self.commits.durable()
+    def durable(self, stage: int) -> int:
+        saved = self.commits.durable()
+        return -1 if saved is None else saved.stages[stage].turn
+
+    def blocked(self) -> None:
+        """Stages that share places wait for each other: what they have come to is committed, the others' gradients with it."""
+        records = self.residency.records
+        if self.files.plan.store_mode != "redo" or self.commits.is_busy:
+            return
+        if all(record.gradient_write is None for record in records) and self._is_news():
+            self.commits.begin(self._manifest("committed"))
+
+    def _is_news(self) -> bool:
+        """Whether a stage has come further than the last manifest says."""
+        newest = self.commits.newest
+        if newest is None or newest.step < self.standing.step:
+            return True
+        together = zip(newest.stages, self.residency.records, strict=True)
+        return any(stage.generation < record.generation for stage, record in together)
 
     def step_is_over(self) -> None:
         """`standing` says so."""
@@ -108,7 +126,7 @@ class Saver:
     def _begin(self) -> None:
         """Every stage rests at the generation of the last step."""
         assert self._complete == self.standing.step, (self._complete, self.standing.step)
-        if self.commits.newest < self.standing.step:
+        if self._is_news():
             self.commits.begin(self._manifest("committed"))
 
     # ---- where a run begins and ends -----------------------------------------------------------------------------
@@ -120,14 +138,14 @@ class Saver:
     def begin_training(self) -> None:
         """What was loaded is committed too: a run that is killed from here on goes on without its checkpoint."""
         self._set_room_aside()
-        if self.commits.newest < 0:
+        if self.commits.newest is None:
             self._complete = self.standing.step
             self._begin()
 
     def save(self) -> None:
         """The last step is committed when this returns. All stages are drained."""
         self._complete = self.standing.step
-        if self.commits.newest < self.standing.step:
+        if self._is_news():
             self.saved_bytes += self.files.save_resident(self.residency.records)
             self._begin()
         self.spare.unlink(missing_ok=True)
@@ -142,8 +160,12 @@ class Saver:
         standing.losses, note = loss_files.read(self.folder, saved.step)
         if note:
             self.say(f"note: {note}")
+        self.commits.restart(saved)
         self.residency.commits.base = saved.step
-        self.commits.restart(saved.step)
+        if saved.due is not None:  # a step that was durable by its gradients is gone on with
+            pending = [index for index, stage in enumerate(saved.stages) if stage.gradients is not None]
+            scalars = Scalars(optimizer=self.optimizer, step=saved.step, **saved.due)
+            self.residency.update_again(pending, scalars)
         random_states.restore(saved.random, self.device.torch_device)
 
     def _intact(self, saved: Manifest, progress: Progress) -> Manifest:
@@ -199,7 +221,9 @@ class Saver:
         """What the store holds after the last step; nothing yet where it is `loading`."""
         prepared, standing, plan, model = self.prepared, self.standing, self.files.plan, self.files.model
         beside = [self.spare, *(self.folder / name for name in (loss_files.NAME, *manifests.BESIDE))]
-        is_whole = state == "committed"
+        is_whole, due = state == "committed", self.residency.due
+        stages = self.files.describe(self.residency.records, prepared.entries, step=standing.step) if is_whole else ()
+        is_due = any(stage.gradients is not None for stage in stages)
         return Manifest(
             run=standing.run,
             files=tuple(str(path) for path in self.paths),
@@ -216,11 +240,15 @@ class Saver:
             numerics=asdict(plan.numerics),
             fingerprints=prepared.fingerprints,
             random=standing.random,
-            stages=self.files.describe(self.residency.records, prepared.entries) if is_whole else (),
+            mode=plan.store_mode,
+            keep=plan.keep,
+            due={"lr": due.lr, "gradient_scale": due.gradient_scale} if is_due else None,
+            stages=stages,
         )
 
     def _name(self, manifest: Manifest) -> None:
         """Losses first, which the manifest counts. In the thread of commits."""
-        known = self.commits.last
-        loss_files.write(self.folder, self.standing.losses[max(0, known) : manifest.step], first=max(0, known))
-        manifests.write(self.folder, manifest, keep=known >= 0)
+        last = self.commits.last
+        known = 0 if last is None else last.step
+        loss_files.write(self.folder, self.standing.losses[known : manifest.step], first=known)
+        manifests.write(self.folder, manifest, keep=last is not None)

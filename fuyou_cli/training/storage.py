@@ -19,10 +19,9 @@ from ..core.errors import OutOfSpaceError, UsageError
 from ..engine.host_memory import HostMemory
 from ..engine.skeleton import TORCH_DTYPE
 from ..engine.updates import Sums
-from ..planner.commits import PLACES
 from ..planner.residency import Record
 from ..spec.model import Dtype, ModelSpec, StageSpec
-from ..spec.plan import Plan, Span, StagePlan
+from ..spec.plan import Plan, Span, StagePlan, StateTensor
 from ..swap.daemon import SwapDaemon
 from ..swap.kernels import checksum, split, sum_squares
 from .checkpoint.header import TensorEntry
@@ -96,12 +95,10 @@ class StageFiles:
                 rest = self.memory.tensor(remainder, torch.int16, stage.params)
                 rest = rest[tensor.offset : tensor.offset + tensor.numel]
                 _read_split(reader, entry, view.view(-1), rest, first=tensor.first)
-        record.generation, record.place, record.zero_moments, record.zero_remainder = 0, 0, True, remainder is None
+        record.generation, record.turn, record.zero_moments, record.zero_remainder = 0, 0, True, remainder is None
         record.sums = Sums(
-            weights=self._written(slot, plan.weights_extents[0], stage.index),
-            remainder=self._written(remainder, plan.remainder_extents[0], stage.index)
-            if remainder is not None and plan.remainder_extents is not None
-            else None,
+            weights=self._written(slot, plan.extent("weights", 0), stage.index),
+            remainder=None if remainder is None else self._written(remainder, plan.extent("remainder", 0), stage.index),
         )
 
     def _remainder_span(self, plan: StagePlan) -> Span:
@@ -118,8 +115,9 @@ class StageFiles:
             )
         return spare
 
-    def _written(self, span: Span, extent: Span, label: int) -> int:
+    def _written(self, span: Span, extent: Span | None, label: int) -> int:
         """Writes what a span holds; its sum."""
+        assert extent is not None
         self.daemon.wait(self.daemon.write(span.offset, extent.offset, extent.size, label=label))
         return checksum(self.memory.arena.view(span.offset, extent.size))
 
@@ -136,40 +134,42 @@ class StageFiles:
     def restore(self, stored: Sequence[StoredStage], records: Sequence[Record]) -> None:
         """Generations as saved; what rests in RAM is read back."""
         for plan, record, stage in zip(self.plan.stages, records, stored, strict=True):
-            record.generation, record.place, record.sums = stage.generation, _place(plan, stage), _sums(stage)
+            _check_place(plan, stage)
+            record.generation, record.turn, record.sums = stage.generation, stage.turn, _sums(stage)
             record.zero_moments, record.zero_remainder = stage.zero_moments, stage.zero_remainder
             for _, ram, extent in _resting_in_ram(plan, record):
                 self.daemon.wait(self.daemon.read(ram.offset, extent.offset, extent.size, label=record.stage))
 
-    def describe(self, records: Sequence[Record], entries: Mapping[str, TensorEntry]) -> tuple[StoredStage, ...]:
-        """Every stage as it rests in its extents now. `entries`: the checkpoint it came from."""
+    def describe(self, records: Sequence[Record], entries: Mapping[str, TensorEntry], *, step: int) -> tuple[StoredStage, ...]:
+        """Every stage as it rests in its extents now; one that has not come to `step` with the gradients of its update.
+        `entries`: the checkpoint it came from."""
         together = zip(self.model.stages, self.plan.stages, records, strict=True)
-        return tuple(_stored(stage, plan, record, entries) for stage, plan, record in together)
+        return tuple(_stored(stage, plan, record, entries, step=step) for stage, plan, record in together)
 
 
 def _resting_in_ram(plan: StagePlan, record: Record) -> Iterator[tuple[str, Span, Span]]:
     """What of a stage rests in RAM and is not simply zero: its name, where, and the extent of the record's generation."""
     for name in _at_rest(record):
-        ram, extents = getattr(plan, f"{name}_ram"), getattr(plan, f"{name}_extents")
-        if ram is not None and extents is not None:
-            yield name, ram, extents[record.place]
+        ram, extent = getattr(plan, f"{name}_ram"), plan.extent(name, record.turn)
+        if ram is not None and extent is not None:
+            yield name, ram, extent
 
 
-def _at_rest(record: Record) -> Iterator[str]:
+def _at_rest(record: Record) -> Iterator[StateTensor]:
     """The tensors of a stage whose values are not simply zero."""
     yield "weights"
     if not record.zero_remainder:
         yield "remainder"
     if not record.zero_moments:
-        yield from ("momentum", "variance")
+        yield "momentum"
+        yield "variance"
 
 
-def _place(plan: StagePlan, stage: StoredStage) -> int:
-    """Which extent of each pair holds the stage. Raises UsageError where the plan has none of them there."""
-    for place in range(PLACES):
-        mine = [(extent, getattr(plan, f"{name}_extents")) for name in TENSORS if (extent := getattr(stage, name)) is not None]
-        if all(extents and (extents[place].offset, extents[place].size) == (at.offset, at.size) for at, extents in mine):
-            return place
+def _check_place(plan: StagePlan, stage: StoredStage) -> None:
+    """Raises UsageError where the plan does not have the stage where it was saved."""
+    wanted = {name: plan.extent(name, stage.turn) for name in TENSORS} | {"gradients": plan.gradients_extent}
+    if all(wanted[name] == Span(offset=extent.offset, size=extent.size) for name, extent in stage.extents()):
+        return
     raise UsageError(
         f"the saved {stage.name} does not lie where this run would have it",
         hint="the store was made by another version: start over with checkpoint.resume=never",
@@ -180,17 +180,19 @@ def _sums(stage: StoredStage) -> Sums:
     return Sums(**{name: None if (at := getattr(stage, name)) is None else at.sum for name in TENSORS})
 
 
-def _stored(stage: StageSpec, plan: StagePlan, record: Record, entries: Mapping[str, TensorEntry]) -> StoredStage:
-    found: dict[str, StoredExtent | None] = dict.fromkeys(TENSORS)
+def _stored(stage: StageSpec, plan: StagePlan, record: Record, entries: Mapping[str, TensorEntry], *, step: int) -> StoredStage:
+    found: dict[str, StoredExtent | None] = {**dict.fromkeys(TENSORS), "gradients": None}
     for name in _at_rest(record) if stage.params else ():
-        if (extents := getattr(plan, f"{name}_extents")) is not None:
-            extent, total = extents[record.place], getattr(record.sums, name)
-            assert total is not None, (stage.name, name)
-            found[name] = StoredExtent(offset=extent.offset, size=extent.size, sum=total)
+        if (extent := plan.extent(name, record.turn)) is not None:
+            found[name] = _summed(extent, getattr(record.sums, name))
+    if stage.params and record.generation < step:
+        assert plan.gradients_extent is not None and record.generation == step - 1, (stage.name, record.generation, step)
+        found["gradients"] = _summed(plan.gradients_extent, record.gradients_sum)
     return StoredStage(
         name=stage.name,
         params=stage.params,
         generation=record.generation,
+        turn=record.turn,
         zero_moments=record.zero_moments,
         zero_remainder=record.zero_remainder,
         **found,
@@ -201,6 +203,11 @@ def _stored(stage: StageSpec, plan: StagePlan, record: Record, entries: Mapping[
             for t in stage.tensors
         ),
     )
+
+
+def _summed(extent: Span, total: int | None) -> StoredExtent:
+    assert total is not None, extent
+    return StoredExtent(offset=extent.offset, size=extent.size, sum=total)
 
 
 def _fits(stored: str, compute: str) -> bool:

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.errors import SwapError
-from ..core.units import MiB
+from ..planner.phases import READ_BACK
 from ..spec.plan import Span
 from ..swap.arena import Arena
 from ..swap.daemon import SwapDaemon
 from ..swap.kernels import CHECKSUM_BLOCK, checksum
 from .manifest import Manifest, StoredExtent
 
-PIECE = 16 * MiB  # read at once
 _TURNS = 2  # pieces: one is read while the other is summed
+PIECE = READ_BACK // _TURNS  # bytes read at once
 _MODULUS = 1 << 64
 
 Progress = Callable[[int], None]  # of bytes more that are read

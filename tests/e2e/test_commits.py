@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(90)
 NewProject = Callable[..., Project]
 
 UNCLIPPED = {"train.clip_grad_norm": None}
-PLACES: dict[str, dict[str, Any]] = {
+PLACES: dict[str, dict[str, Any]] = {  # fmt: skip
     "clipped": {},
     "unclipped": UNCLIPPED,
     "half deferred": {**UNCLIPPED, "offload.defer_updates": 0.5},
@@ -38,6 +38,15 @@ PLACES: dict[str, dict[str, Any]] = {
     "every second step, in RAM": {**RAM, **UNCLIPPED, "checkpoint.commit_every_steps": 2},
     "at the ends alone": {**UNCLIPPED, "checkpoint.commit_every_steps": None},
     "emulated device": {**UNCLIPPED, "offload.device": "emulated"},
+    "redo": {"checkpoint.mode": "redo"},
+    "redo, states in RAM": {
+        **UNCLIPPED,
+        "checkpoint.mode": "redo",
+        "offload.optimizer_states": "cpu",
+        "offload.weights": "cpu",
+    },
+    "redo, emulated device": {"checkpoint.mode": "redo", "offload.device": "emulated"},
+    "snapshots": {"checkpoint.mode": "snapshot", "checkpoint.snapshot_every_steps": 2},
 }
 
 
@@ -68,7 +77,7 @@ def test_a_run_that_dies_anywhere_is_the_same_run(place: str, new_project: NewPr
     expected, store = train(new_project("whole", changes))
     project = new_project("broken", changes)
     draw, visits = random.Random(place), _visits(project)
-    every, done = changes.get("checkpoint.commit_every_steps", 1), 0
+    every, done = changes.get("checkpoint.commit_every_steps", changes.get("checkpoint.snapshot_every_steps", 1)), 0
     for step in range(1, STEPS + 1):
         died_in = max(step, done + 1)
         with pytest.raises(Died):

@@ -271,9 +271,10 @@ def test_the_export_computes_what_the_store_holds(new_project: Callable[..., Pro
         for stage, placed, record in zip(run.model.stages, run.plan.stages, records, strict=True):
             if stage.params == 0:
                 continue
-            slot, extent = run.plan.slot_classes[placed.slot_class].weight_slots[0], placed.weights_extents
+            slot, extent = run.plan.slot_classes[placed.slot_class].weight_slots[0], placed.extent("weights", record.turn)
+            assert extent is not None
             assert record.generation == 3
-            run.daemon.wait(run.daemon.read(slot.offset, extent[1].offset, extent[1].size))
+            run.daemon.wait(run.daemon.read(slot.offset, extent.offset, extent.size))
             flat = run.files.memory.tensor(slot, torch.float32, stage.params)
             for tensor in stage.tensors:
                 weights[tensor.name] = flat[tensor.offset :][: tensor.numel].view(tensor.shape).clone()

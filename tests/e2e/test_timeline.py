@@ -61,7 +61,7 @@ def test_copies_to_a_device_of_its_own_are_on_the_timeline(new_project: Callable
         run.load(lambda count: None)
         run.train(reports.append)
         report = run.report()
-        weights = sum(stage.weights_extents[0].size for stage in run.plan.stages)
+        weights = sum(stage.weights_at.size for stage in run.plan.stages)
     for step in _with_timelines(reports):
         moved = {way: [item for item in step.timeline if item.resource == way] for way in ("h2d", "d2h")}
         assert sum(item.bytes for item in moved["h2d"]) >= weights <= sum(item.bytes for item in moved["d2h"])

@@ -33,7 +33,7 @@ from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import Dtype, StageSpec
-from fuyou_cli.spec.plan import Numerics, Plan, Span, StagePlan, Tier
+from fuyou_cli.spec.plan import Numerics, Plan, Span, StagePlan, StateTensor, Tier
 from fuyou_cli.swap.arena import Arena
 from fuyou_cli.swap.daemon import Counters, DaemonOptions, SwapDaemon
 from fuyou_cli.swap.kernels import join, scratch_size
@@ -216,7 +216,8 @@ class Rig:
                 part = weights[tensor.name].reshape(-1)[tensor.first : tensor.first + tensor.numel]
                 flat[tensor.offset : tensor.offset + tensor.numel] = part
             if placed.weights == "ssd":
-                extent = placed.weights_extents[0]
+                extent = placed.extent("weights", 0)
+                assert extent is not None
                 self.daemon.wait(self.daemon.write(target.offset, extent.offset, extent.size))
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -224,7 +225,7 @@ class Rig:
         found: dict[str, torch.Tensor] = {}
         dtype = TORCH_DTYPE[self.spec.compute_dtype]
         for stage, placed in self._stages():
-            flat = self._resting(stage, placed.weights_ram, placed.weights_extents, dtype)
+            flat = self._resting(stage, placed.weights_ram, "weights", dtype)
             add_named(found, stage, flat)
         return found
 
@@ -233,7 +234,7 @@ class Rig:
         found: list[torch.Tensor] = []
         dtype = TORCH_DTYPE[self.spec.compute_dtype]
         for stage, placed in self._stages():
-            flat = self._resting(stage, placed.weights_ram, placed.weights_extents, dtype)
+            flat = self._resting(stage, placed.weights_ram, "weights", dtype)
             inside = torch.zeros(stage.params, dtype=torch.bool)
             for tensor in stage.tensors:
                 inside[tensor.offset : tensor.offset + tensor.numel] = True
@@ -244,9 +245,8 @@ class Rig:
         """bf16: float32 masters rebuilt from weights and remainders."""
         found: dict[str, torch.Tensor] = {}
         for stage, placed in self._stages():
-            assert placed.remainder_extents is not None
-            weights = self._resting(stage, placed.weights_ram, placed.weights_extents, torch.bfloat16)
-            remainder = self._resting(stage, placed.remainder_ram, placed.remainder_extents, torch.int16)
+            weights = self._resting(stage, placed.weights_ram, "weights", torch.bfloat16)
+            remainder = self._resting(stage, placed.remainder_ram, "remainder", torch.int16)
             master = torch.empty(stage.params)
             join(as_bytes(weights), as_bytes(remainder), as_bytes(master))
             add_named(found, stage, master)
@@ -265,9 +265,10 @@ class Rig:
         for stage in self.owning_stages():
             yield stage, self.plan.stages[stage.index]
 
-    def _resting(self, stage: StageSpec, ram: Span | None, extents: tuple[Span, Span], dtype: torch.dtype) -> torch.Tensor:
+    def _resting(self, stage: StageSpec, ram: Span | None, tensor: StateTensor, dtype: torch.dtype) -> torch.Tensor:
         if ram is None:
-            extent = extents[self.executor.residency.records[stage.index].place]
+            extent = self.plan.stages[stage.index].extent(tensor, self.executor.residency.records[stage.index].turn)
+            assert extent is not None
             self.daemon.wait(self.daemon.read(self._window.offset, extent.offset, extent.size))
             ram = self._window
         return self.memory.tensor(ram, dtype, stage.params).clone()

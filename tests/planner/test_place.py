@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -18,7 +19,7 @@ from fuyou_cli.planner.choice import Choice
 from fuyou_cli.planner.place import least_memory, made_of, plan
 from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec
-from fuyou_cli.spec.plan import Numerics, Plan, Span, StagePlan
+from fuyou_cli.spec.plan import Numerics, Plan, Span, StagePlan, StateTensor
 
 from .models import HARDWARE, model, models, wishes_for, with_budget
 
@@ -53,14 +54,14 @@ def in_arena(chosen: Plan) -> list[Span]:
     return spans
 
 
-def durable(stage: StagePlan) -> list[Span]:
-    remainder = stage.remainder_extents or ()
-    return [*stage.weights_extents, *remainder, *stage.momentum_extents, *stage.variance_extents]
+def durable(stage: StagePlan, turn: int = 0) -> list[Span]:
+    return [extent for name in get_args(StateTensor) if (extent := stage.extent(name, turn)) is not None]
 
 
-def in_store(chosen: Plan) -> list[Span]:
+def in_store(chosen: Plan, turn: int = 0) -> list[Span]:
+    """What is there once stages have come to this turn, and what the last ones of a shared ring have still to leave."""
     passing = [span for stage in chosen.stages for span in (stage.gradients_extent, stage.boundary_extent) if span]
-    return [extent for stage in chosen.stages for extent in durable(stage)] + passing
+    return [extent for stage in chosen.stages for extent in durable(stage, turn)] + passing
 
 
 def assert_apart(spans: Iterable[Span], size: int) -> None:
@@ -75,7 +76,8 @@ def assert_apart(spans: Iterable[Span], size: int) -> None:
 def test_spans_and_extents_never_overlap(case: tuple[ModelSpec, Wishes, Plan]) -> None:
     _, _, chosen = case
     assert_apart(in_arena(chosen), chosen.arena_size)
-    assert_apart(in_store(chosen), chosen.store_size)
+    for turn in (0, 1, 2, 7):
+        assert_apart(in_store(chosen, turn), chosen.store_size)
 
 
 @given(planned())
@@ -84,9 +86,8 @@ def test_every_stage_has_room_for_what_it_needs(case: tuple[ModelSpec, Wishes, P
     weight, gradient = ITEM_SIZE[spec.compute_dtype], ITEM_SIZE[wishes.numerics.accumulate_dtype]
     for stage, placed in zip(spec.stages, chosen.stages, strict=True):
         slots = chosen.slot_classes[placed.slot_class]
-        sizes = [weight, *([2] if placed.remainder_extents else []), 4, 4]
-        assert [extent.size for extent in durable(placed)[::2]] == [size * stage.params for size in sizes]
-        assert [extent.size for extent in durable(placed)[1::2]] == [size * stage.params for size in sizes]
+        sizes = [weight, *([2] if placed.remainder_at else []), 4, 4]
+        assert [extent.size for extent in durable(placed)] == [size * stage.params for size in sizes]
         if stage.params == 0:
             continue
         homes = [placed.weights_ram] if placed.weights == "cpu" else slots.weight_slots

@@ -14,7 +14,7 @@ from fuyou_cli.core.disk import FileSystem
 from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec, StageKind, StageSpec, TensorSpec
-from fuyou_cli.spec.plan import IoPlan, MemoryLine, Numerics, Plan, Predicted, Span, StagePlan, Tier
+from fuyou_cli.spec.plan import IoPlan, MemoryLine, Numerics, Plan, Predicted, Ring, Span, StagePlan, Tier
 from fuyou_cli.training.report import Busy, Compared, RunReport
 
 Printer = Callable[..., tuple[Console, Callable[[], str]]]
@@ -112,10 +112,11 @@ def plan(model: ModelSpec) -> Plan:
             boundary="cpu",
             slot_class=0,
             deferred=True,
-            weights_extents=(span, span),
-            remainder_extents=(span, span),
-            momentum_extents=(span, span),
-            variance_extents=(span, span),
+            ring=Ring(offset=0, size=4096, index=0, stages=1, spares=1),
+            weights_at=span,
+            remainder_at=span,
+            momentum_at=span,
+            variance_at=span,
             gradients_extent=span,
             boundary_extent=None,
             weights_ram=None,
