@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(90)
 NewProject = Callable[..., Project]
 
 UNCLIPPED = {"train.clip_grad_norm": None}
-PLACES: dict[str, dict[str, Any]] = {  # fmt: skip
+PLACES: dict[str, dict[str, Any]] = {
     "clipped": {},
     "unclipped": UNCLIPPED,
     "half deferred": {**UNCLIPPED, "offload.defer_updates": 0.5},
