@@ -244,7 +244,26 @@ def _traffic(
     content.add_section()
     content.add_row("total", gb(predicted.read_per_step), gb(predicted.written_per_step), style="bold")
     show(console, content, indent=2)
-    pairs(console, [("wear", _wear(plan, hardware, steps)), *map(_disk, room.disks)])
+    pairs(console, [("commits", _commits(plan)), ("wear", _wear(plan, hardware, steps)), *map(_disk, room.disks)])
+
+
+def _commits(plan: Plan) -> str:
+    """How often the run's state is made durable, by what, and what that takes of the disk."""
+    rings = {stage.ring.offset: stage.ring for stage in plan.stages if stage.ring.size}.values()
+    once, spare = (sum(getattr(ring, key) * ring.size for ring in rings) for key in ("stages", "spares"))
+    if plan.store_mode == "redo":
+        durable = gb(sum(stage.gradients_extent.size for stage in plan.stages if stage.gradients_extent is not None))
+        return (
+            f"every step, by its gradients (redo): {gb(once)} once, {gb(spare)} of spare places, {durable} of gradients; "
+            f"two extents would take {gb(2 * once)}"
+        )
+    if plan.commit_every is None:
+        return f"where the run begins and ends alone, two extents of {gb(once)}: one that is killed begins again"
+    often = "every step" if plan.commit_every == 1 else f"every {plan.commit_every:,} steps"
+    if plan.keep > 1:
+        return f"a snapshot {often}, the last {plan.keep} kept: {1 + plan.keep} extents of {gb(once)}"
+    lost = "the step under way" if plan.commit_every == 1 else "what came after the last commit"
+    return f"{often}, in place: two extents of {gb(once)} take turns; a run that is killed loses {lost}"
 
 
 def _wear(plan: Plan, hardware: HardwareProfile, steps: int | None) -> str:

@@ -56,6 +56,7 @@ def plan_json(plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Roo
         "memory": None if facts.step is None else memory_json(plan, model, facts.step),
         "written_by_run": steps * plan.predicted.written_per_step if steps else None,
         "rated_bytes": sum(drive.rated_bytes for drive in hardware.drives) or None,
+        "commits": {"mode": plan.store_mode, "every_steps": plan.commit_every, "kept": plan.keep},
         "wear": None if wear is None else wear.run,
         "worn_before": None if wear is None else wear.before,
         "worn_after": None if wear is None else wear.after,
