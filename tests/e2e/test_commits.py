@@ -252,3 +252,51 @@ def test_what_commits_write_is_as_planned(every: int, new_project: NewProject) -
         per_commit = (2 + run.model.state_item) * sum(stage.params for stage in run.model.stages)
         assert predicted == pytest.approx(per_commit / every, rel=1e-3) and run.saver.saved_bytes == 0
     assert written == per_commit * STEPS // every
+
+
+def test_a_saved_run_keeps_its_kind_of_store(stopped: Project) -> None:
+    for changes in ({"checkpoint.mode": "redo"}, {"checkpoint.mode": "snapshot", "checkpoint.snapshot_every_steps": 3}):
+        stopped.write_recipe({"train.max_steps": STEPS, **changes})
+        with pytest.raises(UsageError, match=r"checkpoint\.mode: the saved run has in_place, not"):
+            prepared_run(stopped)
+
+
+@pytest.mark.parametrize("damaged", [1, 2])
+def test_the_last_snapshots_can_be_gone_back_to(damaged: int, new_project: NewProject) -> None:
+    """Of three places two hold snapshots: with the newest damaged the one before goes on, with both nothing does."""
+    snapshots = {"checkpoint.mode": "snapshot", "checkpoint.snapshot_every_steps": 2, "train.max_steps": STEPS}
+    expected, _ = train(new_project("whole", snapshots))
+    project = new_project("broken", snapshots)
+    with pytest.raises(Died):
+        train(project, _dies_at(6, 5))
+    newest, older = manifest_of(project), manifests.read(store_of(project), manifests.BEFORE)
+    assert older is not None and (newest.step, older.step, newest.keep) == (4, 2, 2)
+    for state in (newest, older)[:damaged]:
+        extent = state.stages[1].momentum
+        assert extent is not None
+        _flip(Path(state.files[0]), extent.offset + 17)
+    with _run(project) as run:
+        if damaged == 2:
+            with pytest.raises(SwapError, match="no older one is whole"):
+                run.load(lambda count: None)
+            return
+        run.load(lambda count: None)
+        assert run.step == 2
+        run.train(lambda report: None)
+        assert run.losses == expected
+
+
+def test_redo_has_everything_once(new_project: NewProject) -> None:
+    """The store's durable part; and a step dies with some of its stages updated, the others by their gradients."""
+    twice, once = (new_project(mode, {"checkpoint.mode": mode}) for mode in ("in_place", "redo"))
+    plans = [prepared_run(project).plan for project in (twice, once)]
+    places = [sum(s.weights_at.size for s in p.stages) for p in plans]
+    assert places[0] == places[1] and plans[1].store_size < plans[0].store_size
+    expected = train(new_project("whole", {"train.max_steps": STEPS}))[0]
+    pending: list[int] = []
+    for step, visit in ((3, 1), (4, 2), (5, 3), (6, 4)):
+        with pytest.raises(Died):
+            train(once, _dies_at(step, visit))
+        pending.append(sum(stage.gradients is not None for stage in manifest_of(once).stages))
+    assert any(pending), "no run died between a step's gradients and its updates"
+    assert train(once)[0] == expected
