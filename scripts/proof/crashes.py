@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
 
@@ -37,7 +38,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "in_place, on the ssd, clipped": {},
     "in_place, on the ssd, half deferred": {**UNCLIPPED, "offload.defer_updates": 0.5},
     "in_place, in RAM": {**IN_RAM, **UNCLIPPED},
+    "in_place, every third step": {**UNCLIPPED, "checkpoint.commit_every_steps": 3},
+    "redo, on the ssd, clipped": {"checkpoint.mode": "redo"},
+    "redo, in RAM": {**UNCLIPPED, "checkpoint.mode": "redo", "offload.weights": "cpu", "offload.optimizer_states": "cpu"},
+    "snapshot, every second step": {"checkpoint.mode": "snapshot", "checkpoint.snapshot_every_steps": 2},
 }
+IN_CI = ("in_place, on the ssd, half deferred", "in_place, in RAM", "redo, on the ssd, clipped", "snapshot, every second step")
+_MANIFEST_WRITTEN = ".manifest.new"  # before it is renamed
 
 
 class Lost(Exception):
@@ -104,8 +111,16 @@ class Place:
         self.traces += 1
         return Trace(self.folder / f"trace{self.traces % 4}", root)
 
+    @property
+    def manifests(self) -> Path:
+        """All that the last run wrote into manifests."""
+        return self.folder / "manifests"
+
     def begin(self, *words: str | Path, trace: Trace | None = None, fault: str = "", kept: Path | None = None) -> Child:
-        seen = trace.environment(fault=fault, kept=kept) if trace is not None else {}
+        seen: dict[str, str] = {}
+        if trace is not None:
+            of = "" if kept is not None else _MANIFEST_WRITTEN
+            seen = trace.environment(fault=fault, kept=kept or self.manifests, kept_of=of)
         return self.nursery.begin([*map(str, words)], folder=self.folder, environment={**self.environment, **seen})
 
 
@@ -198,7 +213,6 @@ def killed(
     place: Place, recipe: Path, seconds: float, tally: Tally, durable: int, *, words: tuple[str, ...] = ("finetune",)
 ) -> bool:
     """Kills a run so many seconds after its first byte in the store. False: it was over before."""
-    before = _step_of(recipe)
     trace = place.trace(recipe.parent)
     child = place.begin(*words, recipe, trace=trace)
     begun = time.monotonic()
@@ -220,7 +234,7 @@ def killed(
     calls = trace.calls()
     tally.kills += 1
     tally.within += is_within(calls, durable)
-    _check_kept(recipe, before, calls, tally)
+    check_kept(recipe, calls, place.manifests, tally)
     return True
 
 
@@ -237,15 +251,33 @@ def _step_of(recipe: Path) -> int | None:
     return saved.step if saved is not None and saved.state == "committed" else None
 
 
-def _check_kept(recipe: Path, before: int | None, calls: list[Call], tally: Tally) -> None:
-    """No state is lost that was committed: every naming is one step more, but the first of a new run, which says `loading`, and
-    its second, of step 0."""
-    named = sum(1 for _ in namings(calls, manifests.NAME))
-    least = before + named if before is not None else named - 2
+def check_kept(recipe: Path, calls: list[Call], manifests_written: Path, tally: Tally) -> None:
+    """No state is lost that was committed: named by a manifest whose folder had been flushed."""
+    named = named_steps(calls, manifests_written)
     step = _step_of(recipe)
-    if least >= 0 and (step is None or step < least):
-        raise Lost(f"{recipe}: step {least} was committed, step {step} is what is left")
+    if named and named[-1] is not None and (step is None or step < named[-1]):
+        raise Lost(f"{recipe}: step {named[-1]} was committed, step {step} is what is left")
     tally.steps.append(-1 if step is None else step)
+
+
+def named_steps(calls: list[Call], manifests_written: Path) -> list[int | None]:
+    """The step of every manifest that was named for good, in order; None of one that says `loading`."""
+    found: list[int | None] = []
+    for renamed, _ in namings(calls, manifests.NAME):
+        writes = [call for call in calls if call.what == "write" and call.file == renamed.file and call.end < renamed.begin]
+        last = max((call.begin for call in calls if call.what == "create" and call.file == renamed.file
+                    and call.begin < renamed.begin), default=0)  # fmt: skip
+        with manifests_written.open("rb") as file:
+            text = b"".join(_bytes(file, call) for call in writes if call.begin > last)
+        is_loading = b'"state": "loading"' in text
+        (step,) = re.findall(rb'^"step": (\d+),$', text, re.MULTILINE)
+        found.append(None if is_loading else int(step))
+    return found
+
+
+def _bytes(file: BinaryIO, call: Call) -> bytes:
+    file.seek(call.bytes_at)
+    return file.read(call.result)
 
 
 # ---- chains ----------------------------------------------------------------------------------------------------------

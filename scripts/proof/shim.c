@@ -4,7 +4,8 @@
  *
  *   FUYOU_SHIM_ROOT   the folder; without it nothing is looked at
  *   FUYOU_SHIM_TRACE  a file of `struct trace`, made by who starts the run, mapped shared: a killed process loses none of it
- *   FUYOU_SHIM_BYTES  a file to which everything that is written is appended; records say where
+ *   FUYOU_SHIM_BYTES  a file to which everything that is written is appended; records say where. With FUYOU_SHIM_BYTES_OF
+ *                     only what goes to files whose names end so
  *   FUYOU_SHIM_FAULT  FIRST:LAST:HOW, calls of HOW's kinds counted from 1: eio, enospc, eagain, eintr, short, flip, slow,
  *                     erofs; kill ends the process before the call, torn after half of a write
  *
@@ -70,6 +71,7 @@ static char root[PATH_MAX];
 static size_t root_size;
 static struct trace *trace;
 static int bytes_file = -1;
+static const char *bytes_of;
 static uint64_t bytes_used;
 static enum fault fault;
 static uint64_t fault_first, fault_last;
@@ -158,6 +160,7 @@ static void configure(void)
             map_trace(text);
         if ((text = getenv("FUYOU_SHIM_BYTES")) != NULL)
             bytes_file = real_open(text, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+        bytes_of = getenv("FUYOU_SHIM_BYTES_OF");
         if ((text = getenv("FUYOU_SHIM_FAULT")) != NULL)
             read_fault(text);
         atomic_store(&done, true);
@@ -253,9 +256,17 @@ static void end(struct record *record, int64_t result)
     errno = error;
 }
 
+static bool is_kept(uint32_t name)
+{
+    if (bytes_of == NULL)
+        return true;
+    const size_t size = strlen(trace->names[name]), wanted = strlen(bytes_of);
+    return size >= wanted && strcmp(trace->names[name] + size - wanted, bytes_of) == 0;
+}
+
 static void keep_bytes(struct record *record, const void *data, size_t size)
 {
-    if (record == NULL || bytes_file < 0)
+    if (record == NULL || bytes_file < 0 || !is_kept(record->file))
         return;
     (void)pthread_mutex_lock(&bytes_lock);
     record->bytes_at = bytes_used;

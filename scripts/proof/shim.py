@@ -62,13 +62,16 @@ class Trace:
             file.seek(0)
             file.write(_HEADER.pack(capacity, 0, 0, 0, 0))
 
-    def environment(self, *, fault: str = "", kept: Path | None = None) -> dict[str, str]:
-        """For the process. `fault`: FIRST:LAST:HOW; `kept`: the file for what is written."""
+    def environment(self, *, fault: str = "", kept: Path | None = None, kept_of: str = "") -> dict[str, str]:
+        """For the process. `fault`: FIRST:LAST:HOW; `kept`: the file for what is written, or for what is written to files
+        whose names end with `kept_of`."""
         found = {"FUYOU_SHIM_ROOT": str(self.root), "FUYOU_SHIM_TRACE": str(self.path)}
         if fault:
             found["FUYOU_SHIM_FAULT"] = fault
         if kept is not None:
             found["FUYOU_SHIM_BYTES"] = str(kept)
+        if kept_of:
+            found["FUYOU_SHIM_BYTES_OF"] = kept_of
         return found
 
     @property
