@@ -127,7 +127,7 @@ def prepare(
     total_steps = steps_of(recipe, None)
     with _telling(described.refusal):
         asked = wishes(recipe, numerics, hardware, device=device, saved=manifest)
-        asked = within(store_room, asked, recipe, described.model, hardware, directories, model_dir, manifest)
+        asked = within(store_room, asked, recipe, described.model, hardware, directories, model_dir, saved=manifest)
         chosen = planned_for(choose, described.model, hardware, asked, steps=total_steps)
     considered = Prepared(
         recipe=recipe,
@@ -228,7 +228,7 @@ def _with_weights_and_rows(
         check_unchanged_run(considered.manifest, fingerprints, total_steps=total)
     saved = considered.manifest
     asked = wishes(recipe, considered.plan.numerics, hardware, device=device, saved=saved)
-    asked = within(considered.store_room, asked, recipe, model, hardware, considered.directories, model_dir, saved)
+    asked = within(considered.store_room, asked, recipe, model, hardware, considered.directories, model_dir, saved=saved)
     return replace(
         considered,
         model_dir=model_dir,
@@ -457,6 +457,7 @@ def within(
     hardware: HardwareProfile,
     directories: tuple[Path, ...],
     model_dir: Path,
+    *,
     saved: Manifest | None,
 ) -> Wishes:
     """The wishes of a run whose store is to fit its disks, and its export beside it: with the extents there is room for,

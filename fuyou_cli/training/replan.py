@@ -27,8 +27,9 @@ def replanned(before: Prepared, recipe: Recipe, *, choose: Choose) -> Prepared:
         model, refusal = described.model, described.refusal
     rows = before.epoch_rows if recipe.dataset == before.recipe.dataset else None
     steps = steps_of(recipe, rows)
-    asked = wishes(recipe, numerics, hardware, device=device)
-    asked = within(before.store_room, asked, recipe, model, hardware, before.directories, before.model_dir)
+    asked = wishes(recipe, numerics, hardware, device=device, saved=before.manifest)
+    disks = (before.directories, before.model_dir)
+    asked = within(before.store_room, asked, recipe, model, hardware, *disks, saved=before.manifest)
     plan = planned_for(choose, model, hardware, asked, steps=steps)
     changed = replace(before, recipe=recipe, anatomy=known.anatomy, model=model, plan=plan, refusal=refusal)
     return replace(changed, epoch_rows=rows, total_steps=steps)
