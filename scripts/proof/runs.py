@@ -28,6 +28,7 @@ from .pace import Pace
 from .report import ROOT, say
 from .rows import LENGTH
 from .setting import RunFailed, Setting
+from .shim import build, preloaded
 
 THREADS, SEED = 2, 42
 MARK = ".fuyou-proof"  # in every folder that these scripts may remove
@@ -60,6 +61,7 @@ class Case:
     plan: str = ""  # the text of a plan file to run, instead of the plan that is best
     profiles: Mapping[str, str] = field(default_factory=dict)  # files that the run finds, as `kept_profiles` gives them
     commit_every: int | None = None  # steps; None: where the run begins and ends, as nobody beside it commits at all
+    late_flush: bool = False  # every flush takes 20 ms more
     export: bool = False
     limit: int | None = None  # of the memory group; None: no limit
     throttle: tuple[int, int] | None = None  # bytes/s read, written
@@ -84,6 +86,7 @@ class Case:
         words += [f"inside {gib(self.limit)}"] if self.limit is not None else []
         words += [f"disk {self.throttle[0] / 1e9:g}+{self.throttle[1] / 1e9:g} GB/s"] if self.throttle else []
         words += [f"commits every {self.commit_every}"] if self.commit_every is not None else []
+        words += ["flushes 20 ms late"] if self.late_flush else []
         words += ["exported"] if self.export else []
         words += [f"watched {'m' * self.watch_memory}{'c' * self.watch_counters}"]
         return ", ".join([*words, f"turn {self.turn}"])
@@ -187,6 +190,7 @@ def _one_run(setting: Setting, case: Case, pace: Pace | None = None) -> dict[str
     others = Others()
     with limited(setting.work, memory=case.limit, throttle=case.throttle, wanted=case.watch_memory) as (held, why):
         environment = profile(setting, recipe, held) if case.profiled else _own_cache(setting, case.profiles)
+        environment |= _late_flushes(setting.work) if case.late_flush else {}
         benched = time.monotonic()
         with output.open("wb") as file, started(command, held, file, **environment) as child:
             seen = watch.follow(
@@ -229,6 +233,12 @@ def _one_run(setting: Setting, case: Case, pace: Pace | None = None) -> dict[str
         result["machine"] = round(result["speed"] / during_bench, 3) if during_bench else 0.0
     fresh(setting.work / "store")  # tens of GB
     return result
+
+
+def _late_flushes(work: Path) -> dict[str, str]:
+    """The environment of a run whose flushes take 20 ms more than they do."""
+    seen = {"FUYOU_SHIM_ROOT": str(work), "FUYOU_SHIM_FAULT": f"1:{1 << 30}:late"}
+    return preloaded(seen, build(work))
 
 
 def _counted(ends: list[float], warm_up: int) -> tuple[float, float]:

@@ -7,7 +7,8 @@
  *   FUYOU_SHIM_BYTES  a file to which everything that is written is appended; records say where. With FUYOU_SHIM_BYTES_OF
  *                     only what goes to files whose names end so
  *   FUYOU_SHIM_FAULT  FIRST:LAST:HOW, calls of HOW's kinds counted from 1: eio, enospc, eagain, eintr, short, flip, slow,
- *                     erofs; kill ends the process before the call, torn after half of a write
+ *                     erofs; late makes flushes wait for 20 ms; kill ends the process before the call, torn after half of
+ *                     a write
  *
  * A record has the number of calls that had begun when it began and when it ended: a write is covered by a flush that began
  * after the write had ended. I/O that io_uring does passes by: runs under it use the thread backend.
@@ -61,8 +62,9 @@ struct trace {
     struct record records[];
 };
 
-enum fault { NONE = 0, EIO_FAULT, ENOSPC_FAULT, EAGAIN_FAULT, EINTR_FAULT, SHORT, FLIP, SLOW, EROFS_FAULT, KILL, TORN };
-static const char *const fault_names[] = {"", "eio", "enospc", "eagain", "eintr", "short", "flip", "slow", "erofs", "kill", "torn"};
+enum fault { NONE = 0, EIO_FAULT, ENOSPC_FAULT, EAGAIN_FAULT, EINTR_FAULT, SHORT, FLIP, SLOW, EROFS_FAULT, LATE, KILL, TORN };
+static const char *const fault_names[] = {"", "eio", "enospc", "eagain", "eintr", "short", "flip", "slow", "erofs", "late",
+                                          "kill", "torn"};
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static pthread_mutex_t names_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -289,6 +291,7 @@ static bool applies(enum call call)
     case SHORT: return call == READ || call == WRITE;
     case FLIP: return call == READ;
     case TORN: return call == WRITE;
+    case LATE: return call == FLUSH || call == FLUSH_FOLDER;
     case ENOSPC_FAULT:
         return call == CREATE || call == WRITE || call == RENAME || call == LINK || call == RESIZE || call == ALLOCATE ||
                call == MKDIR || call == FLUSH;
@@ -312,7 +315,7 @@ static enum fault struck(enum call call, struct record *record)
         record->fault = fault;
     if (fault == KILL)
         (void)kill(getpid(), SIGKILL);
-    if (fault == SLOW)
+    if (fault == SLOW || fault == LATE)
         (void)usleep(20000);
     return fault;
 }

@@ -1,0 +1,87 @@
+#!/usr/bin/env python3
+"""What commits cost: a run that commits every step beside one that commits nothing, turn about, on the same disk.
+
+    sudo python scripts/prove_commits.py --work DIR --data gsm8k/train.jsonl
+    the 1.1b shape with everything on the ssd: 60 GB in DIR, about an hour on two quiet cores; interrupted, it goes on
+    trying the script itself: --shape 50m --turns 1
+
+Once as the disk is, and once with every flush made to take 20 ms more (scripts/proof/shim.c). Counted are a step's seconds and
+what the kernel writes for the whole run beside what the daemon does: manifests, losses, and what the file system makes of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from proof.report import Row, at_most, conclude, unless_noisy
+from proof.runs import Case, our_run
+from proof.setting import Setting, parser, run_script, size
+
+from fuyou_cli.core.units import GiB, gb
+
+RATES = (600_000_000, 600_000_000)  # bytes/s each way
+WARM_UP = 3  # steps until what waits has moved what all later steps move
+SLOWER, MORE = 0.03, 0.001
+
+
+def arguments() -> argparse.Namespace:
+    options = parser(__doc__)
+    options.add_argument("--turns", type=int, default=3)
+    options.add_argument("--measured", type=int, default=3, help="steps of a run that count")
+    options.add_argument("--budget", type=size, default=2 * GiB)
+    return options.parse_args()
+
+
+def prove(setting: Setting, options: argparse.Namespace) -> int:
+    rows: list[Row] = []
+    for late in (False, True):
+        sides: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
+        for turn in range(options.turns):
+            for commits in (False, True):
+                sides[commits].append(our_run(setting, _case(setting, options, turn, commits=commits, late=late)))
+        rows += _compared(setting.shape, sides[True], sides[False], late=late)
+    settings = {**setting.described(), "turns": options.turns, "measured": options.measured, "budget": options.budget}
+    return conclude(f"prove_commits-{setting.shape}", rows, results=setting.results, settings=settings)
+
+
+def _case(setting: Setting, options: argparse.Namespace, turn: int, *, commits: bool, late: bool) -> Case:
+    """One row a step, so that the store is what a step waits for."""
+    return Case(
+        shape=setting.shape, budget=options.budget, steps=WARM_UP + options.measured + 1, warm_up=WARM_UP, rows=1, micro=1,
+        all_on_ssd=True, throttle=RATES, turn=turn, timed=True, watch_counters=True, commit_every=1 if commits else None,
+        late_flush=late,
+    )  # fmt: skip
+
+
+def _compared(shape: str, ours: list[dict[str, Any]], without: list[dict[str, Any]], *, late: bool) -> list[Row]:
+    what = f"{shape}, everything on the ssd, {'flushes 20 ms late' if late else 'the disk as it is'}"
+    seconds = [[step["seconds"] for run in side for step in run["steps"][WARM_UP:-1]] for side in (ours, without)]
+    medians = [statistics.median(side) for side in seconds]
+    note = "; ".join(
+        f"{name} {statistics.median(side):.2f} s ({min(side):.2f}..{max(side):.2f}, {len(side)} steps)"
+        for name, side in zip(("with commits", "without"), seconds, strict=True)
+    )
+    time = at_most(f"{what}: step time", medians[0] / medians[1] - 1, SLOWER, note=note, values={"seconds": seconds})
+    beside = [statistics.median(_beside_daemon(run) for run in side) for side in (ours, without)]
+    written = statistics.median(run["daemon_whole"][1] for run in ours)
+    traffic = at_most(
+        f"{what}: bytes written beside the states'", max(0.0, beside[0] - beside[1]) / written, MORE,
+        note=f"{gb(int(max(0.0, beside[0] - beside[1])))} of {gb(int(written))}, in a whole run",
+    )  # fmt: skip
+    both = [*ours, *without]
+    return [unless_noisy(time, both), traffic]
+
+
+def _beside_daemon(run: dict[str, Any]) -> float:
+    """Bytes that the kernel wrote and the daemon did not."""
+    return float(run["kernel_whole"][1] - run["daemon_whole"][1])
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(arguments(), prove))
