@@ -1,0 +1,57 @@
+"""`fuyou verify` as a person runs it: what it says of a whole store, of damage, and of one that a run uses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fuyou_cli.core.errors import FuyouError
+from fuyou_cli.training.at_rest import verify_store
+from fuyou_cli.training.run import Run
+
+from .conftest import Project
+from .running import manifest_of, store_of, train
+from .test_commits import _flip
+
+pytestmark = pytest.mark.timeout(90)
+
+
+def test_a_whole_store(stopped: Project) -> None:
+    done = stopped.fuyou("verify", stopped.out / "store")
+    extents = sum(len(stage.extents()) for stage in manifest_of(stopped).stages)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0].startswith(f"state after step 2: {extents} extents, ")
+    assert "the state before it, after step 1: " in done.stdout and "every sum is right" in done.stdout
+
+
+def test_damage_is_named(stopped: Project) -> None:
+    saved = manifest_of(stopped)
+    extent = saved.stages[2].variance
+    assert extent is not None
+    _flip(Path(saved.files[0]), extent.offset + extent.size - 1)
+    done = stopped.fuyou("verify", store_of(stopped))
+    assert done.returncode == 1
+    assert f"variance of {saved.stages[2].name}: bytes {extent.offset} to {extent.offset + extent.size}" in done.stdout
+    assert saved.files[0] in done.stdout and "goes back to the one before, which is whole" in done.stdout
+    data = json.loads(stopped.fuyou("verify", store_of(stopped), "--json").stdout)
+    assert [(state["step"], state["older"], len(state["damages"])) for state in data["states"]] == [(2, False, 1), (1, True, 0)]
+    assert data["states"][0]["damages"][0]["tensor"] == "variance"
+
+
+def test_a_store_in_use_and_none_at_all(stopped: Project, tmp_path: Path) -> None:
+    def look(run: Run) -> None:
+        with pytest.raises(FuyouError, match="is in use by a running fuyou"):
+            verify_store(store_of(stopped))
+
+    train(stopped, look)
+    refused = stopped.fuyou("verify", tmp_path)
+    assert refused.returncode == 2 and f"there is no store in {tmp_path}" in refused.stderr
+
+
+def test_verifying_changes_nothing(stopped: Project) -> None:
+    store = store_of(stopped)
+    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in store.iterdir() if path.is_file()}
+    assert stopped.fuyou("verify", store).returncode == 0
+    assert before == {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in store.iterdir() if path.is_file()}
