@@ -1,7 +1,8 @@
 /*
  * A store's files: missing, short, locked, full, without fallocate, without O_DIRECT. Each error names the file, what
  * was wanted and what was there; a failed open leaves what it found and nothing else. A file that was there is taken over
- * only from this user, and nobody else can open it afterwards; a symbolic link is not followed.
+ * only from this user, and nobody else can open it afterwards; a symbolic link is not followed. Readers share files, which
+ * are left as they are.
  */
 #include "testing.h"
 
@@ -204,6 +205,40 @@ static void wrong_arguments(void)
     CHECK(store == NULL);
 }
 
+static void readers(void)
+{
+    fy_store *store = NULL;
+    fy_store *second = NULL;
+    fy_failure why;
+    CHECK_EQUAL(open_store(2, SIZE, FY_STORE_CREATE, &store, &why), 0);
+    CHECK_EQUAL(open_store(2, SIZE, FY_STORE_READ_ONLY, &second, &why), -EBUSY); /* a run has it */
+    CHECK_EQUAL(fy_store_close(store), 0);
+    CHECK_EQUAL(chmod(testing_path(1), 0640), 0);
+    CHECK_EQUAL(open_store(2, SIZE, FY_STORE_READ_ONLY, &store, &why), 0);
+    CHECK_EQUAL(open_store(2, SIZE, FY_STORE_READ_ONLY, &second, &why), 0);
+    CHECK_EQUAL(fy_store_close(second), 0);
+    CHECK_EQUAL(open_store(2, SIZE, 0, &second, &why), -EBUSY); /* somebody reads it */
+
+    fy_arena *arena = testing_arena(1 << 20);
+    const fy_options options = testing_options(FY_BACKEND_THREADS);
+    fy_daemon *daemon = testing_daemon(&options, arena, store);
+    CHECK_EQUAL(testing_read(daemon, 0, 0, 64 << 10, NULL), 0);
+    CHECK_EQUAL(testing_write(daemon, 0, 0, 64 << 10, NULL), -EBADF);
+    CHECK_EQUAL(fy_daemon_stop(daemon), 0);
+    CHECK_EQUAL(fy_arena_destroy(arena), 0);
+    CHECK_EQUAL(fy_store_close(store), 0);
+
+    struct stat status;
+    CHECK_EQUAL(stat(testing_path(1), &status), 0);
+    CHECK_EQUAL(status.st_mode & 0777, 0640);
+    CHECK_EQUAL(chmod(testing_path(1), 0600), 0);
+    CHECK_EQUAL(open_store(2, SIZE, FY_STORE_READ_ONLY | FY_STORE_CREATE, &store, &why), -EINVAL);
+    CHECK_EQUAL(unlink(testing_path(1)), 0);
+    CHECK_EQUAL(mkfifo(testing_path(1), 0600), 0); /* nobody waits for who would write to it */
+    CHECK_EQUAL(open_store(2, SIZE, FY_STORE_READ_ONLY, &store, &why), -EINVAL);
+    CHECK_EQUAL(unlink(testing_path(1)), 0);
+}
+
 int main(void)
 {
     const uint32_t descriptors = testing_descriptors();
@@ -212,6 +247,7 @@ int main(void)
     buffered();
     foreign_files();
     wrong_arguments();
+    readers();
     CHECK_EQUAL(testing_descriptors(), descriptors);
     return 0;
 }
