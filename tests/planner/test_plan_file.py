@@ -150,7 +150,7 @@ def test_what_is_wrong_is_named(path: tuple[str | int, ...], value: Any, words: 
     [
         ("", "not readable as JSON"),
         ("[]", "this is no plan file"),
-        ('{"fuyou_plan": 2}', "model: missing"),
+        ('{"fuyou_plan": 3}', "model: missing"),
         ("[" * 100_000, "not readable as JSON"),
         (TEXT.replace('"seed": 7', '"seed": NaN'), "NaN is no number"),
         (TEXT.replace('"seed": 7', '"seed": 7, "seed": 7'), "seed: there twice"),
