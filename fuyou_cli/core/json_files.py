@@ -136,8 +136,8 @@ def _read(descriptor: int, most: int) -> bytes:
     return b"".join(parts)
 
 
-def _reason(error: Exception) -> str:
-    return (isinstance(error, OSError) and error.strerror) or str(error)
+def _reason(error: OSError | ValueError) -> str:
+    return str(getattr(error, "strerror", None) or error)
 
 
 def _refused(path: Path, what: str, hint: str | None) -> UsageError:
