@@ -280,6 +280,19 @@ def _array(folder: Path) -> object:
     return [_understood(place, row) for place, row in json_array(folder / "rows.json")]
 
 
+def _table(name: str) -> Callable[[Path], object]:
+    """As the worker reads it, with the datasets library."""
+
+    def read(folder: Path) -> object:
+        from fuyou_cli.training.data.reading import read_rows
+
+        return [_understood(place, row) for place, row in read_rows(folder / name)]
+
+    return read
+
+
+_CSV = b'prompt,completion,other\n"What, then?",That.,1\n\n"two\nlines","""quoted""",\n'
+
 _TOKENIZER: dict[str, Any] = {
     "version": "1.0", "truncation": None, "padding": None, "normalizer": {"type": "Lowercase"},
     "added_tokens": [
@@ -343,7 +356,9 @@ LIGHT = (
     Parser(name="recipe", file="recipe.yaml", read=_recipe, seeds=lambda: [_RECIPE], share=0.02),
     Parser(name="machine", file="machine.yaml", read=_described, seeds=lambda: [_MACHINE], share=0.02),
 )  # fmt: skip
-HEAVY = (  # torch or transformers
+HEAVY = (  # torch, transformers or datasets
+    Parser(name="csv", file="rows.csv", read=_table("rows.csv"), seeds=lambda: [_CSV], share=0.002),
+    Parser(name="lines", file="rows.jsonl", read=_table("rows.jsonl"), seeds=lambda: list(_ROWS), share=0.002),
     Parser(name="model", file="config.json", read=_model, seeds=lambda: [json.dumps(_CONFIG).encode()], share=0.002),
     _tokenizer("tokenizer.json", "tokenizer"),
     _tokenizer("tokenizer_config.json", "tokenizer-config"),

@@ -136,6 +136,7 @@ def test_other_broken_files(tmp_path: Path, tokenise: Tokenise) -> None:
         ("b.json", '[{"prompt": "a", "completion": "b"},\n{"prompt"]', ":2: not valid JSON"),
         ("c.csv", "prompt,completion\na,b\nc\n", ":3: 1 cells, but the header has 2"),
         ("d.parquet", "no parquet", "not readable as parquet"),
+        ("e.csv", "prompt,completion\0\na,b\n", "e.csv"),
     ]:
         file = tmp_path / name
         file.write_text(content)
