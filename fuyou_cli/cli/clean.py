@@ -7,22 +7,19 @@ A store is `<folder>/<run>/manifest.json` with `{"fuyou_store": VERSION, "files"
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import stat
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fuyou_cli.core.errors import FuyouError, UsageError
+from fuyou_cli.core.json_files import read_object, shown
 from fuyou_cli.core.units import gib
-from fuyou_cli.training.manifest import COMPANIONS, VERSION
+from fuyou_cli.training.manifest import COMPANIONS, LARGEST, VERSION
 from fuyou_cli.training.manifest import NAME as MANIFEST
 
 from .console import confirm, write_result, write_status
-
-_LARGEST_MANIFEST = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +76,7 @@ def read_store(manifest: Path) -> StoreFiles:
     for text in (*named, *may_be):
         reason, remnant = _look(text, home)
         if reason:
-            refused.append(f"{text}: {reason}")
+            refused.append(f"{text if text.isprintable() and len(text) <= 4096 else shown(text)}: {reason}")
         elif remnant is None:
             missing += text in named
         else:
@@ -90,13 +87,11 @@ def read_store(manifest: Path) -> StoreFiles:
 def _named(manifest: Path) -> tuple[list[str], list[str], str]:
     """The files of a store, those that there may be beside them, and why the manifest cannot be believed."""
     try:
-        if manifest.stat().st_size > _LARGEST_MANIFEST:
-            return [], [], "the manifest is too large to be one"
-        content: Any = json.loads(manifest.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        return [], [], f"the manifest cannot be read: {error}"
+        content = read_object(manifest, limit=LARGEST, finite=False, names=True)
+    except UsageError as error:
+        return [], [], f"the manifest cannot be read: {error.message}"
     # Every version so far lists its files the same way, so that stores of older versions can go as well.
-    version = content.get("fuyou_store") if isinstance(content, dict) else None
+    version = content.get("fuyou_store")
     if type(version) is not int or not 1 <= version <= VERSION:
         return [], [], f"not the manifest of a fuyou store of version 1 to {VERSION}"
     kinds = [content.get("files"), content.get("parts", []), content.get("companions", [])]
@@ -113,22 +108,26 @@ def _look(text: str, home: Path) -> tuple[str, Remnant | None]:
     path = Path(text)
     if not path.is_absolute() or ".." in path.parts:
         return "not a plain absolute path", None
-    folder = path.parent
-    if folder.name == COMPANIONS and not folder.is_symlink():
-        folder = folder.parent
-    if folder.resolve() != home and (folder.name != home.name or folder.is_symlink()):
-        return f"not in a folder named {home.name}", None
     try:
+        if not _is_ours(path.parent, home):
+            return f"not in a folder named {home.name}", None
         status = path.lstat()
     except FileNotFoundError:
         return "", None
-    except OSError as error:
-        return error.strerror or "cannot be looked at", None
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
+        return getattr(error, "strerror", None) or "cannot be looked at", None
     if not stat.S_ISREG(status.st_mode):
         return "a symbolic link or not a file", None
     if status.st_nlink > 1:
         return "has a second name (hard link)", None
     return "", Remnant(path=path, size=status.st_size, taken=status.st_blocks * 512)
+
+
+def _is_ours(folder: Path, home: Path) -> bool:
+    """Whether files of the store `home` may lie in it: a folder of its name, or the companions' in such a one."""
+    if folder.name == COMPANIONS and not folder.is_symlink():
+        folder = folder.parent
+    return folder.resolve() == home or (folder.name == home.name and not folder.is_symlink())
 
 
 def _show(store: StoreFiles) -> None:

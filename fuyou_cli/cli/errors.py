@@ -88,6 +88,13 @@ def _text(error: BaseException) -> str:
 def _say(message: str, hint: str | None) -> None:
     # messages that bring their own place and code (recipes) are shown as they are
     prefixed = "error[" in message.partition("\n")[0]
-    write_status(message if prefixed else f"{styled('error', '1;31', sys.stderr)}: {message}")
+    write_status(_printable(message) if prefixed else f"{styled('error', '1;31', sys.stderr)}: {_printable(message)}")
     if hint:
-        write_status(f"  help: {hint}")
+        write_status(f"  help: {_printable(hint)}")
+
+
+def _printable(text: str) -> str:
+    """What is quoted of a file cannot drive the terminal: control characters are spelt, and halves of characters."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in text)

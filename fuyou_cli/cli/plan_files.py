@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.json_files import find_text
 from fuyou_cli.core.units import gib
 from fuyou_cli.planner.choice import Choice
 from fuyou_cli.planner.rebuilt import difference, rebuilt
@@ -87,13 +88,9 @@ def write_plan(path: Path, prepared: Prepared, choice: Choice) -> None:
 
 def read_plan(path: Path, recipe: Recipe) -> KeptPlan:
     """Raises UsageError naming the key that is wrong, or that the recipe has changed since."""
-    try:
-        with path.open("rb") as stream:
-            raw = stream.read(files.LARGEST + 1)
-        text = raw.decode() if len(raw) <= files.LARGEST else ""
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "this is not text"
-        raise UsageError(f"cannot read the plan {path}: {reason}", hint="make one: fuyou plan RECIPE -o FILE") from None
+    text = find_text(path, limit=files.LARGEST, hint=_AGAIN)
+    if text is None:
+        raise UsageError(f"cannot read the plan {path}: there is no such file", hint="make one: fuyou plan RECIPE -o FILE")
     try:
         kept = KeptPlan(path, files.from_text(text))
         kept.check_recipe(recipe)

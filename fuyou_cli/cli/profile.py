@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.json_files import read_object
 from fuyou_cli.core.units import GiB, MiB, in_steps
 from fuyou_cli.spec.hardware import HardwareProfile, wrong_rates
 
@@ -18,6 +19,7 @@ from . import drives, probe
 from .typed_data import Reading
 
 SCHEMA_VERSION = 2
+_LARGEST_FILE = 16 << 20  # bytes
 
 # What `assumed_hardware` takes for granted: a plain server with one NVMe drive.
 ASSUMED_FLOPS_PER_CORE = 40e9
@@ -111,10 +113,10 @@ def write_profile(profile: HardwareProfile, path: Path) -> None:
 def read_profile(path: Path) -> HardwareProfile:
     """A profile written by `write_profile` or by hand. Raises UsageError naming what is missing or wrong."""
     try:
-        data = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read the hardware profile {path}: {error}", hint="make one: fuyou bench") from error
-    if not isinstance(data, dict) or data.pop("schema_version", None) != SCHEMA_VERSION:
+        data = read_object(path, limit=_LARGEST_FILE)
+    except UsageError as error:
+        raise UsageError(f"cannot read the hardware profile {error.message}", hint="make one: fuyou bench") from None
+    if data.pop("schema_version", None) != SCHEMA_VERSION:
         raise UsageError(f"{path} is not a hardware profile of version {SCHEMA_VERSION}", hint="make one: fuyou bench")
     reading = Reading(written=False)
     values = reading.fields_of(HardwareProfile, data)

@@ -16,6 +16,15 @@ def expanded(path: str | Path, *, key: str) -> Path:
         raise UsageError(f"{key}: {path}: {error}", hint="write the path in full, or ./~... for such a name") from None
 
 
+def is_file(path: str | Path) -> bool:
+    """Whether a file is there. Not of a name that no file can have, over which pathlib raises: one that is too long, or holds
+    a null character."""
+    try:
+        return Path(path).is_file()
+    except (OSError, ValueError):
+        return False
+
+
 def folder(path: str | Path, *, key: str) -> Path:
     """The same for what is a folder or will be made one. Raises UsageError where a file stands in its way."""
     whole = expanded(path, key=key)

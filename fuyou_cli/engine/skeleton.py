@@ -6,7 +6,6 @@ absent from checkpoints and cannot be recovered later.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,12 +18,26 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..core.errors import UsageError
+from ..core.json_files import find_object
 
 TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int16": torch.int16}
 
 LARGE = 1 << 30  # bytes
 MOST_LAYERS = 10_000
+MOST_EXPERTS = 100_000
+LARGEST_SIZE = 1 << 26
 _LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "moe_num_experts")
+_SIZES = (
+    "vocab_size", "hidden_size", "n_embd", "d_model", "intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner",
+    "head_dim", "num_attention_heads", "n_head", "num_key_value_heads", "max_position_embeddings", "n_positions", "n_ctx",
+    "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "state_size", "conv_kernel",
+)  # fmt: skip
+_MOST = {
+    **dict.fromkeys(_LAYER_KEYS, MOST_LAYERS),
+    **dict.fromkeys(_EXPERT_KEYS, MOST_EXPERTS),
+    **dict.fromkeys(_SIZES, LARGEST_SIZE),
+}
 _LARGEST_CONFIG = 16 << 20  # bytes
 _FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
 # By name: transformers puts functions of its own in the place of torch's while it builds.
@@ -83,15 +96,13 @@ def said(error: BaseException) -> str:
 def load_config(directory: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The model's configuration, or a UsageError naming the file."""
     file = directory / "config.json"
-    _refuse_endless(file)
+    hint = "point model.name_or_path at a directory with a Hugging Face config.json"
+    _refuse_endless(file, find_object(file, limit=_LARGEST_CONFIG, finite=False, hint=hint) or {})
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
+        quantized = _quantization(config) or _quantization(config.get_text_config())
     except _UNREADABLE as error:
-        raise UsageError(
-            f"{file}: not a model configuration: {said(error)}",
-            hint="point model.name_or_path at a directory with a Hugging Face config.json",
-        ) from error
-    quantized = getattr(config, "quantization_config", None) or getattr(config.get_text_config(), "quantization_config", None)
+        raise UsageError(f"{file}: not a model configuration: {said(error)}", hint=hint) from error
     if quantized:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else getattr(quantized, "quant_method", None)
         raise UsageError(
@@ -102,17 +113,18 @@ def load_config(directory: Path, *, trust_remote_code: bool = False) -> PreTrain
     return config
 
 
-def _refuse_endless(file: Path) -> None:
-    """Raises UsageError for more layers than any model has: each would be built. What cannot be read is found later."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8")) if file.stat().st_size <= _LARGEST_CONFIG else None
-    except (OSError, ValueError, RecursionError):
-        return
-    sections = [content, *content.values()] if isinstance(content, dict) else []
-    for section in (section for section in sections if isinstance(section, dict)):
-        for key in _LAYER_KEYS:
-            if isinstance(section.get(key), int) and section[key] > MOST_LAYERS:
-                raise UsageError(f"{file}: {key} is {section[key]:,}: no model has so many", hint="put the file back as it was")
+def _quantization(config: PreTrainedConfig) -> Any:
+    return getattr(config, "quantization_config", None)
+
+
+def _refuse_endless(file: Path, content: dict[str, Any]) -> None:
+    """Raises UsageError for more layers or experts than any model has: each would be built. And for sizes that none has: what
+    is made for each position or channel is real, and would be as large."""
+    for section in (content, *(inner for inner in content.values() if isinstance(inner, dict))):
+        for key, bound in _MOST.items():
+            value = section.get(key)
+            if isinstance(value, (int, float)) and not value <= bound:
+                raise UsageError(f"{file}: {key} is {value:,}: no model has so many", hint="put the file back as it was")
 
 
 def setting(text: PreTrainedConfig, name: str, *, layer: int = 0) -> Any:

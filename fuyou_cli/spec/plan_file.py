@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..core.errors import UsageError
+from ..core.json_files import parsed
 from .hardware import HardwareProfile, wrong_rates
 from .model import ModelSpec
 from .plan import Plan
@@ -112,10 +113,7 @@ def to_text(file: PlanFile) -> str:
 
 def from_text(text: str) -> PlanFile:
     """Raises UsageError naming the first key that is unknown, missing, twice there, of another type, negative or no number."""
-    try:
-        data = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"not readable as JSON: {error}") from None
+    data = parsed(text)
     if not isinstance(data, dict) or type(data.get("fuyou_plan")) is not int:
         raise UsageError("fuyou_plan: missing: this is no plan file", hint="make one: fuyou plan RECIPE -o plan.json")
     if data["fuyou_plan"] != FORMAT:
@@ -137,18 +135,6 @@ def _check_digests(file: PlanFile) -> None:
         raise UsageError(f"hardware.{wrong[0]}")
     if recipe_mark(file.recipe.keys) != file.recipe:
         raise UsageError("recipe.digest: is not that of `recipe.keys`")
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise UsageError(f"{next(name for name in names if names.count(name) > 1)}: there twice")
-    return found
-
-
-def _no_number(text: str) -> None:
-    raise UsageError(f"{text} is no number")
 
 
 def _digest(content: object) -> str:

@@ -4,36 +4,57 @@ fit. The first thing that is wrong is named by its key."""
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ..core.errors import UsageError
+from ..core.json_files import shown
 
 _WORDS = {int: "a whole number of at least 0", float: "a finite number of at least 0", str: "text", bool: "true or false"}
+_LARGEST_FLOAT = int(sys.float_info.max)
 LARGEST = (1 << 63) - 1  # of a whole number: what the store's signed 64-bit addresses reach
+
+
+@dataclass(frozen=True, slots=True)
+class AtMost:
+    """`Annotated[int, AtMost(n)]` in a dataclass: whole numbers to n in place of `LARGEST`."""
+
+    largest: int
+
+
+@cache
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    """Of each field, in order. Kept: a store's manifest has one dataclass for each tensor of a model."""
+    found = get_type_hints(kind, include_extras=True)
+    return {field.name: found[field.name] for field in fields(kind)}
 
 
 def made(kind: type[Any], data: object, where: str = "") -> Any:
     """One `kind`. Raises UsageError naming the key: unknown, missing, of another type, negative or not finite."""
     if not isinstance(data, Mapping):
         raise _wrong(where or "the whole", "keys and values are", data)
-    hints = get_type_hints(kind)
-    names = [field.name for field in fields(kind)]
-    for name in names:
+    hints = _hints(kind)
+    for name in hints:
         if name not in data:
             raise UsageError(f"{_join(where, name)}: missing")
     for key in data:
-        if key not in names:
+        if key not in hints:
             raise UsageError(f"{_join(where, str(key))}: unknown key")
-    return kind(**{name: _value(hints[name], data[name], _join(where, name)) for name in names})
+    return kind(**{name: _value(hint, data[name], _join(where, name)) for name, hint in hints.items()})
 
 
 def _value(hint: Any, value: object, where: str) -> Any:
-    origin, inner = get_origin(hint), get_args(hint)
     if hint in _WORDS:
         return _plain(hint, value, where)
+    if hint is Any:
+        return value
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _plain(inner[0], value, where, largest=inner[1].largest)
     if origin is Literal:
         if type(value) not in {type(one) for one in inner} or value not in inner:
             raise _wrong(where, f"{' or '.join(map(repr, inner))} is", value)
@@ -51,10 +72,12 @@ def _value(hint: Any, value: object, where: str) -> Any:
     return made(hint, value, where)  # type: ignore[arg-type]
 
 
-def _plain(kind: type, value: object, where: str) -> Any:
+def _plain(kind: type, value: object, where: str, *, largest: int = LARGEST) -> Any:
     right = type(value) is kind or (kind is float and type(value) is int)
-    if right and kind in (int, float):
-        right = math.isfinite(value) and 0 <= value <= (LARGEST if kind is int else math.inf)  # type: ignore[arg-type,operator]
+    if right and type(value) is int:  # of which one that is wanted as a float may be too large for that
+        right = 0 <= value <= (largest if kind is int else _LARGEST_FLOAT)
+    elif right and type(value) is float:
+        right = math.isfinite(value) and value >= 0
     if not right:
         raise _wrong(where, f"{_WORDS[kind]} is", value)
     return float(value) if kind is float else value  # type: ignore[arg-type]
@@ -69,9 +92,10 @@ def _several(inner: tuple[Any, ...], value: object, where: str) -> tuple[Any, ..
 
 
 def _wrong(where: str, wanted: str, value: object) -> UsageError:
-    shown = repr(value)
-    return UsageError(f"{where}: {wanted} wanted, not {shown if len(shown) <= 40 else shown[:37] + '...'}")
+    told = repr(value)
+    return UsageError(f"{where}: {wanted} wanted, not {told if len(told) <= 40 else told[:37] + '...'}")
 
 
 def _join(where: str, key: str) -> str:
-    return f"{where}.{key}" if where else key
+    name = key if key.isprintable() and len(key) <= 80 else shown(key)
+    return f"{where}.{name}" if where else name

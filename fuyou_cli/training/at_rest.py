@@ -15,6 +15,7 @@ from ..swap.daemon import DaemonOptions, SwapDaemon
 from ..swap.store import Store
 from . import manifest as manifests
 from .manifest import Manifest
+from .parts import lacking
 from .saved import refuse_in_use
 from .verify import PIECE, Damage, Progress, damages
 
@@ -63,6 +64,8 @@ def at_rest(source: Path, *, arena_size: int) -> Iterator[AtRest]:
             f"nothing is saved in {source} yet: its run was stopped while the model was loaded",
             hint="run its recipe again",
         )
+    if missing := lacking(manifest):
+        raise UsageError(f"the store in {source} is not whole: {missing}", hint="mount its drive, or put the file back")
     paths = [Path(name) for name in manifest.files]
     with (
         Arena(arena_size) as arena,

@@ -41,7 +41,7 @@ def read(directory: Path, count: int) -> tuple[list[float], str]:
     path = directory / NAME
     try:
         with path.open("rb") as file:
-            content = file.read(count * _ITEM.size)
+            content = file.read(min(count * _ITEM.size, os.fstat(file.fileno()).st_size))
         problem = "" if len(content) == count * _ITEM.size else "it is too short"
     except OSError as error:
         content, problem = b"", error.strerror or "it cannot be read"

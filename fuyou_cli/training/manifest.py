@@ -17,11 +17,14 @@ import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from ..core.disk import failed_writing, sync_directory
 from ..core.errors import UsageError
-from ..spec.plan import StateTensor, StoreMode
+from ..core.json_files import find_text, object_in
+from ..spec.plan import Numerics, StateTensor, StoreMode
+from ..spec.strict import AtMost, made
+from .believable import why_not
 
 State = Literal["loading", "committed"]
 
@@ -35,7 +38,8 @@ _NEW = ".manifest.new"  # fixed names: what a killed run leaves is written over 
 _NEW_BEFORE = ".manifest.before.new"
 BESIDE = (BEFORE, _NEW, _NEW_BEFORE)  # what there may be next to a manifest
 _DIGEST = ',\n"digest": '
-_LARGEST = 64 << 20
+LARGEST = 64 << 20  # bytes; a mixture of a hundred thousand tensors takes a third of it
+_LARGEST_SUM = (1 << 64) - 1
 _DAMAGED = "start over with checkpoint.resume=never"
 
 
@@ -57,7 +61,7 @@ class StoredExtent:
 
     offset: int
     size: int
-    sum: int
+    sum: Annotated[int, AtMost(_LARGEST_SUM)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +101,7 @@ class Manifest:
     model_dir: str
     architecture: str
     compute_dtype: Literal["float32", "bfloat16"]
-    numerics: dict[str, Any]
+    numerics: Numerics
     fingerprints: dict[str, str]  # model, data, recipe: what a resumed run must agree on
     random: dict[str, Any]  # states of generators (training/random_states.py)
     mode: StoreMode
@@ -180,40 +184,26 @@ def newest(directory: Path) -> tuple[Manifest | None, str]:
 def read(directory: Path, name: str = NAME) -> Manifest | None:
     """The manifest of `directory`, None when there is none. Raises UsageError when it is not one."""
     path = directory / name
-    try:
-        if path.stat().st_size > _LARGEST:
-            raise UsageError(f"{path} is too large to be a manifest", hint=_DAMAGED)
-        text = path.read_text(encoding="utf-8")
-        content = json.loads(text)
-    except FileNotFoundError:
-        return None
-    except NotADirectoryError:
+    if os.path.lexists(directory) and not directory.is_dir():
         hint = "offload.dir and checkpoint.resume name folders"
-        raise UsageError(f"there can be no store in {directory}: a file is in its place", hint=hint) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path} cannot be read: {error}", hint=_DAMAGED) from None
-    return _parsed(path, content, text)
+        raise UsageError(f"there can be no store in {directory}: a file is in its place", hint=hint)
+    text = find_text(path, limit=LARGEST, hint=_DAMAGED)
+    return None if text is None else _parsed(path, text)
 
 
-def _parsed(path: Path, content: Any, text: str) -> Manifest:
-    if not isinstance(content, dict) or content.get("fuyou_store") != VERSION:
+def _parsed(path: Path, text: str) -> Manifest:
+    """A digest says that a manifest is whole, not who wrote it: every value is looked at as if anybody had."""
+    content = object_in(path, text, names=True, hint=_DAMAGED)
+    version = content.pop("fuyou_store", None)
+    if type(version) is not int or version != VERSION:
         raise UsageError(f"{path} is not a manifest of version {VERSION}", hint="it was written by another version")
     body, _, _ = text.rpartition(_DIGEST)
-    if content.get("digest") != _digest(body):
+    if content.pop("digest", None) != _digest(body):
         raise UsageError(f"{path} is damaged: its digest is not that of its content", hint=_DAMAGED)
-    fields = {key: value for key, value in content.items() if key not in ("fuyou_store", "digest")}
     try:
-        fields["stages"] = tuple(_stage(stage) for stage in fields["stages"])
-        for key in ("files", "parts", "companions"):
-            fields[key] = tuple(str(name) for name in fields[key])
-        if fields["state"] not in get_args(State):
-            raise ValueError(f"state {fields['state']!r}")
-        return Manifest(**fields)
-    except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"{path} is damaged: {error}", hint=_DAMAGED) from None
-
-
-def _stage(content: dict[str, Any]) -> StoredStage:
-    tensors = tuple(StoredTensor(**{**item, "shape": tuple(item["shape"])}) for item in content["tensors"])
-    extents = {name: None if content[name] is None else StoredExtent(**content[name]) for name in _EXTENTS}
-    return StoredStage(**{**content, **extents, "tensors": tensors})
+        found: Manifest = made(Manifest, content)
+    except UsageError as error:
+        raise UsageError(f"{path} is damaged: {error.message}", hint=_DAMAGED) from None
+    if wrong := why_not(found):
+        raise UsageError(f"{path} is damaged: {wrong}", hint=_DAMAGED)
+    return found

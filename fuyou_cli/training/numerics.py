@@ -40,7 +40,7 @@ def numerics_of(
     if train.micro_batch_size != "auto":
         micro = train.micro_batch_size
     elif manifest is not None:
-        micro = int(manifest.numerics["micro_batch_size"])
+        micro = manifest.numerics.micro_batch_size
     elif micro is None:
         micro = usual_size(train.batch_size, length)
     vocabulary_rows = resolved_rows(anatomy, train.head_chunk_vocab)
@@ -64,9 +64,8 @@ def numerics_of(
     )
     if manifest is None:
         return numerics
-    kept = Numerics(**manifest.numerics)
-    _refuse_changed(recipe, kept, numerics)
-    return kept
+    _refuse_changed(recipe, manifest.numerics, numerics)
+    return manifest.numerics
 
 
 def _refuse_changed(recipe: Recipe, kept: Numerics, asked: Numerics) -> None:

@@ -479,13 +479,14 @@ def _fingerprints(
     recipe: Recipe, model_dir: Path, model: ModelSpec, entries: Mapping[str, TensorEntry], rows: Rows, total_steps: int
 ) -> dict[str, str]:
     """Digests of what a resumed run must agree on."""
+    from .checkpoint.files import read_json
     from .checkpoint.mark import weights_mark
 
-    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))  # as it is: libraries add their defaults
+    config = read_json(model_dir / "config.json")  # as it is: libraries add their defaults
     described: dict[str, Any] = {
         "model": [
             [[s.name, s.params, [[t.name, list(t.shape)] for t in s.tensors]] for s in model.stages],
-            {key: value for key, value in config.items() if key[0] != "_" and key != "transformers_version"},
+            {key: value for key, value in config.items() if not key.startswith("_") and key != "transformers_version"},
         ],
         "attention": recipe.model.attn_implementation,
         "optimizer": recipe.optimizer.model_dump(mode="json"),

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..core.errors import UsageError
+
 
 def capture(device: torch.device) -> dict[str, Any]:
     """Python's, NumPy's, torch's, and the device's where it has its own."""
@@ -27,16 +29,23 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(states: dict[str, Any], device: torch.device) -> None:
-    """As they were captured. A device that had none, or has none now, keeps its own."""
+    """As they were captured. A device that had none, or has none now, keeps its own. Raises UsageError where a generator does
+    not take its state: what it may hold is the libraries' to say."""
     if not states:
         return
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(words), gauss))
-    kind, keys, position, has_gauss, cached = states["numpy"]
-    np.random.set_state((kind, np.frombuffer(bytes.fromhex(keys), dtype=np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(_bytes(states["torch"]))
-    if device.type == "cuda" and "device" in states:
-        torch.cuda.set_rng_state(_bytes(states["device"]), device)
+    try:
+        version, words, gauss = states["python"]
+        random.setstate((version, tuple(words), gauss))
+        kind, keys, position, has_gauss, cached = states["numpy"]
+        np.random.set_state((kind, np.frombuffer(bytes.fromhex(keys), dtype=np.uint32), position, has_gauss, cached))
+        torch.set_rng_state(_bytes(states["torch"]))
+        if device.type == "cuda" and "device" in states:
+            torch.cuda.set_rng_state(_bytes(states["device"]), device)
+    except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        raise UsageError(
+            f"the store's states of random generators cannot be gone on from: {error}",
+            hint="start over with checkpoint.resume=never",
+        ) from error
 
 
 def _hex(values: torch.Tensor) -> str:

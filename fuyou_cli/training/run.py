@@ -23,11 +23,12 @@ from ..swap.store import Store
 from .busy import busy_seconds
 from .data import collate
 from .memory_watch import MemoryWatch
+from .parts import write_parts
 from .prepare import Prepared
 from .rates import learning_rate
 from .report import RunReport, StepReport
 from .reporting import Steps, run_report, settling_steps, timeline
-from .saved import check_same_store, check_unchanged, write_parts
+from .saved import check_same_store, check_unchanged
 from .saver import Saver, Standing
 from .stopping import StopRequests
 from .storage import STORE_FILE, StageFiles, check_space

@@ -1,28 +1,24 @@
 """Which saved run a recipe goes on from, and whether the folders it names are free for a new one.
 
-Every folder of a store holds a part file, `part.json`, that says which run its `store.bin` belongs to and as which part:
-the manifest lies in the first folder only, and folders may be named in another order, left out, or not be mounted.
+The manifest lies in a run's first folder only, and folders may be named in another order, left out, or not be mounted: what
+each of them is part of is said by the part file in it (`parts`).
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..core.disk import sync_directory
 from ..core.errors import FuyouError, UsageError
-from ..core.paths import folder
+from ..core.paths import folder, is_file
 from . import manifest as manifests
 from .manifest import Manifest
+from .parts import PART_FILE, lacking, read_part
 from .storage import STORE_FILE
 
-PART_FILE = "part.json"
-_LARGEST_PART = 1 << 16
 # What a fingerprint is of, in a recipe's words. One that is not here is its own.
 _CHANGED = {
     "model": "the model's configuration (model.name_or_path)",
@@ -34,53 +30,6 @@ _CHANGED = {
     "data": "the tokens of the data (dataset, tokenizer)",
 }
 _START_OVER = "or start over with checkpoint.resume=never, which gives that state up"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
-    """One folder of a store: part `index` of `count` of the run `run`, whose manifest lies in `first`."""
-
-    run: str
-    index: int
-    count: int
-    first: str
-
-
-def part_size(store_size: int, *, stripe: int, count: int, index: int) -> int:
-    """Bytes of file `index` of a store of `store_size` bytes over `count` files: whole stripes in turn, then the tail."""
-    full, tail = divmod(store_size, stripe)
-    rounds, left = divmod(full, count)
-    return (rounds + (index < left)) * stripe + (tail if index == left else 0)
-
-
-def write_parts(run: str, directories: Sequence[Path]) -> None:
-    """Claims the folders for a run, on stable storage. Manifests of runs that had them are gone first."""
-    for directory in directories[1:]:
-        (directory / manifests.NAME).unlink(missing_ok=True)
-    for index, directory in enumerate(directories):
-        part = Part(run=run, index=index, count=len(directories), first=str(directories[0]))
-        temporary = directory / f".{PART_FILE}.new"  # what a killed run leaves is written over by the next
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(json.dumps({"fuyou_part": 1, **asdict(part)}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(directory / PART_FILE)
-        sync_directory(directory)
-        sync_directory(directory.parent)
-
-
-def read_part(directory: Path) -> Part | None:
-    """What `directory` is part of; None where that cannot be read."""
-    path = directory / PART_FILE
-    try:
-        if path.stat().st_size > _LARGEST_PART:
-            return None
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content.pop("fuyou_part") != 1:
-            return None
-        return Part(**content)
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        return None
 
 
 def find_saved(resume: str, directories: Sequence[Path], *, say: Callable[[str], None]) -> Manifest | None:
@@ -110,9 +59,9 @@ def find_saved(resume: str, directories: Sequence[Path], *, say: Callable[[str],
 
 def refuse_in_use(manifest: Manifest) -> None:
     """Raises FuyouError while a running fuyou holds the manifest's store."""
-    for name in manifest.files:
+    for name in filter(is_file, manifest.files):
         try:
-            descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:
             continue
         try:
@@ -136,7 +85,7 @@ def _check_moved(directory: Path) -> None:
     if saved is None or saved.state != "committed":
         return
     was = Path(saved.files[0])
-    if was.parent.name == kept[0].parent.name and not was.exists() and (kept[0].parent / STORE_FILE).exists():
+    if was.parent.name == kept[0].parent.name and not is_file(was) and (kept[0].parent / STORE_FILE).exists():
         raise UsageError(
             f"{kept[0].parent} holds a run that was saved after step {saved.step} in {was.parent}, and moved since",
             hint="move it back, and name output_dir as then, to go on; or start over with checkpoint.resume=never",
@@ -145,16 +94,11 @@ def _check_moved(directory: Path) -> None:
 
 def _check_parts(saved: Manifest) -> None:
     """Every file the manifest names is there, as long as it was, and of this run."""
-    for index, name in enumerate(saved.files):
-        path = Path(name)
-        least = part_size(saved.store_size, stripe=saved.stripe, count=len(saved.files), index=index)
-        size = path.stat().st_size if path.is_file() else -1
-        if size < least:
-            what = "is missing" if size < 0 else f"has {size:,} bytes, at least {least:,} are expected"
-            raise UsageError(
-                f"the saved run cannot be resumed: {path} {what}",
-                hint=f"mount its drive or put the file back, {_START_OVER}",
-            )
+    if missing := lacking(saved):
+        raise UsageError(
+            f"the saved run cannot be resumed: {missing}", hint=f"mount its drive or put the file back, {_START_OVER}"
+        )
+    for index, path in enumerate(map(Path, saved.files)):
         part = read_part(path.parent)
         if part is None or (part.run, part.index) != (saved.run, index):
             raise UsageError(
@@ -193,11 +137,13 @@ def _check_free(directories: Sequence[Path]) -> None:
 
 def _holds_data(file: Path) -> bool:
     """Whether anything was written to it: a run that was killed before its first write left room that was set aside."""
-    with file.open("rb") as stream:
-        try:
-            os.lseek(stream.fileno(), 0, os.SEEK_DATA)
-        except OSError as error:
-            return error.errno != errno.ENXIO
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # it may be a pipe
+    try:
+        os.lseek(descriptor, 0, os.SEEK_DATA)
+    except OSError as error:
+        return error.errno != errno.ENXIO
+    finally:
+        os.close(descriptor)
     return True
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ from . import manifest as manifests
 from . import random_states
 from .commits import Commits
 from .manifest import COMPANIONS, Manifest, State
+from .parts import PART_FILE
 from .prepare import Prepared
-from .saved import PART_FILE
 from .storage import StageFiles
 from .verify import Damage, Progress, damages
 
@@ -237,7 +237,7 @@ class Saver:
             model_dir=str(prepared.model_dir.resolve()),
             architecture=model.architecture,
             compute_dtype=model.compute_dtype,
-            numerics=asdict(plan.numerics),
+            numerics=plan.numerics,
             fingerprints=prepared.fingerprints,
             random=standing.random,
             mode=plan.store_mode,

@@ -140,8 +140,12 @@ def test_names_the_truncated_shard(tmp_path: Path) -> None:
         ('{"weight_map": []}', "no weight_map"),
         ('{"weight_map": {}}', "no weight_map"),
         ('{"weight_map": {"a": 1}}', "'a' has no shard name"),
-        ('{"weight_map": {"a": "one.safetensors", "a": "two.safetensors"}}', "'a' appears twice"),
+        ('{"weight_map": {"a": "one.safetensors", "a": "two.safetensors"}}', "the key 'a' is there twice"),
         ('{"weight_map": {"a": "\xff"}}', "not valid JSON"),
+        ('{"weight_map": {"a": "\\ud800"}}', "lone surrogate"),
+        ('{"weight_map": {"a": "' + "x" * 300 + '"}}', "1 of 1 shards are missing"),
+        ('{"weight_map": ' + "[" * 65 + "]" * 65 + "}", "nested too deeply"),
+        ('{"weight_map": ' + "7" * 301 + "}", "a number of 301 digits"),
     ],
 )
 def test_refuses_broken_indexes(tmp_path: Path, text: str, says: str) -> None:

@@ -73,6 +73,8 @@ GOOD = '{"prompt": "a", "completion": "b"}\n'
         (GOOD + '{"prompt": "hello \\ud83d half", "completion": "b"}\n', r":2: \\ud83d is half of a character"),
         (GOOD + '{"prompt": "a", "completion": ' + "[" * 99999 + "]" * 99999 + "}\n", ":2: .* nested too deeply"),
         (GOOD + '{"prompt": "a", "completion": ' + "1" * 5000 + "}\n", ":2: not usable JSON: .*4300 digits"),
+        (GOOD + '{"prompt": "a", "completion": ' + "[" * 70 + "]" * 70 + "}\n", ":2: not usable JSON: nested too deeply"),
+        (GOOD + '{"prompt": "a", "completion": "b", "prompt": "c"}\n', ":2: not usable JSON: the key 'prompt' is there twice"),
     ],
 )
 def test_a_broken_row_is_one_error_with_its_place(tmp_path: Path, tokenise: Tokenise, content: str | bytes, words: str) -> None:
@@ -134,6 +136,7 @@ def test_other_broken_files(tmp_path: Path, tokenise: Tokenise) -> None:
         ("b.json", '[{"prompt": "a", "completion": "b"},\n{"prompt"]', ":2: not valid JSON"),
         ("c.csv", "prompt,completion\na,b\nc\n", ":3: 1 cells, but the header has 2"),
         ("d.parquet", "no parquet", "not readable as parquet"),
+        ("e.csv", "prompt,completion\0\na,b\n", "e.csv"),
     ]:
         file = tmp_path / name
         file.write_text(content)

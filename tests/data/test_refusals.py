@@ -72,10 +72,16 @@ def test_a_template_of_another_encoding_is_no_bug_of_ours(write: Write, tokenize
 
 
 def test_a_list_of_stop_tokens_that_is_none(write: Write, tokenizer_dir: Path, tokenise: Tokenise, tmp_path: Path) -> None:
-    for number, content in enumerate(("[", "3", '{"eos_token_id": "x"}')):
+    contents = {
+        "[": "is not valid JSON",
+        "3": "holds no JSON object",
+        '{"eos_token_id": 1, "eos_token_id": 2}': "is not valid JSON: the key 'eos_token_id' is there twice",
+        '{"eos_token_id": "x"}': "cannot be read: ",
+    }
+    for number, (content, words) in enumerate(contents.items()):
         model = shutil.copytree(tokenizer_dir, tmp_path / f"model-{number}")
         (model / "generation_config.json").write_text(content)
-        with pytest.raises(UsageError, match=rf"^{model}/generation_config.json cannot be read: "):
+        with pytest.raises(UsageError, match=rf"^{model}/generation_config.json: {words}"):
             tokenise(write("t.jsonl", [{"text": "x"}]), tokenizer_dir=model)
 
 

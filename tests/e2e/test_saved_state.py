@@ -14,9 +14,9 @@ import pytest
 from fuyou_cli.cli import probe
 from fuyou_cli.core.errors import FuyouError, Interrupted, NumericsError, UsageError
 from fuyou_cli.recipe.load import load_recipe
+from fuyou_cli.training.parts import PART_FILE
 from fuyou_cli.training.prepare import run_directories
 from fuyou_cli.training.run import Run
-from fuyou_cli.training.saved import PART_FILE
 
 from .conftest import Project
 from .running import STEPS, exported, interrupt, manifest_of, prepared_run, store_of, train

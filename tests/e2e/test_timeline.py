@@ -49,8 +49,8 @@ def test_what_saving_writes_is_no_part_of_a_step(new_project: Callable[..., Proj
         loaded = run.daemon.counters()
         run.train(lambda report: None)
         trained = run.daemon.counters()
-        assert run.saved_bytes >= 12 * run.model.parameters - 4096 * len(run.model.stages)
-    assert trained.written_bytes - loaded.written_bytes == run.saved_bytes
+        assert run.saver.saved_bytes >= 12 * run.model.parameters - 4096 * len(run.model.stages)
+    assert trained.written_bytes - loaded.written_bytes == run.saver.saved_bytes
     assert trained.read_bytes == loaded.read_bytes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,12 @@ _LLAMA = {
         ({"num_attention_heads": 0}, r"config\.json: not a model configuration: ZeroDivisionError"),
         ({"num_hidden_layers": None}, r"config\.json: .*expected int, got NoneType"),
         ({"dtype": "none"}, r"config\.json: not a model configuration"),
+        ({"hidden_size": 1 << 40}, r"config\.json: hidden_size is 1,099,511,627,776: no model has so many"),
+        ({"num_hidden_layers": 10**9}, r"config\.json: num_hidden_layers is 1,000,000,000: no model has so many"),
+        ({"text_config": {"num_experts": 1e300}}, r"config\.json: num_experts is .*: no model has so many"),
+        ({"head_dim": float("nan")}, r"config\.json: head_dim is nan: no model has so many"),
+        ({"hidden_size": -32}, "cannot build a causal language model|not a model configuration"),
+        ({"vocab_size": 10**299}, r"config\.json: vocab_size is .*: no model has so many"),
         ({"hidden_act": "none"}, "cannot build a causal language model .*'none'"),
         ({"rope_theta": "x"}, "cannot build a causal language model"),
         ({"num_key_value_heads": 3}, "LlamaForCausalLM cannot be streamed"),
@@ -48,3 +55,26 @@ def test_an_attention_whose_package_is_absent() -> None:
     with pytest.raises(UsageError, match="flash_attention_2: FlashAttention2") as caught:
         build(llama(), dtype="bfloat16", attention="flash_attention_2")
     assert "sdpa" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not valid JSON"),
+        ("[]", "holds no JSON object"),
+        ('{"model_type": "llama", "model_type": "opt"}', "the key 'model_type' is there twice"),
+        ('{"model_type": ' + "[" * 100_000, "nested too deeply"),
+        ('{"model_type": "\\ud800"}', "half of a character"),
+        ('{"hidden_size": ' + "3" * 5000 + "}", "a number of 5,000 digits"),
+    ],
+)
+def test_a_configuration_that_is_none(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UsageError, match=rf"config\.json: .*{message}"):
+        load_config(tmp_path)
+
+
+def test_a_configuration_that_is_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(UsageError, match=r"config\.json: is not a regular file"):
+        load_config(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -148,16 +149,19 @@ def test_what_is_wrong_is_named(path: tuple[str | int, ...], value: Any, words: 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "not readable as JSON"),
+        ("", "not valid JSON"),
         ("[]", "this is no plan file"),
         ('{"fuyou_plan": 3}', "model: missing"),
-        ("[" * 100_000, "not readable as JSON"),
+        ("[" * 100_000, "nested too deeply"),
         (TEXT.replace('"seed": 7', '"seed": NaN'), "NaN is no number"),
-        (TEXT.replace('"seed": 7', '"seed": 7, "seed": 7'), "seed: there twice"),
-        (TEXT.replace('"seed": 7', '"seed": 1e999'), "numerics.seed"),
-        (TEXT.replace('"seed": 7', '"seed": ' + "7" * 5000), "not readable as JSON"),
+        (TEXT.replace('"seed": 7', '"seed": 7, "seed": 7'), "the key 'seed' is there twice"),
+        (TEXT.replace('"seed": 7', '"seed": 1e999'), "1e999 is more than a number can be"),
+        (TEXT.replace('"seed": 7', '"seed": ' + "7" * 5000), "a number of 5,000 digits"),
+        (TEXT.replace('"seed": 7', '"seed": ' + "7" * 299), "plan.numerics.seed: a whole number"),
+        (re.sub('"step_seconds": [0-9.e-]+', '"step_seconds": 1' + "0" * 299, TEXT), "step_seconds"),
+        (re.sub('"step_seconds": [0-9.e-]+', '"step_seconds": 1' + "0" * 310, TEXT), "a number of 311 digits"),
     ],
-    ids=["empty", "a list", "cut short", "deep", "NaN", "twice", "infinite", "endless"],
+    ids=["empty", "a list", "cut short", "deep", "NaN", "twice", "infinite", "endless", "large", "vast", "too vast"],
 )
 def test_what_is_no_plan_is_refused(text: str, words: str) -> None:
     assert text != TEXT

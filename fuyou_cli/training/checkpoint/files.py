@@ -6,15 +6,16 @@ names, inside the directory, each with a valid header and its full length, and e
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.json_files import read_object, shown
+from fuyou_cli.core.paths import is_file
 
-from .header import TensorEntry, parse_file, shown
+from .header import TensorEntry, parse_file
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -66,39 +67,15 @@ def shard_map(directory: Path) -> dict[str, str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a small JSON file. Raises UsageError: unreadable, too large, no JSON object, or a key twice."""
-    try:
-        with path.open("rb") as file:
-            raw = file.read(JSON_LIMIT + 1)
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
-    if len(raw) > JSON_LIMIT:
-        raise UsageError(f"{path}: is larger than {JSON_LIMIT >> 20} MiB, which no such file is")
-    try:
-        value = json.loads(raw, object_pairs_hook=_without_duplicates)
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise UsageError(f"{path}: is not valid JSON: {str(error)[:200]}", hint="Fetch the file again.") from error
-    if not isinstance(value, dict):
-        raise UsageError(f"{path}: holds no JSON object")
-    return value
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                raise ValueError(f"the key {shown(name)} appears twice")
-            seen.add(name)
-    return values
+    """The object in a small JSON file of a model. Raises UsageError naming it. Some configurations hold infinities."""
+    return read_object(path, limit=JSON_LIMIT, finite=False, hint="Fetch the file again.")
 
 
 def _open_sharded(directory: Path, weight_map: dict[str, str]) -> Checkpoint:
     index = directory / INDEX_NAME
     shard_names = sorted(set(weight_map.values()))
     shards = {name: inside(directory, name, missing_ok=True) for name in shard_names}
-    missing = [name for name in shard_names if not shards[name].is_file()]
+    missing = [name for name in shard_names if not is_file(shards[name])]
     if missing:
         raise UsageError(
             f"{directory}: {len(missing)} of {len(shard_names)} shards are missing: {name_list(missing)}",
@@ -152,8 +129,10 @@ def inside(directory: Path, name: str, *, missing_ok: bool = False) -> Path:
         real = path.resolve(strict=not missing_ok)
     except FileNotFoundError as error:
         raise UsageError(f"{path}: is a link to a file that does not exist", hint="Download it again.") from error
-    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
-        raise UsageError(f"{path}: cannot be resolved: {error}") from error
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a loop of links, before Python 3.13
+        raise UsageError(
+            f"{directory}: the file {shown(name)} cannot be resolved: {getattr(error, 'strerror', None) or error}"
+        ) from error
     allowed = [root]
     for parent in root.parents:
         if parent.name == "snapshots":

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.json_files import shown
 
 HEADER_LIMIT = 100_000_000  # bytes; the format's own limit
 NAME_LIMIT = 1024  # characters
@@ -110,11 +111,6 @@ def parse_file(path: Path) -> Header:
     del raw
     entries, metadata = _HeaderScan(text, path, data_begin).run()
     return Header(entries=_tiled(entries, path, data_begin, status.st_size), metadata=metadata)
-
-
-def shown(name: str) -> str:
-    """A name from a file, safe to print: quoted, control characters escaped, cut when absurdly long."""
-    return ascii(name) if len(name) <= 200 else ascii(name[:200]) + "..."
 
 
 def _refusal(path: Path, what: str) -> UsageError:

@@ -130,7 +130,7 @@ def refuse_remote_code(directory: Path) -> None:
         return
     from transformers import CONFIG_MAPPING
 
-    if config.get("model_type") not in CONFIG_MAPPING:
+    if not isinstance(kind := config.get("model_type"), str) or kind not in CONFIG_MAPPING:
         raise UsageError(
             f"{directory / CONFIG_NAME}: the model needs code from its own repository",
             hint="Read that code, then set model.trust_remote_code: true in the recipe if you trust it.",

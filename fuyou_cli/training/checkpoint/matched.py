@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.json_files import shown
 
 from .files import Checkpoint
-from .header import TensorEntry, shown
+from .header import TensorEntry
 from .names import architecture_renames, match, tied_copies, tied_names
 from .reader import TensorReader
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.json_files import shown
 
-from .header import TensorEntry, shown
+from .header import TensorEntry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

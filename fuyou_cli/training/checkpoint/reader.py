@@ -13,9 +13,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.json_files import shown
 from fuyou_cli.core.units import MiB
 
-from .header import BYTES_PER_ELEMENT, TensorEntry, shown
+from .header import BYTES_PER_ELEMENT, TensorEntry
 
 if TYPE_CHECKING:
     import torch

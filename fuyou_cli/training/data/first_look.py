@@ -40,7 +40,10 @@ def _columns(file: Path) -> frozenset[str] | None:
     with file.open(encoding="utf-8-sig", errors="replace") as stream:
         line = stream.readline(_GLANCE)
     if kind == "csv":
-        return frozenset(next(csv.reader([line]), ())) or None
+        try:
+            return frozenset(next(csv.reader([line]), ())) or None
+        except csv.Error:  # a cell of more than 128 KiB, which the worker takes
+            return None
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

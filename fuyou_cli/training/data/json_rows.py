@@ -9,19 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.json_files import is_deeper, once
 
 LARGEST_ROW = 1 << 24  # characters of one object in an array: what is held of such a file at most
 _CHUNK = 1 << 18
 _SPACE = re.compile(r"[ \t\r\n]*")
 _SURROGATE = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
 _TORN = 16  # characters: what the end of the buffer may tear apart, such as a word or an escape
-_DECODER = json.JSONDecoder()
+_DECODER = json.JSONDecoder(object_pairs_hook=once)
 
 
 def json_object(text: str, place: str) -> dict[str, Any]:
     """The object that `text` is. Raises UsageError at `place`: no JSON, no object, or text that no tokenizer takes."""
     try:
-        return _checked(json.loads(text), text, place)
+        return _checked(_DECODER.decode(text), text, place)
     except json.JSONDecodeError as error:
         raise UsageError(f"{place}: not valid JSON: {error.msg} (column {error.colno})") from error
     except (ValueError, RecursionError) as error:
@@ -31,6 +32,8 @@ def json_object(text: str, place: str) -> dict[str, Any]:
 def _checked(value: object, text: str, place: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UsageError(f"{place}: not a JSON object but {type(value).__name__}", hint="every row is {...}")
+    if is_deeper(value):  # templates and what counts its characters walk it recursively
+        raise UsageError(f"{place}: not usable JSON: nested too deeply")
     if _SURROGATE.search(text):  # rare, and whole pairs are fine: only then the row is encoded to see
         try:
             json.dumps(value, ensure_ascii=False).encode()

@@ -17,9 +17,11 @@ from fuyou_cli.core.errors import UsageError
 
 from .json_rows import first_bad_line, json_array, json_object
 from .sources import KINDS
+from .told import reason
 
 PIECE_CHARS = 1 << 16  # a document is tokenised in pieces of this size: offsets cost ~100 bytes per character
 
+_OF_LIBRARIES = (LookupError, TypeError, AttributeError, AssertionError, ArithmeticError, RuntimeError)
 Placed = tuple[str, dict[str, Any]]
 
 
@@ -100,6 +102,8 @@ def _stream(kind: str, file: Path, **options: Any) -> Iterator[dict[str, Any]]:
         raise UsageError(f"{file}: not readable as {kind}: {_first_line(error)}") from error
     except ValueError as error:  # pandas' parser error names the line itself
         raise UsageError(f"{file}: not readable as {kind}: {_first_line(error)}") from error
+    except _OF_LIBRARIES as error:  # over a null character in a column's name, say
+        raise UsageError(f"{file}: not readable as {kind}: {reason(error)}") from error
 
 
 def _first_line(error: Exception) -> str:

@@ -6,7 +6,6 @@ rendered and tokenised whole, and its mask is found by characters.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,11 +14,13 @@ from typing import Any
 import numpy as np
 
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.json_files import read_object
 
 from .formats import Chat, Example, Pair, RowError, Text
 from .packing import Row
 from .told import Told
 
+_LARGEST_SETTINGS = 16 << 20  # bytes of generation_config.json
 _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 
 
@@ -32,7 +33,7 @@ def load_tokenizer(directory: Path, *, chat_template: str | None, pad_token: str
         return UsageError(f"tokenizer: {directory} cannot be loaded: {why}", hint=hint)
 
     with Told(unloadable):
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     if pad_token is not None:
@@ -198,8 +199,9 @@ def _stop_ids(tokenizer: Any, directory: Path) -> Iterator[int]:
         yield tokenizer.eos_token_id
     file = directory / "generation_config.json"
     if file.is_file():
-        with Told(lambda why: UsageError(f"{file} cannot be read: {why}", hint="put it right, or remove it")):
-            named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        hint = "put it right, or remove it"
+        with Told(lambda why: UsageError(f"{file}: cannot be read: {why}", hint=hint)):
+            named = read_object(file, limit=_LARGEST_SETTINGS, finite=False, hint=hint).get("eos_token_id")
             ids = named if isinstance(named, list) else [] if named is None else [named]
             if not all(isinstance(number, int) for number in ids):
                 raise ValueError("eos_token_id is neither a token's number nor a list of them")

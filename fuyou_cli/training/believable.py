@@ -1,0 +1,109 @@
+"""Whether a manifest's values can be those of a store. Their types have been looked at; here it is what they say together.
+
+Whoever reads a store takes offsets, counts and paths from here: an extent behind the store's end, a tensor longer than its
+stage or a stripe of nothing would be found much later, by something that can only fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+from ..core.json_files import shown
+from ..spec.model import ITEM_SIZE
+from ..spec.strict import LARGEST
+
+if TYPE_CHECKING:
+    from .manifest import Manifest, StoredExtent, StoredStage, StoredTensor
+
+_ALIGN = 4096  # of stripes and extents, as direct I/O wants them
+_MOST_FILES = 64  # of a stripe
+_MOST_DIMENSIONS = 64  # of a tensor that torch can hold
+_ITEMS = {"remainder": 2, "momentum": 4, "variance": 4}  # bytes of an element; of weights it is the compute dtype's
+
+
+def why_not(manifest: Manifest) -> str:
+    """The first thing that cannot be, empty where there is none."""
+    return next(_contradictions(manifest), "")
+
+
+def _contradictions(manifest: Manifest) -> Iterator[str]:
+    yield from _paths(manifest)
+    if not manifest.stripe or manifest.stripe % _ALIGN:
+        yield f"a stripe of {manifest.stripe} bytes"
+    numerics = manifest.numerics
+    for key in ("batch_size", "micro_batch_size", "max_seq_len", "torch_threads"):
+        if not getattr(numerics, key):
+            yield f"numerics.{key} is 0"
+    if numerics.compute_dtype != manifest.compute_dtype:
+        yield f"weights in {manifest.compute_dtype}, computed with in {numerics.compute_dtype}"
+    if manifest.state == "loading" and manifest.stages:
+        yield "stages are committed while the store is loading"
+    if manifest.state == "committed" and not manifest.stages:
+        yield "no stage is committed"
+    if not manifest.keep:
+        yield "keep is 0"
+    if set(manifest.due or ()) != ({"lr", "gradient_scale"} if _is_due(manifest) else set()):
+        yield "what is due is not what the gradients are for"
+    for index, stage in enumerate(manifest.stages):
+        for wrong in _of_stage(stage, manifest):
+            yield f"stages[{index}]: {wrong}"
+
+
+def _is_due(manifest: Manifest) -> bool:
+    return any(stage.gradients is not None for stage in manifest.stages)
+
+
+def _paths(manifest: Manifest) -> Iterator[str]:
+    if not 1 <= len(manifest.files) <= _MOST_FILES or len(manifest.parts) != len(manifest.files):
+        yield f"{len(manifest.files)} files and {len(manifest.parts)} part files"
+    if len(set(manifest.files)) != len(manifest.files):
+        yield "a file is named twice"
+    for path in (*manifest.files, *manifest.parts, *manifest.companions, manifest.model_dir):
+        if "\0" in path or not PurePath(path).is_absolute():
+            yield f"{shown(path)} is not an absolute path"
+
+
+def _of_stage(stage: StoredStage, manifest: Manifest) -> Iterator[str]:
+    named = dict(stage.extents())
+    if not stage.params:
+        if named or stage.tensors:
+            yield "tensors of no parameters"
+        return
+    if stage.generation + ("gradients" in named) != manifest.step:
+        yield f"generation {stage.generation} after step {manifest.step}"
+    if "gradients" in named and manifest.mode != "redo":
+        yield f"gradients of a step to be done in a store of mode {manifest.mode}"
+    if "weights" not in named:
+        yield "no weights"
+    if {name for name in named if name in ("momentum", "variance")} != (
+        set() if stage.zero_moments else {"momentum", "variance"}
+    ):
+        yield "moments that are zero take no extent, all others do"
+    if ("remainder" in named) != (manifest.compute_dtype == "bfloat16" and not stage.zero_remainder):
+        yield "a remainder that is zero takes no extent, nor do weights without one"
+    for name, extent in named.items():
+        item = _ITEMS.get(name, ITEM_SIZE[manifest.compute_dtype])
+        item = ITEM_SIZE[manifest.numerics.accumulate_dtype] if name == "gradients" else item
+        yield from (f"{name}: {wrong}" for wrong in _of_extent(extent, stage.params * item, manifest.store_size))
+    for index, tensor in enumerate(stage.tensors):
+        yield from (f"tensors[{index}]: {wrong}" for wrong in _of_tensor(tensor, stage.params))
+
+
+def _of_extent(extent: StoredExtent, size: int, store_size: int) -> Iterator[str]:
+    if extent.size != size:
+        yield f"{extent.size} bytes, {size} are wanted"
+    if extent.offset % _ALIGN or extent.offset + extent.size > store_size:
+        yield f"bytes {extent.offset} to {extent.offset + extent.size} of a store of {store_size}"
+
+
+def _of_tensor(tensor: StoredTensor, params: int) -> Iterator[str]:
+    whole = prod(tensor.shape[:_MOST_DIMENSIONS])
+    if len(tensor.shape) > _MOST_DIMENSIONS or whole > LARGEST:
+        yield f"{len(tensor.shape)} dimensions of more elements than any tensor has"
+    elif tensor.first + tensor.count > whole:
+        yield f"elements {tensor.first} to {tensor.first + tensor.count} of {whole}"
+    if tensor.offset + tensor.count > params:
+        yield f"elements {tensor.offset} to {tensor.offset + tensor.count} of a stage of {params}"

@@ -1,0 +1,366 @@
+"""Everything of fuyou's that reads a file somebody else may have written: what such a file looks like, and how it is read.
+
+Each parser reads from a folder of its own and writes nothing. What may come of it is a value or a UsageError. Libraries are
+loaded by the first input of the parser that needs them.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.json_files import find_text
+from fuyou_cli.spec import plan_file
+from fuyou_cli.spec.hardware import HardwareProfile
+from fuyou_cli.spec.model import ModelSpec
+from fuyou_cli.spec.plan import Numerics, Plan
+from fuyou_cli.training import manifest as manifests
+from fuyou_cli.training.checkpoint.files import INDEX_NAME, SINGLE_NAME
+from fuyou_cli.training.manifest import Manifest, StoredExtent, StoredStage, StoredTensor
+from fuyou_cli.training.parts import PART_FILE, read_part
+
+from .examples import example
+
+_DIGEST = b',\n"digest": "'
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Parser:
+    """`read` gets the folder. `beside`: other files that lie in it. `seal` makes of an input what is written: a digest that
+    is right, a length in front. `share`: how often it is run beside the others."""
+
+    name: str
+    file: str
+    read: Callable[[Path], object]
+    seeds: Callable[[], list[bytes]]
+    seal: Callable[[bytes], bytes] = bytes
+    beside: Mapping[str, bytes] = field(default_factory=dict)
+    share: float = 1.0
+
+    def lay_out(self, folder: Path) -> None:
+        """The folder before an input is in it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in self.beside.items():
+            (folder / name).write_bytes(content)
+
+    def __call__(self, folder: Path, data: bytes) -> object:
+        """Raises what the parser raises."""
+        (folder / self.file).write_bytes(self.seal(data))
+        return self.read(folder)
+
+
+# ---- stores ----------------------------------------------------------------------------------------------------------
+
+
+def manifest() -> Manifest:
+    """Of a store with a stage of two tensors, and one without parameters."""
+    weights, params = "layers.0.weight", 2048
+    size = 4 * params
+    tensors = (
+        StoredTensor(name=weights, stored_as=weights, shape=(32, 32), offset=0, first=0, count=1024),
+        StoredTensor(name="head", stored_as="head", shape=(16, 32), offset=1024, first=256, count=256),
+    )
+    moments = [StoredExtent(offset=at, size=size, sum=(1 << 64) - at) for at in (1 << 20, 1 << 21)]
+    stage = StoredStage(
+        name="layers.0", params=params, generation=3, zero_moments=False, zero_remainder=False, tensors=tensors,
+        weights=StoredExtent(offset=4096, size=2 * params, sum=7), remainder=StoredExtent(offset=8192, size=2 * params, sum=8),
+        momentum=moments[0], variance=moments[1],
+    )  # fmt: skip
+    bare = replace(
+        stage, name="norm", params=0, weights=None, remainder=None, momentum=None, variance=None, tensors=(), generation=0
+    )
+    numerics = replace(example(Numerics), compute_dtype="bfloat16", accumulate_dtype="float32")
+    return Manifest(
+        run="0123456789abcdef", files=("/nowhere/run/store.bin",), parts=("/nowhere/run/part.json",),
+        companions=("/nowhere/run/companions/config.json", "/nowhere/run/spare"), stripe=1 << 22, store_size=1 << 23,
+        state="committed", step=3, written_total=1 << 40, model_dir="/nowhere/model", architecture="LlamaForCausalLM",
+        compute_dtype="bfloat16", numerics=numerics, fingerprints={"model": "00", "data": "11"},
+        random={"python": [3, [1, 2, 3], None], "torch": "00ff"}, stages=(stage, bare),
+    )  # fmt: skip
+
+
+def _manifest_bytes() -> list[bytes]:
+    filling = replace(manifest(), state="loading", step=0, stages=())
+    with TemporaryDirectory() as folder:
+        written = []
+        for one in (manifest(), filling):
+            manifests.write(Path(folder), one)
+            written.append((Path(folder) / manifests.NAME).read_bytes())
+    return written
+
+
+def with_digest(data: bytes) -> bytes:
+    """A manifest whose digest is right, whatever it says."""
+    body, mark, _ = data.rpartition(_DIGEST)
+    if not mark:  # JSON that was written anew, in one line
+        try:
+            content = json.loads(data)
+            content.pop("digest", None)
+            body = b"{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(content[key])}" for key in content).encode()
+        except (ValueError, TypeError, AttributeError, RecursionError):  # no object
+            body = data.rstrip(b"}\n ")
+    return body + _DIGEST + sha256(body).hexdigest().encode() + b'"\n}\n'
+
+
+def _part_bytes() -> list[bytes]:
+    return [b'{"fuyou_part": 1, "run": "0123456789abcdef", "index": 1, "count": 2, "first": "/nowhere/run"}\n']
+
+
+def _cleaned(folder: Path) -> object:
+    from fuyou_cli.cli.clean import read_store
+
+    return read_store(folder / manifests.NAME)
+
+
+# ---- plans and machines ----------------------------------------------------------------------------------------------
+
+
+def _machine() -> HardwareProfile:
+    return replace(example(HardwareProfile), device="cpu")
+
+
+def _plan_bytes() -> list[bytes]:
+    pipeline = plan_file.Pipeline(lookahead=1, gradient_slots=2, defer=0.5)
+    keys = {"train.batch_size": "4"}
+    file = plan_file.plan_file(example(Plan), example(ModelSpec), _machine(), keys=keys, pipeline=pipeline)
+    return [json.dumps(json.loads(plan_file.to_text(file))).encode()]
+
+
+def _planned(folder: Path) -> object:
+    text = find_text(folder / "plan.json", limit=plan_file.LARGEST)
+    assert text is not None
+    return plan_file.from_text(text)
+
+
+def _profile_bytes() -> list[bytes]:
+    from fuyou_cli.cli.profile import write_profile
+
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "profile.json"
+        write_profile(_machine(), path)
+        return [json.dumps(json.loads(path.read_bytes())).encode()]
+
+
+def _profiled(folder: Path) -> object:
+    from fuyou_cli.cli.profile import read_profile
+
+    return read_profile(folder / "profile.json")
+
+
+def _described(folder: Path) -> object:
+    from fuyou_cli.cli.profile import described
+
+    return described(folder / "machine.yaml")
+
+
+# ---- recipes ---------------------------------------------------------------------------------------------------------
+
+_RECIPE = b"""version: 1
+output_dir: out
+model: {name_or_path: model, attn_implementation: eager}
+dataset:
+  train:
+    - {path: rows.jsonl, format: prompt_completion, columns: {prompt: question, completion: answer}}
+  max_seq_len: 64
+  packing: concat
+train: {max_steps: 3, batch_size: 4, clip_grad_norm: 1.0}
+lr_scheduler: {name: cosine, warmup_ratio: 0.1}
+optimizer: {lr: 1e-5, betas: [0.9, 0.95]}
+offload:
+  dir: [a, b]
+  max_memory: {cpu: 2GiB}
+checkpoint: {commit_every_steps: 1}
+seed: ${train.batch_size}
+"""
+_MACHINE = b"""parts: rtx4090,2xgen4,128GiB
+matmul_flops: 162TFLOPS
+store_read: 21GB/s
+adamw: {1: 4GB/s, 8: 20GB/s}
+drives:
+  - {model: x, capacity: 2TB}
+"""
+
+
+def _recipe(folder: Path) -> object:
+    from fuyou_cli.recipe.load import load_recipe
+
+    return load_recipe(folder / "recipe.yaml")
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+_TABLES = (
+    b'{"a.weight":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"__metadata__":{"format":"pt"}}',
+    b'{"b.weight":{"dtype":"BF16","shape":[1,4],"data_offsets":[0,8]}}',
+)
+_SHARDS = ("one.safetensors", "two.safetensors")
+
+
+def framed(table: bytes, size: int = 8) -> bytes:
+    """A safetensors file with this header and so many bytes of data."""
+    return struct.pack("<Q", len(table)) + table + bytes(size)
+
+
+def _header(folder: Path) -> object:
+    from fuyou_cli.training.checkpoint.header import parse_file
+
+    return parse_file(folder / SINGLE_NAME)
+
+
+def _index(folder: Path) -> object:
+    from fuyou_cli.training.checkpoint.files import open_checkpoint
+
+    return open_checkpoint(folder)
+
+
+def _index_bytes() -> list[bytes]:
+    places = {"a.weight": _SHARDS[0], "b.weight": _SHARDS[1]}
+    return [json.dumps({"metadata": {"total_size": 16}, "weight_map": places}).encode()]
+
+
+_CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-05, "tie_word_embeddings": False, "hidden_act": "silu", "dtype": "float32", "eos_token_id": [1, 2],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}  # fmt: skip
+
+
+def _config(folder: Path) -> object:
+    """As an export does."""
+    from fuyou_cli.training.checkpoint.companions import companion_files
+
+    return companion_files(folder, dtype="bfloat16")
+
+
+def _model(folder: Path) -> object:
+    """As a run does, up to a model without weights."""
+    from fuyou_cli.engine.skeleton import build, load_config
+
+    return build(load_config(folder), dtype="bfloat16", attention="eager")
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+_ROWS = (
+    b'{"prompt": "What? \\ud83d\\ude42", "completion": "That."}\n',
+    b'{"instruction": "Say it", "input": "x", "output": "y", "history": []}\n',
+    b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": [{"name": "t"}]}\n',
+    b'{"text": "a document"}\n{"text": "another"}\n',
+)
+
+
+def _understood(place: str, row: dict[str, Any]) -> object:
+    from fuyou_cli.training.data.formats import RowError, choose_format, read_example
+
+    try:
+        return read_example(row, choose_format("auto", frozenset(row), {}), {})
+    except RowError as error:  # as the worker tells it
+        raise UsageError(f"{place}: {error}") from None
+
+
+def _rows(folder: Path) -> object:
+    from fuyou_cli.training.data.json_rows import json_object
+
+    text = (folder / "rows.jsonl").read_bytes().decode(errors="replace")
+    lines = [(f"rows.jsonl:{number}", line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    return [_understood(place, json_object(line, place)) for place, line in lines]
+
+
+def _array(folder: Path) -> object:
+    from fuyou_cli.training.data.json_rows import json_array
+
+    return [_understood(place, row) for place, row in json_array(folder / "rows.json")]
+
+
+def _table(name: str) -> Callable[[Path], object]:
+    """As the worker reads it, with the datasets library."""
+
+    def read(folder: Path) -> object:
+        from fuyou_cli.training.data.reading import read_rows
+
+        return [_understood(place, row) for place, row in read_rows(folder / name)]
+
+    return read
+
+
+_CSV = b'prompt,completion,other\n"What, then?",That.,1\n\n"two\nlines","""quoted""",\n'
+
+_TOKENIZER: dict[str, Any] = {
+    "version": "1.0", "truncation": None, "padding": None, "normalizer": {"type": "Lowercase"},
+    "added_tokens": [
+        {
+            "id": 0, "content": "<s>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+            "special": True,
+        }
+    ],
+    "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None,
+    "model": {"type": "WordLevel", "vocab": {"<s>": 0, "a": 1, "<unk>": 2}, "unk_token": "<unk>"},
+}  # fmt: skip
+_SETTINGS = {
+    "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<s>", "unk_token": "<unk>", "pad_token": "<s>",
+    "model_max_length": 10**30, "clean_up_tokenization_spaces": False, "added_tokens_decoder": {},
+    "chat_template": "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}",
+}  # fmt: skip
+_GENERATION = b'{"eos_token_id": [0, 2], "transformers_version": "5.0.0"}'
+
+
+def _tokenised(folder: Path) -> object:
+    from fuyou_cli.training.data.formats import Chat, RowError, Text
+    from fuyou_cli.training.data.tokenise import Tokeniser, load_tokenizer
+
+    tokeniser = Tokeniser(load_tokenizer(folder, chat_template=None, pad_token=None), directory=folder)
+    try:
+        rows = tokeniser.encode([Text(text="a b a")], target="all")
+        talk = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "a"})
+        return rows + tokeniser.encode([Chat(messages=talk)], target="all")
+    except RowError as error:
+        raise UsageError(f"rows.jsonl:1: {error.args[0]}") from None
+
+
+_TOKENIZER_FILES = {
+    "tokenizer.json": json.dumps(_TOKENIZER).encode(),
+    "tokenizer_config.json": json.dumps(_SETTINGS).encode(),
+    "generation_config.json": _GENERATION,
+}
+
+
+def _tokenizer(file: str, name: str) -> Parser:
+    beside = {other: content for other, content in _TOKENIZER_FILES.items() if other != file}
+    return Parser(name=name, file=file, read=_tokenised, seeds=lambda: [_TOKENIZER_FILES[file]], beside=beside, share=0.002)
+
+
+LIGHT = (
+    Parser(name="manifest", file=manifests.NAME, read=manifests.read, seeds=_manifest_bytes),
+    Parser(name="sealed-manifest", file=manifests.NAME, read=manifests.read, seeds=_manifest_bytes, seal=with_digest),
+    Parser(name="clean", file=manifests.NAME, read=_cleaned, seeds=_manifest_bytes),
+    Parser(name="part", file=PART_FILE, read=read_part, seeds=_part_bytes),
+    Parser(name="plan", file="plan.json", read=_planned, seeds=_plan_bytes),
+    Parser(name="profile", file="profile.json", read=_profiled, seeds=_profile_bytes),
+    Parser(
+        name="index", file=INDEX_NAME, read=_index, seeds=_index_bytes,
+        beside={name: framed(table) for name, table in zip(_SHARDS, _TABLES, strict=True)},
+    ),
+    Parser(name="safetensors", file=SINGLE_NAME, read=_header, seeds=lambda: [framed(table) for table in _TABLES]),
+    Parser(name="header", file=SINGLE_NAME, read=_header, seeds=lambda: list(_TABLES), seal=framed),
+    Parser(name="config", file="config.json", read=_config, seeds=lambda: [json.dumps(_CONFIG).encode()]),
+    Parser(name="rows", file="rows.jsonl", read=_rows, seeds=lambda: list(_ROWS)),
+    Parser(name="array", file="rows.json", read=_array, seeds=lambda: [b"[" + b",\n".join(_ROWS[:3]) + b"]\n"]),
+    Parser(name="recipe", file="recipe.yaml", read=_recipe, seeds=lambda: [_RECIPE], share=0.02),
+    Parser(name="machine", file="machine.yaml", read=_described, seeds=lambda: [_MACHINE], share=0.02),
+)  # fmt: skip
+HEAVY = (  # torch, transformers or datasets
+    Parser(name="csv", file="rows.csv", read=_table("rows.csv"), seeds=lambda: [_CSV], share=0.002),
+    Parser(name="lines", file="rows.jsonl", read=_table("rows.jsonl"), seeds=lambda: list(_ROWS), share=0.002),
+    Parser(name="model", file="config.json", read=_model, seeds=lambda: [json.dumps(_CONFIG).encode()], share=0.002),
+    _tokenizer("tokenizer.json", "tokenizer"),
+    _tokenizer("tokenizer_config.json", "tokenizer-config"),
+    _tokenizer("generation_config.json", "generation-config"),
+)

@@ -1,0 +1,31 @@
+"""The same of files that transformers reads: configurations, tokenizers. Loading it takes most of this file's time."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from .test_changed_files import HERE, change_and_read, laid_out, seeds_of
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from proof.fuzz import outcome
+from proof.parsers import HEAVY, Parser
+
+
+@pytest.mark.parametrize("parser", HEAVY, ids=lambda parser: parser.name)
+def test_what_is_changed_is_taken_unchanged(parser: Parser, tmp_path: Path) -> None:
+    assert {outcome(parser, laid_out(parser, tmp_path), data) for data in seeds_of(parser)} == {"taken"}
+
+
+@pytest.mark.parametrize("parser", HEAVY, ids=lambda parser: parser.name)
+@settings(max_examples=20, suppress_health_check=HERE)
+@given(rng=st.randoms(use_true_random=False))
+def test_changed(parser: Parser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
+    monkeypatch.chdir(tmp_path)
+    change_and_read(parser, tmp_path, rng)

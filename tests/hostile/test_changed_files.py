@@ -1,0 +1,53 @@
+"""Real files of every kind, changed at random: each is taken, or refused with one error and exit code 2; nothing is written."""
+
+from __future__ import annotations
+
+import random
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from proof.fuzz import outcome
+from proof.mutate import mutated
+from proof.parsers import LIGHT, Parser
+
+HERE = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+
+
+@cache
+def seeds_of(parser: Parser) -> list[bytes]:
+    return parser.seeds()
+
+
+def laid_out(parser: Parser, tmp_path: Path) -> Path:
+    folder = tmp_path / parser.name
+    parser.lay_out(folder)
+    return folder
+
+
+def change_and_read(parser: Parser, tmp_path: Path, rng: random.Random) -> None:
+    """One changed file, read in the folder `tmp_path`, where nothing is left."""
+    folder, seeds = laid_out(parser, tmp_path), seeds_of(parser)
+    outcome(parser, folder, mutated(rng.choice(seeds), rng, seeds))
+    assert {path.name for path in folder.iterdir()} == {*parser.beside, parser.file}
+    assert [path.name for path in tmp_path.iterdir()] == [parser.name]
+
+
+@pytest.mark.parametrize("parser", LIGHT, ids=lambda parser: parser.name)
+def test_what_is_changed_is_taken_unchanged(parser: Parser, tmp_path: Path) -> None:
+    """Else no change of it would get past its first mistake."""
+    assert {outcome(parser, laid_out(parser, tmp_path), data) for data in seeds_of(parser)} == {"taken"}
+
+
+@pytest.mark.parametrize("parser", LIGHT, ids=lambda parser: parser.name)
+@settings(max_examples=60, suppress_health_check=HERE)
+@given(rng=st.randoms(use_true_random=False))
+def test_changed(parser: Parser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
+    monkeypatch.chdir(tmp_path)
+    change_and_read(parser, tmp_path, rng)

@@ -1,0 +1,251 @@
+"""Stores that somebody else made: a manifest whose digest is right and whose values are not, part files, what `clean` is told.
+
+Nothing is believed for being well-formed: what cannot be is refused by name, exit code 2, before anything is opened."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from proof.parsers import manifest, with_digest
+
+from fuyou_cli.cli.clean import read_store
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.training import losses
+from fuyou_cli.training import manifest as manifests
+from fuyou_cli.training.parts import PART_FILE, lacking, part_size, read_part
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def _written(folder: Path, change: Change) -> Path:
+    """A manifest that has been changed, its digest made anew."""
+    manifests.write(folder, manifest())
+    path = folder / manifests.NAME
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_bytes(with_digest(json.dumps(content).encode()))
+    return path
+
+
+def _set(*way: Any) -> Change:
+    """The last of `way` at the place that the others name."""
+
+    def change(content: Any) -> None:
+        *path, key, value = way
+        for part in path:
+            content = content[part]
+        content[key] = value
+
+    return change
+
+
+STAGE: tuple[Any, ...] = ("stages", 0)
+TENSOR: tuple[Any, ...] = (*STAGE, "tensors", 0)
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    manifests.write(tmp_path, manifest())
+    assert manifests.read(tmp_path) == manifest()
+    _written(tmp_path, lambda content: None)
+    assert manifests.read(tmp_path) == manifest()
+    assert manifest().stages[0].momentum is not None and manifest().stages[0].momentum.sum > 1 << 63
+
+
+def test_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
+    """Its bytes are spelt as halves of characters in the manifest, and are the folder's again when it is read."""
+    named = os.fsdecode(b"/nowhere/\xff\xfe/store.bin")
+    _written(tmp_path, _set("files", [named]))
+    found = manifests.read(tmp_path)
+    assert found is not None and os.fsencode(found.files[0]) == b"/nowhere/\xff\xfe/store.bin"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_set("step", -1), "step: a whole number of at least 0"),
+        (_set("step", 4), "stages[0]: generation 3 after step 4"),
+        (_set("step", 3.0), "step: a whole number"),
+        (_set("step", True), "step: a whole number"),
+        (_set("step", 1 << 63), "step: a whole number"),
+        (_set("written_total", 10**299), "written_total: a whole number"),
+        (_set("state", "half"), "state: 'loading' or 'committed' is wanted"),
+        (_set("state", "loading"), "stages are committed while the store is loading"),
+        (_set("stages", []), "no stage is committed"),
+        (_set("stages", {}), "stages: a list is wanted"),
+        (_set("surprise", 1), "surprise: unknown key"),
+        (_set("x\x1b[2J", 1), r"'x\x1b[2J': unknown key"),
+        (lambda content: content.pop("stripe"), "stripe: missing"),
+        (_set("stripe", 0), "a stripe of 0 bytes"),
+        (_set("stripe", 4097), "a stripe of 4097 bytes"),
+        (_set("store_size", 4096), "stages[0]: weights: bytes 4096 to 8192 of a store of 4096"),
+        (_set("files", []), "0 files and 1 part files"),
+        (_set("files", ["store.bin"]), "'store.bin' is not an absolute path"),
+        (_set("files", ["/a\0b"]), r"'/a\x00b' is not an absolute path"),
+        (_set("files", [7]), "files[0]: text is wanted"),
+        (_set("parts", ["../part.json"]), "'../part.json' is not an absolute path"),
+        (_set("companions", ["config.json"]), "'config.json' is not an absolute path"),
+        (_set("model_dir", ""), "'' is not an absolute path"),
+        (_set("compute_dtype", "float16"), "compute_dtype: 'float32' or 'bfloat16' is wanted"),
+        (_set("compute_dtype", "float32"), "weights in float32, computed with in bfloat16"),
+        (_set("numerics", "micro_batch_size", 0), "numerics.micro_batch_size is 0"),
+        (_set("numerics", "seed", -1), "numerics.seed: a whole number"),
+        (_set("numerics", {}), "numerics.compute_dtype: missing"),
+        (_set("fingerprints", {"model": 1}), "fingerprints.model: text is wanted"),
+        (_set("random", []), "random: names and values are wanted"),
+        (_set(*STAGE, "params", 4096), "stages[0]: weights: 4096 bytes, 8192 are wanted"),
+        (_set(*STAGE, "params", (1 << 63) - 1), "stages[0]: weights: 4096 bytes, 18446744073709551614 are wanted"),
+        (_set(*STAGE, "params", 0), "stages[0]: tensors of no parameters"),
+        (_set(*STAGE, "weights", None), "stages[0]: no weights"),
+        (_set(*STAGE, "weights", "offset", 4097), "stages[0]: weights: bytes 4097 to 8193"),
+        (_set(*STAGE, "weights", "offset", -4096), "stages[0].weights.offset: a whole number of at least 0"),
+        (_set(*STAGE, "momentum", "offset", (1 << 63) - 4096), "stages[0]: momentum: bytes 9223372036854771712 to"),
+        (_set(*STAGE, "momentum", "sum", 1 << 64), "stages[0].momentum.sum: a whole number"),
+        (_set(*STAGE, "momentum", "sum", -1), "stages[0].momentum.sum: a whole number"),
+        (_set(*STAGE, "momentum", None), "stages[0]: moments that are zero take no extent"),
+        (_set(*STAGE, "zero_moments", True), "stages[0]: moments that are zero take no extent"),
+        (_set(*STAGE, "zero_moments", 1), "stages[0].zero_moments: true or false is wanted"),
+        (_set(*STAGE, "remainder", None), "stages[0]: a remainder that is zero takes no extent"),
+        (_set(*STAGE, "tensors", [{}]), "stages[0].tensors[0].name: missing"),
+        (_set(*TENSOR, "offset", 2048), "stages[0]: tensors[0]: elements 2048 to 3072 of a stage of 2048"),
+        (_set(*TENSOR, "first", 1), "stages[0]: tensors[0]: elements 1 to 1025 of 1024"),
+        (_set(*TENSOR, "shape", [1 << 40, 1 << 40]), "stages[0]: tensors[0]: 2 dimensions of more elements than any"),
+        (_set(*TENSOR, "shape", [1 << 62] * 100_000), "stages[0]: tensors[0]: 100000 dimensions"),
+        (_set(*TENSOR, "shape", "32"), "stages[0].tensors[0].shape: a list is wanted"),
+        (_set(*TENSOR, "shape", [32, None]), "stages[0].tensors[0].shape[1]: a whole number"),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_a_right_digest_makes_nothing_true(tmp_path: Path, change: Change, words: str) -> None:
+    path = _written(tmp_path, change)
+    with pytest.raises(UsageError) as refused:
+        manifests.read(tmp_path)
+    assert refused.value.message.startswith(f"{path} is damaged: {words}") and refused.value.hint
+    assert [entry.name for entry in tmp_path.iterdir()] == [manifests.NAME]
+
+
+@pytest.mark.parametrize("version", [None, 0, "4", 4.0, True, 5])
+def test_other_versions(tmp_path: Path, version: object) -> None:
+    _written(tmp_path, _set("fuyou_store", version))
+    with pytest.raises(UsageError, match="is not a manifest of version"):
+        manifests.read(tmp_path)
+
+
+def test_a_manifest_that_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / manifests.NAME)
+    with pytest.raises(UsageError, match="is not a regular file"):
+        manifests.read(tmp_path)
+    with pytest.raises(UsageError, match="is not a regular file"):
+        manifests.newest(tmp_path)
+    assert "is not a regular file" in read_store(tmp_path / manifests.NAME).refused[0]
+
+
+def test_states_of_generators_that_none_takes() -> None:
+    import torch
+
+    from fuyou_cli.training import random_states
+
+    cpu = torch.device("cpu")
+    good = random_states.capture(cpu)
+    for wrong in (
+        {"python": []}, {"python": [3, "abc", None]}, {"python": [3, [1, 2], None]}, {"python": [3, [10**299] * 625, None]},
+        {"numpy": ["PCG64", "00", 0, 0, 0.0]}, {"numpy": ["MT19937", "zz", 0, 0, 0.0]}, {"numpy": 7}, {"torch": "00ff"},
+        {"torch": None}, {"torch": ""},
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match="random generators"):
+            random_states.restore({**good, **wrong}, cpu)
+    with pytest.raises(UsageError, match="random generators"):
+        random_states.restore({"python": good["python"]}, cpu)
+    random_states.restore(good, cpu)
+
+
+def test_losses_of_more_steps_than_there_are(tmp_path: Path) -> None:
+    """The file's length is looked at, not what the manifest says is in it."""
+    losses.write(tmp_path, [1.0, 2.0])
+    found, note = losses.read(tmp_path, 100_000)
+    assert found[:2] == [1.0, 2.0] and all(map(math.isnan, found[2:])) and "too short" in note
+
+
+# ---- parts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "[]", "{}", "{", '{"fuyou_part": 2, "run": "a", "index": 0, "count": 1, "first": "/a"}',
+        '{"fuyou_part": 1, "run": "a", "index": 0, "count": 1}',
+        '{"fuyou_part": 1, "run": 7, "index": 0, "count": 1, "first": "/a"}',
+        '{"fuyou_part": 1, "run": "a", "index": 1, "count": 1, "first": "/a"}',
+        '{"fuyou_part": 1, "run": "a", "index": -1, "count": 1, "first": "/a"}',
+        '{"fuyou_part": 1, "run": "a", "index": 0, "count": 1e0, "first": "/a"}',
+        '{"fuyou_part": 1, "run": "a", "index": 0, "count": 1, "first": "a"}',
+        '{"fuyou_part": 1, "run": "a", "index": 0, "count": 1, "first": "/a\\u0000"}',
+        '{"fuyou_part": 1, "run": "a", "run": "b", "index": 0, "count": 1, "first": "/a"}',
+        '{"fuyou_part": 1, "run": "a", "index": 0, "count": 1, "first": "/a", "more": 1}', "[" * 10_000,
+        '{"fuyou_part": 1, "run": "' + "a" * (1 << 16) + '", "index": 0, "count": 1, "first": "/a"}',
+    ],
+)  # fmt: skip
+def test_parts_that_are_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / PART_FILE).write_text(text)
+    assert read_part(tmp_path) is None
+
+
+def test_a_part(tmp_path: Path) -> None:
+    assert read_part(tmp_path) is None
+    (tmp_path / PART_FILE).write_text('{"fuyou_part": 1, "run": "a", "index": 1, "count": 2, "first": "/a"}')
+    found = read_part(tmp_path)
+    assert found is not None and (found.run, found.index, found.count, found.first) == ("a", 1, 2, "/a")
+
+
+def test_files_that_are_shorter_than_the_manifest_says(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    paths = [str(tmp_path / name) for name in ("a.bin", "b.bin")]
+    saved = replace(manifest(), files=tuple(paths), store_size=(1 << 22) + 4096)
+    assert lacking(saved) == f"{paths[0]} is missing"
+    for index, path in enumerate(paths):
+        with Path(path).open("wb") as file:
+            file.truncate(part_size(saved.store_size, stripe=saved.stripe, count=2, index=index))
+    assert lacking(saved) == ""
+    with Path(paths[1]).open("r+b") as file:
+        file.truncate(4095)
+    assert lacking(saved) == f"{paths[1]} has 4,095 bytes, at least 4,096 are expected"
+    assert "is missing" in lacking(replace(saved, files=("/" + "x" * 300,)))
+    os.mkfifo(tmp_path / "pipe")
+    assert "is missing" in lacking(replace(saved, files=(str(tmp_path / "pipe"),)))
+
+
+# ---- clean -----------------------------------------------------------------------------------------------------------
+
+
+def _named(folder: Path, name: str) -> tuple[str, ...]:
+    """Why `clean` leaves such a store alone."""
+    (folder / "run").mkdir(exist_ok=True)
+    path = folder / "run" / manifests.NAME
+    path.write_text(json.dumps({"fuyou_store": manifests.VERSION, "files": [name]}))
+    return read_store(path).refused
+
+
+def test_names_that_no_file_has_are_refused_too(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    os.mkfifo(tmp_path / "pipe")
+    for name in (
+        "/" + "x" * 300 + "/run/store.bin", "/" + "x" * 300 + "/companions/a", str(tmp_path / "run" / ("x" * 300)),
+        str(tmp_path / "loop" / "store.bin"), str(tmp_path / "loop" / "companions" / "a"),
+        str(tmp_path / "run" / "a\x1b[2J" / "b"), str(tmp_path / "pipe"), "", "/",
+    ):  # fmt: skip
+        refused = _named(tmp_path, name)
+        assert len(refused) == 1 and refused[0].isprintable(), name
+    assert _named(tmp_path, str(tmp_path / "run" / "gone")) == ()
+    path = tmp_path / "run" / manifests.NAME
+    path.write_text('{"fuyou_store": 1, "files": [], "files": ["/etc/passwd"]}')
+    assert "there twice" in read_store(path).refused[0]
