@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,8 +88,22 @@ def sync_directory(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some file systems cannot sync folders, and need not
+            raise
     finally:
         os.close(descriptor)
+
+
+def sync_names_above(directory: Path) -> None:
+    """The folders that lead to `directory` are on stable storage, whoever made them and whenever: a run that was killed may
+    have made them and flushed none."""
+    device = directory.stat().st_dev
+    for above in directory.absolute().parents:
+        if above.stat().st_dev != device:
+            return
+        with suppress(PermissionError):  # others' folder, which was there before
+            sync_directory(above)
 
 
 def failed_writing(path: Path, error: OSError) -> FuyouError:

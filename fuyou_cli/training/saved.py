@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..core.disk import sync_directory
+from ..core.disk import failed_writing, sync_directory, sync_names_above
 from ..core.errors import FuyouError, UsageError
 from ..core.paths import folder
 from . import manifest as manifests
@@ -22,6 +22,7 @@ from .manifest import Manifest
 from .storage import STORE_FILE
 
 PART_FILE = "part.json"
+_NEW_PART = ".part.new"  # a fixed name: what a killed run leaves is written over by the next
 _LARGEST_PART = 1 << 16
 # What a fingerprint is of, in a recipe's words. One that is not here is its own.
 _CHANGED = {
@@ -54,19 +55,27 @@ def part_size(store_size: int, *, stripe: int, count: int, index: int) -> int:
 
 
 def write_parts(run: str, directories: Sequence[Path]) -> None:
-    """Claims the folders for a run, on stable storage. Manifests of runs that had them are gone first."""
-    for directory in directories[1:]:
-        (directory / manifests.NAME).unlink(missing_ok=True)
+    """Claims the folders for a run, on stable storage, and their own names too. Manifests of runs that had them are gone
+    first."""
     for index, directory in enumerate(directories):
         part = Part(run=run, index=index, count=len(directories), first=str(directories[0]))
-        temporary = directory / f".{PART_FILE}.{os.getpid()}"
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(json.dumps({"fuyou_part": 1, **asdict(part)}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(directory / PART_FILE)
-        sync_directory(directory)
-        sync_directory(directory.parent)
+        try:
+            for name in (manifests.NAME, manifests.BEFORE) if index else ():
+                (directory / name).unlink(missing_ok=True)
+            _write_part(directory, part)
+            sync_names_above(directory)
+        except OSError as error:
+            raise failed_writing(directory / PART_FILE, error) from error
+
+
+def _write_part(directory: Path, part: Part) -> None:
+    temporary = directory / _NEW_PART
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(json.dumps({"fuyou_part": 1, **asdict(part)}) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(directory / PART_FILE)
+    sync_directory(directory)
 
 
 def read_part(directory: Path) -> Part | None:
