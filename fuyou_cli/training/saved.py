@@ -188,7 +188,7 @@ def _check_free(directories: Sequence[Path]) -> None:
         if part is None:  # a saved run may be behind it: nothing is written over on a guess
             raise UsageError(f"{directory / PART_FILE} is damaged", hint=f"put it back, {_START_OVER}")
         first = Path(part.first)
-        owner = manifests.read(first)
+        owner, _ = manifests.newest(first)
         if owner is None and first.is_dir():
             continue  # the run was removed
         if owner is not None and (owner.run != part.run or owner.state != "committed"):

@@ -136,6 +136,8 @@ class Saver:
     def restore(self, saved: Manifest) -> None:
         """The newest committed state that is whole: `saved`, or the one before."""
         saved = self._intact(saved)
+        if manifests.newest(self.folder)[1]:  # the next commit keeps what has this name, and that is damaged
+            manifests.go_back(self.folder)
         self.files.restore(saved.stages, self.residency.records)
         standing = self.standing
         standing.step, standing.written_before, standing.random = saved.step, saved.written_total, saved.random
