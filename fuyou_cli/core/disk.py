@@ -15,6 +15,11 @@ from .errors import FuyouError, OutOfSpaceError
 from .units import gb
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_REMEDIES = {
+    errno.EIO: "the disk reported an error: see `dmesg` and the drive's health",
+    errno.EROFS: "the file system is read-only: `dmesg` may say since when, and why",
+    errno.EACCES: "check the permissions of its folder",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,8 +113,14 @@ def sync_names_above(directory: Path) -> None:
 
 def failed_writing(path: Path, error: OSError) -> FuyouError:
     """The error for a file that cannot be written."""
-    kind = OutOfSpaceError if error.errno in _FULL else FuyouError
-    return kind(f"cannot write {path}: {error.strerror}", hint="free space on that disk" if error.errno in _FULL else None)
+    if error.errno in _FULL:
+        return OutOfSpaceError(f"cannot write {path}: {error.strerror}", hint="free space on that disk")
+    return FuyouError(f"cannot write {path}: {error.strerror}", hint=remedy(error))
+
+
+def remedy(error: OSError) -> str | None:
+    """What to do about a file that cannot be used, where its disk is to blame."""
+    return _REMEDIES.get(error.errno or 0)
 
 
 def taken(path: Path) -> int:
