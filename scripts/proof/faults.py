@@ -51,6 +51,7 @@ _STEPS = {"load": 1, "steps": 3, "resume": 3, "export": 2}
 _PROBLEMS_KEPT = 12
 _ERROR = re.compile(r"^error(\[[^\]]*\])?: ?(?P<what>.+)", re.MULTILINE)
 _HELP = re.compile(r"^  (help|note): .+", re.MULTILINE)
+_PATH = re.compile(r"(^|[\s(:\"'])/\w")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,7 +213,7 @@ def _unnamed(end: Ended) -> Iterator[str]:
     if said is None or "Traceback" in end.err or "internal error" in end.err:
         yield f"no error that has a name: {_told(end)}"
         return
-    if "/" not in said["what"]:
+    if not _PATH.search(said["what"]):
         yield f"does not say where: {_told(end)}"
     if not _HELP.search(end.err):
         yield f"does not say what to do: {_told(end)}"
