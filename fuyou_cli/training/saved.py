@@ -165,6 +165,11 @@ def _check_parts(saved: Manifest) -> None:
                 hint=f"mount its drive or put the file back, {_START_OVER}",
             )
         part = read_part(path.parent)
+        if part is None and (path.parent / PART_FILE).exists():
+            raise UsageError(
+                f"the saved run cannot be resumed: {path.parent / PART_FILE} is damaged, or cannot be read",
+                hint=f"see what `dmesg` says of that drive and run the same command again, {_START_OVER}",
+            )
         if part is None or (part.run, part.index) != (saved.run, index):
             raise UsageError(
                 f"the saved run cannot be resumed: {path} belongs to another run by now",

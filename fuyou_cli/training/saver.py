@@ -130,7 +130,8 @@ class Saver:
         if self.commits.newest < self.standing.step:
             self.saved_bytes += self.files.save_resident(self.residency.records)
             self._begin()
-        self.spare.unlink(missing_ok=True)
+        with suppress(OSError):  # what is not needed any more is no reason not to commit
+            self.spare.unlink()
         self.commits.finish()
 
     def restore(self, saved: Manifest) -> None:

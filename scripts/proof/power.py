@@ -7,13 +7,13 @@ at least as new as the last that was durable by then, and in the end what the un
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from fuyou_cli.training import manifest as manifests
 
@@ -27,7 +27,8 @@ STEPS = 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recording:
-    """A run nobody cut. `begun`: the step it went on from, -1 for a new one."""
+    """A run nobody cut. `begun`: the step it went on from, -1 for a new one; `named`: for each manifest the moment from which
+    on it was durable, and its step (-1 where it says `loading`)."""
 
     recipe: Path
     disk: Path  # the folder with its store
@@ -35,6 +36,7 @@ class Recording:
     kept: Path
     calls: tuple[Call, ...]
     begun: int
+    named: tuple[tuple[int, int], ...]
     end: Ending
 
 
@@ -80,7 +82,26 @@ def recorded(place: Place, name: str, changes: Mapping[str, Any], *, steps: int 
     if not over or end.code != 0:
         raise Lost(f"{recipe}: exit code {end.code}\n{end.text}")
     calls = tuple(sorted((call for call in trace.calls() if call.what not in ("read", "open")), key=lambda call: call.begin))
-    return Recording(recipe=recipe, disk=disk, base=base, kept=kept, calls=calls, begun=resumed_at or -1, end=ending(recipe))
+    return Recording(
+        recipe=recipe, disk=disk, base=base, kept=kept, calls=calls, begun=resumed_at or -1,
+        named=tuple(_named(calls, kept)), end=ending(recipe),
+    )  # fmt: skip
+
+
+def _named(calls: Sequence[Call], kept: Path) -> Iterator[tuple[int, int]]:
+    """From which moment on each manifest had its name for certain, and the step it is of."""
+    with kept.open("rb") as file:
+        for renamed, flush in namings(list(calls), manifests.NAME):
+            before = [call for call in calls if call.file == renamed.file and call.begin < renamed.begin]
+            made = max(call.begin for call in before if call.what == "create")
+            text = b"".join(_bytes(file, call) for call in before if call.what == "write" and call.begin > made)
+            saved = json.loads(text)
+            yield flush.end, saved["step"] if saved["state"] == "committed" else -1
+
+
+def _bytes(file: BinaryIO, call: Call) -> bytes:
+    file.seek(call.bytes_at)
+    return file.read(call.result)
 
 
 def instants(recording: Recording, count: int, draw: random.Random) -> list[int]:
@@ -107,17 +128,14 @@ def _is_data_flush(call: Call) -> bool:
 
 def cut_power(place: Place, recording: Recording, *, points: int, seed: int) -> Cuts:
     """`points` cuts, each with a run to the end after it."""
-    cuts, sure = Cuts(), [flush.end for _, flush in namings(list(recording.calls), manifests.NAME)]
-    commits = _commits(recording.calls)
+    cuts, commits = Cuts(), _commits(recording.calls)
     for number, at in enumerate(instants(recording, points, random.Random(seed))):
         what = f"cut {number} of seed {seed}, at {at} of the log"
         _forget(recording)
         left = rebuild(
             recording.disk, recording.calls, recording.kept, at=at, draw=random.Random(f"{seed}:{number}"), base=recording.base
         )
-        # a new run names `loading` first and then step 0; one that goes on names the step after the one it had
-        named = bisect_right(sure, at)
-        least = named - 2 if recording.begun < 0 else recording.begun + named
+        least = [recording.begun, *(step for sure, step in recording.named if sure <= at)][-1]
         found = _step_on(recording.disk)
         if found < least:
             raise Lost(f"{what}: step {least} was committed, step {found} is what is left")
