@@ -67,7 +67,7 @@ def stopped(place: Place, name: str = "flips") -> Stopped:
     newest, older = manifests.read(store), manifests.read(store, manifests.BEFORE)
     if newest is None or older is None or (newest.step, older.step) != (_STEPS, _STEPS - 1):
         raise Lost(f"{store}: two states in a row are wanted")
-    copy = recipe.parent / "copy"
+    copy = place.folder / f"{name}-before"  # not beside the recipe: its folder has one store
     shutil.copytree(store, copy)
     found = Stopped(recipe=recipe, store=store, copy=copy, newest=newest, older=older, end=ending(recipe))
     if any(state.damages for state in verify_store(store)):

@@ -70,7 +70,7 @@ def recorded(place: Place, name: str, changes: Mapping[str, Any], *, steps: int 
     if resumed_at:
         place.recipe(name, {**changes, "export.at_end": False}, steps=resumed_at)
         finished(place, recipe)
-        base = recipe.parent / "base"
+        base = place.folder / f"{name}-before"  # not beside the recipe: its folder has one store
         shutil.copytree(disk, base)
         place.recipe(name, changes, steps=steps)
     trace, kept = place.trace(disk), recipe.parent / "written"
