@@ -12,6 +12,7 @@ import sys
 import traceback
 from types import TracebackType
 
+from fuyou_cli.core.disk import remedy
 from fuyou_cli.core.errors import FuyouError, OutOfSpaceError
 
 from .console import styled, write_status
@@ -41,7 +42,7 @@ def _report(error: BaseException) -> int:
         return OUT_OF_SPACE
     if isinstance(error, OSError):
         full = error.errno in _DISK_FULL
-        _say(_text(error), "free some space; `fuyou clean DIR` lists what old runs left" if full else None)
+        _say(_text(error), "free some space; `fuyou clean DIR` lists what old runs left" if full else remedy(error))
         return OutOfSpaceError.exit_code if full else FAILED
     return report_unforeseen(error)
 

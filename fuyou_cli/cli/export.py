@@ -11,7 +11,7 @@ from typing import Literal
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.paths import folder
 
-from .console import status_console, write_result
+from .console import status_console, write_result, write_status
 
 _SHARD = 5_000_000_000
 
@@ -37,8 +37,10 @@ def run_export(source: Path, out: Path, overrides: Sequence[str], *, dtype: Expo
     from .render.transfer import Transfers
 
     store = find_store(asked.store)
-    manifest, _ = manifests.newest(store)
+    manifest, problem = manifests.newest(store)
     assert manifest is not None, "find_store found it"
+    if problem:
+        write_status(f"note: {problem}; the state before it, after step {manifest.step}, is gone by")
     written = dtype or asked.dtype or manifest.compute_dtype
     with Transfers(status_console()) as transfers:
         progress = partial(transfers, f"exporting to {out.name}")

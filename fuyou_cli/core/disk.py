@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,11 @@ from .errors import FuyouError, OutOfSpaceError
 from .units import gb
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_REMEDIES = {
+    errno.EIO: "the disk reported an error: see `dmesg` and the drive's health",
+    errno.EROFS: "the file system is read-only: `dmesg` may say since when, and why",
+    errno.EACCES: "check the permissions of its folder",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,14 +93,34 @@ def sync_directory(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some file systems cannot sync folders, and need not
+            raise
     finally:
         os.close(descriptor)
 
 
+def sync_names_above(directory: Path) -> None:
+    """The folders that lead to `directory` are on stable storage, whoever made them and whenever: a run that was killed may
+    have made them and flushed none."""
+    device = directory.stat().st_dev
+    for above in directory.absolute().parents:
+        if above.stat().st_dev != device:
+            return
+        with suppress(PermissionError):  # others' folder, which was there before
+            sync_directory(above)
+
+
 def failed_writing(path: Path, error: OSError) -> FuyouError:
     """The error for a file that cannot be written."""
-    kind = OutOfSpaceError if error.errno in _FULL else FuyouError
-    return kind(f"cannot write {path}: {error.strerror}", hint="free space on that disk" if error.errno in _FULL else None)
+    if error.errno in _FULL:
+        return OutOfSpaceError(f"cannot write {path}: {error.strerror}", hint="free space on that disk")
+    return FuyouError(f"cannot write {path}: {error.strerror}", hint=remedy(error))
+
+
+def remedy(error: OSError) -> str | None:
+    """What to do about a file that cannot be used, where its disk is to blame."""
+    return _REMEDIES.get(error.errno or 0)
 
 
 def taken(path: Path) -> int:

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.disk import sync_directory
+from ..core.disk import failed_writing, sync_directory
 from ..core.paths import expanded
 from .checkpoint.companions import CODE_PATTERN, CONFIG_NAME, MODEL_PATTERNS, PATTERNS, is_companion
 from .checkpoint.files import inside, read_json
@@ -52,7 +52,12 @@ def keep_companions(prepared: Prepared, store: Path) -> None:
         settings["pad_token"] = recipe.pad_token
     if settings != _settings(prepared.tokenizer_dir):
         files[_CONFIG] = (json.dumps(settings, indent=2, ensure_ascii=False) + "\n").encode()
-    _replace(folder, files)
+    try:
+        _replace(folder, files)
+    except OSError as error:
+        if error.filename is None:  # a write or a flush names no file
+            raise failed_writing(folder, error) from error
+        raise
 
 
 def _copies(model_dir: Path, tokenizer_dir: Path) -> dict[str, bytes | Path]:

@@ -1,25 +1,40 @@
-"""From a committed store to a directory `from_pretrained` loads: weights streamed extent by extent through one window."""
+"""From a committed store to a directory `from_pretrained` loads: weights streamed extent by extent through one window.
+
+Every extent is summed as it is read, and what is written takes its place only when every sum is right.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import torch
 
-from ..core.errors import UsageError
+from ..core.errors import SwapError, UsageError
 from ..core.units import MiB, align_up
 from ..swap.arena import Arena
 from ..swap.daemon import SwapDaemon
-from ..swap.kernels import join
+from ..swap.kernels import CHECKSUM_BLOCK, checksum, join
 from .at_rest import at_rest
 from .checkpoint.companions import companion_files
 from .checkpoint.writer import OutTensor, write_checkpoint
 from .companions import kept_companions
 from .manifest import Manifest, StoredExtent, StoredStage, StoredTensor
+from .verify import MODULUS, not_as_written
 
-_WINDOW = 17 * MiB  # one piece of at most 16 MiB with the store's alignment around it
+_PIECE = 16 * MiB
+_WINDOW = _PIECE + MiB  # one piece with the store's alignment around it
+
+
+@dataclass(slots=True)
+class _Summed:
+    """Of an extent: so many bytes from its beginning, their sum, and that of their last block."""
+
+    end: int = 0
+    total: int = 0
+    last: int = 0
 
 
 class StoreWeights:
@@ -28,6 +43,7 @@ class StoreWeights:
 
     def __init__(self, manifest: Manifest, daemon: SwapDaemon, arena: Arena, *, dtype: str) -> None:
         self.manifest, self.daemon, self.arena, self.dtype = manifest, daemon, arena, dtype
+        self._summed: dict[StoredExtent, _Summed] = {}
         self._places: dict[str, list[tuple[StoredStage, StoredTensor]]] = {}
         for stage in manifest.stages:
             for tensor in stage.tensors:
@@ -74,9 +90,38 @@ class StoreWeights:
         align = 4096
         first = begin * item // align * align
         size = min(align_up(begin * item + count * item, align), extent.size) - first
-        self.daemon.wait(self.daemon.read(window, extent.offset + first, size))
+        self._fetch(extent, first, size, window)
         inside = begin * item - first
         return self.arena.view(window + inside, count * item)
+
+    def _fetch(self, extent: StoredExtent, first: int, size: int, window: int) -> None:
+        """Bytes of an extent. Those that follow what is summed are summed too; a block that several tensors share is read for
+        each of them, and has to be the same every time."""
+        self.daemon.wait(self.daemon.read(window, extent.offset + first, size))
+        summed = self._summed.setdefault(extent, _Summed())
+        if first == summed.end - CHECKSUM_BLOCK:
+            summed.total += checksum(self.arena.view(window, CHECKSUM_BLOCK), position=first) - summed.last
+        if first <= summed.end < first + size:
+            fresh = self.arena.view(window + summed.end - first, first + size - summed.end)
+            summed.total += checksum(fresh, position=summed.end)
+            summed.end = first + size
+            summed.last = checksum(fresh[-CHECKSUM_BLOCK:], position=summed.end - CHECKSUM_BLOCK)
+
+    def check(self) -> None:
+        """Raises SwapError where an extent that was read is not what was written; what of it was not read, is."""
+        for stage in self.manifest.stages:
+            for name, extent in stage.extents():
+                if extent not in self._summed:
+                    continue
+                while (end := self._summed[extent].end) < extent.size:
+                    self._fetch(extent, end, min(_PIECE, extent.size - end), 0)
+                total = self._summed[extent].total % MODULUS
+                if total != extent.sum:
+                    raise SwapError(
+                        f"{name} of {stage.name}: {not_as_written(self.manifest, extent, total)}",
+                        hint="nothing was exported: `fuyou verify` reads it all again, and the run's own recipe goes back to "
+                        "the state before where this one is damaged",
+                    )
 
 
 def _check_complete(name: str, parts: list[StoredTensor]) -> None:
@@ -114,4 +159,5 @@ def export_store(
             metadata={"fuyou_step": str(manifest.step)},
             companions=companion_files(kept_companions(source) or Path(manifest.model_dir), dtype=dtype),
             progress=progress,
+            check=weights.check,
         )

@@ -35,10 +35,9 @@ class JsonlLog:
             path.parent.mkdir(parents=True, exist_ok=True)
             if anew:
                 _set_aside(path)
-            self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._file: int | None = _opened(path)
         except OSError as error:
             raise UsageError(f"cannot open the log {path}: {error.strerror}", hint="choose another output_dir") from error
-        _drop_torn_line(self._file)
 
     def __enter__(self) -> JsonlLog:
         return self
@@ -103,18 +102,37 @@ def _set_aside(path: Path) -> None:
     path.rename(next(name for name in older if not name.exists()))
 
 
+def _opened(path: Path) -> int:
+    """Nothing stays open where it cannot be read and cut."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    try:
+        _drop_torn_line(file)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
 def _drop_torn_line(file: int) -> None:
     """Cut the file after its last line end."""
     end = os.fstat(file).st_size
     while end > 0:
         begin = max(end - _BLOCK, 0)
-        found = os.pread(file, end - begin, begin).rfind(b"\n")
+        found = _read(file, begin, end).rfind(b"\n")
         if found >= 0:
             end = begin + found + 1
             break
         end = begin
     if end < os.fstat(file).st_size:
         os.ftruncate(file, end)
+
+
+def _read(file: int, begin: int, end: int) -> bytes:
+    """All of it: less than is there would pass for a torn line."""
+    content = b""
+    while begin + len(content) < end and (part := os.pread(file, end - begin - len(content), begin + len(content))):
+        content += part
+    return content
 
 
 def _finite(value: object) -> object:

@@ -18,19 +18,21 @@ _ITEM = struct.Struct("<d")
 
 
 def write(directory: Path, losses: Sequence[float], *, first: int = 0) -> None:
-    """Losses of the steps from `first` on (0 for step 1), on stable storage when this returns."""
+    """Losses of the steps from `first` on (0 for step 1), on stable storage when this returns. Those before that the file has
+    lost are not known, which is not zero."""
     path = directory / NAME
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            content = b"".join(_ITEM.pack(loss) for loss in losses)
+            held = min(first, os.fstat(descriptor).st_size // _ITEM.size)
+            content = b"".join(_ITEM.pack(loss) for loss in (*[math.nan] * (first - held), *losses))
             done = 0
             while done < len(content):
-                done += os.pwrite(descriptor, content[done:], first * _ITEM.size + done)
+                done += os.pwrite(descriptor, content[done:], held * _ITEM.size + done)
             os.fdatasync(descriptor)
         finally:
             os.close(descriptor)
-        if not first:
+        if not held:
             sync_directory(directory)
     except OSError as error:
         raise failed_writing(path, error) from error

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
 
-from ..core.disk import sync_directory
+from ..core.disk import failed_writing, sync_directory, sync_names_above
 from ..core.errors import UsageError
 from ..core.json_files import find_object
 from ..core.paths import is_file
@@ -17,6 +17,7 @@ from . import manifest as manifests
 from .manifest import Manifest
 
 PART_FILE = "part.json"
+NEW_PART = ".part.new"  # a fixed name: what a killed run leaves is written over by the next
 _LARGEST = 1 << 16  # bytes
 _VERSION = 1
 
@@ -50,19 +51,27 @@ def lacking(manifest: Manifest) -> str:
 
 
 def write_parts(run: str, directories: Sequence[Path]) -> None:
-    """Claims the folders for a run, on stable storage. Manifests of runs that had them are gone first."""
-    for directory in directories[1:]:
-        (directory / manifests.NAME).unlink(missing_ok=True)
+    """Claims the folders for a run, on stable storage, and their own names too. Manifests of runs that had them are gone
+    first."""
     for index, directory in enumerate(directories):
         part = Part(run=run, index=index, count=len(directories), first=str(directories[0]))
-        temporary = directory / f".{PART_FILE}.{os.getpid()}"
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(json.dumps({"fuyou_part": _VERSION, **asdict(part)}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(directory / PART_FILE)
-        sync_directory(directory)
-        sync_directory(directory.parent)
+        try:
+            for name in (manifests.NAME, manifests.BEFORE) if index else ():
+                (directory / name).unlink(missing_ok=True)
+            _write_part(directory, part)
+            sync_names_above(directory)
+        except OSError as error:
+            raise failed_writing(directory / PART_FILE, error) from error
+
+
+def _write_part(directory: Path, part: Part) -> None:
+    temporary = directory / NEW_PART
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(json.dumps({"fuyou_part": _VERSION, **asdict(part)}) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(directory / PART_FILE)
+    sync_directory(directory)
 
 
 def read_part(directory: Path) -> Part | None:

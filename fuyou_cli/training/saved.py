@@ -100,6 +100,11 @@ def _check_parts(saved: Manifest) -> None:
         )
     for index, path in enumerate(map(Path, saved.files)):
         part = read_part(path.parent)
+        if part is None and (path.parent / PART_FILE).exists():
+            raise UsageError(
+                f"the saved run cannot be resumed: {path.parent / PART_FILE} is damaged, or cannot be read",
+                hint=f"see what `dmesg` says of that drive and run the same command again, {_START_OVER}",
+            )
         if part is None or (part.run, part.index) != (saved.run, index):
             raise UsageError(
                 f"the saved run cannot be resumed: {path} belongs to another run by now",
@@ -123,7 +128,7 @@ def _check_free(directories: Sequence[Path]) -> None:
         if part is None:  # a saved run may be behind it: nothing is written over on a guess
             raise UsageError(f"{directory / PART_FILE} is damaged", hint=f"put it back, {_START_OVER}")
         first = Path(part.first)
-        owner = manifests.read(first)
+        owner, _ = manifests.newest(first)
         if owner is None and first.is_dir():
             continue  # the run was removed
         if owner is not None and (owner.run != part.run or owner.state != "committed"):

@@ -27,7 +27,7 @@ from . import manifest as manifests
 from . import random_states
 from .commits import Commits
 from .manifest import COMPANIONS, Manifest, State
-from .parts import PART_FILE
+from .parts import NEW_PART, PART_FILE
 from .prepare import Prepared
 from .storage import StageFiles
 from .verify import Damage, Progress, damages
@@ -148,12 +148,15 @@ class Saver:
         if self._is_news():
             self.saved_bytes += self.files.save_resident(self.residency.records)
             self._begin()
-        self.spare.unlink(missing_ok=True)
+        with suppress(OSError):  # what is not needed any more is no reason not to commit
+            self.spare.unlink()
         self.commits.finish()
 
     def restore(self, saved: Manifest, progress: Progress) -> None:
         """The newest committed state that is whole: `saved`, or the one before. `progress` hears of bytes read."""
         saved = self._intact(saved, progress)
+        if manifests.newest(self.folder)[1]:  # the next commit keeps what has this name, and that is damaged
+            manifests.go_back(self.folder)
         self.files.restore(saved.stages, self.residency.records)
         standing = self.standing
         standing.step, standing.written_before, standing.random = saved.step, saved.written_total, saved.random
@@ -220,7 +223,8 @@ class Saver:
     def _manifest(self, state: State) -> Manifest:
         """What the store holds after the last step; nothing yet where it is `loading`."""
         prepared, standing, plan, model = self.prepared, self.standing, self.files.plan, self.files.model
-        beside = [self.spare, *(self.folder / name for name in (loss_files.NAME, *manifests.BESIDE))]
+        names = (loss_files.NAME, *manifests.BESIDE)
+        beside = [self.spare, *(self.folder / name for name in names), *(path.with_name(NEW_PART) for path in self.paths)]
         is_whole, due = state == "committed", self.residency.due
         stages = self.files.describe(self.residency.records, prepared.entries, step=standing.step) if is_whole else ()
         is_due = any(stage.gradients is not None for stage in stages)

@@ -16,7 +16,7 @@ from .manifest import Manifest, StoredExtent
 
 _TURNS = 2  # pieces: one is read while the other is summed
 PIECE = READ_BACK // _TURNS  # bytes read at once
-_MODULUS = 1 << 64
+MODULUS = 1 << 64  # of sums
 
 Progress = Callable[[int], None]  # of bytes more that are read
 
@@ -52,10 +52,14 @@ def damages(
                 yield Damage(stage=stage.name, tensor=name, why=error.message)
                 continue
             if total != extent.sum:
-                where = f"bytes {extent.offset} to {extent.offset + extent.size} of the store"
-                wrong = f"sum {total:016x}, {extent.sum:016x} is wanted"
-                why = f"{where}, in {_files(manifest, extent)}, are not what was written there ({wrong})"
-                yield Damage(stage=stage.name, tensor=name, why=why)
+                yield Damage(stage=stage.name, tensor=name, why=not_as_written(manifest, extent, total))
+
+
+def not_as_written(manifest: Manifest, extent: StoredExtent, total: int) -> str:
+    """What is wrong with an extent of this sum, for people."""
+    where = f"bytes {extent.offset} to {extent.offset + extent.size} of the store"
+    wrong = f"sum {total:016x}, {extent.sum:016x} is wanted"
+    return f"{where}, in {_files(manifest, extent)}, are not what was written there ({wrong})"
 
 
 def _turns(window: Span) -> tuple[Span, ...]:
@@ -86,7 +90,7 @@ def _sum(extent: StoredExtent, daemon: SwapDaemon, arena: Arena, turns: tuple[Sp
         length = min(size, extent.size - start)
         total += checksum(arena.view(turns[number % _TURNS].offset, length), position=start)
         progress(length)
-    return total % _MODULUS
+    return total % MODULUS
 
 
 def _settle(daemon: SwapDaemon, tickets: list[int]) -> None:

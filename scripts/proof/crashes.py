@@ -34,6 +34,7 @@ _ROWS = 48
 _PATIENCE = 120.0  # seconds for one run
 IN_RAM = {f"offload.{kind}": "cpu" for kind in ("weights", "optimizer_states", "gradients", "boundaries")}
 UNCLIPPED = {"train.clip_grad_norm": None}
+ANY_LENGTH = {"lr_scheduler.name": "constant", "lr_scheduler.warmup_steps": 0}  # a stopped run may be made longer
 VARIANTS: dict[str, dict[str, Any]] = {
     "in_place, on the ssd, clipped": {},
     "in_place, on the ssd, half deferred": {**UNCLIPPED, "offload.defer_updates": 0.5},
@@ -125,8 +126,8 @@ class Place:
 
 
 @contextmanager
-def placed(folder: Path) -> Iterator[Place]:
-    """Where tiny runs are killed."""
+def placed(folder: Path, *, under: Path | None = None) -> Iterator[Place]:
+    """Where tiny runs are killed. What they leave open below `under` is told."""
     folder.mkdir(parents=True, exist_ok=True)
     text = folder / "text.jsonl"
     if not text.exists():
@@ -134,7 +135,7 @@ def placed(folder: Path) -> Iterator[Place]:
     model = model_folder(folder, "1m", text)
     environment = {**child_environment(), "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     library = build(folder)
-    with Nursery(folder=folder, environment=preloaded(environment, library)) as nursery:
+    with Nursery(folder=folder, environment=preloaded(environment, library), under=under) as nursery:
         yield Place(folder, nursery, environment, model, text)
 
 
@@ -324,15 +325,18 @@ def _forget(recipe: Path) -> None:
 
 
 def kill_loads(place: Place, *, kills: int, seed: int, steps: int = 4) -> Tally:
-    """Kills between the first byte in the store and the commit of step 0, then a run to the end."""
+    """Kills between the first byte in the store and the commit of step 0; a run that got as far goes on to its end."""
     expected, _, durable = reference(place, f"load{seed}", {}, steps=steps)
-    recipe = place.recipe(f"load{seed}/killed", {}, steps=steps)
     seconds = _loading_seconds(place, f"load{seed}/timed", steps)
     draw, tally = random.Random(seed), Tally()
-    while tally.kills < kills and killed(place, recipe, draw.uniform(0, seconds), tally, durable):
-        continue
-    compare(finished(place, recipe), expected, "killed while loading")
-    tally.runs += 1
+    while tally.kills < kills:
+        recipe = place.recipe(f"load{seed}/killed{tally.runs}", {}, steps=steps)
+        while tally.kills < kills and _step_of(recipe) is None:  # a state once committed is not loaded again
+            if not killed(place, recipe, draw.uniform(0, seconds), tally, durable):
+                break
+        compare(finished(place, recipe), expected, f"killed while loading, run {tally.runs}")
+        tally.runs += 1
+        _forget(recipe)
     return tally
 
 

@@ -2,7 +2,7 @@
 
 A line is a request as JSON: `words`, the `folder` to run in, its `environment`, and the files `out` and `err` of its output.
 Answered with the child's number and, when it is over, its exit code. What a command that is over still has of threads, arenas,
-daemons and open files below the folder `under` (where it says one) is told on its output.
+daemons and open files below the folder `under` (where it says one) is told on its output, and the memory it has grown by.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
 
 def _run(request: dict[str, Any]) -> int:
     _become(request)
-    code = _NO_END
+    code, before = _NO_END, _anonymous_kib()
     try:
         app.main(request["words"])
     except SystemExit as end:
@@ -59,8 +59,10 @@ def _run(request: dict[str, Any]) -> int:
     except BaseException:
         traceback.print_exc()
         code = 1
-    for kept in _left(request["under"]) if request["under"] else ():
-        print("LEAKED", kept)
+    if request["under"]:
+        for kept in _left(request["under"]):
+            print("LEAKED", kept)
+        print("KEPT", _anonymous_kib() - before)
     sys.stdout.flush()
     sys.stderr.flush()
     return code
@@ -75,6 +77,11 @@ def _become(request: dict[str, Any]) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for stream, path in ((1, request["out"]), (2, request["err"])):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), stream)
+
+
+def _anonymous_kib() -> int:
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 
 def _left(under: str) -> Iterator[str]:

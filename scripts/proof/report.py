@@ -230,7 +230,7 @@ def code() -> str:
     """A name for the code that measures and is measured: the package, the C library, the scripts, where the other side's
     loop is, and the extension in use."""
     found = [path for folder in ("fuyou_cli", "native") for path in (ROOT / folder).rglob("*") if path.suffix in _SOURCES]
-    found += [*ROOT.glob("scripts/proof/*.py"), *ROOT.glob("scripts/prove_*.py")]
+    found += [*ROOT.glob("scripts/proof/*.py"), *ROOT.glob("scripts/proof/*.c"), *ROOT.glob("scripts/prove_*.py")]
     return digest([*sorted(found), *extension()])
 
 

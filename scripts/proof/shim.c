@@ -4,8 +4,8 @@
  *
  *   FUYOU_SHIM_ROOT   the folder; without it nothing is looked at
  *   FUYOU_SHIM_TRACE  a file of `struct trace`, made by who starts the run, mapped shared: a killed process loses none of it
- *   FUYOU_SHIM_BYTES  a file to which everything that is written is appended; records say where. With FUYOU_SHIM_BYTES_OF
- *                     only what goes to files whose names end so
+ *   FUYOU_SHIM_BYTES  a file, empty at first, in which everything that is written is kept; records say where. With
+ *                     FUYOU_SHIM_BYTES_OF only what goes to files whose names end so
  *   FUYOU_SHIM_FAULT  FIRST:LAST:HOW, calls of HOW's kinds counted from 1: eio, enospc, eagain, eintr, short, flip, slow,
  *                     erofs; late makes flushes wait for 20 ms; kill ends the process before the call, torn after half of
  *                     a write
@@ -161,7 +161,7 @@ static void configure(void)
         if ((text = getenv("FUYOU_SHIM_TRACE")) != NULL)
             map_trace(text);
         if ((text = getenv("FUYOU_SHIM_BYTES")) != NULL)
-            bytes_file = real_open(text, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+            bytes_file = real_open(text, O_WRONLY | O_CREAT | O_CLOEXEC, 0600); /* as it is: a worker opens it as well */
         bytes_of = getenv("FUYOU_SHIM_BYTES_OF");
         if ((text = getenv("FUYOU_SHIM_FAULT")) != NULL)
             read_fault(text);

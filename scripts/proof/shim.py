@@ -38,6 +38,7 @@ class Call:
     size: int
     result: int  # or -errno
     bytes_at: int
+    fault: bool = False  # one was done to it
 
     @property
     def is_done(self) -> bool:
@@ -105,17 +106,19 @@ def _call(record: np.void, names: list[str]) -> Call:
     return Call(
         begin=int(record["begin"]), end=int(record["end"]), seconds=float(record["time_ns"]) / 1e9, what=what,
         file=names[int(record["file"])], other=names[int(record["other"])] if pair else "", offset=int(record["offset"]),
-        size=int(record["size"]), result=int(record["result"]), bytes_at=int(record["bytes_at"]),
+        size=int(record["size"]), result=int(record["result"]), bytes_at=int(record["bytes_at"]), fault=bool(record["fault"]),
     )  # fmt: skip
 
 
 def namings(calls: list[Call], manifest: str) -> Iterator[tuple[Call, Call]]:
-    """Every time `manifest` (a name's end) was replaced and its folder flushed after that: both calls."""
+    """Every time `manifest` (a name's end) was replaced and its own folder flushed after that: both calls."""
     renamed: Call | None = None
     for call in sorted(calls, key=lambda call: call.begin):
         if call.what == "rename" and call.other.endswith(manifest) and call.is_done:
             renamed = call
-        elif call.what == "flush folder" and call.is_done and renamed is not None and call.begin > renamed.end:
+        elif renamed is None or call.what != "flush folder" or call.file != renamed.other.rpartition("/")[0]:
+            continue
+        elif call.is_done and call.begin > renamed.end:
             yield renamed, call
             renamed = None
 

@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from proof import report
 
+CODE = ("fuyou_cli/a.py", "native/a.c", "scripts/proof/in_memory.py", "scripts/proof/shim.c", "scripts/prove_speed.py")
+
 
 def test_a_finished_measurement_is_not_taken_again(tmp_path: Path) -> None:
     path = tmp_path / "state.jsonl"
@@ -98,7 +100,7 @@ def test_of_several_proofs_a_failure_counts_most(codes: list[int], code: int) ->
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A repository with a file of each kind that is measured or measures."""
-    for name in ("fuyou_cli/a.py", "native/a.c", "scripts/proof/in_memory.py", "scripts/prove_speed.py", "README.md"):
+    for name in (*CODE, "README.md"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("one")
     (tmp_path / "_native.so").write_text("one")
@@ -107,9 +109,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "name", ["fuyou_cli/a.py", "native/a.c", "scripts/proof/in_memory.py", "scripts/prove_speed.py", "_native.so"]
-)
+@pytest.mark.parametrize("name", [*CODE, "_native.so"])
 def test_other_code_on_either_side_has_another_name(checkout: Path, name: str) -> None:
     before = report.code()
     (checkout / "README.md").write_text("two")

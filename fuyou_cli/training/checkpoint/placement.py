@@ -79,6 +79,7 @@ class PartialDirectory:
         else:
             old = _exchange(self.path, self.target)
             self._published = True
+            sync_directory(self.target.parent)  # or a power cut could leave the old name on what is removed now
             _remove_directory(old)
         sync_directory(self.target.parent)
 

@@ -70,13 +70,15 @@ def write_checkpoint(
     metadata: Mapping[str, str],
     companions: Mapping[str, bytes | Path] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> list[Path]:
     """Writes `tensors` as safetensors shards of at most `max_shard_size` bytes, and `companions` beside them.
 
     `read(tensor, first_element, count)` gives the bytes of elements [first, first + count), at most 16 MiB, valid until
-    its next call; it is asked in the order of the files. `progress` hears bytes written and bytes in all. Returns the
-    paths of the shards. A directory that exists is replaced only if it is empty or holds nothing but what this function
-    writes. Raises UsageError (somebody else's directory), OutOfSpaceError (needed and available), FuyouError (I/O).
+    its next call; it is asked in the order of the files. `progress` hears bytes written and bytes in all. `check` is called
+    when all are written, and may raise: what was there before still is then. Returns the paths of the shards. A directory
+    that exists is replaced only if it is empty or holds nothing but what this function writes. Raises UsageError (somebody
+    else's directory), OutOfSpaceError (needed and available), FuyouError (I/O).
     """
     texts = dict(companions or {})
     ours = mark([*texts, INDEX_NAME])
@@ -94,6 +96,7 @@ def write_checkpoint(
                 _write_shard(partial.path / shard.name, shard, read, meter)
             sync_directory(partial.path)
             _verify(partial.path, tensors)
+            check()
             partial.publish()
     except OSError as error:
         raise _io_error(target, error) from error

@@ -1,0 +1,163 @@
+"""Power cuts anywhere in a run, and what is made of the disk that each leaves.
+
+One run of a few steps is recorded whole: every call below the folder of its store, with what was written. For each cut that
+folder is rebuilt as a disk could hold it (disk.py), and the same command is run to its end: at the cut there must be a state
+at least as new as the last that was durable by then, and in the end what the uninterrupted run left.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from fuyou_cli.training import manifest as manifests
+
+from .crashes import Ending, Lost, Place, compare, ending, finished
+from .disk import Left, rebuild
+from .shim import Call, namings
+
+_PATIENCE = 120.0  # seconds for the recorded run
+STEPS = 12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recording:
+    """A run nobody cut. `begun`: the step it went on from, -1 for a new one; `named`: for each manifest the moment from which
+    on it was durable, and its step (-1 where it says `loading`)."""
+
+    recipe: Path
+    disk: Path  # the folder with its store
+    base: Path | None  # a copy of what was in it before
+    kept: Path
+    calls: tuple[Call, ...]
+    begun: int
+    named: tuple[tuple[int, int], ...]
+    end: Ending
+
+
+@dataclass(kw_only=True, slots=True)
+class Cuts:
+    """Power cuts so far, and what they took."""
+
+    points: int = 0
+    within: int = 0  # a commit
+    newer: int = 0  # left a state that was not sure to be there
+    from_nothing: int = 0  # left none
+    written: int = 0  # calls that were not flushed and were there, and so on: see `Left`
+    torn: int = 0
+    missing: int = 0
+    names_missing: int = 0
+
+    def add(self, left: Left) -> None:
+        self.written += left.written
+        self.torn += left.torn
+        self.missing += left.missing
+        self.names_missing += left.names_missing
+
+
+def recorded(place: Place, name: str, changes: Mapping[str, Any], *, steps: int = STEPS, resumed_at: int = 0) -> Recording:
+    """Runs to the end; with `resumed_at` it has been stopped after so many steps before, and only the rest is recorded."""
+    disk = place.folder / name / "disk"
+    changes = {**changes, "offload.dir": [str(disk / "stores")]}
+    recipe = place.recipe(name, changes, steps=steps)
+    disk.mkdir()
+    base = None
+    if resumed_at:
+        place.recipe(name, {**changes, "export.at_end": False}, steps=resumed_at)
+        finished(place, recipe)
+        base = place.folder / f"{name}-before"  # not beside the recipe: its folder has one store
+        shutil.copytree(disk, base)
+        place.recipe(name, changes, steps=steps)
+    trace, kept = place.trace(disk), recipe.parent / "written"
+    child = place.begin("finetune", recipe, trace=trace, kept=kept)
+    over = child.is_over(_PATIENCE)
+    if not over:
+        child.kill()
+    end = child.wait()
+    if not over or end.code != 0:
+        raise Lost(f"{recipe}: exit code {end.code}\n{end.text}")
+    calls = tuple(sorted((call for call in trace.calls() if call.what not in ("read", "open")), key=lambda call: call.begin))
+    return Recording(
+        recipe=recipe, disk=disk, base=base, kept=kept, calls=calls, begun=resumed_at or -1,
+        named=tuple(_named(calls, kept)), end=ending(recipe),
+    )  # fmt: skip
+
+
+def _named(calls: Sequence[Call], kept: Path) -> Iterator[tuple[int, int]]:
+    """From which moment on each manifest had its name for certain, and the step it is of."""
+    with kept.open("rb") as file:
+        for renamed, flush in namings(list(calls), manifests.NAME):
+            before = [call for call in calls if call.file == renamed.file and call.begin < renamed.begin]
+            made = max(call.begin for call in before if call.what == "create")
+            text = b"".join(_bytes(file, call) for call in before if call.what == "write" and call.begin > made)
+            saved = json.loads(text)
+            yield flush.end, saved["step"] if saved["state"] == "committed" else -1
+
+
+def _bytes(file: BinaryIO, call: Call) -> bytes:
+    file.seek(call.bytes_at)
+    return file.read(call.result)
+
+
+def instants(recording: Recording, count: int, draw: random.Random) -> list[int]:
+    """Every other one anywhere in the log, those between inside a commit: from the flush of the store on, to that of its
+    manifest's folder."""
+    anywhere = sorted({moment for call in recording.calls for moment in (call.begin, call.end)})
+    within = [moment for begin, end in _commits(recording.calls) for moment in anywhere if begin <= moment <= end]
+    return [draw.choice(within if number % 2 else anywhere) for number in range(count)]
+
+
+def _commits(calls: Sequence[Call]) -> list[tuple[int, int]]:
+    """From where the data of each is being flushed to where its name is."""
+    found = []
+    for _, flush in namings(list(calls), manifests.NAME):
+        before = [call.begin for call in calls if call.what == "flush" and call.begin < flush.begin]
+        data = [call.begin for call in calls if _is_data_flush(call) and call.begin < flush.begin]
+        found.append((max(data, default=min(before, default=0)), flush.end))
+    return found
+
+
+def _is_data_flush(call: Call) -> bool:
+    return call.what == "flush" and call.file.endswith("store.bin")
+
+
+def cut_power(place: Place, recording: Recording, *, points: int, seed: int) -> Cuts:
+    """`points` cuts, each with a run to the end after it."""
+    cuts, commits = Cuts(), _commits(recording.calls)
+    for number, at in enumerate(instants(recording, points, random.Random(seed))):
+        what = f"cut {number} of seed {seed}, at {at} of the log"
+        _forget(recording)
+        left = rebuild(
+            recording.disk, recording.calls, recording.kept, at=at, draw=random.Random(f"{seed}:{number}"), base=recording.base
+        )
+        least = [recording.begun, *(step for sure, step in recording.named if sure <= at)][-1]
+        found = _step_on(recording.disk)
+        if found < least:
+            raise Lost(f"{what}: step {least} was committed, step {found} is what is left")
+        compare(finished(place, recording.recipe), recording.end, what)
+        cuts.add(left)
+        cuts.points += 1
+        cuts.within += any(begin <= at <= end for begin, end in commits)
+        cuts.newer += found > least
+        cuts.from_nothing += found < 0
+    return cuts
+
+
+def _forget(recording: Recording) -> None:
+    """The disk is empty, and nothing of an earlier run is beside it."""
+    for folder in (recording.disk, recording.recipe.parent / "out"):
+        shutil.rmtree(folder, ignore_errors=True)
+    recording.disk.mkdir()
+
+
+def _step_on(disk: Path) -> int:
+    """Of the newest committed state, -1 for none."""
+    names = (manifests.NAME, manifests.BEFORE)
+    folders = {path.parent for name in names for path in disk.rglob(name)}
+    found = [saved for folder in folders if (saved := manifests.newest(folder)[0]) is not None and saved.state == "committed"]
+    return max((saved.step for saved in found), default=-1)

@@ -1,0 +1,97 @@
+#!/usr/bin/env python3
+"""Power cuts replayed from a log: whatever of the unflushed a disk has kept, no commit is lost.
+
+    python scripts/prove_power.py --work DIR
+    500 cuts of two recorded runs, about 40 minutes on two cores; interrupted, the same command goes on
+    trying the script itself: --points 10
+
+Every call below the folder of a run's store is recorded, with what was written: of one run from its beginning, and of one that
+goes on from a stopped one. For each cut, drawn from all moments of the log and from those of its commits in turn, the folder is
+rebuilt as a disk could hold it (scripts/proof/disk.py): flushed writes are there, others are there, missing or torn; names are
+there for certain once their folder was flushed. The real command then goes on from it to the end. There must be a state at
+least as new as the last that was durable at the cut, and in the end the states, losses and export of the recorded run, bitwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from proof import power
+from proof.crashes import ANY_LENGTH, IN_RAM, UNCLIPPED, Lost, Place, placed
+from proof.report import Row, conclude, holds, reported
+from proof.runs import fresh
+from proof.setting import Setting, parser, run_script
+
+RUNS: dict[str, tuple[dict[str, Any], int]] = {  # changes of the recipe, and the step it goes on from
+    "a new run, on the ssd, clipped": ({}, 0),
+    "a resumed run, in RAM": ({**IN_RAM, **UNCLIPPED, **ANY_LENGTH}, 4),
+}
+AT_ONCE = 25  # cuts that are kept together
+
+
+def arguments() -> argparse.Namespace:
+    options = parser(__doc__)
+    options.add_argument("--points", type=int, default=500, help="cuts in all")
+    options.add_argument("--steps", type=int, default=power.STEPS, help="of the recorded runs")
+    options.add_argument("--seed", type=int, default=1)
+    return options.parse_args()
+
+
+def measured(setting: Setting, options: argparse.Namespace, place: Place, what: str, points: int) -> dict[str, Any]:
+    """Cuts of one recorded run, some at a time."""
+    changes, resumed_at = RUNS[what]
+    recording: list[power.Recording] = []
+
+    def some(count: int, seed: int) -> dict[str, Any]:
+        try:
+            if not recording:  # only where something is left to do
+                name = f"run{[*RUNS].index(what)}"
+                recording.append(power.recorded(place, name, changes, steps=options.steps, resumed_at=resumed_at))
+            return asdict(power.cut_power(place, recording[0], points=count, seed=seed))
+        except Lost as error:
+            return {"failed": str(error)}
+
+    summed: dict[str, Any] = {}
+    for number, begin in enumerate(range(0, points, AT_ONCE)):
+        count, seed = min(AT_ONCE, points - begin), 1000 * options.seed + number
+        key = f"{what}, {options.steps} steps, {count} cuts, seed {seed}"
+        result = setting.measure(key, lambda count=count, seed=seed: some(count, seed))  # type: ignore[misc]
+        if result.get("failed"):
+            return {**summed, "failed": result["failed"]}
+        summed = {name: summed.get(name, 0) + value for name, value in result.items()}
+    return summed
+
+
+def judged(what: str, result: dict[str, Any], points: int) -> list[Row]:
+    if result.get("failed"):
+        return [holds(what, "nothing lost", "lost", False, note=str(result["failed"])[:2000], values=result)]
+    text = (
+        f"{result['written']} unflushed writes were there, {result['torn']} torn, {result['missing']} missing; "
+        f"{result['names_missing']} changes of names missing; {result['newer']} disks held more than was promised, "
+        f"{result['from_nothing']} no state yet"
+    )
+    made, within = result["points"], result["within"]
+    return [
+        holds(f"{what}: cuts, after which nothing durable was lost", f"{points}", f"{made}", made >= points, values=result),
+        reported(f"{what}: cuts inside a commit", f"{within}", note=text),
+    ]
+
+
+def prove(setting: Setting, options: argparse.Namespace) -> int:
+    rows: list[Row] = []
+    with placed(fresh(setting.work / "power")) as place:
+        for number, what in enumerate(RUNS):
+            points = options.points // len(RUNS) + (number < options.points % len(RUNS))
+            rows += judged(what, measured(setting, options, place, what, points), points)
+    settings = {"points": options.points, "steps": options.steps, "seed": options.seed, "model": "1m"}
+    return conclude(f"prove_power-{options.seed}", rows, results=setting.results, settings=settings)
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(arguments(), prove))
