@@ -42,12 +42,23 @@ class Commits:
     def durable(self) -> int:
         """The newest generation that is committed. Never waits. Raises what kept one from it, again and again."""
         while self._under_way and self._under_way[0][1].done():
-            generation, done = self._under_way.popleft()
+            generation, done = self._under_way[0]
             self._failure = self._failure or done.exception()
             if self._failure is None:
                 self.last = generation
+            self._under_way.popleft()
         self._raise_failure()
         return self.last
+
+    def seen(self) -> int:
+        """The newest generation that is committed, whatever became of those behind it. Changes nothing, so that a signal's
+        handler may ask amid any of the rest."""
+        last = self.last
+        for generation, done in tuple(self._under_way):
+            if not done.done() or done.cancelled() or done.exception() is not None:
+                break
+            last = generation
+        return last
 
     def finish(self) -> None:
         """Returns when everything that was begun is committed."""

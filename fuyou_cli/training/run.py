@@ -27,6 +27,7 @@ from .prepare import Prepared
 from .rates import learning_rate
 from .report import RunReport, StepReport
 from .reporting import Steps, run_report, settling_steps, timeline
+from .run_limits import RunLimits
 from .saved import check_same_store, check_unchanged, write_parts
 from .saver import Saver, Standing
 from .stopping import StopRequests
@@ -62,6 +63,7 @@ class Run:
         self.stopping = StopRequests(announce, to_the_end=ends_process)
         self.stopping.may_abandon, self.stopping.at_stake = self._may_abandon, self._at_stake
         self._training = self._in_step = self._saving = False
+        self._limits = RunLimits(prepared.recipe, prepared.plan)
         self._steps = Steps(settling=settling_steps(prepared.plan, resumed=prepared.manifest is not None))
         self._began = time.monotonic()
         with ExitStack() as opening:
@@ -162,22 +164,39 @@ class Run:
     # ---- stepping ------------------------------------------------------------------------------------------------
 
     def train(self, on_step: Callable[[StepReport], None]) -> None:
-        """Steps until the last one. Raises Interrupted, state saved, after a request to stop with steps left to do; what
-        `on_step` raises ends the run in the same way."""
+        """Steps until the last one. Raises Interrupted, state saved, after a request to stop with steps left to do, or where
+        the next one would pass a limit of the recipe; what `on_step` raises ends the run in the same way."""
         self._training = True
         with self.stopping.during("training"), self._telling_what_is_saved():
             self.host_memory.take()
             self.saver.begin_training()
+            self._limits.begin(self._written)
+            limit = None
             while self.step < self.prepared.total_steps:
-                report = None if self.stopping.requested else self._one_step()
+                limit = self._limit_reached()
+                report = None if self.stopping.requested or limit else self._one_step()
                 if report is None:
                     self.executor.abandon()
                     break
                 self._steps.add(report)
+                self._limits.took(report)
                 on_step(report)
             self.save()
-            if self.stopping.requested and self.step < self.prepared.total_steps:
-                raise Interrupted(f"stopped after step {self.step} of {self.prepared.total_steps}")
+            if self.step < self.prepared.total_steps:
+                why = f": {limit}" if limit else ""
+                raise Interrupted(f"stopped after step {self.step} of {self.prepared.total_steps}{why}")
+
+    @property
+    def _written(self) -> int:
+        """Bytes of the store, by this process and those before it."""
+        return self.standing.written_before + self.daemon.counters().written_bytes
+
+    def _limit_reached(self) -> str | None:
+        """Which limit of the recipe the next step would pass."""
+        limit = self._limits.reached(seconds=time.monotonic() - self._began, written=self._written)
+        if limit:
+            self._announce(f"{limit};\nstopping, and saving the state")
+        return limit
 
     def _one_step(self) -> StepReport | None:
         """None where it was given up on request."""
@@ -265,13 +284,12 @@ class Run:
         return not self._in_step or self.executor.may_abandon()
 
     def _at_stake(self) -> str:
-        """What ending at once would lose, for people."""
-        lost = self._steps_at_stake()
+        """What ending at once would lose, for people: steps that would be computed again, the one under way among them."""
+        lost = self._whole_steps_at_stake() + self._in_step
         return "this step" if lost <= 1 else f"{lost} steps: step {self.saver.saved_step or 0} is the last one saved"
 
-    def _steps_at_stake(self) -> int:
-        """Steps that would be computed again, the one under way among them."""
-        return self.step + self._in_step - (self.saver.saved_step or 0)
+    def _whole_steps_at_stake(self) -> int:
+        return self.step - (self.saver.saved_step or 0)
 
     @contextmanager
     def _telling_what_is_saved(self) -> Iterator[None]:
@@ -284,12 +302,20 @@ class Run:
                 raise
         except KeyboardInterrupt:
             self.stopping.end()
-            lost = self._steps_at_stake() > 1
-            raise Interrupted(f"stopped at once in step {self.step + 1}", hint=self._what_is_saved(), lost=lost) from None
+            self.saver.close()  # a commit under way ends, and counts
+            lost = self._whole_steps_at_stake() > 1
+            raise Interrupted(self._stopped_where(), hint=self._what_is_saved(), lost=lost) from None
         except Exception as error:
             self.stopping.end()
             self._tell(error)
             raise
+
+    def _stopped_where(self) -> str:
+        if not self._training:
+            return "stopped while loading"
+        if self._saving:
+            return f"stopped while the state after step {self.step} was saved"
+        return f"stopped at once in step {self.step + 1}"
 
     def _rescue(self, error: Exception) -> None:
         """Saves the last whole step when an error ends the training, unless states may have been harmed."""
@@ -306,6 +332,8 @@ class Run:
             self.save()
         except (FuyouError, OSError, RuntimeError, MemoryError) as failure:  # the first error is what has to be mended
             error.add_note(f"saving the state failed as well: {failure}")
+        except KeyboardInterrupt:
+            error.add_note("saving the state was interrupted")
 
     def _tell(self, error: Exception) -> None:
         """Adds to the error what is left of the run."""
@@ -346,7 +374,7 @@ class Run:
             parameters=self.model.parameters,
             seconds=time.monotonic() - self._began,
             ram_peak=self.memory.peak,
-            written_total=self.standing.written_before + self.daemon.counters().written_bytes,
+            written_total=self._written,
             output_dir=self.prepared.recipe.output_dir,
         )
 

@@ -84,9 +84,8 @@ class Saver:
     @property
     def saved_step(self) -> int | None:
         """The last one that is committed, whatever became of those behind it; None where there is none."""
-        with suppress(Exception):  # what failed is told by whoever waits for it
-            self.commits.durable()
-        return self.commits.last if self.commits.last >= 0 else None
+        last = self.commits.seen()
+        return last if last >= 0 else None
 
     # ---- beside the steps ----------------------------------------------------------------------------------------
 
