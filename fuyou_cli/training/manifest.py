@@ -96,6 +96,8 @@ class Manifest:
     fingerprints: dict[str, str]  # model, data, recipe: what a resumed run must agree on
     random: dict[str, Any]  # states of generators (training/random_states.py)
     stages: tuple[StoredStage, ...]
+    skipped: int = 0  # of these steps, that updated nothing (train.skip_nonfinite)
+    skipped_in_row: int = 0  # of these, the last ones
 
 
 def write(directory: Path, manifest: Manifest, *, keep: bool = False) -> None:

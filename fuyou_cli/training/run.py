@@ -22,6 +22,7 @@ from ..swap.daemon import Counters, DaemonOptions, SwapDaemon
 from ..swap.store import Store
 from .busy import busy_seconds
 from .data import collate
+from .first_steps import FirstSteps
 from .memory_watch import MemoryWatch
 from .prepare import Prepared
 from .rates import learning_rate
@@ -64,6 +65,7 @@ class Run:
         self.stopping.may_abandon, self.stopping.at_stake = self._may_abandon, self._at_stake
         self._training = self._in_step = self._saving = False
         self._limits = RunLimits(prepared.recipe, prepared.plan)
+        self._first_steps = FirstSteps(prepared.model, say=announce)
         self._steps = Steps(settling=settling_steps(prepared.plan, resumed=prepared.manifest is not None))
         self._began = time.monotonic()
         with ExitStack() as opening:
@@ -169,7 +171,10 @@ class Run:
         self._training = True
         with self.stopping.during("training"), self._telling_what_is_saved():
             self.host_memory.take()
+            self._first_steps.begin(self.step, self.rates)
+            self.saver.began = self._first_steps.committed
             self.saver.begin_training()
+            self.executor.skipped = self.standing.skipped
             self._limits.begin(self._written)
             limit = None
             while self.step < self.prepared.total_steps:
@@ -214,16 +219,25 @@ class Run:
         self.daemon.events(), self.device.copies()
         begin = time.monotonic()
         self._in_step = True
+        self.executor.may_skip = self.standing.skipped_in_row < prepared.recipe.train.skip_nonfinite
         try:
             outcome = self.executor.step(ids, labels, step=number, lr=lr, last=number == prepared.total_steps)
         except StepAbandoned:
             self._in_step = False
             return None
         seconds = time.monotonic() - begin
-        self.standing.step, self._in_step = number, False
+        self.standing.is_over(skipped=bool(outcome.skipped))
+        self._in_step = False
         self.losses.append(outcome.loss)
         self.saver.step_is_over()
+        self._first_steps.step(self.executor.reached, skipped=bool(outcome.skipped))
+        if outcome.skipped:
+            self._say_skipped(outcome.skipped)
         return self._measured(outcome, lr, batch.tokens, begin, seconds, before, stalls_before)
+
+    def _say_skipped(self, why: str) -> None:
+        row, most = self.standing.skipped_in_row, self.prepared.recipe.train.skip_nonfinite
+        self._announce(f"{why};\nit is skipped and changes nothing, {row} in a row of at most {most}")
 
     def _measured(
         self,
@@ -249,6 +263,7 @@ class Run:
             loss=outcome.loss,
             lr=lr,
             grad_norm=outcome.grad_norm,
+            skipped=outcome.skipped,
             tokens=outcome.label_tokens,
             batch_tokens=batch_tokens,
             seconds=seconds,
@@ -339,14 +354,22 @@ class Run:
         """Adds to the error what is left of the run."""
         saved = self._what_is_saved()
         if isinstance(error, NumericsError):
-            # the same command computes the same numbers, and a saved run takes no other rate or data
-            error.hint = f"{error.hint}; either takes checkpoint.resume=never, which starts over"
-            if (step := self.saver.saved_step) is not None:
-                error.hint += f" (the state after step {step} is saved: fuyou export {self.paths[0].parent} OUT)"
+            error.hint = self._after_bad_numbers(error)
         elif isinstance(error, FuyouError):
             error.hint = f"{error.hint}; {saved}" if error.hint else saved
         else:
             error.add_note(saved)
+
+    def _after_bad_numbers(self, error: NumericsError) -> str:
+        """The same command computes the same numbers, and a saved run takes no other rate or data."""
+        step, row = self.saver.saved_step or 0, self.standing.skipped_in_row
+        hint = f"{error.hint}; either takes checkpoint.resume=never, which starts over"
+        if error.changed:
+            hint = f"updates of the step had begun, so the run is back at its last commit, after step {step}; {hint}"
+        elif self.plan.clip_grad_norm is not None:
+            skipping = f"the {row} steps before were skipped too" if row else "nothing was updated"
+            hint = f"{skipping}: train.skip_nonfinite={row + 1} goes on without such a step; or {hint}"
+        return f"{hint} (the state after step {step} is saved: fuyou export {self.paths[0].parent} OUT)"
 
     def _what_is_saved(self) -> str:
         folder, step = self.paths[0].parent, self.saver.saved_step

@@ -43,6 +43,8 @@ class Standing:
     step: int = 0
     losses: list[float] = field(default_factory=list)
     written_before: int = 0  # bytes that earlier processes wrote
+    skipped: int = 0  # steps that updated nothing: AdamW counts the others
+    skipped_in_row: int = 0  # of these, the last ones
     random: dict[str, Any] = field(default_factory=dict)  # states of generators after the last step
 
     @classmethod
@@ -50,7 +52,20 @@ class Standing:
         """Of a new run, or a saved one."""
         if saved is None:
             return cls(run=os.urandom(8).hex())
-        return cls(run=saved.run, step=saved.step, written_before=saved.written_total, random=saved.random)
+        standing = cls(run=saved.run)
+        standing.goes_on_from(saved)
+        return standing
+
+    def goes_on_from(self, saved: Manifest) -> None:
+        """All but the losses."""
+        self.step, self.written_before, self.random = saved.step, saved.written_total, saved.random
+        self.skipped, self.skipped_in_row = saved.skipped, saved.skipped_in_row
+
+    def is_over(self, *, skipped: bool) -> None:
+        """One step more. `skipped`: it updated nothing."""
+        self.step += 1
+        self.skipped += skipped
+        self.skipped_in_row = self.skipped_in_row + 1 if skipped else 0
 
 
 class Saver:
@@ -74,6 +89,7 @@ class Saver:
         self.paths = store.paths
         self.folder = store.paths[0].parent
         self.saved_bytes = 0  # that saving wrote, beside the steps
+        self.began: Callable[[Manifest], None] = lambda manifest: None  # hears of every commit
         self._complete = -1  # the newest generation that every stage has come to
         durable = prepared.manifest.step if prepared.manifest else -1
         self.commits = Commits(flush=store.sync, name=self._name, durable=durable)
@@ -108,7 +124,9 @@ class Saver:
         """Every stage rests at the generation of the last step."""
         assert self._complete == self.standing.step, (self._complete, self.standing.step)
         if self.commits.newest < self.standing.step:
-            self.commits.begin(self._manifest("committed"))
+            manifest = self._manifest("committed")
+            self.commits.begin(manifest)
+            self.began(manifest)
 
     # ---- where a run begins and ends -----------------------------------------------------------------------------
 
@@ -137,7 +155,7 @@ class Saver:
         saved = self._intact(saved)
         self.files.restore(saved.stages, self.residency.records)
         standing = self.standing
-        standing.step, standing.written_before, standing.random = saved.step, saved.written_total, saved.random
+        standing.goes_on_from(saved)
         standing.losses, note = loss_files.read(self.folder, saved.step)
         if note:
             self.say(f"note: {note}")
@@ -216,6 +234,8 @@ class Saver:
             fingerprints=prepared.fingerprints,
             random=standing.random,
             stages=self.files.describe(self.residency.records, prepared.entries) if is_whole else (),
+            skipped=standing.skipped,
+            skipped_in_row=standing.skipped_in_row,
         )
 
     def _name(self, manifest: Manifest) -> None:
