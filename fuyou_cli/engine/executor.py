@@ -21,6 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from ..core.errors import NumericsError
+from ..core.patience import SILENT, Patience
 from ..planner.lookahead import Lookahead
 from ..planner.schedule import Visit, plan_schedule
 from ..spec.model import ModelSpec
@@ -85,12 +86,13 @@ class Executor:
         memory: HostMemory,
         device: Device,
         optimizer: Optimizer,
+        patience: Patience = SILENT,
     ) -> None:
         self.anatomy, self.model, self.plan = anatomy, model, plan
         self.device, self.memory, self.optimizer = device, memory, optimizer
         self.stages = [Stage(anatomy, spec) for spec in model.stages]
         self.schedule = plan_schedule(model, plan)
-        self.moves = DaemonMoves(model=model, plan=plan, daemon=daemon, tick=self._tick)
+        self.moves = DaemonMoves(model=model, plan=plan, daemon=daemon, tick=self._tick, patience=patience)
         self.residency = self.moves.residency
         at_once = [visit.index for visit in self.schedule.visits if visit.update == "after"]
         self._first_update = min(at_once, default=len(self.schedule.visits))  # the visit whose end begins it

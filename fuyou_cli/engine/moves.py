@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import NoReturn, Protocol
 
 from ..core.errors import NumericsError
+from ..core.patience import SILENT, Patience
 from ..planner.residency import UPDATE_PRIORITY, Record, Residency
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
@@ -47,8 +48,10 @@ class AtOnce:
 class DaemonMoves:
     """Keeps `residency` for one executor; `tick` moves everything that can move."""
 
-    def __init__(self, *, model: ModelSpec, plan: Plan, daemon: SwapDaemon, tick: Callable[[], None]) -> None:
-        self.model, self.plan, self.daemon, self._tick = model, plan, daemon, tick
+    def __init__(
+        self, *, model: ModelSpec, plan: Plan, daemon: SwapDaemon, tick: Callable[[], None], patience: Patience = SILENT
+    ) -> None:
+        self.model, self.plan, self.daemon, self._tick, self._patience = model, plan, daemon, tick, patience
         self.committing: Committing = AtOnce()
         self.residency = Residency(model=model, plan=plan, transfers=daemon, runner=self)
 
@@ -84,11 +87,12 @@ class DaemonMoves:
     def durable(self) -> int:
         return self.committing.durable()
 
-    def waited(self, done: Callable[[], bool]) -> float:
+    def waited(self, done: Callable[[], bool], cause: str) -> float:
         begin = time.perf_counter()
-        pause = _FIRST_POLL_SECONDS
+        pause, waiting = _FIRST_POLL_SECONDS, self._patience.waiting(cause)
         while not done():
             time.sleep(pause)
+            waiting.look()
             pause = min(2 * pause, _POLL_SECONDS)
             self._tick()
         return time.perf_counter() - begin

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 
+from ..core.patience import SILENT, Patience
 from .manifest import Manifest
 
 _SLICE = 0.2  # seconds: a wait comes back to Python this often, so that Ctrl-C works
@@ -21,8 +22,15 @@ class Commits:
     """`flush` returns when the store's data is on stable storage, `name` when a manifest is. `durable`: the generation that
     is committed already, -1 for none."""
 
-    def __init__(self, *, flush: Callable[[], None], name: Callable[[Manifest], None], durable: int = -1) -> None:
-        self._flush, self._name = flush, name
+    def __init__(
+        self,
+        *,
+        flush: Callable[[], None],
+        name: Callable[[Manifest], None],
+        durable: int = -1,
+        patience: Patience = SILENT,
+    ) -> None:
+        self._flush, self._name, self._patience = flush, name, patience
         self.last = self.newest = durable  # committed, and as far as anybody has looked; committed or being committed
         self._failure: BaseException | None = None
         self._under_way: deque[tuple[int, Future[None]]] = deque()
@@ -62,8 +70,10 @@ class Commits:
 
     def finish(self) -> None:
         """Returns when everything that was begun is committed."""
+        waiting = self._patience.waiting(f"the commit of step {self.newest}")
         while self._under_way:
             wait_for([done for _, done in self._under_way], timeout=_SLICE)
+            waiting.look()
             self.durable()
 
     @property

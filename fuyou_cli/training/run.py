@@ -11,6 +11,7 @@ from types import TracebackType
 import torch
 
 from ..core.errors import FuyouError, Interrupted, NumericsError, UsageError
+from ..core.patience import Patience
 from ..engine.devices import open_device
 from ..engine.executor import Executor, StepAbandoned, StepOutcome
 from ..engine.host_memory import HostMemory
@@ -96,7 +97,10 @@ class Run:
         self._stack.callback(self.device.close)  # its copies reach into the arena: closed before that is unmapped
         self._open_store()
         names = {stage.index: stage.name for stage in self.model.stages}
-        self.daemon = self._stack.enter_context(SwapDaemon(arena, self.store, _daemon_options(plan), label_names=names))
+        patience = Patience(self._announce, progress=self._moved, where=self._where)
+        self.daemon = self._stack.enter_context(
+            SwapDaemon(arena, self.store, _daemon_options(plan), label_names=names, patience=patience)
+        )
         self.host_memory = memory = HostMemory(arena)
         self.device.pin(memory.tensor(Span(offset=0, size=arena.size), torch.uint8))
         self.optimizer = _optimizer(prepared)
@@ -108,6 +112,7 @@ class Run:
             memory=memory,
             device=self.device,
             optimizer=self.optimizer,
+            patience=patience,
         )
         self._stack.callback(self.executor.close)
         self.executor.between_micro_batches = self._between_micro_batches
@@ -123,6 +128,7 @@ class Run:
             memory=memory,
             device=self.device,
             say=self._announce,
+            patience=patience,
         )
         self._stack.callback(self.saver.close)
         self.rates = learning_rate(prepared.recipe, prepared.total_steps)
@@ -195,6 +201,20 @@ class Run:
     def _written(self) -> int:
         """Bytes of the store, by this process and those before it."""
         return self.standing.written_before + self.daemon.counters().written_bytes
+
+    def _moved(self) -> tuple[int, ...]:
+        """Changes when anything moves."""
+        counters = self.daemon.counters()
+        return counters.read_bytes, counters.written_bytes, counters.update_params
+
+    def _where(self) -> str:
+        """What the run is doing, for people."""
+        if not self._training:
+            return "loading"
+        if not self._in_step:
+            return f"after step {self.step}"
+        visit = self.executor.schedule.visits[self.executor.lookahead.cursor]
+        return f"step {self.step + 1}, {visit.phase} of {self.model.stages[visit.stage].name}"
 
     def _limit_reached(self) -> str | None:
         """Which limit of the recipe the next step would pass."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import SwapError, UsageError
+from ..core.patience import SILENT, Patience
 from ..core.units import align_up
 from ..engine.devices.base import Device
 from ..engine.host_memory import PAGE, HostMemory
@@ -83,6 +84,7 @@ class Saver:
         memory: HostMemory,
         device: Device,
         say: Callable[[str], None],
+        patience: Patience = SILENT,
     ) -> None:
         self.prepared, self.standing, self.files, self.residency = prepared, standing, files, residency
         self.daemon, self.memory, self.device, self.say = daemon, memory, device, say
@@ -92,7 +94,7 @@ class Saver:
         self.began: Callable[[Manifest], None] = lambda manifest: None  # hears of every commit
         self._complete = -1  # the newest generation that every stage has come to
         durable = prepared.manifest.step if prepared.manifest else -1
-        self.commits = Commits(flush=store.sync, name=self._name, durable=durable)
+        self.commits = Commits(flush=store.sync, name=self._name, durable=durable, patience=patience)
 
     def close(self) -> None:
         self.commits.close()
