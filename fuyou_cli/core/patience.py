@@ -58,8 +58,8 @@ class Wait:
         where = self._patience.where()
         waited, still = duration(now - self._begin), duration(now - self._still_since)
         self._patience.say(
-            f"waiting for {self._what}{f' ({where})' if where else ''} for {waited} now;\n"
-            f"nothing has been read, written or updated in the last {still}"
+            f"waiting for {self._what}{f' ({where})' if where else ''};\n"
+            f"that takes {waited} by now, the last {still} of it with nothing read, written or updated"
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..core.units import duration, format_time, gb
+from ..recipe.fields import format_size
 from ..spec.plan import Plan
 from .manifest import TENSORS
 
@@ -53,7 +54,7 @@ class RunLimits:
         left = max(0, self._begin + self._steps * step - written)  # for the next forward, or for where the run stops
         if written + left + step + self._saved <= self._bytes:
             return None
-        return f"offload.ssd_write_limit={gb(self._bytes)}: {gb(written)} are written, and a step writes {gb(step)}"
+        return f"offload.ssd_write_limit={format_size(self._bytes)}: {gb(written)} are written, and a step writes {gb(step)}"
 
 
 def saved_where_it_stops(plan: Plan) -> int:

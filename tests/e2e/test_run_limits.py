@@ -42,7 +42,7 @@ def test_a_run_ends_before_the_step_that_its_time_does_not_hold(new_project: New
 def test_a_run_never_writes_more_than_its_limit(changes: dict[str, Any], new_project: NewProject) -> None:
     changes = {**changes, "train.max_steps": STEPS}
     project = new_project(changes={**changes, "offload.ssd_write_limit": 1})
-    with pytest.raises(Interrupted, match=f"stopped after step 0 of {STEPS}: offload.ssd_write_limit=1 B: "):
+    with pytest.raises(Interrupted, match=f"stopped after step 0 of {STEPS}: offload.ssd_write_limit=1: "):
         train(project)
     loaded, step = manifest_of(project).written_total, prepared_run(project).plan.predicted.written_per_step
     limit = loaded + int(3.5 * step)
