@@ -164,8 +164,10 @@ def test_a_second_signal_stops_at_once(every: int | None, code: int, new_project
         run.executor.between_micro_batches = between
         with pytest.raises(Interrupted, match="stopped at once in step 4") as ended:
             run.train(lambda report: None)
-    lost = "this step" if every else "4 steps: step 0 is the last one saved"
-    assert heard == [f"stopping at the next micro-batch, then saving the state;\ninterrupting once more gives up {lost}"]
+    asked, _, lost = heard[0].partition(";\ninterrupting once more gives up ")
+    assert asked == "stopping at the next micro-batch, then saving the state" and len(heard) == 1
+    known = ("this step", "2 steps: step 2 is the last one saved")  # the commit of step 3 may be under way
+    assert lost in (known if every else ("4 steps: step 0 is the last one saved",))
     saved = manifest_of(project).step
     assert saved == (3 if every else 0)
     assert ended.value.exit_code == code and f"the state after step {saved} is saved" in str(ended.value.hint)
@@ -176,7 +178,7 @@ def test_a_terminal_that_closes_asks_once(new_project: NewProject) -> None:
     project = new_project(changes={"train.max_steps": STEPS})
 
     def hang_up(run: Run) -> None:
-        if run.step == 2:
+        for _ in range(3 if run.step == 2 else 0):
             os.kill(os.getpid(), signal.SIGHUP)
 
     with pytest.raises(Interrupted, match=f"stopped after step 2 of {STEPS}"):
