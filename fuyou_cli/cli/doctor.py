@@ -11,11 +11,12 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from fuyou_cli import __version__
 from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.core.units import MiB, gb, gib
+from fuyou_cli.spec.hardware import Drive
 
 from . import drives, probe
 from .console import styled, write_json, write_result
@@ -23,7 +24,9 @@ from .console import styled, write_json, write_result
 Status = Literal["ok", "note", "problem"]
 _COLOUR = {"ok": "32", "note": "33", "problem": "1;31"}
 _OLDEST = {"torch": (2, 10), "transformers": (5, 0)}
+_WORN = 0.9  # of a drive's endurance
 _ROOM = 10 * 10**9  # bytes of disk below which even a small run is tight
+_LEAST_MEMORY = 768 * MiB  # interpreter, torch and the slots of a small model
 _IN_MEMORY = ("tmpfs", "ramfs")
 _REMOTE = ("nfs", "nfs4", "cifs", "9p", "drvfs", "fuse.sshfs", "virtiofs", "vboxsf")
 
@@ -117,30 +120,51 @@ def _gpu() -> Iterator[Check]:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        yield Check(name="gpu", status="ok", found=f"none ({error}); device cpu works without one")
+        yield _without_driver(str(error))
         return
     try:
         driver = _text(pynvml.nvmlSystemGetDriverVersion())
+        knows = _cuda_version(pynvml.nvmlSystemGetCudaDriverVersion())
         for index in range(pynvml.nvmlDeviceGetCount()):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
             name = _text(pynvml.nvmlDeviceGetName(handle))
-            yield _gpu_check(index, f"{name}, {gib(memory.free)} of {gib(memory.total)} free, driver {driver}")
+            found = f"{name}, {gib(memory.free)} of {gib(memory.total)} free, driver {driver} for CUDA {knows}"
+            yield _gpu_check(index, found, knows, sys.modules.get("torch"))
     except pynvml.NVMLError as error:
         yield Check(name="gpu", status="note", found=f"cannot be asked: {error}")
     finally:
         pynvml.nvmlShutdown()
 
 
-def _gpu_check(index: int, found: str) -> Check:
-    torch = sys.modules.get("torch")
-    usable = torch is not None and torch.cuda.is_available()
-    return Check(
-        name=f"gpu {index}",
-        status="ok" if usable else "note",
-        found=found,
-        advice="" if usable else "this torch cannot use it: install a CUDA build of torch to train on the GPU",
-    )
+def _without_driver(reason: str, root: Path = probe.ROOT) -> Check:
+    if drives.has_nvidia_card(root / "sys"):
+        advice = "install NVIDIA's driver (nvidia-smi then lists the card); device cpu works without one"
+        return Check(name="gpu", status="note", found=f"there is one, without a driver ({reason})", advice=advice)
+    return Check(name="gpu", status="ok", found=f"none ({reason}); device cpu works without one")
+
+
+def _gpu_check(index: int, found: str, knows: str, torch: Any) -> Check:
+    """`knows`: the newest CUDA that the driver runs; `torch`: the module, None where it does not import."""
+    if torch is not None and torch.cuda.is_available():
+        return Check(name=f"gpu {index}", status="ok", found=found)
+    built = getattr(torch.version, "cuda", None) if torch is not None else None
+    if built is None:
+        advice = "this torch cannot use it: install a CUDA build of torch to train on the GPU"
+    elif _numbers(built) > _numbers(knows):
+        advice = f"torch is built for CUDA {built}, which needs a newer driver; or install a torch for CUDA {knows}"
+    else:
+        advice = "torch does not find it: look at CUDA_VISIBLE_DEVICES, and whether nvidia-smi works here"
+    return Check(name=f"gpu {index}", status="note", found=found, advice=advice)
+
+
+def _cuda_version(number: int) -> str:
+    """Of NVML's 12040: "12.4"."""
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdecimal())
 
 
 def _text(value: str | bytes) -> str:
@@ -178,9 +202,16 @@ def _memory() -> Iterator[Check]:
     if not groups:
         yield Check(name="cgroup limit", status="ok", found="none")
     for group in groups:
-        found = f"{gib(group.limit)} (v{group.version}, {group.path}), {gib(group.in_use)} in use"
-        yield Check(name="cgroup limit", status="ok", found=f"{found}; max_memory.cpu: auto stays inside")
+        yield _group(group)
     yield _pinned()
+
+
+def _group(group: probe.CgroupMemory) -> Check:
+    found = f"{gib(group.limit)} (v{group.version}, {group.path}), {gib(group.in_use)} in use"
+    if group.limit < _LEAST_MEMORY:
+        advice = f"a run takes {gib(_LEAST_MEMORY)} or so at least: raise the group's limit, or start outside of it"
+        return Check(name="cgroup limit", status="note", found=found, advice=advice)
+    return Check(name="cgroup limit", status="ok", found=f"{found}; max_memory.cpu: auto stays inside")
 
 
 def _pinned(root: Path = probe.ROOT) -> Check:
@@ -194,11 +225,13 @@ def _pinned(root: Path = probe.ROOT) -> Check:
 
 def _memlock() -> Iterator[Check]:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
-        yield Check(name="memlock", status="ok", found="unlimited")
-        return
-    found = f"{gib(soft)}: I/O uses memory that is not registered" if soft < 64 * MiB else gib(soft)
-    yield Check(name="memlock", status="ok", found=found)
+    unlimited = soft == resource.RLIM_INFINITY
+    found = "unlimited" if unlimited else gib(soft)
+    advice = ""
+    if not unlimited and soft < 64 * MiB:
+        found += ": I/O uses memory that is not registered, which works"
+        advice = "`ulimit -l unlimited` (root, or LimitMEMLOCK=infinity) spares a little CPU"
+    yield Check(name="memlock", status="ok", found=found, advice=advice)
 
 
 def _drive(folder: Path) -> Iterator[Check]:
@@ -226,19 +259,40 @@ def _drive(folder: Path) -> Iterator[Check]:
         )
     else:
         yield Check(name="O_DIRECT", status="ok", found=f"works, aligned to {direct.alignment} bytes")
-    yield _drive_model(place)
+    yield from _drives(place)
 
 
-def _drive_model(place: Path) -> Check:
-    device = drives.block_device(place)
-    if device is None:
-        return Check(name="drive", status="ok", found="unknown: the file system hides it")
-    model = drives.drive_model(device) or "model unknown"
-    wear = drives.nvme_wear(device)
-    used = f", {wear.percent_used}% of its endurance used, {gb(wear.written)} written" if wear is not None else ""
-    worn = wear is not None and wear.percent_used >= 90
-    advice = "near the end of its rated life: training writes terabytes" if worn else ""
-    return Check(name="drive", status="note" if worn else "ok", found=f"{device.name}, {model}{used}", advice=advice)
+def _drives(place: Path, sysfs: Path = Path("/sys")) -> Iterator[Check]:
+    """Every drive under the folder, and how much of its life is left."""
+    devices = drives.block_devices(place, sysfs)
+    if not devices:
+        yield Check(name="drive", status="ok", found="unknown: the file system hides it")
+    for device in devices:
+        (drive,) = drives.described((device,), ask=True)
+        wear = drives.nvme_wear(device)
+        share = drive.used_bytes / drive.rated_bytes if drive.rated_bytes else 0.0
+        used = max(share, wear.percent_used / 100 if wear is not None else 0.0)
+        turns = bool(drive.model) and drives.is_hard_disk(device)  # virtual ones, which have no model, are mostly called so
+        yield Check(
+            name="drive",
+            status="note" if used >= _WORN or turns else "ok",
+            found=f"{device.name}, {drive.model or 'model unknown'}, {_endurance(drive, wear)}",
+            advice=_drive_advice(used, turns=turns),
+        )
+
+
+def _endurance(drive: Drive, wear: drives.Wear | None) -> str:
+    parts = [f"rated for {gb(drive.rated_bytes)} of writes" if drive.rated_bytes else "rated writes unknown"]
+    if wear is not None:
+        parts.append(f"{wear.percent_used}% of its endurance used")
+    parts.append(f"{gb(drive.used_bytes)} written" if drive.used_bytes else "it does not tell what it has written")
+    return ", ".join(parts)
+
+
+def _drive_advice(used: float, *, turns: bool) -> str:
+    if turns:
+        return "the kernel takes it for a hard disk, on which a step waits for minutes: use an NVMe drive"
+    return "near the end of its rated life: training writes terabytes, `fuyou plan` says how many" if used >= _WORN else ""
 
 
 def _wsl() -> Iterator[Check]:

@@ -12,6 +12,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,10 +89,30 @@ def io_uring_refusal() -> str | None:
     if code == errno.ENOSYS:
         return "this kernel has none, or the container's seccomp profile hides it"
     if code in (errno.EPERM, errno.EACCES):
-        return "forbidden: a container's seccomp profile, or the sysctl kernel.io_uring_disabled"
+        return io_uring_forbidden()
     if code == errno.ENOMEM:
         return "the locked-memory limit is too small for its queues"
     return os.strerror(code)
+
+
+def io_uring_forbidden(root: Path = Path("/")) -> str:
+    """Who says so, and what to do about it."""
+    try:
+        setting = (root / "proc/sys/kernel/io_uring_disabled").read_text().strip()
+    except OSError:
+        setting = "0"
+    if setting in ("1", "2"):
+        whom = "everybody" if setting == "2" else "all outside of the group kernel.io_uring_group"
+        return f"forbidden to {whom} by the sysctl kernel.io_uring_disabled={setting}; root may set it to 0"
+    return "forbidden by a container's seccomp profile; one that allows io_uring_* can be given when it is started"
+
+
+def is_hard_disk(device: Path) -> bool:
+    """Whether it turns. What the kernel does not say is taken for no."""
+    try:
+        return (device / "queue/rotational").read_text().strip() == "1"
+    except OSError:
+        return False
 
 
 def block_device(folder: Path, sysfs: Path = Path("/sys")) -> Path | None:
@@ -121,6 +142,11 @@ def drives_under(*folders: Path, sysfs: Path = Path("/sys"), ask: bool = False) 
     """The drives under some folders, each once, with what is known of their endurance. `ask`: smartctl too, which may take a
     second."""
     devices = dict.fromkeys(device for folder in folders for device in block_devices(folder, sysfs))
+    return described(devices, ask=ask)
+
+
+def described(devices: Iterable[Path], *, ask: bool) -> tuple[Drive, ...]:
+    """What is known of whole drives, given as their folders in /sys; `ask` as in `drives_under`."""
     return tuple(_drive(device, ask=ask) for device in devices)
 
 
@@ -134,6 +160,18 @@ def _drive(device: Path, *, ask: bool) -> Drive:
         rated_bytes=rated_bytes(model, capacity),
         used_bytes=wear.written if wear is not None else 0,
     )
+
+
+def has_nvidia_card(sysfs: Path = Path("/sys")) -> bool:
+    """Whether the PCI bus has a display or compute device of NVIDIA's, with a driver or without."""
+    for device in sysfs.glob("bus/pci/devices/*"):
+        try:
+            vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))
+        except OSError:
+            continue
+        if vendor == "0x10de" and kind.startswith("0x03"):
+            return True
+    return False
 
 
 def _sectors(device: Path) -> int:

@@ -248,6 +248,8 @@ def _steps(prepared: Prepared, run: Run, log: JsonlLog | None) -> None:
         def on_step(report: StepReport) -> None:
             if log is not None:
                 log.step(report)
+                if report.skipped:
+                    log.write("skipped", {"step": report.step, "reason": report.skipped})
             if display is not None and (report.step % logging.every_steps == 0 or report.step == prepared.total_steps):
                 display.step(report)
 

@@ -83,15 +83,18 @@ def facts_of(loaded: LoadedRecipe, prepared: Prepared, *, described: bool = Fals
     from fuyou_cli.planner.lasting import fast_region
     from fuyou_cli.swap.kernels import has_io_uring
 
+    from .endings import endings
     from .render.plan import RunFacts
 
+    region = fast_region(prepared.model, prepared.hardware, prepared.plan)
     return RunFacts(
         steps=prepared.total_steps or None,
         io_uring=described or has_io_uring(),
         folder=Path() if described else probe.existing(prepared.directories[0].parent),
         command=command_of(loaded) if not described else "",
         refusal=prepared.refusal,
-        region=fast_region(prepared.model, prepared.hardware, prepared.plan),
+        region=region,
+        endings=endings(prepared, region),
     )
 
 

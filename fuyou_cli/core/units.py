@@ -9,10 +9,13 @@ import re
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
 LARGEST_SIZE = 1 << 62  # bytes; anything above is a slip of the pen, and overflows the store's addresses
+LONGEST_TIME = 3650 * 86400  # seconds; a run that is to take ten years is a slip of the pen too
 LARGEST_RATE = 1e21  # per second: no machine is near it, and nothing that is reckoned from it overflows
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGTP]i?B|B)?\s*$")
 _RATE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGTP]i?)?(B/s|FLOPS|FLOP/s)\s*$")
+_TIME = re.compile(r"^\s*(?:(\d{1,9})d)?\s*(?:(\d{1,9})h)?\s*(?:(\d{1,9})m)?\s*(?:(\d{1,9})s)?\s*$")
+_SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _FACTOR = {None: 1, "B": 1}
 for _power, _letter in enumerate("KMGTP", start=1):
     _FACTOR[f"{_letter}B"] = 1000**_power
@@ -50,6 +53,23 @@ def parse_rate(text: str | int | float, unit: str) -> float:
     if found > LARGEST_RATE:
         raise ValueError(f"a rate is at most {LARGEST_RATE:.0e} {unit}")
     return found
+
+
+def parse_time(text: str) -> int:
+    """Seconds of "8h", "90m", "1h30m", "45s" or "2d". Raises ValueError naming the accepted forms."""
+    match = _TIME.match(text)
+    if match is None or not any(match.groups()):
+        raise ValueError(f"{text!r} is not a time: write 8h, 90m, 1h30m, 45s or 2d")
+    return sum(int(number) * _SECONDS[unit] for number, unit in zip(match.groups(), "dhms", strict=True) if number)
+
+
+def format_time(seconds: int) -> str:
+    """The text that `parse_time` reads back as exactly so many seconds: 5400 is "1h30m"."""
+    parts, left = [], seconds
+    for unit, size in _SECONDS.items():
+        number, left = divmod(left, size)
+        parts += [f"{number}{unit}"] if number else []
+    return "".join(parts) or "0s"
 
 
 def align_up(value: int, unit: int) -> int:

@@ -9,6 +9,7 @@ micro-batches cross to it and back while their neighbours compute (`crossings`).
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,8 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from ..core.errors import NumericsError
+from ..core.patience import SILENT, Patience
 from ..planner.lookahead import Lookahead
 from ..planner.schedule import Visit, plan_schedule
 from ..spec.model import ModelSpec
@@ -33,7 +36,7 @@ from .crossings import Arriving, Crossings, Gathering, Source
 from .devices.base import Device
 from .embedding import is_lookup, is_plain
 from .embedding_passes import backward_in_pieces, embedding_backward, forward_in_pieces
-from .gradients import GradientSum, squared_norm
+from .gradients import LOOK, GradientSum, squared_norm
 from .head import IGNORED, Head, shifted
 from .head_passes import run_head
 from .host_memory import HostMemory
@@ -63,6 +66,7 @@ class StepOutcome:
     loss: float
     grad_norm: float | None
     label_tokens: int
+    skipped: str = ""  # why nothing is updated
     intervals: list[Interval] = field(default_factory=list)
 
 
@@ -83,12 +87,13 @@ class Executor:
         memory: HostMemory,
         device: Device,
         optimizer: Optimizer,
+        patience: Patience = SILENT,
     ) -> None:
         self.anatomy, self.model, self.plan = anatomy, model, plan
         self.device, self.memory, self.optimizer = device, memory, optimizer
         self.stages = [Stage(anatomy, spec) for spec in model.stages]
         self.schedule = plan_schedule(model, plan)
-        self.moves = DaemonMoves(model=model, plan=plan, daemon=daemon, tick=self._tick)
+        self.moves = DaemonMoves(model=model, plan=plan, daemon=daemon, tick=self._tick, patience=patience)
         self.residency = self.moves.residency
         at_once = [visit.index for visit in self.schedule.visits if visit.update == "after"]
         self._first_update = min(at_once, default=len(self.schedule.visits))  # the visit whose end begins it
@@ -105,6 +110,9 @@ class Executor:
         self.head = Head(anatomy.model)
         self.between_micro_batches: Callable[[], None] = lambda: None
         self.after_visit: Callable[[Visit], None] = lambda visit: None
+        self.may_skip = False  # whether a step whose numbers are not finite goes on, to update nothing in the end
+        self.skipped = 0  # steps so far that did: AdamW counts the others
+        self.reached: set[str] = set()  # tensors that have had a gradient other than zero
         self.sums = GradientSums(
             model=model,
             plan=plan,
@@ -127,6 +135,7 @@ class Executor:
         }
         self._pieces = {cut[0]: cut} if cut else {}  # of the embedding, by the stage that its forward is called as
         self._squares: dict[int, float] = {}
+        self._updating = False  # an update of the step under way has begun
         self._step, self._scalars = 0, Scalars(optimizer=optimizer, lr=0.0, step=1)
         self._outcome = StepOutcome(loss=0.0, grad_norm=None, label_tokens=0)
         self._replace_forwards()
@@ -165,10 +174,11 @@ class Executor:
         input_ids, labels: (batch, tokens) int64 in host memory; labels hold -100 where nothing is learnt. Step counts
         from 1. `last` stops prefetching for a step that will not come.
         """
-        self._step, self._squares = step, {}
+        assert not self.may_skip or self.plan.clip_grad_norm is not None
+        self._step, self._squares, self._updating = step, {}, False
         self.lookahead.begin_step(last=last)
         self._shared.clear()
-        self._scalars = Scalars(optimizer=self.optimizer, lr=lr, step=step)
+        self._scalars = Scalars(optimizer=self.optimizer, lr=lr, step=step - self.skipped)
         self._outcome = StepOutcome(loss=0.0, grad_norm=None, label_tokens=0)
         self.device.seed(self._stream(_CHOREOGRAPHY, 0))
         positions = torch.arange(input_ids.shape[1]).unsqueeze(0)
@@ -214,6 +224,10 @@ class Executor:
 
     def _decide_updates(self) -> None:
         """All deferred gradients rest, and their squares are known: the clipping factor, then updates in the next forward."""
+        if self._outcome.skipped:
+            self.skipped += 1
+            self.residency.update_later(replace(self._scalars, skipped=True))
+            return
         scale, limit = 1.0, self.plan.clip_grad_norm
         if limit is not None:
             norm = sum(self._squares[stage] for stage in sorted(self._squares)) ** 0.5
@@ -223,21 +237,43 @@ class Executor:
 
     def _hand_over(self, stage: int, gradients: torch.Tensor) -> None:
         """The stage's gradients are complete and in host memory: they rest, or its update starts."""
+        squares = self._looked_at(stage, gradients)
         if not self.plan.stages[stage].deferred:
+            self._updating = True
             self.residency.update_now(stage, self._scalars)
             return
-        # Also where no norm is asked for: by the time of the update those that are not finite would be found in the first
-        # stages of forward, wherever they began.
-        self._squares[stage] = squared_norm(
-            self.model.stages[stage],
-            gradients,
-            dtype=self.plan.numerics.accumulate_dtype,
-            step=self._step,
-            changed=not self.may_abandon(),
-        )
+        self._squares[stage] = squares
         if self.plan.store_mode == "redo":
             self.residency.records[stage].gradients_sum = checksum(gradients.view(torch.uint8).numpy().data)
         self.residency.rest_gradients(stage)
+
+    def _looked_at(self, stage: int, gradients: torch.Tensor) -> float:
+        """The sum of squares. Also of gradients that no norm is asked for: those that are not finite would be found in the
+        weights otherwise, wherever they began."""
+        try:
+            return squared_norm(
+                self.model.stages[stage],
+                gradients,
+                dtype=self.plan.numerics.accumulate_dtype,
+                step=self._step,
+                changed=self._updating,
+                reached=self.reached,
+            )
+        except NumericsError as error:
+            self._refuse(error)
+            return 0.0
+
+    def check_loss(self, loss: float, stage: int) -> None:
+        """Called with the loss of the whole step, computed by `stage`, before any of its updates may begin."""
+        if not math.isfinite(loss):
+            name = self.model.stages[stage].name
+            self._refuse(NumericsError(f"step {self._step}: the loss ({name}) is {loss}", hint=LOOK, changed=False))
+
+    def _refuse(self, error: NumericsError) -> None:
+        """The step ends here; or at its end, with nothing updated, where it may be skipped."""
+        if not self.may_skip:
+            raise error
+        self._outcome.skipped = self._outcome.skipped or error.message
 
     # ---- visits --------------------------------------------------------------------------------------------------
 

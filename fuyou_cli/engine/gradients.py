@@ -18,6 +18,7 @@ from ..spec.model import Dtype, StageSpec
 from ..swap.kernels import sum_squares
 
 PIECE = 1 << 19  # elements added at once
+LOOK = "lower optimizer.lr or look at the data of this step"  # where a step's numbers are not finite
 
 
 @dataclass(slots=True)
@@ -88,9 +89,10 @@ def _add(target: torch.Tensor, gradient: torch.Tensor) -> None:
         part.add_(more)
 
 
-def squared_norm(stage: StageSpec, flat: torch.Tensor, *, dtype: Dtype, step: int, changed: bool) -> float:
+def squared_norm(stage: StageSpec, flat: torch.Tensor, *, dtype: Dtype, step: int, changed: bool, reached: set[str]) -> float:
     """Sum of squares of a stage's host-resident gradients, tensor by tensor in order (a fixed tree). Raises NumericsError
-    naming the tensor when a value is not finite; `changed`: whether an update of the step has begun."""
+    naming the tensor when a value is not finite; `changed`: whether an update of the step has begun. Names of tensors with
+    a gradient that is not zero are added to `reached`."""
     item = flat.element_size()
     memory = flat.view(torch.uint8).numpy().data
     total = 0.0
@@ -100,8 +102,10 @@ def squared_norm(stage: StageSpec, flat: torch.Tensor, *, dtype: Dtype, step: in
         if nonfinite:
             raise NumericsError(
                 f"step {step}: {nonfinite} gradients of {spec.name} ({stage.name}) are not finite",
-                hint="lower optimizer.lr or look at the data of this step",
+                hint=LOOK,
                 changed=changed,
             )
+        if squares:
+            reached.add(spec.name)
         total += squares
     return total

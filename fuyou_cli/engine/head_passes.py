@@ -58,10 +58,12 @@ def _whole(executor: Executor, hidden: torch.Tensor, targets: torch.Tensor, *, n
                 del piece, piece_loss
                 executor.between()
     leaving.settle()
+    loss = losses.sum()
+    executor.check_loss(loss, stage)
     if not executor.model.tied_head:
         executor.sums.close(stage, total)
     executor.leave(visit, begin)
-    return losses.sum(), gradient
+    return loss, gradient
 
 
 class _Losses:
@@ -94,11 +96,13 @@ def _in_pieces(
     tokens = TokenLoss.of(targets.to(executor.device.torch_device))
     for stage in heads:
         _fold_piece(executor, stage, hidden, tokens)
+    loss = tokens.mean(normaliser)
+    executor.check_loss(loss, heads[-1])
     # Summed in float32 whatever the dtypes: a rounding per piece would make the result depend on their number.
     gradient = whole_batch(tuple(hidden.shape), torch.float32).zero_()
     for stage in reversed(heads):
         _differentiate_piece(executor, stage, hidden, tokens, gradient, normaliser=normaliser)
-    return tokens.mean(normaliser), gradient.to(hidden.dtype)
+    return loss, gradient.to(hidden.dtype)
 
 
 def _fold_piece(executor: Executor, stage: int, hidden: torch.Tensor, tokens: TokenLoss) -> None:

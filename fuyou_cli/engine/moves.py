@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import NoReturn, Protocol
 
 from ..core.errors import NumericsError
+from ..core.patience import SILENT, Patience
 from ..planner.commits import FOREVER
 from ..planner.residency import UPDATE_PRIORITY, Record, Residency
 from ..spec.model import ModelSpec
@@ -52,8 +53,10 @@ class Unkept:
 class DaemonMoves:
     """Keeps `residency` for one executor; `tick` moves everything that can move."""
 
-    def __init__(self, *, model: ModelSpec, plan: Plan, daemon: SwapDaemon, tick: Callable[[], None]) -> None:
-        self.model, self.plan, self.daemon, self._tick = model, plan, daemon, tick
+    def __init__(
+        self, *, model: ModelSpec, plan: Plan, daemon: SwapDaemon, tick: Callable[[], None], patience: Patience = SILENT
+    ) -> None:
+        self.model, self.plan, self.daemon, self._tick, self._patience = model, plan, daemon, tick, patience
         self.committing: Committing = Unkept()
         self.residency = Residency(model=model, plan=plan, transfers=daemon, runner=self)
 
@@ -92,11 +95,12 @@ class DaemonMoves:
     def blocked(self) -> None:
         self.committing.blocked()
 
-    def waited(self, done: Callable[[], bool]) -> float:
+    def waited(self, done: Callable[[], bool], cause: str) -> float:
         begin = time.perf_counter()
-        pause = _FIRST_POLL_SECONDS
+        pause, waiting = _FIRST_POLL_SECONDS, self._patience.waiting(cause)
         while not done():
             time.sleep(pause)
+            waiting.look()
             pause = min(2 * pause, _POLL_SECONDS)
             self._tick()
         return time.perf_counter() - begin

@@ -60,6 +60,7 @@ class Scalars:
     lr: float
     step: int  # 1 for the first: bias corrections
     gradient_scale: float = 1.0  # the clipping factor
+    skipped: bool = False  # every value stays as it is, and is this step's
 
 
 def build_update(
@@ -114,7 +115,9 @@ def build_update(
         priority=priority,
         label=stage.index,
     )
-    return fields, segments_of(stage, weight_decay=optimizer.weight_decay)
+    # Parameters of no segment keep every value they have: a step that is skipped moves the same bytes as any other, so that
+    # what rests where, and what is committed when, is the same as well.
+    return fields, [] if scalars.skipped else segments_of(stage, weight_decay=optimizer.weight_decay)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,8 +3,8 @@
 Matrix products and attention go at the rate measured on a stage of this kind (`HardwareProfile.stage_rate`), which its
 gradients' sum is a part of; a backward that is given outputs lies between the rates without any and with all of them. Beside
 these compute moves bytes that no product hides. Boundaries and what norms make of them go to pages that are new to the process,
-which the kernel clears first; outputs that are kept, the embedding's gradients, and with clipping all gradients once more for
-the norm, to pages that are there.
+which the kernel clears first; outputs that are kept, the embedding's gradients, and all gradients once more as they are looked
+at (for the norm, and whether they are finite), to pages that are there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ class Costs:
     model: ModelSpec
     hardware: HardwareProfile
     numerics: Numerics
-    clipped: bool
     on_host: bool  # compute runs on the host's cores
     update_threads: int = 1
     _known: dict[Hashable, float] = field(
@@ -58,7 +57,6 @@ class Costs:
             model=model,
             hardware=hardware.lasting() if run.sustained else hardware,
             numerics=run.numerics,
-            clipped=run.clip_grad_norm is not None,
             on_host=run.device != "cuda",
             update_threads=update_threads,
         )
@@ -147,7 +145,7 @@ class Costs:
 
     def _gradients_moved(self, visit: Visit) -> float:
         """Bytes. Of the embedding and the norm: a gradient is made in the compute dtype by every micro-batch and added to the
-        one sum. A block's or a head's rate was measured with that (`engine.alone`). The norm of all reads each sum once."""
+        one sum. A block's or a head's rate was measured with that (`engine.alone`). Each sum is looked at once."""
         if not visit.sum_gradients:
             return 0.0
         stage = self.model.stages[visit.stage]
@@ -156,4 +154,4 @@ class Costs:
         # An embedding's are of rows: of few of the table's, so that all micro-batches count as one.
         times = {"embedding": 1, "norm": self.micro_batches}.get(stage.kind, 0)
         summed = params * times * (ITEM_SIZE[self.model.compute_dtype] + 2 * item)
-        return float(summed + params * item * self.clipped)
+        return float(summed + params * item)

@@ -58,8 +58,9 @@ class Runner(Protocol):
         """An update waits until a manifest names what other stages have come to."""
         ...
 
-    def waited(self, done: Callable[[], bool]) -> float:
-        """Returns when `done()`, moving everything that can move meanwhile; the seconds it took."""
+    def waited(self, done: Callable[[], bool], cause: str) -> float:
+        """Returns when `done()`, moving everything that can move meanwhile; the seconds it took. `cause`: what is waited
+        for, for people."""
         ...
 
 
@@ -116,7 +117,7 @@ class Residency:
         """Returns when `done()`; meanwhile everything keeps moving. The time is a stall of `cause`."""
         self.advance()
         if not done():
-            self.stalled(cause, self._runner.waited(done))
+            self.stalled(cause, self._runner.waited(done, cause))
 
     def stalled(self, cause: str, seconds: float) -> None:
         """Compute waited for something that the ledger does not keep."""

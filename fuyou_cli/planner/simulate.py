@@ -129,7 +129,7 @@ class _Imagined:
             self.watch.look(self.machine.now, self.computing)
         self.machine.advance()
 
-    def waited(self, done: Callable[[], bool]) -> float:
+    def waited(self, done: Callable[[], bool], cause: str) -> float:
         begin = self.machine.now
         while not done():
             self.pass_time()

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from fuyou_cli.core.units import LARGEST_SIZE, parse_size
+from fuyou_cli.core.units import LARGEST_SIZE, LONGEST_TIME, format_time, parse_size, parse_time
 
 Auto = Literal["auto"]
 
@@ -44,6 +44,18 @@ def _size(value: object) -> int:
     if not 0 < size <= LARGEST_SIZE:
         raise wrong("out_of_range", f"a size is between 1 byte and {format_size(LARGEST_SIZE)}")
     return size
+
+
+def _time(value: object) -> int:
+    try:
+        if not isinstance(value, str):
+            raise ValueError
+        seconds = parse_time(value)
+    except ValueError:
+        raise wrong("wrong_type", "expected a time such as 8h, 90m, 1h30m, 45s or 2d") from None
+    if not 0 < seconds <= LONGEST_TIME:
+        raise wrong("out_of_range", f"a time is between 1s and {format_time(LONGEST_TIME)}")
+    return seconds
 
 
 def format_size(size: int) -> str:
@@ -150,6 +162,7 @@ def _folders(value: object) -> tuple[str, ...]:
 
 
 Size = Annotated[int, PlainValidator(_size), PlainSerializer(format_size)]
+Time = Annotated[int, PlainValidator(_time), PlainSerializer(format_time)]
 Limit = Annotated[MemoryLimit, PlainValidator(_memory_limit), PlainSerializer(lambda limit: limit.text)]
 AutoPositive = Annotated[int | Auto, PlainValidator(_auto_or_whole(1))]
 AutoDepth = Annotated[int | Auto, PlainValidator(_auto_or_whole(1, _DEEPEST_QUEUE))]

@@ -170,6 +170,17 @@ def _commits(written: Written) -> Iterator[Finding]:
         )
 
 
+def _skipping(written: Written) -> Iterator[Finding]:
+    steps = written.whole("train.skip_nonfinite")
+    if steps and written.get("train.clip_grad_norm") is None:
+        yield _conflict(
+            "train.skip_nonfinite",
+            f"`train.skip_nonfinite: {show_value(steps)}` without `train.clip_grad_norm`: a step's first updates are under way "
+            "before its last gradients are known, so it cannot be skipped",
+            "set train.clip_grad_norm, or leave it 0",
+        )
+
+
 def _backends(written: Written) -> Iterator[Finding]:
     backends = written.get("logging.backends")
     if isinstance(backends, list) and len(set(map(str, backends))) != len(backends):
@@ -188,6 +199,7 @@ RULES: tuple[Callable[[Written], Iterator[Finding]], ...] = (
     _strategy,
     _deferral,
     _commits,
+    _skipping,
     _backends,
 )
 

@@ -25,6 +25,7 @@ from .fields import (
     MemoryLimit,
     Section,
     Size,
+    Time,
     without_null,
 )
 
@@ -117,13 +118,14 @@ class EarlyStopping(Section):
 class TrainSection(Section):
     epochs: Positive | None = None  # 1 unless it or max_steps is written
     max_steps: Positive | None = None
-    max_time: Text | None = None
+    max_time: Time | None = None  # seconds of one process
     batch_size: Positive = 64
     micro_batch_size: AutoPositive = "auto"
     head_chunk_tokens: AutoCount = "auto"  # 0: a whole micro-batch at once
     head_chunk_vocab: AutoCount = "auto"  # rows of embedding and head; 0: not cut along the vocabulary
     threads: AutoThreads = "auto"
     clip_grad_norm: PositiveFloat | None = 1.0
+    skip_nonfinite: Count = 0  # steps in a row
     compile: bool = False
     early_stopping: EarlyStopping | None = None
 

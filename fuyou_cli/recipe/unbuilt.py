@@ -88,7 +88,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
         instead="use float32",
     ),
     Unbuilt(path="train.compile", asks=_other_than(False), feature="compiled stages", instead="leave it false"),
-    Unbuilt(path="train.max_time", asks=_set, feature="stopping after a time", instead="use max_steps"),
     Unbuilt(path="train.early_stopping", asks=_set, feature="early stopping", instead="leave it null"),
     Unbuilt(
         path="precision.compute",
@@ -118,7 +117,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
         feature="activations kept on the GPU",
         instead="use auto, swap or recompute",
     ),
-    Unbuilt(path="offload.ssd_write_limit", asks=_set, feature="stopping at a write limit", instead="leave it null"),
     Unbuilt(path="export.push_to_hub", asks=_set, feature="uploading", instead="upload the exported folder yourself"),
     Unbuilt(path="export.private", asks=_other_than(True), feature="uploading", instead="leave it out"),
     Unbuilt(

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal
 
+from ..core.patience import SILENT, Patience
 from .arena import Arena
 from .failures import failure_error, refusal_error
 from .native import ffi, lib
@@ -58,8 +59,15 @@ class SwapDaemon:
     """
 
     def __init__(
-        self, arena: Arena, store: Store, options: DaemonOptions, *, label_names: Mapping[int, str] | None = None
+        self,
+        arena: Arena,
+        store: Store,
+        options: DaemonOptions,
+        *,
+        label_names: Mapping[int, str] | None = None,
+        patience: Patience = SILENT,
     ) -> None:
+        self._patience = patience
         self.label_names: dict[int, str] = dict(label_names or {})
         self.events_dropped = 0
         self._paths = store.paths
@@ -118,9 +126,9 @@ class SwapDaemon:
 
     def wait(self, ticket: int) -> Result:
         """The result of `ticket`, when it has one. Raises SwapError (OutOfSpaceError on a full disk) if it failed."""
-        native = ffi.new("fy_result *")
+        native, waiting = ffi.new("fy_result *"), self._patience.waiting("the store")
         while (code := lib.fy_wait(self._live(), ticket, _SLICE_NS, native)) == _NOT_YET:
-            pass
+            waiting.look()
         return self._result(ticket, code, native)
 
     def poll(self, ticket: int) -> Result | None:

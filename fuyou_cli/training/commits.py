@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 
+from ..core.patience import SILENT, Patience
 from .manifest import Manifest
 
 _SLICE = 0.2  # seconds: a wait comes back to Python this often, so that Ctrl-C works
@@ -21,8 +22,15 @@ class Commits:
     """`flush` returns when the store's data is on stable storage, `name` when a manifest is. `durable`: what is committed
     already."""
 
-    def __init__(self, *, flush: Callable[[], None], name: Callable[[Manifest], None], durable: Manifest | None = None) -> None:
-        self._flush, self._name = flush, name
+    def __init__(
+        self,
+        *,
+        flush: Callable[[], None],
+        name: Callable[[Manifest], None],
+        durable: Manifest | None = None,
+        patience: Patience = SILENT,
+    ) -> None:
+        self._flush, self._name, self._patience = flush, name, patience
         self.last = self.newest = durable  # committed, and as far as anybody has looked; committed or being committed
         self._failure: BaseException | None = None
         self._under_way: deque[tuple[Manifest, Future[None]]] = deque()
@@ -42,17 +50,30 @@ class Commits:
     def durable(self) -> Manifest | None:
         """The newest state that is committed. Never waits. Raises what kept one from it, again and again."""
         while self._under_way and self._under_way[0][1].done():
-            manifest, done = self._under_way.popleft()
+            manifest, done = self._under_way[0]
             self._failure = self._failure or done.exception()
             if self._failure is None:
                 self.last = manifest
+            self._under_way.popleft()
         self._raise_failure()
         return self.last
 
+    def seen(self) -> Manifest | None:
+        """The newest state that is committed, whatever became of those behind it. Changes nothing, so that a signal's handler
+        may ask amid any of the rest."""
+        last = self.last
+        for manifest, done in tuple(self._under_way):
+            if not done.done() or done.cancelled() or done.exception() is not None:
+                break
+            last = manifest
+        return last
+
     def finish(self) -> None:
         """Returns when everything that was begun is committed."""
+        waiting = self._patience.waiting(f"the commit of step {self.newest.step if self.newest is not None else 0}")
         while self._under_way:
             wait_for([done for _, done in self._under_way], timeout=_SLICE)
+            waiting.look()
             self.durable()
 
     @property

@@ -108,6 +108,8 @@ class Manifest:
     keep: int  # states that can be gone back to
     due: dict[str, float] | None  # of the update of stages with gradients: lr, gradient_scale
     stages: tuple[StoredStage, ...]
+    skipped: int = 0  # of these steps, that updated nothing (train.skip_nonfinite)
+    skipped_in_row: int = 0  # of these, the last ones
 
 
 def write(directory: Path, manifest: Manifest, *, keep: bool = False) -> None:

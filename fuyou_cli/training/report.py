@@ -35,6 +35,7 @@ class StepReport:
     update_cpu_seconds: float  # CPU time of the update threads
     io_cpu_seconds: float  # CPU time of the threads that move bytes
     stalls: dict[str, float]  # cause -> seconds compute waited
+    skipped: str = ""  # why the step updated nothing
     timeline: tuple[Busy, ...] = ()
     busy: dict[str, float] = field(default_factory=dict)  # resource -> seconds in which something of it was under way
 

@@ -11,6 +11,7 @@ from types import TracebackType
 import torch
 
 from ..core.errors import FuyouError, Interrupted, NumericsError, UsageError
+from ..core.patience import Patience
 from ..engine.devices import open_device
 from ..engine.executor import Executor, StepAbandoned, StepOutcome
 from ..engine.host_memory import HostMemory
@@ -22,12 +23,14 @@ from ..swap.daemon import Counters, DaemonOptions, SwapDaemon
 from ..swap.store import Store
 from .busy import busy_seconds
 from .data import collate
+from .first_steps import FirstSteps
 from .memory_watch import MemoryWatch
 from .parts import write_parts
 from .prepare import Prepared
 from .rates import learning_rate
 from .report import RunReport, StepReport
 from .reporting import Steps, run_report, settling_steps, timeline
+from .run_limits import RunLimits
 from .saved import check_same_store, check_unchanged
 from .saver import Saver, Standing
 from .stopping import StopRequests
@@ -63,6 +66,8 @@ class Run:
         self.stopping = StopRequests(announce, to_the_end=ends_process)
         self.stopping.may_abandon, self.stopping.at_stake = self._may_abandon, self._at_stake
         self._training = self._in_step = self._saving = False
+        self._limits = RunLimits(prepared.recipe, prepared.plan)
+        self._first_steps = FirstSteps(prepared.model, say=announce)
         self._steps = Steps(settling=settling_steps(prepared.plan, resumed=prepared.manifest is not None))
         self._began = time.monotonic()
         with ExitStack() as opening:
@@ -93,7 +98,10 @@ class Run:
         self._stack.callback(self.device.close)  # its copies reach into the arena: closed before that is unmapped
         self._open_store()
         names = {stage.index: stage.name for stage in self.model.stages}
-        self.daemon = self._stack.enter_context(SwapDaemon(arena, self.store, _daemon_options(plan), label_names=names))
+        patience = Patience(self._announce, progress=self._moved, where=self._where)
+        self.daemon = self._stack.enter_context(
+            SwapDaemon(arena, self.store, _daemon_options(plan), label_names=names, patience=patience)
+        )
         self.host_memory = memory = HostMemory(arena)
         self.device.pin(memory.tensor(Span(offset=0, size=arena.size), torch.uint8))
         self.optimizer = _optimizer(prepared)
@@ -105,6 +113,7 @@ class Run:
             memory=memory,
             device=self.device,
             optimizer=self.optimizer,
+            patience=patience,
         )
         self._stack.callback(self.executor.close)
         self.executor.between_micro_batches = self._between_micro_batches
@@ -121,6 +130,7 @@ class Run:
             device=self.device,
             optimizer=self.optimizer,
             say=self._announce,
+            patience=patience,
         )
         self._stack.callback(self.saver.close)
         self.rates = learning_rate(prepared.recipe, prepared.total_steps)
@@ -165,22 +175,56 @@ class Run:
     # ---- stepping ------------------------------------------------------------------------------------------------
 
     def train(self, on_step: Callable[[StepReport], None]) -> None:
-        """Steps until the last one. Raises Interrupted, state saved, after a request to stop with steps left to do; what
-        `on_step` raises ends the run in the same way."""
+        """Steps until the last one. Raises Interrupted, state saved, after a request to stop with steps left to do, or where
+        the next one would pass a limit of the recipe; what `on_step` raises ends the run in the same way."""
         self._training = True
         with self.stopping.during("training"), self._telling_what_is_saved():
             self.host_memory.take()
+            self._first_steps.begin(self.step, self.rates)
+            self.saver.began = self._first_steps.committed
             self.saver.begin_training()
+            self.executor.skipped = self.standing.skipped
+            self._limits.begin(self._written)
+            limit = None
             while self.step < self.prepared.total_steps:
-                report = None if self.stopping.requested else self._one_step()
+                limit = self._limit_reached()
+                report = None if self.stopping.requested or limit else self._one_step()
                 if report is None:
                     self.executor.abandon()
                     break
                 self._steps.add(report)
+                self._limits.took(report)
                 on_step(report)
             self.save()
-            if self.stopping.requested and self.step < self.prepared.total_steps:
-                raise Interrupted(f"stopped after step {self.step} of {self.prepared.total_steps}")
+            if self.step < self.prepared.total_steps:
+                why = f": {limit}" if limit else ""
+                raise Interrupted(f"stopped after step {self.step} of {self.prepared.total_steps}{why}")
+
+    @property
+    def _written(self) -> int:
+        """Bytes of the store, by this process and those before it."""
+        return self.standing.written_before + self.daemon.counters().written_bytes
+
+    def _moved(self) -> tuple[int, ...]:
+        """Changes when anything moves."""
+        counters = self.daemon.counters()
+        return counters.read_bytes, counters.written_bytes, counters.update_params
+
+    def _where(self) -> str:
+        """What the run is doing, for people."""
+        if not self._training:
+            return "loading"
+        if not self._in_step:
+            return f"after step {self.step}"
+        visit = self.executor.schedule.visits[self.executor.lookahead.cursor]
+        return f"step {self.step + 1}, {visit.phase} of {self.model.stages[visit.stage].name}"
+
+    def _limit_reached(self) -> str | None:
+        """Which limit of the recipe the next step would pass."""
+        limit = self._limits.reached(seconds=time.monotonic() - self._began, written=self._written)
+        if limit:
+            self._announce(f"{limit};\nstopping, and saving the state")
+        return limit
 
     def _one_step(self) -> StepReport | None:
         """None where it was given up on request."""
@@ -198,16 +242,25 @@ class Run:
         self.daemon.events(), self.device.copies()
         begin = time.monotonic()
         self._in_step = True
+        self.executor.may_skip = self.standing.skipped_in_row < prepared.recipe.train.skip_nonfinite
         try:
             outcome = self.executor.step(ids, labels, step=number, lr=lr, last=number == prepared.total_steps)
         except StepAbandoned:
             self._in_step = False
             return None
         seconds = time.monotonic() - begin
-        self.standing.step, self._in_step = number, False
+        self.standing.is_over(skipped=bool(outcome.skipped))
+        self._in_step = False
         self.losses.append(outcome.loss)
         self.saver.step_is_over()
+        self._first_steps.step(self.executor.reached, skipped=bool(outcome.skipped))
+        if outcome.skipped:
+            self._say_skipped(outcome.skipped)
         return self._measured(outcome, lr, batch.tokens, begin, seconds, before, stalls_before)
+
+    def _say_skipped(self, why: str) -> None:
+        row, most = self.standing.skipped_in_row, self.prepared.recipe.train.skip_nonfinite
+        self._announce(f"{why};\nit is skipped and changes nothing, {row} in a row of at most {most}")
 
     def _measured(
         self,
@@ -233,6 +286,7 @@ class Run:
             loss=outcome.loss,
             lr=lr,
             grad_norm=outcome.grad_norm,
+            skipped=outcome.skipped,
             tokens=outcome.label_tokens,
             batch_tokens=batch_tokens,
             seconds=seconds,
@@ -268,13 +322,12 @@ class Run:
         return not self._in_step or self.executor.may_abandon()
 
     def _at_stake(self) -> str:
-        """What ending at once would lose, for people."""
-        lost = self._steps_at_stake()
+        """What ending at once would lose, for people: steps that would be computed again, the one under way among them."""
+        lost = self._whole_steps_at_stake() + self._in_step
         return "this step" if lost <= 1 else f"{lost} steps: step {self.saver.saved_step or 0} is the last one saved"
 
-    def _steps_at_stake(self) -> int:
-        """Steps that would be computed again, the one under way among them."""
-        return self.step + self._in_step - (self.saver.saved_step or 0)
+    def _whole_steps_at_stake(self) -> int:
+        return self.step - (self.saver.saved_step or 0)
 
     @contextmanager
     def _telling_what_is_saved(self) -> Iterator[None]:
@@ -287,12 +340,20 @@ class Run:
                 raise
         except KeyboardInterrupt:
             self.stopping.end()
-            lost = self._steps_at_stake() > 1
-            raise Interrupted(f"stopped at once in step {self.step + 1}", hint=self._what_is_saved(), lost=lost) from None
+            self.saver.close()  # a commit under way ends, and counts
+            lost = self._whole_steps_at_stake() > 1
+            raise Interrupted(self._stopped_where(), hint=self._what_is_saved(), lost=lost) from None
         except Exception as error:
             self.stopping.end()
             self._tell(error)
             raise
+
+    def _stopped_where(self) -> str:
+        if not self._training:
+            return "stopped while loading"
+        if self._saving:
+            return f"stopped while the state after step {self.step} was saved"
+        return f"stopped at once in step {self.step + 1}"
 
     def _rescue(self, error: Exception) -> None:
         """Saves the last whole step when an error ends the training, unless states may have been harmed."""
@@ -309,19 +370,29 @@ class Run:
             self.save()
         except (FuyouError, OSError, RuntimeError, MemoryError) as failure:  # the first error is what has to be mended
             error.add_note(f"saving the state failed as well: {failure}")
+        except KeyboardInterrupt:
+            error.add_note("saving the state was interrupted")
 
     def _tell(self, error: Exception) -> None:
         """Adds to the error what is left of the run."""
         saved = self._what_is_saved()
         if isinstance(error, NumericsError):
-            # the same command computes the same numbers, and a saved run takes no other rate or data
-            error.hint = f"{error.hint}; either takes checkpoint.resume=never, which starts over"
-            if (step := self.saver.saved_step) is not None:
-                error.hint += f" (the state after step {step} is saved: fuyou export {self.paths[0].parent} OUT)"
+            error.hint = self._after_bad_numbers(error)
         elif isinstance(error, FuyouError):
             error.hint = f"{error.hint}; {saved}" if error.hint else saved
         else:
             error.add_note(saved)
+
+    def _after_bad_numbers(self, error: NumericsError) -> str:
+        """The same command computes the same numbers, and a saved run takes no other rate or data."""
+        step, row = self.saver.saved_step or 0, self.standing.skipped_in_row
+        hint = f"{error.hint}; either takes checkpoint.resume=never, which starts over"
+        if error.changed:
+            hint = f"updates of the step had begun, so the run is back at its last commit, after step {step}; {hint}"
+        elif self.plan.clip_grad_norm is not None:
+            skipping = f"the {row} steps before were skipped too" if row else "nothing was updated"
+            hint = f"{skipping}: train.skip_nonfinite={row + 1} goes on without such a step; or {hint}"
+        return f"{hint} (the state after step {step} is saved: fuyou export {self.paths[0].parent} OUT)"
 
     def _what_is_saved(self) -> str:
         folder, step = self.paths[0].parent, self.saver.saved_step
@@ -349,7 +420,7 @@ class Run:
             parameters=self.model.parameters,
             seconds=time.monotonic() - self._began,
             ram_peak=self.memory.peak,
-            written_total=self.standing.written_before + self.daemon.counters().written_bytes,
+            written_total=self._written,
             output_dir=self.prepared.recipe.output_dir,
         )
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import SwapError, UsageError
+from ..core.patience import SILENT, Patience
 from ..core.units import align_up
 from ..engine.devices.base import Device
 from ..engine.host_memory import PAGE, HostMemory
@@ -44,6 +45,8 @@ class Standing:
     step: int = 0
     losses: list[float] = field(default_factory=list)
     written_before: int = 0  # bytes that earlier processes wrote
+    skipped: int = 0  # steps that updated nothing: AdamW counts the others
+    skipped_in_row: int = 0  # of these, the last ones
     random: dict[str, Any] = field(default_factory=dict)  # states of generators after the last step
 
     @classmethod
@@ -51,7 +54,20 @@ class Standing:
         """Of a new run, or a saved one."""
         if saved is None:
             return cls(run=os.urandom(8).hex())
-        return cls(run=saved.run, step=saved.step, written_before=saved.written_total, random=saved.random)
+        standing = cls(run=saved.run)
+        standing.goes_on_from(saved)
+        return standing
+
+    def goes_on_from(self, saved: Manifest) -> None:
+        """All but the losses."""
+        self.step, self.written_before, self.random = saved.step, saved.written_total, saved.random
+        self.skipped, self.skipped_in_row = saved.skipped, saved.skipped_in_row
+
+    def is_over(self, *, skipped: bool) -> None:
+        """One step more. `skipped`: it updated nothing."""
+        self.step += 1
+        self.skipped += skipped
+        self.skipped_in_row = self.skipped_in_row + 1 if skipped else 0
 
 
 class Saver:
@@ -70,14 +86,16 @@ class Saver:
         device: Device,
         optimizer: Optimizer,
         say: Callable[[str], None],
+        patience: Patience = SILENT,
     ) -> None:
         self.prepared, self.standing, self.files, self.residency = prepared, standing, files, residency
         self.daemon, self.memory, self.device, self.optimizer, self.say = daemon, memory, device, optimizer, say
         self.paths = store.paths
         self.folder = store.paths[0].parent
         self.saved_bytes = 0  # that saving wrote, beside the steps
+        self.began: Callable[[Manifest], None] = lambda manifest: None  # hears of every commit
         self._complete = -1  # the newest generation that every stage has come to
-        self.commits = Commits(flush=store.sync, name=self._name, durable=prepared.manifest)
+        self.commits = Commits(flush=store.sync, name=self._name, durable=prepared.manifest, patience=patience)
 
     def close(self) -> None:
         self.commits.close()
@@ -85,9 +103,8 @@ class Saver:
     @property
     def saved_step(self) -> int | None:
         """The last one that is committed, whatever became of those behind it; None where there is none."""
-        with suppress(Exception):  # what failed is told by whoever waits for it
-            self.commits.durable()
-        return None if self.commits.last is None else self.commits.last.step
+        last = self.commits.seen()
+        return None if last is None else last.step
 
     # ---- beside the steps ----------------------------------------------------------------------------------------
 
@@ -127,7 +144,9 @@ class Saver:
         """Every stage rests at the generation of the last step."""
         assert self._complete == self.standing.step, (self._complete, self.standing.step)
         if self._is_news():
-            self.commits.begin(self._manifest("committed"))
+            manifest = self._manifest("committed")
+            self.commits.begin(manifest)
+            self.began(manifest)
 
     # ---- where a run begins and ends -----------------------------------------------------------------------------
 
@@ -159,7 +178,7 @@ class Saver:
             manifests.go_back(self.folder)
         self.files.restore(saved.stages, self.residency.records)
         standing = self.standing
-        standing.step, standing.written_before, standing.random = saved.step, saved.written_total, saved.random
+        standing.goes_on_from(saved)
         standing.losses, note = loss_files.read(self.folder, saved.step)
         if note:
             self.say(f"note: {note}")
@@ -167,7 +186,8 @@ class Saver:
         self.residency.commits.base = saved.step
         if saved.due is not None:  # a step that was durable by its gradients is gone on with
             pending = [index for index, stage in enumerate(saved.stages) if stage.gradients is not None]
-            scalars = Scalars(optimizer=self.optimizer, step=saved.step, **saved.due)
+            done, skipped = saved.step - saved.skipped, saved.skipped_in_row > 0
+            scalars = Scalars(optimizer=self.optimizer, step=max(1, done), skipped=skipped, **saved.due)
             self.residency.update_again(pending, scalars)
         random_states.restore(saved.random, self.device.torch_device)
 
@@ -248,6 +268,8 @@ class Saver:
             keep=plan.keep,
             due={"lr": due.lr, "gradient_scale": due.gradient_scale} if is_due else None,
             stages=stages,
+            skipped=standing.skipped,
+            skipped_in_row=standing.skipped_in_row,
         )
 
     def _name(self, manifest: Manifest) -> None:

@@ -13,9 +13,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequests:
-    """`requested` is set by the first signal while training; the run looks at it between micro-batches. While loading, where
-    nothing can be lost, a signal raises KeyboardInterrupt. Where a step can no longer be given up, and while saving, the
-    first one says what a second one would cost, and the second one raises.
+    """`requested` is set by the first signal while training or saving; the run looks at it between micro-batches. It says what
+    a second one would cost, and the second one raises KeyboardInterrupt, wherever the run is: what is committed stays. While
+    loading, where nothing can be lost, the first one does.
 
     Signals are caught from enter to exit; with `to_the_end`, an exit by an error leaves them ignored: the process is about
     to say how it ended, and to end.
@@ -27,7 +27,6 @@ class StopRequests:
         self.at_stake: Callable[[], str] = lambda: "this run"  # what giving up would lose
         self._announce, self._to_the_end = announce, to_the_end
         self._doing: Doing = "nothing"
-        self._warned_while: Doing = "nothing"
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequests:
@@ -46,7 +45,6 @@ class StopRequests:
     def during(self, doing: Doing) -> Iterator[None]:
         """Inside, signals mean what they mean while `doing`. May be nested."""
         doing_before, self._doing = self._doing, doing
-        self._warned_while = "nothing"
         try:
             yield
         finally:
@@ -62,15 +60,19 @@ class StopRequests:
             return
         if self._doing in ("nothing", "loading"):
             raise KeyboardInterrupt
-        self.requested = True
-        if self._doing == "training" and self.may_abandon():
-            self._say("stopping at the next micro-batch; the state is saved then")
-            return
-        if self._warned_while == self._doing:
+        if self.requested:
+            if number == signal.SIGHUP:  # nobody sends it twice on purpose: a terminal that closes may
+                return
             raise KeyboardInterrupt
-        self._warned_while = self._doing
-        what = "saving the state" if self._doing == "saving" else "finishing this step, whose updates have begun, then saving"
-        self._say(f"{what};\ninterrupting once more gives up {self.at_stake()}")
+        self.requested = True
+        self._say(f"{self._what_follows()};\ninterrupting once more gives up {self.at_stake()}")
+
+    def _what_follows(self) -> str:
+        if self._doing == "saving":
+            return "saving the state"
+        if self.may_abandon():
+            return "stopping at the next micro-batch, then saving the state"
+        return "finishing this step, whose updates have begun, then saving the state"
 
     def _say(self, text: str) -> None:
         with suppress(RuntimeError):  # this signal came inside the writing of another line, which Python cannot write in

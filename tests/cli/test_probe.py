@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -170,7 +172,10 @@ def test_doctor_as_lines_and_as_json(fuyou, tmp_path):
         "ram",
         "pinned memory",
         "memlock",
+        "store folder",
         "free space",
+        "O_DIRECT",
+        "drive",
     ):
         assert name in names
     problems = [check for check in result["checks"] if check["status"] == "problem"]
@@ -184,6 +189,104 @@ def test_doctor_names_a_folder_in_memory(fuyou):
     text = fuyou("doctor", "--dir", "/dev/shm").stdout
     assert "this is memory, not a drive" in text
     assert "\x1b" not in text
+
+
+def test_doctor_says_who_forbids_io_uring(tmp_path):
+    def said(setting):
+        return drives.io_uring_forbidden(tree(tmp_path / setting, {"proc/sys/kernel/io_uring_disabled": f"{setting}\n"}))
+
+    assert "kernel.io_uring_disabled=2; root may set it to 0" in said("2") and "everybody" in said("2")
+    assert "kernel.io_uring_group" in said("1")
+    assert "seccomp" in said("0") and "seccomp" in drives.io_uring_forbidden(tmp_path / "an older kernel")
+
+
+def test_doctor_on_a_group_that_is_too_small():
+    group = probe.CgroupMemory(version=2, path=Path("/sys/fs/cgroup/job"), limit=GIB // 2, in_use=0)
+    small = doctor._group(group)
+    assert (
+        small.status == "note"
+        and "512 MiB (v2, /sys/fs/cgroup/job)" in small.found
+        and "raise the group's limit" in small.advice
+    )
+    roomy = doctor._group(replace(group, limit=4 * GIB))
+    assert (roomy.status, roomy.advice) == ("ok", "")
+
+
+@pytest.mark.parametrize(("limit", "advised"), [(8 << 20, True), (256 << 20, False), (-1, False)])
+def test_doctor_on_locked_memory(limit, advised, monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda what: (limit, limit))
+    (check,) = doctor._memlock()
+    assert check.status == "ok" and bool(check.advice) == advised
+    assert ("LimitMEMLOCK=infinity" in check.advice) == advised
+
+
+class Torch:
+    """What doctor looks at of torch."""
+
+    def __init__(self, cuda, *, available=False):
+        self.version = SimpleNamespace(cuda=cuda)
+        self.cuda = SimpleNamespace(is_available=lambda: available)
+
+
+@pytest.mark.parametrize(
+    ("torch", "advice"),
+    [
+        (Torch("13.0", available=True), ""),
+        (Torch(None), "install a CUDA build of torch"),
+        (None, "install a CUDA build of torch"),
+        (Torch("13.0"), "torch is built for CUDA 13.0, which needs a newer driver; or install a torch for CUDA 12.4"),
+        (Torch("12.4"), "CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_doctor_on_a_gpu_that_torch_cannot_use(torch, advice):
+    check = doctor._gpu_check(0, "a card", doctor._cuda_version(12040), torch)
+    assert (check.name, check.status) == ("gpu 0", "note" if advice else "ok")
+    assert advice in check.advice and bool(check.advice) == bool(advice)
+
+
+def test_doctor_on_a_card_without_a_driver(tmp_path):
+    none = doctor._without_driver("no library", tmp_path)
+    assert (none.status, none.advice) == ("ok", "")
+    tree(tmp_path / "sys/bus/pci/devices", {
+        "0000:00:1f.0/vendor": "0x8086\n", "0000:00:1f.0/class": "0x030000\n", "0000:01:00.1/vendor": "0x10de\n",
+        "0000:01:00.1/class": "0x040300\n",
+    })  # fmt: skip
+    assert doctor._without_driver("no library", tmp_path).status == "ok"  # another maker's, and a sound device
+    tree(tmp_path / "sys/bus/pci/devices", {"0000:01:00.0/vendor": "0x10de\n", "0000:01:00.0/class": "0x030200\n"})
+    card = doctor._without_driver("no library", tmp_path)
+    assert card.status == "note" and "install NVIDIA's driver" in card.advice
+
+
+def _with_drive(folder, files):
+    """/sys with one drive under the file system of `folder`."""
+    device = tree(folder / "sys" / "devices" / "sda", files)
+    number = folder.stat().st_dev
+    link = folder / "sys" / "dev" / "block" / f"{os.major(number)}:{os.minor(number)}"
+    link.parent.mkdir(parents=True)
+    link.symlink_to(device)
+    return folder / "sys"
+
+
+def test_doctor_on_a_worn_drive_and_on_a_hard_disk(tmp_path, monkeypatch):
+    program = tree(tmp_path / "bin", {"smartctl": ""}) / "smartctl"
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    sysfs = _with_drive(tmp_path, {"device/model": "Samsung SSD 870 QVO 1TB\n", "size": "1953525168\n"})
+
+    def check(blocks):
+        row = {"id": 241, "raw": {"value": blocks}}
+        log = {"logical_block_size": 512, "ata_smart_attributes": {"table": [row]}}
+        program.write_text(f"#!/bin/sh\necho '{json.dumps(log)}'\n")
+        (found,) = doctor._drives(tmp_path, sysfs)
+        return found
+
+    fresh, worn = check(10**9), check(680 * 10**9)
+    assert (fresh.status, fresh.advice) == ("ok", "")
+    assert fresh.found == "sda, Samsung SSD 870 QVO 1TB, rated for 360 TB of writes, 512 GB written"
+    assert worn.status == "note" and "near the end of its rated life" in worn.advice
+    tree(sysfs / "devices" / "sda", {"queue/rotational": "1\n", "device/model": "Old disk\n"})
+    turns = check(0)
+    assert turns.status == "note" and "a hard disk" in turns.advice and "rated writes unknown" in turns.found
 
 
 def test_every_drive_of_a_raid(tmp_path):

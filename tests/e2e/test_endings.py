@@ -146,6 +146,45 @@ def test_a_step_whose_updates_have_begun_warns_before_it_is_given_up(presses: in
     assert train(project)[0] == train(new_project("whole", UNCLIPPED))[0]
 
 
+@pytest.mark.parametrize(("every", "code"), [(1, 130), (None, 1)])
+def test_a_second_signal_stops_at_once(every: int | None, code: int, new_project: NewProject) -> None:
+    """In the middle of a backward that could still be given up at the next micro-batch."""
+    changes = {"train.max_steps": STEPS, "checkpoint.commit_every_steps": every}
+    project, heard = new_project(changes=changes), list[str]()
+    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space, announce=heard.append) as run:
+        run.load(lambda count: None)
+        press, look = interrupt(4, "backward"), run.executor.between_micro_batches
+
+        def between() -> None:
+            press(run)
+            if run.stopping.requested:
+                os.kill(os.getpid(), signal.SIGTERM)
+            look()
+
+        run.executor.between_micro_batches = between
+        with pytest.raises(Interrupted, match="stopped at once in step 4") as ended:
+            run.train(lambda report: None)
+    asked, _, lost = heard[0].partition(";\ninterrupting once more gives up ")
+    assert asked == "stopping at the next micro-batch, then saving the state" and len(heard) == 1
+    known = ("this step", "2 steps: step 2 is the last one saved")  # the commit of step 3 may be under way
+    assert lost in (known if every else ("4 steps: step 0 is the last one saved",))
+    saved = manifest_of(project).step
+    assert saved == (3 if every else 0)
+    assert ended.value.exit_code == code and f"the state after step {saved} is saved" in str(ended.value.hint)
+    assert train(project)[0] == train(new_project("whole", changes))[0]
+
+
+def test_a_terminal_that_closes_asks_once(new_project: NewProject) -> None:
+    project = new_project(changes={"train.max_steps": STEPS})
+
+    def hang_up(run: Run) -> None:
+        for _ in range(3 if run.step == 2 else 0):
+            os.kill(os.getpid(), signal.SIGHUP)
+
+    with pytest.raises(Interrupted, match=f"stopped after step 2 of {STEPS}"):
+        train(project, hang_up)
+
+
 def test_numbers_that_fail_again_are_not_recommended(new_project: NewProject) -> None:
     project = new_project(changes={"optimizer.lr": 1e30, "lr_scheduler.warmup_steps": 0})
     with pytest.raises(NumericsError) as ended:

@@ -57,6 +57,17 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
     return lambda project: Command(capsys, monkeypatch, project.folder)
 
 
+def test_limits_of_a_recipe_end_a_planned_run(new_project: NewProject, command: Callable[[Project], Command]) -> None:
+    fuyou = command(new_project(changes=HERE))
+    whole = fuyou.json("--hardware", MACHINE)
+    assert whole["endings"] == []
+    loaded = sum(stage["weights_extents"][0]["size"] for stage in whole["plan"]["stages"])
+    limit = loaded + 2 * whole["plan"]["predicted"]["written_per_step"] + 1
+    limited = fuyou.json("--hardware", MACHINE, f"offload.ssd_write_limit={limit}", "train.max_time=1h")  # for all six steps
+    assert [(ending["limit"], ending["step"]) for ending in limited["endings"]] == [(f"offload.ssd_write_limit={limit}", 2)]
+    assert limited["plan"] == whole["plan"]
+
+
 def test_a_described_machine_stands_in_for_this_one(new_project: NewProject, command: Callable[[Project], Command]) -> None:
     project = new_project(changes=HERE)
     fuyou = command(project)

@@ -121,33 +121,54 @@ def test_interrupted_while_loading_starts_again(new_project: NewProject, whole: 
         Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run,
     ):
         run.load(press)
-    assert "nothing was trained yet" in str(stopped.value.hint)
+    assert stopped.value.message == "stopped while loading" and "nothing was trained yet" in str(stopped.value.hint)
     assert train(project)[0] == whole
 
 
-@pytest.mark.parametrize("presses", [1, 2])
-def test_interrupted_while_saving(presses: int, stopped: Project, whole: list[float]) -> None:
-    """Once is announced and waits; twice gives up what is being saved, not what was saved before."""
+def test_interrupted_while_a_saved_state_is_read_loses_nothing(stopped: Project, whole: list[float]) -> None:
+    with Run(prepared_run(stopped), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+        restore = run.files.restore
+
+        def press(*saved: Any) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            restore(*saved)
+
+        run.files.restore = press  # type: ignore[method-assign]
+        with pytest.raises(Interrupted, match="stopped while loading") as ended:
+            run.load(lambda count: None)
+    assert "the state after step 2 is saved" in str(ended.value.hint) and ended.value.exit_code == 130
+    assert train(stopped)[0] == whole
+
+
+@pytest.mark.parametrize(("asked_before", "presses"), [(False, 1), (False, 2), (True, 1)])
+def test_interrupted_while_saving(asked_before: bool, presses: int, stopped: Project, whole: list[float]) -> None:
+    """The first time is announced and waits; the second gives up what is being saved, not what was saved before."""
     heard: list[str] = []
     prepared = prepared_run(stopped)
     with Run(prepared, memory_now=probe.process_bytes, free_space=probe.free_space, announce=heard.append) as run:
         run.load(lambda count: None)
-        save_resident = run.files.save_resident
+        save, last = run.saver.save, 3 if asked_before else STEPS
 
-        def pressed(records: Any) -> int:
+        def pressed() -> None:
             for _ in range(presses):
                 os.kill(os.getpid(), signal.SIGINT)
-            return save_resident(records)
+            save()
 
-        run.files.save_resident = pressed  # type: ignore[method-assign]
-        run.executor.between_micro_batches = lambda: _stop_in(run, 3)
-        with pytest.raises(Interrupted) as ended:
+        run.saver.save = pressed  # type: ignore[method-assign]
+        if asked_before:
+            run.executor.between_micro_batches = lambda: _stop_in(run, last)
+        if presses == 2 or asked_before:
+            with pytest.raises(Interrupted) as ended:
+                run.train(lambda report: None)
+            step = last - 1 if asked_before else last
+            assert ended.value.message == f"stopped while the state after step {step} was saved"
+            # its commit had begun, and that is waited for
+            assert ended.value.exit_code == 130 and f"after step {step} is saved" in str(ended.value.hint)
+        else:
             run.train(lambda report: None)
-    assert heard[0].startswith("stopping at the next micro-batch") and heard[1].startswith("saving the state")
-    assert "interrupting once more gives up this step" in heard[1] and ended.value.exit_code == 130
+    assert heard[0].startswith("stopping at the next micro-batch" if asked_before else "saving the state;")
+    assert "interrupting once more gives up" in heard[0] and len(heard) == 1
     assert max(len(line) for said in heard for line in said.splitlines()) <= 80
-    assert ("stopped after step 2" if presses == 1 else "stopped at once in step 3") in ended.value.message
-    assert "after step 2 is saved" in str(ended.value.hint)
     assert train(stopped)[0] == whole
 
 

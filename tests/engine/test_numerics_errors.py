@@ -48,30 +48,83 @@ def test_gradients_with_clipping_change_nothing(subject: Subject, tmp_path: Path
 
 
 def test_gradients_without_clipping_stop_at_their_stage(subject: Subject, tmp_path: Path) -> None:
+    """The stages above are updated by then."""
     with Rig(subject, tmp_path, clip=None) as rig:
         hook = _poisoned_from(subject, 2, rig)
         try:
-            with pytest.raises(NumericsError, match=r"step 2: \d+ weights of layers\.0 are not finite"):
+            with pytest.raises(NumericsError, match=r"step 2: \d+ gradients of model\.layers\.0\.\S+ \(layers\.0\)") as ended:
                 rig.run(2)
         finally:
             hook.remove()
+        assert ended.value.changed
 
 
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_gradients_of_the_first_stage_change_nothing(device: Any, subject: Subject, tmp_path: Path) -> None:
+    """Without clipping: nothing is updated before the head's."""
+    with Rig(subject, tmp_path, clip=None, device=device) as rig:
+
+        def poison() -> None:
+            for total in rig.executor.sums._sums.values():
+                total.flat.fill_(float("nan"))
+
+        rig.executor.between_micro_batches = poison
+        with pytest.raises(NumericsError, match=r"step 1: \d+ gradients of lm_head\.weight \(head\)") as ended:
+            rig.run(1)
+        assert not ended.value.changed
+        rig.executor.abandon()
+        rig.executor.drain()
+        assert rig.generations == {0}
+        assert unequal(rig.weights(), subject.initial) == []
+
+
+@pytest.mark.parametrize("vocabulary", [0, 40])
 @pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
-def test_weights_that_are_not_finite(clip: float | None, device: Any, subject: Subject, tmp_path: Path) -> None:
-    """A NaN in a block reaches the loss, so the head's gradients are the first to be seen."""
+def test_a_loss_that_is_not_finite_changes_nothing(clip: float | None, device: Any, vocabulary: int, tmp_path: Path) -> None:
+    """A NaN in a block reaches the loss, which is looked at before anything is updated."""
+    subject = Subject(llama(), Shape(vocabulary=vocabulary))
     poisoned = {name: value.clone() for name, value in subject.initial.items()}
     poisoned["model.layers.1.mlp.down_proj.weight"][3, 5] = float("nan")
     with Rig(subject, tmp_path, clip=clip, device=device) as rig:
         rig.put_weights(poisoned)
-        with pytest.raises(NumericsError, match=r"step 1: \d+ (gradients of lm_head\.weight \(head\)|weights of head)"):
+        with pytest.raises(NumericsError, match=r"step 1: the loss \(head\S*\) is nan") as ended:
             rig.run(2)
-        if clip is not None:
-            rig.executor.abandon()
-            rig.executor.drain()
-            assert rig.generations == {0}
-            assert unequal(rig.weights(), poisoned) == []
+        assert not ended.value.changed
+        rig.executor.abandon()
+        rig.executor.drain()
+        assert rig.generations == {0}
+        assert unequal(rig.weights(), poisoned) == []
+
+
+BFLOAT16 = Shape(dtype="bfloat16")
+
+
+@pytest.mark.parametrize("home", ["ssd", "cpu"])
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_skipped_step_is_as_if_it_had_not_been(step: int, device: Any, home: Any, tmp_path: Path) -> None:
+    """Weights, masters, moments and AdamW's count of steps: the run goes on as one that never had that batch."""
+    subject = Subject(llama(), BFLOAT16)
+    batches = list(subject.batches(3))
+    with Rig(subject, tmp_path / "without", device=device, home=home) as rig:
+        for number in (1, 2, 3):
+            rig.executor.skipped = int(number > step)
+            if number != step:
+                rig.step(*batches[number - 1], number, last=number == 3)
+        rig.executor.drain()
+        expected = rig.masters()
+    with Rig(subject, tmp_path / "skipped", device=device, home=home) as rig:
+        hook = _poisoned_from(subject, step, rig)
+        rig.executor.may_skip = True
+        for number in (1, 2, 3):
+            outcome = rig.step(*batches[number - 1], number, last=number == 3)
+            assert (f"step {step}: " in outcome.skipped) == (number == step)
+            if number == step:
+                hook.remove()
+        rig.executor.drain()
+        assert rig.generations == {3} and rig.executor.skipped == 1
+        assert unequal(rig.masters(), expected) == []
 
 
 def test_infinite_weights_after_an_update(subject: Subject, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from fuyou_cli.recipe.unbuilt import UNBUILT
         ("checkpoint: {mode: redo, commit_every_steps: 2}\n", "checkpoint.commit_every_steps"),
         ("checkpoint: {mode: redo, commit_every_steps: null}\n", "checkpoint.commit_every_steps"),
         ("checkpoint: {mode: redo}\noffload: {gradients: cpu}\n", "offload.gradients"),
+        ("train: {clip_grad_norm: null, skip_nonfinite: 2}\n", "train.skip_nonfinite"),
         ("logging: {backends: [jsonl, jsonl]}\n", "logging.backends"),
     ],
 )
@@ -87,7 +88,6 @@ NOT_BUILT = {
     "optimizer.name": "optimizer.name=sgd",
     "optimizer.state_dtype": "optimizer.state_dtype=int8",
     "train.compile": "train.compile=true",
-    "train.max_time": "train.max_time=8h",
     "train.early_stopping": "train.early_stopping={patience: 2}",
     "precision.compute": "precision.compute=float16",
     "precision.master": "precision.master=bfloat16",
@@ -96,7 +96,6 @@ NOT_BUILT = {
     "offload.optimizer_states": "offload.optimizer_states=gpu",
     "offload.boundaries": "offload.boundaries=gpu",
     "offload.activations": "offload.activations=keep",
-    "offload.ssd_write_limit": "offload.ssd_write_limit=50TB",
     "export.push_to_hub": "export.push_to_hub=me/model",
     "export.private": "export.private=false",
     "logging.backends": "logging.backends=[console,wandb]",

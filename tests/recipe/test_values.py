@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fuyou_cli.core.units import parse_size
+from fuyou_cli.core.units import format_time, parse_size, parse_time
 from fuyou_cli.recipe.fields import format_size
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.recipe.shipped import shipped_recipes, summary
@@ -50,6 +50,24 @@ def test_sizes_are_shown_as_what_reads_back(size):
     assert parse_size(format_size(size)) == size
 
 
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("8h", 28800), ("90m", 5400), ("1h30m", 5400), ("45s", 45), ("2d", 172800), (" 1d2h3m4s ", 93784)]
+)
+def test_times_are_read_and_shown_as_what_reads_back(load, text, seconds):
+    assert load("", f"train.max_time='{text}'").train.max_time == seconds == parse_time(format_time(seconds))
+
+
+@pytest.mark.parametrize("text", ["", "h", "1.5h", "8 hours", "30m1h", "-1h", "9" * 5000 + "h", "999999d"])
+def test_times_that_are_none(refused, text):
+    assert "train.max_time" in refused("", f"train.max_time='{text}'")
+
+
+def test_limits_of_a_run_are_off_unless_written(load):
+    recipe = load()
+    assert (recipe.train.max_time, recipe.offload.ssd_write_limit, recipe.train.skip_nonfinite) == (None, None, 0)
+    assert load("offload: {ssd_write_limit: 50TB}\n").offload.ssd_write_limit == 50 * 10**12
+
+
 def test_one_folder_or_several(load):
     assert load("offload: {dir: /a}\n").offload.dir == ("/a",)
     assert load("offload: {dir: [/a, /b]}\n").offload_directories({}) == (Path("/a"), Path("/b"))
@@ -80,9 +98,9 @@ def test_a_loaded_recipe_does_not_change(load):
 
 def test_the_whole_configuration_loads_again(load, write):
     recipe = load(
-        "train: {max_steps: 4, clip_grad_norm: null, micro_batch_size: 8}\n"
+        "train: {max_steps: 4, clip_grad_norm: null, micro_batch_size: 8, max_time: 1h30m}\n"
         "lr_scheduler: {name: constant, warmup_steps: 1}\n"
-        "offload: {max_memory: {cpu: 90%}, dir: [/a, /b], io: {block_size: 1MiB}}\n"
+        "offload: {max_memory: {cpu: 90%}, dir: [/a, /b], io: {block_size: 1MiB}, ssd_write_limit: 1TB}\n"
     )
     shown = yaml.safe_dump(recipe.model_dump(mode="json"))
     assert load_recipe(write(shown)).recipe == recipe

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from fuyou_cli.cli.endings import Ending, steps_within
 from fuyou_cli.cli.render.plan import RunFacts, show_plan
 from fuyou_cli.cli.render.plan_json import plan_json
 from fuyou_cli.cli.room import Room, plan_problems
 from fuyou_cli.cli.wear import wear_of
 from fuyou_cli.core.units import GiB, MiB, gb
+from fuyou_cli.planner.lasting import FastRegion
 from fuyou_cli.spec.hardware import Drive, HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import MemoryLine, Plan
@@ -49,6 +51,33 @@ def test_figures_fit_the_width(
     assert "92.7 tokens/s" in text and "0.612 TFLOPS (6N" in text
     assert ("rest until the norm is known" in text) == (width == 120)  # the policy column needs room
     assert text.splitlines()[-1].startswith("fits") and "fuyou finetune recipe.yaml" in text
+
+
+def test_limits_that_stop_the_run_are_said_with_their_step(
+    printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room
+) -> None:
+    console, printed = printer(80)
+    time = Ending(limit="train.max_time=1h", step=40, again="the same command goes on, for as long again")
+    facts = RunFacts(
+        steps=1000, endings=(time, Ending(limit="offload.ssd_write_limit=1TB", step=64, again="a higher one goes on"))
+    )
+    show_plan(console, plan, model, hardware, room, verbose=False, facts=facts)
+    text = " ".join(printed().split())
+    assert "train.max_time=1h stops the run after step 40 of 1,000; the same command goes on" in text
+    assert "offload.ssd_write_limit=1TB stops the run after step 64 of 1,000; a higher one goes on" in text
+    data = plan_json(plan, model, hardware, room, facts=facts)
+    assert data["endings"] == [
+        {"limit": "train.max_time=1h", "step": 40, "again": "the same command goes on, for as long again"},
+        {"limit": "offload.ssd_write_limit=1TB", "step": 64, "again": "a higher one goes on"},
+    ]
+
+
+def test_steps_within_a_time(plan: Plan) -> None:
+    assert steps_within(3600, plan, None) == 40  # at 88.4 s
+    slows = FastRegion(size=1, steps=10.0, first=60.0, later=120.0)
+    assert steps_within(3600, plan, slows) == 40  # planned within the fast region
+    sustained = replace(plan, sustained=True)
+    assert [steps_within(seconds, sustained, slows) for seconds in (59, 60, 600, 3600)] == [0, 1, 10, 35]
 
 
 def test_when_updates_run_is_said(

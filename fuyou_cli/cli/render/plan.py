@@ -11,6 +11,7 @@ from rich.text import Text
 
 from fuyou_cli.cli.break_even import BreakEven
 from fuyou_cli.cli.compare import Comparison
+from fuyou_cli.cli.endings import Ending
 from fuyou_cli.cli.origins import RatedBy, origins_of
 from fuyou_cli.cli.others import are_busy
 from fuyou_cli.cli.planning import Outcome
@@ -59,6 +60,7 @@ class RunFacts:
     changes: tuple[Outcome, ...] | None = None  # that help; None where none are needed
     tried: int = 0  # plans made to find them
     region: FastRegion | None = None  # of the drives; None where they are not known to slow down
+    endings: tuple[Ending, ...] = ()  # before the last step, by limits of the recipe
     step: Timeline | None = None  # with its memory; None where nobody asked for that
 
 
@@ -81,6 +83,7 @@ def show_plan(
     _placement(console, plan, room, shapes)
     show_phase_peaks(console, plan, model, shapes)
     show_step(console, plan, model, hardware, shapes, steps=facts.steps, even=facts.even, region=facts.region)
+    _endings(console, facts)
     _traffic(console, plan, hardware, room, shapes, steps=facts.steps)
     if verbose:
         if facts.step is not None:
@@ -91,6 +94,14 @@ def show_plan(
     _verdict(console, plan, hardware, room, facts)
     if facts.changes is not None:
         show_changes(console, facts.changes, shapes, tried=facts.tried)
+
+
+def _endings(console: Console, facts: RunFacts) -> None:
+    """Where limits of the recipe stop the run early."""
+    of = f" of {facts.steps:,}" if facts.steps else ""
+    rows = [("limit", f"{end.limit} stops the run after step {end.step:,}{of}; {end.again}") for end in facts.endings]
+    if rows:
+        pairs(console, rows)
 
 
 def _understood(plan: Plan, model: ModelSpec, shapes: Symbols) -> list[tuple[str, str]]:

@@ -49,6 +49,7 @@ def plan_json(plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Roo
         "room": _room(room),
         "steps": steps,
         "run_seconds": run_seconds(plan, steps, facts.region) if steps else None,
+        "endings": [asdict(ending) for ending in facts.endings],
         "fast_region": None if facts.region is None else _region(facts.region, plan),
         **_speed(plan),
         "cpu_peak": plan.predicted.cpu_peak,

@@ -133,6 +133,8 @@ class RunDisplay:
     def _facts(self, report: StepReport) -> list[str]:
         seconds = max(report.seconds, MIN_STEP_SECONDS)
         facts = [f"loss {report.loss:.4f}", f"lr {report.lr:.2e}"]
+        if report.skipped:
+            facts.append("skipped")
         if report.grad_norm is not None:
             facts.append(f"gnorm {report.grad_norm:.3g}")
         facts.append(f"{report.batch_tokens / seconds:,.4g} tok/s")

@@ -1,0 +1,169 @@
+"""Numbers that are not finite, and parameters that do not move: what a run says, skips and keeps."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fuyou_cli.cli import probe
+from fuyou_cli.cli.finetune import run_finetune
+from fuyou_cli.core.errors import Interrupted, NumericsError
+from fuyou_cli.engine import executor as executors
+from fuyou_cli.recipe.load import load_recipe
+from fuyou_cli.training import manifest as manifests
+from fuyou_cli.training.jsonl import read_log
+from fuyou_cli.training.report import StepReport
+from fuyou_cli.training.run import Run
+
+from .conftest import Project
+from .running import STEPS, exported, manifest_of, prepared_run, store_of, train
+from .test_stopping import RAM
+
+pytestmark = pytest.mark.timeout(90)
+NewProject = Callable[..., Project]
+SKIP = {"train.max_steps": STEPS, "train.skip_nonfinite": 2}
+UNCLIPPED = {"train.max_steps": STEPS, "train.clip_grad_norm": None, "offload.defer_updates": 0}
+
+
+def _poisoned(
+    project: Project,
+    steps: set[int],
+    *,
+    heard: list[str] | None = None,
+    on_step: Callable[[StepReport], None] = lambda report: None,
+) -> list[float]:
+    """The losses of a run whose gradients are NaN in `steps`."""
+    announce = [].append if heard is None else heard.append
+    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space, announce=announce) as run:
+        run.load(lambda count: None)
+        look = run.executor.between_micro_batches
+
+        def poison() -> None:
+            look()
+            if run.step + 1 in steps:
+                for total in run.executor.sums._sums.values():
+                    total.flat.fill_(float("nan"))
+
+        run.executor.between_micro_batches = poison
+        run.train(on_step)
+        return run.losses
+
+
+def _stop_after(step: int) -> Callable[[StepReport], None]:
+    return lambda report: os.kill(os.getpid(), signal.SIGINT) if report.step == step else None
+
+
+PLACES: dict[str, dict[str, Any]] = {
+    "ssd": {},
+    "RAM, every second step": {**RAM, "checkpoint.commit_every_steps": 2},
+    "emulated device": {"offload.device": "emulated"},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_skipped_steps_survive_a_stop(place: str, new_project: NewProject) -> None:
+    """AdamW counts the steps that updated, on both sides of it."""
+    changes, heard = {**SKIP, **PLACES[place]}, list[str]()
+    whole, broken = new_project("whole", changes), new_project("broken", changes)
+    expected = _poisoned(whole, {1, 4}, heard=heard)
+    assert len(expected) == STEPS and len(heard) == 2
+    assert all(said.endswith("it is skipped and changes nothing, 1 in a row of at most 2") for said in heard)
+    assert "step 1: " in heard[0] and "gradients of" in heard[0]
+    with pytest.raises(Interrupted, match="stopped after step 4"):
+        _poisoned(broken, {1, 4}, on_step=_stop_after(4))
+    saved = manifest_of(broken)
+    assert (saved.step, saved.skipped, saved.skipped_in_row) == (4, 2, 1)
+    assert train(broken)[0] == expected
+    ours, theirs = (exported(store_of(project), project.folder / "export") for project in (broken, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_skipped_step_keeps_every_bit(new_project: NewProject) -> None:
+    project = new_project(changes=SKIP)
+    with pytest.raises(Interrupted):
+        _poisoned(project, {3}, on_step=_stop_after(3))
+    after, before = manifest_of(project), manifests.read(store_of(project), manifests.BEFORE)
+    assert before is not None and (before.step, after.step) == (2, 3)
+    assert [_sums(stage) for stage in after.stages] == [_sums(stage) for stage in before.stages]
+
+
+def _sums(stage: manifests.StoredStage) -> list[tuple[str, int]]:
+    return [(name, extent.sum) for name, extent in stage.extents()]
+
+
+def test_more_in_a_row_than_may_be_skipped_end_the_run(new_project: NewProject) -> None:
+    project, heard = new_project(changes=SKIP), list[str]()
+    with pytest.raises(NumericsError, match=r"step 5: \d+ gradients of") as ended:
+        _poisoned(project, {3, 4, 5}, heard=heard)
+    assert [said.rpartition("nothing, ")[2] for said in heard] == ["1 in a row of at most 2", "2 in a row of at most 2"]
+    assert "train.skip_nonfinite=3 goes on without such a step" in str(ended.value.hint)
+    assert manifest_of(project).step == 4
+    with pytest.raises(NumericsError, match="step 5"):  # the row goes on where the run does
+        _poisoned(project, {5})
+    project.write_recipe({**SKIP, "train.skip_nonfinite": 3})
+    assert len(_poisoned(project, {5})) == STEPS
+
+
+def test_without_clipping_the_run_is_back_at_its_last_commit(new_project: NewProject) -> None:
+    project = new_project(changes=UNCLIPPED)
+    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+        run.load(lambda count: None)
+        hand_over = run.executor.sums._hand_over
+
+        def poison(stage: int, gradients: torch.Tensor) -> None:
+            if run.step == 3 and stage == 1:
+                gradients.fill_(float("nan"))
+            hand_over(stage, gradients)
+
+        run.executor.sums._hand_over = poison
+        with pytest.raises(NumericsError, match=r"step 4: \d+ gradients of transformer\.h\.0") as ended:
+            run.train(lambda report: None)
+    assert ended.value.changed and manifest_of(project).step == 3
+    assert "updates of the step had begun, so the run is back at its last commit, after step 3" in str(ended.value.hint)
+    assert train(project)[0] == train(new_project("whole", UNCLIPPED))[0]
+
+
+def test_a_skipped_step_is_in_the_log(new_project: NewProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    project = new_project(changes={**SKIP, "export.at_end": False})
+    monkeypatch.setattr("fuyou_cli.cli.allocator.settle_allocator", lambda: None)  # of this process
+    monkeypatch.setattr("fuyou_cli.cli.allocator.settle_for_training", lambda: None)
+    norm = executors.squared_norm
+
+    def refused(stage: Any, flat: torch.Tensor, **options: Any) -> float:
+        if options["step"] == 2:
+            flat[0] = float("inf")
+        return norm(stage, flat, **options)
+
+    monkeypatch.setattr(executors, "squared_norm", refused)
+    run_finetune(load_recipe(project.recipe))
+    events = read_log(project.out / "log.jsonl")
+    (skipped,) = [event for event in events if event["event"] == "skipped"]
+    assert skipped["step"] == 2 and "not finite" in str(skipped["reason"])
+    assert [event["grad_norm"] is None for event in events if event["event"] == "step"] == [n == 2 for n in range(1, STEPS + 1)]
+
+
+def test_a_parameter_that_no_gradient_reaches_is_named_once(new_project: NewProject) -> None:
+    project, heard = new_project(changes=UNCLIPPED), list[str]()
+    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space, announce=heard.append) as run:
+        run.load(lambda count: None)
+        hand_over, bias = run.executor.sums._hand_over, run.model.stages[1].tensors[1]
+
+        def forget(stage: int, gradients: torch.Tensor) -> None:
+            if stage == 1:
+                gradients[bias.offset : bias.offset + bias.numel] = 0
+            hand_over(stage, gradients)
+
+        run.executor.sums._hand_over = forget
+        run.train(lambda report: None)
+    assert heard == [f"note: no gradient has reached {bias.name} in 3 steps: nothing is learnt there"]
+
+
+def test_a_rate_that_changes_no_bit_is_noticed(new_project: NewProject) -> None:
+    heard: list[str] = []
+    _poisoned(new_project(changes={**UNCLIPPED, "optimizer.lr": 1e-60}), set(), heard=heard)
+    assert len(heard) == 1 and "has changed from step 1 to step 3: is optimizer.lr too small?" in heard[0]

@@ -1,0 +1,37 @@
+"""A run whose drive does not answer says what it waits for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from fuyou_cli.cli import probe
+from fuyou_cli.training.run import Run
+
+from .conftest import Project
+from .running import prepared_run
+
+
+@pytest.mark.timeout(60)
+def test_a_flush_that_does_not_come_back_is_named(new_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a step, and where the run ends."""
+    monkeypatch.setattr("fuyou_cli.core.patience.FIRST", 0.05)
+    changes = {"train.max_steps": 4, "train.clip_grad_norm": None, "offload.defer_updates": 0}
+    project, heard = new_project(changes=changes), list[str]()
+    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space, announce=heard.append) as run:
+        run.load(lambda count: None)
+        flush, flushed = run.store.sync, list[int]()
+
+        def late() -> None:
+            flushed.append(run.step)
+            if len(flushed) in (3, 5):  # of steps 0 to 4
+                time.sleep(0.5)
+            flush()
+
+        run.saver.commits._flush = late
+        run.train(lambda report: None)
+    in_step = next(said for said in heard if said.startswith("waiting for commit of the step before (step 3, "))
+    at_the_end = next(said for said in heard if said.startswith("waiting for the commit of step 4 (after step 4);"))
+    assert all("with nothing read, written or updated" in said for said in (in_step, at_the_end))

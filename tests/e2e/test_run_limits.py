@@ -1,0 +1,59 @@
+"""A run stops before the step that would pass a limit of its recipe, saved as by Ctrl-C, and says which limit it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fuyou_cli.cli import probe
+from fuyou_cli.core.errors import Interrupted
+from fuyou_cli.training.run import Run
+
+from .conftest import Project
+from .running import STEPS, manifest_of, prepared_run, train
+from .test_stopping import RAM
+
+pytestmark = pytest.mark.timeout(60)
+NewProject = Callable[..., Project]
+UNCLIPPED = {"train.clip_grad_norm": None}
+
+
+def test_a_run_ends_before_the_step_that_its_time_does_not_hold(new_project: NewProject) -> None:
+    project, heard = new_project(changes={"train.max_steps": STEPS, "train.max_time": "1h30m"}), list[str]()
+    with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space, announce=heard.append) as run:
+        run.load(lambda count: None)
+
+        def nearly_over(report: Any) -> None:
+            if report.step == 3:
+                run._began -= 5400 - 1e-3  # a step of the smallest model takes longer than a millisecond
+
+        with pytest.raises(Interrupted, match=f"stopped after step 3 of {STEPS}: train.max_time=1h30m: ") as ended:
+            run.train(nearly_over)
+    assert ended.value.exit_code == 130 and "the same command goes on from there" in str(ended.value.hint)
+    assert heard[-1].startswith("train.max_time=1h30m: ") and "the last step took" in heard[-1]
+    assert max(len(line) for said in heard for line in said.splitlines()) <= 80
+    assert manifest_of(project).step == 3
+    assert train(project)[0] == train(new_project("whole", {"train.max_steps": STEPS}))[0]  # of one process: it begins anew
+
+
+@pytest.mark.parametrize("changes", [{}, UNCLIPPED, {**RAM, **UNCLIPPED}], ids=["clipped", "unclipped", "in RAM"])
+def test_a_run_never_writes_more_than_its_limit(changes: dict[str, Any], new_project: NewProject) -> None:
+    changes = {**changes, "train.max_steps": STEPS}
+    project = new_project(changes={**changes, "offload.ssd_write_limit": 1})
+    with pytest.raises(Interrupted, match=f"stopped after step 0 of {STEPS}: offload.ssd_write_limit=1: "):
+        train(project)
+    loaded, step = manifest_of(project).written_total, prepared_run(project).plan.predicted.written_per_step
+    limit = loaded + int(3.5 * step)
+    project.write_recipe({**changes, "offload.ssd_write_limit": limit})
+    with pytest.raises(Interrupted, match=rf"stopped after step [23] of {STEPS}: offload.ssd_write_limit=") as ended:
+        train(project)
+    assert ended.value.exit_code == 130
+    saved = manifest_of(project)
+    assert limit - 2 * step < saved.written_total <= limit
+    with pytest.raises(Interrupted, match=rf"stopped after step {saved.step} of {STEPS}: offload.ssd_write_limit="):
+        train(project)  # the whole run's, not a process's
+    assert manifest_of(project) == saved
+    project.write_recipe(changes)
+    assert train(project)[0] == train(new_project("whole", changes))[0]
