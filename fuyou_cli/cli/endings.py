@@ -41,7 +41,7 @@ def _found(prepared: Prepared, region: FastRegion | None) -> Iterator[Ending]:
         again = "the same command goes on, for as long again"
         yield Ending(limit=f"train.max_time={format_time(seconds)}", step=done + within, again=again)
     if most is not None and (step := plan.predicted.written_per_step):
-        loaded = sum(stage.weights_extents[0].size for stage in plan.stages)
+        loaded = sum(stage.weights_at.size for stage in plan.stages)
         left = most - (saved.written_total if saved is not None else loaded) - saved_where_it_stops(plan)
         limit = f"offload.ssd_write_limit={format_size(most)}"
         yield Ending(limit=limit, step=done + max(0, left // step), again="a higher one goes on")
