@@ -23,8 +23,8 @@ from ..core.json_files import find_object
 TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int16": torch.int16}
 
 LARGE = 1 << 30  # bytes
-MOST_LAYERS = 10_000
-MOST_EXPERTS = 100_000
+MOST_LAYERS = 2_000
+MOST_EXPERTS = 8_192
 LARGEST_SIZE = 1 << 26
 _LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "moe_num_experts")

@@ -62,8 +62,13 @@ def _paths(manifest: Manifest) -> Iterator[str]:
     if len(set(manifest.files)) != len(manifest.files):
         yield "a file is named twice"
     for path in (*manifest.files, *manifest.parts, *manifest.companions, manifest.model_dir):
-        if "\0" in path or not PurePath(path).is_absolute():
-            yield f"{shown(path)} is not an absolute path"
+        if not is_plain(path):
+            yield f"{shown(path)} is not a plain absolute path"
+
+
+def is_plain(path: str) -> bool:
+    """Whether a path is one that a store names: absolute, and the way it goes is the way it is written."""
+    return "\0" not in path and PurePath(path).is_absolute() and ".." not in PurePath(path).parts
 
 
 def _of_stage(stage: StoredStage, manifest: Manifest) -> Iterator[str]:

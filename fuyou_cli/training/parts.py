@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from ..core.disk import failed_writing, sync_directory, sync_names_above
 from ..core.errors import UsageError
@@ -14,6 +14,7 @@ from ..core.json_files import find_object
 from ..core.paths import is_file
 from ..spec.strict import made
 from . import manifest as manifests
+from .believable import is_plain
 from .manifest import Manifest
 
 PART_FILE = "part.json"
@@ -83,5 +84,4 @@ def read_part(directory: Path) -> Part | None:
         part: Part = made(Part, content)
     except UsageError:
         return None
-    is_whole = part.index < part.count and "\0" not in part.first and PurePath(part.first).is_absolute()
-    return part if is_whole else None
+    return part if part.index < part.count and is_plain(part.first) else None

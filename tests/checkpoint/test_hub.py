@@ -263,3 +263,10 @@ def test_directories_are_taken_as_they_are(tmp_path: Path) -> None:
     for name in ("./absent", "/absent/model", "a/b/c", "../x", "o/", "", "~no-such-user/model"):
         with pytest.raises(UsageError):
             resolve(name)
+
+
+@pytest.mark.parametrize("kind", [[], {}, None, 7, "new"])
+def test_code_of_its_own_is_refused_whatever_the_model_is_called(tmp_path: Path, kind: object) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"auto_map": {"AutoModel": "run.Model"}, "model_type": kind}))
+    with pytest.raises(UsageError, match="needs code from its own repository"):
+        hub.refuse_remote_code(tmp_path)

@@ -12,6 +12,7 @@ import pytest
 
 from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.training.data import Rows, prepare
+from fuyou_cli.training.data.first_look import look
 from fuyou_cli.training.data.told import Told, reason
 
 from .conftest import CHATML_UNMARKED, Entry, Section
@@ -155,3 +156,10 @@ def test_a_long_document_counts_once(tokenise: Tokenise, tmp_path: Path) -> None
     rows = tokenise(file, packing="concat")
     assert (rows.summary.special, rows.summary.samples) == (1, 1)
     assert rows.summary.notes[0].startswith("1 sample contains special tokens as text, e.g. book.txt '<|pad|>'")
+
+
+def test_a_first_cell_of_any_length(tmp_path: Path) -> None:
+    """The glance before anything is fetched leaves it to the worker, which takes such cells."""
+    file = tmp_path / "long.csv"
+    file.write_text(f'"{"x" * 200_000}",completion\na,b\n')
+    assert look(Section(train=[Entry(path=str(file))]))[0].files == (file,)
