@@ -137,6 +137,7 @@ class StageFiles:
             _check_place(plan, stage)
             record.generation, record.turn, record.sums = stage.generation, stage.turn, _sums(stage)
             record.zero_moments, record.zero_remainder = stage.zero_moments, stage.zero_remainder
+            record.gradients_sum = None if stage.gradients is None else stage.gradients.sum
             for _, ram, extent in _resting_in_ram(plan, record):
                 self.daemon.wait(self.daemon.read(ram.offset, extent.offset, extent.size, label=record.stage))
 
