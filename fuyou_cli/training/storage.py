@@ -199,7 +199,13 @@ def _stored(stage: StageSpec, plan: StagePlan, record: Record, entries: Mapping[
         **found,
         tensors=tuple(
             StoredTensor(
-                name=t.name, stored_as=entries[t.name].name, shape=t.model_shape, offset=t.offset, first=t.first, count=t.numel
+                name=t.name,
+                stored_as=entries[t.name].name,
+                shape=t.model_shape,
+                offset=t.offset,
+                first=t.first,
+                count=t.numel,
+                decay=t.decay,
             )
             for t in stage.tensors
         ),
