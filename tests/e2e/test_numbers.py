@@ -15,6 +15,7 @@ from fuyou_cli.cli.finetune import run_finetune
 from fuyou_cli.core.errors import Interrupted, NumericsError
 from fuyou_cli.engine import executor as executors
 from fuyou_cli.recipe.load import load_recipe
+from fuyou_cli.spec.model import StageSpec
 from fuyou_cli.training import manifest as manifests
 from fuyou_cli.training.jsonl import read_log
 from fuyou_cli.training.report import StepReport
@@ -52,6 +53,10 @@ def _poisoned(
         run.executor.between_micro_batches = poison
         run.train(on_step)
         return run.losses
+
+
+def _first_block(run: Run) -> StageSpec:
+    return next(stage for stage in run.model.stages if stage.kind == "block")
 
 
 def _stop_after(step: int) -> Callable[[StepReport], None]:
@@ -114,10 +119,10 @@ def test_without_clipping_the_run_is_back_at_its_last_commit(new_project: NewPro
     project = new_project(changes=UNCLIPPED)
     with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
         run.load(lambda count: None)
-        hand_over = run.executor.sums._hand_over
+        hand_over, block = run.executor.sums._hand_over, _first_block(run)
 
         def poison(stage: int, gradients: torch.Tensor) -> None:
-            if run.step == 3 and stage == 1:
+            if run.step == 3 and stage == block.index:
                 gradients.fill_(float("nan"))
             hand_over(stage, gradients)
 
@@ -152,10 +157,11 @@ def test_a_parameter_that_no_gradient_reaches_is_named_once(new_project: NewProj
     project, heard = new_project(changes=UNCLIPPED), list[str]()
     with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space, announce=heard.append) as run:
         run.load(lambda count: None)
-        hand_over, bias = run.executor.sums._hand_over, run.model.stages[1].tensors[1]
+        hand_over, block = run.executor.sums._hand_over, _first_block(run)
+        bias = block.tensors[1]
 
         def forget(stage: int, gradients: torch.Tensor) -> None:
-            if stage == 1:
+            if stage == block.index:
                 gradients[bias.offset : bias.offset + bias.numel] = 0
             hand_over(stage, gradients)
 
