@@ -396,7 +396,7 @@ class Run:
     def _what_is_saved(self) -> str:
         folder, step = self.paths[0].parent, self.saver.saved_step
         if not step:
-            return "nothing was trained yet: the same command starts again"
+            return f"{'no step is saved' if self.step else 'nothing was trained yet'}: the same command starts again"
         without = ", without checkpoint.resume=never," if self.prepared.recipe.checkpoint.resume == "never" else ""
         return f"the state after step {step} is saved in {folder}: the same command{without} goes on from there"
 
