@@ -37,7 +37,7 @@ def made(kind: type[Any], data: object, where: str = "") -> Any:
     """One `kind`. Raises UsageError naming the key: unknown, missing, of another type, negative or not finite."""
     if not isinstance(data, Mapping):
         raise _wrong(where or "the whole", "keys and values are", data)
-    hints = _hints(kind)
+    hints = _hints(kind)  # type: ignore[arg-type]  # a class, which mypy takes for one of its instances
     for name in hints:
         if name not in data:
             raise UsageError(f"{_join(where, name)}: missing")
