@@ -1,0 +1,99 @@
+"""A few points of each proof that nothing is lost; all of them: prove_power, prove_faults, prove_flips and prove_steady."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from proof import faults, flips, power, steady
+from proof.crashes import Lost, Place, placed
+from proof.faults import ONCE, Scenario
+from proof.steady import Sample
+
+from fuyou_cli.core.units import MiB
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    folder = tmp_path_factory.mktemp("proofs")
+    with placed(folder, under=folder / "faults") as found:
+        yield found
+
+
+# ---- power cuts ------------------------------------------------------------------------------------------------------
+
+
+def test_after_power_cuts_runs_go_on(place: Place) -> None:
+    recording = power.recorded(place, "power", {}, steps=4)
+    cuts = power.cut_power(place, recording, points=6, seed=3)
+    assert cuts.points == 6 and cuts.within >= 3 and cuts.missing + cuts.torn > 0
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def resumed(place: Place) -> Scenario:
+    return faults.scenario(place, "resume")
+
+
+@pytest.mark.parametrize("kind", faults.KINDS)
+def test_a_fault_is_survived_or_named(kind: str, place: Place, resumed: Scenario) -> None:
+    swept = faults.sweep(place, resumed, kind, ONCE, every=30, seed=4, most=1)
+    assert swept.problems == [] and swept.points == 1
+
+
+def test_a_run_without_the_call_is_none_of_the_points(place: Place, resumed: Scenario) -> None:
+    assert not faults.struck(place, resumed, "eio", ONCE, 10**6, faults.Swept())
+
+
+# ---- flipped bits ----------------------------------------------------------------------------------------------------
+
+
+def test_flipped_bits_are_found_and_gone_back_behind(place: Place) -> None:
+    run = flips.stopped(place)
+    found = flips.flip_bits(place, run, flips=10, seed=1, resumed_every=3)
+    assert (found.flips, found.went_back, found.refused) == (10, 3, 1)
+    assert flips.flip_manifests(run, flips=60, seed=1) == 60
+
+
+# ---- long runs -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_looked_at_as_it_goes(place: Place) -> None:
+    found = steady.samples(place, "steady", steps=16, every=3)
+    assert len(found) >= 3 and [sample.files for sample in found] == [found[0].files] * len(found)
+    assert all(sample.rss > 50 * MiB and sample.descriptors > 3 for sample in found)
+
+
+def _samples(**last: object) -> list[Sample]:
+    usual = {"rss": 200 * MiB, "descriptors": 20, "files": ("manifest.json", "store.bin"), "size": 9 * MiB}
+    return [Sample(step=step, **{**usual, **(last if step > 600 else {})}) for step in range(100, 900, 100)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("last", "problem"),
+    [
+        ({}, ""),
+        ({"rss": 203 * MiB, "descriptors": 22, "size": 9 * MiB + 5600}, ""),
+        ({"rss": 206 * MiB}, "memory: "),
+        ({"descriptors": 30}, "open files: 20 to 30"),
+        ({"files": ("manifest.json", "more", "store.bin")}, "files: ['more']"),
+        ({"size": 10 * MiB}, "size of the store: "),
+    ],
+)
+def test_what_grows_is_named(last: dict[str, object], problem: str) -> None:
+    problems = steady.growing(_samples(**last))
+    assert (not problems and not problem) or (len(problems) == 1 and problems[0].startswith(problem))
+
+
+def test_a_run_that_ended_badly_is_none(place: Place) -> None:
+    with pytest.raises(Lost, match="exit code 2"):
+        steady.samples(place, "refused", steps=0, every=1)
