@@ -206,7 +206,11 @@ def _main_with(fault: str, **changes: str) -> subprocess.CompletedProcess[str]:
         ("errors.PlanError('too big')", 3, "error: too big\n"),
         ("errors.OutOfSpaceError('full')", 4, "error: full\n"),
         ("errors.Interrupted('saved')", 130, "error: saved\n"),
-        ("OSError(errno.EIO, 'Input/output error', '/dev/x')", 1, "error: Input/output error: /dev/x\n"),
+        (
+            "OSError(errno.EIO, 'Input/output error', '/dev/x')",
+            1,
+            "error: Input/output error: /dev/x\n  help: the disk reported an error: see `dmesg` and the drive's health\n",
+        ),
         ("KeyboardInterrupt", 130, "interrupted\n"),
     ],
 )

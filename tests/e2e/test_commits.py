@@ -31,9 +31,7 @@ NewProject = Callable[..., Project]
 UNCLIPPED = {"train.clip_grad_norm": None}
 PLACES: dict[str, dict[str, Any]] = {
     "clipped": {},
-    "unclipped": UNCLIPPED,
     "half deferred": {**UNCLIPPED, "offload.defer_updates": 0.5},
-    "in RAM": {**RAM, **UNCLIPPED},
     "every third step": {"checkpoint.commit_every_steps": 3},
     "every second step, in RAM": {**RAM, **UNCLIPPED, "checkpoint.commit_every_steps": 2},
     "at the ends alone": {**UNCLIPPED, "checkpoint.commit_every_steps": None},
@@ -45,7 +43,6 @@ PLACES: dict[str, dict[str, Any]] = {
         "offload.optimizer_states": "cpu",
         "offload.weights": "cpu",
     },
-    "redo, emulated device": {"checkpoint.mode": "redo", "offload.device": "emulated"},
     "snapshots": {"checkpoint.mode": "snapshot", "checkpoint.snapshot_every_steps": 2},
 }
 

@@ -229,10 +229,12 @@ def test_starting_over_gives_the_old_state_up_first(stopped: Project, new_projec
 
 @pytest.mark.timeout(60)
 def test_a_damaged_manifest_is_refused(stopped: Project) -> None:
-    manifest = store_of(stopped) / manifests.NAME
+    """Where the one before it is damaged as well; else that one is gone on from."""
+    manifest, before = (store_of(stopped) / name for name in (manifests.NAME, manifests.BEFORE))
     whole = manifest.read_text()
     for damaged in (whole[: len(whole) // 2], "[]", whole.replace('"stages"', '"steps"'), "{}"):
         manifest.write_text(damaged)
+        before.write_text(damaged)
         with pytest.raises(FuyouError) as refused:
             train(stopped)
         assert str(manifest) in refused.value.message

@@ -216,6 +216,7 @@ def test_ours_is_what_the_command_plans(tmp_path: Path) -> None:
     recipe.write_text(
         f"output_dir: {tmp_path}/out\nmodel: {{name_or_path: {tmp_path}}}\ntrain: {{max_steps: 9, batch_size: 8}}\n"
         f"dataset: {{train: [{{path: {tmp_path}/none.jsonl}}], max_seq_len: 1024}}\n"
+        "checkpoint: {commit_every_steps: null}\n"  # nobody there commits anything
     )
     text = "rtx4090,2xgen4,64GiB"
     command = [sys.executable, "-m", "fuyou_cli", "plan", str(recipe), "--hardware", text, "--dry-run", "--json"]
