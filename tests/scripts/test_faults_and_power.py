@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,9 +74,9 @@ def test_a_run_is_looked_at_as_it_goes(place: Place) -> None:
     assert all(sample.rss > 50 * MiB and sample.descriptors > 3 for sample in found)
 
 
-def _samples(**last: object) -> list[Sample]:
-    usual = {"rss": 200 * MiB, "descriptors": 20, "files": ("manifest.json", "store.bin"), "size": 9 * MiB}
-    return [Sample(step=step, **{**usual, **(last if step > 600 else {})}) for step in range(100, 900, 100)]  # type: ignore[arg-type]
+def _samples(**last: Any) -> list[Sample]:
+    usual: dict[str, Any] = {"rss": 200 * MiB, "descriptors": 20, "files": ("manifest.json", "store.bin"), "size": 9 * MiB}
+    return [Sample(step=step, **{**usual, **(last if step > 600 else {})}) for step in range(100, 900, 100)]
 
 
 @pytest.mark.parametrize(
