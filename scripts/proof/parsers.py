@@ -69,9 +69,9 @@ def manifest() -> Manifest:
     )
     moments = [StoredExtent(offset=at, size=size, sum=(1 << 64) - at) for at in (1 << 20, 1 << 21)]
     stage = StoredStage(
-        name="layers.0", params=params, generation=3, zero_moments=False, zero_remainder=False, tensors=tensors,
+        name="layers.0", params=params, generation=3, turn=3, zero_moments=False, zero_remainder=False, tensors=tensors,
         weights=StoredExtent(offset=4096, size=2 * params, sum=7), remainder=StoredExtent(offset=8192, size=2 * params, sum=8),
-        momentum=moments[0], variance=moments[1],
+        momentum=moments[0], variance=moments[1], gradients=None,
     )  # fmt: skip
     bare = replace(
         stage, name="norm", params=0, weights=None, remainder=None, momentum=None, variance=None, tensors=(), generation=0
@@ -82,7 +82,7 @@ def manifest() -> Manifest:
         companions=("/nowhere/run/companions/config.json", "/nowhere/run/spare"), stripe=1 << 22, store_size=1 << 23,
         state="committed", step=3, written_total=1 << 40, model_dir="/nowhere/model", architecture="LlamaForCausalLM",
         compute_dtype="bfloat16", numerics=numerics, fingerprints={"model": "00", "data": "11"},
-        random={"python": [3, [1, 2, 3], None], "torch": "00ff"}, stages=(stage, bare),
+        random={"python": [3, [1, 2, 3], None], "torch": "00ff"}, mode="in_place", keep=1, due=None, stages=(stage, bare),
     )  # fmt: skip
 
 
