@@ -150,6 +150,11 @@ def export_store(
     """Writes the committed weights of the store in `source` to `out`; the shards' paths."""
     with at_rest(source, arena_size=2 * _WINDOW) as store:
         manifest = store.manifest
+        if manifest.due is not None:
+            raise UsageError(
+                f"the run in {source} was killed between the gradients of step {manifest.step} and its last updates",
+                hint="run its recipe again: it goes on from there, and a run that ends or is stopped has all of them done",
+            )
         weights = StoreWeights(manifest, store.daemon, store.arena, dtype=dtype)
         return write_checkpoint(
             out,

@@ -62,8 +62,8 @@ def saved_where_it_stops(plan: Plan) -> int:
     if plan.commit_every == 1:
         return 0
     return sum(
-        extents[0].size
+        extent.size
         for stage in plan.stages
         for name in TENSORS
-        if getattr(stage, f"{name}_ram") is not None and (extents := getattr(stage, f"{name}_extents")) is not None
+        if getattr(stage, f"{name}_ram") is not None and (extent := stage.extent(name, 0)) is not None
     )

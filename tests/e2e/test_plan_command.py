@@ -61,7 +61,7 @@ def test_limits_of_a_recipe_end_a_planned_run(new_project: NewProject, command: 
     fuyou = command(new_project(changes=HERE))
     whole = fuyou.json("--hardware", MACHINE)
     assert whole["endings"] == []
-    loaded = sum(stage["weights_extents"][0]["size"] for stage in whole["plan"]["stages"])
+    loaded = sum(stage["weights_at"]["size"] for stage in whole["plan"]["stages"])
     limit = loaded + 2 * whole["plan"]["predicted"]["written_per_step"] + 1
     limited = fuyou.json("--hardware", MACHINE, f"offload.ssd_write_limit={limit}", "train.max_time=1h")  # for all six steps
     assert [(ending["limit"], ending["step"]) for ending in limited["endings"]] == [(f"offload.ssd_write_limit={limit}", 2)]
