@@ -2,7 +2,7 @@
 """Everything that reads a file somebody else may have written, beside inputs that nobody meant: recipes, configurations,
 safetensors headers and their index, tokenizer files, data, manifests, part and plan files, profiles of machines.
 
-    python scripts/fuzz_parsers.py [--runs 1000000] [--seed 0] [--parsers manifest index ...]
+    python scripts/fuzz_parsers.py [--runs 1000000] [--seed 0] [--parsers manifest index ...] [--results DIR]
     needs no GPU and no model; ten minutes or so
 
 An input is a real file with one to three changes: of its bytes, its lines, or the JSON that it is. It must be taken, or refused
@@ -14,18 +14,20 @@ from __future__ import annotations
 
 import argparse
 import resource
+import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import chdir
+from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof.fuzz import Crashed, Tally, fuzz, name_of
 from proof.parsers import HEAVY, LIGHT, Parser
-from proof.report import ROOT
+from proof.report import EXIT_CODES, ROOT, Row, conclude, described, holds, reported, say
 
 PARSERS = {parser.name: parser for parser in (*LIGHT, *HEAVY)}
 
@@ -36,36 +38,35 @@ def shares(parsers: Sequence[Parser], runs: int) -> dict[str, int]:
     return {parser.name: -int(-runs * parser.share // whole) for parser in parsers}
 
 
-def line(name: str, tally: Tally) -> str:
+def row(name: str, tally: Tally) -> Row:
     rate = tally.runs / tally.seconds if tally.seconds else 0.0
-    refused = f"{tally.runs - tally.values:>9,} refused, {len(tally.outcomes):>4} outcomes, {tally.kept:>2} kept"
-    return f"{name:<18} {tally.runs:>9,} runs {rate:>8,.0f} /s {refused}"
+    refused = f"{tally.runs - tally.values:,} refused, {len(tally.outcomes)} outcomes, {tally.kept} inputs kept"
+    values = {**asdict(tally), "outcomes": len(tally.outcomes)}
+    return reported(name, f"{tally.runs:,} runs, {rate:,.0f} a second", note=refused, values=values)
 
 
-def run(parsers: Sequence[Parser], *, runs: int, seed: int, corpus: Path) -> int:
-    """The exit code."""
+def rows(parsers: Sequence[Parser], *, runs: int, seed: int, corpus: Path) -> Iterator[Row]:
+    """One for each parser, as it is done, then one for all."""
     began, total, wanted = time.perf_counter(), 0, shares(parsers, runs)
+    what, asked = "executions without a crash", f">= {runs:,}"
     with tempfile.TemporaryDirectory() as scratch:
         nowhere = Path(scratch) / "nowhere"  # a parser that writes where it stands is found out
         nowhere.mkdir()
-        with chdir(nowhere):
-            for parser in parsers:
-                folder = Path(scratch) / parser.name
-                try:
+        for parser in parsers:
+            try:
+                with chdir(nowhere):
+                    folder = Path(scratch) / parser.name
                     tally = fuzz(parser, folder=folder, runs=wanted[parser.name], seed=seed, corpus=corpus, keep=True)
-                except Crashed as error:
-                    print(f"{error}\nthe input is {_saved(error, corpus)}")
-                    return 1
-                total += tally.runs
-                print(line(parser.name, tally), flush=True)
                 if left := [path.name for path in nowhere.iterdir()]:
-                    print(f"{parser.name}: it left {left} where it ran")
-                    return 1
+                    raise Crashed(parser, b"", f"it left {left} where it ran")
+            except Crashed as error:
+                yield holds(what, asked, f"{total:,}", False, note=f"{error}; the input is {_saved(error, corpus)}")
+                return
+            total += tally.runs
+            yield row(parser.name, tally)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(
-        f"{total:,} executions in {time.perf_counter() - began:.0f} s, 0 crashes, seed {seed}; memory {peak:,.0f} MiB at most"
-    )
-    return 0
+    note = f"{time.perf_counter() - began:.0f} s, {peak:,.0f} MiB at most"
+    yield holds(what, asked, f"{total:,}", total >= runs, note=note)
 
 
 def _saved(error: Crashed, corpus: Path) -> Path:
@@ -77,15 +78,25 @@ def _saved(error: Crashed, corpus: Path) -> Path:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--runs", type=int, default=1_000_000, help="executions of all parsers (default: %(default)s)")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--corpus", type=Path, default=ROOT / "tests" / "corpus", help="inputs kept (default: tests/corpus)")
     options.add_argument(
         "--parsers", nargs="+", choices=PARSERS, default=list(PARSERS), metavar="NAME", help=", ".join(PARSERS)
     )
+    options.add_argument("--results", type=Path, default=ROOT / "scripts" / "results", help="where the JSON goes")
     asked = options.parse_args(words)
-    return run([PARSERS[name] for name in asked.parsers], runs=asked.runs, seed=asked.seed, corpus=asked.corpus.resolve())
+    print(shlex.join(["python", "scripts/fuzz_parsers.py", *(sys.argv[1:] if words is None else words)]))
+    print(described())
+    found = []
+    for one in rows([PARSERS[name] for name in asked.parsers], runs=asked.runs, seed=asked.seed, corpus=asked.corpus.resolve()):
+        say(f"{one.what}: {one.measured}; {one.note}")
+        found.append(one)
+    settings = {"runs": asked.runs, "seed": asked.seed, "parsers": asked.parsers}
+    return conclude(f"fuzz_parsers-{asked.seed}", found, results=asked.results, settings=settings)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 from pathlib import Path
@@ -88,16 +89,13 @@ def test_what_comes_to_the_same_is_kept_once(tmp_path: Path) -> None:
         (b"for ever", "more than 0 s"),
     ],
 )
-def test_the_first_crash_ends_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: bytes, words: str
-) -> None:
+def test_the_first_crash_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes, words: str) -> None:
     monkeypatch.setattr(fuzzing, "PATIENCE", 0.05)
     with pytest.raises(Crashed, match=words):
         fuzz(_parser(b"seed", data), folder=tmp_path / "scratch", runs=2, seed=0, corpus=tmp_path, keep=True)
-    monkeypatch.chdir(tmp_path)
-    assert fuzz_parsers.run([_parser(b"seed", data)], runs=2, seed=0, corpus=tmp_path / "corpus") == 1
+    found = list(fuzz_parsers.rows([_parser(b"seed", data)], runs=2, seed=0, corpus=tmp_path / "corpus"))
     (saved,) = (tmp_path / "corpus" / "small").iterdir()
-    assert saved.read_bytes() == data and str(saved) in capsys.readouterr().out
+    assert saved.read_bytes() == data and [row.verdict for row in found] == ["FAIL"] and str(saved) in found[0].note
 
 
 def test_no_parser_catches_the_end_of_patience() -> None:
@@ -116,10 +114,11 @@ def _laid(parser: Parser, folder: Path) -> Path:
     return folder
 
 
-def test_the_command_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = ["--runs", "40", "--seed", "5", "--corpus", str(tmp_path / "corpus"), "--parsers", "part", "header"]
-    assert fuzz_parsers.main(words) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert [line.split()[:3] for line in said[:2]] == [["part", "20", "runs"], ["header", "20", "runs"]]
-    assert said[2].startswith("40 executions in ") and "0 crashes, seed 5" in said[2]
+def test_the_command_counts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--runs", "40", "--seed", "5", "--corpus", str(tmp_path / "corpus"), "--results", str(tmp_path)]
+    assert fuzz_parsers.main([*words, "--parsers", "part", "header"]) == 0
+    record = json.loads((tmp_path / "fuzz_parsers-5.json").read_text())
+    assert [(row["what"], row["measured"].split(",")[0]) for row in record["rows"]] == [
+        ("part", "20 runs"), ("header", "20 runs"), ("executions without a crash", "40"),
+    ]  # fmt: skip
+    assert record["rows"][-1]["verdict"] == "pass" and "executions without a crash" in capsys.readouterr().out
