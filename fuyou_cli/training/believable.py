@@ -45,15 +45,13 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
         yield "no stage is committed"
     if not manifest.keep:
         yield "keep is 0"
-    if set(manifest.due or ()) != ({"lr", "gradient_scale"} if _is_due(manifest) else set()):
-        yield "what is due is not what the gradients are for"
+    if (manifest.due is not None) != any(stage.gradients is not None for stage in manifest.stages):
+        yield "gradients without an update that is due, or one without gradients"
+    if manifest.due is not None and not manifest.due.step:
+        yield "due.step is 0"
     for index, stage in enumerate(manifest.stages):
         for wrong in _of_stage(stage, manifest):
             yield f"stages[{index}]: {wrong}"
-
-
-def _is_due(manifest: Manifest) -> bool:
-    return any(stage.gradients is not None for stage in manifest.stages)
 
 
 def _paths(manifest: Manifest) -> Iterator[str]:

@@ -9,14 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..core.errors import SwapError, UsageError
 from ..core.units import MiB, align_up
+from ..spec.model import ITEM_SIZE
 from ..swap.arena import Arena
-from ..swap.daemon import SwapDaemon
-from ..swap.kernels import CHECKSUM_BLOCK, checksum, join
+from ..swap.daemon import Segment, SwapDaemon, Update
+from ..swap.kernels import CHECKSUM_BLOCK, adamw, checksum, join
 from .at_rest import at_rest
 from .checkpoint.companions import companion_files
 from .checkpoint.writer import OutTensor, write_checkpoint
@@ -24,8 +26,14 @@ from .companions import kept_companions
 from .manifest import Manifest, StoredExtent, StoredStage, StoredTensor
 from .verify import MODULUS, not_as_written
 
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
 _PIECE = 16 * MiB
 _WINDOW = _PIECE + MiB  # one piece with the store's alignment around it
+_UPDATED = 1 << 20  # elements that are updated at once
+_UPDATE_WINDOW = 4 * _UPDATED + MiB
+_TENSORS = 5  # of an update: weights, remainder, moments, gradients
 
 
 @dataclass(slots=True)
@@ -73,17 +81,52 @@ class StoreWeights:
         begin, count = stored.offset + first - stored.first, end - first
         compute = self.manifest.compute_dtype
         assert stage.weights is not None
-        weights = self._elements(stage.weights, begin, count, 2 if compute == "bfloat16" else 4, 0)
+        remainder: Buffer | None = None
+        if stage.gradients is None:
+            weights: Buffer = self._elements(stage.weights, begin, count, ITEM_SIZE[compute], 0)
+        else:
+            weights, remainder = self._updated(stage, stored, begin, count)
         if compute == self.dtype:
-            return weights
+            return memoryview(weights)
         if compute == "float32":
             return _bytes_of(torch.frombuffer(weights, dtype=torch.float32).to(torch.bfloat16))
-        if stage.remainder is None:
+        if stage.gradients is None and stage.remainder is not None:
+            remainder = self._elements(stage.remainder, begin, count, 2, _WINDOW)
+        if remainder is None:
             return _bytes_of(torch.frombuffer(weights, dtype=torch.bfloat16).float())
-        remainder = self._elements(stage.remainder, begin, count, 2, _WINDOW)
         master = torch.empty(count, dtype=torch.float32)
         join(weights, remainder, master.numpy().data)
         return _bytes_of(master)
+
+    def _updated(self, stage: StoredStage, stored: StoredTensor, begin: int, count: int) -> tuple[bytearray, bytearray | None]:
+        """Weights and remainders of elements [begin, begin + count) of a stage whose last update is to be done: what a run that
+        goes on makes of them, as every value is updated by itself."""
+        weights, remainder = bytearray(), bytearray()
+        for first in range(begin, begin + count, _UPDATED):
+            new, rest = self._update(stage, stored, first, min(_UPDATED, begin + count - first))
+            weights += new
+            remainder += rest
+        return weights, remainder if self.manifest.compute_dtype == "bfloat16" else None
+
+    def _update(self, stage: StoredStage, stored: StoredTensor, first: int, count: int) -> tuple[bytearray, bytearray]:
+        due, numerics = self.manifest.due, self.manifest.numerics
+        assert due is not None and stage.gradients is not None
+        items = {"weights": ITEM_SIZE[numerics.compute_dtype], "remainder": 2, "momentum": 4, "variance": 4,
+                 "gradients": ITEM_SIZE[numerics.accumulate_dtype]}  # fmt: skip
+        extents, held = dict(stage.extents()), dict[str, bytearray]()
+        for number, (name, item) in enumerate(items.items()):
+            known = extents.get(name)
+            window = number * _UPDATE_WINDOW
+            held[name] = bytearray(self._elements(known, first, count, item, window) if known else count * item)
+        if not due.skipped:
+            decay = due.weight_decay if stored.decay else 0.0
+            update = Update(
+                params=count, weights_dtype=numerics.compute_dtype, gradients_dtype=numerics.accumulate_dtype, weights=0,
+                lr=due.lr, beta1=due.beta1, beta2=due.beta2, epsilon=due.epsilon, gradient_scale=due.gradient_scale,
+                step=due.step, segments=[Segment(first=0, count=count, weight_decay=decay)],
+            )  # fmt: skip
+            adamw(update, **held)
+        return held["weights"], held["remainder"]
 
     def _elements(self, extent: StoredExtent, begin: int, count: int, item: int, window: int) -> memoryview:
         """Bytes of `count` elements of an extent, through the arena window at `window`."""
@@ -148,13 +191,8 @@ def export_store(
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Path]:
     """Writes the committed weights of the store in `source` to `out`; the shards' paths."""
-    with at_rest(source, arena_size=2 * _WINDOW) as store:
+    with at_rest(source, arena_size=max(2 * _WINDOW, _TENSORS * _UPDATE_WINDOW)) as store:
         manifest = store.manifest
-        if manifest.due is not None:
-            raise UsageError(
-                f"the run in {source} was killed between the gradients of step {manifest.step} and its last updates",
-                hint="run its recipe again: it goes on from there, and a run that ends or is stopped has all of them done",
-            )
         weights = StoreWeights(manifest, store.daemon, store.arena, dtype=dtype)
         return write_checkpoint(
             out,

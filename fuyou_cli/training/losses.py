@@ -42,7 +42,8 @@ def read(directory: Path, count: int) -> tuple[list[float], str]:
     """Losses of the first `count` steps, and a note where some cannot be read: those are NaN, and hinder nothing."""
     path = directory / NAME
     try:
-        with path.open("rb") as file:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # it may be a pipe
+        with os.fdopen(descriptor, "rb") as file:
             content = file.read(min(count * _ITEM.size, os.fstat(file.fileno()).st_size))
         problem = "" if len(content) == count * _ITEM.size else "it is too short"
     except OSError as error:

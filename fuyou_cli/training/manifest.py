@@ -53,6 +53,7 @@ class StoredTensor:
     offset: int  # elements within the stage
     first: int  # elements of the tensor before these
     count: int
+    decay: bool  # whether AdamW's weight decay is of it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +89,20 @@ class StoredStage:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DueUpdate:
+    """AdamW of the stages whose gradients make a step durable, as the step began it."""
+
+    lr: float
+    gradient_scale: float  # the clipping factor
+    step: int  # 1 for the first: bias corrections
+    skipped: bool  # every value stays as it is
+    beta1: float
+    beta2: float
+    epsilon: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
     run: str  # names this run in the part files of its folders
     files: tuple[str, ...]  # absolute paths of the store's files, in the order of the stripe
@@ -106,7 +121,7 @@ class Manifest:
     random: dict[str, Any]  # states of generators (training/random_states.py)
     mode: StoreMode
     keep: int  # states that can be gone back to
-    due: dict[str, float] | None  # of the update of stages with gradients: lr, gradient_scale
+    due: DueUpdate | None  # of stages with gradients
     stages: tuple[StoredStage, ...]
     skipped: int = 0  # of these steps, that updated nothing (train.skip_nonfinite)
     skipped_in_row: int = 0  # of these, the last ones

@@ -128,7 +128,6 @@ class Run:
             daemon=self.daemon,
             memory=memory,
             device=self.device,
-            optimizer=self.optimizer,
             say=self._announce,
             patience=patience,
         )

@@ -27,7 +27,7 @@ from . import losses as loss_files
 from . import manifest as manifests
 from . import random_states
 from .commits import Commits
-from .manifest import COMPANIONS, Manifest, State
+from .manifest import COMPANIONS, DueUpdate, Manifest, State
 from .parts import NEW_PART, PART_FILE
 from .prepare import Prepared
 from .storage import StageFiles
@@ -84,12 +84,11 @@ class Saver:
         daemon: SwapDaemon,
         memory: HostMemory,
         device: Device,
-        optimizer: Optimizer,
         say: Callable[[str], None],
         patience: Patience = SILENT,
     ) -> None:
         self.prepared, self.standing, self.files, self.residency = prepared, standing, files, residency
-        self.daemon, self.memory, self.device, self.optimizer, self.say = daemon, memory, device, optimizer, say
+        self.daemon, self.memory, self.device, self.say = daemon, memory, device, say
         self.paths = store.paths
         self.folder = store.paths[0].parent
         self.saved_bytes = 0  # that saving wrote, beside the steps
@@ -186,9 +185,7 @@ class Saver:
         self.residency.commits.base = saved.step
         if saved.due is not None:  # a step that was durable by its gradients is gone on with
             pending = [index for index, stage in enumerate(saved.stages) if stage.gradients is not None]
-            done, skipped = saved.step - saved.skipped, saved.skipped_in_row > 0
-            scalars = Scalars(optimizer=self.optimizer, step=max(1, done), skipped=skipped, **saved.due)
-            self.residency.update_again(pending, scalars)
+            self.residency.update_again(pending, _scalars(saved.due))
         random_states.restore(saved.random, self.device.torch_device)
 
     def _intact(self, saved: Manifest, progress: Progress) -> Manifest:
@@ -245,7 +242,7 @@ class Saver:
         prepared, standing, plan, model = self.prepared, self.standing, self.files.plan, self.files.model
         names = (loss_files.NAME, *manifests.BESIDE)
         beside = [self.spare, *(self.folder / name for name in names), *(path.with_name(NEW_PART) for path in self.paths)]
-        is_whole, due = state == "committed", self.residency.due
+        is_whole = state == "committed"
         stages = self.files.describe(self.residency.records, prepared.entries, step=standing.step) if is_whole else ()
         is_due = any(stage.gradients is not None for stage in stages)
         return Manifest(
@@ -266,7 +263,7 @@ class Saver:
             random=standing.random,
             mode=plan.store_mode,
             keep=plan.keep,
-            due={"lr": due.lr, "gradient_scale": due.gradient_scale} if is_due else None,
+            due=_due(self.residency.due) if is_due else None,
             stages=stages,
             skipped=standing.skipped,
             skipped_in_row=standing.skipped_in_row,
@@ -278,3 +275,22 @@ class Saver:
         known = 0 if last is None else last.step
         loss_files.write(self.folder, self.standing.losses[known : manifest.step], first=known)
         manifests.write(self.folder, manifest, keep=last is not None)
+
+
+def _due(scalars: Scalars) -> DueUpdate:
+    optimizer = scalars.optimizer
+    return DueUpdate(
+        lr=scalars.lr,
+        gradient_scale=scalars.gradient_scale,
+        step=scalars.step,
+        skipped=scalars.skipped,
+        beta1=optimizer.beta1,
+        beta2=optimizer.beta2,
+        epsilon=optimizer.epsilon,
+        weight_decay=optimizer.weight_decay,
+    )
+
+
+def _scalars(due: DueUpdate) -> Scalars:
+    optimizer = Optimizer(lr=due.lr, beta1=due.beta1, beta2=due.beta2, epsilon=due.epsilon, weight_decay=due.weight_decay)
+    return Scalars(optimizer=optimizer, lr=due.lr, step=due.step, gradient_scale=due.gradient_scale, skipped=due.skipped)

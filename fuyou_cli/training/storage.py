@@ -137,6 +137,7 @@ class StageFiles:
             _check_place(plan, stage)
             record.generation, record.turn, record.sums = stage.generation, stage.turn, _sums(stage)
             record.zero_moments, record.zero_remainder = stage.zero_moments, stage.zero_remainder
+            record.gradients_sum = None if stage.gradients is None else stage.gradients.sum
             for _, ram, extent in _resting_in_ram(plan, record):
                 self.daemon.wait(self.daemon.read(ram.offset, extent.offset, extent.size, label=record.stage))
 
@@ -198,7 +199,13 @@ def _stored(stage: StageSpec, plan: StagePlan, record: Record, entries: Mapping[
         **found,
         tensors=tuple(
             StoredTensor(
-                name=t.name, stored_as=entries[t.name].name, shape=t.model_shape, offset=t.offset, first=t.first, count=t.numel
+                name=t.name,
+                stored_as=entries[t.name].name,
+                shape=t.model_shape,
+                offset=t.offset,
+                first=t.first,
+                count=t.numel,
+                decay=t.decay,
             )
             for t in stage.tensors
         ),

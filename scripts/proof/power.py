@@ -7,17 +7,16 @@ at least as new as the last that was durable by then, and in the end what the un
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from fuyou_cli.training import manifest as manifests
 
-from .crashes import Ending, Lost, Place, compare, ending, finished
+from .crashes import Ending, Lost, Place, compare, ending, finished, named_steps
 from .disk import Left, rebuild
 from .shim import Call, namings
 
@@ -90,18 +89,9 @@ def recorded(place: Place, name: str, changes: Mapping[str, Any], *, steps: int 
 
 def _named(calls: Sequence[Call], kept: Path) -> Iterator[tuple[int, int]]:
     """From which moment on each manifest had its name for certain, and the step it is of."""
-    with kept.open("rb") as file:
-        for renamed, flush in namings(list(calls), manifests.NAME):
-            before = [call for call in calls if call.file == renamed.file and call.begin < renamed.begin]
-            made = max(call.begin for call in before if call.what == "create")
-            text = b"".join(_bytes(file, call) for call in before if call.what == "write" and call.begin > made)
-            saved = json.loads(text)
-            yield flush.end, saved["step"] if saved["state"] == "committed" else -1
-
-
-def _bytes(file: BinaryIO, call: Call) -> bytes:
-    file.seek(call.bytes_at)
-    return file.read(call.result)
+    steps = named_steps(list(calls), kept)
+    for (_, flush), step in zip(namings(list(calls), manifests.NAME), steps, strict=True):
+        yield flush.end, -1 if step is None else step
 
 
 def instants(recording: Recording, count: int, draw: random.Random) -> list[int]:

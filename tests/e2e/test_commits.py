@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fuyou_cli.cli import probe
-from fuyou_cli.core.errors import SwapError, UsageError
+from fuyou_cli.core.errors import Interrupted, SwapError, UsageError
 from fuyou_cli.swap.kernels import checksum
 from fuyou_cli.training import losses as loss_files
 from fuyou_cli.training import manifest as manifests
@@ -22,7 +22,7 @@ from fuyou_cli.training.manifest import StoredExtent
 from fuyou_cli.training.run import Run
 
 from .conftest import Project
-from .running import STEPS, exported, manifest_of, prepared_run, store_of, train
+from .running import STEPS, exported, interrupt, manifest_of, prepared_run, store_of, train
 from .test_stopping import RAM
 
 pytestmark = pytest.mark.timeout(90)
@@ -303,3 +303,26 @@ def test_redo_has_everything_once(new_project: NewProject) -> None:
         pending.append(sum(stage.gradients is not None for stage in manifest_of(once).stages))
     assert any(pending), "no run died between a step's gradients and its updates"
     assert train(once)[0] == expected
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_an_export_has_the_updates_that_are_to_be_done(dtype: str, new_project: NewProject, tmp_path: Path) -> None:
+    """Killed between a step's gradients and its updates, and exported; then gone on with, stopped, and exported again."""
+    project = new_project("redo", {"checkpoint.mode": "redo", "precision.compute": dtype, "train.max_steps": STEPS})
+
+    def look(run: Run) -> None:
+        if run.step > 1 and manifest_of(project).due is not None:
+            raise Died
+
+    with pytest.raises(Died):
+        train(project, look)
+    saved = manifest_of(project)
+    before = exported(store_of(project), tmp_path / "before")
+    with pytest.raises(Interrupted):
+        train(project, interrupt(saved.step + 1, "forward"))
+    after = manifest_of(project)
+    assert (after.step, after.due) == (saved.step, None)
+    ours = exported(store_of(project), tmp_path / "after")
+    assert ours.keys() == before.keys() and all(torch.equal(ours[name], before[name]) for name in ours)
+    changed = [stage.name for stage, now in zip(saved.stages, after.stages, strict=True) if stage.generation != now.generation]
+    assert changed

@@ -200,6 +200,9 @@ def test_losses_of_more_steps_than_there_are(tmp_path: Path) -> None:
     losses.write(tmp_path, [1.0, 2.0])
     found, note = losses.read(tmp_path, 100_000)
     assert found[:2] == [1.0, 2.0] and all(map(math.isnan, found[2:])) and "too short" in note
+    (tmp_path / losses.NAME).unlink()
+    os.mkfifo(tmp_path / losses.NAME)
+    assert math.isnan(losses.read(tmp_path, 1)[0][0])
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------------

@@ -86,9 +86,9 @@ class Rows:
             self._tokens: NDArray[np.int32] = np.memmap(directory / "tokens.bin", np.int32, mode="r")
             self._mask: NDArray[np.uint8] = np.memmap(directory / "mask.bin", np.uint8, mode="r")
             self._offsets: NDArray[np.int64] = np.load(directory / "offsets.npy", mmap_mode="r")
-        except (OSError, ValueError, LookupError, TypeError) as error:
+            sizes = (len(self._offsets) - 1, int(self._offsets[-1]), len(self._tokens), len(self._mask))
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise _damaged(directory) from error
-        sizes = (len(self._offsets) - 1, int(self._offsets[-1]), len(self._tokens), len(self._mask))
         if sizes != (self.summary.rows, *[self.summary.tokens] * 3):
             raise _damaged(directory)
 
