@@ -332,7 +332,7 @@ _TOKENIZER_FILES = {
 
 def _tokenizer(file: str, name: str) -> Parser:
     beside = {other: content for other, content in _TOKENIZER_FILES.items() if other != file}
-    return Parser(name=name, file=file, read=_tokenised, seeds=lambda: [_TOKENIZER_FILES[file]], beside=beside, share=0.002)
+    return Parser(name=name, file=file, read=_tokenised, seeds=lambda: [_TOKENIZER_FILES[file]], beside=beside, share=0.005)
 
 
 LIGHT = (
@@ -355,9 +355,9 @@ LIGHT = (
     Parser(name="machine", file="machine.yaml", read=_described, seeds=lambda: [_MACHINE], share=0.02),
 )  # fmt: skip
 HEAVY = (  # torch, transformers or datasets
-    Parser(name="csv", file="rows.csv", read=_table("rows.csv"), seeds=lambda: [_CSV], share=0.002),
-    Parser(name="lines", file="rows.jsonl", read=_table("rows.jsonl"), seeds=lambda: list(_ROWS), share=0.002),
-    Parser(name="model", file="config.json", read=_model, seeds=lambda: [json.dumps(_CONFIG).encode()], share=0.002),
+    Parser(name="csv", file="rows.csv", read=_table("rows.csv"), seeds=lambda: [_CSV], share=0.005),
+    Parser(name="lines", file="rows.jsonl", read=_table("rows.jsonl"), seeds=lambda: list(_ROWS), share=0.005),
+    Parser(name="model", file="config.json", read=_model, seeds=lambda: [json.dumps(_CONFIG).encode()], share=0.005),
     _tokenizer("tokenizer.json", "tokenizer"),
     _tokenizer("tokenizer_config.json", "tokenizer-config"),
     _tokenizer("generation_config.json", "generation-config"),

@@ -143,7 +143,6 @@ def test_names_the_truncated_shard(tmp_path: Path) -> None:
         ('{"weight_map": {"a": "one.safetensors", "a": "two.safetensors"}}', "the key 'a' is there twice"),
         ('{"weight_map": {"a": "\xff"}}', "not valid JSON"),
         ('{"weight_map": {"a": "\\ud800"}}', "lone surrogate"),
-        ('{"weight_map": {"a": "' + "x" * 300 + '"}}', "1 of 1 shards are missing"),
         ('{"weight_map": ' + "[" * 65 + "]" * 65 + "}", "nested too deeply"),
         ('{"weight_map": ' + "7" * 301 + "}", "a number of 301 digits"),
     ],
@@ -152,6 +151,11 @@ def test_refuses_broken_indexes(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / INDEX_NAME).write_bytes(text.encode("latin-1"))
     error = refusal(tmp_path)
     assert says in error.message and INDEX_NAME in error.message
+
+
+def test_a_shard_of_a_name_that_no_file_has(tmp_path: Path) -> None:
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": {"a": "x" * 300}}))
+    assert "1 of 1 shards are missing: 'xxx" in refusal(tmp_path).message
 
 
 @pytest.mark.parametrize(

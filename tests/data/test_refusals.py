@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.training.data import Rows, prepare
 from fuyou_cli.training.data.first_look import look
+from fuyou_cli.training.data.formats import RowError, choose_format
 from fuyou_cli.training.data.told import Told, reason
 
 from .conftest import CHATML_UNMARKED, Entry, Section
@@ -161,5 +163,16 @@ def test_a_long_document_counts_once(tokenise: Tokenise, tmp_path: Path) -> None
 def test_a_first_cell_of_any_length(tmp_path: Path) -> None:
     """The glance before anything is fetched leaves it to the worker, which takes such cells."""
     file = tmp_path / "long.csv"
-    file.write_text(f'"{"x" * 200_000}",completion\na,b\n')
-    assert look(Section(train=[Entry(path=str(file))]))[0].files == (file,)
+    for limit in (128 << 10, 1 << 30):  # Python's own, and the worker's
+        before = csv.field_size_limit(limit)
+        try:
+            file.write_text(f'prompt,completion,"{"x" * 200_000}"\na,b,c\n')
+            assert look(Section(train=[Entry(path=str(file))]))[0].files == (file,)
+        finally:
+            csv.field_size_limit(before)
+
+
+def test_columns_are_told_in_a_line() -> None:
+    with pytest.raises(RowError) as refused:
+        choose_format("auto", frozenset(["x" * 200_000, *(f"column {number}" for number in range(1000))]), {})
+    assert len(str(refused.value)) < 1000 and "and 992 more" in str(refused.value)

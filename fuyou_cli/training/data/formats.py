@@ -24,6 +24,7 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     "alpaca": ("input", "system", "history"),
     "text": (),
 }
+_MOST, _LONGEST = 9, 60  # columns that are told, characters of each
 NOT_BUILT = {"sharegpt": "messages", "tokenized": "text"}  # with what to convert to
 LOSS_CHOICES: dict[str, tuple[str, ...]] = {  # the first is what `auto` means
     "messages": ("assistant", "last_assistant", "all"),
@@ -88,12 +89,19 @@ def choose_format(asked: str, present: frozenset[str], columns: Mapping[str, str
             mapped_elsewhere = set(columns) - set(REQUIRED[candidate] + OPTIONAL[candidate])
             if not mapped_elsewhere:
                 return candidate
-    found = ", ".join(sorted(present)) or "none"
+    found = _listed(present)
     if asked == "auto":
         wanted = "; ".join(" + ".join(names) for names in REQUIRED.values())
         raise RowError(f"no format fits the columns found ({found}); wanted are {wanted}")
     missing = [columns.get(name, name) for name in REQUIRED[asked] if columns.get(name, name) not in present]
     raise RowError(f"format {asked} needs the column {missing[0]}; found are: {found}")
+
+
+def _listed(columns: Iterable[str]) -> str:
+    """Some of their names, each as far as it fits a line."""
+    names = sorted(columns)
+    told = ", ".join(name if len(name) <= _LONGEST else f"{name[:_LONGEST]}..." for name in names[:_MOST]) or "none"
+    return told if len(names) <= _MOST else f"{told} and {len(names) - _MOST} more"
 
 
 def mapping_hint(present: Iterable[str]) -> str | None:
