@@ -14,8 +14,10 @@ from .test_changed_files import HERE, change_and_read, laid_out, seeds_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from proof.fuzz import outcome
+from proof.fuzz import corpus_of, outcome
 from proof.parsers import HEAVY, Parser
+
+CORPUS = Path(__file__).resolve().parents[1] / "corpus"
 
 
 @pytest.mark.parametrize("parser", HEAVY, ids=lambda parser: parser.name)
@@ -29,3 +31,11 @@ def test_what_is_changed_is_taken_unchanged(parser: Parser, tmp_path: Path) -> N
 def test_changed(parser: Parser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
     monkeypatch.chdir(tmp_path)
     change_and_read(parser, tmp_path, rng)
+
+
+@pytest.mark.parametrize("parser", HEAVY, ids=lambda parser: parser.name)
+def test_what_was_kept(parser: Parser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By scripts/fuzz_parsers.py: each of these once came to something else than all before."""
+    monkeypatch.chdir(tmp_path)
+    kept = corpus_of(parser, CORPUS)
+    assert kept and all(outcome(parser, laid_out(parser, tmp_path), data) for data in kept)
