@@ -68,7 +68,7 @@ def find_manifests(directory: Path) -> list[Path]:
 
 def read_store(manifest: Path) -> StoreFiles:
     """What the manifest names, looked at without following a link."""
-    named, may_be, problem = _named(manifest)
+    named, may_be, problem = _named(manifest)  # each name once, however many there are
     home = manifest.parent.resolve()
     files, refused, missing = [], [problem] if problem else [], 0
     if manifest.is_symlink() or manifest.parent.is_symlink():
@@ -78,29 +78,29 @@ def read_store(manifest: Path) -> StoreFiles:
         if reason:
             refused.append(f"{text if text.isprintable() and len(text) <= 4096 else shown(text)}: {reason}")
         elif remnant is None:
-            missing += text in named
+            missing += text not in may_be
         else:
             files.append(remnant)
     return StoreFiles(manifest=manifest, files=tuple(files), missing=missing, refused=tuple(refused))
 
 
-def _named(manifest: Path) -> tuple[list[str], list[str], str]:
+def _named(manifest: Path) -> tuple[dict[str, None], dict[str, None], str]:
     """The files of a store, those that there may be beside them, and why the manifest cannot be believed."""
     try:
         content = read_object(manifest, limit=LARGEST, finite=False, names=True)
     except UsageError as error:
-        return [], [], f"the manifest cannot be read: {error.message}"
+        return {}, {}, f"the manifest cannot be read: {error.message}"
     # Every version so far lists its files the same way, so that stores of older versions can go as well.
     version = content.get("fuyou_store")
     if type(version) is not int or not 1 <= version <= VERSION:
-        return [], [], f"not the manifest of a fuyou store of version 1 to {VERSION}"
+        return {}, {}, f"not the manifest of a fuyou store of version 1 to {VERSION}"
     kinds = [content.get("files"), content.get("parts", []), content.get("companions", [])]
     for names in kinds:
         if not isinstance(names, list) or not all(isinstance(name, str) and "\0" not in name for name in names):
-            return [], [], "the manifest does not list its files"
+            return {}, {}, "the manifest does not list its files"
     files, parts, companions = kinds
-    named = list(dict.fromkeys((*files, *parts)))
-    return named, [name for name in dict.fromkeys(companions) if name not in named], ""
+    named = dict.fromkeys((*files, *parts))
+    return named, dict.fromkeys(name for name in companions if name not in named), ""
 
 
 def _look(text: str, home: Path) -> tuple[str, Remnant | None]:

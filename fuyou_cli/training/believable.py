@@ -49,6 +49,8 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
         yield "gradients without an update that is due, or one without gradients"
     if manifest.due is not None and not manifest.due.step:
         yield "due.step is 0"
+    if not manifest.skipped_in_row <= manifest.skipped <= manifest.step:
+        yield f"{manifest.skipped} steps of {manifest.step} skipped, {manifest.skipped_in_row} of them last"
     for index, stage in enumerate(manifest.stages):
         for wrong in _of_stage(stage, manifest):
             yield f"stages[{index}]: {wrong}"

@@ -61,33 +61,31 @@ class Parser:
 
 def manifest() -> Manifest:
     """Of a store with a stage of two tensors, and one without parameters."""
-    weights, params = "layers.0.weight", 2048
-    size = 4 * params
-    tensors = (
-        StoredTensor(name=weights, stored_as=weights, shape=(32, 32), offset=0, first=0, count=1024, decay=True),
-        StoredTensor(name="head", stored_as="head", shape=(16, 32), offset=1024, first=256, count=256, decay=False),
+    params = 2048
+    tensor = replace(
+        example(StoredTensor), name="layers.0", stored_as="layers.0", shape=(32, 32), offset=0, first=0, count=1024
     )
-    moments = [StoredExtent(offset=at, size=size, sum=(1 << 64) - at) for at in (1 << 20, 1 << 21)]
-    stage = StoredStage(
-        name="layers.0", params=params, generation=3, turn=3, zero_moments=False, zero_remainder=False, tensors=tensors,
+    head = replace(tensor, name="head", stored_as="head", shape=(16, 32), offset=1024, first=256, count=256)
+    moments = [StoredExtent(offset=at, size=4 * params, sum=(1 << 64) - at) for at in (1 << 20, 1 << 21)]
+    stage = replace(
+        example(StoredStage), name="layers.0", params=params, generation=3, zero_moments=False, zero_remainder=False,
         weights=StoredExtent(offset=4096, size=2 * params, sum=7), remainder=StoredExtent(offset=8192, size=2 * params, sum=8),
-        momentum=moments[0], variance=moments[1], gradients=None,
+        momentum=moments[0], variance=moments[1], gradients=None, tensors=(tensor, head),
     )  # fmt: skip
     bare = replace(
         stage, name="norm", params=0, weights=None, remainder=None, momentum=None, variance=None, tensors=(), generation=0
     )
-    numerics = replace(example(Numerics), compute_dtype="bfloat16", accumulate_dtype="float32")
-    return Manifest(
-        run="0123456789abcdef", files=("/nowhere/run/store.bin",), parts=("/nowhere/run/part.json",),
+    return replace(
+        example(Manifest), files=("/nowhere/run/store.bin",), parts=("/nowhere/run/part.json",),
         companions=("/nowhere/run/companions/config.json", "/nowhere/run/spare"), stripe=1 << 22, store_size=1 << 23,
-        state="committed", step=3, written_total=1 << 40, model_dir="/nowhere/model", architecture="LlamaForCausalLM",
-        compute_dtype="bfloat16", numerics=numerics, fingerprints={"model": "00", "data": "11"},
-        random={"python": [3, [1, 2, 3], None], "torch": "00ff"}, mode="in_place", keep=1, due=None, stages=(stage, bare),
+        state="committed", step=3, model_dir="/nowhere/model", compute_dtype="bfloat16", mode="in_place", due=None,
+        numerics=replace(example(Numerics), compute_dtype="bfloat16"), fingerprints={"model": "00", "data": "11"},
+        random={"python": [3, [1, 2, 3], None], "torch": "00ff"}, stages=(stage, bare),
     )  # fmt: skip
 
 
 def _manifest_bytes() -> list[bytes]:
-    filling = replace(manifest(), state="loading", step=0, stages=())
+    filling = replace(manifest(), state="loading", stages=())
     with TemporaryDirectory() as folder:
         written = []
         for one in (manifest(), filling):

@@ -9,6 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
+from proof.examples import example
 from proof.parsers import manifest, with_digest
 
 from fuyou_cli.cli.clean import read_store
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.training import losses
 from fuyou_cli.training import manifest as manifests
+from fuyou_cli.training.manifest import DueUpdate
 from fuyou_cli.training.parts import PART_FILE, lacking, part_size, read_part
 
 Change = Callable[[dict[str, Any]], object]
@@ -51,6 +54,18 @@ def _set(*way: Any) -> Change:
 
 STAGE: tuple[Any, ...] = ("stages", 0)
 TENSOR: tuple[Any, ...] = (*STAGE, "tensors", 0)
+GRADIENTS = {"offset": 1 << 22, "size": 8192, "sum": 1}
+DUE = asdict(replace(example(DueUpdate), lr=1e-5))
+
+
+def _due(*, gradients: object, mode: str = "redo", generation: int = 2) -> Change:
+    """A stage whose update of the last step is to be done."""
+
+    def change(content: dict[str, Any]) -> None:
+        content.update(mode=mode, due=DUE)
+        content["stages"][0].update(gradients=gradients, generation=generation)
+
+    return change
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
@@ -59,6 +74,12 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     _written(tmp_path, lambda content: None)
     assert manifests.read(tmp_path) == manifest()
     assert manifest().stages[0].momentum is not None and manifest().stages[0].momentum.sum > 1 << 63
+
+
+def test_a_step_that_is_durable_by_its_gradients_is_read(tmp_path: Path) -> None:
+    _written(tmp_path, _due(gradients=GRADIENTS))
+    found = manifests.read(tmp_path)
+    assert found is not None and found.due is not None and asdict(found.due) == DUE and found.stages[0].gradients is not None
 
 
 def test_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
@@ -121,6 +142,18 @@ def test_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
         (_set(*STAGE, "zero_moments", 1), "stages[0].zero_moments: true or false is wanted"),
         (_set(*STAGE, "remainder", None), "stages[0]: a remainder that is zero takes no extent"),
         (_set(*STAGE, "tensors", [{}]), "stages[0].tensors[0].name: missing"),
+        (_set("keep", 0), "keep is 0"),
+        (_set("mode", "both"), "mode: "),
+        (_set("due", DUE), "gradients without an update that is due, or one without gradients"),
+        (_set("due", {**DUE, "lr": -1.0}), "due.lr: a finite number of at least 0"),
+        (_set("due", {"lr": 1.0}), "due.gradient_scale: missing"),
+        (_set(*STAGE, "gradients", GRADIENTS), "gradients without an update that is due, or one without gradients"),
+        (_set("skipped", 4), "4 steps of 3 skipped, 1 of them last"),
+        (_set("skipped_in_row", 2), "1 steps of 3 skipped, 2 of them last"),
+        (_due(gradients=GRADIENTS, mode="in_place"), "stages[0]: gradients of a step to be done in a store of mode in_place"),
+        (_due(gradients=GRADIENTS, generation=3), "stages[0]: generation 3 after step 3"),
+        (_due(gradients={**GRADIENTS, "size": 4096}), "stages[0]: gradients: 4096 bytes, 8192 are wanted"),
+        (_set(*STAGE, "turn", -1), "stages[0].turn: a whole number of at least 0"),
         (_set(*TENSOR, "offset", 2048), "stages[0]: tensors[0]: elements 2048 to 3072 of a stage of 2048"),
         (_set(*TENSOR, "first", 1), "stages[0]: tensors[0]: elements 1 to 1025 of 1024"),
         (_set(*TENSOR, "shape", [1 << 40, 1 << 40]), "stages[0]: tensors[0]: 2 dimensions of more elements than any"),
@@ -215,8 +248,6 @@ def test_a_part(tmp_path: Path) -> None:
 
 
 def test_files_that_are_shorter_than_the_manifest_says(tmp_path: Path) -> None:
-    from dataclasses import replace
-
     paths = [str(tmp_path / name) for name in ("a.bin", "b.bin")]
     saved = replace(manifest(), files=tuple(paths), store_size=(1 << 22) + 4096)
     assert lacking(saved) == f"{paths[0]} is missing"
