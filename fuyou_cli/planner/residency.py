@@ -308,7 +308,8 @@ class Residency:
         """The stage's gradients are complete and its weights are in RAM; AdamW starts at once, or as soon as what it would
         write over is no longer what a crash goes back to."""
         record = self.records[stage]
-        self.wait_until(lambda: self._may_follow(record), "commit of the step before")
+        if not self._may_follow(record):
+            self.wait_until(lambda: self._may_follow(record), "commit of the step before")
         record.due = due
         self._submit_due(record)
 

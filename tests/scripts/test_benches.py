@@ -84,10 +84,11 @@ def test_a_search_is_judged_unless_others_had_its_core(wall: float, processor: f
 def test_the_search_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     case = bench_search.Case(model="llama-3.2-1b", settings=(bench_search.UNCLIPPED,))
     monkeypatch.setattr(bench_search, "QUICK", (case,))
-    assert bench_search.main(["--quick", "--results", str(tmp_path)]) in (0, 3)
+    code = bench_search.main(["--quick", "--results", str(tmp_path)])
     said = capsys.readouterr().out
     assert said.startswith("python scripts/bench_search.py --quick ") and "llama-3.2-1b, train.clip_grad_norm=null" in said
     (row,) = json.loads((tmp_path / "bench_search-quick.json").read_text())["rows"]
+    assert code == {"pass": 0, "FAIL": 1}.get(row["verdict"], 3)  # how long it takes is for the bench to say
     assert row["values"]["placed"] > 1 and 0 < row["values"]["samples"][0]["wall"] < 60
     assert {case.model for case in bench_search.WHOLE} == {"llama-3.1-405b", "olmo-2-13b"} and len(bench_search.WHOLE) == 8
 

@@ -24,8 +24,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 @pytest.mark.parametrize("variant", crashes.IN_CI)
 def test_killed_runs_end_as_the_one_nobody_killed(variant: str, place: Place) -> None:
-    tally = crashes.kill_runs(place, variant, crashes.VARIANTS[variant], kills=3, each=3, seed=1, steps=24)
-    assert (tally.kills, tally.runs >= 1) == (3, True)
+    tally = crashes.kill_runs(place, variant, crashes.VARIANTS[variant], kills=6, each=6, seed=1, steps=24)
+    assert (tally.kills, tally.runs >= 1) == (6, True)
 
 
 def test_killed_loads_begin_again(place: Place) -> None:
