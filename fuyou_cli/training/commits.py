@@ -33,6 +33,7 @@ class Commits:
         self._flush, self._name, self._patience = flush, name, patience
         self.last = self.newest = durable  # committed, and as far as anybody has looked; committed or being committed
         self._failure: BaseException | None = None
+        self._broken = False  # in the thread: nothing is flushed or named behind a failure
         self._under_way: deque[tuple[Manifest, Future[None]]] = deque()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fuyou-commit")
 
@@ -90,8 +91,12 @@ class Commits:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _commit(self, manifest: Manifest) -> None:
+        if self._broken:
+            raise RuntimeError("a commit before this one failed")  # which is the one that is told
+        self._broken = True
         self._flush()
         self._name(manifest)
+        self._broken = False
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

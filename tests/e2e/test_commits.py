@@ -18,6 +18,7 @@ from fuyou_cli.core.errors import Interrupted, SwapError, UsageError
 from fuyou_cli.swap.kernels import checksum
 from fuyou_cli.training import losses as loss_files
 from fuyou_cli.training import manifest as manifests
+from fuyou_cli.training.commits import Commits
 from fuyou_cli.training.manifest import Manifest, StoredExtent
 from fuyou_cli.training.run import Run
 
@@ -337,3 +338,20 @@ def test_an_export_has_the_updates_that_are_to_be_done(dtype: str, new_project: 
     assert ours.keys() == before.keys() and all(torch.equal(ours[name], before[name]) for name in ours)
     changed = [stage.name for stage, now in zip(saved.stages, after.stages, strict=True) if stage.generation != now.generation]
     assert changed
+
+
+def test_nothing_is_named_behind_a_flush_that_failed(stopped: Project) -> None:
+    """Also what was waiting its turn already: a second flush would seem to work."""
+    flushes, named = list[int](), list[Manifest]()
+
+    def flush() -> None:
+        flushes.append(1)
+        raise SwapError("syncing failed")
+
+    commits = Commits(flush=flush, name=named.append)
+    for _ in range(2):
+        commits.begin(manifest_of(stopped))
+    with pytest.raises(SwapError, match="syncing failed"):
+        commits.finish()
+    commits.close()
+    assert (len(flushes), named) == (1, [])
