@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def samples(place: Place, name: str, *, steps: int, every: int) -> list[Sample]:
     return found
 
 
-def _steps(log: Path, is_over) -> Iterator[int]:  # type: ignore[no-untyped-def]
+def _steps(log: Path, is_over: Callable[[], bool]) -> Iterator[int]:
     """Every look's last step, until the run is over."""
     at, last, seen = 0, 0, time.monotonic()
     while not is_over():
