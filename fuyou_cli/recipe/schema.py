@@ -168,6 +168,7 @@ class OffloadSection(Section):
     lookahead: AutoPositive = "auto"
     defer_updates: AutoShare = "auto"
     io: IoSection = IoSection()
+    verify_reads: bool = True  # what is read while training is compared with what was written
     ssd_write_limit: Size | None = None
 
 

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from ..core.patience import SILENT, Patience
+from ..spec.plan import Span
 from .arena import Arena
 from .failures import failure_error, refusal_error
 from .native import ffi, lib
@@ -28,6 +29,7 @@ from .requests import (
     result_of,
 )
 from .store import Store
+from .written import Move, Written
 
 __all__ = ["Counters", "DaemonOptions", "Event", "Home", "Result", "Segment", "SwapDaemon", "Update"]
 
@@ -56,6 +58,7 @@ class SwapDaemon:
     """Moves bytes between `arena` and `store` and runs AdamW over them. Any thread may call any method.
 
     `label_names` turns the labels of requests (stages) into names for error messages; callers may fill it at any time.
+    `written`, with `DaemonOptions.data_sums`: what is read is compared with it.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class SwapDaemon:
             raise refusal_error("the swap daemon cannot start", code, _start_hint(code, options))
         self._handle: Any = out[0]
         self._owners = (arena, store)  # both outlive the daemon
+        self.written = Written(store.paths, store.stripe, name=self._name) if options.data_sums else None
 
     @property
     def backend(self) -> Literal["io_uring", "threads"]:
@@ -109,20 +113,20 @@ class SwapDaemon:
         """Starts reading `size` bytes of the store into the arena; the ticket."""
         out = ffi.new("fy_ticket *")
         code = lib.fy_submit_read(self._live(), arena_offset, store_offset, size, priority, label, out)
-        return self._ticket(out, code, "read", label)
+        return self._ticket(out, code, Move("read", Span(offset=store_offset, size=size), label))
 
     def write(self, arena_offset: int, store_offset: int, size: int, *, priority: int = 0, label: int = 0) -> int:
         """Starts writing `size` bytes of the arena to the store; the ticket."""
         out = ffi.new("fy_ticket *")
         code = lib.fy_submit_write(self._live(), arena_offset, store_offset, size, priority, label, out)
-        return self._ticket(out, code, "write", label)
+        return self._ticket(out, code, Move("write", Span(offset=store_offset, size=size), label))
 
     def update(self, update: Update) -> int:
         """Starts one AdamW step over one stage: states in, new weights and states out; the ticket."""
         request, segments = native_update(update)
         out = ffi.new("fy_ticket *")
         code = lib.fy_submit_update(self._live(), request, segments, out)
-        return self._ticket(out, code, "update", update.label)
+        return self._ticket(out, code, update)
 
     def wait(self, ticket: int) -> Result:
         """The result of `ticket`, when it has one. Raises SwapError (OutOfSpaceError on a full disk) if it failed."""
@@ -181,14 +185,23 @@ class SwapDaemon:
     def _name(self, label: int) -> str:
         return self.label_names.get(label, f"request labelled {label}")
 
-    def _ticket(self, out: Any, code: int, what: str, label: int) -> int:
+    def _ticket(self, out: Any, code: int, request: Move | Update) -> int:
         if code:
-            raise refusal_error(f"the {what} of {self._name(label)} was refused", code, _SUBMIT_HINTS.get(-code))
-        return int(out[0])
+            what = request.kind if isinstance(request, Move) else "update"
+            raise refusal_error(f"the {what} of {self._name(request.label)} was refused", code, _SUBMIT_HINTS.get(-code))
+        ticket = int(out[0])
+        if self.written is not None:
+            self.written.begin(ticket, request)
+        return ticket
 
     def _result(self, ticket: int, code: int, native: Any) -> Result:
         if code == 0:
-            return result_of(native)
+            result = result_of(native)
+            if self.written is not None:
+                self.written.end(ticket, result)
+            return result
+        if self.written is not None:
+            self.written.fail(ticket)
         if code == -errno.ENOENT and native.failure.error == 0:
             raise ValueError(f"ticket {ticket} is unknown or was already collected")
         raise failure_error(native.failure, paths=self._paths, label_names=self.label_names, code=code)

@@ -26,7 +26,7 @@ class DaemonOptions:
     block_size: int = 1 << 20  # bytes of one I/O at most; a multiple of 4096
     scratch_offset: int = 0  # arena span of the update chunks
     scratch_size: int = 0  # from kernels.scratch_size(); 0: no updates
-    data_sums: bool = False  # Result.data_sum of reads and writes, computed by the thread that waits
+    data_sums: bool = False  # what is read is summed, and compared with what was written there
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +79,8 @@ class Update:
 
 
 class Result(NamedTuple):
-    """What a finished request leaves behind. Sums are of the bytes written to the store, 0 where nothing was."""
+    """What a finished request leaves behind. Sums are of the bytes written to the store, 0 where nothing was; those that are
+    there with `data_sums` alone, of what a read or a write moved (summed by the thread that waits) and an update read."""
 
     nonfinite: int
     weights_sum: int
@@ -87,6 +88,10 @@ class Result(NamedTuple):
     momentum_sum: int
     variance_sum: int
     data_sum: int
+    remainder_read: int
+    momentum_read: int
+    variance_read: int
+    gradients_read: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,14 +168,7 @@ def native_update(update: Update) -> tuple[Any, Any]:
 
 def result_of(native: Any) -> Result:
     """The Python form of a filled `fy_result`."""
-    return Result(
-        native.nonfinite,
-        native.weights_sum,
-        native.remainder_sum,
-        native.momentum_sum,
-        native.variance_sum,
-        native.data_sum,
-    )
+    return Result(*(getattr(native, name) for name in Result._fields))
 
 
 def counters_of(native: Any) -> Counters:

@@ -15,9 +15,10 @@ from .native import ffi, lib
 class Store:
     """Open files. Use `Store.open`; the daemon reads and writes, this class only opens, syncs and closes."""
 
-    def __init__(self, handle: Any, paths: tuple[Path, ...]) -> None:
+    def __init__(self, handle: Any, paths: tuple[Path, ...], stripe: int) -> None:
         self._handle = handle
         self.paths = paths
+        self.stripe = stripe
         self.size: int = lib.fy_store_size(handle)
         self.alignment: int = lib.fy_store_alignment(handle)
         self.direct = bool(lib.fy_store_is_direct(handle))
@@ -48,7 +49,7 @@ class Store:
         code = lib.fy_store_open(array, len(names), stripe, size, flags, out, why)
         if code:
             raise failure_error(why, paths=list(paths), code=code)
-        return cls(out[0], tuple(paths))
+        return cls(out[0], tuple(paths), stripe)
 
     @property
     def handle(self) -> Any:

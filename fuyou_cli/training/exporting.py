@@ -24,7 +24,7 @@ from .checkpoint.companions import companion_files
 from .checkpoint.writer import OutTensor, write_checkpoint
 from .companions import kept_companions
 from .manifest import Manifest, StoredExtent, StoredStage, StoredTensor
-from .verify import MODULUS, not_as_written
+from .verify import MODULUS, not_as_named
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -161,7 +161,7 @@ class StoreWeights:
                 total = self._summed[extent].total % MODULUS
                 if total != extent.sum:
                     raise SwapError(
-                        f"{name} of {stage.name}: {not_as_written(self.manifest, extent, total)}",
+                        f"{name} of {stage.name}: {not_as_named(self.manifest, extent, total)}",
                         hint="nothing was exported: `fuyou verify` reads it all again, and the run's own recipe goes back to "
                         "the state before where this one is damaged",
                     )

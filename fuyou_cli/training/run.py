@@ -99,9 +99,8 @@ class Run:
         self._open_store()
         names = {stage.index: stage.name for stage in self.model.stages}
         patience = Patience(self._announce, progress=self._moved, where=self._where)
-        self.daemon = self._stack.enter_context(
-            SwapDaemon(arena, self.store, _daemon_options(plan), label_names=names, patience=patience)
-        )
+        options = _daemon_options(plan, verify_reads=prepared.recipe.offload.verify_reads)
+        self.daemon = self._stack.enter_context(SwapDaemon(arena, self.store, options, label_names=names, patience=patience))
         self.host_memory = memory = HostMemory(arena)
         self.device.pin(memory.tensor(Span(offset=0, size=arena.size), torch.uint8))
         self.optimizer = _optimizer(prepared)
@@ -428,7 +427,7 @@ def _open_arena(size: int) -> Arena:
     return Arena(max(size, 1 << 21))
 
 
-def _daemon_options(plan: Plan) -> DaemonOptions:
+def _daemon_options(plan: Plan, *, verify_reads: bool) -> DaemonOptions:
     io = plan.io
     return DaemonOptions(
         backend=io.backend,
@@ -440,6 +439,7 @@ def _daemon_options(plan: Plan) -> DaemonOptions:
         block_size=io.block_size,
         scratch_offset=io.scratch.offset,
         scratch_size=io.scratch.size,
+        data_sums=verify_reads,
     )
 
 

@@ -138,8 +138,15 @@ class StageFiles:
             record.generation, record.turn, record.sums = stage.generation, stage.turn, _sums(stage)
             record.zero_moments, record.zero_remainder = stage.zero_moments, stage.zero_remainder
             record.gradients_sum = None if stage.gradients is None else stage.gradients.sum
+            self._expect(stage)
             for _, ram, extent in _resting_in_ram(plan, record):
                 self.daemon.wait(self.daemon.read(ram.offset, extent.offset, extent.size, label=record.stage))
+
+    def _expect(self, stage: StoredStage) -> None:
+        """From now on its extents are compared when they are read."""
+        if self.daemon.written is not None:
+            for _, extent in stage.extents():
+                self.daemon.written.expect(Span(offset=extent.offset, size=extent.size), extent.sum)
 
     def describe(self, records: Sequence[Record], entries: Mapping[str, TensorEntry], *, step: int) -> tuple[StoredStage, ...]:
         """Every stage as it rests in its extents now; one that has not come to `step` with the gradients of its update.

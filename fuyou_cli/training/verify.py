@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..core.errors import SwapError
 from ..planner.phases import READ_BACK
@@ -12,6 +11,7 @@ from ..spec.plan import Span
 from ..swap.arena import Arena
 from ..swap.daemon import SwapDaemon
 from ..swap.kernels import CHECKSUM_BLOCK, checksum
+from ..swap.written import not_as_written
 from .manifest import Manifest, StoredExtent
 
 _TURNS = 2  # pieces: one is read while the other is summed
@@ -52,14 +52,13 @@ def damages(
                 yield Damage(stage=stage.name, tensor=name, why=error.message)
                 continue
             if total != extent.sum:
-                yield Damage(stage=stage.name, tensor=name, why=not_as_written(manifest, extent, total))
+                yield Damage(stage=stage.name, tensor=name, why=not_as_named(manifest, extent, total))
 
 
-def not_as_written(manifest: Manifest, extent: StoredExtent, total: int) -> str:
+def not_as_named(manifest: Manifest, extent: StoredExtent, total: int) -> str:
     """What is wrong with an extent of this sum, for people."""
-    where = f"bytes {extent.offset} to {extent.offset + extent.size} of the store"
-    wrong = f"sum {total:016x}, {extent.sum:016x} is wanted"
-    return f"{where}, in {_files(manifest, extent)}, are not what was written there ({wrong})"
+    span = Span(offset=extent.offset, size=extent.size)
+    return not_as_written(manifest.files, manifest.stripe, span, total=total, wanted=extent.sum)
 
 
 def _turns(window: Span) -> tuple[Span, ...]:
@@ -100,10 +99,3 @@ def _settle(daemon: SwapDaemon, tickets: list[int]) -> None:
             daemon.wait(ticket)
         except SwapError:
             continue
-
-
-def _files(manifest: Manifest, extent: StoredExtent) -> str:
-    """The files of the stripe that an extent lies in."""
-    first, last = extent.offset // manifest.stripe, (extent.offset + extent.size - 1) // manifest.stripe
-    numbers = sorted({block % len(manifest.files) for block in range(first, min(last, first + len(manifest.files)) + 1)})
-    return ", ".join(str(Path(manifest.files[number])) for number in numbers)

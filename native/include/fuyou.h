@@ -27,7 +27,7 @@
 #define FY_API __attribute__((visibility("default")))
 
 /* cffi: begin */
-#define FY_ABI_VERSION 1
+#define FY_ABI_VERSION 2
 #define FY_MAX_DIRECTORIES 16
 #define FY_MAX_SEGMENTS 1024
 #define FY_SEGMENT_FROZEN 1
@@ -87,7 +87,8 @@ typedef struct {
     uint64_t block_size;      /* bytes of one I/O at most; a multiple of 4096 */
     uint64_t scratch_offset;  /* arena span for update chunks, the daemon's own until stop; size from */
     uint64_t scratch_size;    /*   fy_scratch_size(); two chunks at least, more overlap better. 0 and 0: no updates */
-    uint32_t flags;           /* FY_DAEMON_DATA_SUMS: fy_wait() sums what a read or write moved, on the waiting thread */
+    uint32_t flags;           /* FY_DAEMON_DATA_SUMS: fy_wait() sums what a read or write moved, on the waiting thread, and
+                               * updates sum what they read, on theirs */
     uint32_t reserved;
 } fy_options;
 
@@ -168,7 +169,13 @@ typedef struct {
     uint64_t remainder_sum;
     uint64_t momentum_sum;
     uint64_t variance_sum;
-    uint64_t data_sum; /* reads and writes that worked: fy_checksum() of the span with FY_DAEMON_DATA_SUMS, else 0 */
+    /* With FY_DAEMON_DATA_SUMS, else 0: fy_checksum() of the span of a read or write that worked, and of what an update read
+     * of each tensor. */
+    uint64_t data_sum;
+    uint64_t remainder_read;
+    uint64_t momentum_read;
+    uint64_t variance_read;
+    uint64_t gradients_read;
 } fy_result;
 
 /* 0: done, `result` filled. -ETIME: not yet, the ticket stays valid. Any other negative: the request failed, `result`

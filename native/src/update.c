@@ -292,10 +292,11 @@ void fy__update_drop(fy_daemon *daemon, struct fy__request *request)
 
 /* ---- the update threads ---- */
 
-/* Sums of what the chunk will write, and its non-finite masters. */
+/* Sums of what the chunk read and of what it will write, and its non-finite masters. */
 struct outcome {
     uint64_t nonfinite;
     uint64_t weights_sum;
+    uint64_t read_sums[TENSORS];
     uint64_t sums[TENSORS];
 };
 
@@ -304,6 +305,8 @@ static struct outcome slot_compute(const fy_daemon *daemon, const struct fy__slo
 {
     const fy_update *update = &slot->request->update;
     unsigned char *base = daemon->arena->base;
+    const bool sum_reads = (daemon->options.flags & FY_DAEMON_DATA_SUMS) != 0;
+    struct outcome outcome = {0};
     void *data[TENSORS] = {NULL};
     for (uint32_t i = 0; i < TENSORS; i++) {
         const struct tensor tensor = tensor_of(update, i);
@@ -312,9 +315,11 @@ static struct outcome slot_compute(const fy_daemon *daemon, const struct fy__slo
         data[i] = base + place_of(daemon, slot, &tensor);
         if (tensor.home.arena == FY_NOWHERE && tensor.home.source == FY_NOWHERE)
             memset(data[i], 0, (size_t)(slot->count * tensor.bytes));
+        if (sum_reads && tensor.home.source != FY_NOWHERE)
+            outcome.read_sums[i] =
+                fy__checksum_update(0, slot->first * tensor.bytes, data[i], slot->count * tensor.bytes);
     }
     unsigned char *weights = base + update->weights + slot->first * weight_bytes(update);
-    struct outcome outcome = {0};
     outcome.nonfinite = fy__adamw_chunk(update, slot->request->segments, &(struct fy__chunk){
         .first = slot->first,
         .count = slot->count,
@@ -365,6 +370,10 @@ static void slot_computed(fy_daemon *daemon, struct fy__slot *slot, const struct
     result->remainder_sum += outcome->sums[REMAINDER];
     result->momentum_sum += outcome->sums[MOMENTUM];
     result->variance_sum += outcome->sums[VARIANCE];
+    result->remainder_read += outcome->read_sums[REMAINDER];
+    result->momentum_read += outcome->read_sums[MOMENTUM];
+    result->variance_read += outcome->read_sums[VARIANCE];
+    result->gradients_read += outcome->read_sums[GRADIENTS];
     daemon->update_params += slot->count;
     if (fy__request_failed(slot->request))
         slot_free(daemon, slot); /* failed while computing: nothing more of it is written */

@@ -19,18 +19,24 @@ static uint32_t case_number;
 static void one_update(struct stage stage, fy_store *store, uint32_t backend, uint32_t threads, uint32_t chunk_params)
 {
     fy_arena *arena = testing_arena(SCRATCH + fy_scratch_size(chunk_params, 3));
-    const fy_options options = update_options(backend, threads, chunk_params, 3);
+    fy_options options = update_options(backend, threads, chunk_params, 3);
+    if (case_number % 2 == 0)
+        options.flags = FY_DAEMON_DATA_SUMS;
     fy_daemon *daemon = testing_daemon(&options, arena, store);
     stage_create(&stage, 1000 + case_number);
     stage_place(&stage, daemon);
     stage_place_gradients(&stage, daemon);
     const fy_update update = stage_update(&stage, 1 + case_number % 3, 0);
+    uint64_t read_sums[TENSOR_COUNT] = {0};
+    if (options.flags != 0)
+        stage_read_sums(&stage, read_sums);
     fy_ticket ticket = 0;
     fy_result result;
     CHECK_EQUAL(fy_submit_update(daemon, &update, stage_segments, &ticket), 0);
     CHECK_EQUAL(testing_wait(daemon, ticket, &result), 0);
     CHECK_EQUAL(result.nonfinite, stage_step_plain(&stage, &update));
     stage_check(&stage, daemon, target_side(&stage, 0), &result);
+    stage_check_reads(read_sums, &result);
     stage_destroy(&stage);
     CHECK_EQUAL(fy_daemon_stop(daemon), 0);
     CHECK_EQUAL(fy_arena_destroy(arena), 0);

@@ -232,6 +232,24 @@ static inline void stage_check(const struct stage *stage, fy_daemon *daemon, uin
     }
 }
 
+/* What a step reads of each tensor from the store, summed before the step; 0 where it reads nothing. */
+static inline void stage_read_sums(const struct stage *stage, uint64_t sums[TENSOR_COUNT])
+{
+    for (int i = W; i <= G; i++) {
+        const bool used = i != R || stage->weights_dtype == FY_BFLOAT16;
+        const bool read = i == G ? stage->gradients_on_store : i != W && used && home_kind(stage, i) == HOME_STORE;
+        sums[i] = read ? fy_checksum(stage->plain[i], stage_bytes(stage, i), 0) : 0;
+    }
+}
+
+static inline void stage_check_reads(const uint64_t wanted[TENSOR_COUNT], const fy_result *result)
+{
+    CHECK(result->remainder_read == wanted[R]);
+    CHECK(result->momentum_read == wanted[M]);
+    CHECK(result->variance_read == wanted[V]);
+    CHECK(result->gradients_read == wanted[G]);
+}
+
 static inline fy_options update_options(uint32_t backend, uint32_t threads, uint32_t chunk_params, uint32_t chunks)
 {
     fy_options options = testing_options(backend);

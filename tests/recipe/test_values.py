@@ -65,6 +65,7 @@ def test_times_that_are_none(refused, text):
 def test_limits_of_a_run_are_off_unless_written(load):
     recipe = load()
     assert (recipe.train.max_time, recipe.offload.ssd_write_limit, recipe.train.skip_nonfinite) == (None, None, 0)
+    assert recipe.offload.verify_reads is True
     assert load("offload: {ssd_write_limit: 50TB}\n").offload.ssd_write_limit == 50 * 10**12
 
 

@@ -1,0 +1,60 @@
+"""A bit that flips on the store while a run trains ends it before anything wrong is computed, or kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fuyou_cli.core.errors import SwapError
+from fuyou_cli.spec.plan import Span
+from fuyou_cli.training.run import Run
+
+from .conftest import Project
+from .running import STEPS, manifest_of, train
+from .test_commits import _flip
+
+pytestmark = pytest.mark.timeout(90)
+
+STEP = 3
+ON_SSD = {"offload.boundaries": "ssd", "offload.gradients": "ssd", "train.max_steps": STEPS}
+TENSORS = ("weights", "remainder", "momentum", "variance", "gradients", "boundary")
+
+
+def _at_rest(run: Run, tensor: str) -> Span | None:
+    """An extent of the last block that lies on the store alone, and is still to be read. Gradients may take until a later
+    step to be seen there."""
+    if run.step + 1 < STEP:
+        return None
+    stage = max(stage.index for stage in run.model.stages if stage.kind == "block")
+    record, plan = run.executor.residency.records[stage], run.plan.stages[stage]
+    if tensor == "boundary":
+        kept = run.executor.boundaries.ledger.kept.get(stage)
+        return plan.boundary_extent if kept is not None and kept.span is None else None
+    if tensor == "gradients":
+        is_there = stage in run.executor.residency.with_gradients and record.gradients == "resting"
+        return plan.gradients_extent if is_there and record.gradient_slot is None and record.update is None else None
+    if record.slotted or record.update is not None:
+        return None
+    return plan.extent(tensor, record.turn)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tensor", TENSORS)
+def test_a_flipped_bit_ends_the_run_and_the_next_one_is_whole(
+    tensor: str, new_project: Callable[..., Project], tmp_path: Path
+) -> None:
+    expected = train(new_project("whole", ON_SSD))[0]
+    project, flipped = new_project("flipped", ON_SSD), list[int]()
+
+    def flip(run: Run) -> None:
+        if not flipped and (span := _at_rest(run, tensor)) is not None:
+            flipped.append(span.offset + span.size // 3)
+            _flip(run.paths[0], flipped[0])
+
+    of = "" if tensor in ("weights", "boundary") else f"{tensor} of "
+    with pytest.raises(SwapError, match=f"reading {of}.*: bytes .* are not what was written there"):
+        train(project, flip)
+    assert flipped and manifest_of(project).step < STEPS
+    _flip(Path(manifest_of(project).files[0]), flipped[0])  # it was on its way that it flipped
+    assert train(project)[0] == expected
