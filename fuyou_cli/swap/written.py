@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Literal
 
 from ..core.errors import SwapError
+from ..spec.model import ITEM_SIZE
 from ..spec.plan import Span
 from .requests import Result, Update
 
 _STATES = {"remainder": 2, "momentum": 4, "variance": 4}  # bytes per parameter
-_ITEM = {"bfloat16": 2, "float32": 4}
 _HINT = (
     "the drive, its cable or memory returned other bytes than were written: see `dmesg` and the drive's health; `fuyou verify` "
     "reads all that is saved"
@@ -34,7 +34,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class _Moved:
+class _Read:
     what: str  # for people
     span: Span
     total: int
@@ -59,19 +59,18 @@ class Written:
     def fail(self, ticket: int) -> None:
         """The request is over, and nobody knows what became of its spans."""
         request = self._under_way.pop(ticket, None)
-        for moved in _written_by(request, None) if request is not None else ():
-            self._totals.pop(moved.span, None)
+        for span, _ in _written_by(request, None) if request is not None else ():
+            self._totals.pop(span, None)
 
     def end(self, ticket: int, result: Result) -> None:
         """Raises SwapError where what the request read is not what was written there."""
         request = self._under_way.pop(ticket)
-        for moved in _read_by(request, result):
-            wanted = self._totals.get(moved.span, moved.total)
-            if moved.total != wanted:
-                found = not_as_written(self._files, self._stripe, moved.span, total=moved.total, wanted=wanted)
-                raise SwapError(f"reading {moved.what}{self._name(request.label)}: {found}", hint=_HINT)
-        for moved in _written_by(request, result):
-            self._totals[moved.span] = moved.total
+        for read in _read_by(request, result):
+            wanted = self._totals.get(read.span, read.total)
+            if read.total != wanted:
+                found = not_as_written(self._files, self._stripe, read.span, total=read.total, wanted=wanted)
+                raise SwapError(f"reading {read.what}{self._name(request.label)}: {found}", hint=_HINT)
+        self._totals.update(_written_by(request, result))
 
 
 def not_as_written(files: Sequence[Path | str], stripe: int, span: Span, *, total: int, wanted: int) -> str:
@@ -86,33 +85,34 @@ def not_as_written(files: Sequence[Path | str], stripe: int, span: Span, *, tota
     return f"{which}, in {where}, are not what was written there ({wrong})"
 
 
-def _read_by(request: Move | Update, result: Result) -> Iterator[_Moved]:
+def _read_by(request: Move | Update, result: Result) -> Iterator[_Read]:
     if isinstance(request, Move) and request.kind == "read":
-        yield _Moved("", request.span, result.data_sum)
+        yield _Read("", request.span, result.data_sum)
     if not isinstance(request, Update):
         return
     for name, item in _STATES.items():
         source = getattr(request, name).source
         if source is not None:
             span = Span(offset=source, size=request.params * item)
-            yield _Moved(f"{name} of ", span, getattr(result, f"{name}_read"))
+            yield _Read(f"{name} of ", span, getattr(result, f"{name}_read"))
     if request.gradients_source is not None:
-        span = Span(offset=request.gradients_source, size=request.params * _ITEM[request.gradients_dtype])
-        yield _Moved("gradients of ", span, result.gradients_read)
+        span = Span(offset=request.gradients_source, size=request.params * ITEM_SIZE[request.gradients_dtype])
+        yield _Read("gradients of ", span, result.gradients_read)
 
 
-def _written_by(request: Move | Update, result: Result | None) -> Iterator[_Moved]:
+def _written_by(request: Move | Update, result: Result | None) -> Iterator[tuple[Span, int]]:
+    """Spans and their sums; 0 where there is no result."""
+
     def total(name: str) -> int:
         return 0 if result is None else int(getattr(result, name))
 
     if isinstance(request, Move) and request.kind == "write":
-        yield _Moved("", request.span, total("data_sum"))
+        yield request.span, total("data_sum")
     if not isinstance(request, Update):
         return
     for name, item in _STATES.items():
         target = getattr(request, name).target
         if target is not None:
-            yield _Moved(name, Span(offset=target, size=request.params * item), total(f"{name}_sum"))
+            yield Span(offset=target, size=request.params * item), total(f"{name}_sum")
     if request.weights_target is not None:
-        span = Span(offset=request.weights_target, size=request.params * _ITEM[request.weights_dtype])
-        yield _Moved("weights", span, total("weights_sum"))
+        yield Span(offset=request.weights_target, size=request.params * ITEM_SIZE[request.weights_dtype]), total("weights_sum")

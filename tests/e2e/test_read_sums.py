@@ -41,9 +41,7 @@ def _at_rest(run: Run, tensor: str) -> Span | None:
 
 
 @pytest.mark.parametrize("tensor", TENSORS)
-def test_a_flipped_bit_ends_the_run_and_the_next_one_is_whole(
-    tensor: str, new_project: Callable[..., Project], tmp_path: Path
-) -> None:
+def test_a_flipped_bit_ends_the_run_and_the_next_one_is_whole(tensor: str, new_project: Callable[..., Project]) -> None:
     expected = train(new_project("whole", ON_SSD))[0]
     project, flipped = new_project("flipped", ON_SSD), list[int]()
 
