@@ -37,7 +37,12 @@ class OutOfSpaceError(FuyouError):
 
 
 class SwapError(FuyouError):
-    """The store or the daemon failed: an I/O error, a short file, a wrong checksum."""
+    """The store or the daemon failed: an I/O error, a short file, a wrong checksum. `code`: the errno, 0 where there is
+    none."""
+
+    def __init__(self, message: str, *, hint: str | None = None, code: int = 0) -> None:
+        super().__init__(message, hint=hint)
+        self.code = code
 
 
 class NumericsError(FuyouError):

@@ -31,6 +31,8 @@ _HINTS = {
     errno.EACCES: "check the permissions of the directory",
     errno.ENOENT: "check that the directory exists and is mounted",
     errno.EROFS: "the file system is read-only",
+    errno.ESTALE: "the file was moved or removed, or its drive unmounted, while the run used it: put it back; what was "
+    "committed last is there",
     errno.ENOMEM: "not enough memory, or a locked-memory limit (`ulimit -l`) that is too small",
     errno.EMFILE: "too many open files: raise `ulimit -n`",
     errno.ECANCELED: "the daemon was stopped before this request was done",
@@ -63,9 +65,10 @@ def failure_error(
         if why.operation in (lib.FY_OP_READ, lib.FY_OP_WRITE, lib.FY_OP_ALLOCATE):
             text += f" at byte {why.file_offset}: wanted {why.wanted} bytes, got {why.got}"
     text += f": {errno_text(error)}"
-    kind = OutOfSpaceError if error in (errno.ENOSPC, errno.EDQUOT) else SwapError
     hints = {**_HINTS, **_OPENING_HINTS} if why.operation == lib.FY_OP_OPEN else _HINTS
-    return kind(text, hint=hints.get(error))
+    if error in (errno.ENOSPC, errno.EDQUOT):
+        return OutOfSpaceError(text, hint=hints.get(error))
+    return SwapError(text, hint=hints.get(error), code=error)
 
 
 def refusal_error(what: str, code: int, hint: str | None = None) -> SwapError:

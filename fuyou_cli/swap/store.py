@@ -59,7 +59,7 @@ class Store:
         return self._handle
 
     def sync(self) -> None:
-        """Returns when the data of every file is on stable storage."""
+        """Returns when the data of every file is on stable storage, and found by its path."""
         why = ffi.new("fy_failure *")
         code = lib.fy_store_sync(self.handle, why)
         if code:

@@ -243,8 +243,13 @@ static bool enter(struct fy__ring *ring, int *error)
 /* Under the lock: judges what came back, takes what may leave. */
 static uint32_t exchange(fy_daemon *daemon, struct fy__ring *ring)
 {
-    for (uint32_t i = 0; i < ring->completions_count; i++)
-        fy__queue_finish(daemon, &daemon->blocks[ring->completions[i].block], ring->completions[i].result);
+    for (uint32_t i = 0; i < ring->completions_count; i++) {
+        const uint32_t next = i + fy__system.ring_next(ring->completions_count - i);
+        assert(next < ring->completions_count);
+        const struct completion completion = ring->completions[next];
+        ring->completions[next] = ring->completions[i];
+        fy__queue_finish(daemon, &daemon->blocks[completion.block], completion.result);
+    }
     ring->completions_count = 0;
     uint32_t count = 0;
     for (uint32_t channel = 0; channel < 2; channel++) {

@@ -259,6 +259,19 @@ FY_API int fy_store_is_direct(const fy_store *store)
     return 1;
 }
 
+/* The file's path still leads to it. Where a folder was removed or a drive unmounted meanwhile the open file is as good as
+ * before, and nobody will find it again. */
+static int still_there(const struct fy__file *file)
+{
+    struct stat named;
+    struct stat opened;
+    if (fy__system.lstat(file->path, &named) != 0)
+        return errno == ENOENT || errno == ENOTDIR ? -ESTALE : -errno;
+    if (fy__system.fstat(file->fd, &opened) != 0)
+        return -errno;
+    return named.st_dev == opened.st_dev && named.st_ino == opened.st_ino ? 0 : -ESTALE;
+}
+
 FY_API int fy_store_sync(fy_store *store, fy_failure *why)
 {
     if (why != NULL)
@@ -270,6 +283,8 @@ FY_API int fy_store_sync(fy_store *store, fy_failure *why)
         int error = -EINTR;
         for (uint32_t attempt = 0; attempt < FY__RETRIES_MAX && error == -EINTR; attempt++)
             error = fy__system.fdatasync(store->files[i].fd) != 0 ? -errno : 0;
+        if (error == 0)
+            error = still_there(&store->files[i]);
         if (error != 0 && first == 0)
             first = failed(why, error, FY_OP_SYNC, i, file_size(store, i), 0);
     }

@@ -21,6 +21,11 @@ static int system_set_flags(int fd, int flags)
     return fcntl(fd, F_SETFL, flags);
 }
 
+static int system_lstat(const char *path, struct stat *out)
+{
+    return lstat(path, out);
+}
+
 static int system_eventfd(unsigned value, int flags)
 {
     return eventfd(value, flags);
@@ -44,13 +49,20 @@ static int32_t ring_result_as_is(uint32_t operation, int32_t result, uint32_t wa
     return result;
 }
 
+static uint32_t ring_next_in_order(uint32_t count)
+{
+    (void)count;
+    return 0;
+}
+
 #define REAL_CALLS                                                                                                    \
     {                                                                                                                 \
         .open = system_open, .close = close, .set_flags = system_set_flags, .flock = flock, .fstat = fstat,           \
-        .fchmod = fchmod, .fallocate = fallocate, .ftruncate = ftruncate, .fdatasync = fdatasync, .unlink = unlink,   \
-        .pread = pread, .pwrite = pwrite, .mmap = mmap, .munmap = munmap, .madvise = madvise, .calloc = calloc,       \
+        .lstat = system_lstat, .fchmod = fchmod, .fallocate = fallocate, .ftruncate = ftruncate,                      \
+        .fdatasync = fdatasync, .unlink = unlink, .pread = pread, .pwrite = pwrite, .mmap = mmap, .munmap = munmap,   \
+        .madvise = madvise, .calloc = calloc,                                                                         \
         .eventfd = system_eventfd, .thread_create = pthread_create, .ring_setup = ring_setup_allowed,                 \
-        .ring_enter = ring_enter_allowed, .ring_result = ring_result_as_is,                                           \
+        .ring_enter = ring_enter_allowed, .ring_result = ring_result_as_is, .ring_next = ring_next_in_order,          \
     }
 
 const struct fy__system fy__system_real = REAL_CALLS;

@@ -5,8 +5,8 @@
  * the compiler sees through it; built with FY_TESTING it is writable and tests put their own functions in, before any
  * daemon runs (the daemon's threads read the table without a lock).
  *
- * io_uring has no call per I/O to replace, so the ring asks three questions instead: may I be set up with these flags,
- * may I enter the kernel, and (per completion) is this really the result.
+ * io_uring has no call per I/O to replace, so the ring asks four questions instead: may I be set up with these flags,
+ * may I enter the kernel, (per completion) is this really the result, and which of those that came is looked at next.
  */
 #ifndef FUYOU_SYSTEM_H
 #define FUYOU_SYSTEM_H
@@ -23,6 +23,7 @@ struct fy__system {
     int (*set_flags)(int fd, int flags); /* fcntl F_SETFL */
     int (*flock)(int fd, int operation);
     int (*fstat)(int fd, struct stat *out);
+    int (*lstat)(const char *path, struct stat *out);
     int (*fchmod)(int fd, mode_t mode);
     int (*fallocate)(int fd, int mode, off_t offset, off_t size);
     int (*ftruncate)(int fd, off_t size);
@@ -39,6 +40,7 @@ struct fy__system {
     int (*ring_setup)(unsigned flags);                                          /* 0 or -errno */
     int (*ring_enter)(void);                                                    /* 0 or -errno */
     int32_t (*ring_result)(uint32_t operation, int32_t result, uint32_t wanted); /* the completion's result */
+    uint32_t (*ring_next)(uint32_t count);                                      /* below count; 0: the one that came first */
 };
 
 #ifdef FY_TESTING

@@ -2,7 +2,7 @@
  * A store's files: missing, short, locked, full, without fallocate, without O_DIRECT. Each error names the file, what
  * was wanted and what was there; a failed open leaves what it found and nothing else. A file that was there is taken over
  * only from this user, and nobody else can open it afterwards; a symbolic link is not followed. Readers share files, which
- * are left as they are.
+ * are left as they are. What is not found by its path any more cannot be made durable.
  */
 #include "testing.h"
 
@@ -239,6 +239,40 @@ static void readers(void)
     CHECK_EQUAL(unlink(testing_path(1)), 0);
 }
 
+static int lstat_refused(const char *path, struct stat *out)
+{
+    (void)path;
+    (void)out;
+    errno = EACCES;
+    return -1;
+}
+
+/* The file of index 1 is renamed away, and another is put in its place. */
+static void gone_by_its_path(void)
+{
+    fy_store *store = NULL;
+    fy_failure why;
+    char away[400];
+    (void)snprintf(away, sizeof away, "%s-away", testing_path(1));
+    CHECK_EQUAL(open_store(3, SIZE, FY_STORE_CREATE, &store, &why), 0);
+    CHECK_EQUAL(rename(testing_path(1), away), 0);
+    CHECK_EQUAL(fy_store_sync(store, &why), -ESTALE);
+    CHECK_EQUAL(why.operation, FY_OP_SYNC);
+    CHECK_EQUAL(why.file, 1);
+    CHECK_EQUAL(link(testing_path(0), testing_path(1)), 0);
+    CHECK_EQUAL(fy_store_sync(store, &why), -ESTALE);
+    CHECK_EQUAL(unlink(testing_path(1)), 0);
+    CHECK_EQUAL(symlink(away, testing_path(1)), 0); /* which opening would refuse */
+    CHECK_EQUAL(fy_store_sync(store, &why), -ESTALE);
+    CHECK_EQUAL(rename(away, testing_path(1)), 0);
+    CHECK_EQUAL(fy_store_sync(store, &why), 0);
+    fy__system.lstat = lstat_refused;
+    CHECK_EQUAL(fy_store_sync(store, &why), -EACCES);
+    CHECK_EQUAL(why.file, 0);
+    fy__system = fy__system_real;
+    CHECK_EQUAL(fy_store_close(store), 0);
+}
+
 int main(void)
 {
     const uint32_t descriptors = testing_descriptors();
@@ -248,6 +282,7 @@ int main(void)
     foreign_files();
     wrong_arguments();
     readers();
+    gone_by_its_path();
     CHECK_EQUAL(testing_descriptors(), descriptors);
     return 0;
 }

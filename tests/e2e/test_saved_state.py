@@ -62,6 +62,28 @@ def test_a_missing_drive_is_refused_and_costs_nothing(striped: Project, whole: l
     assert train(striped)[0] == whole
 
 
+@pytest.mark.parametrize("drive", ["a", "b"])
+def test_a_drive_that_goes_during_a_run_is_named_and_costs_a_step(
+    drive: str, new_project: NewProject, tmp_path: Path, whole: list[float]
+) -> None:
+    """Unmounted or removed: what is open goes on to take what is written, and nobody would find it again."""
+    project = new_project("striped", _striped(tmp_path / "striped", "a", "b"))
+    there, away = project.folder / drive, project.folder / "away"
+
+    def take_away(run: Run) -> None:
+        if run.step == 3 and there.exists():
+            there.rename(away)
+
+    with pytest.raises(FuyouError) as lost:
+        train(project, take_away)
+    said = lost.value.message
+    assert f"/{drive}/" in said and ("store.bin: Stale file handle" in said or "manifest.json: No such file" in said)
+    assert "put it back" in str(lost.value.hint) or "manifest.json" in said  # gone between the flush and the manifest
+    away.rename(there)
+    assert 2 <= manifest_of(project).step <= 3
+    assert train(project)[0] == whole
+
+
 def test_a_file_cut_short_is_refused(striped: Project) -> None:
     store = _folder(striped, "a") / "store.bin"
     os.truncate(store, store.stat().st_size // 2)
