@@ -80,7 +80,7 @@ class Update:
 
 class Result(NamedTuple):
     """What a finished request leaves behind. Sums are of the bytes written to the store, 0 where nothing was; those that are
-    there with `data_sums` alone, of what a read or a write moved (summed by the thread that waits) and an update read."""
+    there with `data_sums` alone, of what a read or a write moved and an update read."""
 
     nonfinite: int
     weights_sum: int

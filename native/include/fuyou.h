@@ -73,7 +73,8 @@ int fy_store_open(const char *const *paths, uint32_t count, uint64_t stripe, uin
 uint64_t fy_store_size(const fy_store *store);
 uint32_t fy_store_alignment(const fy_store *store);
 int fy_store_is_direct(const fy_store *store);
-int fy_store_sync(fy_store *store, fy_failure *why); /* every file's data on stable storage */
+/* Every file's data on stable storage. -ESTALE: a file's path does not lead to it any more. */
+int fy_store_sync(fy_store *store, fy_failure *why);
 int fy_store_close(fy_store *store);                 /* NULL is fine; -EBUSY while a daemon uses it */
 
 /* ---- daemon ---- */
@@ -87,8 +88,8 @@ typedef struct {
     uint64_t block_size;      /* bytes of one I/O at most; a multiple of 4096 */
     uint64_t scratch_offset;  /* arena span for update chunks, the daemon's own until stop; size from */
     uint64_t scratch_size;    /*   fy_scratch_size(); two chunks at least, more overlap better. 0 and 0: no updates */
-    uint32_t flags;           /* FY_DAEMON_DATA_SUMS: fy_wait() sums what a read or write moved, on the waiting thread, and
-                               * updates sum what they read, on theirs */
+    uint32_t flags;           /* FY_DAEMON_DATA_SUMS: what a read or write moved is summed, and what updates read, by the
+                               * update threads; where there are none, by the thread in fy_wait() */
     uint32_t reserved;
 } fy_options;
 
@@ -192,8 +193,8 @@ typedef struct {
     uint64_t read_busy_ns;
     uint64_t write_busy_ns;
     uint64_t update_params;
-    uint64_t update_cpu_ns; /* CPU time of the update threads */
-    uint64_t ring_cpu_ns;   /* CPU time of the ring thread, or of the pool's threads */
+    uint64_t update_cpu_ns; /* CPU time of the update threads, but for sums of what reads and writes moved */
+    uint64_t ring_cpu_ns;   /* CPU time of the ring thread, or of the pool's threads, and of these sums */
     uint64_t short_resubmitted;
     uint64_t in_flight; /* I/Os with the kernel now */
     uint64_t queued;    /* spans with I/Os still to be issued */

@@ -161,7 +161,8 @@ static int tables_create(fy_daemon *daemon)
         daemon->slots = fy__system.calloc(slots, sizeof *daemon->slots);
         if (daemon->segments == NULL || daemon->slots == NULL)
             return -ENOMEM;
-        if (fy__heap_create(&daemon->updates, requests) != 0 || fy__heap_create(&daemon->computing, slots) != 0)
+        if (fy__heap_create(&daemon->updates, requests) != 0 || fy__heap_create(&daemon->computing, slots) != 0 ||
+            fy__heap_create(&daemon->summing, requests) != 0)
             return -ENOMEM;
     }
     for (uint32_t i = 0; i < slots; i++) {
@@ -183,6 +184,7 @@ static void tables_destroy(fy_daemon *daemon)
 {
     for (uint32_t c = 0; c < 2; c++)
         fy__heap_destroy(&daemon->channels[c].spans);
+    fy__heap_destroy(&daemon->summing);
     fy__heap_destroy(&daemon->computing);
     fy__heap_destroy(&daemon->updates);
     free(daemon->blocks);
@@ -437,8 +439,8 @@ FY_API int fy_daemon_counters(fy_daemon *daemon, fy_counters *out)
         .short_resubmitted = daemon->short_resubmitted,
         .in_flight = reads->in_flight + writes->in_flight,
         .queued = reads->spans.count + writes->spans.count,
-        .update_cpu_ns = cpu_ns(daemon->update_threads, daemon->update_threads_count),
-        .ring_cpu_ns = cpu_ns(daemon->io_threads, daemon->io_threads_count),
+        .update_cpu_ns = cpu_ns(daemon->update_threads, daemon->update_threads_count) - daemon->sums_cpu_ns,
+        .ring_cpu_ns = cpu_ns(daemon->io_threads, daemon->io_threads_count) + daemon->sums_cpu_ns,
     };
     fy__unlock(daemon);
     return 0;

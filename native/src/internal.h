@@ -46,6 +46,7 @@
 #define FY__EVENTS_GAP_NS UINT64_C(10000000) /* between I/O of chunks that is one entry */
 #define FY__DESCRIPTION_MAX 512u
 #define FY__SLOT_SPANS 4u              /* weights or gradients, remainder, momentum, variance */
+#define FY__SUM_PIECE (UINT64_C(4) << 20) /* bytes that one thread sums at a time */
 #define FY__CHUNK_UNIT 16384u
 #define FY__PARAMS_UNIT 2048u
 #define FY__SCRATCH_PER_PARAM 14u      /* remainder 2, momentum 4, variance 4, gradient up to 4 */
@@ -184,7 +185,9 @@ struct fy__request {
     uint64_t begin_ns; /* 0: nothing begun */
     uint64_t bytes;
     fy_result result;
-    struct fy__span span; /* reads and writes */
+    struct fy__span span; /* reads and writes, */
+    uint64_t moved_ns;    /*   since when they only wait for their sums; 0: they do not, */
+    uint64_t next_byte;   /*   first byte that nobody sums yet */
     fy_update update;     /* updates: as submitted, */
     fy_segment *segments; /*   FY_MAX_SEGMENTS of room, */
     uint64_t next_param;  /*   first parameter not yet in a slot */
@@ -212,7 +215,7 @@ struct fy_daemon {
 
     pthread_mutex_t lock; /* everything below, but for what says otherwise */
     pthread_cond_t idle;  /* the last waiter has left, or the last request has settled while stopping */
-    pthread_cond_t ready; /* a slot to compute, or stopping */
+    pthread_cond_t ready; /* a slot to compute, bytes to sum, or stopping */
     pthread_cond_t work[2]; /* pool: a block to move, by channel */
     struct fy__channel channels[2];
     struct fy__block *blocks;
@@ -223,6 +226,7 @@ struct fy_daemon {
     struct fy__slot *slots_free;
     struct fy__heap updates;   /* requests with chunks not yet in a slot */
     struct fy__heap computing; /* slots whose reads are done */
+    struct fy__heap summing;   /* reads and writes with bytes that nobody sums yet */
     struct fy__events events;
     uint64_t sequence;
     uint32_t outstanding; /* tickets neither done nor failed */
@@ -234,6 +238,7 @@ struct fy_daemon {
     bool closing; /* all requests have settled: threads leave */
     bool ring_asleep;
     uint64_t update_params;
+    uint64_t sums_cpu_ns; /* of the update threads, on what reads and writes moved */
     uint64_t short_resubmitted;
 
     struct fy__ring *ring; /* written before its thread runs */
@@ -253,6 +258,12 @@ void fy__queue_finish(fy_daemon *daemon, struct fy__block *block, int64_t result
 void fy__request_fail(fy_daemon *daemon, struct fy__request *request, const fy_failure *failure);
 /* Takes one part off; the last one finishes the ticket. */
 void fy__request_settle(fy_daemon *daemon, struct fy__request *request);
+
+/* ---- moved.c: sums of what reads and writes moved. Under the lock, but for the sums themselves. ---- */
+bool fy__sum_wanted(const fy_daemon *daemon, const struct fy__request *request);
+void fy__sum_begin(fy_daemon *daemon, struct fy__request *request);
+void fy__sum_drop(fy_daemon *daemon, struct fy__request *request); /* of a failed request: what nobody sums yet */
+bool fy__sum_piece(fy_daemon *daemon); /* by an update thread, which lets go of the lock meanwhile; false: there is none */
 
 /* ---- events.c: what was busy when ---- */
 void fy__events_add(struct fy__events *events, const fy_event *event);

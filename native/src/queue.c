@@ -29,7 +29,7 @@ void fy__request_settle(fy_daemon *daemon, struct fy__request *request)
                                         .operation = request->operation,
                                         .label = request->label,
                                         .begin_ns = request->begin_ns != 0 ? request->begin_ns : now_ns,
-                                        .end_ns = now_ns,
+                                        .end_ns = request->moved_ns != 0 ? request->moved_ns : now_ns,
                                         .bytes = request->operation == FY_OP_UPDATE ? 0 : request->bytes,
                                     });
     request->done = true;
@@ -46,6 +46,8 @@ static void span_settle(fy_daemon *daemon, struct fy__span *span)
     assert(span->issued == span->size);
     if (span->slot != NULL)
         fy__update_span_settled(daemon, span->slot);
+    else if (fy__sum_wanted(daemon, span->request) && daemon->options.update_threads > 0)
+        fy__sum_begin(daemon, span->request);
     else
         fy__request_settle(daemon, span->request);
 }
@@ -91,6 +93,7 @@ void fy__request_fail(fy_daemon *daemon, struct fy__request *request, const fy_f
     request->parts++; /* so that it cannot finish under our hands */
     if (request->operation == FY_OP_UPDATE)
         fy__update_drop(daemon, request); /* first, or the slots that the spans give back would go to it again */
+    fy__sum_drop(daemon, request);
     for (uint32_t i = 0; i < 2; i++)
         drop_spans(daemon, &daemon->channels[i], request);
     fy__request_settle(daemon, request);

@@ -54,6 +54,7 @@ static struct fy__request *request_take(fy_daemon *daemon, uint32_t operation, u
     request->next_free = NULL;
     request->order = (struct fy__order){.priority = priority, .sequence = daemon->sequence++};
     request->begin_ns = 0;
+    request->moved_ns = 0;
     request->bytes = 0;
     request->result = (fy_result){0};
     daemon->outstanding++;
@@ -150,12 +151,11 @@ static int wait_done(fy_daemon *daemon, struct fy__request *request, fy_ticket t
     return request->done ? 0 : -ETIME;
 }
 
-/* Under the lock, which it lets go of to sum the data. The ticket is spent and the row free. */
+/* Under the lock, which it lets go of to sum the data where nobody else does. The ticket is spent and the row free. */
 static void result_take(fy_daemon *daemon, struct fy__request *request, fy_result *result)
 {
     const struct fy__span span = request->span;
-    const bool sums = request->operation != FY_OP_UPDATE && !fy__request_failed(request) &&
-                      (daemon->options.flags & FY_DAEMON_DATA_SUMS) != 0;
+    const bool sums = fy__sum_wanted(daemon, request) && daemon->options.update_threads == 0;
     assert(request->done && daemon->waiters > 0);
     *result = request->result;
     request->ticket = 0;

@@ -386,7 +386,9 @@ void *fy__update_thread(void *argument)
     fy_daemon *daemon = argument;
     fy__flush_denormals_off();
     fy__lock(daemon);
-    while (!daemon->closing) { /* until stop: a pass sleeps or computes a chunk */
+    while (!daemon->closing) { /* until stop: a pass sleeps, sums a piece or computes a chunk */
+        if (fy__sum_piece(daemon))
+            continue; /* before chunks: somebody may be waiting for it, and it takes a millisecond */
         struct fy__slot *slot = fy__heap_pop(&daemon->computing);
         if (slot == NULL) {
             fy__sleep(daemon, &daemon->ready);
