@@ -40,6 +40,7 @@ KINDS: dict[str, frozenset[str]] = {
     "short": frozenset(("read", "write")),
     "flip": frozenset(("read",)),
     "slow": _EVERYTHING,
+    "clock": frozenset(),  # every reading of the wall clock is one of its points
 }
 SCENARIOS = ("load", "steps", "resume", "export")
 _FOR_EVER = 10**9
@@ -197,9 +198,9 @@ def _judged(found: Scenario, kind: str, how: How, end: Ended, hit: list[Call], *
 
 
 def _may_not_end_it(kind: str, how: How, hit: list[Call]) -> bool:
-    """A slow call is none that failed. The kernel asks nobody for another try of a plain file's call: of the daemon's it may,
-    where it does them directly."""
-    if kind == "slow":
+    """A slow call is none that failed, nor is a clock that is set. The kernel asks nobody for another try of a plain file's
+    call: of the daemon's it may, where it does them directly."""
+    if kind in ("slow", "clock"):
         return True
     daemons = all(call.what in ("read", "write") and call.file.endswith("store.bin") for call in hit)
     return how == ONCE and (kind in ("eintr", "short") or (kind == "eagain" and daemons))

@@ -8,7 +8,7 @@
  *                     FUYOU_SHIM_BYTES_OF only what goes to files whose names end so
  *   FUYOU_SHIM_FAULT  FIRST:LAST:HOW, calls of HOW's kinds counted from 1: eio, enospc, eagain, eintr, short, flip, slow,
  *                     erofs; late makes flushes wait for 20 ms; kill ends the process before the call, torn after half of
- *                     a write
+ *                     a write; clock sets the wall clock a year ahead and a year back, at every reading in turn
  *
  * A record has the number of calls that had begun when it began and when it ended: a write is covered by a flush that began
  * after the write had ended. I/O that io_uring does passes by: runs under it use the thread backend.
@@ -62,9 +62,10 @@ struct trace {
     struct record records[];
 };
 
-enum fault { NONE = 0, EIO_FAULT, ENOSPC_FAULT, EAGAIN_FAULT, EINTR_FAULT, SHORT, FLIP, SLOW, EROFS_FAULT, LATE, KILL, TORN };
+enum fault { NONE = 0, EIO_FAULT, ENOSPC_FAULT, EAGAIN_FAULT, EINTR_FAULT, SHORT, FLIP, SLOW, EROFS_FAULT, LATE, KILL, TORN,
+             CLOCK };
 static const char *const fault_names[] = {"", "eio", "enospc", "eagain", "eintr", "short", "flip", "slow", "erofs", "late",
-                                          "kill", "torn"};
+                                          "kill", "torn", "clock"};
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static pthread_mutex_t names_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -95,6 +96,7 @@ static int (*real_ftruncate)(int, off_t);
 static int (*real_fallocate)(int, int, off_t, off_t);
 static int (*real_posix_fallocate)(int, off_t, off_t);
 static int (*real_mkdir)(const char *, mode_t);
+static int (*real_clock_gettime)(clockid_t, struct timespec *);
 
 static void look_up(void *target, const char *name)
 {
@@ -121,6 +123,7 @@ static void set_up_calls(void)
     look_up(&real_fallocate, "fallocate64");
     look_up(&real_posix_fallocate, "posix_fallocate64");
     look_up(&real_mkdir, "mkdir");
+    look_up(&real_clock_gettime, "clock_gettime");
 }
 
 static void map_trace(const char *path)
@@ -235,7 +238,7 @@ static struct record *begin(enum call call, uint32_t file, uint64_t offset, uint
     if (place >= trace->capacity)
         return NULL;
     struct timespec now;
-    (void)clock_gettime(CLOCK_MONOTONIC, &now);
+    (void)real_clock_gettime(CLOCK_MONOTONIC, &now);
     struct record *record = &trace->records[place];
     record->time_ns = (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
     record->call = call;
@@ -287,7 +290,8 @@ static void keep_bytes(struct record *record, const void *data, size_t size)
 static bool applies(enum call call)
 {
     switch (fault) {
-    case NONE: return false;
+    case NONE:
+    case CLOCK: return false;
     case SHORT: return call == READ || call == WRITE;
     case FLIP: return call == READ;
     case TORN: return call == WRITE;
@@ -537,3 +541,22 @@ int posix_fallocate64(int fd, off_t offset, off_t size)
     return error;
 }
 int posix_fallocate(int fd, off_t offset, off_t size) { return posix_fallocate64(fd, offset, size); }
+
+/* ---- the clock ---- */
+
+#define YEAR (365 * 24 * 3600)
+
+int clock_gettime(clockid_t which, struct timespec *now)
+{
+    configure();
+    const int result = real_clock_gettime(which, now);
+    if (result != 0 || fault != CLOCK || which != CLOCK_REALTIME)
+        return result;
+    const uint64_t number = 1 + atomic_fetch_add(&counted, 1);
+    if (number < fault_first || number > fault_last)
+        return result;
+    if (trace != NULL)
+        atomic_fetch_add(&trace->faults, 1);
+    now->tv_sec += number % 2 == 0 ? YEAR : -YEAR;
+    return result;
+}

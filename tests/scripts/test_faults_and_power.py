@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from proof import faults, flips, power, steady
 from proof.crashes import Lost, Place, placed
-from proof.faults import ONCE, Scenario
+from proof.faults import FROM_THEN_ON, ONCE, Scenario
 from proof.steady import Sample
 
 from fuyou_cli.core.units import MiB
@@ -45,10 +45,16 @@ def resumed(place: Place) -> Scenario:
     return faults.scenario(place, "resume")
 
 
-@pytest.mark.parametrize("kind", faults.KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in faults.KINDS if kind != "clock"])
 def test_a_fault_is_survived_or_named(kind: str, place: Place, resumed: Scenario) -> None:
     swept = faults.sweep(place, resumed, kind, ONCE, every=30, seed=4, most=1)
     assert swept.problems == [] and swept.points == 1
+
+
+def test_a_wall_clock_that_jumps_changes_nothing(place: Place, resumed: Scenario) -> None:
+    swept = faults.Swept()
+    assert faults.struck(place, resumed, "clock", FROM_THEN_ON, 1, swept)
+    assert (swept.points, swept.survived, swept.problems) == (1, 1, [])
 
 
 def test_a_run_without_the_call_is_none_of_the_points(place: Place, resumed: Scenario) -> None:
