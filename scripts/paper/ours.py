@@ -25,6 +25,7 @@ from . import given, policy
 
 UNCLIPPED = "train.clip_grad_norm=null"  # the paper does not clip; the default is 1.0
 CLIPPED = "train.clip_grad_norm=1.0"
+COMMITTED = "checkpoint.commit_every_steps=1"  # the default; the paper's runs cannot be gone on from
 RECOMPUTED = "offload.activations=recompute"
 SHARE = 0.85  # asked of the device's rate at 175B
 USEFUL_FLOPS = 6  # per parameter and token, where nothing is computed again
@@ -73,6 +74,7 @@ class Ours:
     seconds: float = 0.0
     tokens: float = 0.0  # per second
     clipped: float | None = None  # tokens per second with clipping, as by default; None where that does not fit
+    committed: float | None = None  # the same with a commit every step, as by default, and no clipping
     busy: float = 0.0  # share of the step that the GPU computes
     written: int = 0  # bytes a step
     rated: int = 0  # bytes that the drives are warranted to be written
@@ -94,6 +96,10 @@ class Ours:
     @property
     def slower_clipped(self) -> bool:
         return self.paper is not None and (self.clipped or 0.0) < self.paper
+
+    @property
+    def slower_committed(self) -> bool:
+        return self.paper is not None and (self.committed or 0.0) < self.paper
 
 
 def paper_parts(drives: int, ram: int) -> str:
@@ -186,7 +192,7 @@ def planned(cases: Sequence[Case], say: Callable[[str], None]) -> Iterator[Ours]
 
 
 def plan_of(case: Case) -> Ours:
-    """What `fuyou plan` chooses, and the same with clipping."""
+    """What `fuyou plan` chooses, and the same with clipping, and with commits."""
     with tempfile.TemporaryDirectory() as folder, redirect_stderr(StringIO()):
         policy.config_of(case.model).save_pretrained(folder)
         path = Path(folder, "recipe.yaml")
@@ -198,11 +204,12 @@ def plan_of(case: Case) -> Ours:
         except PlanError as error:
             return Ours(**named, problem=error.message)  # type: ignore[arg-type]
         outcome = Outcome(changes=(), prepared=prepared, room=room_of(prepared, described=True))
-        clipped = Elsewise(loaded=loaded, prepared=prepared, described=True).with_keys([CLIPPED])
-    return _figures(named, outcome, clipped)
+        elsewise = Elsewise(loaded=loaded, prepared=prepared, described=True)
+        clipped, committed = elsewise.with_keys([CLIPPED]), elsewise.with_keys([COMMITTED])
+    return _figures(named, outcome, clipped=clipped, committed=committed)
 
 
-def _figures(named: dict[str, object], outcome: Outcome, clipped: Outcome | None) -> Ours:
+def _figures(named: dict[str, object], outcome: Outcome, *, clipped: Outcome | None, committed: Outcome | None) -> Ours:
     plan, model = outcome.plan, outcome.prepared.model
     tokens, step = outcome.tokens, plan.predicted.step_seconds
     stages, params = plan.stages, model.stored_parameters
@@ -210,6 +217,9 @@ def _figures(named: dict[str, object], outcome: Outcome, clipped: Outcome | None
     def share(chosen: Callable[[int], bool]) -> float:
         """Of the parameters, those of such stages."""
         return sum(model.stages[index].params for index in range(len(stages)) if chosen(index)) / params
+
+    def speed(other: Outcome | None) -> float | None:
+        return None if other is None or other.problems else tokens / other.plan.predicted.step_seconds
 
     operators = sum(len(stage.operators) for stage in model.stages)
     return Ours(
@@ -220,7 +230,8 @@ def _figures(named: dict[str, object], outcome: Outcome, clipped: Outcome | None
         ram=plan.cpu_budget,
         seconds=step,
         tokens=tokens / step,
-        clipped=None if clipped is None or clipped.problems else tokens / clipped.plan.predicted.step_seconds,
+        clipped=speed(clipped),
+        committed=speed(committed),
         busy=plan.predicted.seconds["compute"] / step,
         written=plan.predicted.written_per_step,
         rated=sum(drive.rated_bytes for drive in outcome.prepared.hardware.drives),

@@ -51,7 +51,12 @@ class Reproduced:
     @property
     def errors(self) -> list[float]:
         """Of the rows that nothing was fitted on."""
-        return [abs(row.error) for row in self.rows if row.published.role == "predicted"]
+        return self.errors_but("")
+
+    def errors_but(self, model: str) -> list[float]:
+        """The same without a model's."""
+        rows = [row for row in self.rows if row.published.role == "predicted" and row.published.model != model]
+        return [abs(row.error) for row in rows]
 
     @property
     def median(self) -> float:

@@ -235,7 +235,7 @@ def test_a_sustained_machine_writes_no_faster_than_that() -> None:
 
 OURS = ours.Ours(
     model="175B", where="there", batch=32, settings=(), paper=62.1, micro=4, sums="float32", ram=600 * 2**30, seconds=100.0,
-    tokens=120.0, clipped=80.0, busy=0.9, written=10**12, rated=10**16,
+    tokens=120.0, clipped=80.0, committed=90.0, busy=0.9, written=10**12, rated=10**16,
 )  # fmt: skip
 
 
