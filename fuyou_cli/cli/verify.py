@@ -32,23 +32,25 @@ def run_verify(source: Path, *, json_output: bool) -> bool:
     else:
         for state in found:
             _show(state)
-        if found[0].damages:
-            whole = any(not state.damages for state in found[1:])
-            write_result(
-                "the same recipe goes back to the one before, which is whole"
-                if whole
-                else "no state is whole: put a copy of the folder back, or start over with checkpoint.resume=never"
-            )
-    return not found[0].damages
+        if not found[0].is_whole:
+            write_result(_what_follows(found))
+    return found[0].is_whole
+
+
+def _what_follows(found: list[Verified]) -> str:
+    whole = next((state for state in found if not state.damages), None)
+    if whole is None:
+        return "no state is whole: put a copy of the folder back, or start over with checkpoint.resume=never"
+    return f"the same recipe goes back to the state after step {whole.manifest.step}, which is whole"
 
 
 def _show(state: Verified) -> None:
     stages = state.manifest.stages
     extents = sum(len(stage.extents()) for stage in stages)
     size = sum(extent.size for stage in stages for _, extent in stage.extents())
-    name = (
-        f"the state before it, after step {state.manifest.step}" if state.older else f"state after step {state.manifest.step}"
-    )
+    name = f"{'the state before it, after' if state.older else 'state after'} step {state.manifest.step}"
+    if state.problem:
+        write_result(f"the newest state cannot be told: {state.problem}")
     if not state.damages:
         write_result(f"{name}: {extents} extents, {gb(size)}, every sum is right")
         return
@@ -64,6 +66,7 @@ def _as_data(state: Verified) -> dict[str, object]:
     return {
         "step": state.manifest.step,
         "older": state.older,
+        "problem": state.problem,
         "extents": sum(len(stage.extents()) for stage in state.manifest.stages),
         "damages": [{"stage": damage.stage, "tensor": damage.tensor, "why": damage.why} for damage in state.damages],
     }

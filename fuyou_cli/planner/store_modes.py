@@ -20,7 +20,8 @@ def at_rest(model: ModelSpec, wishes: Wishes, mode: StoreMode) -> int:
 
 
 def with_fitting_mode(model: ModelSpec, wishes: Wishes, disk: int) -> Wishes:
-    """In place where `disk` (bytes) has room for its extents, or has none for redo's either; else redo."""
-    if at_rest(model, wishes, "in_place") <= disk or at_rest(model, wishes, "redo") > disk:
+    """In place where `disk` (bytes) has room for its extents, or has none for redo's either, or where gradients are to be in
+    RAM; else redo."""
+    if at_rest(model, wishes, "in_place") <= disk or at_rest(model, wishes, "redo") > disk or wishes.gradients == "cpu":
         return wishes
     return replace(wishes, store_mode="redo", gradients="ssd")

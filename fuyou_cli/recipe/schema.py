@@ -176,7 +176,7 @@ class CheckpointSection(Section):
     mode: Literal["auto", "in_place", "redo", "snapshot"] = "auto"
     commit_every_steps: Positive | None = 1  # null: the state is committed where a run begins, stops and ends
     snapshot_every_steps: Positive | None = None
-    keep_last: Positive = 2
+    keep_last: Annotated[int, Field(ge=1, le=16)] = 2  # snapshots that are there whole
     resume: Text = "auto"  # auto | never | a path
 
 

@@ -24,20 +24,28 @@ _ARENA = 2 * PIECE + 2 * MiB
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AtRest:
-    """An open store and the newest manifest it has."""
+    """An open store and the newest manifest it has that can be read; `problem`: why that is not the newest."""
 
     manifest: Manifest
+    problem: str
     arena: Arena
     daemon: SwapDaemon
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verified:
-    """A committed state and what of it is not what was written. `older`: it is the one before the newest."""
+    """A committed state and what of it is not what was written. `older`: it is one of those before the newest. `problem`: it
+    is the newest whose manifest can be read, and why that is not the newest."""
 
     manifest: Manifest
     damages: tuple[Damage, ...]
     older: bool
+    problem: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the newest, and all of it is there."""
+        return not self.damages and not self.problem
 
 
 def find_store(source: Path) -> Path:
@@ -55,7 +63,7 @@ def find_store(source: Path) -> Path:
 @contextmanager
 def at_rest(source: Path, *, arena_size: int) -> Iterator[AtRest]:
     """The committed state of the store in `source`. Raises FuyouError while a run uses it, and where there is none."""
-    manifest, _ = manifests.newest(source)
+    manifest, problem = manifests.newest(source)
     if manifest is None:
         raise UsageError(f"there is no store in {source}")
     refuse_in_use(manifest)
@@ -74,26 +82,21 @@ def at_rest(source: Path, *, arena_size: int) -> Iterator[AtRest]:
     ):
         if manifests.newest(source)[0] != manifest:  # read before the store was locked
             raise UsageError(f"another process has used the store in {source} meanwhile", hint="run the same command again")
-        yield AtRest(manifest=manifest, arena=arena, daemon=daemon)
+        yield AtRest(manifest=manifest, problem=problem, arena=arena, daemon=daemon)
 
 
 def verify_store(source: Path, *, progress: Progress = lambda size: None) -> list[Verified]:
-    """The newest committed state of a store, and the one before it where there is one: every extent is read and summed. What
-    the step that was under way has written over is damage of the one before."""
+    """The newest committed state of a store, and those before it that are kept: every extent is read and summed. What the
+    step that was under way has written over is damage of one before."""
     with at_rest(source, arena_size=_ARENA) as store:
         window = Span(offset=0, size=_ARENA)
-        states = [store.manifest]
-        try:
-            older = manifests.read(source, manifests.BEFORE)
-        except UsageError:
-            older = None  # nothing can go back to it
-        if older is not None and older.run == store.manifest.run and older.step < store.manifest.step:
-            states.append(older)
+        states = [store.manifest, *manifests.before(source, store.manifest)]
         return [
             Verified(
                 manifest=state,
                 damages=tuple(damages(state, store.daemon, store.arena, window, progress=progress)),
                 older=number > 0,
+                problem="" if number else store.problem,
             )
             for number, state in enumerate(states)
         ]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .manifest import Manifest, StoredExtent, StoredStage, StoredTensor
 
 _ALIGN = 4096  # of stripes and extents, as direct I/O wants them
+MOST_KEPT = 16  # states of a store; recipe/schema knows it too
 _MOST_FILES = 64  # of a stripe
 _MOST_DIMENSIONS = 64  # of a tensor that torch can hold
 _ITEMS = {"remainder": 2, "momentum": 4, "variance": 4}  # bytes of an element; of weights it is the compute dtype's
@@ -43,8 +44,8 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
         yield "stages are committed while the store is loading"
     if manifest.state == "committed" and not manifest.stages:
         yield "no stage is committed"
-    if not manifest.keep:
-        yield "keep is 0"
+    if not 1 <= manifest.keep <= MOST_KEPT:
+        yield f"keep is {manifest.keep}"
     if (manifest.due is not None) != any(stage.gradients is not None for stage in manifest.stages):
         yield "gradients without an update that is due, or one without gradients"
     if manifest.due is not None and not manifest.due.step:

@@ -3,17 +3,19 @@
 It is written to a temporary file, synced, renamed and its directory synced; the data it names is on stable storage
 before. A store being filled says `loading`: there is nothing in it to lose. `committed` names one state whose extents no
 update writes over before the next manifest is on stable storage (planner/commits.py): wherever a run ends, the newest
-manifest is true. The one before it is kept beside it: where a part of the newest state has become unreadable, the older one
-may still be whole.
+manifest is true. Those before it are kept beside it, one at least and as many as there are snapshots: where a part of the
+newest state has become unreadable, an older one may still be whole. One that was gone back behind is kept as well.
 
 The last line holds a digest of the others, so that a manifest is the one that was written or none.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,23 +26,26 @@ from ..core.errors import UsageError
 from ..core.json_files import find_text, object_in
 from ..spec.plan import Numerics, StateTensor, StoreMode
 from ..spec.strict import AtMost, made
-from .believable import why_not
+from .believable import MOST_KEPT, why_not
 
 State = Literal["loading", "committed"]
 
 NAME = "manifest.json"
 BEFORE = "manifest.before.json"  # of the commit before
+DAMAGED = "manifest.damaged.json"  # was the newest, and was gone back behind
 COMPANIONS = "companions"  # the folder beside it with what an export needs besides weights
 VERSION = 4
 TENSORS = get_args(StateTensor)  # of a stage, in the order of a place
 _EXTENTS = (*TENSORS, "gradients")
 _NEW = ".manifest.new"  # fixed names: what a killed run leaves is written over by the next
 _NEW_BEFORE = ".manifest.before.new"
-BESIDE = (BEFORE, _NEW, _NEW_BEFORE)  # what there may be next to a manifest
+_BEFORE = (BEFORE, *(f"manifest.before-{number}.json" for number in range(2, MOST_KEPT)))  # the newest first
+EVERY_NAME = (NAME, *_BEFORE, DAMAGED)  # of a manifest
 _DIGEST = ',\n"digest": '
 LARGEST = 64 << 20  # bytes; a mixture of a hundred thousand tensors takes a third of it
 _LARGEST_SUM = (1 << 64) - 1
-_DAMAGED = "start over with checkpoint.resume=never"
+_START_OVER = "start over with checkpoint.resume=never"
+_LOST = {errno.EIO, errno.EBADMSG, errno.EUCLEAN}  # of a file: a drive does not have it any more
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,23 +125,39 @@ class Manifest:
     fingerprints: dict[str, str]  # model, data, recipe: what a resumed run must agree on
     random: dict[str, Any]  # states of generators (training/random_states.py)
     mode: StoreMode
-    keep: int  # states that can be gone back to
+    keep: int  # states that are there whole at any time, this one among them
     due: DueUpdate | None  # of stages with gradients
     stages: tuple[StoredStage, ...]
     skipped: int = 0  # of these steps, that updated nothing (train.skip_nonfinite)
     skipped_in_row: int = 0  # of these, the last ones
 
 
+class DamagedManifest(UsageError):
+    """What lies there is not what was written, or cannot be read any more."""
+
+
+def beside(keep: int) -> tuple[str, ...]:
+    """Names of what there may be next to the manifest of a store that keeps so many states."""
+    return (*_before(keep), DAMAGED, _NEW, _NEW_BEFORE)
+
+
+def _before(keep: int) -> tuple[str, ...]:
+    """Of the older ones, the newest first: one is kept even where its state is there only until the next step."""
+    return _BEFORE[: max(1, keep - 1)]
+
+
 def write(directory: Path, manifest: Manifest, *, keep: bool = False) -> None:
     """Replaces the manifest of `directory` in one step, on stable storage when this returns. With `keep` the one that was
-    there is kept as the one before; else that goes too."""
+    there is kept as the one before, and those before it move on; else they go too."""
     path = directory / NAME
     try:
         _write_whole(directory / _NEW, _text(manifest))
         if keep:
+            _move_on(directory, _before(manifest.keep))
             _set_aside(path, directory)
         else:
-            (directory / BEFORE).unlink(missing_ok=True)
+            for name in (*_BEFORE, DAMAGED):
+                (directory / name).unlink(missing_ok=True)
         (directory / _NEW).replace(path)
         sync_directory(directory)
     except OSError as error:
@@ -164,13 +185,32 @@ def _set_aside(path: Path, directory: Path) -> None:
         new.replace(directory / BEFORE)
 
 
-def go_back(directory: Path) -> None:
-    """The manifest before the newest is the newest again."""
+def _move_on(directory: Path, names: tuple[str, ...]) -> None:
+    """Each takes the name of the one before it, from the oldest on: one may be missing, none is there twice."""
+    for newer, older in zip(names[-2::-1], names[:0:-1], strict=True):
+        if (directory / newer).exists():
+            (directory / newer).replace(directory / older)
+
+
+def go_back(directory: Path, older: Manifest) -> None:
+    """One of those before the newest is the newest again; the newest is kept aside, those between are gone back behind too."""
+    place = next(place for place, name in enumerate(_BEFORE) if _is(directory, name, older))
     try:
-        (directory / BEFORE).replace(directory / NAME)
+        with suppress(FileNotFoundError):
+            (directory / NAME).replace(directory / DAMAGED)
+        (directory / _BEFORE[place]).replace(directory / NAME)
+        for name in _BEFORE[:place]:
+            (directory / name).unlink(missing_ok=True)
         sync_directory(directory)
     except OSError as error:
         raise failed_writing(directory / NAME, error) from error
+
+
+def _is(directory: Path, name: str, manifest: Manifest) -> bool:
+    try:
+        return read(directory, name) == manifest
+    except UsageError:
+        return False
 
 
 def _text(manifest: Manifest) -> str:
@@ -185,42 +225,68 @@ def _digest(body: str) -> str:
 
 
 def newest(directory: Path) -> tuple[Manifest | None, str]:
-    """The manifest to go on from, and why it is the one before the newest where it is. Raises as `read` does."""
+    """The manifest to go on from, and why it is not the newest where it is none. Raises as `read` does: what cannot be read
+    now may be whole, and is not gone back behind."""
     try:
         found = read(directory)
-        if found is not None or not (directory / BEFORE).is_file():
-            return found, ""
-        return read(directory, BEFORE), f"{directory / NAME} is gone"
-    except UsageError as error:
+    except DamagedManifest as error:
+        if (older := next(_readable(directory), None)) is None:
+            raise
+        return older, error.message
+    if found is not None or (older := next(_readable(directory), None)) is None:
+        return found, ""
+    return older, f"{directory / NAME} is gone"
+
+
+def before(directory: Path, manifest: Manifest) -> Iterator[Manifest]:
+    """The states of its run that are kept beside it, the newest first, whether whole or not. In redo a step has several
+    manifests."""
+    for older in _readable(directory):
+        if older.run == manifest.run and older.step <= manifest.step and older != manifest:
+            yield older
+
+
+def _readable(directory: Path) -> Iterator[Manifest]:
+    for name in _BEFORE:
         with suppress(UsageError):
-            if (older := read(directory, BEFORE)) is not None:
-                return older, error.message
-        raise
+            if (found := read(directory, name)) is not None:
+                yield found
 
 
 def read(directory: Path, name: str = NAME) -> Manifest | None:
-    """The manifest of `directory`, None when there is none. Raises UsageError when it is not one."""
+    """The manifest of `directory`, None when there is none. Raises DamagedManifest where it is not one, UsageError where it
+    cannot be read."""
     path = directory / name
     if os.path.lexists(directory) and not directory.is_dir():
         hint = "offload.dir and checkpoint.resume name folders"
         raise UsageError(f"there can be no store in {directory}: a file is in its place", hint=hint)
-    text = find_text(path, limit=LARGEST, hint=_DAMAGED)
+    try:
+        text = find_text(path, limit=LARGEST, hint=_START_OVER)
+    except UsageError as error:
+        if isinstance(error.__context__, OSError) and error.__context__.errno not in _LOST:
+            raise
+        raise DamagedManifest(error.message, hint=error.hint) from None
     return None if text is None else _parsed(path, text)
 
 
 def _parsed(path: Path, text: str) -> Manifest:
     """A digest says that a manifest is whole, not who wrote it: every value is looked at as if anybody had."""
-    content = object_in(path, text, names=True, hint=_DAMAGED)
+    try:
+        content = object_in(path, text, names=True)
+    except UsageError as error:
+        raise DamagedManifest(error.message, hint=_START_OVER) from None
     version = content.pop("fuyou_store", None)
-    if type(version) is not int or version != VERSION:
-        raise UsageError(f"{path} is not a manifest of version {VERSION}", hint="it was written by another version")
     body, _, _ = text.rpartition(_DIGEST)
-    if content.pop("digest", None) != _digest(body):
-        raise UsageError(f"{path} is damaged: its digest is not that of its content", hint=_DAMAGED)
+    is_sealed = content.pop("digest", None) == _digest(body)
+    if type(version) is not int or version != VERSION:
+        kind = UsageError if is_sealed else DamagedManifest
+        raise kind(f"{path} is not a manifest of version {VERSION}", hint="it was written by another version")
+    if not is_sealed:
+        raise DamagedManifest(f"{path} is damaged: its digest is not that of its content", hint=_START_OVER)
     try:
         found: Manifest = made(Manifest, content)
     except UsageError as error:
-        raise UsageError(f"{path} is damaged: {error.message}", hint=_DAMAGED) from None
+        raise DamagedManifest(f"{path} is damaged: {error.message}", hint=_START_OVER) from None
     if wrong := why_not(found):
-        raise UsageError(f"{path} is damaged: {wrong}", hint=_DAMAGED)
+        raise DamagedManifest(f"{path} is damaged: {wrong}", hint=_START_OVER)
     return found

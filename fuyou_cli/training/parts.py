@@ -57,7 +57,7 @@ def write_parts(run: str, directories: Sequence[Path]) -> None:
     for index, directory in enumerate(directories):
         part = Part(run=run, index=index, count=len(directories), first=str(directories[0]))
         try:
-            for name in (manifests.NAME, manifests.BEFORE) if index else ():
+            for name in manifests.EVERY_NAME if index else ():
                 (directory / name).unlink(missing_ok=True)
             _write_part(directory, part)
             sync_names_above(directory)

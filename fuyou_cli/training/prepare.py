@@ -60,6 +60,7 @@ class Prepared:
     sampler: Sampler | None
     checkpoint: Checkpoint | None
     entries: Mapping[str, TensorEntry]
+    stored_as: Mapping[str, str]  # names of the model's tensors in its checkpoint
     directories: tuple[Path, ...]  # one folder of this run per striped directory
     manifest: Manifest | None  # of a stopped run to resume
     fingerprints: dict[str, str]
@@ -142,6 +143,7 @@ def prepare(
         sampler=None,
         checkpoint=None,
         entries={},
+        stored_as={},
         directories=directories,
         manifest=manifest,
         fingerprints={},
@@ -160,7 +162,9 @@ def _saved(recipe: Recipe, *, looked_for: bool, say: Callable[[str], None]) -> t
     directories = run_directories(recipe)
     manifest = find_saved(recipe.checkpoint.resume, directories, say=say) if looked_for else None
     if manifest is not None:
-        check_same_mode(manifest, recipe.checkpoint.mode, keep_last=recipe.checkpoint.keep_last)
+        checkpoint = recipe.checkpoint
+        every = checkpoint.snapshot_every_steps if checkpoint.mode == "snapshot" else checkpoint.commit_every_steps
+        check_same_mode(manifest, checkpoint.mode, keep_last=checkpoint.keep_last, commit_every=every)
     if manifest is not None and recipe.checkpoint.resume != "auto":  # a run named by its folder goes on in that folder
         directories = tuple(Path(file).parent for file in manifest.files)
     return directories, manifest
@@ -209,8 +213,8 @@ def _with_weights_and_rows(
 ) -> Prepared:
     """The dear part: weights fetched and looked at, data tokenised, and the plan once more for the process as it is then."""
     recipe, anatomy, model = considered.recipe, considered.anatomy, considered.model
-    model_dir = hub.model(need_weights=True)
-    checkpoint, entries = _entries(anatomy, model_dir)
+    weights = _weights(hub, anatomy, considered.manifest, say)
+    model_dir = weights.model_dir
     say("reading and tokenising the data")
     rows = tokenised_rows(recipe, considered.tokenizer_dir)
     check_tokens(recipe, anatomy, rows.summary)
@@ -223,7 +227,7 @@ def _with_weights_and_rows(
     hardware = replace(hardware, process_bytes=hardware.process_bytes + sampler.peak_bytes)
     if repeated := sampler.note(total, recipe.train.epochs):
         say(f"note: {repeated}")
-    fingerprints = _fingerprints(recipe, model_dir, model, entries, rows, total)
+    fingerprints = _fingerprints(recipe, model_dir, model, weights.mark, rows, total)
     if considered.manifest is not None:
         check_unchanged_run(considered.manifest, fingerprints, total_steps=total)
     saved = considered.manifest
@@ -237,8 +241,9 @@ def _with_weights_and_rows(
         total_steps=total,
         rows=rows,
         sampler=sampler,
-        checkpoint=checkpoint,
-        entries=entries,
+        checkpoint=weights.checkpoint,
+        entries=weights.entries,
+        stored_as=weights.stored_as,
         fingerprints=fingerprints,
     )
 
@@ -338,12 +343,37 @@ def _skeleton(recipe: Recipe, model_dir: Path) -> PreTrainedModel:
     )
 
 
-def _entries(anatomy: Anatomy, model_dir: Path) -> tuple[Checkpoint, Mapping[str, TensorEntry]]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Weights:
+    """What a run begins with. `mark`: checkpoint/mark."""
+
+    model_dir: Path
+    checkpoint: Checkpoint | None
+    entries: Mapping[str, TensorEntry]
+    stored_as: Mapping[str, str]
+    mark: str
+
+
+def _weights(hub: _Hub, anatomy: Anatomy, saved: Manifest | None, say: Callable[[str], None]) -> _Weights:
+    """A run that goes on reads none of them: where they are gone, what its manifest says of them stands."""
     from .checkpoint.files import open_checkpoint
+    from .checkpoint.mark import weights_mark
     from .checkpoint.matched import entries_for
 
-    checkpoint = open_checkpoint(model_dir)
-    return checkpoint, entries_for(anatomy.model, checkpoint)
+    model_dir = hub.model(need_weights=saved is None)
+    try:
+        checkpoint = open_checkpoint(model_dir)
+        entries = entries_for(anatomy.model, checkpoint)
+        mark = weights_mark(entries)
+    except UsageError as error:
+        if saved is None:
+            raise
+        say(f"note: {error.message}: not compared with the weights that the run began with")
+        stored_as = {tensor.name: tensor.stored_as for stage in saved.stages for tensor in stage.tensors}
+        began_with = saved.fingerprints.get("weights", "")
+        return _Weights(model_dir=model_dir, checkpoint=None, entries={}, stored_as=stored_as, mark=began_with)
+    stored_as = {name: entry.name for name, entry in entries.items()}
+    return _Weights(model_dir=model_dir, checkpoint=checkpoint, entries=entries, stored_as=stored_as, mark=mark)
 
 
 def _fastest_micro_batch(recipe: Recipe, known: Outlined, hardware: HardwareProfile, *, device: str) -> int:
@@ -476,11 +506,10 @@ def _schedule_length(recipe: Recipe, total_steps: int) -> int | None:
 
 
 def _fingerprints(
-    recipe: Recipe, model_dir: Path, model: ModelSpec, entries: Mapping[str, TensorEntry], rows: Rows, total_steps: int
+    recipe: Recipe, model_dir: Path, model: ModelSpec, weights_mark: str, rows: Rows, total_steps: int
 ) -> dict[str, str]:
     """Digests of what a resumed run must agree on."""
     from .checkpoint.files import read_json
-    from .checkpoint.mark import weights_mark
 
     config = read_json(model_dir / "config.json")  # as it is: libraries add their defaults
     described: dict[str, Any] = {
@@ -493,8 +522,9 @@ def _fingerprints(
         "schedule": [recipe.lr_scheduler.model_dump(mode="json"), _schedule_length(recipe, total_steps)],
         "clipping": recipe.train.clip_grad_norm,
         "shuffle": recipe.dataset.shuffle,
+        "device": device_name(recipe),
     }
     digests = {
         name: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest() for name, value in described.items()
     }
-    return {**digests, "weights": weights_mark(entries), "data": rows.summary.digest}
+    return {**digests, "weights": weights_mark, "data": rows.summary.digest}

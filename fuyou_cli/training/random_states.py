@@ -14,6 +14,13 @@ import torch
 from ..core.errors import UsageError
 
 
+def seed(number: int) -> None:
+    """All of them, torch's of every device included."""
+    random.seed(number)
+    np.random.seed(number % (1 << 32))
+    torch.manual_seed(number)
+
+
 def capture(device: torch.device) -> dict[str, Any]:
     """Python's, NumPy's, torch's, and the device's where it has its own."""
     version, words, gauss = random.getstate()

@@ -10,7 +10,7 @@ from types import TracebackType
 
 import torch
 
-from ..core.errors import FuyouError, Interrupted, NumericsError, UsageError
+from ..core.errors import FuyouError, Interrupted, NumericsError, OutOfSpaceError, SwapError, UsageError
 from ..core.patience import Patience
 from ..engine.devices import open_device
 from ..engine.executor import Executor, StepAbandoned, StepOutcome
@@ -21,6 +21,7 @@ from ..spec.plan import Plan, Span
 from ..swap.arena import Arena
 from ..swap.daemon import Counters, DaemonOptions, SwapDaemon
 from ..swap.store import Store
+from . import random_states
 from .busy import busy_seconds
 from .data import collate
 from .first_steps import FirstSteps
@@ -65,7 +66,7 @@ class Run:
         self._announce = announce
         self.stopping = StopRequests(announce, to_the_end=ends_process)
         self.stopping.may_abandon, self.stopping.at_stake = self._may_abandon, self._at_stake
-        self._training = self._in_step = self._saving = False
+        self._training = self._in_step = self._saving = self._telling = False
         self._limits = RunLimits(prepared.recipe, prepared.plan)
         self._first_steps = FirstSteps(prepared.model, say=announce)
         self._steps = Steps(settling=settling_steps(prepared.plan, resumed=prepared.manifest is not None))
@@ -92,6 +93,7 @@ class Run:
     def _open(self, free_space: Callable[[Path], int]) -> None:
         plan, prepared = self.plan, self.prepared
         torch.set_num_threads(plan.numerics.torch_threads)
+        random_states.seed(prepared.recipe.seed)
         self._claim_folders(free_space)
         arena = self._stack.enter_context(_open_arena(plan.arena_size))
         self.device = open_device(plan.device)
@@ -192,7 +194,9 @@ class Run:
                     break
                 self._steps.add(report)
                 self._limits.took(report)
+                self._telling = True
                 on_step(report)
+                self._telling = False
             self.save()
             if self.step < self.prepared.total_steps:
                 why = f": {limit}" if limit else ""
@@ -359,14 +363,16 @@ class Run:
             return
         if isinstance(error, NumericsError):
             whole = not error.changed  # seen before anything was updated
-        else:  # the step's own errors of ours are the store's: what it holds is not known then
+        elif isinstance(error, SwapError | OutOfSpaceError):
+            whole = self._telling  # a log's; else it is the store's, and what that holds is not known then
+        else:
             whole = not self._in_step or (self.executor.may_abandon() and not isinstance(error, FuyouError))
         if not whole:
             return
         try:
             self.executor.abandon()
             self.save()
-        except (FuyouError, OSError, RuntimeError, MemoryError) as failure:  # the first error is what has to be mended
+        except Exception as failure:  # the first error is what has to be mended
             error.add_note(f"saving the state failed as well: {failure}")
         except KeyboardInterrupt:
             error.add_note("saving the state was interrupted")

@@ -28,6 +28,7 @@ _CHANGED = {
     "clipping": "train.clip_grad_norm",
     "shuffle": "dataset.shuffle",
     "data": "the tokens of the data (dataset, tokenizer)",
+    "device": "the kind of device it computes on (offload.device; left auto: whether a GPU is found)",
 }
 _START_OVER = "or start over with checkpoint.resume=never, which gives that state up"
 
@@ -42,8 +43,9 @@ def find_saved(resume: str, directories: Sequence[Path], *, say: Callable[[str],
         return None
     source = directories[0] if resume == "auto" else folder(resume, key="checkpoint.resume")
     found, problem = manifests.newest(source)
-    if found is None and resume != "auto":
-        raise UsageError(f"checkpoint.resume: there is no saved run in {source}")
+    if resume != "auto" and (found is None or found.state == "loading"):
+        what = "there is no saved run" if found is None else "nothing is saved yet"
+        raise UsageError(f"checkpoint.resume: {what} in {source}", hint="leave it auto to begin a run")
     if found is not None:
         refuse_in_use(found)
         if problem:
@@ -176,8 +178,14 @@ def check_same_store(saved: Manifest, paths: Sequence[Path], *, stripe: int) -> 
         )
 
 
-def check_same_mode(saved: Manifest, mode: str, *, keep_last: int) -> None:
+def check_same_mode(saved: Manifest, mode: str, *, keep_last: int, commit_every: int | None) -> None:
     """Raises UsageError where the recipe asks for another kind of store than the run has. `mode`: as in a recipe."""
+    if saved.mode == "redo" and commit_every != 1:  # it has everything once: a step that nothing names is written over
+        raise UsageError(
+            f"checkpoint.commit_every_steps: the saved run has redo, which makes every step durable, not "
+            f"{'none' if commit_every is None else f'every {commit_every}th'}",
+            hint="leave it out, or start over with checkpoint.resume=never and checkpoint.mode=in_place",
+        )
     asked = {"in_place": ("in_place", 1), "redo": ("redo", 1), "snapshot": ("in_place", keep_last)}.get(mode)
     if asked is not None and asked != (saved.mode, saved.keep):
         was = "snapshot, of the last" if saved.mode == "in_place" and saved.keep > 1 else saved.mode
@@ -188,12 +196,15 @@ def check_same_mode(saved: Manifest, mode: str, *, keep_last: int) -> None:
 
 
 def check_unchanged_run(saved: Manifest, fingerprints: Mapping[str, str], *, total_steps: int) -> None:
-    """Raises UsageError naming what changed since the run was saved. What was not marked yet when it was is not known."""
-    changed = [name for name, value in fingerprints.items() if saved.fingerprints.get(name, value) != value]
+    """Raises UsageError naming what changed since the run was saved."""
+    changed = [name for name, value in fingerprints.items() if saved.fingerprints.get(name) != value]
     if changed:
         raise UsageError(
             f"the saved run cannot be resumed: {'; '.join(_CHANGED.get(name, name) for name in changed)} changed since",
             hint="put it back as it was, or start over with checkpoint.resume=never",
         )
     if saved.step > total_steps:
-        raise UsageError(f"the saved run has done {saved.step} steps, the recipe asks for {total_steps}")
+        raise UsageError(
+            f"the saved run has done {saved.step} steps, the recipe asks for {total_steps}",
+            hint="raise train.max_steps or train.epochs; `fuyou export` writes the model as it is",
+        )

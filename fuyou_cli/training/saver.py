@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..core.errors import SwapError, UsageError
+from ..core.errors import OutOfSpaceError, SwapError
 from ..core.patience import SILENT, Patience
 from ..core.units import align_up
 from ..engine.devices.base import Device
@@ -156,6 +156,7 @@ class Saver:
     def begin_training(self) -> None:
         """What was loaded is committed too: a run that is killed from here on goes on without its checkpoint."""
         self._set_room_aside()
+        self.standing.random = random_states.capture(self.device.torch_device)
         if self.commits.newest is None:
             self._complete = self.standing.step
             self._begin()
@@ -166,15 +167,15 @@ class Saver:
         if self._is_news():
             self.saved_bytes += self.files.save_resident(self.residency.records)
             self._begin()
-        with suppress(OSError):  # what is not needed any more is no reason not to commit
-            self.spare.unlink()
         self.commits.finish()
+        self._give_room()
 
     def restore(self, saved: Manifest, progress: Progress) -> None:
         """The newest committed state that is whole: `saved`, or the one before. `progress` hears of bytes read."""
-        saved = self._intact(saved, progress)
-        if manifests.newest(self.folder)[1]:  # the next commit keeps what has this name, and that is damaged
-            manifests.go_back(self.folder)
+        found = self._intact(saved, progress)
+        if found != saved or manifests.newest(self.folder)[1]:  # the next commit keeps what has this name, and that is damaged
+            manifests.go_back(self.folder, found)
+        saved = found
         self.files.restore(saved.stages, self.residency.records)
         standing = self.standing
         standing.goes_on_from(saved)
@@ -193,26 +194,15 @@ class Saver:
         damage = self._first_damage(saved, progress)
         if damage is None:
             return saved
-        older = self._older(saved)
-        if older is None:
-            raise SwapError(
-                f"the state after step {saved.step} in {self.folder} is damaged, and no older one is whole: {damage}",
-                hint="put a copy of the folder back, or start over with checkpoint.resume=never",
-            )
-        manifests.go_back(self.folder)
-        self.say(f"the state after step {saved.step} is damaged: {damage}")
-        self.say(f"going back to the state after step {older.step}, which is whole")
-        return older
-
-    def _older(self, saved: Manifest) -> Manifest | None:
-        """The state before, where all of it is still there."""
-        try:
-            older = manifests.read(self.folder, manifests.BEFORE)
-        except UsageError:
-            return None
-        if older is None or older.run != saved.run or self._first_damage(older) is not None:
-            return None
-        return older
+        for older in manifests.before(self.folder, saved):
+            if self._first_damage(older) is None:
+                self.say(f"the state after step {saved.step} is damaged: {damage}")
+                self.say(f"going back to the state after step {older.step}, which is whole")
+                return older
+        raise SwapError(
+            f"the state after step {saved.step} in {self.folder} is damaged, and no older one is whole: {damage}",
+            hint="put a copy of the folder back, or start over with checkpoint.resume=never",
+        )
 
     def _first_damage(self, saved: Manifest, progress: Progress = lambda size: None) -> Damage | None:
         return next(damages(saved, self.daemon, self.memory.arena, self._window(), progress=progress), None)
@@ -240,10 +230,10 @@ class Saver:
     def _manifest(self, state: State) -> Manifest:
         """What the store holds after the last step; nothing yet where it is `loading`."""
         prepared, standing, plan, model = self.prepared, self.standing, self.files.plan, self.files.model
-        names = (loss_files.NAME, *manifests.BESIDE)
+        names = (loss_files.NAME, *manifests.beside(plan.keep))
         beside = [self.spare, *(self.folder / name for name in names), *(path.with_name(NEW_PART) for path in self.paths)]
         is_whole = state == "committed"
-        stages = self.files.describe(self.residency.records, prepared.entries, step=standing.step) if is_whole else ()
+        stages = self.files.describe(self.residency.records, prepared.stored_as, step=standing.step) if is_whole else ()
         is_due = any(stage.gradients is not None for stage in stages)
         return Manifest(
             run=standing.run,
@@ -269,8 +259,20 @@ class Saver:
             skipped_in_row=standing.skipped_in_row,
         )
 
+    def _give_room(self) -> None:
+        with suppress(OSError):  # what is not needed any more is no reason not to commit
+            self.spare.unlink()
+
     def _name(self, manifest: Manifest) -> None:
-        """Losses first, which the manifest counts. In the thread of commits."""
+        """On a full disk with the room that was set aside for it. In the thread of commits."""
+        try:
+            self._write(manifest)
+        except OutOfSpaceError:
+            self._give_room()
+            self._write(manifest)
+
+    def _write(self, manifest: Manifest) -> None:
+        """Losses first, which the manifest counts."""
         last = self.commits.last
         known = 0 if last is None else last.step
         loss_files.write(self.folder, self.standing.losses[known : manifest.step], first=known)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
+from ..core.errors import Interrupted
+
 Doing = Literal["nothing", "loading", "training", "saving", "ended"]
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_EXIT_CODE = Interrupted.exit_code
 
 
 class StopRequests:
@@ -28,6 +32,7 @@ class StopRequests:
         self._announce, self._to_the_end = announce, to_the_end
         self._doing: Doing = "nothing"
         self._before: dict[int, Any] = {}
+        self._insisted = 0  # how often, once all was over
 
     def __enter__(self) -> StopRequests:
         for number in _SIGNALS:
@@ -52,11 +57,21 @@ class StopRequests:
                 self._doing = doing_before
 
     def end(self) -> None:
-        """All that can be saved is: signals are ignored from now on, so that it can be said."""
+        """All that can be saved is: from now on signals are ignored, so that it can be said. Somebody who sends them again
+        and again waits for a drive that may never answer."""
         self._doing = "ended"
+
+    def _insist(self, number: int) -> None:
+        if number == signal.SIGHUP:
+            return
+        self._insisted += 1
+        if self._insisted > 1:
+            os._exit(_EXIT_CODE)
+        self._say("waiting for what the drives are doing; once more ends this process at once, and what is committed stays")
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         if self._doing == "ended":
+            self._insist(number)
             return
         if self._doing in ("nothing", "loading"):
             raise KeyboardInterrupt

@@ -148,11 +148,11 @@ class StageFiles:
             for _, extent in stage.extents():
                 self.daemon.written.expect(Span(offset=extent.offset, size=extent.size), extent.sum)
 
-    def describe(self, records: Sequence[Record], entries: Mapping[str, TensorEntry], *, step: int) -> tuple[StoredStage, ...]:
+    def describe(self, records: Sequence[Record], stored_as: Mapping[str, str], *, step: int) -> tuple[StoredStage, ...]:
         """Every stage as it rests in its extents now; one that has not come to `step` with the gradients of its update.
-        `entries`: the checkpoint it came from."""
+        `stored_as`: names of the model's tensors in the checkpoint it came from."""
         together = zip(self.model.stages, self.plan.stages, records, strict=True)
-        return tuple(_stored(stage, plan, record, entries, step=step) for stage, plan, record in together)
+        return tuple(_stored(stage, plan, record, stored_as, step=step) for stage, plan, record in together)
 
 
 def _resting_in_ram(plan: StagePlan, record: Record) -> Iterator[tuple[str, Span, Span]]:
@@ -188,7 +188,7 @@ def _sums(stage: StoredStage) -> Sums:
     return Sums(**{name: None if (at := getattr(stage, name)) is None else at.sum for name in TENSORS})
 
 
-def _stored(stage: StageSpec, plan: StagePlan, record: Record, entries: Mapping[str, TensorEntry], *, step: int) -> StoredStage:
+def _stored(stage: StageSpec, plan: StagePlan, record: Record, stored_as: Mapping[str, str], *, step: int) -> StoredStage:
     found: dict[str, StoredExtent | None] = {**dict.fromkeys(TENSORS), "gradients": None}
     for name in _at_rest(record) if stage.params else ():
         if (extent := plan.extent(name, record.turn)) is not None:
@@ -207,7 +207,7 @@ def _stored(stage: StageSpec, plan: StagePlan, record: Record, entries: Mapping[
         tensors=tuple(
             StoredTensor(
                 name=t.name,
-                stored_as=entries[t.name].name,
+                stored_as=stored_as[t.name],
                 shape=t.model_shape,
                 offset=t.offset,
                 first=t.first,

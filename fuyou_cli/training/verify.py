@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -17,6 +18,9 @@ from .manifest import Manifest, StoredExtent
 _TURNS = 2  # pieces: one is read while the other is summed
 PIECE = READ_BACK // _TURNS  # bytes read at once
 MODULUS = 1 << 64  # of sums
+_READINGS = 2  # of an extent that is not as it was written, before that is believed
+# The drive has lost it, or the file is shorter. Any other reason says nothing of what is there.
+_LOST = {errno.EIO, errno.ENODATA, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN}
 
 Progress = Callable[[int], None]  # of bytes more that are read
 
@@ -41,18 +45,30 @@ def size_of(manifest: Manifest) -> int:
 def damages(
     manifest: Manifest, daemon: SwapDaemon, arena: Arena, window: Span, *, progress: Progress = lambda size: None
 ) -> Iterator[Damage]:
-    """Of every extent, in order; a file that cannot be read is damage too. `window`: a span of the arena that nobody uses
-    meanwhile, two blocks of 4096 bytes at least."""
+    """Of every extent, in order; what a drive cannot read is damage too. `window`: a span of the arena that nobody uses
+    meanwhile, two blocks of 4096 bytes at least. Raises FuyouError where reading is refused for another reason."""
     turns = _turns(window)
+
+    def wrong(extent: StoredExtent, progress: Progress) -> str:
+        try:
+            total = _sum(extent, daemon, arena, turns, progress)
+        except SwapError as error:
+            if error.code not in _LOST:
+                raise
+            return error.message
+        return not_as_named(manifest, extent, total) if total != extent.sum else ""
+
     for stage in manifest.stages:
         for name, extent in stage.extents():
-            try:
-                total = _sum(extent, daemon, arena, turns, progress)
-            except SwapError as error:
-                yield Damage(stage=stage.name, tensor=name, why=error.message)
-                continue
-            if total != extent.sum:
-                yield Damage(stage=stage.name, tensor=name, why=not_as_named(manifest, extent, total))
+            why = wrong(extent, progress)
+            for _ in range(_READINGS - 1):
+                why = why and wrong(extent, _unheard)
+            if why:
+                yield Damage(stage=stage.name, tensor=name, why=why)
+
+
+def _unheard(size: int) -> None:
+    """Its bytes have been counted."""
 
 
 def not_as_named(manifest: Manifest, extent: StoredExtent, total: int) -> str:

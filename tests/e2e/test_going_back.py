@@ -1,0 +1,228 @@
+"""Older states are gone back to where the newest has been damaged, and only there; nothing that is kept is lost on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fuyou_cli.core.errors import SwapError, UsageError
+from fuyou_cli.training import manifest as manifests
+from fuyou_cli.training import verify
+from fuyou_cli.training.at_rest import verify_store
+from fuyou_cli.training.report import StepReport
+
+from .conftest import ROOT, Project
+from .running import STEPS, interrupt, manifest_of, prepared_run, store_of, train
+from .test_commits import Died, _dies_at, _flip, _run
+
+pytestmark = pytest.mark.timeout(90)
+NewProject = Callable[..., Project]
+REDO = {"checkpoint.mode": "redo", "train.max_steps": STEPS}
+
+
+def _stopped(project: Project) -> Project:
+    """In step 3."""
+    with pytest.raises(Exception, match="stopped after step 2"):
+        train(project, interrupt(3, "forward"))
+    return project
+
+
+def _damage_manifest(store: Path) -> None:
+    path = store / manifests.NAME
+    path.write_bytes(path.read_bytes().replace(b'"step": ', b'"step":  ', 1))
+
+
+# ---- the newest manifest is damaged --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{}, REDO], ids=["in_place", "redo"])
+def test_verify_tells_of_a_damaged_manifest_and_the_run_goes_on(changes: dict[str, Any], new_project: NewProject) -> None:
+    """In redo the one before is of the same step, and it is as whole."""
+    expected, _ = train(new_project("whole", {"train.max_steps": STEPS}))
+    project = _stopped(new_project("stopped", {"train.max_steps": STEPS, **changes}))
+    store = store_of(project)
+    _damage_manifest(store)
+    done = project.fuyou("verify", store)
+    assert done.returncode == 1
+    assert f"{store / manifests.NAME} is damaged" in done.stdout
+    older = manifests.read(store, manifests.BEFORE)
+    assert older is not None and f"goes back to the state after step {older.step}, which is whole" in done.stdout
+    told = json.loads(project.fuyou("verify", store, "--json").stdout)
+    assert str(store / manifests.NAME) in told["states"][0]["problem"] and not told["states"][0]["older"]
+    assert train(project)[0] == expected
+    assert (store / manifests.DAMAGED).exists()
+
+
+def test_in_redo_the_state_before_is_gone_back_to(new_project: NewProject) -> None:
+    expected, _ = train(new_project("whole", {"train.max_steps": STEPS}))
+    project = _stopped(new_project("stopped", REDO))
+    states = verify_store(store_of(project))
+    assert [(state.manifest.step, state.damages) for state in states] == [(2, ()), (2, ())]
+    newest, older = (state.manifest for state in states)
+    moved = next(
+        (ours.momentum, theirs.momentum)
+        for ours, theirs in zip(newest.stages, older.stages, strict=True)
+        if ours.momentum != theirs.momentum and ours.momentum is not None
+    )
+    _flip(Path(newest.files[0]), moved[0].offset)
+    with _run(project) as run:
+        run.load(lambda count: None)
+        run.train(lambda report: None)
+        assert run.losses == expected
+
+
+def test_a_manifest_that_cannot_be_read_now_is_not_gone_back_behind(new_project: NewProject) -> None:
+    project = _stopped(new_project("stopped", {"train.max_steps": STEPS}))
+    store = store_of(project)
+    path, away = store / manifests.NAME, store / "away"
+    path.rename(away)
+    path.symlink_to(path)  # "too many levels of symbolic links": no permission, for whoever may read everything
+    with pytest.raises(UsageError, match=r"manifest\.json: cannot be read"):
+        train(project)
+    path.unlink()
+    away.rename(path)
+    assert manifest_of(project).step == 2
+
+
+def test_what_is_read_wrong_once_is_read_again(new_project: NewProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = train(new_project("whole", {"train.max_steps": STEPS}))
+    project = _stopped(new_project("stopped", {"train.max_steps": STEPS}))
+    calls: list[int] = []
+
+    def wrong_once(data: Any, *, position: int = 0) -> int:
+        calls.append(position)
+        return real(data, position=position) ^ (len(calls) == 5)
+
+    real = verify.checksum
+    monkeypatch.setattr(verify, "checksum", wrong_once)
+    assert train(project)[0] == expected
+    assert len(calls) > 5
+
+
+def test_as_many_snapshots_as_asked_can_be_gone_back_to(new_project: NewProject) -> None:
+    snapshots = {
+        "checkpoint.mode": "snapshot", "checkpoint.snapshot_every_steps": 1, "checkpoint.keep_last": 4,
+        "train.max_steps": STEPS,
+    }  # fmt: skip
+    expected, _ = train(new_project("whole", snapshots))
+    project = new_project("broken", snapshots)
+    with pytest.raises(Died):
+        train(project, _dies_at(6, 5))
+    newest = manifest_of(project)
+    older = list(manifests.before(store_of(project), newest))
+    assert (newest.step, [state.step for state in older]) == (5, [4, 3, 2])
+    for state in (newest, *older[:2]):
+        extent = state.stages[1].momentum
+        assert extent is not None
+        _flip(Path(state.files[0]), extent.offset + 17)
+    with _run(project) as run:
+        run.load(lambda count: None)
+        assert run.step == 2
+        run.train(lambda report: None)
+        assert run.losses == expected
+
+
+# ---- what a saved run does not go on with ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every", [None, 3])
+def test_a_redo_store_takes_no_steps_that_nothing_names(every: int | None, new_project: NewProject) -> None:
+    """It has everything once: whatever is written between two commits is written over the last one."""
+    project = new_project("redo", REDO)
+    with pytest.raises(Died):
+        train(project, _dies_at(3, 3))
+    project.write_recipe({"train.max_steps": STEPS, "checkpoint.commit_every_steps": every})
+    with pytest.raises(UsageError, match=r"checkpoint\.commit_every_steps: the saved run has redo"):
+        prepared_run(project)
+    project.write_recipe({"train.max_steps": STEPS})
+    assert train(project)[0] == train(new_project("whole", {"train.max_steps": STEPS}))[0]
+
+
+def test_another_kind_of_device_is_named(new_project: NewProject) -> None:
+    project = _stopped(new_project("stopped", {"train.max_steps": STEPS}))
+    project.write_recipe({"train.max_steps": STEPS, "offload.device": "emulated"})
+    with pytest.raises(UsageError, match=r"the kind of device it computes on .* changed since"):
+        train(project)
+
+
+def test_a_folder_whose_run_is_still_loading_is_none_to_go_on_from(new_project: NewProject) -> None:
+    project = new_project("loading", {"train.max_steps": STEPS})
+
+    def stop(count: int) -> None:
+        raise Died
+
+    with pytest.raises(Died), _run(project) as run:
+        run.load(stop)
+    project.write_recipe({"train.max_steps": STEPS, "checkpoint.resume": str(store_of(project))})
+    with pytest.raises(UsageError, match=r"checkpoint\.resume: nothing is saved yet in"):
+        train(project)
+
+
+def test_the_weights_it_began_with_are_not_needed_any_more(new_project: NewProject, tmp_path: Path) -> None:
+    expected, _ = train(new_project("whole", {"train.max_steps": STEPS}))
+    own = tmp_path / "own"
+    project = new_project("stopped", {"train.max_steps": STEPS, "model.name_or_path": str(own)})
+    shutil.copytree(project.materials / "model", own)
+    _stopped(project)
+    for path in own.glob("*.safetensors"):
+        path.unlink()
+    done = project.fuyou("finetune", project.recipe)
+    assert done.returncode == 0, done.stderr
+    assert "not compared with the weights that the run began with" in done.stderr
+    assert project.losses() == {step: expected[step - 1] for step in range(3, STEPS + 1)}
+
+
+# ---- how it is told ------------------------------------------------------------------------------------------------
+
+
+def test_an_error_of_the_store_behind_a_step_is_the_one_that_is_told(new_project: NewProject) -> None:
+    """Asked to stop, the run gives up what it has begun to fetch: what becomes of that is no bug of ours."""
+    project = new_project("broken", {"train.max_steps": STEPS, "train.clip_grad_norm": None, "offload.defer_updates": 0.5})
+
+    def break_and_stop(report: StepReport) -> None:
+        if report.step == 3:
+            os.truncate(run.paths[0], 0)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with _run(project) as run:
+        run.load(lambda count: None)
+        with pytest.raises(SwapError, match=r"store\.bin at byte .* No data available"):
+            run.train(break_and_stop)
+
+
+def test_the_states_of_generators_are_there_from_the_first_commit_on(new_project: NewProject) -> None:
+    found = []
+    for name in ("one", "two"):
+        project = new_project(name, {"train.max_steps": STEPS})
+        with pytest.raises(Died):
+            train(project, _dies_at(1, 1))
+        found.append(manifest_of(project).random)
+    assert found[0] and found[0] == found[1]
+
+
+def test_who_insists_leaves_at_once() -> None:
+    program = (
+        "import os, signal\n"
+        "from fuyou_cli.training.stopping import StopRequests\n"
+        "with StopRequests(print) as stopping:\n"
+        "    stopping.end()\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    os.kill(os.getpid(), signal.SIGHUP)\n"
+        "    print('still here', flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    print('never said')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 130
+    assert "once more ends this process at once" in done.stdout
+    assert "still here" in done.stdout and "never said" not in done.stdout
