@@ -19,6 +19,7 @@ _REMEDIES = {
     errno.EIO: "the disk reported an error: see `dmesg` and the drive's health",
     errno.EROFS: "the file system is read-only: `dmesg` may say since when, and why",
     errno.EACCES: "check the permissions of its folder",
+    errno.EPERM: "see what lies there, and move it away",
 }
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.disk import failed_writing, sync_directory
+from ..core.own_files import open_own, own_folder
 from ..core.paths import expanded
 from .checkpoint.companions import CODE_PATTERN, CONFIG_NAME, MODEL_PATTERNS, PATTERNS, is_companion
 from .checkpoint.files import inside, read_json
@@ -98,7 +99,7 @@ def _holds(file: Path, pattern: re.Pattern[bytes]) -> bool:
 def _replace(folder: Path, files: dict[str, bytes | Path]) -> None:
     """The folder's companions become `files`, each in one step and config.json last: a folder that has it was whole, and
     stays whole wherever this is cut off."""
-    folder.mkdir(exist_ok=True)
+    own_folder(folder)
     names = sorted(files, key=lambda name: (name == CONFIG_NAME, name))
     for name in names:
         _write(folder / _unfinished(name), files[name])
@@ -122,7 +123,7 @@ def _is_ours(name: str) -> bool:
 
 def _write(path: Path, content: bytes | Path) -> None:
     """In small parts: the run's memory is planned, and a tokenizer.json may have tens of megabytes."""
-    with path.open("wb") as file:
+    with os.fdopen(open_own(path, anew=True), "wb") as file:
         if isinstance(content, bytes):
             file.write(content)
         else:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..core.disk import failed_writing, sync_directory
+from ..core.own_files import open_own
 
 NAME = "losses.bin"
 _ITEM = struct.Struct("<d")
@@ -22,7 +23,7 @@ def write(directory: Path, losses: Sequence[float], *, first: int = 0) -> None:
     lost are not known, which is not zero."""
     path = directory / NAME
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        descriptor = open_own(path, anew=False)
         try:
             held = min(first, os.fstat(descriptor).st_size // _ITEM.size)
             content = b"".join(_ITEM.pack(loss) for loss in (*[math.nan] * (first - held), *losses))

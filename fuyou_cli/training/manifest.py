@@ -24,6 +24,7 @@ from typing import Annotated, Any, Literal, get_args
 from ..core.disk import failed_writing, sync_directory
 from ..core.errors import UsageError
 from ..core.json_files import find_text, object_in
+from ..core.own_files import open_own
 from ..spec.plan import Numerics, StateTensor, StoreMode
 from ..spec.strict import AtMost, made
 from .believable import MOST_KEPT, why_not
@@ -149,9 +150,9 @@ def _before(keep: int) -> tuple[str, ...]:
 def write(directory: Path, manifest: Manifest, *, keep: bool = False) -> None:
     """Replaces the manifest of `directory` in one step, on stable storage when this returns. With `keep` the one that was
     there is kept as the one before, and those before it move on; else they go too."""
-    path = directory / NAME
+    path, text = directory / NAME, _text(manifest)
     try:
-        _write_whole(directory / _NEW, _text(manifest))
+        _write_whole(directory / _NEW, text)
         if keep:
             _move_on(directory, _before(manifest.keep))
             _set_aside(path, directory)
@@ -165,8 +166,7 @@ def write(directory: Path, manifest: Manifest, *, keep: bool = False) -> None:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+    with os.fdopen(open_own(path, anew=True), "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -11,6 +11,7 @@ from pathlib import Path
 from ..core.disk import failed_writing, sync_directory, sync_names_above
 from ..core.errors import UsageError
 from ..core.json_files import find_object
+from ..core.own_files import open_own
 from ..core.paths import is_file
 from ..spec.strict import made
 from . import manifest as manifests
@@ -67,7 +68,7 @@ def write_parts(run: str, directories: Sequence[Path]) -> None:
 
 def _write_part(directory: Path, part: Part) -> None:
     temporary = directory / NEW_PART
-    with temporary.open("w", encoding="utf-8") as file:
+    with os.fdopen(open_own(temporary, anew=True), "w", encoding="utf-8") as file:
         file.write(json.dumps({"fuyou_part": _VERSION, **asdict(part)}) + "\n")
         file.flush()
         os.fsync(file.fileno())

@@ -11,6 +11,7 @@ from types import TracebackType
 import torch
 
 from ..core.errors import FuyouError, Interrupted, NumericsError, OutOfSpaceError, SwapError, UsageError
+from ..core.own_files import own_folder
 from ..core.patience import Patience
 from ..engine.devices import open_device
 from ..engine.executor import Executor, StepAbandoned, StepOutcome
@@ -142,7 +143,7 @@ class Run:
         if prepared.manifest is not None:
             check_same_store(prepared.manifest, self.paths, stripe=plan.io.stripe)
         for directory, path in zip(prepared.directories, self.paths, strict=True):
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            own_folder(directory)
             if path.is_file() and path.stat().st_nlink > 1:
                 raise UsageError(f"{path} has a second name (hard link), which would be written over", hint="move it away")
         check_space(self.paths, plan.store_size, free_space)

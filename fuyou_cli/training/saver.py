@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import OutOfSpaceError, SwapError
+from ..core.own_files import open_own
 from ..core.patience import SILENT, Patience
 from ..core.units import align_up
 from ..engine.devices.base import Device
@@ -224,7 +225,7 @@ class Saver:
     def _set_room_aside(self) -> None:
         """Without this a full disk, which ends a run by its log, would keep it from being saved. Where there is no room for
         it the run goes on without."""
-        with suppress(OSError), self.spare.open("wb") as file:
+        with suppress(OSError), os.fdopen(open_own(self.spare, anew=True), "wb") as file:
             os.posix_fallocate(file.fileno(), 0, _SPARE_BYTES + _SPARE_PER_STEP * self.prepared.total_steps)
 
     def _manifest(self, state: State) -> Manifest:

@@ -51,7 +51,7 @@ def _cut_at(monkeypatch: pytest.MonkeyPatch, number: int) -> Callable[[], int]:
 
         return call
 
-    for owner, name in ((os, "fsync"), (Path, "replace"), (Path, "unlink"), (Path, "mkdir"), (Path, "open")):
+    for owner, name in ((os, "open"), (os, "fsync"), (Path, "replace"), (Path, "unlink"), (Path, "mkdir")):
         monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
     return lambda: changes
 

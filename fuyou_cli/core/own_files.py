@@ -1,0 +1,80 @@
+"""Files and folders of this user alone.
+
+The name of a run's folder can be guessed, and where others may write to the folder above they may have put anything there:
+a link to a file of ours, a second name of one, a pipe that nobody reads. Nothing is opened through a link or waited for, and
+nothing is changed before it is known to be ours.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from .errors import UsageError
+
+_NO_FILE = (errno.ELOOP, errno.ENXIO, errno.EISDIR)  # a link, a pipe or socket, a folder
+_NO_MODES = (errno.EPERM, errno.EOPNOTSUPP)  # of a file that is ours: its file system keeps none
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+def own_folder(folder: Path) -> None:
+    """Makes the folder where there is none, and nobody else may look into it from now on. Raises UsageError where it is a
+    link, or somebody else's."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if folder.is_symlink():
+        raise UsageError(f"{folder} is a symbolic link", hint="put the folder that it leads to in its place")
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if status.st_uid != os.geteuid():
+            raise UsageError(f"{folder} belongs to another user", hint="name another folder in offload.dir, or move this one")
+        if status.st_mode & _OTHERS:
+            _set_mode(descriptor, stat.S_IMODE(status.st_mode) & ~_OTHERS)
+    finally:
+        os.close(descriptor)
+
+
+def open_own(path: Path, *, anew: bool) -> int:
+    """A descriptor to write to the file with, made where there is none; nobody else may open it from now on. `anew`: nothing
+    is in it. Raises OSError, which says why, where something else has its name; that stays as it is."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, 0o600)
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            raise _not_ours(path, "is not a plain file") from None
+        raise
+    try:
+        _make_ours(path, descriptor, anew=anew)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _make_ours(path: Path, descriptor: int, *, anew: bool) -> None:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        raise _not_ours(path, "is not a plain file")
+    if status.st_uid != os.geteuid():
+        raise _not_ours(path, "belongs to another user")
+    if status.st_nlink > 1:
+        raise _not_ours(path, "has a second name (hard link)")
+    if stat.S_IMODE(status.st_mode) != 0o600:
+        _set_mode(descriptor, 0o600)
+    if anew and status.st_size:
+        os.ftruncate(descriptor, 0)
+
+
+def _set_mode(descriptor: int, mode: int) -> None:
+    try:
+        os.fchmod(descriptor, mode)
+    except OSError as error:
+        if error.errno not in _NO_MODES:
+            raise
+
+
+def _not_ours(path: Path, why: str) -> OSError:
+    return OSError(errno.EPERM, f"{path.name} {why}")
