@@ -1,34 +1,38 @@
 """`fuyou clean`: remove the store files a manifest names, and nothing else.
 
 A store is `<folder>/<run>/manifest.json` with `{"fuyou_store": VERSION, "files": [...]}`; its files lie in folders named
-`<run>`, one per drive it is striped over. No folder is ever removed.
+`<run>`, one per drive it is striped over, and have names that a run gives. No folder is ever removed.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import stat
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fuyou_cli.core.errors import FuyouError, UsageError
-from fuyou_cli.core.json_files import read_object, shown
+from fuyou_cli.core.json_files import find_text, object_in, shown
 from fuyou_cli.core.units import gib
-from fuyou_cli.training.manifest import COMPANIONS, LARGEST, VERSION
+from fuyou_cli.training.folder_names import STORE, is_written
+from fuyou_cli.training.manifest import BEFORE, BESIDE, COMPANIONS, LARGEST, VERSION
 from fuyou_cli.training.manifest import NAME as MANIFEST
+from fuyou_cli.training.parts import read_part
 
 from .console import confirm, write_result, write_status
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remnant:
-    """A file that may go: `size` bytes long, `taken` of the disk."""
+    """A file that may go: `size` bytes long, `taken` of the disk, which may change while the disk is still being written to."""
 
     path: Path
-    size: int
-    taken: int
+    size: int = field(compare=False)
+    taken: int = field(compare=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +40,7 @@ class StoreFiles:
     """One manifest and what it names. Nothing of a store with refusals is removed."""
 
     manifest: Path
+    digest: str  # of what the manifest says
     files: tuple[Remnant, ...]
     missing: int
     refused: tuple[str, ...]
@@ -43,10 +48,11 @@ class StoreFiles:
 
 def run_clean(directory: Path, *, yes: bool) -> None:
     stores = [read_store(manifest) for manifest in find_manifests(directory)]
-    if not stores:
-        raise UsageError(f"no store under {directory}: no {MANIFEST} in it or one level below")
+    unnamed = find_unnamed(directory, stores)
     for store in stores:
         _show(store)
+    for file in unnamed:
+        _show_unnamed(file)
     removable = [store for store in stores if not store.refused]
     total = sum(file.taken for store in removable for file in store.files)
     if removable and _agreed(total, yes):
@@ -54,6 +60,8 @@ def run_clean(directory: Path, *, yes: bool) -> None:
         write_result(f"removed {gib(freed)} ({freed:,} bytes)")
     if len(removable) < len(stores):
         raise FuyouError(f"{len(stores) - len(removable)} of {len(stores)} stores were left as they are, see above")
+    if not stores:
+        raise UsageError(f"no store under {directory}: no {MANIFEST} in it or one level below")
 
 
 def find_manifests(directory: Path) -> list[Path]:
@@ -66,28 +74,49 @@ def find_manifests(directory: Path) -> list[Path]:
     return sorted(path for path in directory.glob(f"*/{MANIFEST}") if path.is_file())
 
 
+def find_unnamed(directory: Path, stores: Sequence[StoreFiles]) -> list[Path]:
+    """Files that look like a store's, in the folder or one level below, and that none of these stores names."""
+    named = {file.path for store in stores for file in store.files}
+    found = [directory / STORE, *sorted(directory.glob(f"*/{STORE}"))]
+    beside = (path for path in found if path.is_file() and not path.is_symlink() and not (path.parent / MANIFEST).is_file())
+    return [path for path in beside if path.absolute() not in named]
+
+
 def read_store(manifest: Path) -> StoreFiles:
     """What the manifest names, looked at without following a link."""
-    named, may_be, problem = _named(manifest)  # each name once, however many there are
+    text, problem = _text(manifest)
+    named, may_be = dict[str, None](), dict[str, None]()
+    if not problem:
+        named, may_be, problem = _named(manifest, text)  # each name once, however many there are
     home = manifest.parent.resolve()
     files, refused, missing = [], [problem] if problem else [], 0
     if manifest.is_symlink() or manifest.parent.is_symlink():
         refused.append("the store's folder or manifest is a symbolic link")
-    for text in (*named, *may_be):
-        reason, remnant = _look(text, home)
+    for name in (*named, *may_be):
+        reason, remnant = _look(name, home)
         if reason:
-            refused.append(f"{text if text.isprintable() and len(text) <= 4096 else shown(text)}: {reason}")
+            refused.append(f"{name if name.isprintable() and len(name) <= 4096 else shown(name)}: {reason}")
         elif remnant is None:
-            missing += text not in may_be
+            missing += name not in may_be
         else:
             files.append(remnant)
-    return StoreFiles(manifest=manifest, files=tuple(files), missing=missing, refused=tuple(refused))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return StoreFiles(manifest=manifest, digest=digest, files=tuple(files), missing=missing, refused=tuple(refused))
 
 
-def _named(manifest: Path) -> tuple[dict[str, None], dict[str, None], str]:
+def _text(manifest: Path) -> tuple[str, str]:
+    """What the manifest says, and why it cannot be read."""
+    try:
+        text = find_text(manifest, limit=LARGEST)
+    except UsageError as error:
+        return "", f"the manifest cannot be read: {error.message}"
+    return ("", "the manifest is gone") if text is None else (text, "")
+
+
+def _named(manifest: Path, text: str) -> tuple[dict[str, None], dict[str, None], str]:
     """The files of a store, those that there may be beside them, and why the manifest cannot be believed."""
     try:
-        content = read_object(manifest, limit=LARGEST, finite=False, names=True)
+        content = object_in(manifest, text, finite=False, names=True)
     except UsageError as error:
         return {}, {}, f"the manifest cannot be read: {error.message}"
     # Every version so far lists its files the same way, so that stores of older versions can go as well.
@@ -111,16 +140,19 @@ def _look(text: str, home: Path) -> tuple[str, Remnant | None]:
     try:
         if not _is_ours(path.parent, home):
             return f"not in a folder named {home.name}", None
+        if not is_written(path):
+            return "not called as any file of a run is", None
         status = path.lstat()
+        names = _own_names(path, status)
     except FileNotFoundError:
         return "", None
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
         return getattr(error, "strerror", None) or "cannot be looked at", None
     if not stat.S_ISREG(status.st_mode):
         return "a symbolic link or not a file", None
-    if status.st_nlink > 1:
+    if status.st_nlink > names:
         return "has a second name (hard link)", None
-    return "", Remnant(path=path, size=status.st_size, taken=status.st_blocks * 512)
+    return "", Remnant(path=path, size=status.st_size, taken=status.st_blocks * 512 // status.st_nlink)
 
 
 def _is_ours(folder: Path, home: Path) -> bool:
@@ -128,6 +160,20 @@ def _is_ours(folder: Path, home: Path) -> bool:
     if folder.name == COMPANIONS and not folder.is_symlink():
         folder = folder.parent
     return folder.resolve() == home or (folder.name == home.name and not folder.is_symlink())
+
+
+def _own_names(path: Path, status: os.stat_result) -> int:
+    """How many names a run itself gave to the file: a manifest that is set aside has two or three for a moment, and keeps them
+    where the run is killed in it."""
+    names = (MANIFEST, *BESIDE)
+    return sum(_is_same(path.with_name(name), status) for name in names) if path.name in names else 1
+
+
+def _is_same(path: Path, status: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(path.lstat(), status)
+    except FileNotFoundError:
+        return False
 
 
 def _show(store: StoreFiles) -> None:
@@ -138,6 +184,21 @@ def _show(store: StoreFiles) -> None:
         write_result(f"  {store.missing} named files are gone already")
     for reason in store.refused:
         write_status(f"  refused: {reason}")
+
+
+def _show_unnamed(file: Path) -> None:
+    """A store's file without its manifest is not removed: which run it is of, and whether that needs it, is not known here."""
+    taken = file.stat().st_blocks * 512
+    write_status(f"{file.parent}\n  {gib(taken):>12}  {file}  ({taken:,} bytes)")
+    part = read_part(file.parent)
+    if (file.parent / BEFORE).is_file():
+        why = f"{MANIFEST} is gone, and {BEFORE} is there: the run goes on from that"
+    elif part is not None and part.index:
+        first = part.first if part.first.isprintable() else shown(part.first)
+        why = f"part {part.index + 1} of {part.count} of the store in {first}: name that one"
+    else:
+        why = "a run that is killed as it begins leaves such a file: it takes it over when it is run again"
+    write_status(f"  left as it is, for no {MANIFEST} names it: {why}")
 
 
 def _agreed(total: int, yes: bool) -> bool:
@@ -154,12 +215,13 @@ def _agreed(total: int, yes: bool) -> bool:
 def remove_store(store: StoreFiles) -> int:
     """Files first, the manifest last, so that an interrupted removal can be repeated. Returns the bytes freed.
 
-    Raises FuyouError when a run has the store open.
+    Raises FuyouError when a run has the store open, or had it since it was read.
     """
     freed = 0
     with ExitStack() as held:
-        for path in [store.manifest, *(file.path for file in store.files)]:
-            _hold(path, held)
+        _hold([store.manifest, *(file.path for file in store.files)], held)
+        if read_store(store.manifest) != store:
+            raise _changed(store.manifest)
         for file in store.files:
             file.path.unlink()
             freed += file.taken
@@ -167,11 +229,25 @@ def remove_store(store: StoreFiles) -> int:
     return freed
 
 
-def _hold(path: Path, held: ExitStack) -> None:
-    """Lock what a run would have locked."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    held.callback(os.close, descriptor)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise FuyouError(f"{path} is in use by a running fuyou", hint="stop that run first (Ctrl-C saves it)") from None
+def _hold(paths: Sequence[Path], held: ExitStack) -> None:
+    """Lock what a run would have locked; a file of two names once."""
+    known: set[tuple[int, int]] = set()
+    for path in paths:
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise _changed(path) from None
+        held.callback(os.close, descriptor)
+        status = os.fstat(descriptor)
+        if (status.st_dev, status.st_ino) in known:
+            continue
+        known.add((status.st_dev, status.st_ino))
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            hint = "stop that run first (Ctrl-C saves it)"
+            raise FuyouError(f"{path} is in use by a running fuyou", hint=hint) from None
+
+
+def _changed(path: Path) -> FuyouError:
+    return FuyouError(f"{path} has changed since it was listed: it was left as it is", hint="run the same command again")

@@ -37,6 +37,12 @@ def kept_companions(store: Path) -> Path | None:
     return folder if (folder / CONFIG_NAME).is_file() else None
 
 
+def written_companions(store: Path) -> list[Path]:
+    """The files of that folder that `keep_companions` writes. Whatever else lies there is somebody's own."""
+    folder = store / COMPANIONS
+    return sorted(path for path in folder.glob("*") if is_kept(path.name) and path.is_file() and not path.is_symlink())
+
+
 def keep_companions(prepared: Prepared, store: Path) -> None:
     """Copies what an export needs besides weights, so that its tokenizer is the one that was trained with."""
     recipe, folder = prepared.recipe.tokenizer, store / COMPANIONS
@@ -107,7 +113,7 @@ def _replace(folder: Path, files: dict[str, bytes | Path]) -> None:
         (folder / _unfinished(name)).replace(folder / name)
     sync_directory(folder)
     for path in sorted(folder.iterdir()):
-        if path.name not in files and _is_ours(path.name):  # no longer wanted, or begun by a run that was killed
+        if path.name not in files and is_kept(path.name):  # no longer wanted, or begun by a run that was killed
             path.unlink()
     sync_directory(folder)
 
@@ -117,7 +123,8 @@ def _unfinished(name: str) -> str:
     return f".{name}{_UNFINISHED}"
 
 
-def _is_ours(name: str) -> bool:
+def is_kept(name: str) -> bool:
+    """Whether a companion, or one that is being written, can be called so."""
     return is_companion(name) or (name.endswith(_UNFINISHED) and is_companion(name[1 : -len(_UNFINISHED)]))
 
 

@@ -24,17 +24,18 @@ from ..planner.residency import Residency
 from ..spec.plan import Span
 from ..swap.daemon import SwapDaemon
 from ..swap.store import Store
+from . import folder_names, random_states
 from . import losses as loss_files
 from . import manifest as manifests
-from . import random_states
 from .commits import Commits
-from .manifest import COMPANIONS, DueUpdate, Manifest, State
+from .companions import written_companions
+from .manifest import DueUpdate, Manifest, State
 from .parts import NEW_PART, PART_FILE
 from .prepare import Prepared
 from .storage import StageFiles
 from .verify import Damage, Progress, damages
 
-_SPARE_FILE, _SPARE_BYTES = "spare", 4 << 20  # disk for the last manifest and its losses when the disk has run full
+_SPARE_FILE, _SPARE_BYTES = folder_names.SPARE, 4 << 20  # disk for the last manifest and its losses when the disk is full
 _SPARE_PER_STEP = 8  # a loss
 
 
@@ -240,7 +241,7 @@ class Saver:
             run=standing.run,
             files=tuple(str(path) for path in self.paths),
             parts=tuple(str(path.with_name(PART_FILE)) for path in self.paths),
-            companions=tuple(str(path) for path in (*sorted((self.folder / COMPANIONS).glob("*")), *beside)),
+            companions=tuple(str(path) for path in (*written_companions(self.folder), *beside)),
             stripe=plan.io.stripe,
             store_size=plan.store_size,
             state=state,

@@ -24,6 +24,7 @@ from ..spec.model import Dtype, ModelSpec, StageSpec
 from ..spec.plan import Plan, Span, StagePlan, StateTensor
 from ..swap.daemon import SwapDaemon
 from ..swap.kernels import checksum, split, sum_squares
+from . import folder_names
 from .checkpoint.header import TensorEntry
 from .checkpoint.reader import TensorReader
 from .manifest import TENSORS, StoredExtent, StoredStage, StoredTensor
@@ -31,7 +32,7 @@ from .manifest import TENSORS, StoredExtent, StoredStage, StoredTensor
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-STORE_FILE = "store.bin"
+STORE_FILE = folder_names.STORE
 _PIECE = 1 << 22  # elements of a float32 checkpoint split at a time
 
 

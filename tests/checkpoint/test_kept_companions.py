@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from fuyou_cli.training.checkpoint.companions import companion_files
-from fuyou_cli.training.companions import keep_companions, kept_companions
+from fuyou_cli.training.companions import keep_companions, kept_companions, written_companions
 
 OLD = {"config.json": '{"age": "old"}', "tokenizer.json": "old", "LICENSE": "old", "merges.txt": "old"}
 NEW = {"config.json": '{"age": "new"}', "tokenizer.json": "new", "LICENSE": "new", "vocab.txt": "new"}
@@ -93,3 +93,4 @@ def test_files_of_others_stay(tmp_path: Path) -> None:
         (tmp_path / "companions" / name).write_text("mine")
     keep_companions(_source(tmp_path / "model", NEW), tmp_path)
     assert _content(tmp_path) == {**NEW, "notes.md": "mine", ".notes.md.unfinished": "mine"}
+    assert {path.name for path in written_companions(tmp_path)} == set(NEW)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from fuyou_cli.cli import clean
 from fuyou_cli.cli.clean import find_manifests, read_store, run_clean
 from fuyou_cli.core.errors import FuyouError, UsageError
-from fuyou_cli.training.manifest import VERSION
+from fuyou_cli.training.manifest import BEFORE, BESIDE, NAME, VERSION
 
 
 def make_store(folder: Path, *, files: list[Path], version: int = VERSION, **extra: object) -> Path:
@@ -27,8 +29,8 @@ def make_file(path: Path, size: int = 8192) -> Path:
 
 
 def test_named_files_go_and_everything_else_stays(tmp_path, fuyou):
-    one = make_file(tmp_path / "a" / "run" / "store.0")
-    two = make_file(tmp_path / "b" / "run" / "store.1")
+    one = make_file(tmp_path / "a" / "run" / "store.bin")
+    two = make_file(tmp_path / "b" / "run" / "part.json")
     other = make_file(tmp_path / "a" / "run" / "notes.txt")
     manifest = make_store(tmp_path / "a" / "run", files=[one, two])
     done = fuyou("clean", tmp_path / "a", "--yes")
@@ -40,7 +42,7 @@ def test_named_files_go_and_everything_else_stays(tmp_path, fuyou):
 
 
 def test_without_a_terminal_it_does_not_guess(tmp_path, fuyou):
-    one = make_file(tmp_path / "run" / "store.0")
+    one = make_file(tmp_path / "run" / "store.bin")
     make_store(tmp_path / "run", files=[one])
     done = fuyou("clean", tmp_path)
     assert done.returncode == 2
@@ -49,28 +51,28 @@ def test_without_a_terminal_it_does_not_guess(tmp_path, fuyou):
 
 
 def test_stores_of_older_versions_go_too(tmp_path, capsys):
-    one = make_file(tmp_path / "run" / "store.0")
+    one = make_file(tmp_path / "run" / "store.bin")
     make_store(tmp_path / "run", files=[one], version=1)
     run_clean(tmp_path, yes=True)
     assert not one.exists()
 
 
 def test_a_store_itself_may_be_named(tmp_path, capsys):
-    one = make_file(tmp_path / "run" / "store.0")
+    one = make_file(tmp_path / "run" / "store.bin")
     make_store(tmp_path / "run", files=[one])
     run_clean(tmp_path / "run", yes=True)
     assert not one.exists()
 
 
 def test_files_that_are_gone_are_counted_not_missed(tmp_path, capsys):
-    make_store(tmp_path / "run", files=[tmp_path / "run" / "store.0"])
+    make_store(tmp_path / "run", files=[tmp_path / "run" / "store.bin"])
     run_clean(tmp_path, yes=True)
     assert "1 named files are gone already" in capsys.readouterr().out
 
 
 def _link(tmp_path: Path) -> Path:
     (tmp_path / "run").mkdir()
-    link = tmp_path / "run" / "store.0"
+    link = tmp_path / "run" / "store.bin"
     link.symlink_to(tmp_path / "precious" / "data")
     return link
 
@@ -83,8 +85,8 @@ def _folder_link(tmp_path: Path) -> Path:
 
 def _hard_link(tmp_path: Path) -> Path:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "store.0").hardlink_to(tmp_path / "precious" / "data")
-    return tmp_path / "run" / "store.0"
+    (tmp_path / "run" / "store.bin").hardlink_to(tmp_path / "precious" / "data")
+    return tmp_path / "run" / "store.bin"
 
 
 @pytest.mark.parametrize(
@@ -96,13 +98,17 @@ def _hard_link(tmp_path: Path) -> Path:
         (_link, "symbolic link"),
         (_folder_link, "not in a folder named run"),
         (_hard_link, "hard link"),
-        (lambda tmp: (tmp / "run" / "sub").mkdir(parents=True) or tmp / "run" / "sub", "not a file"),
+        (lambda tmp: (tmp / "run" / "spare").mkdir(parents=True) or tmp / "run" / "spare", "not a file"),
+        (lambda tmp: make_file(tmp / "run" / "thesis.txt"), "not called as"),
+        (lambda tmp: make_file(tmp / "b" / "run" / "thesis.txt"), "not called as"),
+        (lambda tmp: make_file(tmp / "run" / "companions" / "diary.txt"), "not called as"),
+        (lambda tmp: make_file(tmp / "b" / "run" / "manifest.json"), "not called as"),
     ],
 )
 def test_a_store_that_names_something_else_is_left_whole(tmp_path, capsys, named, why):
     precious = make_file(tmp_path / "precious" / "data")
     wrong = named(tmp_path)
-    honest = make_file(tmp_path / "run" / "store.1")
+    honest = make_file(tmp_path / "run" / "part.json")
     manifest = make_store(tmp_path / "run", files=[honest, wrong])
     with pytest.raises(FuyouError, match="1 of 1 stores were left"):
         run_clean(tmp_path, yes=True)
@@ -131,7 +137,7 @@ def test_other_manifests_are_not_ours(tmp_path, content):
 
 
 def test_a_running_store_is_not_touched(tmp_path, capsys):
-    one, two = make_file(tmp_path / "run" / "store.0"), make_file(tmp_path / "run" / "store.1")
+    one, two = make_file(tmp_path / "run" / "store.bin"), make_file(tmp_path / "run" / "part.json")
     make_store(tmp_path / "run", files=[one, two])
     with two.open("rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -146,10 +152,90 @@ def test_nothing_to_clean(tmp_path):
 
 
 def test_sizes_are_what_the_disk_gives_back(tmp_path):
-    one = tmp_path / "run" / "store.0"
+    one = tmp_path / "run" / "store.bin"
     one.parent.mkdir()
     with one.open("wb") as file:
         file.truncate(1 << 30)  # a hole takes nothing
     make_store(tmp_path / "run", files=[one])
     store = read_store(find_manifests(tmp_path)[0])
     assert (store.files[0].size, store.files[0].taken < 1 << 20) == (1 << 30, True)
+
+
+@pytest.mark.parametrize("more", [[BEFORE], [".manifest.before.new"], [BEFORE, ".manifest.before.new"]], ids=str)
+def test_a_run_killed_as_it_set_its_manifest_aside(tmp_path, capsys, more):
+    """The newest manifest has two or three names then."""
+    one = make_file(tmp_path / "run" / "store.bin")
+    manifest = make_store(tmp_path / "run", files=[one], companions=[str(tmp_path / "run" / name) for name in BESIDE])
+    for name in more:
+        os.link(manifest, tmp_path / "run" / name)
+    run_clean(tmp_path, yes=True)
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_name_that_no_run_gave_it_is_one_too_many(tmp_path, capsys):
+    one = make_file(tmp_path / "run" / "store.bin")
+    manifest = make_store(tmp_path / "run", files=[one], companions=[str(tmp_path / "run" / BEFORE)])
+    os.link(manifest, tmp_path / "run" / BEFORE)
+    os.link(manifest, tmp_path / "mine")
+    with pytest.raises(FuyouError, match="1 of 1 stores were left"):
+        run_clean(tmp_path, yes=True)
+    assert "hard link" in capsys.readouterr().err and one.exists() and manifest.exists()
+
+
+def _rewritten(folder: Path) -> None:
+    make_store(folder, files=[folder / "store.bin"], step=2)
+
+
+def _gone(folder: Path) -> None:
+    (folder / NAME).unlink()
+
+
+def _file_gone(folder: Path) -> None:
+    (folder / "store.bin").unlink()
+
+
+@pytest.mark.parametrize("change", [_rewritten, _gone, _file_gone])
+def test_what_changed_since_it_was_listed_is_left(tmp_path, capsys, monkeypatch, change):
+    """A run goes on while the question is on the screen."""
+    folder = tmp_path / "run"
+    for name in ("store.bin", "part.json"):
+        make_file(folder / name)
+    make_store(folder, files=[folder / "store.bin", folder / "part.json"])
+    left: set[str] = set()
+
+    def answer(question: str) -> bool:
+        change(folder)
+        left.update(path.name for path in folder.iterdir())
+        return True
+
+    monkeypatch.setattr(clean, "confirm", answer)
+    with pytest.raises(FuyouError, match="has changed since it was listed"):
+        run_clean(tmp_path, yes=False)
+    assert {path.name for path in folder.iterdir()} == left
+
+
+def _part(folder: Path, first: Path) -> None:
+    content = {"fuyou_part": 1, "run": "0" * 16, "index": 1, "count": 2, "first": str(first)}
+    (folder / "part.json").write_text(json.dumps(content))
+
+
+def test_files_that_no_manifest_names_are_shown_and_stay(tmp_path, capsys):
+    begun, second, lost = (make_file(tmp_path / name / "store.bin") for name in ("begun", "second", "lost"))
+    _part(second.parent, tmp_path / "elsewhere" / "second")
+    make_file(lost.parent / BEFORE)
+    with pytest.raises(UsageError, match="no store under"):
+        run_clean(tmp_path, yes=True)
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{begun} (8,192 bytes) left as it is, for no {NAME} names it: a run that is killed as it begins" in said
+    assert f"part 2 of 2 of the store in {tmp_path / 'elsewhere' / 'second'}" in said
+    assert f"{BEFORE} is there" in said
+    make_store(tmp_path / "run", files=[make_file(tmp_path / "run" / "store.bin")])
+    run_clean(tmp_path, yes=True)
+    assert begun.exists() and second.exists() and lost.exists() and not (tmp_path / "run" / "store.bin").exists()
+
+
+def test_a_file_that_another_drives_manifest_names_is_not_said_to_be_nobodys(tmp_path, capsys):
+    two = make_file(tmp_path / "two" / "run" / "store.bin")
+    make_store(tmp_path / "one" / "run", files=[two])
+    run_clean(tmp_path / "one", yes=True)
+    assert not two.exists() and "left as it is" not in capsys.readouterr().err
