@@ -52,13 +52,18 @@ def is_deeper(value: object, depth: int = DEEPEST) -> bool:
     return bool(level)
 
 
+def has_too_many_values(text: str) -> bool:
+    """Counted before anything is made of them; what a text among them holds is counted as well."""
+    return sum(map(text.count, ",[{")) > MOST_VALUES
+
+
 def parsed(text: str, *, finite: bool = True, names: bool = False) -> Any:
     """What the text says. Raises UsageError without a place: no JSON, a key twice, a number that is none or has more than
     `MOST_DIGITS`, nested too deeply, too many values, half of a character.
 
     `finite`: infinities are refused as well, and not only what is no number. `names`: strings may be names of files, of which
     Python spells bytes that are no UTF-8 as halves of characters."""
-    if sum(map(text.count, ",[{")) > MOST_VALUES:
+    if has_too_many_values(text):
         raise _unreadable(f"more than {MOST_VALUES:,} values")
     try:
         value = json.loads(

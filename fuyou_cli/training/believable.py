@@ -16,13 +16,24 @@ from ..spec.model import ITEM_SIZE
 from ..spec.strict import LARGEST
 
 if TYPE_CHECKING:
+    from ..spec.plan import Numerics
     from .manifest import Manifest, StoredExtent, StoredStage, StoredTensor
 
 _ALIGN = 4096  # of stripes and extents, as direct I/O wants them
 MOST_KEPT = 16  # states of a store; recipe/schema knows it too
-_MOST_FILES = 64  # of a stripe
+_MOST_FILES = 16  # of a stripe: FY_MAX_DIRECTORIES of native/include/fuyou.h
 _MOST_DIMENSIONS = 64  # of a tensor that torch can hold
 _ITEMS = {"remainder": 2, "momentum": 4, "variance": 4}  # bytes of an element; of weights it is the compute dtype's
+MOST_THREADS = 1024  # torch crashes when the system has no more of them; a recipe may ask for as many
+_LARGEST_WHOLE = (1 << 31) - 1  # of the numbers of a recipe
+_NUMERICS = {  # at least and at most
+    "batch_size": (1, _LARGEST_WHOLE),
+    "micro_batch_size": (1, _LARGEST_WHOLE),
+    "max_seq_len": (1, _LARGEST_WHOLE),
+    "torch_threads": (1, MOST_THREADS),
+    "head_chunk_tokens": (0, _LARGEST_WHOLE),
+    "vocabulary_rows": (0, _LARGEST_WHOLE),
+}
 
 
 def why_not(manifest: Manifest) -> str:
@@ -34,12 +45,9 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
     yield from _paths(manifest)
     if not manifest.stripe or manifest.stripe % _ALIGN:
         yield f"a stripe of {manifest.stripe} bytes"
-    numerics = manifest.numerics
-    for key in ("batch_size", "micro_batch_size", "max_seq_len", "torch_threads"):
-        if not getattr(numerics, key):
-            yield f"numerics.{key} is 0"
-    if numerics.compute_dtype != manifest.compute_dtype:
-        yield f"weights in {manifest.compute_dtype}, computed with in {numerics.compute_dtype}"
+    yield from _of_numerics(manifest.numerics)
+    if manifest.numerics.compute_dtype != manifest.compute_dtype:
+        yield f"weights in {manifest.compute_dtype}, computed with in {manifest.numerics.compute_dtype}"
     if manifest.state == "loading" and manifest.stages:
         yield "stages are committed while the store is loading"
     if manifest.state == "committed" and not manifest.stages:
@@ -55,6 +63,16 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
     for index, stage in enumerate(manifest.stages):
         for wrong in _of_stage(stage, manifest):
             yield f"stages[{index}]: {wrong}"
+
+
+def _of_numerics(numerics: Numerics) -> Iterator[str]:
+    """A run goes on with these where its recipe says `auto`: they are within what a recipe may say."""
+    for key, (least, most) in _NUMERICS.items():
+        value = getattr(numerics, key)
+        if not least <= value <= most:
+            yield f"numerics.{key} is {value}"
+    if numerics.micro_batch_size and numerics.batch_size % numerics.micro_batch_size:
+        yield f"batches of {numerics.batch_size} rows in micro-batches of {numerics.micro_batch_size}"
 
 
 def _paths(manifest: Manifest) -> Iterator[str]:

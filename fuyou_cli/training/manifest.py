@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from ..core.disk import failed_writing, sync_directory
-from ..core.errors import UsageError
-from ..core.json_files import find_text, object_in
+from ..core.errors import FuyouError, UsageError
+from ..core.json_files import find_text, has_too_many_values, object_in
 from ..core.own_files import open_own
 from ..spec.plan import Numerics, StateTensor, StoreMode
 from ..spec.strict import AtMost, made
@@ -151,6 +151,7 @@ def write(directory: Path, manifest: Manifest, *, keep: bool = False) -> None:
     """Replaces the manifest of `directory` in one step, on stable storage when this returns. With `keep` the one that was
     there is kept as the one before, and those before it move on; else they go too."""
     path, text = directory / NAME, _text(manifest)
+    _refuse_unreadable(path, text)
     try:
         _write_whole(directory / _NEW, text)
         if keep:
@@ -163,6 +164,15 @@ def write(directory: Path, manifest: Manifest, *, keep: bool = False) -> None:
         sync_directory(directory)
     except OSError as error:
         raise failed_writing(path, error) from error
+
+
+def _refuse_unreadable(path: Path, text: str) -> None:
+    """What `read` refuses is not committed: the state before it can still be gone on from."""
+    if len(text) > LARGEST or has_too_many_values(text):
+        raise FuyouError(
+            f"{path} would have {len(text):,} bytes, which is more than can be read again: nothing is committed",
+            hint="the model has more tensors than the state of a run can name",
+        )
 
 
 def _write_whole(path: Path, text: str) -> None:

@@ -10,6 +10,7 @@ from ..core.units import MiB
 from ..spec.hardware import HardwareProfile
 from ..spec.model import Dtype
 from ..spec.plan import Numerics
+from .believable import MOST_THREADS
 from .manifest import Manifest
 from .micro_batches import usual_size
 
@@ -58,7 +59,7 @@ def numerics_of(
         micro_batch_size=micro,
         max_seq_len=length,
         head_chunk_tokens=chunk,
-        torch_threads=hardware.cores if train.threads == "auto" else train.threads,
+        torch_threads=min(hardware.cores, MOST_THREADS) if train.threads == "auto" else train.threads,
         seed=recipe.seed,
         vocabulary_rows=vocabulary_rows,
     )

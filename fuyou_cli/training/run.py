@@ -36,7 +36,7 @@ from .run_limits import RunLimits
 from .saved import check_same_store, check_unchanged
 from .saver import Saver, Standing
 from .stopping import StopRequests
-from .storage import STORE_FILE, StageFiles, check_space
+from .storage import STORE_FILE, StageFiles, check_space, check_stages
 from .trimming import Trimming
 
 _REQUESTS = 4096
@@ -142,6 +142,7 @@ class Run:
         self.paths = [directory / STORE_FILE for directory in prepared.directories]
         if prepared.manifest is not None:
             check_same_store(prepared.manifest, self.paths, stripe=plan.io.stripe)
+            check_stages(prepared.manifest, self.model, plan)
         for directory, path in zip(prepared.directories, self.paths, strict=True):
             own_folder(directory)
             if path.is_file() and path.stat().st_nlink > 1:

@@ -116,11 +116,12 @@ def _check_parts(saved: Manifest) -> None:
 
 def _check_free(directories: Sequence[Path]) -> None:
     """Nothing in these folders belongs to a saved run that a new one would destroy."""
+    being_filled = _being_filled(directories[0])
     for directory in directories:
         if not (directory / STORE_FILE).exists():
             continue
         if not (directory / PART_FILE).exists():
-            if _holds_data(directory / STORE_FILE):
+            if str(directory / STORE_FILE) not in being_filled and _holds_data(directory / STORE_FILE):
                 raise UsageError(
                     f"{directory / STORE_FILE} holds data, and no run of fuyou says that it is its own",
                     hint="move it away, or write over it with checkpoint.resume=never",
@@ -140,6 +141,16 @@ def _check_free(directories: Sequence[Path]) -> None:
             f"{directory} holds part {part.index + 1} of {part.count} of a saved run {step}",
             hint=f"name the folders of offload.dir as that run did ({first.parent} first), {_START_OVER}",
         )
+
+
+def _being_filled(directory: Path) -> tuple[str, ...]:
+    """The files that a run which was killed as it loaded says are its own. Some of their folders may have no part file yet,
+    and not every file system tells room that was set aside from data."""
+    try:
+        found = manifests.read(directory)
+    except UsageError:
+        return ()
+    return found.files if found is not None and found.state == "loading" else ()
 
 
 def _holds_data(file: Path) -> bool:

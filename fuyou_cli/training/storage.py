@@ -27,7 +27,7 @@ from ..swap.kernels import checksum, split, sum_squares
 from . import folder_names
 from .checkpoint.header import TensorEntry
 from .checkpoint.reader import TensorReader
-from .manifest import TENSORS, StoredExtent, StoredStage, StoredTensor
+from .manifest import NAME, TENSORS, Manifest, StoredExtent, StoredStage, StoredTensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -54,6 +54,23 @@ def check_space(paths: Sequence[Path], size: int, free_space: Callable[[Path], i
             raise OutOfSpaceError(
                 disk.problem, hint="free some space, or name another directory in offload.dir; several are striped"
             )
+
+
+def check_stages(saved: Manifest, model: ModelSpec, plan: Plan) -> None:
+    """Raises UsageError where a manifest has other stages than the model, or has them elsewhere than the plan. Before the store
+    is opened, which may make it longer."""
+    _check_stages(saved.stages, model, plan, of=str(Path(saved.files[0]).with_name(NAME)))
+
+
+def _check_stages(stored: Sequence[StoredStage], model: ModelSpec, plan: Plan, *, of: str) -> None:
+    wanted = [(stage.name, stage.params) for stage in model.stages]
+    if [(stage.name, stage.params) for stage in stored] != wanted:
+        raise UsageError(
+            f"{of}: its {len(stored)} stages are not the {len(wanted)} of this model, or not of their sizes",
+            hint="name the model that the run was of, or start over with checkpoint.resume=never",
+        )
+    for stage_plan, stage in zip(plan.stages, stored, strict=True):
+        _check_place(stage_plan, stage)
 
 
 class StageFiles:
@@ -134,8 +151,8 @@ class StageFiles:
 
     def restore(self, stored: Sequence[StoredStage], records: Sequence[Record]) -> None:
         """Generations as saved; what rests in RAM is read back."""
+        _check_stages(stored, self.model, self.plan, of="the saved state")
         for plan, record, stage in zip(self.plan.stages, records, stored, strict=True):
-            _check_place(plan, stage)
             record.generation, record.turn, record.sums = stage.generation, stage.turn, _sums(stage)
             record.zero_moments, record.zero_remainder = stage.zero_moments, stage.zero_remainder
             record.gradients_sum = None if stage.gradients is None else stage.gradients.sum

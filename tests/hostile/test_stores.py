@@ -21,7 +21,8 @@ from proof.examples import example
 from proof.parsers import manifest, with_digest
 
 from fuyou_cli.cli.clean import read_store
-from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core import json_files
+from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.training import losses
 from fuyou_cli.training import manifest as manifests
 from fuyou_cli.training.manifest import DueUpdate
@@ -68,6 +69,11 @@ def _due(*, gradients: object, mode: str = "redo", generation: int = 2) -> Chang
     return change
 
 
+def _striped_over(count: int) -> Change:
+    names = [f"/drive{number}/run" for number in range(count)]
+    return lambda content: content.update(files=[f"{name}/store.bin" for name in names], parts=names)
+
+
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     manifests.write(tmp_path, manifest())
     assert manifests.read(tmp_path) == manifest()
@@ -80,6 +86,26 @@ def test_a_step_that_is_durable_by_its_gradients_is_read(tmp_path: Path) -> None
     _written(tmp_path, _due(gradients=GRADIENTS))
     found = manifests.read(tmp_path)
     assert found is not None and found.due is not None and asdict(found.due) == DUE and found.stages[0].gradients is not None
+
+
+def test_as_many_drives_as_the_library_takes(tmp_path: Path) -> None:
+    header = (Path(__file__).resolve().parents[2] / "native" / "include" / "fuyou.h").read_text()
+    assert "#define FY_MAX_DIRECTORIES 16\n" in header
+    _written(tmp_path, _striped_over(16))
+    assert manifests.read(tmp_path) is not None
+
+
+@pytest.mark.parametrize(("owner", "limit"), [(manifests, "LARGEST"), (json_files, "MOST_VALUES")])
+def test_what_could_not_be_read_again_is_not_written(
+    owner: object, limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifests.write(tmp_path, manifest())
+    with monkeypatch.context() as less:
+        less.setattr(owner, limit, 100)
+        with pytest.raises(FuyouError, match="more than can be read again") as refused:
+            manifests.write(tmp_path, replace(manifest(), skipped=0, skipped_in_row=0), keep=True)
+    assert refused.value.hint and [path.name for path in tmp_path.iterdir()] == [manifests.NAME]
+    assert manifests.read(tmp_path) == manifest()
 
 
 def test_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
@@ -110,6 +136,7 @@ def test_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
         (_set("stripe", 4097), "a stripe of 4097 bytes"),
         (_set("store_size", 4096), "stages[0]: weights: bytes 4096 to 8192 of a store of 4096"),
         (_set("files", []), "0 files and 1 part files"),
+        (_striped_over(17), "17 files and 17 part files"),
         (_set("files", ["store.bin"]), "'store.bin' is not a plain absolute path"),
         (_set("files", ["/a\0b"]), r"'/a\x00b' is not a plain absolute path"),
         (_set("files", ["/nowhere/run/../../etc/passwd"]), "'/nowhere/run/../../etc/passwd' is not a plain absolute path"),
@@ -121,6 +148,10 @@ def test_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
         (_set("compute_dtype", "float32"), "weights in float32, computed with in bfloat16"),
         (_set("numerics", "micro_batch_size", 0), "numerics.micro_batch_size is 0"),
         (_set("numerics", "seed", -1), "numerics.seed: a whole number"),
+        (_set("numerics", "torch_threads", 1 << 62), "numerics.torch_threads is 4611686018427387904"),
+        (_set("numerics", "batch_size", 1 << 31), "numerics.batch_size is 2147483648"),
+        (_set("numerics", "vocabulary_rows", 1 << 31), "numerics.vocabulary_rows is 2147483648"),
+        (_set("numerics", "micro_batch_size", 2), "batches of 1 rows in micro-batches of 2"),
         (_set("numerics", {}), "numerics.compute_dtype: missing"),
         (_set("fingerprints", {"model": 1}), "fingerprints.model: text is wanted"),
         (_set("random", []), "random: names and values are wanted"),
