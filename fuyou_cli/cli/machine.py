@@ -122,12 +122,15 @@ def keep_corrected(profile: HardwareProfile, *directories: Path, instead_of: Har
     """Remembers rates as a run showed them, for plans that ask for them: `instead_of` those that the run was planned with,
     unless the machine was measured anew meanwhile."""
     path = profile_path(*directories, device=profile.device)
-    known = (_kept(file, said=False) for file in (path, corrected_path(path)))
-    if instead_of.digest() not in {found.digest() for found in known if found is not None}:
+    kept = (_kept(file, said=False) for file in (path, corrected_path(path)))
+    known = [found for found in kept if found is not None]
+    if instead_of.digest() not in {found.digest() for found in known}:
         return
     today = datetime.date.today().isoformat()
     measured = f"{profile.measured.partition(',')[0]}, corrected by a run of {today}"
-    _write(replace(profile, measured=measured), corrected_path(path))
+    # A run's process is what was measured and more: kept, the next run's would be larger by as much again.
+    corrected = replace(profile, measured=measured, process_bytes=known[0].process_bytes)
+    _write(corrected, corrected_path(path))
 
 
 def _write(profile: HardwareProfile, path: Path) -> None:

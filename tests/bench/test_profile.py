@@ -143,6 +143,22 @@ def test_rates_of_runs_are_for_plans_that_ask_for_them(
     assert machine.hardware_for(tmp_path, device="cpu", calibrated=True).store_read == 2e9
 
 
+def test_a_process_grows_by_no_correction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's process is planned with more than was measured, its rows say; that is none of the rates it shows."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(probe, "process_bytes", lambda root=None: 280 * MiB)
+    machine.keep(replace(profile.assumed_hardware(tmp_path), measured="2026-01-02", process_bytes=272 * MiB), tmp_path)
+    planned = []
+    for run in range(3):
+        found = machine.hardware_for(tmp_path, device="cpu", calibrated=run > 0)
+        planned.append(found.process_bytes)
+        shown = replace(found, store_read=1e9 + run, process_bytes=found.process_bytes + 40 * MiB)
+        machine.keep_corrected(shown, tmp_path, instead_of=found)
+        kept = machine.corrected_path(machine.profile_path(tmp_path, device="cpu"))
+        assert (profile.read_profile(kept).store_read, profile.read_profile(kept).process_bytes) == (1e9 + run, 272 * MiB)
+    assert planned == [288 * MiB] * 3
+
+
 @pytest.mark.parametrize("left", ["", '{"schema_version": 1, "dev', '{"schema_version": 1, "cores": 2}'])
 def test_a_damaged_kept_profile_stands_in_nobodys_way(
     left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
