@@ -116,21 +116,30 @@ def _with_sustained(report: BenchReport, places: tuple[Path, ...], progress: Pro
     from .measure_sustained import measure_sustained
 
     progress("sustained writing")
-    found = measure_sustained(*places, free=probe.striped_space(*places), progress=progress)
-    profile = replace(
-        report.profile,
-        sustained_write=found.write.value,
-        sustained_read_mixed=found.read_mixed.value,
-        sustained_write_mixed=found.write_mixed.value,
-        burst_bytes=found.burst_bytes,
-    )
+    free, count = probe.striped_space(*places), _drives_of(places)
+    found = measure_sustained(*places, free=free, count=count, progress=progress)
+    profile, rates = replace(report.profile, steady_bytes=found.steady_bytes), report.rates
+    if fallen := found.fallen:
+        profile = replace(
+            profile,
+            sustained_write=fallen.write.value,
+            sustained_read_mixed=fallen.read_mixed.value,
+            sustained_write_mixed=fallen.write_mixed.value,
+            burst_bytes=fallen.burst_bytes,
+        )
+        rates = (*rates, fallen.write, fallen.read_mixed, fallen.write_mixed)
     return replace(
         report,
         profile=profile,
-        rates=(*report.rates, found.write, found.read_mixed, found.write_mixed),
+        rates=rates,
         notes=(*report.notes, *found.notes),
         written_bytes=report.written_bytes + found.written_bytes,
     )
+
+
+def _drives_of(places: tuple[Path, ...]) -> int:
+    """How many there are, each with a fast region of its own; one where the file system hides them."""
+    return max(1, len(drives.drives_under(*places)))
 
 
 def _agreed(places: tuple[Path, ...], yes: bool) -> bool:
@@ -138,7 +147,7 @@ def _agreed(places: tuple[Path, ...], yes: bool) -> bool:
     from .measure_sustained import most_written
 
     named = ", ".join(map(str, places))
-    most = most_written(probe.striped_space(*places))
+    most = most_written(probe.striped_space(*places), _drives_of(places))
     rated = sum(drive.rated_bytes for drive in drives.drives_under(*places))
     share = f", {100 * most / rated:.3f} % of what its drives are rated for" if rated else ""
     write_status(f"--sustained writes until the rate settles: up to {gb(most)} to {named}{share}. The files are removed.")

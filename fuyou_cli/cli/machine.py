@@ -143,7 +143,7 @@ def _write(profile: HardwareProfile, path: Path) -> None:
 
 def _joined(before: HardwareProfile, found: HardwareProfile) -> HardwareProfile:
     joined = replace(found, stage_rates=merged_rates(before.stage_rates, found.stage_rates))
-    if found.sustained_write:
+    if found.sustained_write or found.steady_bytes:
         return joined
     return replace(
         joined,
@@ -151,6 +151,7 @@ def _joined(before: HardwareProfile, found: HardwareProfile) -> HardwareProfile:
         sustained_read_mixed=before.sustained_read_mixed,
         sustained_write_mixed=before.sustained_write_mixed,
         burst_bytes=before.burst_bytes,
+        steady_bytes=before.steady_bytes,
     )
 
 

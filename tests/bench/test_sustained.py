@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fuyou_cli.cli import bench, measure_sustained
+from fuyou_cli.cli import bench, machine, measure_sustained
+from fuyou_cli.cli.measure import BenchReport
 from fuyou_cli.cli.measure_store import new_store
 from fuyou_cli.cli.measure_sustained import burst_windows, most_written, settled
 from fuyou_cli.cli.measure_sustained import measure_sustained as measured
+from fuyou_cli.cli.profile import assumed_hardware
+from fuyou_cli.cli.store_streams import Pace
 from fuyou_cli.core.errors import OutOfSpaceError, UsageError
 from fuyou_cli.core.units import GiB, MiB
+from fuyou_cli.spec.hardware import HardwareProfile
 
 FAST, SLOW = [6.9, 6.8, 7.0, 6.9, 6.9, 6.7], [1.4, 1.5, 1.35, 1.4]
 
@@ -40,7 +45,7 @@ def test_when_a_rate_has_settled(rates: list[float], over: bool, burst: int) -> 
 def test_a_quarter_of_what_is_free_at_most() -> None:
     assert most_written(100 * GiB) == 25 * GiB
     assert most_written(40 * GiB) == 10 * GiB
-    assert most_written(1 << 50) <= 512 * 10**9
+    assert most_written(1 << 50) <= 512 * 10**9 < most_written(1 << 50, 3) <= 3 * 512 * 10**9
     with pytest.raises(OutOfSpaceError, match="too little"):
         most_written(40 * GiB - 1)
 
@@ -51,10 +56,84 @@ def test_measured_for_real_and_removed(tmp_path: Path, monkeypatch: pytest.Monke
     found = measured(tmp_path, free=4 * 12 * 16 * MiB, progress=heard.append)
     assert list(tmp_path.iterdir()) == []
     windows = len(heard)
-    assert 8 <= windows <= 10 and 16 * MiB * windows < found.written_bytes <= 12 * 16 * MiB
+    assert 8 <= windows <= 10 and 16 * MiB * windows <= found.written_bytes <= 12 * 16 * MiB
+    assert (found.fallen is None) == any("did not fall" in note for note in found.notes)
+
+
+def test_at_once_is_measured_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this drive does, its last windows are taken for a fall."""
+    monkeypatch.setattr(measure_sustained, "WINDOW", 16 * MiB)
+    monkeypatch.setattr(measure_sustained, "FALLEN", 1e9)
+    monkeypatch.setattr(measure_sustained, "STEADY", 1e9)
+    found = measured(tmp_path, free=4 * 12 * 16 * MiB).fallen
+    assert found is not None and list(tmp_path.iterdir()) == []
     for rate in (found.write, found.read_mixed, found.write_mixed):
         assert 1e6 < rate.low <= rate.value <= rate.high < 1e12
-    assert (found.burst_bytes > 0) == (not any("did not fall" in note for note in found.notes))
+
+
+@pytest.fixture
+def drive(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`drive(rates, most)`: writes window after window at these rates, and is asked to show `most` of them."""
+
+    def make(rates: list[float], most: int) -> None:
+        monkeypatch.setattr(measure_sustained, "WINDOW", MiB)
+        monkeypatch.setattr(measure_sustained, "MOST_BYTES", (most + measure_sustained.MIXED_WINDOWS) * MiB)
+        monkeypatch.setattr(measure_sustained, "_window", lambda daemon, number: Pace(reading=0.0, writing=rates[number]))
+        monkeypatch.setattr(measure_sustained, "_mixed", lambda daemon, number: Pace(reading=2.0, writing=1.0))
+
+    return make
+
+
+def free_for(windows: int) -> int:
+    return 4 * (windows + measure_sustained.MIXED_WINDOWS) * MiB
+
+
+def test_what_is_never_reached_is_not_found(tmp_path: Path, drive: Callable[..., None]) -> None:
+    """The last of fast windows are no sustained rates, nor are those on the way down."""
+    for rates in ([6.9] * 12, [*FAST, *FAST[:2], 6.0, 4.5, 3.0, 1.4]):
+        drive(rates, most=100)
+        found = measured(tmp_path, free=free_for(12))
+        assert found.fallen is None and found.steady_bytes == 0
+        assert len(found.notes) == 1 and "unknown" in found.notes[0]
+
+
+def test_what_falls_is_found(tmp_path: Path, drive: Callable[..., None]) -> None:
+    drive(FAST + SLOW, most=100)
+    found = measured(tmp_path, free=free_for(12))
+    assert found.fallen is not None and found.steady_bytes == 0 and found.notes == ()
+    assert (found.fallen.write.value, found.fallen.burst_bytes) == (1.4, 6 * MiB)
+    assert (found.fallen.read_mixed.value, found.fallen.write_mixed.value) == (2.0, 1.0)
+
+
+def test_a_drive_that_does_not_fall_is_known_as_one(tmp_path: Path, drive: Callable[..., None]) -> None:
+    drive([6.9] * 30, most=12)
+    found = measured(tmp_path, free=free_for(100))
+    assert found.fallen is None and found.steady_bytes == 12 * MiB and "never" in found.notes[0]
+    assert measured(tmp_path, free=free_for(12), count=2).steady_bytes == 0  # half of what two drives may take
+    assert measured(tmp_path, free=free_for(100), count=2).steady_bytes > 12 * MiB
+
+
+def test_what_is_kept_of_drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drive: Callable[..., None]) -> None:
+    """A measurement that shows nothing takes nothing away; one that shows that there is no fall does."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    profile = replace(assumed_hardware(tmp_path), measured="2026-01-02")
+
+    def kept(rates: list[float], most: int) -> HardwareProfile:
+        drive(rates, most=most)
+        monkeypatch.setattr(bench.probe, "striped_space", lambda *places: free_for(12))
+        monkeypatch.setattr(bench, "_drives_of", lambda places: 1)
+        report = BenchReport(profile=profile, rates=(), notes=(), quick=True, seconds=1.0, written_bytes=0)
+        return machine.keep(bench._with_sustained(report, (tmp_path,), lambda _: None).profile, tmp_path)
+
+    nothing = kept([6.9] * 12, most=100)
+    assert (nothing.sustained_write, nothing.steady_bytes, nothing.slows_down) == (0.0, 0, False)
+    fallen = kept(FAST + SLOW, most=100)
+    assert (fallen.sustained_write, fallen.burst_bytes, fallen.slows_down) == (1.4, 6 * MiB, True)
+    assert kept([6.9] * 12, most=100) == fallen
+    steady = kept([6.9] * 12, most=12)
+    assert (steady.sustained_write, steady.steady_bytes, steady.slows_down) == (0.0, 12 * MiB, False)
+    assert steady.digest() == nothing.digest()
+    assert machine.keep(profile, tmp_path).steady_bytes == 12 * MiB
 
 
 def test_a_store_over_two_folders(tmp_path: Path) -> None:
