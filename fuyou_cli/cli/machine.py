@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.core.units import MiB
+from fuyou_cli.core.units import MiB, in_steps
 from fuyou_cli.spec.hardware import Drive, HardwareProfile, merged_rates
 
 from . import drives, probe
@@ -52,10 +52,12 @@ def hardware_for(*directories: Path, device: str, calibrated: bool = False) -> H
     if profile is None or (name is not None and profile.device_name != name):  # another card than was measured
         profile = assumed_hardware(*directories, device=device, device_name=name, device_memory=memory)
         profile = replace(profile, process_bytes=0)  # known, if nothing else is
+    device_free = _device_free(device, memory or profile.device_memory)  # its driver is part of the process from here on
     pinnable, why = probe.pinnable()
     return replace(
         profile,
         device=device,
+        device_free=device_free,
         cores=core_count(),
         ram_total=probe.memory_limit(),
         ram_available=usable_memory(),
@@ -167,3 +169,13 @@ def _device_facts(device: str) -> tuple[str | None, int]:
         )
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return properties.name, properties.total_memory
+
+
+def _device_free(device: str, memory: int) -> int:
+    """Bytes of the device's `memory` that this process may have: free, or its own already. In steps, as memory of the host."""
+    if device != "cuda":
+        return 0
+    import torch
+
+    free = min(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved(), memory)
+    return max(1, in_steps(free, memory))  # 0 would be: not known

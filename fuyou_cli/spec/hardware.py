@@ -24,7 +24,7 @@ STORE_RATES = (*BURST_RATES, *SUSTAINED_RATES)
 # What a digest leaves out: how much is there now, and what things are called. The rest is rates.
 _NOT_RATES = (
     "ram_total", "ram_available", "process_bytes", "device_memory", "disk_free", "pinnable", "pinnable_why", "drives", "name",
-    "measured", "others_cores", "sources", "steady_bytes",
+    "measured", "others_cores", "sources", "steady_bytes", "device_free",
 )  # fmt: skip
 
 
@@ -97,6 +97,7 @@ class HardwareProfile:
     sustained_write_mixed: float = 0.0
     burst_bytes: int = 0  # written at `store_write` before it fell to `sustained_write`; 0: not known, or there is no fall
     steady_bytes: int = 0  # written without any fall: so much that there is none
+    device_free: int = 0  # of device_memory, what others have not taken; 0: not known
     pinnable: int = 0  # host memory that may be registered with a device
     pinnable_why: str = ""
     drives: tuple[Drive, ...] = ()

@@ -57,10 +57,12 @@ def check_tokens(recipe: Recipe, anatomy: Anatomy, summary: DataSummary) -> None
 
 
 def gpu_limit(recipe: Recipe, hardware: HardwareProfile) -> int | None:
-    """Of a device with memory of its own. An emulated one is as large as it is said to be."""
+    """Of a device with memory of its own: what others have taken of it is nobody's to promise. An emulated one is as large as
+    it is said to be."""
     asked, there = recipe.offload.max_memory.gpu, hardware.device_memory
     if hardware.device == "cpu" or (asked.is_auto and not there):
         return None
+    free = hardware.device_free or there  # of a described device nothing is taken
     # auto keeps the same margin as the planner's budget: contexts and fragments take some of the card
-    limit = asked.resolve(total=there, auto=int(there * 0.95))
-    return min(limit, there) if there else limit
+    limit = asked.resolve(total=there, auto=int(free * 0.95))
+    return min(limit, free) if there else limit

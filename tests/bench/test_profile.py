@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -157,6 +159,28 @@ def test_a_process_grows_by_no_correction(tmp_path: Path, monkeypatch: pytest.Mo
         kept = machine.corrected_path(machine.profile_path(tmp_path, device="cpu"))
         assert (profile.read_profile(kept).store_read, profile.read_profile(kept).process_bytes) == (1e9 + run, 272 * MiB)
     assert planned == [288 * MiB] * 3
+
+
+def test_what_is_free_of_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what this process holds of it already; about the same gives the same, and no digest."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    card = SimpleNamespace(name="a card", total_memory=24 * GiB)
+    free = {"free": 20 * GiB, "own": GiB}
+    for name, value in (
+        ("is_available", lambda: True), ("current_device", lambda: 0), ("get_device_properties", lambda device: card),
+        ("mem_get_info", lambda: (free["free"], 24 * GiB)), ("memory_reserved", lambda: free["own"]),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    found = machine.hardware_for(tmp_path, device="cuda")
+    assert (found.device_free, found.device_memory) == (21 * GiB, 24 * GiB)
+    free["free"] += 3 * MiB
+    assert machine.hardware_for(tmp_path, device="cuda").device_free == 21 * GiB
+    free["free"] = 7 * GiB
+    less = machine.hardware_for(tmp_path, device="cuda")
+    assert less.device_free == 8 * GiB and less.digest() == found.digest()
+    free["free"], free["own"] = 1, 0
+    assert machine.hardware_for(tmp_path, device="cuda").device_free == 1  # full is not unknown
+    assert machine.hardware_for(tmp_path, device="cpu").device_free == 0
 
 
 @pytest.mark.parametrize("left", ["", '{"schema_version": 1, "dev', '{"schema_version": 1, "cores": 2}'])

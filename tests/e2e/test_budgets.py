@@ -11,6 +11,7 @@ from fuyou_cli.cli.profile import described
 from fuyou_cli.core.units import GiB
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.plan import Numerics
+from fuyou_cli.training.limits import gpu_limit
 from fuyou_cli.training.prepare import wishes
 
 from .conftest import Project
@@ -37,3 +38,21 @@ def test_the_budget(new_project: Callable[..., Project], device: str, pinnable: 
     changes = [f"offload.max_memory.cpu={budget}", "offload.device=auto"]
     recipe = load_recipe(new_project().recipe, changes).recipe
     assert wishes(recipe, NUMERICS, machine, device=device).cpu_budget == expected
+
+
+@pytest.mark.parametrize(
+    ("free", "budget", "expected"),
+    [
+        (0, "auto", int(0.95 * 24 * GiB)),  # described: all of it is
+        (24 * GiB, "auto", int(0.95 * 24 * GiB)),
+        (21 * GiB, "auto", int(0.95 * 21 * GiB)),  # others hold the rest
+        (21 * GiB, "50%", 12 * GiB),  # a share is of the card
+        (21 * GiB, "22GiB", 21 * GiB),  # more than there is
+        (0, "22GiB", 22 * GiB),
+    ],
+)
+def test_the_budget_of_a_card(new_project: Callable[..., Project], free: int, budget: str, expected: int) -> None:
+    machine = replace(described("rtx4090,gen4,64GiB"), device_free=free)
+    recipe = load_recipe(new_project().recipe, [f"offload.max_memory.gpu={budget}", "offload.device=auto"]).recipe
+    assert gpu_limit(recipe, machine) == expected
+    assert wishes(recipe, NUMERICS, machine, device="cuda").gpu_budget == expected
