@@ -24,7 +24,6 @@ from .console import styled, write_json, write_result
 Status = Literal["ok", "note", "problem"]
 _COLOUR = {"ok": "32", "note": "33", "problem": "1;31"}
 _OLDEST = {"torch": (2, 10), "transformers": (5, 0)}
-_WORN = 0.9  # of a drive's endurance
 _ROOM = 10 * 10**9  # bytes of disk below which even a small run is tight
 _LEAST_MEMORY = 768 * MiB  # interpreter, torch and the slots of a small model
 _IN_MEMORY = ("tmpfs", "ramfs")
@@ -269,22 +268,21 @@ def _drives(place: Path, sysfs: Path = Path("/sys")) -> Iterator[Check]:
         yield Check(name="drive", status="ok", found="unknown: the file system hides it")
     for device in devices:
         (drive,) = drives.described((device,), ask=True)
-        wear = drives.nvme_wear(device)
         share = drive.used_bytes / drive.rated_bytes if drive.rated_bytes else 0.0
-        used = max(share, wear.percent_used / 100 if wear is not None else 0.0)
+        used = max(share, drive.percent_used / 100)
         turns = bool(drive.model) and drives.is_hard_disk(device)  # virtual ones, which have no model, are mostly called so
         yield Check(
             name="drive",
-            status="note" if used >= _WORN or turns else "ok",
-            found=f"{device.name}, {drive.model or 'model unknown'}, {_endurance(drive, wear)}",
+            status="note" if used >= drives.NEARLY_WORN or turns else "ok",
+            found=f"{device.name}, {drive.model or 'model unknown'}, {_endurance(drive)}",
             advice=_drive_advice(used, turns=turns),
         )
 
 
-def _endurance(drive: Drive, wear: drives.Wear | None) -> str:
+def _endurance(drive: Drive) -> str:
     parts = [f"rated for {gb(drive.rated_bytes)} of writes" if drive.rated_bytes else "rated writes unknown"]
-    if wear is not None:
-        parts.append(f"{wear.percent_used}% of its endurance used")
+    if drive.percent_used:
+        parts.append(f"{drive.percent_used}% of its endurance used")
     parts.append(f"{gb(drive.used_bytes)} written" if drive.used_bytes else "it does not tell what it has written")
     return ", ".join(parts)
 
@@ -292,7 +290,9 @@ def _endurance(drive: Drive, wear: drives.Wear | None) -> str:
 def _drive_advice(used: float, *, turns: bool) -> str:
     if turns:
         return "the kernel takes it for a hard disk, on which a step waits for minutes: use an NVMe drive"
-    return "near the end of its rated life: training writes terabytes, `fuyou plan` says how many" if used >= _WORN else ""
+    if used < drives.NEARLY_WORN:
+        return ""
+    return "near the end of its rated life: training writes terabytes, `fuyou plan` says how many"
 
 
 def _wsl() -> Iterator[Check]:

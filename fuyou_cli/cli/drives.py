@@ -28,6 +28,7 @@ _NVME_ADMIN = 0xC0484E41  # NVME_IOCTL_ADMIN_CMD
 _NVME_UNIT = 512_000  # bytes: the log counts in 1000 blocks of 512
 _SECTOR = 512  # bytes: what /sys counts in, whatever the drive's own are
 _DEEPEST = 8  # layers of partitions and volumes
+NEARLY_WORN = 0.9  # of a drive's endurance
 _SMARTCTL_SECONDS = 5.0
 _LBAS_WRITTEN = 241  # the ATA attribute "Total LBAs Written"
 _GET_LOG_PAGE, _SMART_LOG, _SMART_BYTES = 0x02, 0x02, 512
@@ -159,7 +160,14 @@ def _drive(device: Path, *, ask: bool) -> Drive:
         capacity=capacity,
         rated_bytes=rated_bytes(model, capacity),
         used_bytes=wear.written if wear is not None else 0,
+        percent_used=wear.percent_used if wear is not None else 0,
     )
+
+
+def nearly_worn(found: Iterable[Drive]) -> list[str]:
+    """What drives say that are near the end of their life, or past it, whatever they are rated for."""
+    worn = (drive for drive in found if drive.percent_used >= 100 * NEARLY_WORN)
+    return [f"{drive.model or 'a drive'} says that {drive.percent_used} % of its endurance is used" for drive in worn]
 
 
 def has_nvidia_card(sysfs: Path = Path("/sys")) -> bool:
@@ -203,10 +211,10 @@ def nvme_wear(device: Path, dev: Path = Path("/dev")) -> Wear | None:
     )
     try:
         with (dev / device.name).open("rb") as drive:
-            fcntl.ioctl(drive, _NVME_ADMIN, bytearray(command))
+            status = fcntl.ioctl(drive, _NVME_ADMIN, bytearray(command))
     except OSError:
         return None
-    return parse_smart(log.raw)
+    return parse_smart(log.raw) if status == 0 else None  # above: the drive's own word for no, and the log is empty
 
 
 def parse_smart(log: bytes) -> Wear:

@@ -88,7 +88,12 @@ def _with_wear(kept: tuple[Drive, ...], now: tuple[Drive, ...]) -> tuple[Drive, 
     """The drives as they are; what only `fuyou bench` could ask them (it takes a second) as it was then."""
     if [drive.model for drive in kept] != [drive.model for drive in now]:
         return now
-    return tuple(replace(new, used_bytes=max(old.used_bytes, new.used_bytes)) for old, new in zip(kept, now, strict=True))
+    return tuple(_as_worn(old, new) for old, new in zip(kept, now, strict=True))
+
+
+def _as_worn(old: Drive, new: Drive) -> Drive:
+    used, percent = max(old.used_bytes, new.used_bytes), max(old.percent_used, new.percent_used)
+    return replace(new, used_bytes=used, percent_used=percent)
 
 
 def _kept(path: Path, *, said: bool = True) -> HardwareProfile | None:

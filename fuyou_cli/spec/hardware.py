@@ -60,6 +60,7 @@ class Drive:
     capacity: int
     rated_bytes: int = 0  # that its maker warrants to be written over its life
     used_bytes: int = 0  # of those, written so far
+    percent_used: int = 0  # of its endurance, as it says itself: may exceed 100; 0: it says nothing, or is new
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -161,6 +161,14 @@ def test_a_process_grows_by_no_correction(tmp_path: Path, monkeypatch: pytest.Mo
     assert planned == [288 * MiB] * 3
 
 
+def test_how_worn_drives_were_when_they_were_asked() -> None:
+    """A plan does not ask them again, but for what is free to ask."""
+    asked = Drive(model="a", capacity=1, used_bytes=7, percent_used=95)
+    now = Drive(model="a", capacity=1, used_bytes=9)
+    assert machine._with_wear((asked,), (now,)) == (replace(asked, used_bytes=9),)
+    assert machine._with_wear((replace(asked, model="b"),), (now,)) == (now,)
+
+
 def test_what_is_free_of_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With what this process holds of it already; about the same gives the same, and no digest."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

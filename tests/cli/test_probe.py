@@ -339,6 +339,28 @@ def test_what_smartctl_tells():
         assert drives.parse_smartctl(text) is None, text
 
 
+@pytest.mark.parametrize(("status", "wear"), [(0, drives.Wear(percent_used=0, written=0)), (2, None)])
+def test_a_drives_no_is_no_empty_log(status, wear, tmp_path, monkeypatch):
+    """The ioctl of a command that the drive refuses succeeds, with the drive's own status."""
+    tree(tmp_path, {"nvme0n1": ""})
+    monkeypatch.setattr("fcntl.ioctl", lambda file, number, command: status)
+    assert drives.nvme_wear(tmp_path / "sys" / "nvme0n1", tmp_path) == wear
+
+
+def test_how_worn_a_drive_says_it_is(tmp_path, monkeypatch):
+    """Kept of one whose rating nobody knows, and said by doctor."""
+    log = {"nvme_smart_health_information_log": {"percentage_used": 95, "data_units_written": 7}}
+    program = tree(tmp_path / "bin", {"smartctl": f"#!/bin/sh\necho '{json.dumps(log)}'\n"}) / "smartctl"
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    sysfs = _with_drive(tmp_path, {"device/model": "No Name\n", "size": "8\n"})
+    (drive,) = drives.drives_under(tmp_path, sysfs=sysfs, ask=True)
+    assert (drive.rated_bytes, drive.percent_used, drive.used_bytes) == (0, 95, 7 * 512_000)
+    assert drives.nearly_worn((drive, replace(drive, percent_used=89))) == ["No Name says that 95 % of its endurance is used"]
+    (check,) = doctor._drives(tmp_path, sysfs)
+    assert check.status == "note" and "95% of its endurance used" in check.found
+
+
 def test_a_drive_that_tells_nothing_is_no_error(tmp_path, monkeypatch):
     """smartctl that fails, prints nonsense, or is not there."""
     device = tree(tmp_path / "sys" / "devices" / "sda", {"device/model": "x\n", "size": "8\n"})

@@ -57,7 +57,8 @@ def _drives(profile: HardwareProfile) -> list[tuple[str, str]]:
         if drive.model:
             used = f" of which {gb(drive.used_bytes)} are written" if drive.used_bytes else ""
             rated = f", rated for {gb(drive.rated_bytes)}{used}" if drive.rated_bytes else ""
-            found.append(("drive", f"{drive.model}, {gb(drive.capacity)}{rated}"))
+            worn = f", {drive.percent_used} % of its endurance used" if drive.percent_used else ""
+            found.append(("drive", f"{drive.model}, {gb(drive.capacity)}{rated}{worn}"))
     return found
 
 

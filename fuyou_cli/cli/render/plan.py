@@ -11,6 +11,7 @@ from rich.text import Text
 
 from fuyou_cli.cli.break_even import BreakEven
 from fuyou_cli.cli.compare import Comparison
+from fuyou_cli.cli.drives import nearly_worn
 from fuyou_cli.cli.endings import Ending
 from fuyou_cli.cli.origins import RatedBy, origins_of
 from fuyou_cli.cli.others import are_busy
@@ -346,8 +347,15 @@ def _ranges(stages: Sequence[StagePlan], model: ModelSpec) -> list[tuple[int, in
     return ranges
 
 
+def _worn(console: Console, hardware: HardwareProfile) -> None:
+    """Drives near their end by their own account, which is there where nobody knows what they are rated for too."""
+    for said in dict.fromkeys(nearly_worn(hardware.drives)):
+        say(console, Text.assemble(("warning", "bold yellow"), f": {said}"))
+
+
 def _verdict(console: Console, plan: Plan, hardware: HardwareProfile, room: Room, facts: RunFacts) -> None:
     console.print()
+    _worn(console, hardware)
     problems = plan_problems(plan, room)
     wear = wear_of(plan, hardware, facts.steps)
     if wear is not None and wear.run > WORN:
