@@ -24,6 +24,7 @@ from .measure import BenchReport, device_named, measure
 from .others import Others, are_busy
 from .profile import assumed_hardware
 from .render.bench import bench_json, show_bench
+from .signals import like_ctrl_c
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 Progress = Callable[[str], None]
 
 
+@like_ctrl_c()  # so that its files go, however it is ended
 def run_bench(
     directory: Path | None,
     *,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import statistics
-import tempfile
 import threading
 import time
 from collections import deque
@@ -16,13 +14,14 @@ from itertools import count
 from pathlib import Path
 from typing import Literal
 
-from fuyou_cli.core.errors import OutOfSpaceError, UsageError
+from fuyou_cli.core.errors import OutOfSpaceError
 from fuyou_cli.core.units import GiB, MiB, align_up, gb, gib
 from fuyou_cli.swap.arena import Arena
 from fuyou_cli.swap.daemon import DaemonOptions, SwapDaemon
 from fuyou_cli.swap.store import Store
 
 from .measure import Rate, rate_of
+from .scratch import made_in, remove
 from .store_streams import IN_FLIGHT, REQUEST, Course, Direction, Stream, run_streams
 
 QUICK_SPAN, FULL_SPAN = 320 * MiB, 4 * GiB
@@ -156,7 +155,7 @@ def new_store(directories: Sequence[Path], size: int) -> Iterator[tuple[SwapDaem
     folders: list[Path] = []
     try:
         for directory in directories:
-            folders.append(_made_in(directory))
+            folders.append(made_in(directory))
         with (
             Arena(2 * IN_FLIGHT * REQUEST) as arena,
             Store.open([folder / "store.bin" for folder in folders], stripe=MiB, size=size, create=True) as store,
@@ -166,15 +165,7 @@ def new_store(directories: Sequence[Path], size: int) -> Iterator[tuple[SwapDaem
             yield daemon, store
     finally:
         for folder in folders:
-            shutil.rmtree(folder)  # made above, by this call
-
-
-def _made_in(directory: Path) -> Path:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix="fuyou-bench-", dir=directory))
-    except OSError as error:
-        raise UsageError(f"cannot write to {directory}: {error.strerror}", hint="name another directory") from error
+            remove(folder)
 
 
 def _measured(daemon: SwapDaemon, store: Store, span: int, *, effort: _Effort, notes: list[str]) -> StoreRates:

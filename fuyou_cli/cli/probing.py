@@ -6,19 +6,24 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.core.units import duration, gb
 
 from .console import write_status
+from .errors import USAGE
 from .machine import is_measured
+from .scratch import remove_left
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
 
 PATIENCE = 300.0  # seconds: the quick bench of a recipe takes a fifth of that
+GRACE = 10.0  # to end and to remove its files
 
 
 def probe_once(loaded: LoadedRecipe, device: str) -> None:
@@ -31,16 +36,18 @@ def probe_once(loaded: LoadedRecipe, device: str) -> None:
     ways = [["bench", "--json", str(loaded.path), *loaded.overrides]]
     if len(directories) == 1:  # a model that cannot be trained yet has no stage to measure: then the machine alone
         ways.append(["bench", "--json", "--dir", str(directories[0])])
-    reason = ""
+    bench = _Bench()
     made = [place for folder in directories for place in (folder, *folder.parents) if not place.exists()]
     for way in ways:
-        found, reason = _measured(way)
+        bench = _measured(way, directories)
         _remove_empty(made)
-        if found is not None:
-            seconds, written = duration(found["seconds"]), gb(found["written_bytes"])
+        if bench.found is not None:
+            seconds, written = duration(bench.found["seconds"]), gb(bench.found["written_bytes"])
             write_status(f"measured in {seconds}, {written} written and removed; kept for the plans to come")
             return
-    write_status(f"note: it could not be measured, and rates are assumed: {reason}")
+        if not bench.refused:  # it may have written, and would once more
+            break
+    write_status(f"note: it could not be measured, and rates are assumed: {bench.reason}")
 
 
 def _remove_empty(folders: list[Path]) -> None:
@@ -50,23 +57,55 @@ def _remove_empty(folders: list[Path]) -> None:
             place.rmdir()
 
 
-def _measured(arguments: list[str]) -> tuple[dict[str, Any] | None, str]:
-    """The result of `fuyou bench` in a process of its own (what it loads and allocates is no part of a run's process), or
-    why there is none."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Bench:
+    """How `fuyou bench` ended: what it found, or why it found nothing."""
+
+    found: dict[str, Any] | None = None
+    reason: str = ""
+    refused: bool = False  # what it was asked for, before it measured or wrote anything
+
+
+def _measured(arguments: list[str], directories: Iterable[Path]) -> _Bench:
+    """The result of `fuyou bench` in a process of its own (what it loads and allocates is no part of a run's process), which
+    leaves nothing in `directories`, however it ends."""
     command = [sys.executable, "-m", "fuyou_cli", *arguments]
     package = str(Path(__file__).resolve().parents[2])  # so that it is this fuyou, wherever it lies
     path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
     try:
-        done = subprocess.run(
-            command, env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            timeout=PATIENCE, check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return None, str(error)
+        code, out, err = _run(command, {**os.environ, "PYTHONPATH": path}, directories)
+    except subprocess.TimeoutExpired:
+        return _Bench(reason=f"it took more than {duration(PATIENCE)}")
+    except OSError as error:
+        return _Bench(reason=str(error))
     try:
-        return json.loads(done.stdout) if done.returncode == 0 else None, _reason(done.stderr)
+        return _Bench(found=json.loads(out)) if code == 0 else _Bench(reason=_reason(err), refused=code == USAGE)
     except ValueError:
-        return None, _reason(done.stderr)
+        return _Bench(reason=_reason(err))
+
+
+def _run(command: list[str], environment: dict[str, str], directories: Iterable[Path]) -> tuple[int, str, str]:
+    """Exit code and output. Raises TimeoutExpired; neither then nor at a Ctrl-C is anything of it left."""
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        try:
+            out, err = child.communicate(timeout=PATIENCE)
+        finally:
+            _end(child)
+            remove_left(directories, child.pid)
+    return child.returncode, out, err
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    """Asked first, as it then removes its files by itself."""
+    if child.poll() is None:
+        child.terminate()
+    try:
+        child.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
 
 
 def _reason(text: str) -> str:

@@ -152,7 +152,8 @@ def test_nothing_is_measured_for_a_recipe_that_is_refused(
 
 
 def test_why_a_machine_could_not_be_measured() -> None:
-    assert _measured(["bench", "--json", "--nope"]) == (None, "No such option: --nope")
+    bench = _measured(["bench", "--json", "--nope"], ())
+    assert (bench.found, bench.reason) == (None, "No such option: --nope")
 
 
 def test_changes_are_ones_that_make_it_fit(new_project: NewProject, command: Callable[[Project], Command]) -> None:

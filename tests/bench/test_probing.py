@@ -1,0 +1,100 @@
+"""Measuring before a plan: however it ends, nothing is left of it, and nothing that may have written is tried twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fuyou_cli.cli import probing
+from fuyou_cli.cli.probing import _Bench
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# A bench that has made its file and goes on for ever.
+MEASURING = """
+import sys, time
+from fuyou_cli.cli import bench, measure_store
+
+def measure(*places, **options):
+    with measure_store.new_store(places, 64 << 20):
+        time.sleep(600)
+
+bench.measure = measure
+from fuyou_cli.cli.app import main
+main(["bench", "--dir", sys.argv[1]])
+"""
+
+# One that is deaf to what it is asked, and one that hears it.
+DEAF = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+made = pathlib.Path(sys.argv[1]) / f"fuyou-bench-{os.getpid()}-abc"
+made.mkdir()
+(made / "store.bin").write_bytes(b"x")
+time.sleep(600)
+"""
+HEARING = """
+import pathlib, signal, sys, time
+asked = lambda *_: (pathlib.Path(sys.argv[1], "asked").touch(), sys.exit(1))
+signal.signal(signal.SIGTERM, asked)
+time.sleep(600)
+"""
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def test_a_bench_that_is_ended_removes_its_files(tmp_path: Path) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", MEASURING, str(tmp_path)], env=environment(), stderr=subprocess.PIPE, text=True
+    )
+    until = time.monotonic() + 120
+    while not list(tmp_path.glob("*/store.bin")):
+        assert child.poll() is None and time.monotonic() < until
+        time.sleep(0.05)
+    assert [path.name.startswith(f"fuyou-bench-{child.pid}-") for path in tmp_path.iterdir()] == [True]
+    child.send_signal(signal.SIGTERM)
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == 130 and "interrupted" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("script", "left"), [(DEAF, {"fuyou-bench-1-abc"}), (HEARING, {"fuyou-bench-1-abc", "asked"})])
+def test_a_bench_that_takes_too_long(script: str, left: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked, then made to end; what somebody else measures there stays."""
+    (tmp_path / "fuyou-bench-1-abc").mkdir()
+    monkeypatch.setattr(probing, "PATIENCE", 5.0)
+    monkeypatch.setattr(probing, "GRACE", 10.0 if "asked" in left else 0.2)
+    with pytest.raises(subprocess.TimeoutExpired):
+        probing._run([sys.executable, "-c", script, str(tmp_path)], environment(), [tmp_path])
+    assert {path.name for path in tmp_path.iterdir()} == left
+
+
+@pytest.mark.parametrize(
+    ("first", "ways"),
+    [(_Bench(found={"seconds": 1.0, "written_bytes": 2}), 1), (_Bench(reason="too long"), 1), (_Bench(refused=True), 2)],
+)
+def test_the_machine_alone_is_measured_where_the_model_was_refused(
+    first: _Bench, ways: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not after a bench that may have written its 2 GB."""
+    asked: list[list[str]] = []
+
+    def measured(arguments: list[str], directories: Any) -> _Bench:
+        asked.append(arguments)
+        return first if len(asked) == 1 else _Bench(found={"seconds": 1.0, "written_bytes": 2})
+
+    monkeypatch.setattr(probing, "is_measured", lambda *directories, device: False)
+    monkeypatch.setattr(probing, "_measured", measured)
+    recipe = SimpleNamespace(offload_directories=lambda environment: (tmp_path,))
+    probing.probe_once(SimpleNamespace(recipe=recipe, path="recipe.yaml", overrides=[]), "cpu")  # type: ignore[arg-type]
+    assert len(asked) == ways and asked[0][2] == "recipe.yaml" and asked[-1][2] == ("recipe.yaml" if ways == 1 else "--dir")
