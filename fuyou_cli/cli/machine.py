@@ -53,7 +53,7 @@ def hardware_for(*directories: Path, device: str, calibrated: bool = False) -> H
         profile = assumed_hardware(*directories, device=device, device_name=name, device_memory=memory)
         profile = replace(profile, process_bytes=0)  # known, if nothing else is
     device_free = _device_free(device, memory or profile.device_memory)  # its driver is part of the process from here on
-    pinnable, why = probe.pinnable()
+    (pinnable, why), (memlock, memlock_why) = probe.pinnable(), probe.memlock()
     return replace(
         profile,
         device=device,
@@ -65,6 +65,8 @@ def hardware_for(*directories: Path, device: str, calibrated: bool = False) -> H
         disk_free=probe.striped_space(*directories),
         pinnable=pinnable,
         pinnable_why=why,
+        memlock=memlock,
+        memlock_why=memlock_why,
         drives=_with_wear(profile.drives, drives.drives_under(*directories)),
     )
 

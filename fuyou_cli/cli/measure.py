@@ -84,7 +84,7 @@ def measure(
     begin = time.monotonic()
     progress("starting torch")
     target = device_named(device)
-    facts = assumed_hardware(*directories)
+    facts = _facts_as_in_runs(directories)
     process = probe.process_bytes()
     settle_for_training()  # stages find their memory here as they do in a run
     repeats = 3 if quick else 7
@@ -140,6 +140,16 @@ def measure(
         seconds=time.monotonic() - begin,
         written_bytes=store.written_bytes,
     )
+
+
+def _facts_as_in_runs(directories: tuple[Path, ...]) -> HardwareProfile:
+    """What is known without measuring. Computes on no more threads than a plan has cores for from here on: torch counts all of
+    them, whatever share a quota leaves."""
+    import torch
+
+    facts = assumed_hardware(*directories)
+    torch.set_num_threads(min(torch.get_num_threads(), facts.cores))
+    return facts
 
 
 def _with_store(profile: HardwareProfile, store: StoreRates) -> HardwareProfile:

@@ -1,10 +1,12 @@
-"""Readings of this machine: memory, disk, kernel. Every function takes the root of the file system, so that it can be
-tried on a copy of somebody else's /proc and /sys."""
+"""Readings of this machine: memory, processor time, disk, kernel. Every function takes the root of the file system, so that it
+can be tried on a copy of somebody else's /proc and /sys."""
 
 from __future__ import annotations
 
 import os
+import resource
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,11 +53,36 @@ def physical_memory(root: Path = ROOT) -> int:
 def pinnable(root: Path = ROOT) -> tuple[int, str]:
     """Bytes of host memory that a GPU's driver may be given to hold in place, and what sets that limit.
 
-    RLIMIT_MEMLOCK is not among the limits: the driver locks pages by itself, and does not ask for it."""
+    RLIMIT_MEMLOCK (`memlock`) is not among the limits: the driver locks pages by itself, and does not ask for it."""
     limits = [(group.limit, f"the control group {group.path} allows no more") for group in cgroup_limits(root)]
     whole = physical_memory(root)
     limits.append((whole // 2, "WSL lets half of RAM be pinned") if is_wsl(root) else (whole, "all of RAM"))
     return min(limits, key=lambda limit: limit[0])
+
+
+def memlock(root: Path = ROOT) -> tuple[int, str]:
+    """RLIMIT_MEMLOCK in bytes, and why no plan goes by it."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    whole = physical_memory(root)
+    if limit == resource.RLIM_INFINITY or limit >= whole:
+        return whole, "all of RAM"
+    return limit, "bounds nothing here: a GPU's driver does not ask for it, and I/O works with memory that is not registered"
+
+
+def cpu_quota(root: Path = ROOT) -> float | None:
+    """Cores whose time this process's control groups allow it; None where they set no limit."""
+    groups = own_groups("cpu", root)
+    found = (_quota(folder, group.version) for group in groups for folder in _up(group))
+    return min((quota for quota in found if quota is not None), default=None)
+
+
+def _quota(folder: Path, version: int) -> float | None:
+    if version == 2:
+        quota, _, period = (_text(folder / "cpu.max") or "").partition(" ")
+    else:
+        quota, period = (_text(folder / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period"))
+    limited = quota.isdecimal() and period.isdecimal() and int(period)  # neither "max" nor -1
+    return int(quota) / int(period) if limited else None
 
 
 def process_bytes(root: Path = ROOT) -> int:
@@ -114,65 +141,70 @@ def mounts(root: Path = ROOT) -> list[Mount]:
 
 def cgroup_limits(root: Path = ROOT) -> list[CgroupMemory]:
     """Every limit on the way from this process's cgroup to the top, unlimited ones left out."""
-    return [limit for group in own_memory_groups(root) for limit in _limits(group)]
+    found = (_read_group(folder, group.version) for group in own_memory_groups(root) for folder in _up(group))
+    return [limit for limit in found if limit is not None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryGroup:
-    """The folder of a cgroup that governs this process's memory, and the top of its hierarchy."""
+class OwnGroup:
+    """The folder of a cgroup that governs this process, and the top of its hierarchy."""
 
     version: int
     folder: Path
     top: Path
 
 
-def own_memory_groups(root: Path = ROOT) -> list[MemoryGroup]:
+def own_memory_groups(root: Path = ROOT) -> list[OwnGroup]:
     """This process's memory cgroups, at most one per version."""
+    return own_groups("memory", root)
+
+
+def own_groups(controller: str, root: Path = ROOT) -> list[OwnGroup]:
+    """This process's cgroups of a controller, at most one per version."""
     found = []
     for line in (_text(root / "proc/self/cgroup") or "").splitlines():
         hierarchy, controllers, path = ([*line.split(":", 2), "", ""])[:3]
         if hierarchy == "0" and not controllers:
-            found += _own_group(root, version=2, path=path)
-        elif "memory" in controllers.split(","):
-            found += _own_group(root, version=1, path=path)
+            found += _own_group(root, controller, version=2, path=path)
+        elif controller in controllers.split(","):
+            found += _own_group(root, controller, version=1, path=path)
     return found
 
 
-def _own_group(root: Path, *, version: int, path: str) -> list[MemoryGroup]:
-    mount = next((mount for mount in mounts(root) if _holds_memory(mount, version)), None)
+def _own_group(root: Path, controller: str, *, version: int, path: str) -> list[OwnGroup]:
+    mount = next((mount for mount in mounts(root) if _governs(mount, controller, version)), None)
     if mount is None:
         return []
     # A container sees its cgroup's path from outside while its own folder is mounted at the top.
     inside = path.removeprefix(mount.root) if mount.root != "/" else path
     top = root / mount.point.relative_to("/")
-    return [MemoryGroup(version=version, folder=top / inside.strip("/"), top=top)]
+    return [OwnGroup(version=version, folder=top / inside.strip("/"), top=top)]
 
 
-def _limits(group: MemoryGroup) -> list[CgroupMemory]:
-    version, folder, top = group.version, group.folder, group.top
-    found = []
-    while folder.is_relative_to(top) and ".." not in folder.parts:
-        limit = _read_group(folder, version)
-        found += [limit] if limit is not None else []
-        if folder == top:
+def _up(group: OwnGroup) -> Iterator[Path]:
+    """The group's folder and those above it, to the top: each may limit it."""
+    for folder in (group.folder, *group.folder.parents):
+        if not folder.is_relative_to(group.top) or ".." in folder.parts:
             break
-        folder = folder.parent
-    return found
+        yield folder
 
 
-def _holds_memory(mount: Mount, version: int) -> bool:
-    return mount.kind == "cgroup2" if version == 2 else mount.kind == "cgroup" and "memory" in mount.options.split(",")
+def _governs(mount: Mount, controller: str, version: int) -> bool:
+    return mount.kind == "cgroup2" if version == 2 else mount.kind == "cgroup" and controller in mount.options.split(",")
 
 
 def _read_group(folder: Path, version: int) -> CgroupMemory | None:
-    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    limit, used = (_text(folder / name) or "" for name in names)
-    if not limit.isdecimal() or int(limit) >= _UNLIMITED:
+    # memory.high kills nobody, but whoever passes it is slowed down until it is back below
+    limits = ("memory.max", "memory.high") if version == 2 else ("memory.limit_in_bytes",)
+    found = [int(text) for text in (_text(folder / name) or "" for name in limits) if text.isdecimal()]
+    limit = min(found, default=_UNLIMITED)
+    if limit >= _UNLIMITED:
         return None
+    used = _text(folder / ("memory.current" if version == 2 else "memory.usage_in_bytes")) or ""
     prefix = "" if version == 2 else "total_"
     cached = sum(_stat(folder / "memory.stat", f"{prefix}{kind}_file") for kind in ("inactive", "active"))
     in_use = max(0, int(used) - cached) if used.isdecimal() else 0
-    return CgroupMemory(version=version, path=folder, limit=int(limit), in_use=in_use)
+    return CgroupMemory(version=version, path=folder, limit=limit, in_use=in_use)
 
 
 def _stat(path: Path, name: str) -> int:

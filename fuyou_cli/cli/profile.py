@@ -8,6 +8,7 @@ import os
 import platform
 import re
 from dataclasses import asdict
+from math import ceil
 from pathlib import Path
 
 from fuyou_cli.core.errors import UsageError
@@ -33,8 +34,10 @@ ASSUMED_GPU_PROCESS = 2 * GiB  # more, for the libraries of CUDA
 
 
 def core_count() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0))
+    """Cores this process may run on, or as many as its control groups give it the time of: more threads than that would be
+    stopped in the middle of each other's work."""
+    allowed, quota = len(os.sched_getaffinity(0)), probe.cpu_quota()
+    return allowed if quota is None else max(1, min(allowed, ceil(quota)))
 
 
 def cpu_name() -> str:
@@ -65,6 +68,7 @@ def assumed_hardware(
     on_gpu = device == "cuda"
     places = directories or (Path(),)
     pinnable, why = probe.pinnable()
+    memlock, memlock_why = probe.memlock()
     return HardwareProfile(
         device=device,
         device_name=device_name or cpu_name(),
@@ -85,6 +89,8 @@ def assumed_hardware(
         measured="assumed",
         pinnable=pinnable,
         pinnable_why=why,
+        memlock=memlock,
+        memlock_why=memlock_why,
         drives=drives.drives_under(*places),
         name=platform.node(),
     )

@@ -24,7 +24,7 @@ STORE_RATES = (*BURST_RATES, *SUSTAINED_RATES)
 # What a digest leaves out: how much is there now, and what things are called. The rest is rates.
 _NOT_RATES = (
     "ram_total", "ram_available", "process_bytes", "device_memory", "disk_free", "pinnable", "pinnable_why", "drives", "name",
-    "measured", "others_cores", "sources", "steady_bytes", "device_free",
+    "measured", "others_cores", "sources", "steady_bytes", "device_free", "memlock", "memlock_why",
 )  # fmt: skip
 
 
@@ -101,6 +101,8 @@ class HardwareProfile:
     device_free: int = 0  # of device_memory, what others have not taken; 0: not known
     pinnable: int = 0  # host memory that may be registered with a device
     pinnable_why: str = ""
+    memlock: int = 0  # that may be locked by RLIMIT_MEMLOCK, which bounds nothing: `memlock_why`; 0: not known
+    memlock_why: str = ""
     drives: tuple[Drive, ...] = ()
     name: str = ""
     sources: tuple[str, ...] = ()  # where the figures come from, for people

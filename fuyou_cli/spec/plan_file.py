@@ -27,7 +27,8 @@ LARGEST = 64 << 20  # bytes of a file: 500 stages take one
 # How much of a machine there is, and what it is called: not what a plan's seconds come from.
 _LEFT_OUT: dict[str, Any] = {
     "ram_total": 0, "ram_available": 0, "disk_free": 0, "device_memory": 0, "pinnable": 0, "pinnable_why": "", "drives": (),
-    "name": "", "measured": "", "others_cores": 0.0, "sources": (), "steady_bytes": 0, "device_free": 0,
+    "name": "", "measured": "", "others_cores": 0.0, "sources": (), "steady_bytes": 0, "device_free": 0, "memlock": 0,
+    "memlock_why": "",
 }  # fmt: skip
 
 

@@ -166,6 +166,7 @@ def test_the_table_fits(report: BenchReport, width: int, encoding: str) -> None:
     text = raw.getvalue().decode(encoding)
     assert max(map(len, text.splitlines())) <= width
     assert f"at most {gib(report.profile.pinnable)}: {report.profile.pinnable_why}" in " ".join(text.split())
+    assert f"{gib(report.profile.memlock)}: {report.profile.memlock_why}" in " ".join(text.split())
     assert text.isascii() == (encoding == "ascii")
     rows = {name: line for name in ("matmul", "store read", "store write") for line in text.splitlines()
             if line.startswith(f"  {name} ") and "to" in line}  # fmt: skip

@@ -14,6 +14,7 @@ import pytest
 
 from fuyou_cli.cli import doctor, drives, probe
 from fuyou_cli.cli.endurance import rated_bytes
+from fuyou_cli.cli.profile import assumed_hardware, core_count
 
 from .conftest import environment
 
@@ -72,6 +73,61 @@ def test_v1_unlimited_is_no_limit(tmp_path):
     assert probe.memory_limit(root) == 16 * GIB
 
 
+def test_a_group_that_is_slowed_down_above_a_size_has_no_more(tmp_path):
+    root = tree(tmp_path, {
+        "proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/user/job\n", "proc/self/mountinfo": V2_MOUNT,
+        "sys/fs/cgroup/user/job/memory.max": f"{8 * GIB}\n", "sys/fs/cgroup/user/job/memory.high": f"{6 * GIB}\n",
+        "sys/fs/cgroup/user/job/memory.current": f"{GIB}\n",
+        "sys/fs/cgroup/user/memory.max": "max\n", "sys/fs/cgroup/user/memory.high": f"{7 * GIB}\n",
+    })  # fmt: skip
+    assert [group.limit for group in probe.cgroup_limits(root)] == [6 * GIB, 7 * GIB]
+    assert (probe.memory_limit(root), probe.memory_available(root)) == (6 * GIB, 5 * GIB)
+    tree(root, {"sys/fs/cgroup/user/job/memory.high": "max\n", "sys/fs/cgroup/user/memory.high": "max\n"})
+    assert probe.memory_limit(root) == 8 * GIB
+
+
+V1_CPU_MOUNT = "34 31 0:29 / /sys/fs/cgroup/cpu,cpuacct rw,relatime - cgroup cgroup rw,cpu,cpuacct\n"
+V2_CPU = {"proc/self/cgroup": "0::/user/job\n", "proc/self/mountinfo": V2_MOUNT}
+V1_CPU = {"proc/self/cgroup": "3:cpu,cpuacct:/job\n4:cpuset:/\n", "proc/self/mountinfo": V1_CPU_MOUNT}
+OWN_V1 = "sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_"
+
+
+@pytest.mark.parametrize(
+    ("files", "quota", "cores"),
+    [
+        ({}, None, 64),
+        ({**V2_CPU, "sys/fs/cgroup/user/job/cpu.max": "max 100000\n"}, None, 64),
+        ({**V2_CPU, "sys/fs/cgroup/user/job/cpu.max": "200000 100000\n"}, 2.0, 2),  # docker's --cpus=2
+        ({**V2_CPU, "sys/fs/cgroup/user/job/cpu.max": "max 100000\n", "sys/fs/cgroup/user/cpu.max": "250000 100000\n"}, 2.5, 3),
+        ({**V2_CPU, "sys/fs/cgroup/user/job/cpu.max": "10000 100000\n"}, 0.1, 1),
+        ({**V2_CPU, "sys/fs/cgroup/user/job/cpu.max": "9900000 100000\n"}, 99.0, 64),  # of what may be run on
+        ({**V2_CPU, "sys/fs/cgroup/user/job/cpu.max": "\n"}, None, 64),
+        ({**V1_CPU, f"{OWN_V1}quota_us": "-1\n", f"{OWN_V1}period_us": "100000\n"}, None, 64),
+        ({**V1_CPU, f"{OWN_V1}quota_us": "150000\n", f"{OWN_V1}period_us": "50000\n"}, 3.0, 3),
+        ({**V1_CPU, f"{OWN_V1}quota_us": "150000\n"}, None, 64),
+    ],
+)
+def test_cores_are_what_a_quota_gives_the_time_of(files, quota, cores, tmp_path, monkeypatch):
+    root, ask = tree(tmp_path, files), probe.cpu_quota
+    assert ask(root) == quota
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
+    monkeypatch.setattr(probe, "cpu_quota", lambda: ask(root))
+    assert core_count() == cores
+
+
+def test_a_limit_of_locked_memory_is_told_and_bounds_nothing(tmp_path, monkeypatch):
+    root = tree(tmp_path, {"proc/meminfo": MEMINFO})
+    whole = (16 * GIB, "all of RAM")
+    for limit, (size, why) in ((8 << 20, (8 << 20, "bounds nothing")), (-1, whole), (1 << 62, whole)):
+        monkeypatch.setattr("resource.getrlimit", lambda what, limit=limit: (limit, limit))
+        found, said = probe.memlock(root)
+        assert found == size and why in said
+        assert probe.pinnable(root) == (16 * GIB, "all of RAM")
+        facts = assumed_hardware(tmp_path)
+        assert (facts.memlock, facts.memlock_why) == probe.memlock()
+        assert replace(facts, memlock=1, memlock_why="").digest() == facts.digest()
+
+
 def test_a_system_without_any_of_these_files(tmp_path):
     assert probe.memory_limit(tmp_path) == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert probe.mount_of(tmp_path, tmp_path) is None
@@ -87,7 +143,7 @@ def test_this_machine():
 def test_a_real_limit_is_seen_by_a_process_inside_it():
     """In a memory cgroup made for this test; where none can be made, the trees above have to do."""
     limit = 512 << 20
-    mount = next((mount for mount in probe.mounts() if probe._holds_memory(mount, 1)), None)
+    mount = next((mount for mount in probe.mounts() if probe._governs(mount, "memory", 1)), None)
     folder = mount.point / f"fuyou-test-{os.getpid()}" if mount is not None else None
     try:
         if folder is None:
