@@ -35,6 +35,7 @@ _COUNTED = re.compile(r"^(\d+)x(.+)$")
 _OPTIONAL = (  # of a file without parts: `_defaults`
     "device", "device_memory", "h2d", "d2h", "disk_free", "measured", "ram_available", "process_bytes",
 )  # fmt: skip
+_WRITES = (("store_write", "sustained_write"), ("store_write_mixed", "sustained_write_mixed"))  # at first, and when full
 Part = TypeVar("Part")
 
 
@@ -224,13 +225,38 @@ def _from_file(path: Path, process_bytes: tuple[int, int]) -> HardwareProfile:
     optional = {field.name for field in fields(HardwareProfile)} if parts is not None else _OPTIONAL
     given = reading.fields_of(HardwareProfile, data, optional=optional)
     _refuse(path, reading.problems)
-    if parts is not None and "ram_total" in given:
-        start |= _described_memory(given["ram_total"], start["process_bytes"])
     if parts is None:
         start = _defaults(given, process_bytes)
+    else:
+        start |= _fitting(start, given)
     if "sources" not in given:
         start["sources"] = (*given_in(path.name, given), *start.get("sources", ()))
-    return _checked(HardwareProfile(**{"name": path.stem, **start, **given}), str(path))
+    profile = HardwareProfile(**{"name": path.stem, **start, **given})
+    return _checked(profile, str(path), *_unlike_drives(profile, given))
+
+
+def _fitting(start: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """What of the parts has to follow what a file says instead of them: memory, the room on its drives, and how fast these are
+    when they are full, which is no faster than at first."""
+    changed = _described_memory(given["ram_total"], start["process_bytes"]) if "ram_total" in given else {}
+    if given.get("drives"):
+        changed["disk_free"] = sum(drive.capacity for drive in given["drives"])
+    for first, full in _WRITES:
+        if first in given and start[full]:
+            changed[full] = min(start[full], given[first])
+    return changed
+
+
+def _unlike_drives(profile: HardwareProfile, given: dict[str, Any]) -> list[str]:
+    """What no drive does, of figures that somebody wrote down. Measured ones differ by as much as measurements do."""
+    if profile.measured != "described":
+        return []
+    pairs = [(first, full) for first, full in _WRITES if full in given and given[full] > getattr(profile, first)]
+    wrong = [f"{full}: more than {first}: no drive is faster once it is full" for first, full in pairs]
+    capacities = [drive.capacity for drive in profile.drives]
+    if all(capacities) and profile.disk_free > sum(capacities) > 0:
+        wrong.append("disk_free: more than its drives hold")
+    return wrong
 
 
 def _defaults(given: dict[str, Any], process_bytes: tuple[int, int]) -> dict[str, Any]:
@@ -248,9 +274,9 @@ def _defaults(given: dict[str, Any], process_bytes: tuple[int, int]) -> dict[str
     }
 
 
-def _checked(profile: HardwareProfile, place: str) -> HardwareProfile:
-    """What no type says. Raises UsageError."""
-    wrong = wrong_rates(profile)
+def _checked(profile: HardwareProfile, place: str, *others: str) -> HardwareProfile:
+    """What no type says, and `others` that were found. Raises UsageError."""
+    wrong = [*wrong_rates(profile), *others]
     if profile.ram_available > profile.ram_total:
         wrong.append("ram_available: more than ram_total")
     _refuse(place, wrong)

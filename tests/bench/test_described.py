@@ -143,6 +143,28 @@ def test_a_file_that_starts_from_parts(tmp_path: Path) -> None:
     assert (found.d2h, found.store_read, found.adamw) == (base.d2h, base.store_read, base.adamw)
 
 
+def test_parts_follow_what_a_file_says_of_drives(tmp_path: Path) -> None:
+    """Room, and rates once they are full; what is written down of these stays as it is."""
+    path = tmp_path / "box.yaml"
+    path.write_text("parts: rtx4090,2xgen4,128GiB\ndrives: [{model: small, capacity: 500GB}]\n")
+    assert described(path).disk_free == 500 * 10**9
+    path.write_text("parts: rtx4090,2xgen4,128GiB\ndrives: [{model: small, capacity: 500GB}]\ndisk_free: 20GB\n")
+    assert described(path).disk_free == 20 * 10**9
+    path.write_text("parts: rtx4090,gen4,128GiB\nstore_write: 1GB/s\nstore_write_mixed: 2GB/s\n")
+    slow = described(path)
+    assert (slow.store_write, slow.sustained_write) == (1e9, 1e9)  # the part's is 1.4
+    assert (slow.store_write_mixed, slow.sustained_write_mixed) == (2e9, 0.7e9)
+    path.write_text("parts: rtx4090,p5510,128GiB\nstore_write: 1GB/s\nstore_write_mixed: 1GB/s\n")
+    assert not described(path).slows_down and described(path).lasting().store_write == 1e9
+
+
+def test_a_measured_profile_may_have_been_measured_on_a_full_drive(tmp_path: Path) -> None:
+    (tmp_path / "box.yaml").write_text(WHOLE)
+    measured = replace(described(tmp_path / "box.yaml"), measured="2026-01-02", sustained_write=2.1e9, disk_free=2 * 10**12)
+    write_profile(measured, tmp_path / "profile.json")
+    assert described(tmp_path / "profile.json") == measured
+
+
 def test_everything_wrong_with_a_file_at_once(tmp_path: Path) -> None:
     path = tmp_path / "box.yaml"
     text = WHOLE.replace("cores: 8", "cores: many").replace("store_read: 3GB/s", "store_reed: 3GB/s")
@@ -171,6 +193,9 @@ def test_everything_wrong_with_a_file_at_once(tmp_path: Path) -> None:
         ("parts: rtx4090,gen4,64GiB\ndevice: tpu", "device: cpu, cuda or emulated"),
         ("parts: rtx4090,gen4,64GiB\ndevice_memory: 0", "device_memory: more than 0"),
         ("parts: rtx4090,gen4,64GiB\nstore_write_mixed: 0", "store_write_mixed: more than 0"),
+        ("parts: rtx4090,gen4,64GiB\nsustained_write: 7GB/s", "sustained_write: more than store_write"),
+        ("parts: rtx4090,gen4,64GiB\nstore_write_mixed: 1GB/s\nsustained_write_mixed: 2GB/s", "sustained_write_mixed: more"),
+        ("parts: rtx4090,gen4,64GiB\ndisk_free: 3TB", "disk_free: more than its drives hold"),
         (WHOLE.replace("forward: 30TFLOPS", "forward: 0"), "stage_rates[0].forward: more than 0"),
         (WHOLE.replace("tokens: 1024", "tokens: 0"), "stage_rates[0].tokens: more than 0"),
         ("parts: rtx4090,gen4,64GiB\nstore_read: .nan", "store_read: a number"),
