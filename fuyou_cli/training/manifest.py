@@ -42,6 +42,7 @@ _NEW = ".manifest.new"  # fixed names: what a killed run leaves is written over 
 _NEW_BEFORE = ".manifest.before.new"
 _BEFORE = (BEFORE, *(f"manifest.before-{number}.json" for number in range(2, MOST_KEPT)))  # the newest first
 EVERY_NAME = (NAME, *_BEFORE, DAMAGED)  # of a manifest
+BESIDE = (*_BEFORE, DAMAGED, _NEW, _NEW_BEFORE)  # what there may be next to one, however many states are kept
 _DIGEST = ',\n"digest": '
 LARGEST = 64 << 20  # bytes; a mixture of a hundred thousand tensors takes a third of it
 _LARGEST_SUM = (1 << 64) - 1
@@ -138,7 +139,7 @@ class DamagedManifest(UsageError):
 
 
 def beside(keep: int) -> tuple[str, ...]:
-    """Names of what there may be next to the manifest of a store that keeps so many states."""
+    """Of these, in a store that keeps so many states."""
     return (*_before(keep), DAMAGED, _NEW, _NEW_BEFORE)
 
 
