@@ -374,7 +374,7 @@ class Run:
         try:
             self.executor.abandon()
             self.save()
-        except Exception as failure:  # the first error is what has to be mended
+        except (FuyouError, OSError, RuntimeError, MemoryError, ValueError) as failure:  # the first one has to be mended
             error.add_note(f"saving the state failed as well: {failure}")
         except KeyboardInterrupt:
             error.add_note("saving the state was interrupted")

@@ -130,7 +130,7 @@ CHANGES: dict[str, Callable[[Manifest], tuple[StoredStage, ...]]] = {
 def test_stages_that_are_not_the_models_are_refused_untouched(change: str, stopped: Project) -> None:
     """Before the store is opened, which would make its file longer and nobody else's."""
     was, folder = manifest_of(stopped), store_of(stopped)
-    manifests.write(folder, replace(was, fingerprints={}, stages=CHANGES[change](was)))
+    manifests.write(folder, replace(was, stages=CHANGES[change](was)))
     store = folder / "store.bin"
     store.chmod(0o644)
     before = store.read_bytes(), _mode(folder)
