@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fuyou_cli.training.prepare import Prepared
 
 
-CLEARLY = 1.05  # of what there is: what others hold of RAM comes and goes
+CLEARLY = 1.05  # of what is free, which comes and goes; of what a machine or a control group has at most, nothing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,8 @@ class Room:
     gpu: int | None
     ssd: int | None  # offload.max_memory.ssd: of the store
     disks: tuple[FileSystem, ...]  # where store and export go
-    ram: int | None = None  # that this process can have, whatever its budget says
+    ram: int | None = None  # that this process can have now, whatever its budget says
+    ram_total: int | None = None  # that it could ever have: of the machine or its control group
     pinnable: int | None = None  # of host memory, by the driver of a GPU
     pinnable_why: str = ""
 
@@ -62,6 +63,7 @@ def room_of(prepared: Prepared, *, described: bool = False) -> Room:
         gpu=gpu_limit(recipe, prepared.hardware),
         ssd=_ssd_limit(recipe, paths),
         ram=prepared.hardware.ram_available,
+        ram_total=prepared.hardware.ram_total,
         pinnable=prepared.hardware.pinnable or None,
         pinnable_why=prepared.hardware.pinnable_why,
         disks=tuple(file_systems(files, probe.free_space)),
@@ -117,6 +119,7 @@ def _described_room(prepared: Prepared) -> Room:
         gpu=gpu_limit(recipe, hardware),
         ssd=_described_ssd_limit(recipe, hardware),
         ram=hardware.ram_available,
+        ram_total=hardware.ram_total,
         pinnable=hardware.pinnable or None,
         pinnable_why=hardware.pinnable_why,
         disks=(drives,),
@@ -161,7 +164,12 @@ def plan_problems(plan: Plan, room: Room) -> list[str]:
         worst, *others = sorted(over, key=lambda phase: -over[phase])
         needs = f"{worst} needs {gib(over[worst])} of RAM, {gib(over[worst] - plan.cpu_budget)} more than its budget"
         problems.append(needs + (f" (over it too: {', '.join(others)})" if others else ""))
-    if room.ram is not None and predicted.cpu_peak > CLEARLY * room.ram:
+    if room.ram_total is not None and predicted.cpu_peak > room.ram_total:
+        problems.append(
+            f"the run takes {gib(predicted.cpu_peak)} of RAM, it can never have more than {gib(room.ram_total)}: "
+            "offload.max_memory.cpu allows more than there is"
+        )
+    elif room.ram is not None and predicted.cpu_peak > CLEARLY * room.ram:
         problems.append(
             f"the run takes {gib(predicted.cpu_peak)} of RAM, the machine has {gib(room.ram)} for it: "
             "offload.max_memory.cpu allows more than there is"

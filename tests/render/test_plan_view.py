@@ -223,11 +223,14 @@ def test_the_most_worn_drive_counts(plan: Plan, hardware: HardwareProfile) -> No
 
 
 def test_a_plan_that_takes_more_than_there_is(plan: Plan, room: Room) -> None:
-    """Of RAM, clearly: what others hold comes and goes. Of what a driver may pin, at all."""
+    """Of free RAM, clearly: what others hold comes and goes. Of what the kernel enforces or a driver may pin, at all."""
     peak = plan.predicted.cpu_peak
     assert plan_problems(plan, replace(room, ram=int(peak / 1.04))) == []
     (problem,) = plan_problems(plan, replace(room, ram=peak // 2))
     assert problem.startswith("the run takes 1.84 GiB of RAM, the machine has 942 MiB for it")
+    assert plan_problems(plan, replace(room, ram=peak, ram_total=peak)) == []
+    (problem,) = plan_problems(plan, replace(room, ram=peak, ram_total=int(peak / 1.04)))  # a control group, say
+    assert problem.startswith("the run takes 1.84 GiB of RAM, it can never have more than 1.77 GiB")
     bound = replace(room, pinnable=plan.arena_size - 1, pinnable_why="WSL lets half of RAM be pinned")
     (problem,) = plan_problems(replace(plan, device="cuda"), bound)
     assert "pinned for the GPU" in problem and "(WSL lets half of RAM be pinned)" in problem
