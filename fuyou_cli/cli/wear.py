@@ -14,7 +14,8 @@ WORN = 0.3  # of what drives are rated for: a run that writes more is not let pa
 class Wear:
     """Shares of rated writes."""
 
-    run: float  # that the run takes, of all drives'
+    run: float  # that the run takes, of the drive that is rated for least
+    rated: int  # bytes of that drive
     before: float  # that the most worn drive has written, and will have after the run
     after: float
 
@@ -29,16 +30,17 @@ class Wear:
 
 
 def wear_of(plan: Plan, hardware: HardwareProfile, steps: float | None) -> Wear | None:
-    """Of this many steps, spread evenly over the drives; None where their number or what drives are rated for is not
-    known."""
+    """Of this many steps, spread evenly over the drives, each of which wears by itself; None where the number of steps or
+    what any drive is rated for is not known."""
     rated = [drive for drive in hardware.drives if drive.rated_bytes]
     if not steps or not rated:
         return None
-    written = steps * plan.predicted.written_per_step
-    each = written / len(hardware.drives)
+    each = steps * plan.predicted.written_per_step / len(hardware.drives)
+    least = min(drive.rated_bytes for drive in rated)
     worst = max(rated, key=lambda drive: (drive.used_bytes + each) / drive.rated_bytes)
     return Wear(
-        run=written / sum(drive.rated_bytes for drive in rated),
+        run=each / least,
+        rated=least,
         before=worst.used_bytes / worst.rated_bytes,
         after=(worst.used_bytes + each) / worst.rated_bytes,
     )

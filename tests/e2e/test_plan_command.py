@@ -179,7 +179,7 @@ def test_a_run_that_wears_a_drive_out_is_told_a_larger_batch(
     fuyou = command(project)
     code, out, _ = fuyou("plan", "recipe.yaml", "--hardware", "machine.yaml")
     said = " ".join(out.split())
-    assert code == 0 and "warning: the run writes" in said and "of what its drives are rated for" in said
+    assert code == 0 and "warning: the run writes" in said and "of what its drive is rated for" in said
     assert "10% of which are written already" in said
     shown = fuyou.json("--hardware", "machine.yaml")
     assert shown["wear"] > 0.3

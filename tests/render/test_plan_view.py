@@ -14,7 +14,7 @@ from fuyou_cli.cli.endings import Ending, steps_within
 from fuyou_cli.cli.render.plan import RunFacts, show_plan
 from fuyou_cli.cli.render.plan_json import plan_json
 from fuyou_cli.cli.room import Room, plan_problems
-from fuyou_cli.cli.wear import wear_of
+from fuyou_cli.cli.wear import Wear, wear_of
 from fuyou_cli.core.units import GiB, MiB, gb
 from fuyou_cli.planner.lasting import FastRegion
 from fuyou_cli.spec.hardware import Drive, HardwareProfile
@@ -209,17 +209,50 @@ def test_what_a_drive_has_written_already_counts(
     assert (data["wear"], data["worn_after"]) == (pytest.approx(0.1), pytest.approx(used + 0.1))
 
 
-def test_the_most_worn_drive_counts(plan: Plan, hardware: HardwareProfile) -> None:
-    """Writes are spread evenly; one whose rating nobody knows takes its part of them."""
-    drives = tuple(
-        Drive(model=name, capacity=1, rated_bytes=rated, used_bytes=used)
-        for name, rated, used in (("old", 10**15, 10**14), ("new", 10**15, 0), ("unknown", 0, 5))
-    )
+def test_every_drive_wears_by_itself(plan: Plan, hardware: HardwareProfile) -> None:
+    """Writes are spread evenly, also over one whose rating nobody knows. The one that is rated for least counts, whatever
+    larger ones beside it are rated for, and the one that is worn most."""
+
+    def wear(*drives: tuple[int, int]) -> Wear | None:
+        made = tuple(Drive(model="d", capacity=1, rated_bytes=rated, used_bytes=used) for rated, used in drives)
+        return wear_of(written, replace(hardware, drives=made), 100)
+
     written = replace(plan, predicted=replace(plan.predicted, written_per_step=3 * 10**12))
-    wear = wear_of(written, replace(hardware, drives=drives), 100)
-    assert wear is not None and (wear.run, wear.before, wear.after) == (0.15, 0.1, 0.2)
-    assert wear_of(written, replace(hardware, drives=drives[2:]), 100) is None
-    assert wear_of(written, replace(hardware, drives=drives), None) is None
+    worn = wear((10**15, 10**14), (10**15, 0), (0, 5))
+    assert worn is not None and (worn.run, worn.rated, worn.before, worn.after) == (0.1, 10**15, 0.1, 0.2)
+    mixed = wear((10**14, 0), (7 * 10**14, 0))  # of both together it would be 38 %
+    assert mixed is not None and mixed.run == mixed.after == 1.5 and not mixed.accepted
+    older = wear((10**15, 0), (2 * 10**15, 18 * 10**14))  # rated for least is one, worn most the other
+    assert older is not None and (older.run, older.before, older.after) == (0.15, 0.9, 0.975)
+    assert wear((0, 5)) is None
+    assert wear_of(written, hardware, None) is None
+
+
+@pytest.mark.parametrize(
+    ("drives", "words"),
+    [
+        (((600, 0), (600, 0)), "300 TB to each of its 2 drives: 50% of the 600 TB each is rated for"),
+        (((600, 60), (7008, 0)), "the least of them is rated for; the most worn has written 10% of its own already, 60%"),
+        (((600, 0), (0, 0)), "50% of the 600 TB the least of them is rated for"),
+    ],
+)
+def test_the_share_of_one_drive_is_told(
+    printer: Printer,
+    plan: Plan,
+    model: ModelSpec,
+    hardware: HardwareProfile,
+    room: Room,
+    drives: tuple[tuple[int, int], ...],
+    words: str,
+) -> None:
+    made = tuple(
+        Drive(model="d", capacity=10**12, rated_bytes=rated * 10**12, used_bytes=used * 10**12) for rated, used in drives
+    )
+    written = replace(plan, predicted=replace(plan.predicted, written_per_step=6 * 10**11))
+    console, printed = printer(200, ascii=True)
+    show_plan(console, written, model, replace(hardware, drives=made), room, verbose=False, facts=RunFacts(steps=1000))
+    said = " ".join(printed().split())
+    assert words in said and "of what one of its drives is rated for" in said
 
 
 def test_a_plan_that_takes_more_than_there_is(plan: Plan, room: Room) -> None:

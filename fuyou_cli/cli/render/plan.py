@@ -17,7 +17,7 @@ from fuyou_cli.cli.origins import RatedBy, origins_of
 from fuyou_cli.cli.others import are_busy
 from fuyou_cli.cli.planning import Outcome
 from fuyou_cli.cli.room import Room, plan_problems
-from fuyou_cli.cli.wear import WORN, wear_of
+from fuyou_cli.cli.wear import WORN, Wear, wear_of
 from fuyou_cli.core.disk import FileSystem
 from fuyou_cli.core.units import count, gb, gib
 from fuyou_cli.planner.lasting import FastRegion
@@ -284,13 +284,22 @@ def _wear(plan: Plan, hardware: HardwareProfile, steps: int | None) -> str:
         return "no wear"
     counted = f"the run's {steps:,} steps write" if steps else "1,000 steps write"
     written = gb((steps or 1000) * plan.predicted.written_per_step)
-    rated, used = (sum(getattr(drive, key) for drive in hardware.drives) for key in ("rated_bytes", "used_bytes"))
     wear = wear_of(plan, hardware, steps or 1000)
     if wear is None:
         return f"{counted} {written} (1 TB = 1e12 bytes, as drives are rated)"
-    drives = "its drive is" if len(hardware.drives) == 1 else f"its {len(hardware.drives)} drives are"
-    already = f", {used / rated:.0%} of which are written already, {_share(wear.after)} after that" if used else ""
-    return f"{counted} {written}, {_share(wear.run)} of the {gb(rated)} {drives} rated for{already}"
+    return f"{counted} {written}{_share_of_rating(hardware, wear)}"
+
+
+def _share_of_rating(hardware: HardwareProfile, wear: Wear) -> str:
+    """Of the drive that is rated for least, and what was written before the run."""
+    drives, after = hardware.drives, f"{_share(wear.after)} after that"
+    share = f"{_share(wear.run)} of the {gb(wear.rated)}"
+    if len(drives) == 1:
+        already = f", {wear.before:.0%} of which are written already, {after}" if wear.before else ""
+        return f", {share} its drive is rated for{already}"
+    which = "each" if {drive.rated_bytes for drive in drives} == {wear.rated} else "the least of them"
+    already = f"; the most worn has written {wear.before:.0%} of its own already, {after}" if wear.before else ""
+    return f", {gb(wear.run * wear.rated)} to each of its {len(drives)} drives: {share} {which} is rated for{already}"
 
 
 def _share(part: float) -> str:
@@ -359,7 +368,8 @@ def _verdict(console: Console, plan: Plan, hardware: HardwareProfile, room: Room
     problems = plan_problems(plan, room)
     wear = wear_of(plan, hardware, facts.steps)
     if wear is not None and wear.run > WORN:
-        warning = f": the run writes {_share(wear.run)} of what its drives are rated for"
+        drive = "its drive" if len(hardware.drives) == 1 else "one of its drives"
+        warning = f": the run writes {_share(wear.run)} of what {drive} is rated for"
         say(console, Text.assemble(("warning", "bold yellow"), warning))
     if wear is not None and wear.after > 1:
         already = f", {_share(wear.before)} is written already" if wear.before else ""
