@@ -11,6 +11,8 @@ from fuyou_cli.planner.lasting import FastRegion
 from fuyou_cli.recipe.fields import format_size
 from fuyou_cli.spec.plan import Plan
 
+from .wear import loaded
+
 if TYPE_CHECKING:
     from fuyou_cli.training.prepare import Prepared
 
@@ -41,8 +43,7 @@ def _found(prepared: Prepared, region: FastRegion | None) -> Iterator[Ending]:
         again = "the same command goes on, for as long again"
         yield Ending(limit=f"train.max_time={format_time(seconds)}", step=done + within, again=again)
     if most is not None and (step := plan.predicted.written_per_step):
-        loaded = sum(stage.weights_at.size for stage in plan.stages)
-        left = most - (saved.written_total if saved is not None else loaded) - saved_where_it_stops(plan)
+        left = most - (saved.written_total if saved is not None else loaded(plan)) - saved_where_it_stops(plan)
         limit = f"offload.ssd_write_limit={format_size(most)}"
         yield Ending(limit=limit, step=done + max(0, left // step), again="a higher one goes on")
 

@@ -19,7 +19,7 @@ from fuyou_cli.spec.plan import Plan
 
 from .prepared import on_described
 from .room import Room, plan_problems, room_of
-from .wear import Wear, wear_of
+from .wear import Wear, wear_of, writes_of
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
@@ -86,7 +86,8 @@ class Outcome:
 
     def wear(self, times: float = 1.0) -> Wear | None:
         """Of the run, or of one so many times as long."""
-        return wear_of(self.plan, self.prepared.hardware, times * self.prepared.total_steps)
+        steps = times * self.prepared.total_steps
+        return wear_of(self.prepared.hardware, writes_of(self.plan, self.room, steps=steps) if steps else None)
 
     @property
     def passes(self) -> bool:

@@ -1,4 +1,5 @@
-"""What a run takes of the writes that its drives are warranted for, beside what they have written already."""
+"""What a run writes to its drives, and what that takes of the writes they are warranted for, beside what they have written
+already."""
 
 from __future__ import annotations
 
@@ -7,7 +8,41 @@ from dataclasses import dataclass
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.plan import Plan
 
+from .room import Room
+
 WORN = 0.3  # of what drives are rated for: a run that writes more is not let pass without a word
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Writes:
+    """Bytes that a run writes to the drives of its store."""
+
+    loading: int
+    steps: int
+    saving: int  # where it ends, beside the updates
+    export: int  # 0 where the model goes to other drives
+
+    @property
+    def total(self) -> int:
+        return self.loading + self.steps + self.saving + self.export
+
+
+def writes_of(plan: Plan, room: Room, *, steps: float) -> Writes:
+    """Of a whole run of this many steps."""
+    from fuyou_cli.training.run_limits import saved_where_it_stops
+
+    beside = any({"the store", "the exported model"} <= set(disk.what) for disk in room.disks)
+    return Writes(
+        loading=loaded(plan),
+        steps=round(steps * plan.predicted.written_per_step),
+        saving=saved_where_it_stops(plan),
+        export=plan.predicted.export_bytes if beside else 0,
+    )
+
+
+def loaded(plan: Plan) -> int:
+    """Bytes that loading writes, wherever the weights rest later: moments are zero and come with the first updates."""
+    return sum(stage.weights_at.size for stage in plan.stages)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,13 +64,13 @@ class Wear:
         return self.run <= WORN and not self.ends_a_life
 
 
-def wear_of(plan: Plan, hardware: HardwareProfile, steps: float | None) -> Wear | None:
-    """Of this many steps, spread evenly over the drives, each of which wears by itself; None where the number of steps or
-    what any drive is rated for is not known."""
+def wear_of(hardware: HardwareProfile, writes: Writes | None) -> Wear | None:
+    """Of writes that are spread evenly over the drives, each of which wears by itself; None where what is written or what any
+    drive is rated for is not known."""
     rated = [drive for drive in hardware.drives if drive.rated_bytes]
-    if not steps or not rated:
+    if writes is None or not rated:
         return None
-    each = steps * plan.predicted.written_per_step / len(hardware.drives)
+    each = writes.total / len(hardware.drives)
     least = min(drive.rated_bytes for drive in rated)
     worst = max(rated, key=lambda drive: (drive.used_bytes + each) / drive.rated_bytes)
     return Wear(

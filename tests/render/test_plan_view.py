@@ -14,7 +14,7 @@ from fuyou_cli.cli.endings import Ending, steps_within
 from fuyou_cli.cli.render.plan import RunFacts, show_plan
 from fuyou_cli.cli.render.plan_json import plan_json
 from fuyou_cli.cli.room import Room, plan_problems
-from fuyou_cli.cli.wear import Wear, wear_of
+from fuyou_cli.cli.wear import Wear, Writes, wear_of, writes_of
 from fuyou_cli.core.units import GiB, MiB, gb
 from fuyou_cli.planner.lasting import FastRegion
 from fuyou_cli.spec.hardware import Drive, HardwareProfile
@@ -198,26 +198,26 @@ def test_what_a_drive_has_written_already_counts(
     rated = 600 * 10**12
     worn = replace(hardware, drives=(Drive(model="d", capacity=10**12, rated_bytes=rated, used_bytes=round(used * rated)),))
     steps = 1000
-    written = replace(plan, predicted=replace(plan.predicted, written_per_step=rated // 10 // steps))
+    written = replace(plan, predicted=replace(plan.predicted, written_per_step=rated // 10 // steps, export_bytes=0))
     console, printed = printer(160, ascii=True)
     show_plan(console, written, model, worn, room, verbose=False, facts=RunFacts(steps=steps))
     assert words in printed()
     assert ("warning" in printed()) == (used >= 0.95)
-    wear = wear_of(written, worn, steps)
+    wear = wear_of(worn, writes_of(written, room, steps=steps))
     assert wear is not None and wear.accepted == passes
     data = plan_json(written, model, worn, room, facts=RunFacts(steps=steps))
     assert (data["wear"], data["worn_after"]) == (pytest.approx(0.1), pytest.approx(used + 0.1))
 
 
-def test_every_drive_wears_by_itself(plan: Plan, hardware: HardwareProfile) -> None:
+def test_every_drive_wears_by_itself(hardware: HardwareProfile) -> None:
     """Writes are spread evenly, also over one whose rating nobody knows. The one that is rated for least counts, whatever
     larger ones beside it are rated for, and the one that is worn most."""
 
     def wear(*drives: tuple[int, int]) -> Wear | None:
         made = tuple(Drive(model="d", capacity=1, rated_bytes=rated, used_bytes=used) for rated, used in drives)
-        return wear_of(written, replace(hardware, drives=made), 100)
+        writes = Writes(loading=10**14, steps=10**14, saving=5 * 10**13, export=5 * 10**13)
+        return wear_of(replace(hardware, drives=made), writes)
 
-    written = replace(plan, predicted=replace(plan.predicted, written_per_step=3 * 10**12))
     worn = wear((10**15, 10**14), (10**15, 0), (0, 5))
     assert worn is not None and (worn.run, worn.rated, worn.before, worn.after) == (0.1, 10**15, 0.1, 0.2)
     mixed = wear((10**14, 0), (7 * 10**14, 0))  # of both together it would be 38 %
@@ -225,7 +225,7 @@ def test_every_drive_wears_by_itself(plan: Plan, hardware: HardwareProfile) -> N
     older = wear((10**15, 0), (2 * 10**15, 18 * 10**14))  # rated for least is one, worn most the other
     assert older is not None and (older.run, older.before, older.after) == (0.15, 0.9, 0.975)
     assert wear((0, 5)) is None
-    assert wear_of(written, hardware, None) is None
+    assert wear_of(hardware, None) is None
 
 
 @pytest.mark.parametrize(
@@ -253,6 +253,34 @@ def test_the_share_of_one_drive_is_told(
     show_plan(console, written, model, replace(hardware, drives=made), room, verbose=False, facts=RunFacts(steps=1000))
     said = " ".join(printed().split())
     assert words in said and "of what one of its drives is rated for" in said
+
+
+def test_a_run_writes_beside_its_steps(
+    printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room
+) -> None:
+    """With everything in RAM and no commits no step writes, and still the drive takes the model three times and more."""
+    stages = tuple(
+        replace(stage, weights_ram=stage.weights_at, momentum_ram=stage.momentum_at, variance_ram=stage.variance_at)
+        for stage in plan.stages
+    )
+    predicted = replace(plan.predicted, written_per_step=0, export_bytes=2 * 10**6)
+    resting = replace(plan, stages=stages, predicted=predicted, commit_every=None)
+    each = len(stages) * stages[0].weights_at.size
+    writes = writes_of(resting, room, steps=100)
+    assert writes == Writes(loading=each, steps=0, saving=3 * each, export=2 * 10**6)
+    assert writes_of(replace(resting, commit_every=1), room, steps=100).saving == 0  # updates do that
+    (both,) = room.disks
+    apart = (replace(both, what=("the store",)), replace(both, what=("the exported model",)))
+    assert writes_of(resting, replace(room, disks=apart), steps=100).export == 0  # not to the store's drives
+    console, printed = printer(200, ascii=True)
+    facts = RunFacts(steps=100)
+    small = replace(hardware, drives=(Drive(model="d", capacity=10**12, rated_bytes=2 * writes.total),))
+    show_plan(console, resting, model, small, room, verbose=False, facts=facts)
+    said = " ".join(printed().split())
+    assert f"100 steps write nothing, loading + saving + export {gb(writes.total)}: 50% of the" in said
+    data = plan_json(resting, model, small, room, facts=facts)
+    assert (data["written_by_run"], data["wear"]) == (writes.total, 0.5)
+    assert data["writes"] == {"loading": each, "steps": 0, "saving": 3 * each, "export": 2 * 10**6}
 
 
 def test_a_plan_that_takes_more_than_there_is(plan: Plan, room: Room) -> None:

@@ -17,7 +17,7 @@ from fuyou_cli.cli.origins import RatedBy, origins_of
 from fuyou_cli.cli.others import are_busy
 from fuyou_cli.cli.planning import Outcome
 from fuyou_cli.cli.room import Room, plan_problems
-from fuyou_cli.cli.wear import WORN, Wear, wear_of
+from fuyou_cli.cli.wear import WORN, Wear, Writes, wear_of, writes_of
 from fuyou_cli.core.disk import FileSystem
 from fuyou_cli.core.units import count, gb, gib
 from fuyou_cli.planner.lasting import FastRegion
@@ -256,7 +256,7 @@ def _traffic(
     content.add_section()
     content.add_row("total", gb(predicted.read_per_step), gb(predicted.written_per_step), style="bold")
     show(console, content, indent=2)
-    pairs(console, [("commits", _commits(plan)), ("wear", _wear(plan, hardware, steps)), *map(_disk, room.disks)])
+    pairs(console, [("commits", _commits(plan)), ("wear", _wear(hardware, writes_of(plan, room, steps=steps or 1000), steps)), *map(_disk, room.disks)])
 
 
 def _commits(plan: Plan) -> str:
@@ -278,16 +278,15 @@ def _commits(plan: Plan) -> str:
     return f"{often}, in place: two extents of {gb(once)} take turns; a run that is killed loses {lost}"
 
 
-def _wear(plan: Plan, hardware: HardwareProfile, steps: int | None) -> str:
+def _wear(hardware: HardwareProfile, writes: Writes, steps: int | None) -> str:
     """What the run writes, and which share of what its drives are rated for, where that is known."""
-    if not plan.predicted.written_per_step:
-        return "no wear"
     counted = f"the run's {steps:,} steps write" if steps else "1,000 steps write"
-    written = gb((steps or 1000) * plan.predicted.written_per_step)
-    wear = wear_of(plan, hardware, steps or 1000)
-    if wear is None:
-        return f"{counted} {written} (1 TB = 1e12 bytes, as drives are rated)"
-    return f"{counted} {written}{_share_of_rating(hardware, wear)}"
+    said = f"{counted} {gb(writes.steps) if writes.steps else 'nothing'}"
+    beside = {"loading": writes.loading, "saving": writes.saving, "export": writes.export}
+    if names := [name for name, size in beside.items() if size]:
+        said += f", {' + '.join(names)} {gb(sum(beside.values()))}"
+    wear = wear_of(hardware, writes)
+    return f"{said} (1 TB = 1e12 bytes, as drives are rated)" if wear is None else said + _share_of_rating(hardware, wear)
 
 
 def _share_of_rating(hardware: HardwareProfile, wear: Wear) -> str:
@@ -296,10 +295,10 @@ def _share_of_rating(hardware: HardwareProfile, wear: Wear) -> str:
     share = f"{_share(wear.run)} of the {gb(wear.rated)}"
     if len(drives) == 1:
         already = f", {wear.before:.0%} of which are written already, {after}" if wear.before else ""
-        return f", {share} its drive is rated for{already}"
+        return f": {share} its drive is rated for{already}"
     which = "each" if {drive.rated_bytes for drive in drives} == {wear.rated} else "the least of them"
     already = f"; the most worn has written {wear.before:.0%} of its own already, {after}" if wear.before else ""
-    return f", {gb(wear.run * wear.rated)} to each of its {len(drives)} drives: {share} {which} is rated for{already}"
+    return f"; {gb(wear.run * wear.rated)} to each of its {len(drives)} drives: {share} {which} is rated for{already}"
 
 
 def _share(part: float) -> str:
@@ -366,7 +365,7 @@ def _verdict(console: Console, plan: Plan, hardware: HardwareProfile, room: Room
     console.print()
     _worn(console, hardware)
     problems = plan_problems(plan, room)
-    wear = wear_of(plan, hardware, facts.steps)
+    wear = wear_of(hardware, writes_of(plan, room, steps=facts.steps) if facts.steps else None)
     if wear is not None and wear.run > WORN:
         drive = "its drive" if len(hardware.drives) == 1 else "one of its drives"
         warning = f": the run writes {_share(wear.run)} of what {drive} is rated for"

@@ -10,7 +10,7 @@ from fuyou_cli.cli.compare import Comparison, Row
 from fuyou_cli.cli.origins import origins_of
 from fuyou_cli.cli.planning import Outcome
 from fuyou_cli.cli.room import Room, plan_problems
-from fuyou_cli.cli.wear import wear_of
+from fuyou_cli.cli.wear import wear_of, writes_of
 from fuyou_cli.planner.lasting import FastRegion
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
@@ -26,7 +26,8 @@ SCHEMA_VERSION = 1
 def plan_json(plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room, *, facts: RunFacts) -> dict[str, object]:
     """Bytes are integers, times seconds, rates per second, shares of one."""
     problems, steps = plan_problems(plan, room), facts.steps
-    wear, origins = wear_of(plan, hardware, steps), origins_of(hardware)
+    writes = writes_of(plan, room, steps=steps) if steps else None
+    wear, origins = wear_of(hardware, writes), origins_of(hardware)
     return {
         "schema_version": SCHEMA_VERSION,
         "fits": not problems,
@@ -55,7 +56,8 @@ def plan_json(plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Roo
         "cpu_peak": plan.predicted.cpu_peak,
         "phase_peaks": with_evaluation(plan, model),
         "memory": None if facts.step is None else memory_json(plan, model, facts.step),
-        "written_by_run": steps * plan.predicted.written_per_step if steps else None,
+        "written_by_run": None if writes is None else writes.total,
+        "writes": None if writes is None else asdict(writes),
         "rated_bytes": sum(drive.rated_bytes for drive in hardware.drives) or None,
         "commits": {"mode": plan.store_mode, "every_steps": plan.commit_every, "kept": plan.keep},
         "wear": None if wear is None else wear.run,
