@@ -139,7 +139,8 @@ def candidates(prepared: Prepared, *, fits: bool) -> Iterator[Kind]:
         Kind(steps=_limits(recipe), numerics=False, steadily=False),
         Kind(steps=_larger_batches(prepared), numerics=True, steadily=False),
     )
-    yield from (kind for kind in made if kind.steps)
+    saved = prepared.manifest is not None  # its numbers are settled
+    yield from (kind for kind in made if kind.steps and not (saved and kind.numerics))
 
 
 def _memory(prepared: Prepared) -> tuple[tuple[str, ...], ...]:

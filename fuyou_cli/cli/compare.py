@@ -121,7 +121,7 @@ def _micro_batches(elsewise: Elsewise, choice: Choice, wishes: Wishes) -> Iterat
 
     prepared = elsewise.prepared
     recipe, numerics = prepared.recipe, prepared.plan.numerics
-    if recipe.train.micro_batch_size != "auto":
+    if recipe.train.micro_batch_size != "auto" or prepared.manifest is not None:  # a saved run has its size
         return
     batch = numerics.batch_size, numerics.max_seq_len
     for size in sorted([*smaller_sizes(*batch)[:1], usual_size(*batch), *larger_sizes(*batch)[:2]]):

@@ -90,7 +90,7 @@ def _planned(loaded: LoadedRecipe, options: PlanOptions, planning: Planning) -> 
     if not options.dry_run and not prepared.total_steps:  # epochs: the data says how long they are
         rows = counted_rows(prepared.recipe, prepared.tokenizer_dir, write_status)
         prepared = replace(prepared, epoch_rows=rows, total_steps=steps_of(prepared.recipe, rows))
-        if leaves_fast_region(prepared.plan, prepared.hardware, prepared.total_steps):
+        if leaves_fast_region(prepared.plan, prepared.hardware, prepared.steps_left):
             prepared = replanned(prepared, prepared.recipe, choose=planning)
     return Outcome(changes=(), prepared=prepared, room=room_of(prepared, described=options.hardware is not None))
 

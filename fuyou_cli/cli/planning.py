@@ -86,8 +86,11 @@ class Outcome:
 
     def wear(self, times: float = 1.0) -> Wear | None:
         """Of the run, or of one so many times as long."""
-        steps = times * self.prepared.total_steps
-        return wear_of(self.prepared.hardware, writes_of(self.plan, self.room, steps=steps) if steps else None)
+        prepared, resumed = self.prepared, self.prepared.manifest is not None
+        if not prepared.total_steps:
+            return None
+        writes = writes_of(self.plan, self.room, steps=times * prepared.steps_left, resumed=resumed)
+        return wear_of(prepared.hardware, writes)
 
     @property
     def passes(self) -> bool:

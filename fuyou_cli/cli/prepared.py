@@ -61,6 +61,7 @@ def prepared_elsewhere(loaded: LoadedRecipe, hardware: HardwareProfile, **option
             say=write_status,
             progress=transfers,
             planning_only=True,
+            elsewhere=True,
             store_room=described_store_room,
             **options,
         )
@@ -89,6 +90,7 @@ def facts_of(loaded: LoadedRecipe, prepared: Prepared, *, described: bool = Fals
     region = fast_region(prepared.model, prepared.hardware, prepared.plan)
     return RunFacts(
         steps=prepared.total_steps or None,
+        done=None if prepared.manifest is None else prepared.manifest.step,
         io_uring=described or has_io_uring(),
         folder=Path() if described else probe.existing(prepared.directories[0].parent),
         command=command_of(loaded) if not described else "",

@@ -27,15 +27,15 @@ class Writes:
         return self.loading + self.steps + self.saving + self.export
 
 
-def writes_of(plan: Plan, room: Room, *, steps: float) -> Writes:
-    """Of a whole run of this many steps."""
+def writes_of(plan: Plan, room: Room, *, steps: float, resumed: bool = False) -> Writes:
+    """Of this many steps to the run's end: of a whole run, or of a `resumed` one, which loads nothing."""
     from fuyou_cli.training.run_limits import saved_where_it_stops
 
     beside = any({"the store", "the exported model"} <= set(disk.what) for disk in room.disks)
     return Writes(
-        loading=loaded(plan),
+        loading=0 if resumed else loaded(plan),
         steps=round(steps * plan.predicted.written_per_step),
-        saving=saved_where_it_stops(plan),
+        saving=saved_where_it_stops(plan) if steps else 0,
         export=plan.predicted.export_bytes if beside else 0,
     )
 

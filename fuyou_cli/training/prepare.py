@@ -23,13 +23,15 @@ from ..planner.wishes import Wishes, update_chunks_for, update_threads_for
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
 from ..spec.plan import Numerics, Plan, StoreMode, Tier
+from .going_on import planned_from, saved_state, steps_left
 from .length import sampler_of, steps_of, tokenised_rows
 from .limits import check_positions, check_tokens, gpu_limit
 from .manifest import Manifest
 from .micro_batches import fastest_size, likely_sizes
 from .numerics import numerics_of
 from .rates import learning_rate
-from .saved import check_same_mode, check_unchanged_run, find_saved
+from .saved import check_unchanged_run
+from .sources import Hub, Progress
 from .storage import run_name
 
 if TYPE_CHECKING:
@@ -69,11 +71,15 @@ class Prepared:
     epoch_rows: int | None = None  # where they had to be counted for a plan
     store_room: StoreRoom | None = None
 
+    @property
+    def steps_left(self) -> int:
+        """0 where the data decides, or none is."""
+        return steps_left(self.total_steps, self.manifest)
+
 
 Probe = Callable[[str], HardwareProfile]
 # What the store of a recipe may have on the disks of these folders, given the model's folder and the bytes of an export.
 StoreRoom = Callable[["Recipe", HardwareProfile, tuple[Path, ...], Path, int], int]
-Progress = Callable[[str, int, int], None]
 Planned = Callable[["Prepared"], None]
 
 
@@ -90,6 +96,7 @@ def prepare(
     *,
     probe: Probe,
     planning_only: bool = False,
+    elsewhere: bool = False,
     say: Callable[[str], None],
     progress: Progress = _unheard,
     planned: Planned = _accepted,
@@ -100,8 +107,8 @@ def prepare(
     """Checks and reads what the recipe names, the cheap before the dear: configuration and tokenizer, where the data is,
     whether the run fits, the weights, the rows. Raises UsageError or PlanError; nothing of the run is written before.
 
-    `planning_only` plans for any model, also for one that cannot be trained, and says so in `refusal`.
-
+    `planning_only` plans for any model, also for one that cannot be trained, and says so in `refusal`; `elsewhere` for another
+    machine, so that nothing counts that is saved on this one.
     `probe` measures the machine for a device once libraries are loaded; `say` hears what takes a while; `progress` hears
     of a download, what it is, the bytes so far and in all, from another thread; `planned` hears the plan before weights
     are fetched (rows and entries are still empty), and may refuse it by raising; `choose` makes the plan;
@@ -110,8 +117,8 @@ def prepare(
     from ..engine.describe import outlined
 
     _check_backend(recipe)
-    directories, manifest = _saved(recipe, looked_for=not planning_only, say=say)
-    hub = _Hub(recipe, say=say, progress=progress)
+    directories, manifest = saved_state(recipe, run_directories(recipe), must=not planning_only, here=not elsewhere, say=say)
+    hub = Hub(recipe, say=say, progress=progress)
     model_dir = hub.model(need_weights=False)
     tokenizer_dir = hub.tokenizer(model_dir, needed=not planning_only)
     _look_at_data(recipe, say, needed=not planning_only)
@@ -120,16 +127,16 @@ def prepare(
     device = device_name(recipe)
     _warm_up(recipe)
     hardware = probe(device)
-    if micro_batch_size is None and recipe.train.micro_batch_size == "auto" and manifest is None:
-        micro_batch_size = _fastest_micro_batch(recipe, known, hardware, device=device)
-    numerics = numerics_of(recipe, known.anatomy, hardware, manifest, micro=micro_batch_size)
+    if planning_only:
+        manifest = planned_from(recipe, known.anatomy, hardware, manifest, say=say)
+    numerics = _numerics(recipe, known, hardware, manifest, micro=micro_batch_size, device=device)
     known = replace(known, anatomy=cut(known.anatomy, numerics))
     described = described_at(known, numerics, strict=not planning_only)
     total_steps = steps_of(recipe, None)
     with _telling(described.refusal):
         asked = wishes(recipe, numerics, hardware, device=device, saved=manifest)
         asked = within(store_room, asked, recipe, described.model, hardware, directories, model_dir, saved=manifest)
-        chosen = planned_for(choose, described.model, hardware, asked, steps=total_steps)
+        chosen = planned_for(choose, described.model, hardware, asked, steps=steps_left(total_steps, manifest))
     considered = Prepared(
         recipe=recipe,
         model_dir=model_dir,
@@ -157,19 +164,6 @@ def prepare(
     return _with_weights_and_rows(considered, hub, probe=probe, say=say, choose=choose)
 
 
-def _saved(recipe: Recipe, *, looked_for: bool, say: Callable[[str], None]) -> tuple[tuple[Path, ...], Manifest | None]:
-    """The folders of this run, and what of it was saved there."""
-    directories = run_directories(recipe)
-    manifest = find_saved(recipe.checkpoint.resume, directories, say=say) if looked_for else None
-    if manifest is not None:
-        checkpoint = recipe.checkpoint
-        every = checkpoint.snapshot_every_steps if checkpoint.mode == "snapshot" else checkpoint.commit_every_steps
-        check_same_mode(manifest, checkpoint.mode, keep_last=checkpoint.keep_last, commit_every=every)
-    if manifest is not None and recipe.checkpoint.resume != "auto":  # a run named by its folder goes on in that folder
-        directories = tuple(Path(file).parent for file in manifest.files)
-    return directories, manifest
-
-
 @contextmanager
 def _telling(refusal: str | None) -> Iterator[None]:
     """That nothing fits is not all there is to say of a model that cannot be trained."""
@@ -189,7 +183,7 @@ def anatomy_of(
     Raises UsageError."""
     from ..engine.describe import outlined
 
-    model_dir = _Hub(recipe, say=say, progress=progress).model(need_weights=False)
+    model_dir = Hub(recipe, say=say, progress=progress).model(need_weights=False)
     anatomy = outlined(_skeleton(recipe, model_dir), strict=True).anatomy
     check_positions(recipe, anatomy, say)
     size = recipe.train.micro_batch_size
@@ -209,7 +203,7 @@ def _check_backend(recipe: Recipe) -> None:
 
 
 def _with_weights_and_rows(
-    considered: Prepared, hub: _Hub, *, probe: Probe, say: Callable[[str], None], choose: Choose
+    considered: Prepared, hub: Hub, *, probe: Probe, say: Callable[[str], None], choose: Choose
 ) -> Prepared:
     """The dear part: weights fetched and looked at, data tokenised, and the plan once more for the process as it is then."""
     recipe, anatomy, model = considered.recipe, considered.anatomy, considered.model
@@ -237,7 +231,7 @@ def _with_weights_and_rows(
         considered,
         model_dir=model_dir,
         hardware=hardware,
-        plan=planned_for(choose, model, hardware, asked, steps=total),
+        plan=planned_for(choose, model, hardware, asked, steps=steps_left(total, saved)),
         total_steps=total,
         rows=rows,
         sampler=sampler,
@@ -246,41 +240,6 @@ def _with_weights_and_rows(
         stored_as=weights.stored_as,
         fingerprints=fingerprints,
     )
-
-
-class _Hub:
-    """Model and tokenizer of a recipe as folders, fetched where they are not here."""
-
-    def __init__(self, recipe: Recipe, *, say: Callable[[str], None], progress: Progress) -> None:
-        self._model, self._tokenizer, self._say, self._progress = recipe.model, recipe.tokenizer, say, progress
-        self._found: Path | None = None
-
-    def model(self, *, need_weights: bool) -> Path:
-        """The model's folder; with its weights only when asked for."""
-        found = self._resolve(self._model.name_or_path, revision=self._model.revision, need_weights=need_weights)
-        if self._found is not None and found != self._found:
-            raise UsageError(f"{self._model.name_or_path}: changed while it was read", hint="Run the same command again.")
-        self._found = found
-        return found
-
-    def tokenizer(self, model_dir: Path, *, needed: bool) -> Path:
-        """The tokenizer's folder: the model's unless the recipe names another."""
-        named = self._tokenizer.name_or_path
-        if named is None and not needed:
-            return model_dir
-        return self._resolve(named or str(model_dir), tokenizer_only=True)
-
-    def _resolve(self, name: str, **options: Any) -> Path:
-        from .checkpoint.hub import Download, resolve
-
-        def announce(download: Download) -> None:
-            self._say(f"downloading {download.name}: {download.files} files, {download.total:,} bytes")
-
-        def progress(done: int, total: int) -> None:
-            self._progress(f"downloading {name}", done, total)
-
-        trusted = self._model.trust_remote_code
-        return resolve(name, trust_remote_code=trusted, announce=announce, progress=progress, **options)
 
 
 def _look_at_data(recipe: Recipe, say: Callable[[str], None], *, needed: bool) -> None:
@@ -354,7 +313,7 @@ class _Weights:
     mark: str
 
 
-def _weights(hub: _Hub, anatomy: Anatomy, saved: Manifest | None, say: Callable[[str], None]) -> _Weights:
+def _weights(hub: Hub, anatomy: Anatomy, saved: Manifest | None, say: Callable[[str], None]) -> _Weights:
     """A run that goes on reads none of them: where they are gone, what its manifest says of them stands."""
     from .checkpoint.files import open_checkpoint
     from .checkpoint.mark import weights_mark
@@ -374,6 +333,15 @@ def _weights(hub: _Hub, anatomy: Anatomy, saved: Manifest | None, say: Callable[
         return _Weights(model_dir=model_dir, checkpoint=None, entries={}, stored_as=stored_as, mark=began_with)
     stored_as = {name: entry.name for name, entry in entries.items()}
     return _Weights(model_dir=model_dir, checkpoint=checkpoint, entries=entries, stored_as=stored_as, mark=mark)
+
+
+def _numerics(
+    recipe: Recipe, known: Outlined, hardware: HardwareProfile, saved: Manifest | None, *, micro: int | None, device: str
+) -> Numerics:
+    """As saved, or as the recipe says; the size of micro-batches as it was chosen before (`micro`), or by the planner."""
+    if micro is None and recipe.train.micro_batch_size == "auto" and saved is None:
+        micro = _fastest_micro_batch(recipe, known, hardware, device=device)
+    return numerics_of(recipe, known.anatomy, hardware, saved, micro=micro)
 
 
 def _fastest_micro_batch(recipe: Recipe, known: Outlined, hardware: HardwareProfile, *, device: str) -> int:

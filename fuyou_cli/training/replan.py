@@ -7,6 +7,7 @@ from dataclasses import replace
 from ..planner.lasting import Choose, planned_for
 from ..recipe.schema import Recipe
 from ..spec.plan import Numerics
+from .going_on import steps_left
 from .length import steps_of
 from .numerics import numerics_of
 from .prepare import Prepared, cut, described_at, wishes, within
@@ -17,9 +18,7 @@ def replanned(before: Prepared, recipe: Recipe, *, choose: Choose) -> Prepared:
     `prepare` does."""
     assert before.outline is not None
     hardware, device = before.hardware, before.plan.device
-    micro = before.plan.numerics.micro_batch_size
-    kept = micro if recipe.train.batch_size % micro == 0 else None
-    numerics = numerics_of(recipe, before.outline.anatomy, hardware, None, micro=kept)
+    numerics = _numerics(before, recipe)
     known = replace(before.outline, anatomy=cut(before.outline.anatomy, numerics))
     model, refusal = before.model, before.refusal
     if _traced(numerics) != _traced(before.plan.numerics):
@@ -30,9 +29,22 @@ def replanned(before: Prepared, recipe: Recipe, *, choose: Choose) -> Prepared:
     asked = wishes(recipe, numerics, hardware, device=device, saved=before.manifest)
     disks = (before.directories, before.model_dir)
     asked = within(before.store_room, asked, recipe, model, hardware, *disks, saved=before.manifest)
-    plan = planned_for(choose, model, hardware, asked, steps=steps)
+    plan = planned_for(choose, model, hardware, asked, steps=steps_left(steps, before.manifest))
     changed = replace(before, recipe=recipe, anatomy=known.anatomy, model=model, plan=plan, refusal=refusal)
     return replace(changed, epoch_rows=rows, total_steps=steps)
+
+
+_NUMBERS = ("seed", "dataset", "train", "precision")  # sections of a recipe
+
+
+def _numerics(before: Prepared, recipe: Recipe) -> Numerics:
+    """Where nothing of that changed they stay, those of a saved run too; else as for a new run."""
+    assert before.outline is not None
+    now = before.plan.numerics
+    if all(getattr(recipe, section) == getattr(before.recipe, section) for section in _NUMBERS):
+        return now
+    micro = now.micro_batch_size if recipe.train.batch_size % now.micro_batch_size == 0 else None
+    return numerics_of(recipe, before.outline.anatomy, before.hardware, None, micro=micro)
 
 
 def _traced(numerics: Numerics) -> tuple[object, ...]:

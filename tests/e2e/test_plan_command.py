@@ -19,8 +19,10 @@ from fuyou_cli.cli.profile import assumed_hardware
 from fuyou_cli.core.units import GiB
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training import length
+from fuyou_cli.training import manifest as manifests
 
 from .conftest import Project
+from .running import STEPS, manifest_of, store_of
 
 NewProject = Callable[..., Project]
 MACHINE = "rtx4090,2xgen4,128GiB"
@@ -350,3 +352,36 @@ def test_a_budget_above_the_machine_does_not_fit(new_project: NewProject, comman
     assert "the machine has 1.00 GiB for it: offload.max_memory.cpu allows more than there is" in problem
     assert fuyou.json("--hardware", "rtx4090,2xgen4,8GiB", many)["fits"]
     assert fuyou("plan", "recipe.yaml", "--hardware", small, many)[0] == 3
+
+
+@pytest.mark.timeout(120)
+def test_a_saved_run_is_planned_from_where_it_stands(stopped: Project, command: Callable[[Project], Command]) -> None:
+    """Hours, bytes and wear of the steps that are left, with the numbers that it began with; its state is looked at alone."""
+    saved, kept = manifest_of(stopped), (store_of(stopped) / manifests.NAME).read_bytes()
+    left = STEPS - saved.step
+    assert 0 < left < STEPS
+    stopped.write_recipe({"train.max_steps": STEPS, "train.micro_batch_size": "auto"})
+    fuyou = command(stopped)
+    shown = fuyou.json("--dry-run", "-o", "plan.json")
+    predicted = shown["plan"]["predicted"]
+    assert (shown["steps"], shown["done"]) == (STEPS, saved.step)
+    assert shown["plan"]["numerics"]["micro_batch_size"] == saved.numerics.micro_batch_size  # a new run would take 4 rows
+    assert shown["run_seconds"] == pytest.approx(left * predicted["step_seconds"])
+    assert shown["writes"] == {
+        "loading": 0, "steps": left * predicted["written_per_step"], "saving": 0, "export": predicted["export_bytes"],
+    }  # fmt: skip
+    said = " ".join(fuyou("plan", "recipe.yaml", "--dry-run")[1].split())
+    assert f"goes on after step {saved.step}; {left} steps take" in said and f"the {left} steps that are left write" in said
+    code, _, err = fuyou("plan", "recipe.yaml", "--dry-run", "train.batch_size=8")
+    assert code == 0 and "train.batch_size was 4, is 8: a run would be refused" in " ".join(err.split())
+    assert fuyou.json("--dry-run", "train.batch_size=8")["done"] is None
+    other_mode = fuyou.json("--dry-run", "checkpoint.mode=redo")
+    assert other_mode["done"] is None and other_mode["commits"]["mode"] == "redo"
+    assert fuyou.json("--dry-run", "checkpoint.resume=never")["done"] is None
+    assert fuyou.json("--hardware", MACHINE, "offload.device=auto")["done"] is None  # nothing of it is there
+    assert (store_of(stopped) / manifests.NAME).read_bytes() == kept
+    done = stopped.fuyou("finetune", "recipe.yaml", "--plan", "plan.json")
+    assert done.returncode == 0, done.stderr
+    finished = fuyou.json("--dry-run")
+    assert (finished["done"], finished["run_seconds"], finished["writes"]["steps"]) == (STEPS, 0, 0)
+    assert "no step is left to do" in fuyou("plan", "recipe.yaml", "--dry-run")[1]

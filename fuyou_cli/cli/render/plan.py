@@ -51,7 +51,8 @@ POLICY_WIDTH = 96  # columns from which the policy column is shown
 class RunFacts:
     """What belongs on the screen and is no part of a plan."""
 
-    steps: int | None = None  # None where the data decides
+    steps: int | None = None  # of the whole run; None where the data decides
+    done: int | None = None  # of these, by the saved run that is gone on from; None of a new one
     io_uring: bool = True  # whether this build has it
     folder: Path = Path()  # whose drive the store would be on
     command: str = "fuyou finetune recipe.yaml"  # to run what fits; empty where it cannot be run
@@ -63,6 +64,11 @@ class RunFacts:
     region: FastRegion | None = None  # of the drives; None where they are not known to slow down
     endings: tuple[Ending, ...] = ()  # before the last step, by limits of the recipe
     step: Timeline | None = None  # with its memory; None where nobody asked for that
+
+    @property
+    def left(self) -> int | None:
+        """Steps that are still to be done."""
+        return None if self.steps is None else max(0, self.steps - (self.done or 0))
 
 
 def show_plan(
@@ -83,9 +89,9 @@ def show_plan(
         _origins(console, origins_of(hardware), shapes)
     _placement(console, plan, room, shapes)
     show_phase_peaks(console, plan, model, shapes)
-    show_step(console, plan, model, hardware, shapes, steps=facts.steps, even=facts.even, region=facts.region)
+    show_step(console, plan, model, hardware, shapes, steps=facts.left, done=facts.done, even=facts.even, region=facts.region)
     _endings(console, facts)
-    _traffic(console, plan, hardware, room, shapes, steps=facts.steps)
+    _traffic(console, plan, hardware, room, shapes, facts)
     if verbose:
         if facts.step is not None:
             show_memory(console, plan, model, facts.step, shapes)
@@ -241,9 +247,7 @@ def _used(peak: int, limit: int) -> Text:
     return Text(percent(peak, limit) + (" over" if over else ""), style="red" if over else "")
 
 
-def _traffic(
-    console: Console, plan: Plan, hardware: HardwareProfile, room: Room, shapes: Symbols, *, steps: int | None
-) -> None:
+def _traffic(console: Console, plan: Plan, hardware: HardwareProfile, room: Room, shapes: Symbols, facts: RunFacts) -> None:
     predicted = plan.predicted
     heading(console, "SSD traffic per step")
     content = ruled(shapes)
@@ -256,7 +260,7 @@ def _traffic(
     content.add_section()
     content.add_row("total", gb(predicted.read_per_step), gb(predicted.written_per_step), style="bold")
     show(console, content, indent=2)
-    pairs(console, [("commits", _commits(plan)), ("wear", _wear(hardware, writes_of(plan, room, steps=steps or 1000), steps)), *map(_disk, room.disks)])
+    pairs(console, [("commits", _commits(plan)), ("wear", _wear(plan, hardware, room, facts)), *map(_disk, room.disks)])
 
 
 def _commits(plan: Plan) -> str:
@@ -278,9 +282,17 @@ def _commits(plan: Plan) -> str:
     return f"{often}, in place: two extents of {gb(once)} take turns; a run that is killed loses {lost}"
 
 
-def _wear(hardware: HardwareProfile, writes: Writes, steps: int | None) -> str:
+def written(plan: Plan, room: Room, facts: RunFacts) -> Writes | None:
+    """What is written from here to the run's end; None where its length is not known."""
+    return None if facts.left is None else writes_of(plan, room, steps=facts.left, resumed=facts.done is not None)
+
+
+def _wear(plan: Plan, hardware: HardwareProfile, room: Room, facts: RunFacts) -> str:
     """What the run writes, and which share of what its drives are rated for, where that is known."""
-    counted = f"the run's {steps:,} steps write" if steps else "1,000 steps write"
+    writes = written(plan, room, facts) or writes_of(plan, room, steps=1000, resumed=facts.done is not None)
+    counted = "1,000 steps write" if facts.left is None else f"the run's {facts.left:,} steps write"
+    if facts.left is not None and facts.done:
+        counted = f"the {facts.left:,} steps that are left write"
     said = f"{counted} {gb(writes.steps) if writes.steps else 'nothing'}"
     beside = {"loading": writes.loading, "saving": writes.saving, "export": writes.export}
     if names := [name for name, size in beside.items() if size]:
@@ -365,7 +377,7 @@ def _verdict(console: Console, plan: Plan, hardware: HardwareProfile, room: Room
     console.print()
     _worn(console, hardware)
     problems = plan_problems(plan, room)
-    wear = wear_of(hardware, writes_of(plan, room, steps=facts.steps) if facts.steps else None)
+    wear = wear_of(hardware, written(plan, room, facts))
     if wear is not None and wear.run > WORN:
         drive = "its drive" if len(hardware.drives) == 1 else "one of its drives"
         warning = f": the run writes {_share(wear.run)} of what {drive} is rated for"

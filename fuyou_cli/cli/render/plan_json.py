@@ -10,14 +10,14 @@ from fuyou_cli.cli.compare import Comparison, Row
 from fuyou_cli.cli.origins import origins_of
 from fuyou_cli.cli.planning import Outcome
 from fuyou_cli.cli.room import Room, plan_problems
-from fuyou_cli.cli.wear import wear_of, writes_of
+from fuyou_cli.cli.wear import wear_of
 from fuyou_cli.planner.lasting import FastRegion
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan
 
 from .memory import memory_json, with_evaluation
-from .plan import RunFacts
+from .plan import RunFacts, written
 from .step import run_seconds
 
 SCHEMA_VERSION = 1
@@ -25,8 +25,8 @@ SCHEMA_VERSION = 1
 
 def plan_json(plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room, *, facts: RunFacts) -> dict[str, object]:
     """Bytes are integers, times seconds, rates per second, shares of one."""
-    problems, steps = plan_problems(plan, room), facts.steps
-    writes = writes_of(plan, room, steps=steps) if steps else None
+    problems = plan_problems(plan, room)
+    writes = written(plan, room, facts)
     wear, origins = wear_of(hardware, writes), origins_of(hardware)
     return {
         "schema_version": SCHEMA_VERSION,
@@ -48,8 +48,9 @@ def plan_json(plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Roo
         "assumed": hardware.measured == "assumed" or any(rate.origin == "assumption" for rate in origins),
         "rates": [asdict(rate) for rate in origins],
         "room": _room(room),
-        "steps": steps,
-        "run_seconds": run_seconds(plan, steps, facts.region) if steps else None,
+        "steps": facts.steps,
+        "done": facts.done,
+        "run_seconds": None if facts.left is None else run_seconds(plan, facts.left, facts.region),
         "endings": [asdict(ending) for ending in facts.endings],
         "fast_region": None if facts.region is None else _region(facts.region, plan),
         **_speed(plan),

@@ -27,16 +27,19 @@ def show_step(
     shapes: Symbols,
     *,
     steps: int | None,
+    done: int | None = None,
     even: BreakEven | None,
     region: FastRegion | None = None,
 ) -> None:
-    """The simulated step. `steps` of the run, where that is known; `region` of drives that slow down."""
+    """The simulated step. `steps` that the run has to do, where that is known, and those that are `done` of a saved one;
+    `region` of drives that slow down."""
     note = "predicted from assumed rates" if hardware.measured == "assumed" else "predicted"
     note += " at what the drives sustain" if plan.sustained else ""
     heading(console, "One optimizer step", f"{note}; resources work at the same time")
     _resources(console, plan, model, hardware, shapes)
     say(console, _speed(plan, model, shapes), style="bold", indent=2)
-    pairs(console, [*_parts(plan, shapes), *_drives(plan, steps, region), *_length(plan, steps, region), *_break_even(even)])
+    length = _length(plan, steps, done, region)
+    pairs(console, [*_parts(plan, shapes), *_drives(plan, steps, region), *length, *_break_even(even)])
 
 
 def _resources(console: Console, plan: Plan, model: ModelSpec, hardware: HardwareProfile, shapes: Symbols) -> None:
@@ -141,10 +144,14 @@ def run_seconds(plan: Plan, steps: int, region: FastRegion | None) -> float:
     return region.seconds(steps) if plan.sustained and region is not None else steps * plan.predicted.step_seconds
 
 
-def _length(plan: Plan, steps: int | None, region: FastRegion | None) -> list[tuple[str, str]]:
-    if not steps or plan.predicted.step_seconds <= 0:
-        return []
-    return [("run", f"{steps:,} steps take {brief(run_seconds(plan, steps, region))}, loading and saving not counted")]
+def _length(plan: Plan, steps: int | None, done: int | None, region: FastRegion | None) -> list[tuple[str, str]]:
+    saved = "" if done is None else f"goes on after step {done:,}; "
+    if steps == 0:
+        return [("run", f"{saved}no step is left to do")]
+    if steps is None or plan.predicted.step_seconds <= 0:
+        return [("run", saved.removesuffix("; "))] if saved else []
+    takes = f"take{'s' * (steps == 1)} {brief(run_seconds(plan, steps, region))}"
+    return [("run", f"{saved}{_some(steps)} {takes}, loading and saving not counted")]
 
 
 def _break_even(even: BreakEven | None) -> list[tuple[str, str]]:
