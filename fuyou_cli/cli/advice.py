@@ -124,6 +124,8 @@ def candidates(prepared: Prepared, *, fits: bool) -> Iterator[Kind]:
     bfloat16_sums = recipe.precision.compute == "bfloat16" != recipe.precision.grad_accum
     less = [] if fits else [
         Kind(steps=(("export.at_end=false",),) if recipe.export.at_end else (), numerics=False),
+        Kind(steps=_fewer_states(prepared), numerics=False),
+        Kind(steps=_redo(prepared), numerics=False),
         Kind(steps=_micro_batches(prepared), numerics=True),
         Kind(steps=_head_chunks(prepared), numerics=True),
         Kind(steps=(("train.head_chunk_vocab=auto",),) if recipe.train.head_chunk_vocab != "auto" else (), numerics=True),
@@ -133,6 +135,8 @@ def candidates(prepared: Prepared, *, fits: bool) -> Iterator[Kind]:
     made = (
         Kind(steps=_memory(prepared), numerics=False),
         *less,
+        Kind(steps=_rarer_commits(prepared), numerics=False),
+        Kind(steps=_recompute(prepared), numerics=False),
         Kind(steps=(("train.clip_grad_norm=null",),) if recipe.train.clip_grad_norm is not None else (), numerics=True),
         Kind(steps=(("precision.grad_accum=bfloat16",),) if bfloat16_sums else (), numerics=True),
         Kind(steps=_pins(recipe), numerics=False, steadily=False),
@@ -155,6 +159,42 @@ def _memory(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
     if sizes and sizes[-1] < most:
         sizes.append(most)
     return tuple((f"offload.max_memory.cpu={size}GiB",) for size in sizes)
+
+
+def _fewer_states(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
+    """Snapshots that are kept."""
+    checkpoint = prepared.recipe.checkpoint
+    if checkpoint.mode != "snapshot" or prepared.manifest is not None:  # a saved run has the store that it has
+        return ()
+    fewer = [kept for kept in (checkpoint.keep_last - 1, *_halved(checkpoint.keep_last, 1)) if kept]
+    return tuple((f"checkpoint.keep_last={kept}",) for kept in dict.fromkeys(fewer))
+
+
+def _redo(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
+    """One extent of everything, where the planner may not choose it by itself."""
+    checkpoint = prepared.recipe.checkpoint
+    every_step = checkpoint.mode != "snapshot" and checkpoint.commit_every_steps == 1
+    if prepared.plan.store_mode == "redo" or prepared.manifest is not None or (checkpoint.mode == "auto" and every_step):
+        return ()
+    if checkpoint.mode == "snapshot":
+        return (("checkpoint.mode=redo", "checkpoint.snapshot_every_steps=null"),)
+    return (("checkpoint.mode=redo",) if every_step else ("checkpoint.mode=redo", "checkpoint.commit_every_steps=1"),)
+
+
+def _rarer_commits(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
+    """What rests in RAM is written in steps that are committed alone."""
+    checkpoint, plan = prepared.recipe.checkpoint, prepared.plan
+    every, key = plan.commit_every, "snapshot" if checkpoint.mode == "snapshot" else "commit"
+    resting = any("cpu" in (stage.weights, stage.states) for stage in plan.stages)
+    if every is None or not resting or plan.store_mode == "redo":
+        return ()
+    return tuple((f"checkpoint.{key}_every_steps={factor * every}",) for factor in (10, 100))
+
+
+def _recompute(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
+    """Outputs that the planner keeps because that is faster; on the ssd they are written every step."""
+    keeps = any(stage.kept for stage in prepared.plan.stages)
+    return (("offload.activations=recompute",),) if keeps and prepared.recipe.offload.activations == "auto" else ()
 
 
 def _pins(recipe: Recipe) -> tuple[tuple[str, ...], ...]:

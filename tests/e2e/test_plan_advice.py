@@ -1,0 +1,90 @@
+"""Changes that `fuyou plan` names where a run does not fit or wears a drive out: of the store's kind and of what is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from fuyou_cli.cli.advice import candidates
+
+from .conftest import Project
+from .running import manifest_of
+from .test_plan_command import HERE, Command, NewProject
+from .test_store_room import PLENTY, _planned
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[Project], Command]:
+    return lambda project: Command(capsys, monkeypatch, project.folder)
+
+
+def test_a_store_of_another_kind_fits_the_disk(new_project: NewProject, command: Callable[[Project], Command]) -> None:
+    """Nothing else of the run changes."""
+    snapshots = {"mode": "snapshot", "snapshot_every_steps": 2, "keep_last": 200}
+    fuyou = command(new_project(changes={"checkpoint": snapshots}))
+    whole = fuyou.json("--dry-run")["plan"]["store_size"]
+    limit = f"offload.max_memory.ssd={whole - 1}"
+    shown = fuyou.json("--dry-run", limit, code=3)["changes"]
+    changes = [tuple(change["overrides"]) for change in shown]
+    assert ("checkpoint.mode=redo", "checkpoint.snapshot_every_steps=null") in changes
+    (fewer,) = (change for change in changes if change[0].startswith("checkpoint.keep_last="))
+    assert fewer in (("checkpoint.keep_last=199",), ("checkpoint.keep_last=100",))  # a store is whole stripes
+    for change in shown:
+        assert fuyou.json("--dry-run", limit, *change["overrides"])["plan"]["store_size"] == change["figures"]["store_size"]
+
+
+def test_ways_to_one_extent(new_project: NewProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None where the planner chooses it by itself, or the store is there already."""
+
+    def ways(*changes: str) -> list[tuple[str, ...]]:
+        prepared = _planned(project, monkeypatch, PLENTY, *changes)
+        kinds = candidates(prepared, fits=False)
+        return [step for kind in kinds for step in kind.steps if "checkpoint.mode=redo" in step]
+
+    project = new_project()
+    assert ways() == ways("checkpoint.mode=redo") == []
+    rare = ways("checkpoint.commit_every_steps=10")
+    assert rare == [("checkpoint.mode=redo", "checkpoint.commit_every_steps=1")]
+    snapshots = ways("checkpoint.mode=snapshot", "checkpoint.snapshot_every_steps=2")
+    assert snapshots == [("checkpoint.mode=redo", "checkpoint.snapshot_every_steps=null")]
+    for (way,) in (rare, snapshots):
+        assert _planned(project, monkeypatch, PLENTY, *way).plan.store_mode == "redo"
+
+
+def test_a_saved_run_keeps_its_numbers_and_its_store(stopped: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped.write_recipe({"train.max_steps": manifest_of(stopped).step + 100})
+    prepared = _planned(stopped, monkeypatch, PLENTY)
+    assert prepared.manifest is not None
+    fixed = ("train.", "dataset.", "precision.", "checkpoint.mode", "checkpoint.keep_last")
+    for fits in (True, False):
+        found = [key for kind in candidates(prepared, fits=fits) for step in kind.steps for key in step]
+        assert found and not [key for key in found if key.startswith(fixed)]
+    anew = list(candidates(replace(prepared, manifest=None), fits=False))
+    assert any(key.startswith("train.") for kind in anew for step in kind.steps for key in step)
+
+
+def test_states_in_ram_are_committed_less_often(new_project: NewProject, command: Callable[[Project], Command]) -> None:
+    in_ram = {f"offload.{what}": "cpu" for what in ("weights", "optimizer_states", "gradients", "boundaries")}
+    project = new_project(changes={**HERE, **in_ram, "train.max_steps": 1000})
+    drives = [{"model": "small", "capacity": "1TB", "rated_bytes": "1GB"}]
+    (project.folder / "machine.yaml").write_text(yaml.safe_dump({"parts": "1xgen4,64GiB", "drives": drives}))
+    fuyou = command(project)
+    shown = fuyou.json("--hardware", "machine.yaml")
+    assert shown["wear"] > 0.3
+    rarer = "checkpoint.commit_every_steps=10"
+    assert [rarer] in [change["overrides"] for change in shown["changes"]]
+    again = fuyou.json("--hardware", "machine.yaml", rarer)
+    assert again["wear"] < 0.3 and again["writes"]["steps"] == pytest.approx(shown["writes"]["steps"] / 10, rel=1e-3)
+
+
+def test_outputs_that_are_kept_may_be_computed_again(new_project: NewProject, monkeypatch: pytest.MonkeyPatch) -> None:
+    project = new_project(changes={"train.batch_size": 1024})
+    recompute = ("offload.activations=recompute",)
+
+    def steps(*changes: str) -> list[tuple[str, ...]]:
+        return [step for kind in candidates(_planned(project, monkeypatch, PLENTY, *changes), fits=True) for step in kind.steps]
+
+    assert recompute in steps() and recompute not in steps(*recompute)
