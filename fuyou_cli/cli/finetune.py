@@ -13,9 +13,10 @@ from fuyou_cli.core.units import gb
 
 from . import probe
 from .console import status_console, write_last_result, write_status
+from .introduction import Introduction
 from .others import Others, are_busy
-from .prepared import command_of, prepared_for
-from .room import Room, check_export, check_output, export_folder, plan_problems, room_of
+from .prepared import prepared_for
+from .room import check_output, export_folder
 from .signals import like_ctrl_c
 
 if TYPE_CHECKING:
@@ -37,76 +38,26 @@ def run_finetune(loaded: LoadedRecipe, *, plan_file: Path | None = None, calibra
 def _finetune(loaded: LoadedRecipe, plan_file: Path | None, *, calibrated: bool) -> None:
     from .allocator import settle_allocator
 
-    options: dict[str, Any] = {"calibrated": calibrated}
+    introduction = Introduction(loaded)
+    options: dict[str, Any] = {"calibrated": calibrated, "choose": introduction.choose, "planned": introduction.planned}
     if plan_file is not None:
         from .plan_files import read_plan
 
-        options["choose"] = kept = read_plan(plan_file, loaded.recipe)
+        introduction.given = kept = read_plan(plan_file, loaded.recipe)
         options["micro_batch_size"] = kept.file.plan.numerics.micro_batch_size
     settle_allocator()  # before torch takes its first block
     check_output(loaded.recipe)
     try:
-        prepared = prepared_for(loaded, planned=lambda considered: _refuse_unfit(loaded, considered), **options)
+        prepared = prepared_for(loaded, **options)
     except PlanError as error:
-        error.hint = error.hint or _planned_changes(loaded)
+        error.hint = error.hint or introduction.changes
         raise
-    _introduce(loaded, prepared)
+    introduction.ready(prepared)
     report, source, stopped = _train(prepared)
     _conclude(prepared, report)
     if stopped:
         raise Interrupted("stopped after the last step: the model is not written", hint=_again(source))
     _export(prepared, source)
-
-
-def _refuse_unfit(loaded: LoadedRecipe, prepared: Prepared) -> None:
-    """Shows a plan that does not fit, and ends there: before weights are fetched, and again with rows and all."""
-    check_export(prepared.recipe, prepared.model_dir)
-    room = room_of(prepared)
-    if problems := plan_problems(prepared.plan, room):
-        _show_plan(loaded, prepared, room)
-        raise PlanError(
-            "the run does not fit: " + "; ".join(problems),
-            hint=_planned_changes(loaded),
-        )
-
-
-def _planned_changes(loaded: LoadedRecipe) -> str:
-    """Where they are found: each is planned, which takes a while, and none is named that was not."""
-    return f"`{command_of(loaded, 'plan')}` plans the smallest changes that help"
-
-
-def _show_plan(loaded: LoadedRecipe, prepared: Prepared, room: Room) -> None:
-    from .prepared import facts_of
-    from .render.plan import show_plan
-
-    plan, model, hardware = prepared.plan, prepared.model, prepared.hardware
-    facts = replace(facts_of(loaded, prepared), command="")  # to run it: it runs already
-    show_plan(status_console(), plan, model, hardware, room, verbose=False, facts=facts)
-
-
-def _introduce(loaded: LoadedRecipe, prepared: Prepared) -> None:
-    """The plan, then one decoded sample with its mask."""
-    from .render.sample import show_sample
-
-    _refuse_unfit(loaded, prepared)
-    console = status_console()
-    _show_plan(loaded, prepared, room_of(prepared))
-    rows = prepared.rows
-    assert rows is not None
-    summary = rows.summary
-    formats = ", ".join(f"{Path(path).name}: {name}" for path, name in summary.formats)
-    write_status(
-        f"data: {_some(summary.samples, 'sample')} ({formats}) in {_some(summary.rows, 'row')}, "
-        f"{_some(summary.tokens, 'token')}, {summary.label_tokens:,} learnt from; {summary.truncated:,} truncated, "
-        f"{summary.split:,} split, {summary.dropped:,} dropped, {_some(summary.without_loss, 'row')} without a label left out"
-    )
-    show_sample(console, summary.preview)
-    if prepared.manifest is not None:
-        write_status(f"resuming after step {prepared.manifest.step}: weights, states, schedule and data position")
-
-
-def _some(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def _train(prepared: Prepared) -> tuple[RunReport, Path, bool]:

@@ -203,6 +203,10 @@ def test_what_a_drive_has_written_already_counts(
     show_plan(console, written, model, worn, room, verbose=False, facts=RunFacts(steps=steps))
     assert words in printed()
     assert ("warning" in printed()) == (used >= 0.95)
+    console, asking = printer(160, ascii=True)
+    facts = RunFacts(steps=steps, advice="`fuyou plan` plans changes")
+    show_plan(console, written, model, worn, room, verbose=False, facts=facts)
+    assert ("`fuyou plan` plans changes" in asking()) is not passes
     wear = wear_of(worn, writes_of(written, room, steps=steps))
     assert wear is not None and wear.accepted == passes
     data = plan_json(written, model, worn, room, facts=RunFacts(steps=steps))

@@ -28,7 +28,7 @@ from fuyou_cli.spec.plan import MemoryLine, Plan, StagePlan, Tier
 
 from .memory import TIER_TITLE, show_memory, show_phase_peaks
 from .options import show_changes, show_comparison
-from .step import show_step
+from .step import length, show_step
 from .theme import (
     Symbols,
     column,
@@ -61,6 +61,7 @@ class RunFacts:
     compared: Comparison | None = None
     changes: tuple[Outcome, ...] | None = None  # that help; None where none are needed
     tried: int = 0  # plans made to find them
+    advice: str = ""  # what to do where nobody has looked for such changes
     region: FastRegion | None = None  # of the drives; None where they are not known to slow down
     endings: tuple[Ending, ...] = ()  # before the last step, by limits of the recipe
     step: Timeline | None = None  # with its memory; None where nobody asked for that
@@ -373,19 +374,35 @@ def _worn(console: Console, hardware: HardwareProfile) -> None:
         say(console, Text.assemble(("warning", "bold yellow"), f": {said}"))
 
 
+def show_length(console: Console, plan: Plan, hardware: HardwareProfile, room: Room, facts: RunFacts) -> None:
+    """What the number of steps decides, where that was known after the plan."""
+    rows = length(plan, facts.left, facts.done, facts.region)
+    pairs(console, [*rows, ("wear", _wear(plan, hardware, room, facts))])
+    _endings(console, facts)
+    _wear_warnings(console, plan, hardware, room, facts)
+
+
+def _wear_warnings(console: Console, plan: Plan, hardware: HardwareProfile, room: Room, facts: RunFacts) -> None:
+    wear = wear_of(hardware, written(plan, room, facts))
+    if wear is None:
+        return
+    if wear.run > WORN:
+        drive = "its drive" if len(hardware.drives) == 1 else "one of its drives"
+        warning = f": the run writes {_share(wear.run)} of what {drive} is rated for"
+        say(console, Text.assemble(("warning", "bold yellow"), warning))
+    if wear.after > 1:
+        already = f", {_share(wear.before)} is written already" if wear.before else ""
+        warning = f": the run takes a drive to {_share(wear.after)} of what it is rated for{already}"
+        say(console, Text.assemble(("warning", "bold yellow"), warning))
+    if facts.advice and not wear.accepted:
+        say(console, facts.advice, indent=2)
+
+
 def _verdict(console: Console, plan: Plan, hardware: HardwareProfile, room: Room, facts: RunFacts) -> None:
     console.print()
     _worn(console, hardware)
     problems = plan_problems(plan, room)
-    wear = wear_of(hardware, written(plan, room, facts))
-    if wear is not None and wear.run > WORN:
-        drive = "its drive" if len(hardware.drives) == 1 else "one of its drives"
-        warning = f": the run writes {_share(wear.run)} of what {drive} is rated for"
-        say(console, Text.assemble(("warning", "bold yellow"), warning))
-    if wear is not None and wear.after > 1:
-        already = f", {_share(wear.before)} is written already" if wear.before else ""
-        warning = f": the run takes a drive to {_share(wear.after)} of what it is rated for{already}"
-        say(console, Text.assemble(("warning", "bold yellow"), warning))
+    _wear_warnings(console, plan, hardware, room, facts)
     if not problems:
         margin = f"RAM {gib(plan.predicted.cpu_peak)} of {gib(plan.cpu_budget)}"
         if room.gpu is not None:

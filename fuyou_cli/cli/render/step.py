@@ -38,8 +38,8 @@ def show_step(
     heading(console, "One optimizer step", f"{note}; resources work at the same time")
     _resources(console, plan, model, hardware, shapes)
     say(console, _speed(plan, model, shapes), style="bold", indent=2)
-    length = _length(plan, steps, done, region)
-    pairs(console, [*_parts(plan, shapes), *_drives(plan, steps, region), *length, *_break_even(even)])
+    takes = [*_drives(plan, steps, region), *length(plan, steps, done, region)]
+    pairs(console, [*_parts(plan, shapes), *takes, *_break_even(even)])
 
 
 def _resources(console: Console, plan: Plan, model: ModelSpec, hardware: HardwareProfile, shapes: Symbols) -> None:
@@ -144,7 +144,8 @@ def run_seconds(plan: Plan, steps: int, region: FastRegion | None) -> float:
     return region.seconds(steps) if plan.sustained and region is not None else steps * plan.predicted.step_seconds
 
 
-def _length(plan: Plan, steps: int | None, done: int | None, region: FastRegion | None) -> list[tuple[str, str]]:
+def length(plan: Plan, steps: int | None, done: int | None, region: FastRegion | None) -> list[tuple[str, str]]:
+    """Hours of the steps that are to be done, where their number is known."""
     saved = "" if done is None else f"goes on after step {done:,}; "
     if steps == 0:
         return [("run", f"{saved}no step is left to do")]

@@ -1,0 +1,120 @@
+"""What `fuyou finetune` says before it trains: the plan as soon as there is one, before anything is downloaded or tokenised;
+then a sample of the data, and of the plan what has changed since."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fuyou_cli.core.errors import PlanError
+from fuyou_cli.planner.choice import Choice
+from fuyou_cli.planner.lasting import Choose
+from fuyou_cli.planner.search import search, timed
+from fuyou_cli.planner.wishes import Wishes
+from fuyou_cli.spec.hardware import HardwareProfile
+from fuyou_cli.spec.model import ModelSpec
+from fuyou_cli.spec.plan import Plan
+
+from .console import status_console, write_status
+from .prepared import command_of, facts_of
+from .room import check_export, plan_problems, room_of
+
+if TYPE_CHECKING:
+    from fuyou_cli.recipe.load import LoadedRecipe
+    from fuyou_cli.training.prepare import Prepared
+
+    from .break_even import BreakEven
+
+
+@dataclass(slots=True)
+class Introduction:
+    """Of one run. `given` chooses the plan, where that is no search's business."""
+
+    loaded: LoadedRecipe
+    given: Choose | None = None
+    _choice: Choice | None = None  # of the latest search
+    _shown: Prepared | None = None
+
+    def choose(self, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
+        """The fastest plan, its choice remembered."""
+        if self.given is not None:
+            return self.given(model, hardware, wishes)
+        best = search(model, hardware, wishes).best
+        self._choice = best.choice
+        return timed(best, model, hardware)
+
+    def planned(self, prepared: Prepared) -> None:
+        """Shows the plan, and ends there where it does not fit. A saved run has fetched what it needs, and may be refused for
+        that yet: its plan is shown once it is not."""
+        self._refuse_unfit(prepared)
+        if prepared.manifest is None:
+            self._show(prepared)
+
+    def ready(self, prepared: Prepared) -> None:
+        """The same for what is run, then one decoded sample with its mask."""
+        from .render.sample import show_sample
+
+        self._refuse_unfit(prepared)
+        if self._shown is None or not _alike(self._shown.plan, prepared.plan):
+            self._show(prepared)
+        elif self._shown.total_steps != prepared.total_steps:  # the data decided
+            self._show_length(prepared)
+        assert prepared.rows is not None
+        summary = prepared.rows.summary
+        formats = ", ".join(f"{Path(path).name}: {name}" for path, name in summary.formats)
+        write_status(
+            f"data: {_some(summary.samples, 'sample')} ({formats}) in {_some(summary.rows, 'row')}, "
+            f"{_some(summary.tokens, 'token')}, {summary.label_tokens:,} learnt from; {summary.truncated:,} truncated, "
+            f"{summary.split:,} split, {summary.dropped:,} dropped, "
+            f"{_some(summary.without_loss, 'row')} without a label left out"
+        )
+        show_sample(status_console(), summary.preview)
+        if prepared.manifest is not None:
+            write_status(f"resuming after step {prepared.manifest.step}: weights, states, schedule and data position")
+
+    @property
+    def changes(self) -> str:
+        """Where changes that help are found: each is planned, which takes a while, and none is named that was not."""
+        return f"`{command_of(self.loaded, 'plan')}` plans the smallest changes that help"
+
+    def _refuse_unfit(self, prepared: Prepared) -> None:
+        """Shows a plan that does not fit, and ends there: before weights are fetched, and again with rows and all."""
+        check_export(prepared.recipe, prepared.model_dir)
+        if problems := plan_problems(prepared.plan, room_of(prepared)):
+            self._show(prepared)
+            raise PlanError("the run does not fit: " + "; ".join(problems), hint=self.changes)
+
+    def _show(self, prepared: Prepared) -> None:
+        from .render.plan import show_plan
+
+        self._shown, room = prepared, room_of(prepared)
+        plan, model, hardware = prepared.plan, prepared.model, prepared.hardware
+        even = None if plan_problems(plan, room) else self._break_even(prepared)
+        facts = replace(facts_of(self.loaded, prepared), command="", even=even, advice=self.changes)  # it runs already
+        show_plan(status_console(), plan, model, hardware, room, verbose=False, facts=facts)
+
+    def _break_even(self, prepared: Prepared) -> BreakEven | None:
+        """Nothing of a plan from a file, which was shown with it, nor of a saved run, whose batch is what it is."""
+        from .break_even import break_even
+        from .planning import Elsewise
+
+        if self._choice is None or prepared.manifest is not None:
+            return None
+        return break_even(Elsewise(loaded=self.loaded, prepared=prepared, described=False), self._choice)
+
+    def _show_length(self, prepared: Prepared) -> None:
+        from .render.plan import show_length
+
+        facts = replace(facts_of(self.loaded, prepared), command="", advice=self.changes)
+        show_length(status_console(), prepared.plan, prepared.hardware, room_of(prepared), facts)
+
+
+def _alike(one: Plan, other: Plan) -> bool:
+    """Whether they do the same, whatever the process had grown to by then."""
+    same: dict[str, Any] = {"memory": (), "predicted": other.predicted, "cpu_budget": other.cpu_budget}
+    return replace(one, **same) == replace(other, memory=())
+
+
+def _some(number: int, what: str) -> str:
+    return f"{number:,} {what}{'s' * (number != 1)}"
