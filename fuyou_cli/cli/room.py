@@ -34,17 +34,12 @@ class Room:
 
     gpu: int | None
     ssd: int | None  # offload.max_memory.ssd: of the store
+    store: int  # that it could have on its disks: free or its own already, and allowed
     disks: tuple[FileSystem, ...]  # where store and export go
     ram: int | None = None  # that this process can have now, whatever its budget says
     ram_total: int | None = None  # that it could ever have: of the machine or its control group
     pinnable: int | None = None  # of host memory, by the driver of a GPU
     pinnable_why: str = ""
-
-    @property
-    def store(self) -> int:
-        """Bytes the store could have: free or its own already, and allowed."""
-        there = sum(disk.free + disk.held for disk in self.disks if "the store" in disk.what)
-        return there if self.ssd is None else min(there, self.ssd)
 
 
 def room_of(prepared: Prepared, *, described: bool = False) -> Room:
@@ -62,12 +57,17 @@ def room_of(prepared: Prepared, *, described: bool = False) -> Room:
     return Room(
         gpu=gpu_limit(recipe, prepared.hardware),
         ssd=_ssd_limit(recipe, paths),
+        store=store_room(recipe, prepared.hardware, *_places(prepared)),
         ram=prepared.hardware.ram_available,
         ram_total=prepared.hardware.ram_total,
         pinnable=prepared.hardware.pinnable or None,
         pinnable_why=prepared.hardware.pinnable_why,
         disks=tuple(file_systems(files, probe.free_space)),
     )
+
+
+def _places(prepared: Prepared) -> tuple[tuple[Path, ...], Path, int]:
+    return prepared.directories, prepared.model_dir, prepared.plan.predicted.export_bytes
 
 
 def store_room(
@@ -118,6 +118,7 @@ def _described_room(prepared: Prepared) -> Room:
     return Room(
         gpu=gpu_limit(recipe, hardware),
         ssd=_described_ssd_limit(recipe, hardware),
+        store=described_store_room(recipe, hardware, *_places(prepared)),
         ram=hardware.ram_available,
         ram_total=hardware.ram_total,
         pinnable=hardware.pinnable or None,

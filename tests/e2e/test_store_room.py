@@ -6,11 +6,13 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fuyou_cli.cli import probe
+from fuyou_cli.cli import room as room_module
 from fuyou_cli.cli.profile import assumed_hardware, described
 from fuyou_cli.cli.room import described_store_room, plan_problems, room_of, store_room
 from fuyou_cli.recipe.load import load_recipe
@@ -80,6 +82,22 @@ def test_files_on_one_disk_share_it(new_project: NewProject, monkeypatch: pytest
     assert room() == 8 << 20 and room("offload.max_memory.ssd=1TB") == 8 << 20
     monkeypatch.setattr(probe, "free_space", lambda path: 0)
     assert room("export.at_end=true") == 1 << 20
+
+
+def test_what_is_shown_as_available_is_what_the_search_went_by(
+    new_project: NewProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The export is left out, and of two drives twice what the fuller one has."""
+    project = new_project()
+    prepared = _planned(project, monkeypatch, PLENTY)
+    assert room_of(prepared).store == PLENTY - prepared.plan.predicted.export_bytes
+    assert room_of(replace(prepared, hardware=described("2xgen4,64GiB")), described=True).store < 4 * 10**12
+    monkeypatch.chdir(project.folder)
+    both = _planned(new_project("both", {"offload.dir": ["a", "b"], "export.at_end": False}), monkeypatch, PLENTY)
+    devices = {folder: SimpleNamespace(st_dev=number) for number, folder in enumerate(both.directories)}
+    monkeypatch.setattr(room_module, "existing", lambda path: SimpleNamespace(stat=lambda: devices[path.parent]))
+    monkeypatch.setattr(probe, "free_space", lambda path: 4 * 10**12 if path == both.directories[0] else 5 * 10**11)
+    assert room_of(both).store == 10**12
 
 
 def test_a_described_machine_has_what_its_drives_have(new_project: NewProject) -> None:

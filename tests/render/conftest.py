@@ -90,7 +90,7 @@ def hardware() -> HardwareProfile:
 @pytest.fixture
 def room() -> Room:
     """One file system with 80 GB free for store and export; no device memory."""
-    return Room(gpu=None, ssd=None, disks=(disk(free=80 * 10**9),))
+    return Room(gpu=None, ssd=None, store=80 * 10**9, disks=(disk(free=80 * 10**9),))
 
 
 def disk(*, free: int, held: int = 0) -> FileSystem:

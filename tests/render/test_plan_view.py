@@ -125,7 +125,7 @@ def test_what_does_not_fit_is_said_in_words(
     printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room
 ) -> None:
     small = replace(plan, cpu_budget=GiB)
-    tight = replace(room, disks=(disk(free=10 * 10**9),), ssd=20 * 10**9)
+    tight = replace(room, disks=(disk(free=10 * 10**9),), ssd=20 * 10**9, store=10 * 10**9)
     problems = plan_problems(small, tight)
     assert problems == [
         "train needs 1.84 GiB of RAM, 860 MiB more than its budget (over it too: save)",
