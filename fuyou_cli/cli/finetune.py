@@ -92,14 +92,14 @@ def _train(prepared: Prepared) -> tuple[RunReport, Path, bool]:
             before = run.daemon.counters()
             others = Others()
             _steps(prepared, run, log)
-            report = _beside_plan(prepared, run.report(), others.cores())
+            report = _beside_plan(prepared, run.report(), others.cores(), gpu_peak=_gpu_peak(run))
             if log is not None and not _waits_for_export(prepared, run):
                 moved = _moved(before, run.daemon.counters())
                 _end_log(log, {**moved, "saved_bytes": run.saver.saved_bytes, "compared": as_records(report.compared)})
         return report, run.paths[0].parent, _waits_for_export(prepared, run)
 
 
-def _beside_plan(prepared: Prepared, report: RunReport, others_cores: float) -> RunReport:
+def _beside_plan(prepared: Prepared, report: RunReport, others_cores: float, *, gpu_peak: int) -> RunReport:
     """With the plan's step simulated once more, for what it says of every resource. What that shows of the machine is kept
     for the plans to come that ask for it, unless others used some of it meanwhile."""
     from fuyou_cli.planner.schedule import plan_schedule
@@ -117,7 +117,12 @@ def _beside_plan(prepared: Prepared, report: RunReport, others_cores: float) -> 
     if shown is not None:
         keep_corrected(shown, *prepared.directories, instead_of=hardware)
     assumed = hardware.measured == "assumed"
-    return replace(report, compared=compared(report, plan, step), assumed=assumed)
+    return replace(report, compared=compared(report, plan, step, gpu_peak=gpu_peak), assumed=assumed)
+
+
+def _gpu_peak(run: Run) -> int:
+    """0 of other devices: an emulated one does not know what of its memory was given back."""
+    return run.device.peak_memory() if run.prepared.plan.device == "cuda" else 0
 
 
 def _waits_for_export(prepared: Prepared, run: Run) -> bool:

@@ -31,7 +31,7 @@ _DEPENDS = (
     "checkpoint.mode", "checkpoint.commit_every_steps",
     "checkpoint.snapshot_every_steps", "checkpoint.keep_last", "export.at_end", "export.dtype",
 )  # fmt: skip
-_FOLDERS = ("offload.dir", "offload.ssd_write_limit")
+_NOT_OF_A_PLAN = ("offload.dir", "offload.ssd_write_limit", "offload.verify_reads")
 _AGAIN = "make the plan again: fuyou plan RECIPE -o FILE"
 
 
@@ -52,7 +52,7 @@ def recipe_keys(recipe: Recipe) -> dict[str, str]:
 
 
 def _depends(key: str) -> bool:
-    return key not in _FOLDERS and any(key == name or key.startswith(f"{name}.") for name in _DEPENDS)
+    return key not in _NOT_OF_A_PLAN and any(key == name or key.startswith(f"{name}.") for name in _DEPENDS)
 
 
 def check_target(path: Path) -> None:

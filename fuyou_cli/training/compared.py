@@ -12,12 +12,14 @@ _LEAST_WAIT = 1e-3  # seconds per step: a shorter wait on both sides is no line
 _RESOURCES = ("compute", "update", "ssd read", "ssd write", "h2d", "d2h")
 
 
-def compared(report: RunReport, plan: Plan, step: Timeline) -> tuple[Compared, ...]:
+def compared(report: RunReport, plan: Plan, step: Timeline, *, gpu_peak: int = 0) -> tuple[Compared, ...]:
     """Of one step (medians of the measured ones), and of the whole run's memory. `step` is the plan's, simulated. A resource's
-    seconds are, of both, those in which something of it was under way, at whatever rate."""
+    seconds are, of both, those in which something of it was under way, at whatever rate. `gpu_peak`: measured, of a device with
+    memory of its own."""
     predicted = plan.predicted
     lines = [
         _line("peak RAM", "bytes", predicted.cpu_peak, report.ram_peak),
+        *([_line("peak GPU memory", "bytes", predicted.gpu_peak, gpu_peak)] if gpu_peak else []),
         _line("step", "seconds", predicted.step_seconds, report.step_seconds),
     ]
     promised = step.under_way

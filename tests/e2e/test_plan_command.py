@@ -14,6 +14,7 @@ import yaml
 
 from fuyou_cli.cli.app import main
 from fuyou_cli.cli.machine import keep
+from fuyou_cli.cli.plan_files import recipe_keys
 from fuyou_cli.cli.probing import _measured
 from fuyou_cli.cli.profile import assumed_hardware
 from fuyou_cli.core.units import GiB
@@ -258,6 +259,11 @@ def test_how_long_the_epochs_are(new_project: NewProject, command: Callable[[Pro
     (bare / "config.json").write_text((project.materials / "model" / "config.json").read_text())
     code, out, err = fuyou("plan", "recipe.yaml", "--hardware", MACHINE, f"model.name_or_path={bare}")
     assert code == 0 and "note: how many steps the epochs take is not known" in err and "1,000 steps" in out
+
+
+def test_how_reads_are_checked_is_no_part_of_a_plan(new_project: NewProject) -> None:
+    recipe = new_project().recipe
+    assert recipe_keys(load_recipe(recipe, ["offload.verify_reads=false"]).recipe) == recipe_keys(load_recipe(recipe).recipe)
 
 
 @pytest.mark.parametrize("content", ["model: {name_or_path: m}\n", '{"text": "a row"}\n'])

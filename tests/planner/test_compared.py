@@ -93,6 +93,18 @@ def test_a_run_just_as_planned_differs_in_nothing(disk: float, clip: float | Non
     assert all(seconds <= timeline.step_seconds * (1 + 1e-9) for seconds in timeline.under_way.values())
 
 
+def test_memory_of_a_device_stands_beside_the_plan_where_it_has_its_own(promised: tuple[Plan, Timeline]) -> None:
+    plan, timeline = promised
+    plan = replace(plan, predicted=replace(plan.predicted, gpu_peak=3 << 30))
+    report = run_report(
+        collected([step(1), step(2)]), losses=[1.0], plan=plan, parameters=10, seconds=9.0, ram_peak=1 << 29,
+        written_total=200, output_dir="out",
+    )  # fmt: skip
+    (line,) = (line for line in compared(report, plan, timeline, gpu_peak=2 << 30) if line.what == "peak GPU memory")
+    assert (line.unit, line.predicted, line.measured) == ("bytes", 3 << 30, 2 << 30)
+    assert "peak GPU memory" not in {line.what for line in compared(report, plan, timeline)}
+
+
 def test_what_was_not_predicted_has_no_share(promised: tuple[Plan, Timeline]) -> None:
     timeline = promised[1]
     found = lines(promised, step(1), step(2, stalls={"a comet": 1.0}))

@@ -348,6 +348,17 @@ def test_json_keeps_bytes_whole(plan: Plan, model: ModelSpec, hardware: Hardware
     assert data["plan"]["predicted"]["written_by"]["states"] == 11_000_000_000
     assert data["hardware"]["store_read_mixed"] == 1.2e9
     assert len(data["plan"]["stages"]) == data["model"]["stages"] == 25
+    assert data["changes"] is None and data["tried"] is None
+
+
+def test_json_has_every_limit_and_how_much_was_tried(
+    plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room
+) -> None:
+    bound = replace(room, ssd=1, ram=2, ram_total=3, pinnable=4, pinnable_why="WSL")
+    data = json.loads(json.dumps(plan_json(plan, model, hardware, bound, facts=RunFacts(changes=(), tried=17))))
+    limits = {key: data["room"][key] for key in ("ssd", "ram", "ram_total", "pinnable", "pinnable_why")}
+    assert limits == {"ssd": 1, "ram": 2, "ram_total": 3, "pinnable": 4, "pinnable_why": "WSL"}
+    assert (data["changes"], data["tried"]) == ([], 17)
 
 
 def test_a_cut_vocabulary_is_said_and_its_pieces_are_one_line(

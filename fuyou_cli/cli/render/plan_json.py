@@ -67,6 +67,7 @@ def plan_json(plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Roo
         "break_even": _break_even(facts.even),
         "compared": None if facts.compared is None else _compared(facts.compared),
         "changes": None if facts.changes is None else _changes(facts.changes),
+        "tried": None if facts.changes is None else facts.tried,
         "plan": asdict(plan),
     }
 
@@ -86,7 +87,12 @@ def _region(region: FastRegion, plan: Plan) -> dict[str, object]:
 def _room(room: Room) -> dict[str, object]:
     return {
         "gpu": room.gpu,
+        "ssd": room.ssd,
         "store": room.store,
+        "ram": room.ram,
+        "ram_total": room.ram_total,
+        "pinnable": room.pinnable,
+        "pinnable_why": room.pinnable_why,
         "disks": [
             {"folders": [str(folder) for folder in disk.folders], "what": list(disk.what)}
             | {"wanted": disk.wanted, "held": disk.held, "free": disk.free}

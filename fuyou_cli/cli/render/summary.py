@@ -42,7 +42,7 @@ def _compared(console: Console, report: RunReport) -> None:
     for title in ("predicted", "measured", "difference"):
         column(content, title, right=True)
     for line in report.compared:
-        shown = gib if line.what == "peak RAM" else gb if line.unit == "bytes" else brief
+        shown = gib if line.what.startswith("peak ") else gb if line.unit == "bytes" else brief
         content.add_row(Text(line.what), shown(line.predicted), shown(line.measured), _difference(line))
     show(console, content, indent=2)
     over = report.ram_peak > report.ram_budget
