@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -62,10 +62,10 @@ class Prepared:
     sampler: Sampler | None
     checkpoint: Checkpoint | None
     entries: Mapping[str, TensorEntry]
-    stored_as: Mapping[str, str]  # names of the model's tensors in its checkpoint
     directories: tuple[Path, ...]  # one folder of this run per striped directory
     manifest: Manifest | None  # of a stopped run to resume
     fingerprints: dict[str, str]
+    stored_as: Mapping[str, str] = field(default_factory=dict)  # names of the model's tensors in its checkpoint
     refusal: str | None = None  # why the model cannot be trained yet; only ever when planning
     outline: Outlined | None = None  # the stages before the vocabulary is cut
     epoch_rows: int | None = None  # where they had to be counted for a plan
@@ -150,7 +150,6 @@ def prepare(
         sampler=None,
         checkpoint=None,
         entries={},
-        stored_as={},
         directories=directories,
         manifest=manifest,
         fingerprints={},

@@ -170,11 +170,14 @@ def test_other_weights_of_the_same_shapes_are_refused_before_the_plan_is_shown(s
 
 
 @pytest.mark.timeout(60)
-def test_a_run_saved_before_a_mark_was_kept_goes_on(stopped: Project) -> None:
+def test_a_state_without_a_mark_is_nobodys(stopped: Project) -> None:
     stopped.write_recipe({"train.max_steps": STEPS})
     saved = manifest_of(stopped)
     without = {name: value for name, value in saved.fingerprints.items() if name != "weights"}
-    check_unchanged_run(replace(saved, fingerprints=without), prepared_run(stopped).fingerprints, total_steps=STEPS)
+    marks = prepared_run(stopped).fingerprints
+    check_unchanged_run(saved, marks, total_steps=STEPS)
+    with pytest.raises(UsageError, match="the weights it began with"):
+        check_unchanged_run(replace(saved, fingerprints=without), marks, total_steps=STEPS)
 
 
 @pytest.mark.timeout(60)
