@@ -141,6 +141,11 @@ def _check_run(file: files.PlanFile, model: ModelSpec, wishes: Wishes) -> None:
             raise UsageError(f"plan.numerics.{field.name} is {planned!r}, the run computes with {asked!r}")
     if file.plan.device != wishes.device:
         raise UsageError(f"plan.device is {file.plan.device}, the run computes on {wishes.device}")
+    if file.plan.store_mode != wishes.store_mode:
+        raise UsageError(
+            f"plan.store_mode is {file.plan.store_mode}; by what the disks have free, or by what is saved, the run has "
+            f"{wishes.store_mode}"
+        )
     io = file.plan.io  # before the spans, all of which shift with what the daemon's chunks take
     if io.update_threads != wishes.update_threads:
         raise UsageError(

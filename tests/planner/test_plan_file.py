@@ -181,6 +181,8 @@ def test_a_plan_for_something_else_is_refused_by_name() -> None:
         chosen(TEXT, replace(ASKED, clip_grad_norm=1.0))
     with pytest.raises(UsageError, match=r"plan\.io\.block_size is 1048576, the run uses 4096"):
         chosen(TEXT, replace(ASKED, block_size=4096))
+    with pytest.raises(UsageError, match=r"plan\.store_mode is in_place; by what the disks have free"):
+        chosen(TEXT, replace(ASKED, store_mode="redo", gradients="ssd"))
 
 
 def test_a_machine_measured_anew_may_have_other_update_threads() -> None:
