@@ -80,14 +80,16 @@ class Trace:
         """How many were done so far."""
         return self._header()[4]
 
-    def calls(self, *, first: int = 0) -> list[Call]:
-        """Those that have begun, from number `first` on, in the order in which they began to be written down."""
-        capacity, _, count, names_count, _ = self._header()
+    def calls(self, *, last: int | None = None) -> list[Call]:
+        """Those that have begun, or the last so many of them, in the order in which they began to be written down."""
+        capacity, _, count, _, _ = self._header()
         if count > capacity:
             raise RuntimeError(f"{count} calls, and room for {capacity}")
         with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            texts = [_name(mapped, number) for number in range(names_count)]
+            first = 0 if last is None else max(0, count - last)
             records = np.frombuffer(mapped, dtype=_RECORD, count=count, offset=_RECORDS_AT)[first:].copy()
+            names_count = self._header()[3]  # asked last: a call that was begun meanwhile may be of a new file
+            texts = [_name(mapped, number) for number in range(names_count)]
         return [_call(record, texts) for record in records if record["begin"]]
 
     def _header(self) -> tuple[int, int, int, int, int]:
