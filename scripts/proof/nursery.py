@@ -55,14 +55,16 @@ class Child:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """The child, and what it has started."""
-        with suppress(ProcessLookupError):
+        """The child, and what it has started; the child alone where it has just begun and leads no group yet."""
+        try:
             os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            self.send(signal.SIGKILL)
 
     def wait(self) -> Ended:
         assert self._parent.stdout is not None
-        self.waited = True
         code = int(self._parent.stdout.readline())
+        self.waited = True
         seconds = time.monotonic() - self._began
         out, err = (path.read_text(encoding="utf-8", errors="replace") for path in (self._out, self._err))
         return Ended(code=code, out=out, err=err, seconds=seconds)
@@ -78,7 +80,7 @@ class Nursery:
         self._folder, self._environment, self._under = folder, dict(environment), under
         self._parent = subprocess.Popen(  # without a buffer, so that what can be read is seen to be there
             [sys.executable, str(_PARENT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, cwd=folder,
-            env=self._environment,
+            env=self._environment, start_new_session=True,  # Ctrl-C is for who asked: this one ends when its input does
         )  # fmt: skip
         assert self._parent.stdout is not None
         if self._parent.stdout.readline() != b"ready\n":
@@ -112,5 +114,7 @@ class Nursery:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         assert self._parent.stdin is not None
+        if self._child is not None and not self._child.waited:  # interrupted: the next proof wants the folder to itself
+            self._child.kill()
         self._parent.stdin.close()
         self._parent.wait(timeout=60)
