@@ -2,15 +2,20 @@
 
 A run of some sixty tiny steps is killed at moments drawn from its first byte in the store to its end, gone on with, killed
 again, and so on to its end. What it ends with must be what a run ends with that nobody killed: every extent's sum, the losses
-and the export. After each kill the newest manifest must be at least as new as the last whose folder had been flushed by then.
+and the export. After each kill the newest manifest must be at least as new as the last whose folder had been flushed by then,
+and no run may find it damaged and go back behind it.
+
+What io_uring does no log of calls sees. Runs with it are killed all the same: after each kill the newest manifest must be at
+least as new as the one that was found on the disk just before it, and every extent that it names as it was written.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import random
-import re
+import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,11 +25,19 @@ from typing import Any, BinaryIO
 
 import yaml
 
+from fuyou_cli.cli.drives import io_uring_refusal
+from fuyou_cli.core.units import MiB
+from fuyou_cli.spec.plan import Span
+from fuyou_cli.swap.kernels import has_io_uring
 from fuyou_cli.training import losses as loss_files
 from fuyou_cli.training import manifest as manifests
+from fuyou_cli.training.at_rest import at_rest
 from fuyou_cli.training.manifest import Manifest
+from fuyou_cli.training.parts import part_size
+from fuyou_cli.training.storage import STORE_FILE
+from fuyou_cli.training.verify import Damage, damages
 
-from .nursery import Child, Nursery
+from .nursery import Child, Ended, Nursery
 from .rows import model_folder, own_text
 from .runs import child_environment
 from .shim import Call, Trace, build, namings, preloaded
@@ -32,20 +45,35 @@ from .shim import Call, Trace, build, namings, preloaded
 STEPS = 60
 _ROWS = 48
 _PATIENCE = 120.0  # seconds for one run
+_LOOKS = (0, 1, 1, 1, 1, 2, 2, 3, 5)  # times that a run is seen within a commit or an update before it is killed; one is drawn
+_LOOK, _LOOKED_AT = 0.001, 300  # seconds from one look to the next; the last calls of a trace, which are soon read
+_WINDOW = 8 * MiB  # of memory, to read extents with
 IN_RAM = {f"offload.{kind}": "cpu" for kind in ("weights", "optimizer_states", "gradients", "boundaries")}
 UNCLIPPED = {"train.clip_grad_norm": None}
 ANY_LENGTH = {"lr_scheduler.name": "constant", "lr_scheduler.warmup_steps": 0}  # a stopped run may be made longer
+TWO_FOLDERS = {"offload.dir": ["{folder}/first", "{folder}/second"]}  # {folder}: the recipe's own
+# Two layers have a spare place each, and no update waits for another. Of a vocabulary that is cut into many stages some do, and
+# a step is durable by its gradients while others have been updated: what redo is about.
+REDO = {"checkpoint.mode": "redo", "train.head_chunk_vocab": 512}
+SNAPSHOTS = {"checkpoint.mode": "snapshot", "checkpoint.snapshot_every_steps": 2}
+_BACKEND = "offload.io.backend"
+_IO_URING = {_BACKEND: "io_uring"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "in_place, on the ssd, clipped": {},
     "in_place, on the ssd, half deferred": {**UNCLIPPED, "offload.defer_updates": 0.5},
     "in_place, in RAM": {**IN_RAM, **UNCLIPPED},
     "in_place, every third step": {**UNCLIPPED, "checkpoint.commit_every_steps": 3},
-    "redo, on the ssd, clipped": {"checkpoint.mode": "redo"},
-    "redo, in RAM": {**UNCLIPPED, "checkpoint.mode": "redo", "offload.weights": "cpu", "offload.optimizer_states": "cpu"},
-    "snapshot, every second step": {"checkpoint.mode": "snapshot", "checkpoint.snapshot_every_steps": 2},
+    "in_place, over two folders": TWO_FOLDERS,
+    "redo, on the ssd, clipped": REDO,
+    "redo, in RAM": {**UNCLIPPED, **REDO, "offload.weights": "cpu", "offload.optimizer_states": "cpu"},
+    "snapshot, every second step": SNAPSHOTS,
+    "in_place, io_uring": _IO_URING,
+    "redo, io_uring": {**REDO, **_IO_URING},
+    "snapshot, io_uring": {**SNAPSHOTS, **_IO_URING},
 }
-IN_CI = ("in_place, in RAM", "redo, on the ssd, clipped")
 _MANIFEST_WRITTEN = ".manifest.new"  # before it is renamed
+# Said where the newest state is not whole.
+_FELL_BACK = ("going back to the state after step", "; going on from the state after step")
 
 
 class Lost(Exception):
@@ -61,6 +89,16 @@ class Ending:
     export: tuple[tuple[str, str], ...]  # file, digest
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Whole:
+    """A run nobody killed: its end, the seconds from its first byte in the store, and how much of each of the store's files
+    holds extents (not known of one without a trace)."""
+
+    end: Ending
+    seconds: float
+    durable: int = 0
+
+
 @dataclass(kw_only=True, slots=True)
 class Tally:
     """Kills so far, those within a commit or an update, and whole runs compared."""
@@ -68,6 +106,7 @@ class Tally:
     kills: int = 0
     within: int = 0
     runs: int = 0
+    held: float = 0.0  # seconds that a killed run's store was still locked, at most; looked at without a trace
     steps: list[int] = field(default_factory=list)  # that were committed when a run was killed
 
 
@@ -80,7 +119,7 @@ class Place:
         self.traces = 0
 
     def recipe(self, name: str, changes: Mapping[str, Any], *, steps: int = STEPS) -> Path:
-        """Written to a folder of its own."""
+        """Written to a folder of its own, which `{folder}` in a list of folders stands for."""
         folder = self.folder / name
         folder.mkdir(parents=True, exist_ok=True)
         content: dict[str, Any] = {
@@ -103,7 +142,8 @@ class Place:
             target = content
             for section in sections:
                 target = target.setdefault(section, {})
-            target[last] = value
+            is_list = isinstance(value, list)
+            target[last] = [text.replace("{folder}", str(folder)) for text in value] if is_list else value
         path = folder / "recipe.yaml"
         path.write_text(yaml.safe_dump(content), encoding="utf-8")
         return path
@@ -139,6 +179,16 @@ def placed(folder: Path, *, under: Path | None = None) -> Iterator[Place]:
         yield Place(folder, nursery, environment, model, text)
 
 
+def is_unseen(changes: Mapping[str, Any]) -> bool:
+    """Whether its I/O passes by the log of calls."""
+    return bool(changes.get(_BACKEND) == "io_uring")
+
+
+def no_io_uring() -> str:
+    """Why no run can use it here, empty where one can."""
+    return (io_uring_refusal() or "") if has_io_uring() else "the extension was built without it"
+
+
 def store_of(recipe: Path) -> Path:
     """The folder of the run's one manifest."""
     (found,) = recipe.parent.rglob(manifests.NAME)
@@ -146,15 +196,29 @@ def store_of(recipe: Path) -> Path:
 
 
 def finished(place: Place, recipe: Path, *, trace: Trace | None = None) -> Ending:
-    """Runs to the end."""
-    child = place.begin("finetune", recipe, trace=trace)
+    """Runs to the end, from the newest state there is."""
+    return _ended(place.begin("finetune", recipe, trace=trace), recipe)
+
+
+def _ended(child: Child, recipe: Path) -> Ending:
+    """Of a run that comes to its end."""
     if not child.is_over(_PATIENCE):
         child.kill()
         raise Lost(f"{recipe}: not over after {_PATIENCE:g} s\n{child.wait().text}")
-    end = child.wait()
+    _check_ended(child.wait(), recipe)
+    return ending(recipe)
+
+
+def _check_ended(end: Ended, recipe: Path) -> None:
     if end.code != 0:
         raise Lost(f"{recipe}: exit code {end.code}\n{end.text}")
-    return ending(recipe)
+    check_went_on(end, recipe)
+
+
+def check_went_on(end: Ended, what: Path | str) -> None:
+    """A run that goes back to the state before ends well too, and has lost what was committed."""
+    if any(words in end.text for words in _FELL_BACK):
+        raise Lost(f"{what}: the newest state was not whole\n{end.text}")
 
 
 def ending(recipe: Path) -> Ending:
@@ -187,12 +251,19 @@ def compare(ours: Ending, theirs: Ending, what: str) -> None:
         raise Lost(f"{what}: another export")
 
 
+def damaged(store: Path) -> tuple[tuple[Damage, ...], tuple[Damage, ...]]:
+    """Of the newest committed state, and of the one named before it: redo may have named the same step twice."""
+    window = Span(offset=0, size=_WINDOW)
+    with at_rest(store, arena_size=_WINDOW) as opened:
+        older = manifests.read(store, manifests.BEFORE)
+        states = (opened.manifest, older if older is not None and older.run == opened.manifest.run else None)
+        newest, before = (
+            tuple(damages(state, opened.daemon, opened.arena, window)) if state is not None else () for state in states
+        )
+    return newest, before
+
+
 # ---- one kill --------------------------------------------------------------------------------------------------------
-
-
-def durable_size(saved: Manifest) -> int:
-    """Bytes of the store that hold extents, of both generations; the very last may count as what one step needs."""
-    return max((extent.offset + extent.size for stage in saved.stages for _, extent in stage.extents()), default=0)
 
 
 def first_store_byte(trace: Trace) -> Call | None:
@@ -200,7 +271,7 @@ def first_store_byte(trace: Trace) -> Call | None:
 
 
 def _is_store_write(call: Call) -> bool:
-    return call.what == "write" and call.file.endswith("store.bin")
+    return call.what == "write" and call.file.endswith(STORE_FILE)
 
 
 def is_within(calls: list[Call], durable: int) -> bool:
@@ -210,70 +281,128 @@ def is_within(calls: list[Call], durable: int) -> bool:
     return any(_is_store_write(call) and call.offset < durable and call.begin > named for call in calls)
 
 
-def killed(
-    place: Place, recipe: Path, seconds: float, tally: Tally, durable: int, *, words: tuple[str, ...] = ("finetune",)
-) -> bool:
-    """Kills a run so many seconds after its first byte in the store. False: it was over before."""
-    trace = place.trace(recipe.parent)
-    child = place.begin(*words, recipe, trace=trace)
-    begun = time.monotonic()
-    while first_store_byte(trace) is None:
+def _writing(place: Place, recipe: Path, trace: Trace | None) -> Child | None:
+    """A run that has begun to write to its store; None: it was over before."""
+    before = _touched(recipe)
+    child, begun = place.begin("finetune", recipe, trace=trace), time.monotonic()
+    while (first_store_byte(trace) is None) if trace is not None else (_touched(recipe) == before):
         if child.is_over():
-            _check_ended(child, recipe)
-            return False
+            _check_ended(child.wait(), recipe)
+            return None
         if time.monotonic() - begun > _PATIENCE:
             child.kill()
             raise Lost(f"{recipe}: nothing was written\n{child.wait().text}")
         time.sleep(0.001)
-    if child.is_over(seconds):
-        _check_ended(child, recipe)
+    return child
+
+
+def _touched(recipe: Path) -> list[tuple[Path, int]]:
+    """The file of the store, once there is one, and its time. Nothing else is looked through: an export renames folders."""
+    return [(path, path.stat().st_mtime_ns) for path in (recipe.parent / "out").glob(f"store/*/{STORE_FILE}")]
+
+
+def killed(
+    place: Place, recipe: Path, seconds: float, tally: Tally, durable: int, *, unseen: bool = False, looks: int = 0
+) -> bool:
+    """Kills a run so many seconds after its first byte in the store. False: it was over before. `unseen`: without a trace;
+    `looks`: the trace must have shown it within a commit or an update so often since."""
+    trace = None if unseen else place.trace(recipe.parent)
+    child = _writing(place, recipe, trace)
+    if child is None:
         return False
-    child.kill()
+    is_over = child.is_over(seconds)
+    while trace is not None and looks > 0 and not is_over:
+        looks -= is_within(trace.calls(last=_LOOKED_AT), durable)
+        is_over = child.is_over(_LOOK)
+    least = _step_in(_touched(recipe)[0][0].parent) if unseen else None
+    if not is_over:
+        child.kill()
     end = child.wait()
-    if end.code != -9:
-        raise Lost(f"{recipe}: exit code {end.code} instead of being killed\n{end.text}")
-    calls = trace.calls()
+    if end.code != -9:  # it may have ended just before
+        _check_ended(end, recipe)
+        return False
+    check_went_on(end, recipe)
     tally.kills += 1
-    tally.within += is_within(calls, durable)
-    check_kept(recipe, calls, place.manifests, tally)
+    if trace is None:
+        _check_whole(recipe, least, tally)
+    else:
+        calls = trace.calls()
+        tally.within += is_within(calls, durable)
+        check_kept(recipe, calls, place.manifests, tally)
     return True
 
 
-def _check_ended(child: Child, recipe: Path) -> None:
-    end = child.wait()
-    if end.code != 0:
-        raise Lost(f"{recipe}: exit code {end.code}\n{end.text}")
-
-
-def _step_of(recipe: Path) -> int | None:
+def step_of(recipe: Path) -> int | None:
     """Of the newest committed state."""
     found = list(recipe.parent.rglob(manifests.NAME))
-    saved = manifests.newest(found[0].parent)[0] if found else None
+    return _step_in(found[0].parent) if found else None
+
+
+def _step_in(store: Path) -> int | None:
+    saved = manifests.newest(store)[0]
     return saved.step if saved is not None and saved.state == "committed" else None
 
 
 def check_kept(recipe: Path, calls: list[Call], manifests_written: Path, tally: Tally) -> None:
     """No state is lost that was committed: named by a manifest whose folder had been flushed."""
     named = named_steps(calls, manifests_written)
-    step = _step_of(recipe)
-    if named and named[-1] is not None and (step is None or step < named[-1]):
-        raise Lost(f"{recipe}: step {named[-1]} was committed, step {step} is what is left")
+    _check_step(recipe, named[-1] if named else None, tally)
+
+
+def _check_step(recipe: Path, least: int | None, tally: Tally) -> None:
+    step = step_of(recipe)
+    if least is not None and (step is None or step < least):
+        raise Lost(f"{recipe}: step {least} was committed, step {step} is what is left")
     tally.steps.append(-1 if step is None else step)
+
+
+def _check_whole(recipe: Path, least: int | None, tally: Tally) -> None:
+    """What was on the disk just before the kill is there, or something newer, as it was written. A kill is known to be within
+    an update where something of the state before had been written over."""
+    tally.held = max(tally.held, _until_free(recipe))
+    _check_step(recipe, least, tally)
+    if tally.steps[-1] < 0:
+        return
+    newest, before = damaged(store_of(recipe))
+    if newest:
+        raise Lost(f"{recipe}: the state after step {tally.steps[-1]} is damaged: {newest[0]}")
+    tally.within += bool(before)
+
+
+def _until_free(recipe: Path) -> float:
+    """Seconds until nobody holds the store: the kernel closes what a killed process had open in io_uring a while later."""
+    begun = time.monotonic()
+    for path, _ in _touched(recipe):
+        with path.open("rb") as file:
+            while not _is_free(file):
+                if time.monotonic() - begun > _PATIENCE:
+                    raise Lost(f"{path}: still locked {_PATIENCE:g} s after the kill")
+                time.sleep(0.001)
+    return time.monotonic() - begun
+
+
+def _is_free(file: BinaryIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def named_steps(calls: list[Call], manifests_written: Path) -> list[int | None]:
     """The step of every manifest that was named for good, in order; None of one that says `loading`."""
-    found: list[int | None] = []
+    named = _named(calls, manifests_written)
+    return [None if content["state"] == "loading" else content["step"] for content in named]
+
+
+def _named(calls: list[Call], manifests_written: Path) -> Iterator[dict[str, Any]]:
+    """Every manifest that was named for good, in order."""
     for renamed, _ in namings(calls, manifests.NAME):
         writes = [call for call in calls if call.what == "write" and call.file == renamed.file and call.end < renamed.begin]
         last = max((call.begin for call in calls if call.what == "create" and call.file == renamed.file
                     and call.begin < renamed.begin), default=0)  # fmt: skip
         with manifests_written.open("rb") as file:
-            text = b"".join(_bytes(file, call) for call in writes if call.begin > last)
-        is_loading = b'"state": "loading"' in text
-        (step,) = re.findall(rb'^"step": (\d+),$', text, re.MULTILINE)
-        found.append(None if is_loading else int(step))
-    return found
+            yield json.loads(b"".join(_bytes(file, call) for call in writes if call.begin > last))
 
 
 def _bytes(file: BinaryIO, call: Call) -> bytes:
@@ -281,113 +410,50 @@ def _bytes(file: BinaryIO, call: Call) -> bytes:
     return file.read(call.result)
 
 
+def _durable_size(calls: list[Call], manifests_written: Path, saved: Manifest) -> int:
+    """Bytes of each of the store's files that hold extents of any generation, or gradients that redo names; of a stripe's files
+    the fewest, so that a little of one may count as what one step needs."""
+    stages = (stage for content in _named(calls, manifests_written) for stage in content["stages"])
+    extents = (value for stage in stages for value in stage.values() if isinstance(value, dict))
+    size = max(extent["offset"] + extent["size"] for extent in extents)
+    count = len(saved.files)
+    return min(part_size(size, stripe=saved.stripe, count=count, index=index) for index in range(count))
+
+
 # ---- chains ----------------------------------------------------------------------------------------------------------
 
 
-def reference(place: Place, name: str, changes: Mapping[str, Any], *, steps: int) -> tuple[Ending, float, int]:
-    """A run nobody kills: its end, seconds from its first byte in the store, and the size of its durable part."""
+def reference(place: Place, name: str, changes: Mapping[str, Any], *, steps: int = STEPS) -> Whole:
+    """A run nobody kills."""
     recipe = place.recipe(f"{name}/whole", changes, steps=steps)
+    if is_unseen(changes):
+        child = _writing(place, recipe, None)
+        assert child is not None
+        begun = time.monotonic()
+        return Whole(end=_ended(child, recipe), seconds=time.monotonic() - begun)
     trace = place.trace(recipe.parent)
     end = finished(place, recipe, trace=trace)
-    first = first_store_byte(trace)
-    assert first is not None
+    first, calls = first_store_byte(trace), trace.calls()
     saved = manifests.read(store_of(recipe))
-    assert saved is not None
-    return end, max(call.seconds for call in trace.calls()) - first.seconds, durable_size(saved)
+    assert first is not None and saved is not None
+    seconds = max(call.seconds for call in calls) - first.seconds
+    return Whole(end=end, seconds=seconds, durable=_durable_size(calls, place.manifests, saved))
 
 
 def kill_runs(
-    place: Place, name: str, changes: Mapping[str, Any], *, kills: int, each: int, seed: int, steps: int = STEPS
+    place: Place, name: str, changes: Mapping[str, Any], whole: Whole, *, kills: int, each: int, seed: int, steps: int = STEPS
 ) -> Tally:
-    """`kills` kills, `each` of one run, whose moments are drawn over a whole run's time."""
-    slug = hashlib.sha256(json.dumps([name, seed]).encode()).hexdigest()[:8]
-    expected, seconds, durable = reference(place, slug, changes, steps=steps)
-    draw, tally = random.Random(seed), Tally()
+    """`kills` kills, `each` of one run, whose moments are drawn over a whole run's time. Most then wait for the next commit or
+    update, and for a while within it. `name`: of a folder; `whole`: the same run, not killed."""
+    draw, tally = random.Random(f"{name} {seed}"), Tally()
     while tally.kills < kills:
-        recipe = place.recipe(f"{slug}/run{tally.runs}", changes, steps=steps)
-        moments = sorted(draw.uniform(0, seconds) for _ in range(min(each, kills - tally.kills)))
+        recipe = place.recipe(f"{name}/seed{seed}-{tally.runs}", changes, steps=steps)
+        moments = sorted(draw.uniform(0, whole.seconds) for _ in range(min(each, kills - tally.kills)))
         for before, moment in zip([0.0, *moments], moments, strict=False):
-            if not killed(place, recipe, moment - before, tally, durable):
+            looks = draw.choice(_LOOKS)
+            if not killed(place, recipe, moment - before, tally, whole.durable, unseen=is_unseen(changes), looks=looks):
                 break
-        compare(finished(place, recipe), expected, f"{name}, run {tally.runs}")
+        compare(finished(place, recipe), whole.end, f"{name}, seed {seed}, run {tally.runs}")
         tally.runs += 1
-        _forget(recipe)
+        shutil.rmtree(recipe.parent)  # stores are large
     return tally
-
-
-def _forget(recipe: Path) -> None:
-    """Stores are large."""
-    for path in recipe.parent.rglob("store.bin"):
-        path.unlink()
-
-
-# ---- killed while the model is loaded, and while it is exported -------------------------------------------------------
-
-
-def kill_loads(place: Place, *, kills: int, seed: int, steps: int = 4) -> Tally:
-    """Kills between the first byte in the store and the commit of step 0; a run that got as far goes on to its end."""
-    expected, _, durable = reference(place, f"load{seed}", {}, steps=steps)
-    seconds = _loading_seconds(place, f"load{seed}/timed", steps)
-    draw, tally = random.Random(seed), Tally()
-    while tally.kills < kills:
-        recipe = place.recipe(f"load{seed}/killed{tally.runs}", {}, steps=steps)
-        while tally.kills < kills and _step_of(recipe) is None:  # a state once committed is not loaded again
-            if not killed(place, recipe, draw.uniform(0, seconds), tally, durable):
-                break
-        compare(finished(place, recipe), expected, f"killed while loading, run {tally.runs}")
-        tally.runs += 1
-        _forget(recipe)
-    return tally
-
-
-def _loading_seconds(place: Place, name: str, steps: int) -> float:
-    """From the first byte in the store to the folder's flush that follows the manifest of step 0."""
-    recipe = place.recipe(name, {}, steps=steps)
-    trace = place.trace(recipe.parent)
-    finished(place, recipe, trace=trace)
-    first, calls = first_store_byte(trace), trace.calls()
-    assert first is not None
-    _, (_, flush), *_ = namings(calls, manifests.NAME)  # the first says `loading`
-    return flush.seconds - first.seconds
-
-
-def kill_exports(place: Place, *, kills: int, seed: int) -> Tally:
-    """Kills between an export's first byte and its end; the next export is whole, and the store as it was."""
-    recipe = place.recipe(f"export{seed}", {"export.at_end": False}, steps=2)
-    finished(place, recipe)
-    store, out = store_of(recipe), recipe.parent / "exported"
-    kept = (store / manifests.NAME).read_bytes()
-    words = ("export", str(store), str(out), "--dtype", "float32")
-    seconds, draw, tally = _export_seconds(place, words, out), random.Random(seed), Tally()
-    expected = digests(out)
-    while tally.kills < kills:
-        for path in sorted(out.rglob("*"), reverse=True):
-            path.unlink()
-        child = place.begin(*words, trace=(trace := place.trace(recipe.parent)))
-        while not any(call.what in ("create", "mkdir") and "exported" in call.file for call in trace.calls()):
-            if child.is_over():
-                raise Lost(f"export: exit code {child.wait().code} before anything was written")
-            time.sleep(0.001)
-        if child.is_over(draw.uniform(0, seconds)):
-            if child.wait().code != 0:
-                raise Lost("export: failed")
-            continue
-        child.kill()
-        child.wait()
-        tally.kills += 1
-        end = place.begin(*words).wait()
-        if end.code != 0 or digests(out) != expected:
-            raise Lost(f"export after a kill: exit code {end.code}, {set(digests(out)) ^ set(expected)}\n{end.text}")
-        if (store / manifests.NAME).read_bytes() != kept:
-            raise Lost("an export changed the store")
-        tally.runs += 1
-    return tally
-
-
-def _export_seconds(place: Place, words: tuple[str, ...], out: Path) -> float:
-    trace = place.trace(out.parent)
-    end = place.begin(*words, trace=trace).wait()
-    if end.code != 0:
-        raise Lost(end.text)
-    times = [call.seconds for call in trace.calls() if "exported" in call.file]
-    return times[-1] - times[0]
