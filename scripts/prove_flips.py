@@ -2,19 +2,23 @@
 """Flipped bits: each one in a committed extent is found and named, and the run goes back behind it.
 
     python scripts/prove_flips.py --flips 1000 --work DIR
-    about ten minutes on two cores; trying the script itself: --flips 20
+    about ten minutes on two cores; interrupted, the same command goes on; trying the script itself: --flips 20
 
-A tiny run is stopped; then one bit after another is flipped in an extent of its newest state, drawn by the seed. `fuyou
-verify` (the function behind it) must name that tensor of that stage and nothing else. Every `--resumed-every`-th time the run
-is started again: it must say what is damaged, go back to the state before and end as it had ended, to the last bit; and where a
-bit of that state is flipped too, refuse and leave both as they are. Bits of the newest manifest are flipped as well: it must
-never be taken for one, and the one before it is.
+Tiny runs are stopped, one with a store of each kind: in place, striped over two folders, of snapshots, of redo, and of redo
+killed while updates of its newest state were to be done. Then one bit after another is flipped in an extent of the newest
+state, drawn by the seed. `fuyou verify` (the function behind it) must name that tensor of that stage and nothing else. Every
+`--resumed-every`-th time the run is started again: it must say what is damaged, go back to the state before and end as it had
+ended, to the last bit; and where that state is not whole either, refuse and leave both as they are.
+
+Bits of the newest manifest of the stores whose runs had ended are flipped as well: it must never be taken for one, the one
+before it is, and a run that is started again goes on from that to the same end. A bit of the manifest before harms nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,46 +26,86 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof import flips
-from proof.crashes import Lost, placed
-from proof.report import conclude, holds
+from proof.crashes import Lost, Place, placed
+from proof.flips import AMID_UPDATES, STORES, TWICE, Stopped
+from proof.report import Row, conclude, holds
 from proof.runs import fresh
 from proof.setting import Setting, parser, run_script
+
+AT_ONCE = 100  # flips that are kept together
+OVER = [kind for kind in STORES if kind != AMID_UPDATES]  # stores of runs that came to their end
 
 
 def arguments() -> argparse.Namespace:
     options = parser(__doc__)
-    options.add_argument("--flips", type=int, default=1000, help="in extents, and as many in a manifest")
+    options.add_argument("--flips", type=int, default=1000, help="in extents of all stores, and as many in manifests")
     options.add_argument("--resumed-every", type=int, default=20, help="flip: the run is started again")
     options.add_argument("--seed", type=int, default=1)
     return options.parse_args()
 
 
-def measured(setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
-    try:
-        with placed(fresh(setting.work / "flips")) as place:
-            run = flips.stopped(place)
-            found = flips.flip_bits(place, run, flips=options.flips, seed=options.seed, resumed_every=options.resumed_every)
-            return {**asdict(found), "manifests": flips.flip_manifests(run, flips=options.flips, seed=options.seed)}
-    except Lost as error:
-        return {"failed": str(error)}
+def measured(
+    setting: Setting, options: argparse.Namespace, place: Place, kind: str, flipping: str, count: int
+) -> dict[str, Any]:
+    """Flips in one store, some at a time. `flipping`: bits or manifests."""
+    stores: list[Stopped] = []
+
+    def some(many: int, seed: int) -> dict[str, Any]:
+        flip: Callable[..., flips.Found | flips.FoundManifests]
+        flip = flips.flip_bits if flipping == "bits" else flips.flip_manifests
+        try:
+            if not stores:  # only where something is left to do
+                name = f"{flipping}{[*STORES].index(kind)}"
+                stores.append(flips.stopped(place, name, kind))
+            return asdict(flip(place, stores[0], flips=many, seed=seed, resumed_every=options.resumed_every))
+        except Lost as error:
+            return {"failed": str(error)}
+
+    summed: dict[str, Any] = {"flips": 0}
+    for number, begin in enumerate(range(0, count, AT_ONCE)):
+        many, seed = min(AT_ONCE, count - begin), 1000 * options.seed + number
+        key = f"{kind}, {many} flips of {flipping}, resumed every {options.resumed_every}, seed {seed}"
+        result = setting.measure(key, lambda many=many, seed=seed: some(many, seed))  # type: ignore[misc]
+        if result.get("failed"):
+            return {**summed, "failed": result["failed"]}
+        summed = {name: summed.get(name, 0) + value for name, value in result.items()}
+    return summed
+
+
+def shares(total: int, kinds: list[str]) -> dict[str, int]:
+    """How many of all are each kind's."""
+    return {kind: total // len(kinds) + (number < total % len(kinds)) for number, kind in enumerate(kinds)}
+
+
+def judged(kind: str, result: dict[str, Any], asked: int) -> Row:
+    what, made = f"{kind}: bits flipped in extents, found and named", result["flips"]
+    if result.get("failed"):
+        return holds(what, str(asked), "not", False, note=str(result["failed"])[:2000], values=result)
+    went_back, refused = result.get("went_back", 0), result.get("refused", 0)
+    note = f"started again, {went_back} went back and ended bitwise the same, {refused} had nothing to go back to and said so"
+    started = went_back if kind in TWICE else went_back + refused
+    return holds(what, str(asked), str(made), made == asked and started > 0, note=note, values=result)
+
+
+def judged_manifests(kind: str, result: dict[str, Any], asked: int) -> Row:
+    what, made = f"{kind}: bits flipped in a manifest, found", result["flips"]
+    if result.get("failed"):
+        return holds(what, str(asked), "not", False, note=str(result["failed"])[:2000], values=result)
+    gone_on, older = result.get("gone_on", 0), result.get("older", 0)
+    note = f"started again, {gone_on} went on from the one before, and {older} whose one before had the bit from the newest; "
+    note += "all ended bitwise the same"
+    return holds(what, str(asked), str(made), made == asked and gone_on > 0, note=note, values=result)
 
 
 def prove(setting: Setting, options: argparse.Namespace) -> int:
-    key = f"{options.flips} flips, resumed every {options.resumed_every}, seed {options.seed}"
-    result = setting.measure(key, lambda: measured(setting, options))
-    if result.get("failed"):
-        rows = [holds("flips", "all found", "not", False, note=str(result["failed"])[:2000])]
-    else:
-        asked, made = str(options.flips), result["flips"]
-        again = f"{result['went_back']} went back and ended bitwise the same, {result['refused']} had nothing to go back to"
-        rows = [
-            holds("bits flipped in extents, found and named", asked, str(made), made == options.flips, values=result),
-            holds("runs started again after that", "> 0", again, min(result["went_back"], result["refused"]) > 0),
-            holds(
-                "bits flipped in the newest manifest, found", asked, str(result["manifests"]),
-                result["manifests"] == options.flips,
-            ),
-        ]  # fmt: skip
+    rows: list[Row] = []
+    with placed(fresh(setting.work / "flips")) as place:
+        for kind, count in shares(options.flips, [*STORES]).items():
+            rows.append(judged(kind, measured(setting, options, place, kind, "bits", count), count))
+        for kind, count in shares(options.flips, OVER).items():
+            rows.append(judged_manifests(kind, measured(setting, options, place, kind, "manifests", count), count))
+    found = sum(int(str(row.values.get("flips", 0))) for row in rows)
+    rows.append(holds("all of it", f"{2 * options.flips} found", str(found), found == 2 * options.flips))
     settings = {"flips": options.flips, "resumed_every": options.resumed_every, "seed": options.seed, "model": "1m"}
     return conclude(f"prove_flips-{options.seed}", rows, results=setting.results, settings=settings)
 

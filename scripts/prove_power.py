@@ -2,15 +2,16 @@
 """Power cuts replayed from a log: whatever of the unflushed a disk has kept, no commit is lost.
 
     python scripts/prove_power.py --work DIR
-    500 cuts of three recorded runs, about 40 minutes on two cores; interrupted, the same command goes on
+    500 cuts of five recorded runs, about 40 minutes on two cores; interrupted, the same command goes on
     trying the script itself: --points 10
 
-Every call below the folder of a run's store is recorded, with what was written: of two runs from their beginning, and of one
-that goes on from a stopped one. For each cut, drawn from all moments of the log and from those of its commits in turn, the
-folder is rebuilt as a disk could hold it (scripts/proof/disk.py): flushed writes are there, others are there, missing or torn;
-names are there for certain once their folder was flushed. The real command then goes on from it to the end. There must be a
-state at least as new as the last that was durable at the cut, and in the end the states, losses and export of the recorded run,
-bitwise.
+Every call below the folder of a run's store is recorded, with what was written: of runs from their beginning, in place, of
+redo, of snapshots and striped over two folders, and of one that goes on from a stopped one. For each cut, drawn from all
+moments of the log and from those of its commits in turn, the folder is rebuilt as a disk could hold it
+(scripts/proof/disk.py): flushed writes are there, others are there, missing or torn; names are there for certain once their
+folder was flushed. The real command then goes on from it to the end. There must be a state at least as new as the last that
+was durable at the cut, and whole, so that no run goes back behind it; and in the end the states, losses and export of the
+recorded run, bitwise.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof import power
-from proof.crashes import ANY_LENGTH, IN_RAM, UNCLIPPED, Lost, Place, placed
+from proof.crashes import ANY_LENGTH, IN_RAM, REDO, SNAPSHOTS, TWO_FOLDERS, UNCLIPPED, Lost, Place, placed
 from proof.report import Row, conclude, holds, reported
 from proof.runs import fresh
 from proof.setting import Setting, parser, run_script
 
 RUNS: dict[str, tuple[dict[str, Any], int]] = {  # changes of the recipe, and the step it goes on from
     "a new run, on the ssd, clipped": ({}, 0),
-    "a new run, redone, on the ssd, clipped": ({"checkpoint.mode": "redo"}, 0),
+    "a new run, redone, on the ssd, clipped": (REDO, 0),
+    "a new run, snapshots, on the ssd, clipped": (SNAPSHOTS, 0),
+    "a new run, over two folders, clipped": (TWO_FOLDERS, 0),
     "a resumed run, in RAM": ({**IN_RAM, **UNCLIPPED, **ANY_LENGTH}, 4),
 }
 AT_ONCE = 25  # cuts that are kept together

@@ -22,7 +22,8 @@ from pathlib import Path
 from .shim import Call
 
 _SECTOR = 512
-_WRITES_KEPT = (0.0, 0.1, 0.5, 0.9, 1.0)  # shares of the writes that were not flushed; one for each cut
+# Shares of the writes that were not flushed. One for each file after a cut: the files of a stripe are on drives of their own.
+_WRITES_KEPT = (0.0, 0.1, 0.5, 0.9, 1.0)
 _NAMES = ("create", "mkdir", "rename", "link", "unlink")
 _LENGTHS = ("resize", "allocate")
 
@@ -78,7 +79,6 @@ def rebuild(root: Path, calls: Sequence[Call], kept: Path, *, at: int, draw: ran
             history.add(call)
     left = Left()
     names = _surviving(history, at, draw, left)
-    share = draw.choice(_WRITES_KEPT)
     with kept.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         made: dict[_File, Path] = {}
         for name, node in sorted(names.items()):  # a folder comes before what is in it
@@ -90,7 +90,7 @@ def rebuild(root: Path, calls: Sequence[Call], kept: Path, *, at: int, draw: ran
             elif node in made:
                 path.hardlink_to(made[node])
             else:
-                _Written(path, node, content, at, draw, share, left).make()
+                _Written(path, node, content, at, draw, draw.choice(_WRITES_KEPT), left).make()
                 made[node] = path
     return left
 

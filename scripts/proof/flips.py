@@ -1,52 +1,100 @@
-"""Single bits flipped in what a stopped run has committed: each is found, named, and gone back behind."""
+"""Single bits flipped in what a run has committed: each is found, named, and gone back behind.
+
+The stores are of every mode, striped too. All but one are of runs that came to their end; the last is of a run of redo that
+was killed where its newest state has gradients whose updates are still to be done, so that what is flipped may be one of them.
+There the state before may have been written over already, and then nothing is left to go back to. Of redo the two states
+have most of their extents in common: what is damaged in both is refused.
+"""
 
 from __future__ import annotations
 
 import os
 import random
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.training import manifest as manifests
 from fuyou_cli.training.at_rest import Verified, verify_store
 from fuyou_cli.training.manifest import Manifest, StoredExtent
 
-from .crashes import Ending, Lost, Place, compare, ending, finished, store_of
+from .crashes import (
+    REDO,
+    SNAPSHOTS,
+    TWO_FOLDERS,
+    Ending,
+    Lost,
+    Place,
+    check_went_on,
+    compare,
+    damaged,
+    ending,
+    finished,
+    store_of,
+)
+from .nursery import Ended
 
 _STEPS = 3
+_TRIES = 50  # of a run that is to be killed between a step's gradients and its updates
+STORES: dict[str, Mapping[str, Any]] = {
+    "in_place": {},
+    "in_place, over two folders": TWO_FOLDERS,
+    "snapshot": SNAPSHOTS,
+    "redo": REDO,
+    "redo, killed amid updates": REDO,
+}
+AMID_UPDATES = "redo, killed amid updates"
+TWICE = [kind for kind, changes in STORES.items() if changes is not REDO]  # states that have nothing in common
+Names = tuple[tuple[str, str], ...]  # stage and tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stopped:
-    """A run at its end, two of whose states are whole."""
+    """A run that is over, or killed, two of whose states are there."""
 
     recipe: Path
-    store: Path
-    copy: Path  # of the store's folder
+    folders: tuple[Path, ...]  # of the store; the first has the manifests
+    copies: tuple[Path, ...]  # of these
     newest: Manifest
     older: Manifest
-    end: Ending
+    stale: Names  # what of the older state has been written over
+    end: Ending  # of the run
+
+    @property
+    def store(self) -> Path:
+        return self.folders[0]
 
 
 @dataclass(kw_only=True, slots=True)
 class Found:
-    """Flips so far; those after which the run was started again, and went back or refused."""
+    """Flips that were found so far; those after which the run was started again, and went back or refused."""
 
     flips: int = 0
     went_back: int = 0
     refused: int = 0
 
 
+@dataclass(kw_only=True, slots=True)
+class FoundManifests:
+    """The same of manifests; `older`: of the one before, which a run that has the newest does not miss."""
+
+    flips: int = 0
+    gone_on: int = 0
+    older: int = 0
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Bit:
+class Bit:
     """Of one extent."""
 
     stage: str
     tensor: str
+    at: int  # byte of the store
     file: Path
-    byte: int
+    byte: int  # of the file
     bit: int
 
     def flip(self) -> None:
@@ -59,31 +107,80 @@ class _Bit:
         finally:
             os.close(descriptor)
 
+    def harmed(self, saved: Manifest) -> Names:
+        """What of a state it is in."""
+        return tuple((stage, tensor) for stage, tensor, extent in _extents(saved) if 0 <= self.at - extent.offset < extent.size)
 
-def stopped(place: Place, name: str = "flips") -> Stopped:
-    recipe = place.recipe(name, {"export.at_end": False}, steps=_STEPS)
-    finished(place, recipe)
+
+def _extents(saved: Manifest) -> list[tuple[str, str, StoredExtent]]:
+    return [(stage.name, tensor, extent) for stage in saved.stages for tensor, extent in stage.extents()]
+
+
+# ---- stores ----------------------------------------------------------------------------------------------------------
+
+
+def stopped(place: Place, name: str = "flips", kind: str = "in_place") -> Stopped:
+    """The store of a run of three steps."""
+    recipe = place.recipe(name, {**STORES[kind], "export.at_end": False}, steps=_STEPS)
+    end = finished(place, recipe)
+    if kind == AMID_UPDATES:
+        _kill_amid_updates(place, recipe)
     store = store_of(recipe)
     newest, older = manifests.read(store), manifests.read(store, manifests.BEFORE)
-    if newest is None or older is None or (newest.step, older.step) != (_STEPS, _STEPS - 1):
-        raise Lost(f"{store}: two states in a row are wanted")
-    copy = place.folder / f"{name}-before"  # not beside the recipe: its folder has one store
-    shutil.copytree(store, copy)
-    found = Stopped(recipe=recipe, store=store, copy=copy, newest=newest, older=older, end=ending(recipe))
-    if any(state.damages for state in verify_store(store)):
-        raise Lost(f"{store}: damaged before anything was flipped")
-    return found
+    if newest is None or older is None:
+        raise Lost(f"{store}: two states are wanted")
+    harmed, stale = damaged(store)
+    if harmed or (stale and kind != AMID_UPDATES):
+        raise Lost(f"{store}: damaged before anything was flipped: {(harmed or stale)[0]}")
+    folders = tuple(Path(file).parent for file in newest.files)
+    # Not beside the recipe: its folder has one store.
+    copies = tuple(place.folder / f"{name}-before{number}" for number in range(len(folders)))
+    for folder, copy in zip(folders, copies, strict=True):
+        shutil.copytree(folder, copy)
+    return Stopped(
+        recipe=recipe, folders=folders, copies=copies, newest=newest, older=older, end=end,
+        stale=tuple((damage.stage, damage.tensor) for damage in stale),
+    )  # fmt: skip
 
 
-def _drawn(saved: Manifest, draw: random.Random) -> _Bit:
+def _kill_amid_updates(place: Place, recipe: Path) -> None:
+    """Runs again from the beginning until the newest state of a killed run has gradients."""
+    for _ in range(_TRIES):
+        shutil.rmtree(recipe.parent / "out")
+        child = place.begin("finetune", recipe)
+        while not child.is_over(0.001):
+            if _has_gradients(recipe):
+                child.kill()
+        child.wait()
+        if _has_gradients(recipe):
+            return
+    raise Lost(f"{recipe}: {_TRIES} runs, and none was killed between a step's gradients and its updates")
+
+
+def _has_gradients(recipe: Path) -> bool:
+    """Of its second step, or a later one: two states are wanted."""
+    folders = [path.parent for path in (recipe.parent / "out").glob(f"store/*/{manifests.NAME}")]
+    saved = manifests.read(folders[0]) if folders else None
+    return saved is not None and saved.step > 1 and saved.due is not None
+
+
+def _put_back(run: Stopped) -> None:
+    for folder, copy in zip(run.folders, run.copies, strict=True):
+        shutil.rmtree(folder)
+        shutil.copytree(copy, folder)
+
+
+# ---- bits of extents -------------------------------------------------------------------------------------------------
+
+
+def drawn(saved: Manifest, draw: random.Random) -> Bit:
     """Every extent is as likely as another, and every bit of it."""
-    every: list[tuple[str, str, StoredExtent]] = [
-        (stage.name, tensor, extent) for stage in saved.stages for tensor, extent in stage.extents()
-    ]
-    (file,) = saved.files
-    stage, tensor, extent = draw.choice(every)
-    byte = extent.offset + draw.randrange(extent.size)
-    return _Bit(stage=stage, tensor=tensor, file=Path(file), byte=byte, bit=draw.randrange(8))
+    stage, tensor, extent = draw.choice(_extents(saved))
+    at = extent.offset + draw.randrange(extent.size)
+    block, within = divmod(at, saved.stripe)
+    turn, index = divmod(block, len(saved.files))
+    file, byte = Path(saved.files[index]), turn * saved.stripe + within
+    return Bit(stage=stage, tensor=tensor, at=at, file=file, byte=byte, bit=draw.randrange(8))
 
 
 def flip_bits(place: Place, run: Stopped, *, flips: int, seed: int, resumed_every: int) -> Found:
@@ -91,36 +188,42 @@ def flip_bits(place: Place, run: Stopped, *, flips: int, seed: int, resumed_ever
     damaged too."""
     draw, found = random.Random(seed), Found()
     for number in range(flips):
-        bit = _drawn(run.newest, draw)
-        what = f"flip {number} of seed {seed}: bit {bit.bit} of byte {bit.byte}, in {bit.tensor} of {bit.stage}"
+        bit = drawn(run.newest, draw)
+        what = f"flip {number} of seed {seed}: bit {bit.bit} of byte {bit.byte} of {bit.file}, in {bit.tensor} of {bit.stage}"
         bit.flip()
-        _check_named(verify_store(run.store), bit, what)
+        _check_named(run, verify_store(run.store), bit, what)
         found.flips += 1
         if number % resumed_every:
             bit.flip()
-        elif number // resumed_every % 4 == 3:
-            _drawn(run.older, draw).flip()
-            _check_refused(place, run, what)
+            continue
+        both = number // resumed_every % 4 == 3
+        if both:
+            drawn(run.older, draw).flip()
+        end = place.begin("finetune", run.recipe).wait()
+        if both or run.stale or bit.harmed(run.older):
+            _check_refused(run, end, what)
             found.refused += 1
         else:
-            _check_went_back(place, run, bit, what)
+            _check_went_back(run, end, bit, what)
             found.went_back += 1
-    if any(state.damages for state in verify_store(run.store)):
+        _put_back(run)
+    if damaged(run.store)[0]:
         raise Lost(f"{run.store}: damaged when every bit was put back")
     return found
 
 
-def _check_named(states: list[Verified], bit: _Bit, what: str) -> None:
-    """In the newest state that one tensor is damaged, in the one before none."""
-    newest, older = states
-    damaged = [(damage.stage, damage.tensor) for damage in newest.damages]
-    if damaged != [(bit.stage, bit.tensor)] or older.damages:
-        raise Lost(f"{what}: verified as {damaged}, and {len(older.damages)} in the state before")
+def _check_named(run: Stopped, states: list[Verified], bit: Bit, what: str) -> None:
+    """In the newest state that one tensor is damaged; in the one before none but what was so before, unless both have it."""
+    newest, *older = (tuple((damage.stage, damage.tensor) for damage in state.damages) for state in states)
+    if newest != bit.harmed(run.newest) or len(newest) != 1:
+        raise Lost(f"{what}: verified as {newest}")
+    for names in older:  # redo may have named one step twice, and only the newest of a step is verified
+        if set(names) != {*run.stale, *bit.harmed(run.older)}:
+            raise Lost(f"{what}: {names} of the state before")
 
 
-def _check_went_back(place: Place, run: Stopped, bit: _Bit, what: str) -> None:
+def _check_went_back(run: Stopped, end: Ended, bit: Bit, what: str) -> None:
     """It says so, and ends as it had ended."""
-    end = place.begin("finetune", run.recipe).wait()
     said = (
         f"the state after step {run.newest.step} is damaged: {bit.tensor} of {bit.stage}",
         f"going back to the state after step {run.older.step}, which is whole",
@@ -128,38 +231,60 @@ def _check_went_back(place: Place, run: Stopped, bit: _Bit, what: str) -> None:
     if end.code != 0 or not all(text in end.err for text in said):
         raise Lost(f"{what}: exit code {end.code}\n{end.text}")
     compare(ending(run.recipe), run.end, what)
-    _put_back(run)
 
 
-def _check_refused(place: Place, run: Stopped, what: str) -> None:
+def _check_refused(run: Stopped, end: Ended, what: str) -> None:
     """Nothing is computed, and both states are left as they are."""
-    end = place.begin("finetune", run.recipe).wait()
     if end.code != 1 or "no older one is whole" not in end.err:
-        raise Lost(f"{what}, and one more in the state before: exit code {end.code}\n{end.text}")
+        raise Lost(f"{what}, and the state before is not whole: exit code {end.code}\n{end.text}")
     for name in (manifests.NAME, manifests.BEFORE):
-        if (run.store / name).read_bytes() != (run.copy / name).read_bytes():
+        if (run.store / name).read_bytes() != (run.copies[0] / name).read_bytes():
             raise Lost(f"{what}: {name} is another")
-    _put_back(run)
 
 
-def _put_back(run: Stopped) -> None:
-    shutil.rmtree(run.store)
-    shutil.copytree(run.copy, run.store)
+# ---- bits of manifests -----------------------------------------------------------------------------------------------
 
 
-def flip_manifests(run: Stopped, *, flips: int, seed: int) -> int:
-    """Bits of the newest manifest, one at a time: it is never taken for one. How many were found."""
-    path, draw, found = run.store / manifests.NAME, random.Random(seed), 0
-    whole = path.read_bytes()
-    try:
-        for _ in range(flips):
-            byte, bit = draw.randrange(len(whole)), draw.randrange(8)
-            path.write_bytes(whole[:byte] + bytes([whole[byte] ^ (1 << bit)]) + whole[byte + 1 :])
-            try:
-                saved, why = manifests.newest(run.store)
-            except UsageError as error:
-                raise Lost(f"{path}: bit {bit} of byte {byte}: the one before was not taken: {error}") from None
-            found += saved == run.older and bool(why)
-    finally:
-        path.write_bytes(whole)
+def flip_manifests(place: Place, run: Stopped, *, flips: int, seed: int, resumed_every: int) -> FoundManifests:
+    """Bits of the newest manifest, one at a time: it is never taken for one, and the one before is. After every
+    `resumed_every`-th the run is started again: it goes on from there, and ends as it had ended. Every fourth of these times
+    the bit is one of the manifest before instead, and nothing is lost."""
+    draw, found = random.Random(seed), FoundManifests()
+    for number in range(flips):
+        again, turn = number % resumed_every == 0, number // resumed_every % 4
+        older = again and turn == 3
+        path = run.store / (manifests.BEFORE if older else manifests.NAME)
+        whole = path.read_bytes()
+        byte, bit = draw.randrange(len(whole)), draw.randrange(8)
+        what = f"flip {number} of seed {seed}: bit {bit} of byte {byte} of {path}"
+        path.write_bytes(whole[:byte] + bytes([whole[byte] ^ (1 << bit)]) + whole[byte + 1 :])
+        _check_taken(run, older, what)
+        found.flips += 1
+        if not again:
+            path.write_bytes(whole)
+            continue
+        _check_gone_on(run, place.begin("finetune", run.recipe).wait(), older, what)
+        found.gone_on += not older
+        found.older += older
+        _put_back(run)
     return found
+
+
+def _check_taken(run: Stopped, older: bool, what: str) -> None:
+    """Which manifest is taken for the newest."""
+    try:
+        saved, why = manifests.newest(run.store)
+    except UsageError as error:
+        raise Lost(f"{what}: the one before was not taken: {error}") from None
+    if (saved, bool(why)) != ((run.newest, False) if older else (run.older, True)):
+        raise Lost(f"{what}: taken for the manifest of step {saved.step if saved is not None else None}, {why or 'no word'}")
+
+
+def _check_gone_on(run: Stopped, end: Ended, older: bool, what: str) -> None:
+    if end.code != 0:
+        raise Lost(f"{what}: exit code {end.code}\n{end.text}")
+    if older:
+        check_went_on(end, what)
+    elif f"; going on from the state after step {run.older.step}" not in end.err:
+        raise Lost(f"{what}: not a word of it\n{end.text}")
+    compare(ending(run.recipe), run.end, what)

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from fuyou_cli.training import manifest as manifests
+from fuyou_cli.training.storage import STORE_FILE
 
-from .crashes import Ending, Lost, Place, compare, ending, finished, named_steps
+from .crashes import Ending, Lost, Place, check_went_on, compare, ending, finished, named_steps
 from .disk import Left, rebuild
 from .shim import Call, namings
 
@@ -62,7 +63,8 @@ class Cuts:
 def recorded(place: Place, name: str, changes: Mapping[str, Any], *, steps: int = STEPS, resumed_at: int = 0) -> Recording:
     """Runs to the end; with `resumed_at` it has been stopped after so many steps before, and only the rest is recorded."""
     disk = place.folder / name / "disk"
-    changes = {**changes, "offload.dir": [str(disk / "stores")]}
+    folders = [folder.replace("{folder}", str(disk)) for folder in changes.get("offload.dir", ["{folder}/stores"])]
+    changes = {**changes, "offload.dir": folders}
     recipe = place.recipe(name, changes, steps=steps)
     disk.mkdir()
     base = None
@@ -80,6 +82,7 @@ def recorded(place: Place, name: str, changes: Mapping[str, Any], *, steps: int 
     end = child.wait()
     if not over or end.code != 0:
         raise Lost(f"{recipe}: exit code {end.code}\n{end.text}")
+    check_went_on(end, recipe)
     calls = tuple(sorted((call for call in trace.calls() if call.what not in ("read", "open")), key=lambda call: call.begin))
     return Recording(
         recipe=recipe, disk=disk, base=base, kept=kept, calls=calls, begun=resumed_at or -1,
@@ -103,17 +106,13 @@ def instants(recording: Recording, count: int, draw: random.Random) -> list[int]
 
 
 def _commits(calls: Sequence[Call]) -> list[tuple[int, int]]:
-    """From where the data of each is being flushed to where its name is."""
+    """From where the data of each is being flushed, file after file of a stripe, to where its name is."""
     found = []
     for _, flush in namings(list(calls), manifests.NAME):
-        before = [call.begin for call in calls if call.what == "flush" and call.begin < flush.begin]
-        data = [call.begin for call in calls if _is_data_flush(call) and call.begin < flush.begin]
-        found.append((max(data, default=min(before, default=0)), flush.end))
+        before = [call for call in calls if call.what == "flush" and call.begin < flush.begin]
+        data = {call.file: call.begin for call in before if call.file.endswith(STORE_FILE)}  # the last of each file
+        found.append((min(data.values() or (call.begin for call in before), default=0), flush.end))
     return found
-
-
-def _is_data_flush(call: Call) -> bool:
-    return call.what == "flush" and call.file.endswith("store.bin")
 
 
 def cut_power(place: Place, recording: Recording, *, points: int, seed: int) -> Cuts:

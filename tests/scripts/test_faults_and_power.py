@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from proof import faults, flips, power, steady
-from proof.crashes import Lost, Place, placed
+from proof.crashes import SNAPSHOTS, TWO_FOLDERS, Lost, Place, placed
 from proof.faults import FROM_THEN_ON, ONCE, Scenario
 from proof.steady import Sample
 
@@ -31,10 +31,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 # ---- power cuts ------------------------------------------------------------------------------------------------------
 
 
-def test_after_power_cuts_runs_go_on(place: Place) -> None:
-    recording = power.recorded(place, "power", {}, steps=4)
-    cuts = power.cut_power(place, recording, points=6, seed=3)
-    assert cuts.points == 6 and cuts.within >= 3 and cuts.missing + cuts.torn > 0
+@pytest.mark.parametrize(("name", "changes"), [("in_place", {}), ("snapshot", SNAPSHOTS), ("striped", TWO_FOLDERS)])
+def test_after_power_cuts_runs_go_on(name: str, changes: dict[str, Any], place: Place) -> None:
+    recording = power.recorded(place, f"power-{name}", changes, steps=4)
+    assert len({call.file for call in recording.calls if call.file.endswith("store.bin")}) == 1 + (name == "striped")
+    cuts = power.cut_power(place, recording, points=4, seed=3)
+    assert cuts.points == 4 and cuts.within >= 2 and cuts.missing + cuts.torn > 0
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------
@@ -68,7 +70,24 @@ def test_flipped_bits_are_found_and_gone_back_behind(place: Place) -> None:
     run = flips.stopped(place)
     found = flips.flip_bits(place, run, flips=10, seed=1, resumed_every=3)
     assert (found.flips, found.went_back, found.refused) == (10, 3, 1)
-    assert flips.flip_manifests(run, flips=60, seed=1) == 60
+
+
+@pytest.mark.parametrize("kind", [kind for kind in flips.STORES if kind != "in_place"])
+def test_flipped_bits_are_found_in_every_kind_of_store(kind: str, place: Place) -> None:
+    run = flips.stopped(place, kind.replace(", ", "-").replace(" ", "-"), kind)
+    found = flips.flip_bits(place, run, flips=6, seed=1, resumed_every=6)
+    assert (found.flips, found.went_back + found.refused) == (6, 1)
+    if kind in flips.TWICE:
+        assert found.went_back == 1
+    if kind != flips.AMID_UPDATES:
+        manifests = flips.flip_manifests(place, run, flips=40, seed=1, resumed_every=40)
+        assert (manifests.flips, manifests.gone_on) == (40, 1)
+
+
+def test_a_run_does_not_miss_the_manifest_before_the_newest(place: Place) -> None:
+    run = flips.stopped(place, "older")
+    found = flips.flip_manifests(place, run, flips=4, seed=1, resumed_every=1)
+    assert (found.flips, found.gone_on, found.older) == (4, 3, 1)
 
 
 # ---- long runs -------------------------------------------------------------------------------------------------------
