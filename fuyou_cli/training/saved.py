@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -30,6 +31,7 @@ _CHANGED = {
     "data": "the tokens of the data (dataset, tokenizer)",
     "device": "the kind of device it computes on (offload.device; left auto: whether a GPU is found)",
 }
+_DYING = 1.0  # seconds
 _START_OVER = "or start over with checkpoint.resume=never, which gives that state up"
 
 
@@ -60,7 +62,17 @@ def find_saved(resume: str, directories: Sequence[Path], *, say: Callable[[str],
 
 
 def refuse_in_use(manifest: Manifest) -> None:
-    """Raises FuyouError while a running fuyou holds the manifest's store."""
+    """Raises FuyouError while a running fuyou holds the manifest's store: not one that was killed just now, whose I/O the
+    kernel is still to end (40 ms were seen)."""
+    until = time.monotonic() + _DYING
+    while name := _in_use(manifest):
+        if time.monotonic() >= until:
+            raise FuyouError(f"{name} is in use by a running fuyou", hint="stop that run first (Ctrl-C saves it)")
+        time.sleep(_DYING / 20)
+
+
+def _in_use(manifest: Manifest) -> str:
+    """A file of the store that somebody holds, empty where there is none."""
     for name in filter(is_file, manifest.files):
         try:
             descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -69,9 +81,10 @@ def refuse_in_use(manifest: Manifest) -> None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise FuyouError(f"{name} is in use by a running fuyou", hint="stop that run first (Ctrl-C saves it)") from None
+            return name
         finally:
             os.close(descriptor)
+    return ""
 
 
 def _check_moved(directory: Path) -> None:
