@@ -157,8 +157,6 @@ def _commits(written: Written) -> Iterator[Finding]:
         )
     if mode != "snapshot" and written.has(key):
         yield _conflict(key, f"`{key}` but no snapshots", "add `checkpoint.mode: snapshot`")
-    if mode != "snapshot" and written.has("checkpoint.keep_last"):
-        yield _conflict("checkpoint.keep_last", "`checkpoint.keep_last` but no snapshots", "add `checkpoint.mode: snapshot`")
     cleared = any(True for _ in written.matches("checkpoint.commit_every_steps")) and every is None
     if mode == "redo" and (cleared or every not in (None, 1)):
         yield _conflict(

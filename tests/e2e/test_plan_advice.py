@@ -23,7 +23,7 @@ def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 
 def test_a_store_of_another_kind_fits_the_disk(new_project: NewProject, command: Callable[[Project], Command]) -> None:
     """Nothing else of the run changes."""
-    snapshots = {"mode": "snapshot", "snapshot_every_steps": 2, "keep_last": 200}
+    snapshots = {"mode": "snapshot", "snapshot_every_steps": 2, "keep_last": 16}
     fuyou = command(new_project(changes={"checkpoint": snapshots}))
     whole = fuyou.json("--dry-run")["plan"]["store_size"]
     limit = f"offload.max_memory.ssd={whole - 1}"
@@ -31,7 +31,7 @@ def test_a_store_of_another_kind_fits_the_disk(new_project: NewProject, command:
     changes = [tuple(change["overrides"]) for change in shown]
     assert ("checkpoint.mode=redo", "checkpoint.snapshot_every_steps=null") in changes
     (fewer,) = (change for change in changes if change[0].startswith("checkpoint.keep_last="))
-    assert fewer in (("checkpoint.keep_last=199",), ("checkpoint.keep_last=100",))  # a store is whole stripes
+    assert fewer in (("checkpoint.keep_last=15",), ("checkpoint.keep_last=8",))  # a store is whole stripes
     for change in shown:
         assert fuyou.json("--dry-run", limit, *change["overrides"])["plan"]["store_size"] == change["figures"]["store_size"]
 
