@@ -160,15 +160,18 @@ def show_beside(console: Console, rows: Sequence[Ours]) -> None:
         "until the norm of all is known; what RAM does not hold of them is written and read once more, 8 bytes per parameter."
     )
     for row in clipped:
-        why = "does not fit its drive" if row.clipped is None else f"{row.clipped:.1f} tokens/s"
-        console.print(f"    {row.model}, {row.batch}, {row.where}: {why}, the paper {row.paper:.1f}")
+        console.print(slower_line(row, row.clipped))
     console.print(
         f"rows where ours, committed every step, is slower than the paper, which loses a run that ends: {len(committed)}. "
         "States that rest in RAM are written to the ssd each step then."
     )
     for row in committed:
-        why = "does not fit its drive" if row.committed is None else f"{row.committed:.1f} tokens/s"
-        console.print(f"    {row.model}, {row.batch}, {row.where}: {why}, the paper {row.paper:.1f}")
+        console.print(slower_line(row, row.committed))
+
+
+def slower_line(row: Ours, tokens: float | None) -> str:
+    why = "does not fit its drive" if tokens is None else f"{tokens:.1f} tokens/s"
+    return f"    {row.model}, {row.batch}, {row.where}: {why}, the paper {row.paper:.1f}"
 
 
 def how_planned(rows: Sequence[Ours]) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -21,3 +23,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("no CUDA device here")
+
+
+@pytest.fixture
+def open_to_all() -> Iterator[None]:
+    """No umask: files have the mode that they are made with."""
+    before = os.umask(0)
+    yield
+    os.umask(before)

@@ -44,7 +44,7 @@ class Wishes:
     sustained: bool = False  # the run writes past the drives' fast regions
     commit_every: int | None = None  # steps between commits; None: where the run ends alone
     store_mode: StoreMode = "in_place"
-    keep: int = 1  # committed states that can be gone back to, where stages have places of their own
+    keep: int = 1  # committed states that are there whole at any time, where stages have places of their own
 
     def disk(self, hardware: HardwareProfile) -> int:
         """Bytes that the store may have."""

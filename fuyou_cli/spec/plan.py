@@ -170,4 +170,4 @@ class Plan:
     sustained: bool = False  # predicted with the rates of drives whose fast region is full
     commit_every: int | None = None  # steps between commits; None: where the run ends alone
     store_mode: StoreMode = "in_place"  # what a step is made durable by: other extents, or its gradients
-    keep: int = 1  # committed states that can be gone back to
+    keep: int = 1  # committed states that are there whole at any time

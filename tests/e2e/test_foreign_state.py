@@ -3,10 +3,9 @@ manifests and files are changed behind the run's back, before it begins again.""
 
 from __future__ import annotations
 
-import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -40,14 +39,6 @@ def _mode(path: Path) -> int:
 
 
 # ---- folders and files -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def open_to_all() -> Iterator[None]:
-    """No umask: files have the mode that they are made with."""
-    before = os.umask(0)
-    yield
-    os.umask(before)
 
 
 @pytest.mark.usefixtures("open_to_all")

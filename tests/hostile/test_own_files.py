@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -96,14 +96,6 @@ def test_what_others_planted_is_not_written_to(writer: str, plant: Callable[[Pat
     assert not (tmp_path / "new").exists()
     after = (folder / name).lstat()
     assert (after.st_ino, after.st_mode, after.st_size) == (before.st_ino, before.st_mode, before.st_size)
-
-
-@pytest.fixture
-def open_to_all() -> Iterator[None]:
-    """No umask: files have the mode that they are made with."""
-    before = os.umask(0)
-    yield
-    os.umask(before)
 
 
 @pytest.mark.usefixtures("open_to_all")
