@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.core.units import brief, gb, gib
-from fuyou_cli.planner.choice import NONE_KEPT, Choice, Family, family
+from fuyou_cli.planner.choice import NONE_KEPT, NONE_PICKED, Choice, Family, family
 from fuyou_cli.planner.place import made_of
 from fuyou_cli.planner.search import Found, timed
 from fuyou_cli.planner.wishes import Wishes
@@ -160,11 +160,19 @@ def _turned(knobs: Family, best: Choice) -> list[list[tuple[str, Choice]]]:
         for lookahead, slots in knobs.pipelines
         if (lookahead, slots) != (best.lookahead, best.gradient_slots)
     ]
+    ordered = replace(best, picked=NONE_PICKED)  # without which the order of tensors would say nothing
+    states = [(_states(share), replace(ordered, states=share)) for share in knobs.states if share != ordered.states]
+    if best.picked != NONE_PICKED:
+        states.insert(0, (_states(ordered.states), ordered))
     return [
         pipelines,
-        [(_states(share), replace(best, states=share)) for share in knobs.states if share != best.states],
+        states,
         [(_defer(share), replace(best, defer=share)) for share in knobs.defer if share != best.defer],
-        [(_activations(share), replace(best, activations=share)) for share in knobs.activations if share != best.activations],
+        [
+            (_activations(share), replace(ordered, activations=share))
+            for share in knobs.activations
+            if share != best.activations
+        ],
         [(_swap(share), replace(best, swap=share)) for share in knobs.swap if share != best.swap],
     ]
 
@@ -188,8 +196,10 @@ def placed_in_words(plan: Plan, model: ModelSpec) -> str:
 def in_words(knobs: Family, choice: Choice) -> str:
     """The whole choice; knobs with one value are left out."""
     parts = [_pipeline(choice.lookahead, choice.gradient_slots)]
+    if choice.picked != NONE_PICKED:
+        parts.append("tensors picked for RAM one by one")
     for values, value, words in (
-        (knobs.states, choice.states, _states),
+        (knobs.states if choice.picked == NONE_PICKED else (), choice.states, _states),
         (knobs.defer, choice.defer, _defer),
         (knobs.activations, choice.activations, _activations),
         (knobs.swap, choice.swap, _swap),

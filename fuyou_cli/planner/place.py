@@ -7,7 +7,7 @@ fixed order; what is left goes to outputs again. `plan` is the first choice that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TypeVar
@@ -20,18 +20,20 @@ from ..spec.plan import Plan, StagePlan, Tier
 from .assemble import assembled, host_peaks
 from .bound import lower_bound, phase_estimate
 from .boundary_layout import Kept, every_operator
-from .choice import NONE_KEPT, Choice, pipelines
+from .choice import NONE_KEPT, NONE_PICKED, Choice, pipelines
 from .costs import Costs
 from .defer import deferrals
 from .device_memory import with_homes_on_device
 from .ground import Ground
 from .memory import ARENA_UNIT, Homes, Layout, layout
+from .picks import MOST_TENSORS, Slots, Tensor, best_first, nearest
 from .schedule import expand
 from .wishes import Wishes
 
 _KINDS = ("weights", "boundaries", "gradients", "states")
 _Value = TypeVar("_Value")
 _LOADED = ("weights", "states")
+_HARDLY = 64  # of the largest tensor: what is smaller takes hardly anything
 _HUGE_PAGES = 1 + 1 / 512  # page tables of the arena
 
 
@@ -70,7 +72,7 @@ class Placing:
         self.costs = Costs.asked(model, hardware, wishes)
         self._ground = Ground(model, wishes.numerics, mode=wishes.store_mode, keep=wishes.keep)
         self._outputs = _outputs(model, wishes)
-        self._starts: dict[tuple[object, ...], _Start | None] = {}
+        self._starts: dict[tuple[object, ...], _Start] = {}
         self._placed: dict[tuple[object, ...], Placed] = {}
 
     def placed(self, choice: Choice) -> Placed | None:
@@ -79,15 +81,62 @@ class Placing:
         deferred = deferrals(self.model, asked)
         pipeline = (choice.lookahead, choice.gradient_slots, deferred)
         start = self._started(asked, choice, pipeline)
-        if start is None:
-            return None
-        filling = self._filled(asked, choice, start)
+        filling = self._picked(asked, choice, start)
+        if filling is None:
+            if not start.fits:
+                return None
+            filling = self._filled(asked, choice, start)
         key = (filling.homes, pipeline)
         if key not in self._placed:
             homes, spans = self._within(filling, choice)
             same = (homes, choice.lookahead, spans.slot_classes, deferred)
             self._placed[key] = self._placed[same] = self._placed.get(same) or self._assembled(asked, spans, choice)
         return self._placed[key]
+
+    def is_small(self, choice: Choice) -> bool:
+        """Whether the model has so few tensors that sets of them can be looked at."""
+        return len(self._start_of(choice).tensors) <= MOST_TENSORS
+
+    def picks(self, choice: Choice) -> Iterator[Choice]:
+        """The same choice with sets of tensors of a small model in RAM that fit there, those first that save most traffic."""
+        start = self._start_of(choice)
+        room = (
+            start.nothing.spare
+            + sum(slots.count * slots.size for slots in start.slots)
+            - sum(item.size for item in start.small)
+        )
+        for number in best_first(start.tensors, start.slots, room=room):
+            yield replace(choice, picked=number)
+
+    def near(self, choice: Choice, plan: Plan, in_flight: Sequence[tuple[int, int]]) -> Iterator[Choice]:
+        """What differs from a choice's plan in the home of one tensor or of two, or in its pipeline."""
+        start = self._start_of(choice)
+        fields = {"weights": "weights", "states": "states", "gradients": "gradients", "boundaries": "boundary"}
+        number = _set(getattr(plan.stages[tensor.stage], fields[tensor.kind]) != "ssd" for tensor in start.tensors)
+        yield from (replace(choice, picked=other) for other in nearest(number, start.tensors))
+        for lookahead, slots in in_flight:
+            yield replace(choice, lookahead=lookahead, gradient_slots=slots, picked=number)
+
+    def _start_of(self, choice: Choice) -> _Start:
+        asked = as_chosen(self.wishes, choice)
+        return self._started(asked, choice, (choice.lookahead, choice.gradient_slots, deferrals(self.model, asked)))
+
+    def _picked(self, asked: Wishes, choice: Choice, start: _Start) -> _Filling | None:
+        """With the tensors of the choice's set in RAM, and outputs of operators in what is left; None where that does not fit,
+        or where the choice has no such set."""
+        if choice.picked == NONE_PICKED or choice.picked >= 1 << len(start.tensors):
+            return None
+        homes = start.nothing.homes
+        there = (tensor for place, tensor in enumerate(start.tensors) if choice.picked >> place & 1)
+        for tensor in (*there, *start.small):
+            homes = replace(homes, **{tensor.kind: _with(getattr(homes, tensor.kind), tensor.stage, "cpu")})
+        peaks = host_peaks(self.model, self.hardware, asked, self._layout(asked, homes, choice))
+        if max(peaks.values()) > asked.cpu_budget:
+            return None
+        filling = _Filling.of(self._ground, asked, homes, peaks)
+        if asked.kept is None and choice.activations != NONE_KEPT:
+            filling.keep(self._outputs, share=1.0)
+        return filling
 
     def _assembled(self, asked: Wishes, spans: Layout, choice: Choice) -> Placed:
         schedule = expand(
@@ -110,15 +159,14 @@ class Placing:
             self.model, asked, homes, lookahead=choice.lookahead, gradient_slots=choice.gradient_slots, ground=self._ground
         )
 
-    def _started(self, asked: Wishes, choice: Choice, pipeline: tuple[object, ...]) -> _Start | None:
-        """With nothing moved to RAM yet; None where even that is too much."""
+    def _started(self, asked: Wishes, choice: Choice, pipeline: tuple[object, ...]) -> _Start:
+        """With nothing moved to RAM yet."""
         homes = _start(self.model, asked, choice.swap)
         key = (homes.kept, pipeline)
         if key not in self._starts:
             spans = self._layout(asked, homes, choice)
             peaks = host_peaks(self.model, self.hardware, asked, spans)
-            fits = max(peaks.values()) <= asked.cpu_budget
-            self._starts[key] = self._begun(asked, choice, homes, spans, peaks) if fits else None
+            self._starts[key] = self._begun(asked, choice, homes, spans, peaks)
         return self._starts[key]
 
     def _begun(self, asked: Wishes, choice: Choice, homes: Homes, spans: Layout, peaks: dict[str, int]) -> _Start:
@@ -126,12 +174,17 @@ class Placing:
         nothing = _Filling.of(self._ground, asked, homes, peaks)
         weights, boundaries, gradients, states = (_settled(homes, items, kind) for kind in _KINDS)
         everything = replace(homes, weights=weights, boundaries=boundaries, gradients=gradients, states=states)
-        peaks = host_peaks(self.model, self.hardware, asked, self._layout(asked, everything, choice))
-        fits = max(peaks.values()) <= asked.cpu_budget
+        everything_peaks = host_peaks(self.model, self.hardware, asked, self._layout(asked, everything, choice))
+        tensors, small = _tensors(items)
+        everything_fits = max(everything_peaks.values()) <= asked.cpu_budget
         return _Start(
             nothing=nothing,
+            fits=max(peaks.values()) <= asked.cpu_budget,
             items=tuple(items),
-            everything=_Filling.of(self._ground, asked, everything, peaks) if fits else None,
+            tensors=tensors,
+            small=small,
+            slots=tuple(_slots(tensors, spans)),
+            everything=_Filling.of(self._ground, asked, everything, everything_peaks) if everything_fits else None,
         )
 
     def _filled(self, asked: Wishes, choice: Choice, start: _Start) -> _Filling:
@@ -203,8 +256,12 @@ class _Start:
     """Where the filling of RAM begins, and what may move there, in the order in which it does."""
 
     nothing: _Filling  # in RAM yet
+    fits: bool  # even that may be too much
     everything: _Filling | None  # that may be; None where it does not fit
     items: tuple[Item, ...]
+    tensors: tuple[Tensor, ...]  # of the items, one by one
+    small: tuple[Tensor, ...]  # that take hardly anything, and are in RAM wherever others are picked
+    slots: tuple[Slots, ...]  # that they pass through
 
 
 def _settled(homes: Homes, items: list[Item], kind: str) -> tuple[Tier, ...]:
@@ -212,6 +269,33 @@ def _settled(homes: Homes, items: list[Item], kind: str) -> tuple[Tier, ...]:
     tiers: tuple[Tier, ...] = getattr(homes, kind)
     moved = {stage for item in items if item.kind == kind for stage in item.stages}
     return tuple("cpu" if stage in moved else tier for stage, tier in enumerate(tiers))
+
+
+def _tensors(items: Sequence[Item]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """In an order that does not depend on what they save; those apart that take hardly anything."""
+    alone = [item for item in items if len(item.stages) == 1 and not item.freed]
+    found = [Tensor(kind=item.kind, stage=item.stages[0], size=item.sizes[0], saved=item.saved) for item in alone]
+    found.sort(key=lambda tensor: (tensor.kind, tensor.stage))
+    least = max((tensor.size for tensor in found), default=0) // _HARDLY
+    large = tuple(tensor for tensor in found if tensor.size > least)
+    return large, tuple(tensor for tensor in found if tensor.size <= least)
+
+
+def _slots(tensors: Sequence[Tensor], spans: Layout) -> Iterator[Slots]:
+    """Of weights and of boundaries, which are as many as the tensors that pass through (`memory.layout`)."""
+    for number, slots in enumerate(spans.slot_classes):
+        members = _set(t.kind == "weights" and spans.stages[t.stage].slot_class == number for t in tensors)
+        if slots.weight_slots:
+            size = align_up(slots.weight_size, ARENA_UNIT)
+            yield Slots(members=members, count=len(slots.weight_slots), more=0, size=size)
+    if spans.boundary_slots:
+        members = _set(tensor.kind == "boundaries" for tensor in tensors)
+        size = align_up(spans.boundary_slots[0].size, ARENA_UNIT)
+        yield Slots(members=members, count=len(spans.boundary_slots), more=1, size=size)
+
+
+def _set(members: Iterable[bool]) -> int:
+    return sum(1 << place for place, member in enumerate(members) if member)
 
 
 @cache

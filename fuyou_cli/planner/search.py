@@ -10,20 +10,23 @@ How near that comes to the best of the whole family: of a small one every choice
 that their bounds do not rule out; then it is the best, and `complete` says so. A search as limited as that of a large family
 finds, of the small ones of tests/planner/test_search.py, a step at most `NEAR` longer than the best. Of a hundred stages a few
 dozen choices are placed and eight simulated: nobody knows what the best is.
+
+Choices fill RAM in a fixed order. Of a model of few tensors the sets of them that fit are looked at as well (`picks`).
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from typing import Literal
 
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
-from .choice import Choice, Family, family
+from .choice import NONE_PICKED, Choice, Family, family
 from .place import Placed, Placing, too_small
 from .schedule import plan_schedule
 from .simulate import STEPS, simulate
@@ -39,6 +42,9 @@ _PATIENCE = 5_000  # visits simulated in a row that find nothing better,
 _TRIES = 8  # in so many simulations
 _ALIKE = 6  # simulations in vain, after which something else is tried as well
 _AGAIN = 4  # what it costs to place a choice is this many times what it costs where it comes to a plan known already
+_PICKS, _SKELETONS = 128, 24  # of sets of tensors placed with one choice, and of choices that differ in more than those
+_CLIMBS = 3  # to what is faster, from the fastest of so many pipelines
+_VAIN_PICKS = 64  # simulations of such sets in a row that find nothing better
 GAIN = 1e-3  # of the step: a choice that asks for more must be faster by more
 
 
@@ -86,6 +92,8 @@ def search(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, *, effor
         looking = _Looking(placing=placing, pipelines=choices.pipelines, with_room=with_room, effort=effort)
         with _uncollected():
             complete = _explored(looking, choices)
+            if looking.best is not None:
+                looking.look_closer(choices)
         if looking.best is not None:
             best = looking.cheapest()
             return Found(
@@ -214,14 +222,8 @@ class _Looking:
     def likeliest(self) -> tuple[int | None, bool]:
         """Of those not simulated, which may still be better than the best, the one that is likeliest to be fast; whether it
         is likely to be the best."""
-        longer = [self._longer_with(place) for place in range(len(self.pipelines))]
-
-        def expected(found: Alternative) -> tuple[float, Choice]:
-            """The estimate knows nothing of what waits for slots."""
-            pipeline = (found.choice.lookahead, found.choice.gradient_slots)
-            return max(found.bound, found.estimate * longer[self.pipelines.index(pipeline)]), found.choice
-
-        left = [(expected(found), key) for key, found in self.pool.items() if self._may_win(found)]
+        expected = self._expectation()
+        left = [((expected(found), found.choice), key) for key, found in self.pool.items() if self._may_win(found)]
         if not left:
             return None, False
         if self.in_vain >= _ALIKE * self._one and self._simulations % 2:
@@ -229,6 +231,11 @@ class _Looking:
             return key, True
         (seconds, _), key = min(left)
         return key, self.best is None or seconds < self.best.seconds
+
+    def _expectation(self) -> Callable[[Alternative], float]:
+        """Seconds that a step may take, by what is known now. The estimate knows nothing of what waits for slots."""
+        longer = {pipeline: self._longer_with(place) for place, pipeline in enumerate(self.pipelines)}
+        return lambda found: max(found.bound, found.estimate * longer[found.choice.lookahead, found.choice.gradient_slots])
 
     def _known_of(self, choice: Choice) -> int:
         """How often the value of one of its knobs was simulated that was so least. Where estimates are wrong they are wrong of
@@ -262,21 +269,103 @@ class _Looking:
         one = self._one
         return self.effort == "exhaustive" or self.visits + one <= max(MOST_VISITS, _LEAST * one)
 
-    def simulate(self, key: int) -> None:
-        found = self.pool[key]
+    def _simulated(self, found: Alternative) -> Alternative:
         schedule = plan_schedule(self.placing.model, found.plan)
         timeline = simulate(self.placing.model, self.placing.hardware, found.plan, schedule)
-        timeline = replace(timeline, work=(), asked=())  # thousands of them, which nobody asks a search for
         visits = STEPS * len(schedule.visits)
         self.visits, self.in_vain = self.visits + visits, self.in_vain + visits
-        found = self.pool[key] = replace(found, timeline=timeline)
+        found = replace(found, timeline=replace(timeline, work=(), asked=()))  # of thousands, which nobody asks a search for
         pipeline = (found.choice.lookahead, found.choice.gradient_slots)
+        self._longer.setdefault(pipeline, []).append(found.seconds / found.estimate if found.estimate else 1.0)
+        return found
+
+    def simulate(self, key: int) -> None:
+        found = self.pool[key] = self._simulated(self.pool[key])
         self._simulations += 1
         for value in found.choice.values():
             self._values[value] = self._values.get(value, 0) + 1
-        self._longer.setdefault(pipeline, []).append(found.seconds / found.estimate if found.estimate else 1.0)
         if self.best is None or found.seconds < self.best.seconds:
             self.best, self.in_vain = found, 0
+
+    # ---- sets of tensors ------------------------------------------------------------------------------------------------
+
+    def look_closer(self, choices: Family) -> None:
+        """Looks at what else could be in RAM than what the choices come to, where a model is small enough for that."""
+        assert self.best is not None
+        if not self.placing.is_small(self.best.choice):
+            return
+        was_in_ram = _is_in_ram(self.best.plan)
+        self._climb(self.best)
+        if was_in_ram:  # then sets are no question of what fits
+            return
+        in_vain = 0
+        for pick in self._likeliest_first(self._picked(choices)):
+            if in_vain < _VAIN_PICKS:
+                in_vain = in_vain + 1 if self._beaten_by(pick, self.best) is None else 0
+        for start in self._starts():
+            self._climb(start)
+
+    def _picked(self, choices: Family) -> Iterator[Alternative]:
+        """With what choices have beside tensors in RAM, the sets of those that save most traffic."""
+        for choice in islice(self._skeletons(choices), _SKELETONS):
+            yield from self._placed_anew(islice(self.placing.picks(choice), _PICKS))
+
+    def _climb(self, start: Alternative) -> None:
+        """To what is faster and differs in little, and on from there."""
+        at: Alternative | None = start
+        while at is not None:
+            near = self._placed_anew(self.placing.near(at.choice, at.plan, self.pipelines))
+            at = next((better for found in self._likeliest_first(near) if (better := self._beaten_by(found, at))), None)
+
+    def _likeliest_first(self, candidates: Iterable[Alternative]) -> list[Alternative]:
+        """Of what seems equal that first which moves less."""
+        expected = self._expectation()
+
+        def order(found: Alternative) -> tuple[float, int, Choice]:
+            predicted = found.plan.predicted
+            return expected(found), predicted.read_per_step + predicted.written_per_step, found.choice
+
+        return sorted(candidates, key=order)
+
+    def _beaten_by(self, found: Alternative, than: Alternative | None) -> Alternative | None:
+        """It, simulated, if it is faster."""
+        assert self.best is not None and than is not None
+        if found.bound >= than.seconds:
+            return None
+        found = self.pool[id(found)] = self._simulated(found)
+        if found.seconds < self.best.seconds:
+            self.best = found
+        return found if found.seconds < than.seconds else None
+
+    def _starts(self) -> list[Alternative]:
+        """The fastest of every pipeline, the fastest of those first."""
+        fastest: dict[object, Alternative] = {}
+        simulated = (found for found in self.pool.values() if found.timeline is not None)
+        for found in sorted(simulated, key=lambda found: (found.seconds, found.choice)):
+            fastest.setdefault((found.choice.lookahead, found.choice.gradient_slots), found)
+        return list(fastest.values())[:_CLIMBS]
+
+    def _skeletons(self, choices: Family) -> Iterator[Choice]:
+        """What is left of choices without the tensors that they move to RAM, of the fastest first, of what does not fit with
+        none there last."""
+        known = sorted(self.pool.values(), key=lambda found: (found.seconds, found.choice))
+        bare = (
+            replace(choice, states=0.0, activations=min(choice.activations, 0.0), picked=NONE_PICKED)
+            for choice in chain((found.choice for found in known), choices)
+        )
+        yield from dict.fromkeys(bare)
+
+    def _placed_anew(self, choices: Iterable[Choice]) -> Iterator[Alternative]:
+        """Those that come to plans that nobody saw yet."""
+        for choice in choices:
+            found = self.placing.placed(choice)
+            if found is None or id(found) in self._plans:
+                continue
+            self._plans[id(found)] = found
+            if self._fits(found.plan):
+                yield Alternative(choice=choice, plan=found.plan, bound=found.bound, estimate=found.estimate, timeline=None)
+
+    # ---- the end -------------------------------------------------------------------------------------------------------
 
     def cheapest(self) -> Alternative:
         """Of those about as fast as the fastest, the one that asks for least."""
@@ -288,6 +377,11 @@ class _Looking:
     def others(self, best: Alternative) -> tuple[Alternative, ...]:
         seen = [found for found in self.pool.values() if found is not best]
         return tuple(sorted(seen, key=lambda found: (found.timeline is None, found.seconds, found.choice)))
+
+
+def _is_in_ram(plan: Plan) -> bool:
+    homes = ((stage.weights, stage.states, stage.gradients, stage.boundary) for stage in plan.stages)
+    return all("ssd" not in tiers for tiers in homes)
 
 
 def _asked(found: Alternative) -> tuple[int, int, float, Choice]:

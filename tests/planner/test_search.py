@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fuyou_cli.core.errors import PlanError
 from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.planner.assemble import assemble
-from fuyou_cli.planner.choice import family
+from fuyou_cli.planner.choice import NONE_PICKED, family
 from fuyou_cli.planner.memory import Homes
 from fuyou_cli.planner.place import Placing, least_memory, made_of
 from fuyou_cli.planner.schedule import plan_schedule
@@ -66,14 +66,16 @@ def free(draw: st.DrawFn) -> tuple[ModelSpec, HardwareProfile, Wishes]:
 @settings(max_examples=10, deadline=None)
 @given(free())
 def test_nothing_in_the_family_is_faster(case: tuple[ModelSpec, HardwareProfile, Wishes]) -> None:
-    """Brute force beside what the search does with a small case: equal, but that of about equal ones the cheaper is taken."""
+    """Brute force over the family beside what the search does with a small case: equal, but that of about equal ones the
+    cheaper is taken; only what no choice of the family comes to may be faster."""
     spec, hardware, wishes = case
     placing = Placing(spec, hardware, wishes)
     placed = {id(found): found for found in map(placing.placed, family(spec, wishes)) if found is not None}
     seconds = min(_step(spec, hardware, found.plan) for found in placed.values())
     found = search(spec, hardware, wishes)
     assert found.complete
-    assert seconds <= found.best.seconds <= seconds * (1 + GAIN)
+    assert found.best.seconds <= seconds * (1 + GAIN)
+    assert found.best.seconds >= seconds or found.best.choice.picked != NONE_PICKED
 
 
 def test_what_the_estimate_is_wrong_of_is_found_as_well() -> None:
@@ -198,35 +200,47 @@ def test_a_plan_stays_inside_what_it_was_given(case: tuple[ModelSpec, HardwarePr
                 assert getattr(stage, kind) == tier
 
 
-@pytest.mark.parametrize("spare", [0, 150, 400, 900])
-def test_every_placement_of_a_small_model(spare: int) -> None:
-    """All homes that fit, not only those that a choice leads to: none is more than a little faster. `spare` MiB."""
-    spec = model(16 << 20, 16 << 20, 16 << 20, 2048, 16 << 20)
-    wishes = Wishes(
-        numerics=Numerics(
-            compute_dtype="bfloat16", accumulate_dtype="bfloat16", batch_size=2, micro_batch_size=2, max_seq_len=2048,
-            head_chunk_tokens=0, torch_threads=2, seed=0,
-        ),
-        model_name="test", device="cpu", clip_grad_norm=None, cpu_budget=0, lookahead=1, defer=0.0, scratch_size=MiB,
-        kept=((),) * 5,
-    )  # fmt: skip
-    wishes = replace(wishes, cpu_budget=least_memory(spec, SLOW_STORE, wishes) + spare * MiB)
-    everything = [_step(spec, SLOW_STORE, plan) for plan in _everywhere(spec, SLOW_STORE, wishes)]
-    assert len(everything) > 1 or not spare
-    assert search(spec, SLOW_STORE, wishes).best.seconds <= min(everything, default=float("inf")) * 1.02
+@st.composite
+def unequal(draw: st.DrawFn) -> tuple[ModelSpec, HardwareProfile, Wishes]:
+    """Few tensors, of which some are several times as large as others: which of them fit beside which makes the difference."""
+
+    def rate() -> float:
+        return draw(st.sampled_from([3e8, 9e8, 3e9]))
+
+    blocks = draw(st.lists(st.sampled_from([2, 4, 8, 16]), min_size=1, max_size=2))
+    ends = st.sampled_from([2, 8, 16])
+    spec = model(draw(ends) << 20, *[size << 20 for size in blocks], 2048, draw(ends) << 20)
+    hardware = replace(SLOW_STORE, store_read=rate(), store_write=rate(), matmul_flops=draw(st.sampled_from([2e9, 2e10, 2e11])))
+    hardware = replace(hardware, store_read_mixed=hardware.store_read / 2, store_write_mixed=hardware.store_write / 2)
+    wishes = replace(_large(spec), clip_grad_norm=None, lookahead=1, defer=0.0, kept=((),) * len(spec.stages))
+    numerics = replace(wishes.numerics, max_seq_len=draw(st.sampled_from([128, 2048])))
+    wishes = replace(wishes, numerics=numerics)
+    spare = draw(st.integers(0, 40)) * 10 * MiB
+    return spec, hardware, replace(wishes, cpu_budget=least_memory(spec, hardware, wishes) + spare)
+
+
+@settings(max_examples=8, deadline=None)
+@given(unequal())
+def test_nothing_that_fits_is_much_faster(case: tuple[ModelSpec, HardwareProfile, Wishes]) -> None:
+    """Brute force over all homes that fit, not only those that a choice leads to. Nearly always the search finds the best."""
+    spec, hardware, wishes = case
+    seconds = min((_step(spec, hardware, plan) for plan in _everywhere(spec, hardware, wishes)), default=float("inf"))
+    assert search(spec, hardware, wishes).best.seconds <= seconds * (1 + 2 * NEAR)
 
 
 def _everywhere(spec: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Iterator[Plan]:
     """The norm, which hardly takes anything, stays where it is."""
-    tiers = ("ssd", "cpu")
-    for weights, states, boundaries in product(product(tiers, repeat=4), product(tiers, repeat=4), product(tiers, repeat=2)):
+    blocks = len(spec.stages) - 3
+    of_all = [("ssd", "cpu")] * (blocks + 2)
+    for weights, states, boundaries in product(product(*of_all), product(*of_all), product(*of_all[2:])):
         homes = Homes(
-            weights=(*weights[:3], "ssd", weights[3]), states=(*states[:3], "ssd", states[3]), gradients=("cpu",) * 5,
-            boundaries=("cpu", *boundaries, "ssd", "cpu"), kept=((),) * 5,
+            weights=(*weights[:-1], "ssd", weights[-1]), states=(*states[:-1], "ssd", states[-1]),
+            gradients=("cpu",) * len(spec.stages), boundaries=("cpu", *boundaries, "ssd", "cpu"), kept=((),) * len(spec.stages),
         )  # type: ignore[arg-type] # fmt: skip
-        plan = assemble(spec, hardware, wishes, homes, lookahead=1, gradient_slots=2)
-        if plan.predicted.cpu_peak <= wishes.cpu_budget:
-            yield plan
+        for slots in (1, 2):
+            plan = assemble(spec, hardware, wishes, homes, lookahead=1, gradient_slots=slots)
+            if plan.predicted.cpu_peak <= wishes.cpu_budget:
+                yield plan
 
 
 def test_deferral_is_found_where_it_helps() -> None:
