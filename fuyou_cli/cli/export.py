@@ -44,7 +44,9 @@ def run_export(source: Path, out: Path, overrides: Sequence[str], *, dtype: Expo
     written = dtype or asked.dtype or manifest.compute_dtype
     with Transfers(status_console()) as transfers:
         progress = partial(transfers, f"exporting to {out.name}")
-        paths = export_store(store, out, dtype=written, max_shard_size=asked.max_shard_size, progress=progress)
+        paths = export_store(
+            store, out, dtype=written, max_shard_size=asked.max_shard_size, progress=progress, say=write_status
+        )
     total = sum(path.stat().st_size for path in paths)
     write_result(f"{out}: {len(paths)} file{'s' * (len(paths) != 1)}, {total:,} bytes of {written} weights")
 

@@ -246,6 +246,7 @@ def _write_model(prepared: Prepared, source: Path) -> None:
             dtype=options.dtype,
             max_shard_size=options.max_shard_size,
             progress=partial(transfers, f"exporting to {out.name}"),
+            say=write_status,
         )
     computed = prepared.model.compute_dtype
     rounded = f", rounded from {computed} (export.dtype={computed} keeps it)" if options.dtype != computed == "float32" else ""

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from fuyou_cli.core.errors import FuyouError, PlanError
 from fuyou_cli.planner.choice import Choice
 from fuyou_cli.planner.lasting import Choose
+from fuyou_cli.planner.looking import Alternative
 from fuyou_cli.planner.place import least_memory, made_of
 from fuyou_cli.planner.place import plan as first_that_fits
-from fuyou_cli.planner.search import Alternative, Found, fastest, search, timed
+from fuyou_cli.planner.search import Found, fastest, search, timed
 from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec

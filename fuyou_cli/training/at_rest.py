@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.errors import UsageError
+from ..core.patience import SILENT, Patience
 from ..core.units import MiB
 from ..spec.plan import Span
 from ..swap.arena import Arena
@@ -61,8 +62,9 @@ def find_store(source: Path) -> Path:
 
 
 @contextmanager
-def at_rest(source: Path, *, arena_size: int) -> Iterator[AtRest]:
-    """The committed state of the store in `source`. Raises FuyouError while a run uses it, and where there is none."""
+def at_rest(source: Path, *, arena_size: int, say: Callable[[str], None] | None = None) -> Iterator[AtRest]:
+    """The committed state of the store in `source`; `say` hears of a drive that is silent. Raises FuyouError while a run uses
+    it, and where there is none."""
     manifest, problem = manifests.newest(source)
     if manifest is None:
         raise UsageError(f"there is no store in {source}")
@@ -75,20 +77,23 @@ def at_rest(source: Path, *, arena_size: int) -> Iterator[AtRest]:
     if missing := lacking(manifest):
         raise UsageError(f"the store in {source} is not whole: {missing}", hint="mount its drive, or put the file back")
     paths = [Path(name) for name in manifest.files]
+    patience = SILENT if say is None else Patience(say, where=lambda: str(source))
     with (
         Arena(arena_size) as arena,
         Store.open(paths, stripe=manifest.stripe, size=manifest.store_size, read_only=True) as store,
-        SwapDaemon(arena, store, DaemonOptions(update_threads=0)) as daemon,
+        SwapDaemon(arena, store, DaemonOptions(update_threads=0), patience=patience) as daemon,
     ):
         if manifests.newest(source)[0] != manifest:  # read before the store was locked
             raise UsageError(f"another process has used the store in {source} meanwhile", hint="run the same command again")
         yield AtRest(manifest=manifest, problem=problem, arena=arena, daemon=daemon)
 
 
-def verify_store(source: Path, *, progress: Progress = lambda size: None) -> list[Verified]:
+def verify_store(
+    source: Path, *, progress: Progress = lambda size: None, say: Callable[[str], None] | None = None
+) -> list[Verified]:
     """The newest committed state of a store, and those before it that are kept: every extent is read and summed. What the
     step that was under way has written over is damage of one before."""
-    with at_rest(source, arena_size=_ARENA) as store:
+    with at_rest(source, arena_size=_ARENA, say=say) as store:
         window = Span(offset=0, size=_ARENA)
         states = [store.manifest, *manifests.before(source, store.manifest)]
         return [

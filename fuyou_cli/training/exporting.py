@@ -189,9 +189,11 @@ def export_store(
     dtype: str,
     max_shard_size: int,
     progress: Callable[[int, int], None] | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> list[Path]:
-    """Writes the committed weights of the store in `source` to `out`; the shards' paths."""
-    with at_rest(source, arena_size=max(2 * _WINDOW, _TENSORS * _UPDATE_WINDOW)) as store:
+    """Writes the committed weights of the store in `source` to `out`; the shards' paths. `say` hears of a drive that is
+    silent."""
+    with at_rest(source, arena_size=max(2 * _WINDOW, _TENSORS * _UPDATE_WINDOW), say=say) as store:
         manifest = store.manifest
         weights = StoreWeights(manifest, store.daemon, store.arena, dtype=dtype)
         return write_checkpoint(

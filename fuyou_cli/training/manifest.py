@@ -35,7 +35,7 @@ NAME = "manifest.json"
 BEFORE = "manifest.before.json"  # of the commit before
 DAMAGED = "manifest.damaged.json"  # was the newest, and was gone back behind
 COMPANIONS = "companions"  # the folder beside it with what an export needs besides weights
-VERSION = 4
+VERSION = 5
 TENSORS = get_args(StateTensor)  # of a stage, in the order of a place
 _EXTENTS = (*TENSORS, "gradients")
 _NEW = ".manifest.new"  # fixed names: what a killed run leaves is written over by the next
@@ -125,6 +125,7 @@ class Manifest:
     compute_dtype: Literal["float32", "bfloat16"]
     numerics: Numerics
     fingerprints: dict[str, str]  # model, data, recipe: what a resumed run must agree on
+    libraries: dict[str, str]  # versions of what computed it (training/libraries.py)
     random: dict[str, Any]  # states of generators (training/random_states.py)
     mode: StoreMode
     keep: int  # states that are there whole at any time, this one among them

@@ -23,6 +23,7 @@ from ..planner.wishes import Wishes, update_chunks_for, update_threads_for
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
 from ..spec.plan import Numerics, Plan, StoreMode, Tier
+from . import libraries
 from .going_on import planned_from, saved_state, steps_left
 from .length import sampler_of, steps_of, tokenised_rows
 from .limits import check_positions, check_tokens, gpu_limit
@@ -223,6 +224,8 @@ def _with_weights_and_rows(
     fingerprints = _fingerprints(recipe, model_dir, model, weights.mark, rows, total)
     if considered.manifest is not None:
         check_unchanged_run(considered.manifest, fingerprints, total_steps=total)
+        if changed := libraries.change(considered.manifest.libraries, libraries.versions()):
+            say(f"note: {changed}")
     saved = considered.manifest
     asked = wishes(recipe, considered.plan.numerics, hardware, device=device, saved=saved)
     asked = within(considered.store_room, asked, recipe, model, hardware, considered.directories, model_dir, saved=saved)

@@ -24,7 +24,7 @@ from ..planner.residency import Residency
 from ..spec.plan import Span
 from ..swap.daemon import SwapDaemon
 from ..swap.store import Store
-from . import folder_names, random_states
+from . import folder_names, libraries, random_states
 from . import losses as loss_files
 from . import manifest as manifests
 from .commits import Commits
@@ -252,6 +252,7 @@ class Saver:
             compute_dtype=model.compute_dtype,
             numerics=plan.numerics,
             fingerprints=prepared.fingerprints,
+            libraries=libraries.versions(),
             random=standing.random,
             mode=plan.store_mode,
             keep=plan.keep,

@@ -73,7 +73,7 @@ static int sync_folder(const char *path)
     free(folder);
     if (error != 0)
         return error;
-    if (fy__system.fdatasync(fd) != 0)
+    if (fy__system.fsync(fd) != 0) /* a new name is no data that fdatasync has to write */
         error = -errno;
     (void)fy__system.close(fd); /* opened for reading: nothing to lose */
     return error == -EINVAL ? 0 : error; /* some file systems cannot sync folders, and need not */

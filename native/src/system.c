@@ -59,8 +59,8 @@ static uint32_t ring_next_in_order(uint32_t count)
     {                                                                                                                 \
         .open = system_open, .close = close, .set_flags = system_set_flags, .flock = flock, .fstat = fstat,           \
         .lstat = system_lstat, .fchmod = fchmod, .fallocate = fallocate, .ftruncate = ftruncate,                      \
-        .fdatasync = fdatasync, .unlink = unlink, .pread = pread, .pwrite = pwrite, .mmap = mmap, .munmap = munmap,   \
-        .madvise = madvise, .calloc = calloc,                                                                         \
+        .fdatasync = fdatasync, .fsync = fsync, .unlink = unlink, .pread = pread, .pwrite = pwrite,                   \
+        .mmap = mmap, .munmap = munmap, .madvise = madvise, .calloc = calloc,                                         \
         .eventfd = system_eventfd, .thread_create = pthread_create, .ring_setup = ring_setup_allowed,                 \
         .ring_enter = ring_enter_allowed, .ring_result = ring_result_as_is, .ring_next = ring_next_in_order,          \
     }

@@ -28,6 +28,7 @@ struct fy__system {
     int (*fallocate)(int fd, int mode, off_t offset, off_t size);
     int (*ftruncate)(int fd, off_t size);
     int (*fdatasync)(int fd);
+    int (*fsync)(int fd);
     int (*unlink)(const char *path);
     ssize_t (*pread)(int fd, void *data, size_t size, off_t offset);
     ssize_t (*pwrite)(int fd, const void *data, size_t size, off_t offset);

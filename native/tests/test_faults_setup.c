@@ -50,6 +50,12 @@ static int failing_fdatasync(int fd)
     return strikes() ? -1 : fy__system_real.fdatasync(fd);
 }
 
+static int failing_fsync(int fd)
+{
+    errno = EIO;
+    return strikes() ? -1 : fy__system_real.fsync(fd);
+}
+
 static int failing_set_flags(int fd, int flags)
 {
     errno = EACCES;
@@ -93,6 +99,7 @@ static void install(void)
     fy__system.fstat = failing_fstat;
     fy__system.fallocate = failing_fallocate;
     fy__system.fdatasync = failing_fdatasync;
+    fy__system.fsync = failing_fsync;
     fy__system.set_flags = failing_set_flags;
     fy__system.pread = failing_pread;
     fy__system.mmap = failing_mmap;

@@ -1,17 +1,20 @@
-"""A run whose drive does not answer says what it waits for."""
+"""Whoever waits for a drive that does not answer says what for."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from fuyou_cli.cli import probe
+from fuyou_cli.training.at_rest import verify_store
+from fuyou_cli.training.exporting import export_store
 from fuyou_cli.training.run import Run
 
 from .conftest import Project
-from .running import prepared_run
+from .running import prepared_run, store_of
 
 
 @pytest.mark.timeout(60)
@@ -35,3 +38,18 @@ def test_a_flush_that_does_not_come_back_is_named(new_project: Callable[..., Pro
     in_step = next(said for said in heard if said.startswith("waiting for commit of the step before (step 3, "))
     at_the_end = next(said for said in heard if said.startswith("waiting for the commit of step 4 (after step 4);"))
     assert all("with nothing read, written or updated" in said for said in (in_step, at_the_end))
+
+
+@pytest.mark.timeout(60)
+def test_a_store_that_is_verified_or_exported_is_named(
+    stopped: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a microsecond is too long, every drive is silent."""
+    monkeypatch.setattr("fuyou_cli.core.patience.FIRST", 1e-6)
+    monkeypatch.setattr("fuyou_cli.swap.daemon._SLICE_NS", 1)
+    store, heard = store_of(stopped), list[str]()
+    verify_store(store, say=heard.append)
+    assert heard and all(said.startswith(f"waiting for the store ({store});") for said in heard)
+    heard.clear()
+    export_store(store, tmp_path / "model", dtype="float32", max_shard_size=1 << 30, say=heard.append)
+    assert heard and all(said.startswith(f"waiting for the store ({store});") for said in heard)

@@ -181,6 +181,18 @@ def test_a_state_without_a_mark_is_nobodys(stopped: Project) -> None:
 
 
 @pytest.mark.timeout(60)
+def test_another_torch_between_stop_and_resume_is_told(stopped: Project) -> None:
+    saved = manifest_of(stopped)
+    manifests.write(store_of(stopped), replace(saved, libraries={**saved.libraries, "torch": "2.9.0"}))
+    done = stopped.fuyou("finetune", stopped.recipe, f"train.max_steps={STEPS}")
+    assert done.returncode == 0, done.stderr
+    assert f"note: torch was 2.9.0, is {saved.libraries['torch']}: the steps from here on may differ" in done.stderr
+    assert manifest_of(stopped).libraries == saved.libraries
+    again = stopped.fuyou("finetune", stopped.recipe, f"train.max_steps={STEPS}")
+    assert "may differ" not in again.stderr
+
+
+@pytest.mark.timeout(60)
 def test_placement_may_change_between_stop_and_resume(
     stopped: Project, new_project: Callable[..., Project], tmp_path: Path
 ) -> None:

@@ -16,10 +16,11 @@ from fuyou_cli.core.errors import PlanError
 from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.planner.assemble import assemble
 from fuyou_cli.planner.choice import NONE_PICKED, family
+from fuyou_cli.planner.looking import GAIN, MOST_PLACED, MOST_VISITS
 from fuyou_cli.planner.memory import Homes
 from fuyou_cli.planner.place import Placing, least_memory, made_of
 from fuyou_cli.planner.schedule import plan_schedule
-from fuyou_cli.planner.search import GAIN, MOST_PLACED, MOST_VISITS, NEAR, fastest, search, timed
+from fuyou_cli.planner.search import NEAR, fastest, search, timed
 from fuyou_cli.planner.simulate import STEPS, simulate
 from fuyou_cli.planner.timeline import Timeline
 from fuyou_cli.planner.wishes import Wishes
@@ -172,7 +173,7 @@ def test_what_a_search_gives_up_is_free_at_once(monkeypatch: pytest.MonkeyPatch)
         assert gc.collect() < 100
     finally:
         gc.enable()
-    monkeypatch.setattr("fuyou_cli.planner.search.simulate", looked_at)
+    monkeypatch.setattr("fuyou_cli.planner.looking.simulate", looked_at)
     search(spec, SLOW_STORE, wishes)
     assert gc.isenabled() and collecting and not any(collecting)
 

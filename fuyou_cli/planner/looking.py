@@ -1,0 +1,204 @@
+"""What a search saw so far, and what it would look at next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from ..spec.plan import Plan
+from .choice import Choice, Family
+from .place import Placed, Placing
+from .schedule import plan_schedule
+from .simulate import STEPS, simulate
+from .timeline import Timeline
+
+MOST_PLACED = 6_000  # stages of choices that one search places at most: a second on an old core, with the simulations
+MOST_VISITS = 6_500  # of all steps that one search simulates at most
+GAIN = 1e-3  # of the step: a choice that asks for more must be faster by more
+_LEAST = 4  # simulations, however large the model is
+_PATIENCE = 5_000  # visits simulated in a row that find nothing better,
+_TRIES = 8  # in so many simulations
+_ALIKE = 6  # simulations in vain, after which something else is tried as well
+_AGAIN = 4  # what it costs to place a choice is this many times what it costs where it comes to a plan known already
+
+Effort = Literal["limited", "placed", "exhaustive"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Alternative:
+    """A choice that fits, as far as it was looked at. Seconds per step."""
+
+    choice: Choice
+    plan: Plan
+    bound: float  # that its step cannot beat
+    estimate: float
+    timeline: Timeline | None  # None: ruled out by its bound, or not come to
+
+    @property
+    def seconds(self) -> float:
+        return self.timeline.step_seconds if self.timeline is not None else max(self.bound, self.estimate)
+
+
+@dataclass(slots=True)
+class Looking:
+    """What was seen so far; a choice is placed once, and a plan simulated once."""
+
+    placing: Placing
+    pipelines: tuple[tuple[int, int], ...]
+    with_room: bool  # only plans that disk and device have room for
+    effort: Effort
+    placed: int = 0
+    visits: int = 0
+    in_vain: int = 0  # of the visits, since the best was found
+    best: Alternative | None = None  # the fastest
+    pool: dict[int, Alternative] = field(default_factory=dict)  # by the identity of the plan
+    _plans: dict[int, Placed] = field(default_factory=dict)
+    _tried: set[Choice] = field(default_factory=set)
+    _looked_around: set[Choice] = field(default_factory=set)
+    _simulations: int = 0
+    _values: dict[tuple[str, object], int] = field(default_factory=dict)  # of knobs: how often they were simulated
+    _longer: dict[tuple[int, int], list[float]] = field(default_factory=dict)  # by pipeline: steps beside their estimates
+
+    # ---- placing -------------------------------------------------------------------------------------------------------
+
+    def _may_place(self) -> bool:
+        return self.effort != "limited" or self.placed + len(self.placing.model.stages) <= MOST_PLACED
+
+    def place(self, choices: Iterable[Choice]) -> None:
+        for choice in choices:
+            self._place(choice)
+
+    def place_one(self, choices: Iterable[Choice]) -> None:
+        """The first that fits."""
+        for choice in choices:
+            self._place(choice)
+            if self.pool:
+                return
+
+    def _place(self, choice: Choice) -> None:
+        if choice in self._tried or not self._may_place():
+            return
+        self._tried.add(choice)
+        found, stages = self.placing.placed(choice), len(self.placing.model.stages)
+        if found is None or id(found) in self._plans:
+            self.placed += -(-stages // _AGAIN)
+            return
+        self.placed += stages
+        self._plans[id(found)] = found
+        if self._fits(found.plan):
+            self.pool[id(found)] = Alternative(
+                choice=choice, plan=found.plan, bound=found.bound, estimate=found.estimate, timeline=None
+            )
+
+    def _fits(self, plan: Plan) -> bool:
+        return not self.with_room or self.placing.wishes.has_room_for(plan, self.placing.hardware)
+
+    def look_around(self, choices: Family) -> bool:
+        """Places what differs in one knob from the best simulated choice around which nobody looked yet; whether there is
+        one."""
+        simulated = [found for found in self.pool.values() if found.timeline and found.choice not in self._looked_around]
+        if not simulated or not self._may_place():
+            return False
+        nearest = min(simulated, key=lambda found: (found.seconds, found.choice))
+        self._looked_around.add(nearest.choice)
+        self.place(choices.lines(nearest.choice))
+        return True
+
+    def placed_anew(self, choices: Iterable[Choice]) -> Iterator[Alternative]:
+        """Of what no family has (`closer`), what comes to plans that nobody saw yet."""
+        for choice in choices:
+            found = self.placing.placed(choice)
+            if found is None or id(found) in self._plans:
+                continue
+            self._plans[id(found)] = found
+            if self._fits(found.plan):
+                yield Alternative(choice=choice, plan=found.plan, bound=found.bound, estimate=found.estimate, timeline=None)
+
+    # ---- simulating ----------------------------------------------------------------------------------------------------
+
+    def likeliest(self) -> tuple[int | None, bool]:
+        """Of those not simulated, which may still be better than the best, the one that is likeliest to be fast; whether it
+        is likely to be the best."""
+        expected = self.expectation()
+        left = [((expected(found), found.choice), key) for key, found in self.pool.items() if self._may_win(found)]
+        if not left:
+            return None, False
+        if self.in_vain >= _ALIKE * self._one and self._simulations % 2:
+            key = min((self._known_of(self.pool[key].choice), seconds, key) for seconds, key in left)[2]
+            return key, True
+        (seconds, _), key = min(left)
+        return key, self.best is None or seconds < self.best.seconds
+
+    def expectation(self) -> Callable[[Alternative], float]:
+        """Seconds that a step may take, by what is known now. The estimate knows nothing of what waits for slots."""
+        longer = {pipeline: self._longer_with(place) for place, pipeline in enumerate(self.pipelines)}
+        return lambda found: max(found.bound, found.estimate * longer[found.choice.lookahead, found.choice.gradient_slots])
+
+    def _known_of(self, choice: Choice) -> int:
+        """How often the value of one of its knobs was simulated that was so least. Where estimates are wrong they are wrong of
+        all that is alike: then every other choice simulated has something that few before had."""
+        return min(self._values.get(value, 0) for value in choice.values())
+
+    def _longer_with(self, place: int) -> float:
+        """How much longer than their estimates the steps simulated so far were, with this pipeline or the next larger one:
+        with fewer slots more waits for them."""
+        known = [self._longer[pipeline] for pipeline in self.pipelines[place:] if pipeline in self._longer]
+        return sum(known[0]) / len(known[0]) if known else 1.0
+
+    def knows_all_of(self, choices: Family) -> bool:
+        """Whether every choice was placed, and none of them may still win."""
+        return len(self._tried) == len(choices) and not any(self._may_win(found) for found in self.pool.values())
+
+    def _may_win(self, found: Alternative) -> bool:
+        return found.timeline is None and (self.best is None or found.bound < self.best.seconds)
+
+    def is_patient(self) -> bool:
+        """Whether the best may not be the best yet."""
+        return self.effort != "limited" or self.in_vain < max(_PATIENCE, _TRIES * self._one)
+
+    @property
+    def _one(self) -> int:
+        """Visits of one simulation, about."""
+        return 2 * len(self.placing.model.stages) * STEPS
+
+    def may_simulate(self) -> bool:
+        """Whether one more simulation is within what a search may take."""
+        one = self._one
+        return self.effort == "exhaustive" or self.visits + one <= max(MOST_VISITS, _LEAST * one)
+
+    def simulated(self, found: Alternative) -> Alternative:
+        schedule = plan_schedule(self.placing.model, found.plan)
+        timeline = simulate(self.placing.model, self.placing.hardware, found.plan, schedule)
+        visits = STEPS * len(schedule.visits)
+        self.visits, self.in_vain = self.visits + visits, self.in_vain + visits
+        found = replace(found, timeline=replace(timeline, work=(), asked=()))  # of thousands, which nobody asks a search for
+        pipeline = (found.choice.lookahead, found.choice.gradient_slots)
+        self._longer.setdefault(pipeline, []).append(found.seconds / found.estimate if found.estimate else 1.0)
+        return found
+
+    def simulate(self, key: int) -> None:
+        found = self.pool[key] = self.simulated(self.pool[key])
+        self._simulations += 1
+        for value in found.choice.values():
+            self._values[value] = self._values.get(value, 0) + 1
+        if self.best is None or found.seconds < self.best.seconds:
+            self.best, self.in_vain = found, 0
+
+    # ---- the end -------------------------------------------------------------------------------------------------------
+
+    def cheapest(self) -> Alternative:
+        """Of those about as fast as the fastest, the one that asks for least."""
+        assert self.best is not None
+        limit = self.best.seconds * (1 + GAIN)
+        alike = [found for found in self.pool.values() if found.timeline is not None and found.seconds <= limit]
+        return min(alike, key=_asked)
+
+    def others(self, best: Alternative) -> tuple[Alternative, ...]:
+        seen = [found for found in self.pool.values() if found is not best]
+        return tuple(sorted(seen, key=lambda found: (found.timeline is None, found.seconds, found.choice)))
+
+
+def _asked(found: Alternative) -> tuple[int, int, float, Choice]:
+    predicted = found.plan.predicted
+    return predicted.written_per_step, predicted.cpu_peak, found.seconds, found.choice
