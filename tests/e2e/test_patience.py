@@ -44,9 +44,9 @@ def test_a_flush_that_does_not_come_back_is_named(new_project: Callable[..., Pro
 def test_a_store_that_is_verified_or_exported_is_named(
     stopped: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a microsecond is too long, every drive is silent."""
-    monkeypatch.setattr("fuyou_cli.core.patience.FIRST", 1e-6)
-    monkeypatch.setattr("fuyou_cli.swap.daemon._SLICE_NS", 1)
+    """Where no time at all is too long, every drive is silent."""
+    monkeypatch.setattr("fuyou_cli.core.patience.FIRST", 0.0)
+    monkeypatch.setattr("fuyou_cli.swap.daemon._SLICE_NS", 0)
     store, heard = store_of(stopped), list[str]()
     verify_store(store, say=heard.append)
     assert heard and all(said.startswith(f"waiting for the store ({store});") for said in heard)

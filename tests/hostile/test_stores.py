@@ -198,7 +198,7 @@ def test_a_right_digest_makes_nothing_true(tmp_path: Path, change: Change, words
     assert [entry.name for entry in tmp_path.iterdir()] == [manifests.NAME]
 
 
-@pytest.mark.parametrize("version", [None, 0, "4", 4.0, True, 5])
+@pytest.mark.parametrize("version", [None, 0, str(manifests.VERSION), float(manifests.VERSION), True, manifests.VERSION + 1])
 def test_other_versions(tmp_path: Path, version: object) -> None:
     _written(tmp_path, _set("fuyou_store", version))
     with pytest.raises(UsageError, match="is not a manifest of version"):
