@@ -14,7 +14,7 @@ from .simulate import STEPS, simulate
 from .timeline import Timeline
 
 MOST_PLACED = 6_000  # stages of choices that one search places at most: a second on an old core, with the simulations
-MOST_VISITS = 6_500  # of all steps that one search simulates at most
+MOST_VISITS = 5_800  # of all steps that one search simulates at most
 GAIN = 1e-3  # of the step: a choice that asks for more must be faster by more
 _LEAST = 4  # simulations, however large the model is
 _PATIENCE = 5_000  # visits simulated in a row that find nothing better,
