@@ -8,8 +8,10 @@ daemons and open files below the folder `under` (where it says one) is told on i
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
+import pkgutil
 import sys
 import threading
 import traceback
@@ -19,18 +21,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import datasets  # noqa: F401 - what a run imports; nothing is computed before a fork
+import datasets  # noqa: F401 - what a run imports
 import torch  # noqa: F401
+import transformers
 import transformers.models.gpt2.modeling_gpt2
-import transformers.models.llama.modeling_llama  # noqa: F401
+import transformers.models.llama.modeling_llama
 
-import fuyou_cli.cli.export
-import fuyou_cli.cli.finetune
-import fuyou_cli.cli.plan
-import fuyou_cli.training.exporting
-import fuyou_cli.training.prepare
-import fuyou_cli.training.run  # noqa: F401
+import fuyou_cli
 from fuyou_cli.cli import app
+from fuyou_cli.engine.describe import describe
 from fuyou_cli.swap.arena import Arena
 from fuyou_cli.swap.daemon import SwapDaemon
 
@@ -38,6 +37,7 @@ _NO_END = 70  # the command returned instead of ending the process
 
 
 def main() -> None:
+    _warm_up()
     print("ready", flush=True)
     for line in sys.stdin:
         request = json.loads(line)
@@ -47,6 +47,18 @@ def main() -> None:
         print(child, flush=True)
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def _warm_up() -> None:
+    """What every run would pay for otherwise: modules that are imported late, and what torch learns of operators without data.
+    No thread may be left behind: none would be in a child. With one thread and no device, torch starts none."""
+    for module in pkgutil.walk_packages(fuyou_cli.__path__, "fuyou_cli."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    tiny = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
+    )
+    describe(tiny, dtype="bfloat16", micro_batch_size=2, max_seq_len=32)
 
 
 def _run(request: dict[str, Any]) -> int:
