@@ -3,7 +3,7 @@
 
     python scripts/reproduce_paper.py [--part 1|2] [--json FILE]
     python scripts/reproduce_paper.py --part 1 --set IN_FLIGHT=3      the errors, had a listed number another value
-    needs no GPU, no drives and no data; ten minutes on two cores
+    needs no GPU, no drives and no data; ten minutes
 
 Part 1 takes the hardware of "Ratel: Optimizing Holistic Data Movement to Fine-tune 100B Model on a Consumer GPU" (ICDE
 2025; first published as Fuyou, arXiv 2403.06504) and its policy: the whole batch in the GPU's memory, weights and states on
