@@ -1,7 +1,8 @@
 """`fuyou clean`: remove the store files a manifest names, and nothing else.
 
-A store is `<folder>/<run>/manifest.json` with `{"fuyou_store": VERSION, "files": [...]}`; its files lie in folders named
-`<run>`, one per drive it is striped over, and have names that a run gives. No folder is ever removed.
+A store is `<folder>/<run>/manifest.json` with `{"fuyou_store": VERSION, "files": [...]}`, the first of which lies beside it: a
+copy of a store names the files of another. Its files lie in folders named `<run>`, one per drive it is striped over, each with
+a part file that says so, and have names that a run gives. No folder is ever removed.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from pathlib import Path
 
 from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.core.json_files import find_text, object_in, shown
+from fuyou_cli.core.paths import is_file
 from fuyou_cli.core.units import gib
 from fuyou_cli.training.folder_names import STORE, is_written
 from fuyou_cli.training.manifest import BEFORE, BESIDE, COMPANIONS, LARGEST, VERSION
 from fuyou_cli.training.manifest import NAME as MANIFEST
-from fuyou_cli.training.parts import read_part
+from fuyou_cli.training.parts import PART_FILE, read_part
 
 from .console import confirm, write_result, write_status
 
@@ -44,6 +46,17 @@ class StoreFiles:
     files: tuple[Remnant, ...]
     missing: int
     refused: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Named:
+    """What a manifest says of its store. `certain` are there unless they are gone already, `possible` may never have been."""
+
+    certain: tuple[str, ...] = ()
+    possible: tuple[str, ...] = ()
+    run: object = None  # which older ones do not say
+    is_loading: bool = False
+    problem: str = ""
 
 
 def run_clean(directory: Path, *, yes: bool) -> None:
@@ -85,19 +98,17 @@ def find_unnamed(directory: Path, stores: Sequence[StoreFiles]) -> list[Path]:
 def read_store(manifest: Path) -> StoreFiles:
     """What the manifest names, looked at without following a link."""
     text, problem = _text(manifest)
-    named, may_be = dict[str, None](), dict[str, None]()
-    if not problem:
-        named, may_be, problem = _named(manifest, text)  # each name once, however many there are
+    named = _Named(problem=problem) if problem else _named(manifest, text)
     home = manifest.parent.resolve()
-    files, refused, missing = [], [problem] if problem else [], 0
+    files, refused, missing = [], [named.problem] if named.problem else [], 0
     if manifest.is_symlink() or manifest.parent.is_symlink():
         refused.append("the store's folder or manifest is a symbolic link")
-    for name in (*named, *may_be):
-        reason, remnant = _look(name, home)
+    for name in (*named.certain, *named.possible):
+        reason, remnant = _look(name, home, named)
         if reason:
             refused.append(f"{name if name.isprintable() and len(name) <= 4096 else shown(name)}: {reason}")
         elif remnant is None:
-            missing += name not in may_be
+            missing += name not in named.possible
         else:
             files.append(remnant)
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -113,33 +124,37 @@ def _text(manifest: Path) -> tuple[str, str]:
     return ("", "the manifest is gone") if text is None else (text, "")
 
 
-def _named(manifest: Path, text: str) -> tuple[dict[str, None], dict[str, None], str]:
-    """The files of a store, those that there may be beside them, and why the manifest cannot be believed."""
+def _named(manifest: Path, text: str) -> _Named:
+    """The files of a store, each once, or why the manifest cannot be believed."""
     try:
         content = object_in(manifest, text, finite=False, names=True)
     except UsageError as error:
-        return {}, {}, f"the manifest cannot be read: {error.message}"
+        return _Named(problem=f"the manifest cannot be read: {error.message}")
     # Every version so far lists its files the same way, so that stores of older versions can go as well.
     version = content.get("fuyou_store")
     if type(version) is not int or not 1 <= version <= VERSION:
-        return {}, {}, f"not the manifest of a fuyou store of version 1 to {VERSION}"
+        return _Named(problem=f"not the manifest of a fuyou store of version 1 to {VERSION}")
     kinds = [content.get("files"), content.get("parts", []), content.get("companions", [])]
     for names in kinds:
         if not isinstance(names, list) or not all(isinstance(name, str) and "\0" not in name for name in names):
-            return {}, {}, "the manifest does not list its files"
+            return _Named(problem="the manifest does not list its files")
     files, parts, companions = kinds
-    named = dict.fromkeys((*files, *parts))
-    return named, dict.fromkeys(name for name in companions if name not in named), ""
+    if files and os.path.realpath(Path(files[0]).parent) != os.path.realpath(manifest.parent):
+        return _Named(problem=f"a copy, or moved: what it names is in {shown(str(Path(files[0]).parent))}")
+    certain = tuple(dict.fromkeys((*files, *parts)))
+    possible = tuple(dict.fromkeys(name for name in companions if name not in certain))
+    run, state = content.get("run"), content.get("state")
+    return _Named(certain=certain, possible=possible, run=run, is_loading=state == "loading")
 
 
-def _look(text: str, home: Path) -> tuple[str, Remnant | None]:
+def _look(text: str, home: Path, named: _Named) -> tuple[str, Remnant | None]:
     """Why this file is left alone, or what it takes; neither when it is gone already."""
     path = Path(text)
     if not path.is_absolute() or ".." in path.parts:
         return "not a plain absolute path", None
     try:
-        if not _is_ours(path.parent, home):
-            return f"not in a folder named {home.name}", None
+        if reason := _foreign(path.parent, home, named):
+            return reason, None
         if not is_written(path):
             return "not called as any file of a run is", None
         status = path.lstat()
@@ -155,11 +170,20 @@ def _look(text: str, home: Path) -> tuple[str, Remnant | None]:
     return "", Remnant(path=path, size=status.st_size, taken=status.st_blocks * 512 // status.st_nlink)
 
 
-def _is_ours(folder: Path, home: Path) -> bool:
-    """Whether files of the store `home` may lie in it: a folder of its name, or the companions' in such a one."""
-    if folder.name == COMPANIONS and not folder.is_symlink():
-        folder = folder.parent
-    return folder.resolve() == home or (folder.name == home.name and not folder.is_symlink())
+def _foreign(folder: Path, home: Path, named: _Named) -> str:
+    """Why no file of the store `home` can lie in the folder, or may be taken for gone; empty where one may be in it."""
+    if folder.resolve() == home or (folder.name == COMPANIONS and not folder.is_symlink() and folder.parent.resolve() == home):
+        return ""
+    if folder.name != home.name or folder.is_symlink():
+        return f"not in a folder named {home.name}"
+    if not folder.exists():  # folders stay where files are removed: what was in it would be nobody's
+        return "its folder is not there: mount its drive; where that is lost for good, remove the rest by hand"
+    part = read_part(folder)
+    if part is None and not (folder / PART_FILE).exists() and (named.is_loading or not (folder / STORE).exists()):
+        return ""  # a run was killed before it wrote that, or this was interrupted after it was removed
+    if part is None or Path(part.first).resolve() != home or (named.run is not None and part.run != named.run):
+        return f"no {PART_FILE} beside it says that it is of this store"
+    return ""
 
 
 def _own_names(path: Path, status: os.stat_result) -> int:
@@ -195,7 +219,11 @@ def _show_unnamed(file: Path) -> None:
         why = f"{MANIFEST} is gone, and {BEFORE} is there: the run goes on from that"
     elif part is not None and part.index:
         first = part.first if part.first.isprintable() else shown(part.first)
-        why = f"part {part.index + 1} of {part.count} of the store in {first}: name that one"
+        why = f"part {part.index + 1} of {part.count} of the store in {first}"
+        if is_file(Path(part.first) / MANIFEST):
+            why += ": name that one"
+        else:
+            why += ", which is gone or not mounted: without that nothing can use it"
     else:
         why = "a run that is killed as it begins leaves such a file: it takes it over when it is run again"
     write_status(f"  left as it is, for no {MANIFEST} names it: {why}")

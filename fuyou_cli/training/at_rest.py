@@ -17,7 +17,7 @@ from ..swap.store import Store
 from . import manifest as manifests
 from .manifest import Manifest
 from .parts import lacking
-from .saved import refuse_in_use
+from .saved import refuse_copy, refuse_in_use
 from .verify import PIECE, Damage, Progress, damages
 
 _ARENA = 2 * PIECE + 2 * MiB
@@ -68,6 +68,7 @@ def at_rest(source: Path, *, arena_size: int, say: Callable[[str], None] | None 
     manifest, problem = manifests.newest(source)
     if manifest is None:
         raise UsageError(f"there is no store in {source}")
+    refuse_copy(manifest, source)
     refuse_in_use(manifest)
     if manifest.state != "committed":
         raise UsageError(

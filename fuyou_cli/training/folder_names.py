@@ -1,4 +1,5 @@
-"""The names that a run gives to what it writes in its folders. `fuyou clean` removes nothing that is called otherwise."""
+"""The names that a run gives to what it writes in its folders. `fuyou clean` removes nothing that is called otherwise, and of
+what is called so only what lies in a folder of the store (cli/clean.py)."""
 
 from __future__ import annotations
 

@@ -49,6 +49,7 @@ def find_saved(resume: str, directories: Sequence[Path], *, say: Callable[[str],
         what = "there is no saved run" if found is None else "nothing is saved yet"
         raise UsageError(f"checkpoint.resume: {what} in {source}", hint="leave it auto to begin a run")
     if found is not None:
+        refuse_copy(found, source)
         refuse_in_use(found)
         if problem:
             say(f"note: {problem}; going on from the state after step {found.step}")
@@ -59,6 +60,22 @@ def find_saved(resume: str, directories: Sequence[Path], *, say: Callable[[str],
         return None
     _check_parts(found)
     return found
+
+
+def refuse_copy(manifest: Manifest, source: Path) -> None:
+    """Raises UsageError where the manifest in `source` is that of a store elsewhere: a copy of it, or of one that was moved."""
+    home = Path(manifest.files[0]).parent
+    if os.path.realpath(home) == os.path.realpath(source):
+        return
+    if is_file(manifest.files[0]):
+        raise UsageError(
+            f"{source} is a copy of the store in {home}, whose files it names",
+            hint=f"name {home}; a copy is a store again when it lies there",
+        )
+    raise UsageError(
+        f"{source} holds a run that was saved after step {manifest.step} in {home}, and moved since",
+        hint=f"move it back, and name its folders as then, {_START_OVER}",
+    )
 
 
 def refuse_in_use(manifest: Manifest) -> None:

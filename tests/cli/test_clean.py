@@ -28,16 +28,22 @@ def make_file(path: Path, size: int = 8192) -> Path:
     return path
 
 
+def make_part(folder: Path, *, first: Path, run: str = "r1", index: int = 1) -> Path:
+    part = make_file(folder / "part.json")
+    part.write_text(json.dumps({"fuyou_part": 1, "run": run, "index": index, "count": 2, "first": str(first)}))
+    return part
+
+
 def test_named_files_go_and_everything_else_stays(tmp_path, fuyou):
-    one = make_file(tmp_path / "a" / "run" / "store.bin")
-    two = make_file(tmp_path / "b" / "run" / "part.json")
-    other = make_file(tmp_path / "a" / "run" / "notes.txt")
-    manifest = make_store(tmp_path / "a" / "run", files=[one, two])
+    home = tmp_path / "a" / "run"
+    one, two = make_file(home / "store.bin"), make_file(tmp_path / "b" / "run" / "store.bin")
+    part = make_part(two.parent, first=home)
+    other = make_file(home / "notes.txt")
+    manifest = make_store(home, files=[one, two], parts=[str(part)], run="r1")
     done = fuyou("clean", tmp_path / "a", "--yes")
     assert done.returncode == 0
     assert f"{one}  (8,192 bytes)" in done.stdout
-    assert "16,384 bytes" in done.stdout
-    assert not one.exists() and not two.exists() and not manifest.exists()
+    assert not one.exists() and not two.exists() and not part.exists() and not manifest.exists()
     assert other.exists() and (tmp_path / "b" / "run").is_dir()
 
 
@@ -68,6 +74,55 @@ def test_files_that_are_gone_are_counted_not_missed(tmp_path, capsys):
     make_store(tmp_path / "run", files=[tmp_path / "run" / "store.bin"])
     run_clean(tmp_path, yes=True)
     assert "1 named files are gone already" in capsys.readouterr().out
+
+
+def test_a_copy_removes_nothing_of_what_it_was_copied_from(tmp_path, capsys):
+    one = make_file(tmp_path / "run" / "store.bin")
+    manifest = make_store(tmp_path / "run", files=[one])
+    copy = make_file(tmp_path / "backup" / "run" / "store.bin")
+    (copy.parent / NAME).write_text(manifest.read_text())
+    with pytest.raises(FuyouError, match="1 of 1 stores were left"):
+        run_clean(tmp_path / "backup", yes=True)
+    assert "a copy, or moved: what it names is in" in capsys.readouterr().err
+    assert one.exists() and copy.exists() and manifest.exists()
+
+
+@pytest.mark.parametrize(("first", "run"), [("c", "r1"), ("a", "r2"), ("a", None)])
+def test_folders_of_another_store_are_left_alone(tmp_path, capsys, first, run):
+    """Of its name, with files that are called as its own are."""
+    home = tmp_path / "a" / "run"
+    one, two = make_file(home / "store.bin"), make_file(tmp_path / "b" / "run" / "store.bin")
+    if run is not None:
+        make_part(two.parent, first=tmp_path / first / "run", run=run)
+    make_store(home, files=[one, two], run="r1")
+    with pytest.raises(FuyouError, match="1 of 1 stores were left"):
+        run_clean(home, yes=True)
+    assert "no part.json beside it says that it is of this store" in capsys.readouterr().err
+    assert one.exists() and two.exists()
+
+
+def test_a_run_that_was_killed_as_it_began_has_no_part_files_yet(tmp_path, capsys):
+    home = tmp_path / "a" / "run"
+    one, two = make_file(home / "store.bin"), make_file(tmp_path / "b" / "run" / "store.bin")
+    make_store(home, files=[one, two], run="r1", state="loading")
+    run_clean(home, yes=True)
+    assert not one.exists() and not two.exists()
+
+
+def test_a_drive_that_is_not_mounted_is_waited_for(tmp_path, capsys):
+    home, away = tmp_path / "a" / "run", tmp_path / "b" / "run"
+    one, two = make_file(home / "store.bin"), make_file(away / "store.bin")
+    part = make_part(away, first=home)
+    manifest = make_store(home, files=[one, two], parts=[str(part)], run="r1")
+    away.rename(tmp_path / "unmounted")
+    with pytest.raises(FuyouError, match="1 of 1 stores were left"):
+        run_clean(home, yes=True)
+    assert "mount its drive" in capsys.readouterr().err and one.exists() and manifest.exists()
+    (tmp_path / "unmounted").rename(away)
+    two.unlink()  # as where removing them was interrupted
+    part.unlink()
+    run_clean(home, yes=True)
+    assert not one.exists() and not manifest.exists()
 
 
 def _link(tmp_path: Path) -> Path:
@@ -236,6 +291,8 @@ def test_files_that_no_manifest_names_are_shown_and_stay(tmp_path, capsys):
 
 def test_a_file_that_another_drives_manifest_names_is_not_said_to_be_nobodys(tmp_path, capsys):
     two = make_file(tmp_path / "two" / "run" / "store.bin")
-    make_store(tmp_path / "one" / "run", files=[two])
+    home = tmp_path / "one" / "run"
+    make_part(two.parent, first=home)
+    make_store(home, files=[make_file(home / "store.bin"), two])
     run_clean(tmp_path / "one", yes=True)
     assert not two.exists() and "left as it is" not in capsys.readouterr().err

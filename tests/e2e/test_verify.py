@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,23 @@ def test_a_store_in_use_and_none_at_all(stopped: Project, tmp_path: Path) -> Non
     assert looked
     refused = stopped.fuyou("verify", tmp_path)
     assert refused.returncode == 2 and f"there is no store in {tmp_path}" in refused.stderr
+
+
+def test_a_copy_is_not_taken_for_the_store_whose_files_it_names(stopped: Project, tmp_path: Path) -> None:
+    """Not even where it is the copy that is damaged: nobody would read it."""
+    store, copy = store_of(stopped), tmp_path / "backup" / store_of(stopped).name
+    shutil.copytree(store, copy)
+    (copy / "store.bin").write_bytes(b"")
+    for words in (
+        ("verify", copy),
+        ("export", copy, tmp_path / "model"),
+        ("finetune", stopped.recipe, f"checkpoint.resume={copy}"),
+    ):
+        done = stopped.fuyou(*words)
+        assert done.returncode == 2 and f"{copy} is a copy of the store in {store}" in " ".join(done.stderr.split()), (
+            done.stderr
+        )
+    assert not (tmp_path / "model").exists() and manifest_of(stopped).step == 2
 
 
 def test_verifying_changes_nothing(stopped: Project) -> None:
