@@ -235,6 +235,9 @@ def _memlock() -> Iterator[Check]:
 
 def _drive(folder: Path) -> Iterator[Check]:
     place = probe.existing(folder)
+    if not place.is_dir():
+        yield Check(name="store folder", status="problem", found=f"{place} is no folder", advice="name a folder (--dir)")
+        return
     mount = probe.mount_of(place)
     kind = mount.kind if mount is not None else "unknown"
     advice = ""

@@ -11,8 +11,6 @@ from fuyou_cli.planner.lasting import FastRegion
 from fuyou_cli.recipe.fields import format_size
 from fuyou_cli.spec.plan import Plan
 
-from .wear import loaded
-
 if TYPE_CHECKING:
     from fuyou_cli.training.prepare import Prepared
 
@@ -33,7 +31,7 @@ def endings(prepared: Prepared, region: FastRegion | None) -> tuple[Ending, ...]
 
 
 def _found(prepared: Prepared, region: FastRegion | None) -> Iterator[Ending]:
-    from fuyou_cli.training.run_limits import saved_where_it_stops
+    from fuyou_cli.training.run_limits import loaded, saved_where_it_stops
 
     plan, recipe, saved = prepared.plan, prepared.recipe, prepared.manifest
     done = saved.step if saved is not None else 0

@@ -29,7 +29,7 @@ class Writes:
 
 def writes_of(plan: Plan, room: Room, *, steps: float, resumed: bool = False) -> Writes:
     """Of this many steps to the run's end: of a whole run, or of a `resumed` one, which loads nothing."""
-    from fuyou_cli.training.run_limits import saved_where_it_stops
+    from fuyou_cli.training.run_limits import loaded, saved_where_it_stops
 
     beside = any({"the store", "the exported model"} <= set(disk.what) for disk in room.disks)
     return Writes(
@@ -38,11 +38,6 @@ def writes_of(plan: Plan, room: Room, *, steps: float, resumed: bool = False) ->
         saving=saved_where_it_stops(plan) if steps else 0,
         export=plan.predicted.export_bytes if beside else 0,
     )
-
-
-def loaded(plan: Plan) -> int:
-    """Bytes that loading writes, wherever the weights rest later: moments are zero and come with the first updates."""
-    return sum(stage.weights_at.size for stage in plan.stages)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

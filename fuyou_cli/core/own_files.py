@@ -36,6 +36,16 @@ def own_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def is_own(path: Path) -> bool:
+    """Whether the file is there, and as `open_own` leaves it."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    is_plain = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+    return is_plain and status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) == 0o600
+
+
 def open_own(path: Path, *, anew: bool) -> int:
     """A descriptor to write to the file with, made where there is none; nobody else may open it from now on. `anew`: nothing
     is in it. Raises OSError, which says why, where something else has its name; that stays as it is."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ..core.json_files import shown
 from ..spec.model import ITEM_SIZE
 from ..spec.strict import LARGEST
+from .checkpoint.header import METADATA, NAME_LIMIT
 
 if TYPE_CHECKING:
     from ..spec.plan import Numerics
@@ -52,6 +53,10 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
         yield "stages are committed while the store is loading"
     if manifest.state == "committed" and not manifest.stages:
         yield "no stage is committed"
+    elif manifest.state == "committed" and not any(stage.tensors for stage in manifest.stages):
+        yield "no tensor is committed"
+    if manifest.state == "committed" and not manifest.random:
+        yield "no states of random generators"
     if not 1 <= manifest.keep <= MOST_KEPT:
         yield f"keep is {manifest.keep}"
     if (manifest.due is not None) != any(stage.gradients is not None for stage in manifest.stages):
@@ -124,6 +129,8 @@ def _of_extent(extent: StoredExtent, size: int, store_size: int) -> Iterator[str
 
 
 def _of_tensor(tensor: StoredTensor, params: int) -> Iterator[str]:
+    if not 0 < len(tensor.stored_as) <= NAME_LIMIT or tensor.stored_as == METADATA:
+        yield f"no tensor of a checkpoint is called {shown(tensor.stored_as)}"
     whole = prod(tensor.shape[:_MOST_DIMENSIONS])
     if len(tensor.shape) > _MOST_DIMENSIONS or whole > LARGEST:
         yield f"{len(tensor.shape)} dimensions of more elements than any tensor has"

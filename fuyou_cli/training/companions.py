@@ -6,6 +6,7 @@ template, the token that fills short rows.
 
 from __future__ import annotations
 
+import io
 import json
 import mmap
 import os
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.disk import failed_writing, sync_directory
-from ..core.own_files import open_own, own_folder
+from ..core.own_files import is_own, open_own, own_folder
 from ..core.paths import expanded
 from .checkpoint.companions import CODE_PATTERN, CONFIG_NAME, MODEL_PATTERNS, PATTERNS, is_companion
 from .checkpoint.files import inside, read_json
@@ -29,6 +30,7 @@ _CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 _OTHER_TEMPLATES = ("chat_template.json",)
 _TOKEN_TABLES = ("tokenizer.json", _CONFIG)
 _UNFINISHED = ".unfinished"
+_PART = 1 << 16  # bytes that are in memory at once
 
 
 def kept_companions(store: Path) -> Path | None:
@@ -106,7 +108,8 @@ def _replace(folder: Path, files: dict[str, bytes | Path]) -> None:
     """The folder's companions become `files`, each in one step and config.json last: a folder that has it was whole, and
     stays whole wherever this is cut off."""
     own_folder(folder)
-    names = sorted(files, key=lambda name: (name == CONFIG_NAME, name))
+    changed = (name for name in files if not _is_kept_already(folder / name, files[name]))
+    names = sorted(changed, key=lambda name: (name == CONFIG_NAME, name))
     for name in names:
         _write(folder / _unfinished(name), files[name])
     for name in names:
@@ -116,6 +119,17 @@ def _replace(folder: Path, files: dict[str, bytes | Path]) -> None:
         if path.name not in files and is_kept(path.name):  # no longer wanted, or begun by a run that was killed
             path.unlink()
     sync_directory(folder)
+
+
+def _is_kept_already(path: Path, content: bytes | Path) -> bool:
+    """On a full disk a run goes on that needs no new room."""
+    if not is_own(path):
+        return False
+    with path.open("rb") as kept, content.open("rb") if isinstance(content, Path) else io.BytesIO(content) as wanted:
+        while (part := kept.read(_PART)) == wanted.read(_PART):
+            if not part:
+                return True
+    return False
 
 
 def _unfinished(name: str) -> str:
@@ -135,6 +149,6 @@ def _write(path: Path, content: bytes | Path) -> None:
             file.write(content)
         else:
             with content.open("rb") as source:
-                shutil.copyfileobj(source, file, 1 << 16)
+                shutil.copyfileobj(source, file, _PART)
         file.flush()
         os.fsync(file.fileno())

@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -37,7 +38,9 @@ class JsonlLog:
                 _set_aside(path)
             self._file: int | None = _opened(path)
         except OSError as error:
-            raise UsageError(f"cannot open the log {path}: {error.strerror}", hint="choose another output_dir") from error
+            raise UsageError(
+                f"cannot open the log {path}: {error.strerror}", hint="choose another output_dir, or move that away"
+            ) from error
 
     def __enter__(self) -> JsonlLog:
         return self
@@ -103,9 +106,14 @@ def _set_aside(path: Path) -> None:
 
 
 def _opened(path: Path) -> int:
-    """Nothing stays open where it cannot be read and cut."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    """A file and no link to one: what is cut and written is this. Nothing stays open where it cannot be read and cut."""
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "it is a symbolic link")
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    file = os.open(path, flags, 0o644)
     try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise OSError(errno.EINVAL, "it is not a plain file")
         _drop_torn_line(file)
     except BaseException:
         os.close(file)

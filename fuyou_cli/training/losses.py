@@ -39,6 +39,14 @@ def write(directory: Path, losses: Sequence[float], *, first: int = 0) -> None:
         raise failed_writing(path, error) from error
 
 
+def check(directory: Path) -> None:
+    """Raises FuyouError where something else has the file's name: found before a step is computed for nothing."""
+    try:
+        os.close(open_own(directory / NAME, anew=False))
+    except OSError as error:
+        raise failed_writing(directory / NAME, error) from error
+
+
 def read(directory: Path, count: int) -> tuple[list[float], str]:
     """Losses of the first `count` steps, and a note where some cannot be read: those are NaN, and hinder nothing."""
     path = directory / NAME

@@ -206,7 +206,9 @@ def _move_on(directory: Path, names: tuple[str, ...]) -> None:
 
 def go_back(directory: Path, older: Manifest) -> None:
     """One of those before the newest is the newest again; the newest is kept aside, those between are gone back behind too."""
-    place = next(place for place, name in enumerate(_BEFORE) if _is(directory, name, older))
+    place = next((place for place, name in enumerate(_BEFORE) if _is(directory, name, older)), None)
+    if place is None:  # it was read a moment ago
+        raise FuyouError(f"{directory}: the manifest of the state after step {older.step} cannot be read any more")
     try:
         with suppress(FileNotFoundError):
             (directory / NAME).replace(directory / DAMAGED)

@@ -479,6 +479,7 @@ def _fingerprints(
     recipe: Recipe, model_dir: Path, model: ModelSpec, weights_mark: str, rows: Rows, total_steps: int
 ) -> dict[str, str]:
     """Digests of what a resumed run must agree on."""
+    from .checkpoint.companions import own_code
     from .checkpoint.files import read_json
 
     config = read_json(model_dir / "config.json")  # as it is: libraries add their defaults
@@ -494,6 +495,8 @@ def _fingerprints(
         "shuffle": recipe.dataset.shuffle,
         "device": device_name(recipe),
     }
+    if recipe.model.trust_remote_code and "auto_map" in config:
+        described["code"] = own_code(model_dir)
     digests = {
         name: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest() for name, value in described.items()
     }

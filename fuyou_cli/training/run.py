@@ -32,7 +32,7 @@ from .prepare import Prepared
 from .rates import learning_rate
 from .report import RunReport, StepReport
 from .reporting import Steps, run_report, settling_steps, timeline
-from .run_limits import RunLimits
+from .run_limits import RunLimits, check_loading
 from .saved import check_same_store, check_unchanged
 from .saver import Saver, Standing
 from .stopping import StopRequests
@@ -143,6 +143,8 @@ class Run:
         if prepared.manifest is not None:
             check_same_store(prepared.manifest, self.paths, stripe=plan.io.stripe)
             check_stages(prepared.manifest, self.model, plan)
+        else:
+            check_loading(prepared.recipe, plan)
         for directory, path in zip(prepared.directories, self.paths, strict=True):
             own_folder(directory)
             if path.is_file() and path.stat().st_nlink > 1:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..core.errors import UsageError
 from ..core.units import duration, format_time, gb
 from ..recipe.fields import format_size
 from ..spec.plan import Plan
@@ -55,6 +56,23 @@ class RunLimits:
         if written + left + step + self._saved <= self._bytes:
             return None
         return f"offload.ssd_write_limit={format_size(self._bytes)}: {gb(written)} are written, and a step writes {gb(step)}"
+
+
+def check_loading(recipe: Recipe, plan: Plan) -> None:
+    """Raises UsageError where a new run may not even write what it loads, and one step: it would never come further."""
+    most, step = recipe.offload.ssd_write_limit, plan.predicted.written_per_step + saved_where_it_stops(plan)
+    if most is None or loaded(plan) + step <= most:
+        return
+    raise UsageError(
+        f"offload.ssd_write_limit={format_size(most)} allows no step: loading the model writes {gb(loaded(plan))}, "
+        f"a step {gb(step)}",
+        hint="raise it, or leave it out",
+    )
+
+
+def loaded(plan: Plan) -> int:
+    """Bytes that loading writes, wherever the weights rest later: moments are zero and come with the first updates."""
+    return sum(stage.weights_at.size for stage in plan.stages)
 
 
 def saved_where_it_stops(plan: Plan) -> int:

@@ -24,6 +24,7 @@ from .storage import STORE_FILE
 _CHANGED = {
     "model": "the model's configuration (model.name_or_path)",
     "weights": "the weights it began with (model.name_or_path, model.revision)",
+    "code": "the model's own code (*.py in model.name_or_path)",
     "attention": "model.attn_implementation",
     "schedule": "lr_scheduler, or the number of steps it is for (train.max_steps, train.epochs)",
     "clipping": "train.clip_grad_norm",

@@ -158,6 +158,7 @@ class Saver:
     def begin_training(self) -> None:
         """What was loaded is committed too: a run that is killed from here on goes on without its checkpoint."""
         self._set_room_aside()
+        loss_files.check(self.folder)
         self.standing.random = random_states.capture(self.device.torch_device)
         if self.commits.newest is None:
             self._complete = self.standing.step

@@ -94,9 +94,12 @@ static int open_file(struct fy__file *file, uint32_t flags)
         file->fd = fy__system.open(file->path, (reads ? O_RDONLY | O_NONBLOCK : O_RDWR) | O_CLOEXEC | O_NOFOLLOW, 0);
     if (file->fd < 0)
         return -errno;
-    if (fy__system.flock(file->fd, (reads ? LOCK_SH : LOCK_EX) | LOCK_NB) != 0)
-        return errno == EWOULDBLOCK ? -EBUSY : -errno;
-    return 0;
+    if (fy__system.flock(file->fd, (reads ? LOCK_SH : LOCK_EX) | LOCK_NB) == 0)
+        return 0;
+    if (errno != EWOULDBLOCK)
+        return -errno;
+    file->created = false; /* who was quicker to lock what we made has it now */
+    return -EBUSY;
 }
 
 /* A file that was there already: a regular one of this user (-EPERM), which nobody else may open from now on. */

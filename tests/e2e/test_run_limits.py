@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from fuyou_cli.cli import probe
-from fuyou_cli.core.errors import Interrupted
+from fuyou_cli.core.errors import Interrupted, UsageError
 from fuyou_cli.training.run import Run
+from fuyou_cli.training.run_limits import loaded
 
 from .conftest import Project
 from .running import STEPS, manifest_of, prepared_run, train
@@ -41,11 +42,14 @@ def test_a_run_ends_before_the_step_that_its_time_does_not_hold(new_project: New
 @pytest.mark.parametrize("changes", [{}, UNCLIPPED, {**RAM, **UNCLIPPED}], ids=["clipped", "unclipped", "in RAM"])
 def test_a_run_never_writes_more_than_its_limit(changes: dict[str, Any], new_project: NewProject) -> None:
     changes = {**changes, "train.max_steps": STEPS}
-    project = new_project(changes={**changes, "offload.ssd_write_limit": 1})
-    with pytest.raises(Interrupted, match=f"stopped after step 0 of {STEPS}: offload.ssd_write_limit=1: "):
+    project = new_project(changes=changes)
+    plan = prepared_run(project).plan
+    step = plan.predicted.written_per_step
+    project.write_recipe({**changes, "offload.ssd_write_limit": loaded(plan) + step - 1})
+    with pytest.raises(UsageError, match=r"ssd_write_limit=\d+ allows no step: loading the model writes .*, a step "):
         train(project)
-    loaded, step = manifest_of(project).written_total, prepared_run(project).plan.predicted.written_per_step
-    limit = loaded + int(3.5 * step)
+    assert not list(project.out.rglob("store.bin"))  # nothing is written for a run that could not get anywhere
+    limit = loaded(plan) + int(3.5 * step)
     project.write_recipe({**changes, "offload.ssd_write_limit": limit})
     with pytest.raises(Interrupted, match=rf"stopped after step [23] of {STEPS}: offload.ssd_write_limit=") as ended:
         train(project)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -50,6 +51,12 @@ def companion_files(source: Path, *, dtype: str) -> dict[str, bytes | Path]:
         if any(fnmatchcase(name, pattern) for pattern in patterns) and (source / name).is_file():
             companions[name] = inside(source, name)
     return companions
+
+
+def own_code(source: Path) -> list[tuple[str, str]]:
+    """Names and digests of the files that a configuration with code of its own may have beside it."""
+    names = sorted(file.name for file in source.glob(CODE_PATTERN) if file.is_file())
+    return [(name, hashlib.sha256(inside(source, name).read_bytes()).hexdigest()) for name in names]
 
 
 def is_companion(name: str) -> bool:

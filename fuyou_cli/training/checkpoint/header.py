@@ -21,6 +21,7 @@ from fuyou_cli.core.json_files import shown
 
 HEADER_LIMIT = 100_000_000  # bytes; the format's own limit
 NAME_LIMIT = 1024  # characters
+METADATA = "__metadata__"  # what stands among the tensors and is none
 DIMENSION_LIMIT = 64  # dimensions of a tensor that torch can hold
 SIZE_LIMIT = (1 << 63) - 1  # elements or bytes; what a signed file offset can address
 
@@ -182,7 +183,7 @@ class _HeaderScan:
         entries: dict[str, TensorEntry] = {}
         metadata: dict[str, str] | None = None
         for name in self._keys(limit=NAME_LIMIT):
-            if name == "__metadata__":
+            if name == METADATA:
                 if metadata is not None:
                     raise self._refusal("has two __metadata__ entries")
                 metadata = self._metadata()

@@ -20,7 +20,7 @@ from fuyou_cli.core.errors import FuyouError, OutOfSpaceError, UsageError
 from fuyou_cli.core.units import MiB, align_up, gb
 
 from .files import INDEX_NAME, SINGLE_NAME, open_checkpoint
-from .header import BYTES_PER_ELEMENT, DTYPES, NAME_LIMIT
+from .header import BYTES_PER_ELEMENT, DTYPES, METADATA, NAME_LIMIT
 from .placement import PartialDirectory, mark
 
 PIECE = 16 * MiB  # bytes asked of `read` at a time, at most
@@ -113,7 +113,7 @@ def _plan_shards(tensors: Sequence[OutTensor], max_shard_size: int, metadata: di
     groups: list[list[OutTensor]] = [[]]
     size = 0
     for tensor in tensors:
-        if tensor.name == "__metadata__" or not 0 < len(tensor.name) <= NAME_LIMIT or tensor.dtype not in _FILE_WORD:
+        if tensor.name == METADATA or not 0 < len(tensor.name) <= NAME_LIMIT or tensor.dtype not in _FILE_WORD:
             raise ValueError(f"{tensor.name!r} of {tensor.dtype} cannot be written")
         if groups[-1] and size + tensor.nbytes > max_shard_size:
             groups.append([])
@@ -132,7 +132,7 @@ def _plan_shards(tensors: Sequence[OutTensor], max_shard_size: int, metadata: di
 def _shard(name: str, tensors: list[OutTensor], metadata: dict[str, str]) -> _Shard:
     # Wide dtypes first: then every tensor begins at a multiple of its element size, whatever is mixed.
     ordered = sorted(tensors, key=lambda tensor: -BYTES_PER_ELEMENT[tensor.dtype])
-    table: dict[str, object] = {"__metadata__": metadata}
+    table: dict[str, object] = {METADATA: metadata}
     offset = 0
     for tensor in ordered:
         table[tensor.name] = {
