@@ -44,7 +44,9 @@ def check(directory: Path) -> None:
     try:
         os.close(open_own(directory / NAME, anew=False))
     except OSError as error:
-        raise failed_writing(directory / NAME, error) from error
+        failed = failed_writing(directory / NAME, error)
+        failed.hint = failed.hint or "move it away"
+        raise failed from error
 
 
 def read(directory: Path, count: int) -> tuple[list[float], str]:

@@ -386,6 +386,8 @@ class Run:
         saved = self._what_is_saved()
         if isinstance(error, NumericsError):
             error.hint = self._after_bad_numbers(error)
+        elif isinstance(error, UsageError) and not self._training:
+            return  # what is wrong with what is there, the same command finds again
         elif isinstance(error, FuyouError):
             error.hint = f"{error.hint}; {saved}" if error.hint else saved
         else:

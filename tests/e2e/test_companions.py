@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from fuyou_cli.training import companions
+
 from .conftest import Project
 
 TEMPLATE = "{% for m in messages %}<|end|>{{ m['role'] }}: {{ m['content'] }}<|end|>{% endfor %}"
@@ -37,6 +39,21 @@ def _started_from(materials: Path, folder: Path, *, pad: str) -> dict[str, objec
         "dataset.loss_on": "all",
         "train.max_steps": 3,
     }  # fmt: skip
+
+
+def test_what_is_kept_already_is_not_written_again(tmp_path: Path) -> None:
+    """A run that goes on on a full disk needs no room for it. Whatever is not as it was is made so."""
+    folder, files = tmp_path / "companions", {"config.json": b"{}", "tokenizer.json": tmp_path / "t", "LICENSE": b"terms"}
+    (tmp_path / "t").write_bytes(b"t" * 200_000)
+    companions._replace(folder, files)
+    kept = {name: (folder / name).stat().st_ino for name in files}
+    (folder / "tokenizer.json").write_bytes(b"t" * 199_999 + b"u")
+    (folder / "LICENSE").chmod(0o644)
+    companions._replace(folder, files)
+    changed = {name for name in files if (folder / name).stat().st_ino != kept[name]}
+    assert changed == {"tokenizer.json", "LICENSE"}
+    assert (folder / "tokenizer.json").read_bytes() == b"t" * 200_000 and (folder / "LICENSE").stat().st_mode & 0o777 == 0o600
+    assert {path.name for path in folder.iterdir()} == {*files}
 
 
 @pytest.mark.parametrize("pad", ["<|end|>", "!"], ids=["a special token", "a token of ordinary text"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -292,3 +293,42 @@ def test_a_saved_run_that_was_moved_does_not_begin_anew_unasked(new_project: New
     project.out.rename(away)
     project.write_recipe({"train.max_steps": STEPS, "output_dir": str(away), "checkpoint.resume": "never"})
     assert train(project)[0] == whole
+
+
+def test_what_has_the_name_of_the_losses_is_found_before_a_step_is_computed(new_project: NewProject) -> None:
+    project = new_project(changes={"train.max_steps": 4})
+    with pytest.raises(Interrupted):
+        train(project, interrupt(3, "forward"))
+    losses, steps = store_of(project) / "losses.bin", list[int]()
+    losses.unlink()
+    os.mkfifo(losses)
+    with pytest.raises(FuyouError, match=r"losses\.bin: .* is not a plain file") as refused:
+        train(project, lambda run: steps.append(run.step))
+    assert "move it away; the state after step 2 is saved" in str(refused.value.hint)
+    assert not steps
+
+
+CODE = """
+from transformers import GPT2LMHeadModel
+
+class OwnForCausalLM(GPT2LMHeadModel):
+    pass
+"""
+
+
+def test_a_model_s_own_code_that_changed_is_refused(new_project: NewProject, materials: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "own"
+    shutil.copytree(materials / "model", folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "modeling_own.py").write_text(CODE)
+    changes = {"train.max_steps": 4, "model.name_or_path": str(folder), "model.trust_remote_code": True}
+    project = new_project(changes=changes)
+    with pytest.raises(Interrupted):
+        train(project, interrupt(3, "forward"))
+    (folder / "modeling_own.py").write_text(CODE + "# changed\n")
+    with pytest.raises(UsageError, match=r"the model's own code \(\*\.py in model\.name_or_path\) changed since"):
+        train(project)
+    (folder / "modeling_own.py").write_text(CODE)
+    assert len(train(project)[0]) == 4

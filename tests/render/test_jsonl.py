@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,17 @@ def test_a_file_of_one_torn_line_starts_over(tmp_path: Path) -> None:
     path.write_bytes(b'{"schema')
     JsonlLog(path).close()
     assert path.read_bytes() == b""
+
+
+def test_nothing_else_is_cut_or_written(tmp_path: Path) -> None:
+    other, link, pipe = tmp_path / "precious.txt", tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    other.write_text("no line end")
+    link.symlink_to(other)
+    os.mkfifo(pipe)
+    for path, why in ((link, "it is a symbolic link"), (pipe, "it is not a plain file")):
+        with pytest.raises(UsageError, match=f"cannot open the log .*: {why}"):
+            JsonlLog(path)
+    assert other.read_text() == "no line end"
 
 
 def test_errors_are_for_people(tmp_path: Path) -> None:
