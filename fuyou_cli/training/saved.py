@@ -50,7 +50,8 @@ def find_saved(resume: str, directories: Sequence[Path], *, say: Callable[[str],
         what = "there is no saved run" if found is None else "nothing is saved yet"
         raise UsageError(f"checkpoint.resume: {what} in {source}", hint="leave it auto to begin a run")
     if found is not None:
-        refuse_copy(found, source)
+        if found.state == "committed":
+            refuse_copy(found, source)
         refuse_in_use(found)
         if problem:
             say(f"note: {problem}; going on from the state after step {found.step}")
