@@ -8,10 +8,10 @@
 The n-th call fails that a kind of fault can be done to, once or from then on, for n = 1, 2, 3 and on until a run gets through
 without one; in loading a model, in three steps that are committed, in going on from a committed state, and in an export. The
 kinds: EIO, a full disk, a read-only remount, a call to be tried again, an interrupted one, a part done, a bit flipped in what
-was read, 20 ms for every call, and a wall clock that is a year ahead and a year behind in turn. A run with a fault ends well
-with the right bytes, or with an error that says what, where and what to do, and then the same command ends with the right bytes
-(scripts/proof/faults.py). What is flipped in a checkpoint or a log that has no sum is counted apart. An interrupted call is
-interrupted 500 times at most: Python tries for ever.
+was read, up to 10 ms more for every call, so that they end in another order, and a wall clock that is a year ahead and a year
+behind in turn. A run with a fault ends well with the right bytes, or with an error that says what, where and what to do, and
+then the same command ends with the right bytes (scripts/proof/faults.py). What is flipped in a checkpoint or a log that has no
+sum is counted apart. An interrupted call is interrupted 500 times at most: Python tries for ever.
 """
 
 from __future__ import annotations

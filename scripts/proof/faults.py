@@ -46,7 +46,7 @@ SCENARIOS = ("load", "steps", "resume", "export")
 _FOR_EVER = 10**9
 # Python itself tries an interrupted call again, as often as it is: for ever would be no fault but a kernel's end.
 _INTERRUPTIONS = 500
-_PATIENCE = 120.0  # seconds: with every call slow, a run takes half a minute
+_PATIENCE = 120.0  # seconds: a run takes two, with every call slow four
 _KEPT_MORE = 64 << 10  # KiB of memory at a run's end, beside an undisturbed one's
 _STEPS = {"load": 1, "steps": 3, "resume": 3, "export": 2}
 _PROBLEMS_KEPT = 12

@@ -7,8 +7,9 @@
  *   FUYOU_SHIM_BYTES  a file, empty at first, in which everything that is written is kept; records say where. With
  *                     FUYOU_SHIM_BYTES_OF only what goes to files whose names end so
  *   FUYOU_SHIM_FAULT  FIRST:LAST:HOW, calls of HOW's kinds counted from 1: eio, enospc, eagain, eintr, short, flip, slow,
- *                     erofs; late makes flushes wait for 20 ms; kill ends the process before the call, torn after half of
- *                     a write; clock sets the wall clock a year ahead and a year back, at every reading in turn
+ *                     erofs; slow makes calls wait for 1 to 10 ms, late flushes for 20 ms; kill ends the process before
+ *                     the call, torn after half of a write; clock sets the wall clock a year ahead and a year back, at
+ *                     every reading in turn
  *
  * A record has the number of calls that had begun when it began and when it ended: a write is covered by a flush that began
  * after the write had ended. I/O that io_uring does passes by: runs under it use the thread backend.
@@ -319,8 +320,10 @@ static enum fault struck(enum call call, struct record *record)
         record->fault = fault;
     if (fault == KILL)
         (void)kill(getpid(), SIGKILL);
-    if (fault == SLOW || fault == LATE)
+    if (fault == LATE)
         (void)usleep(20000);
+    if (fault == SLOW) /* some longer than others: what began later may end sooner */
+        (void)usleep((useconds_t)(1000 * (1 + number * 7 % 10)));
     return fault;
 }
 
