@@ -31,10 +31,11 @@ class BreakEven:
 
     tokens: int | None  # the fewest that hide the store; None: `tried` do not
     tried: int  # the most that were planned
-    limited: bool  # more than `tried` does not fit
+    limited: bool  # hardly more than `tried` fits
     now: int  # the recipe's
     on_ssd: bool = True  # whether the plan has anything there
-    batch: int | None  # rows of `tokens`
+    batch: int | None  # rows of `tokens`, or of `most`
+    most: int | None = None  # where smaller batches hide it, as what they keep is not on the ssd: the most that do
 
     @property
     def below(self) -> bool:
@@ -79,13 +80,15 @@ def break_even(elsewise: Elsewise, choice: Choice) -> BreakEven:
         tokens = numerics.batch_size * numerics.max_seq_len
         return BreakEven(tokens=None, tried=tokens, limited=False, now=tokens, batch=None, on_ssd=False)
     found, tried, limited = fewest(hidden, now, hidden_now=_hides(elsewise.prepared))
-    each = micro * numerics.max_seq_len
+    smaller = most_below(hidden, now) if found is None else None
+    each, known = micro * numerics.max_seq_len, found if found is not None else smaller
     return BreakEven(
         tokens=None if found is None else found * each,
         tried=tried * each,
         limited=limited,
         now=numerics.batch_size * numerics.max_seq_len,
-        batch=None if found is None else found * micro,
+        batch=None if known is None else known * micro,
+        most=None if smaller is None else smaller * each,
     )
 
 
@@ -94,9 +97,10 @@ def _hides(prepared: Prepared) -> bool:
 
 
 def fewest(hidden: Callable[[int], bool | None], now: int, *, hidden_now: bool) -> tuple[int | None, int, bool]:
-    """The least count that is hidden (to within a twentieth), the greatest that was asked for, and whether what lies beyond
-    does not fit. `hidden` of more is true where it is of less, None where it cannot be told; asked at most MOST_PLANS times."""
-    left, low, high, limited = MOST_PLANS, 0, 0, False
+    """The least count that is hidden (to within a twentieth), the greatest that was asked for, and whether
+    hardly more fits. `hidden` of more is taken to be true where it is of less, None where it cannot be told; asked at most
+    MOST_PLANS times."""
+    left, low, high, above = MOST_PLANS, 0, 0, None
     if hidden_now:
         high = now
         while high > 1 and left > 0:
@@ -108,23 +112,38 @@ def fewest(hidden: Callable[[int], bool | None], now: int, *, hidden_now: bool) 
             high = half
     else:
         low = now
-        while left > MOST_PLANS // 3:
+        while left > MOST_PLANS // 3 and not high and above is None:
             left -= 1
             answer = hidden(2 * low)
-            if answer:
-                high = 2 * low
-                break
             if answer is None:
-                limited = True
-                break
-            low *= 2
-        if not high:
-            return None, low, limited
-    while left > 0 and high - low > max(1, _CLOSE * high):
+                above = 2 * low
+            elif answer:
+                high = 2 * low
+            else:
+                low *= 2
+    while left > 0 and (high or above or low) - low > max(1, _CLOSE * (high or above or low)):
         left -= 1
-        middle = (low + high) // 2
-        if hidden(middle):
+        middle = (low + (high or above or low)) // 2
+        answer = hidden(middle)
+        if answer is None:
+            above = middle
+        elif answer:
             high = middle
         else:
             low = middle
-    return high, max(high, now), limited
+    return (high, max(high, now), False) if high else (None, low, above is not None)
+
+
+def most_below(hidden: Callable[[int], bool | None], now: int) -> int | None:
+    """The greatest count below `now`, which is not hidden, that is: by halves, then nearer; None where none is. Asked at most
+    MOST_PLANS times."""
+    left, high, low = MOST_PLANS, now, now // 2
+    while low and left > MOST_PLANS // 3 and not hidden(low):
+        left, high, low = left - 1, low, low // 2
+    if not low or left <= MOST_PLANS // 3:
+        return None
+    while left > 0 and high - low > max(1, _CLOSE * high):
+        left -= 1
+        middle = (low + high) // 2
+        low, high = (middle, high) if hidden(middle) else (low, middle)
+    return low

@@ -131,7 +131,7 @@ def test_the_screen_fits_80_columns(new_project: NewProject, command: Callable[[
         "Ratel (ICDE 2025), measured peak",
         "Other choices",
         "slower",
-        "compute waits for the store at any batch up to 12,288 tokens per step",
+        "compute waits for the store at every batch that was tried, up to 12,288 tokens per step",
         "head and backward",
         "Memory over one step",
         "at most; not built yet",

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuyou_cli.cli.break_even import HIDDEN, MOST_PLANS, fewest, hides_the_store
+from fuyou_cli.cli.break_even import HIDDEN, MOST_PLANS, fewest, hides_the_store, most_below
 from fuyou_cli.planner.search import fastest
 from fuyou_cli.spec.hardware import BURST_RATES, SUSTAINED_RATES
 
@@ -48,7 +48,30 @@ def test_what_does_not_fit_is_the_end(now: int, more: int) -> None:
     asked = Asked(now + more, most=now + more - 1)
     found, tried, limited = fewest(asked, now, hidden_now=False)
     assert found is None and tried <= asked.most
-    assert 2 * tried > asked.most if limited else tried == 128 * now
+    if not limited:
+        assert tried == 128 * now
+    elif asked.most <= 16 * now:  # near the recipe's batch it is known well
+        assert asked.most - tried <= max(1, 0.1 * asked.most)
+
+
+@given(st.integers(1, 4096), st.integers(0, 4096))
+def test_smaller_batches_may_hide_what_larger_ones_do_not(now: int, hidden_to: int) -> None:
+    """What they keep is not on the ssd then."""
+    times = 0
+
+    def hidden(count: int) -> bool:
+        nonlocal times
+        times += 1
+        return count <= hidden_to
+
+    found = most_below(hidden, now + hidden_to) if now + hidden_to > 1 else None
+    assert times <= MOST_PLANS
+    if found is not None:
+        assert found <= hidden_to
+        if 4 * hidden_to >= now + hidden_to:
+            assert hidden_to - found <= max(1, 0.1 * hidden_to)
+    elif 16 * hidden_to >= now + hidden_to > 1:
+        assert hidden_to == 0
 
 
 def test_waiting_for_adamw_is_not_the_stores_doing() -> None:

@@ -161,9 +161,13 @@ def _break_even(even: BreakEven | None) -> list[tuple[str, str]]:
         return []
     if not even.on_ssd:
         return [("batch", "nothing of a step is on the ssd: no batch waits for it")]
+    if even.most is not None:
+        smaller = f"hides the store at up to {even.most:,} tokens per step (train.batch_size={even.batch})"
+        return [("batch", f"warning: compute waits for the store; it {smaller}, this recipe has {even.now:,}")]
     if even.tokens is None:
-        beyond = "; more does not fit" if even.limited else ""
-        return [("batch", f"warning: compute waits for the store at any batch up to {even.tried:,} tokens per step{beyond}")]
+        beyond = "; hardly more fits" if even.limited else ""
+        tried = f"at every batch that was tried, up to {even.tried:,} tokens per step{beyond}"
+        return [("batch", f"warning: compute waits for the store {tried}")]
     known = f"compute hides the store from {even.tokens:,} tokens per step on"
     if even.below:
         return [("batch", f"warning: {known} (train.batch_size={even.batch}); this recipe has {even.now:,}")]
