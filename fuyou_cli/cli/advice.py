@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from fuyou_cli.core.units import GiB
+from fuyou_cli.core.units import GiB, MiB, align_up
 from fuyou_cli.planner.place import least_memory
 from fuyou_cli.planner.place import plan as first_that_fits
 from fuyou_cli.training.prepare import wishes
@@ -26,12 +26,13 @@ SHOWN = 5
 _MOST_QUICK = 40  # plans that are only looked at for whether they fit
 _LEAST_CHUNK, _LEAST_ROW = 64, 128  # tokens: below, a head's piece or a row is no longer a sensible one
 _HALVINGS = 8
+_FINER, _FEW = 64 * MiB, 4 * GiB  # steps of RAM, where there is so little of it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """Changes of one sort, the least first. `numerics`: the run's numbers change with it. `steadily`: where one helps, every
-    greater one does."""
+    """Changes of one sort, the least first. `numerics`: the run's numbers change with it. `steadily`: where one fits, every
+    greater one does; whether it wears drives less is another matter."""
 
     steps: tuple[tuple[str, ...], ...]
     numerics: bool
@@ -68,23 +69,24 @@ class _Trials:
     def __init__(self, elsewise: Elsewise) -> None:
         self._elsewise = elsewise
         self._trained = _trained(elsewise.prepared)
-        self._known: dict[tuple[str, ...], bool] = {}
+        self._known: dict[tuple[str, ...], Outcome | None] = {}
 
     @property
     def exhausted(self) -> bool:
         return len(self._known) >= _MOST_QUICK
 
     def first(self, kind: Kind) -> Outcome | None:
-        """The least of its changes that helps. Where more is never worse, its greatest is looked at before the others."""
-        if kind.steadily and not self._passes(kind.steps[-1]):
+        """The least of its changes that helps. Where more always fits, its greatest is looked at before the others."""
+        if kind.steadily and not self._fits(kind.steps[-1]):
             return None
         return self._least(kind.steps)
 
     def pair(self, one: Kind, other: Kind) -> Outcome | None:
-        """Both at their greatest, then each as little as helps."""
-        if not self._passes((*one.steps[-1], *other.steps[-1])):
+        """Both at their greatest, unless less of one is what helps; then each as little as does."""
+        ends = [one.steps[-1]] if one.steadily else one.steps[::-1]
+        if not any(self._passes((*step, *other.steps[-1])) for step in ends):
             return None
-        least = next((step for step in one.steps if self._passes((*step, *other.steps[-1]))), one.steps[-1])
+        least = next(step for step in one.steps if self._passes((*step, *other.steps[-1])))
         return self._least(tuple((*least, *step) for step in other.steps))
 
     def _least(self, steps: tuple[tuple[str, ...], ...]) -> Outcome | None:
@@ -102,9 +104,16 @@ class _Trials:
         return outcome.passes_for(self._trained / trained if trained else 1.0)
 
     def _passes(self, changes: tuple[str, ...]) -> bool:
+        outcome = self._quickly(changes)
+        return outcome is not None and self._helps(outcome)
+
+    def _fits(self, changes: tuple[str, ...]) -> bool:
+        outcome = self._quickly(changes)
+        return outcome is not None and not outcome.problems
+
+    def _quickly(self, changes: tuple[str, ...]) -> Outcome | None:
         if changes not in self._known:
-            outcome = self._elsewise.with_keys(changes, choose=first_that_fits)
-            self._known[changes] = outcome is not None and self._helps(outcome)
+            self._known[changes] = self._elsewise.with_keys(changes, choose=first_that_fits)
         return self._known[changes]
 
 
@@ -118,8 +127,7 @@ def _trained(prepared: Prepared) -> int:
 
 
 def candidates(prepared: Prepared, *, fits: bool) -> Iterator[Kind]:
-    """Every kind of change that this recipe leaves room for. A run that `fits` is only to write less: smaller batches would
-    write as much for fewer tokens."""
+    """Every kind of change that this recipe leaves room for. A run that `fits` is only to write less, for as many tokens."""
     recipe = prepared.recipe
     bfloat16_sums = recipe.precision.compute == "bfloat16" != recipe.precision.grad_accum
     less = [] if fits else [
@@ -132,8 +140,10 @@ def candidates(prepared: Prepared, *, fits: bool) -> Iterator[Kind]:
         Kind(steps=_rows(prepared), numerics=True),
         Kind(steps=_smaller_batches(prepared), numerics=True),
     ]  # fmt: skip
+    spilt = _fewer_at_once(prepared) if fits else ()
     made = (
         Kind(steps=_memory(prepared), numerics=False),
+        Kind(steps=spilt, numerics=True, steadily=False),
         *less,
         Kind(steps=_rarer_commits(prepared), numerics=False),
         Kind(steps=_recompute(prepared), numerics=False),
@@ -153,12 +163,14 @@ def _memory(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
     asked = wishes(prepared.recipe, plan.numerics, hardware, device=plan.device)
     enough = max(least_memory(prepared.model, hardware, asked), plan.cpu_budget + 1)
     size, most, sizes = -(-enough // GiB), hardware.ram_available // GiB, []
+    finer = align_up(enough, _FINER)
+    less = (f"offload.max_memory.cpu={finer // MiB}MiB",) if finer < min(size * GiB, _FEW) else ()
     while size <= most:
         sizes.append(size)
         size += max(1, size // 2)
     if sizes and sizes[-1] < most:
         sizes.append(most)
-    return tuple((f"offload.max_memory.cpu={size}GiB",) for size in sizes)
+    return tuple((change,) for change in (*less, *(f"offload.max_memory.cpu={size}GiB" for size in sizes)))
 
 
 def _fewer_states(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
@@ -247,6 +259,20 @@ def _smaller_batches(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
     micro = numerics.micro_batch_size
     sizes = [size // micro * micro for size in _halved(numerics.batch_size, micro)]
     return tuple((f"train.batch_size={size}",) for size in dict.fromkeys(sizes))
+
+
+def _fewer_at_once(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
+    """The same tokens in more steps, where what a batch keeps is on the ssd: less of it may stay in RAM."""
+    train, plan = prepared.recipe.train, prepared.plan
+    if not any(stage.boundary == "ssd" or stage.gradients == "ssd" or stage.states == "ssd" for stage in plan.stages):
+        return ()
+    smaller = [int(keys[0].partition("=")[2]) for keys in _smaller_batches(prepared)]
+    steps = {size: -(-prepared.total_steps * plan.numerics.batch_size // size) for size in smaller}
+    by_epochs = train.max_steps is None
+    return tuple(
+        (f"train.batch_size={size}",) if by_epochs else (f"train.batch_size={size}", f"train.max_steps={count}")
+        for size, count in steps.items()
+    )
 
 
 def _larger_batches(prepared: Prepared) -> tuple[tuple[str, ...], ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass, fields
-from math import exp, log
+from math import exp, inf, log
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ import yaml
 from omegaconf.errors import OmegaConfBaseException
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.core.units import LARGEST_SIZE, GiB, parse_size
+from fuyou_cli.core.units import LARGEST_SIZE, GiB, gb, parse_size
 from fuyou_cli.recipe.fields import format_size
 from fuyou_cli.recipe.load import yaml_to_data
 from fuyou_cli.recipe.shipped import shipped_hardware
@@ -36,6 +36,12 @@ _OPTIONAL = (  # of a file without parts: `_defaults`
     "device", "device_memory", "h2d", "d2h", "disk_free", "measured", "ram_available", "process_bytes",
 )  # fmt: skip
 _WRITES = (("store_write", "sustained_write"), ("store_write_mixed", "sustained_write_mixed"))  # at first, and when full
+_MIXED = (  # while reading and writing, and while doing that alone
+    ("store_read_mixed", "store_read"),
+    ("store_write_mixed", "store_write"),
+    ("sustained_read_mixed", "store_read"),
+    ("sustained_write_mixed", "sustained_write"),
+)
 Part = TypeVar("Part")
 
 
@@ -72,6 +78,7 @@ class DriveKind:
     rated_bytes: int
     rates: tuple[DriveRates, ...]  # by ascending count
     sources: tuple[str, ...]
+    most: float = 0.0  # bytes per second that any number of them reads or writes; 0: not known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,9 +170,12 @@ def _together(name: str, kind: DriveKind, count: int) -> tuple[dict[str, Any], t
     above = min((rates for rates in kind.rates if rates.count >= count), key=lambda rates: rates.count, default=None)
     region = below.burst_bytes * count // below.count
     if above is None:
-        grown = {key: getattr(below, key) * count / below.count for key in STORE_RATES}
-        each = f"those of {below.count}" if below.count > 1 else "one's"
-        return {**grown, "burst_bytes": region}, (f"{count} {name}: assumption, {each}, in proportion",)
+        most = kind.most or inf
+        grown = {key: min(most, getattr(below, key) * count / below.count) for key in STORE_RATES}
+        each = f"{below.count} of them" if below.count > 1 else "one"
+        limit = f", at most {gb(most)}/s" if kind.most else ""
+        note = f"{count} {name}: assumption, {count / below.count:g} times as fast as {each}{limit}"
+        return {**grown, "burst_bytes": region}, (note,)
     if below.count == above.count:
         return {**{key: getattr(below, key) for key in STORE_RATES}, "burst_bytes": region}, ()
     share = log(count / below.count) / log(above.count / below.count)
@@ -224,6 +234,8 @@ def _from_file(path: Path, process_bytes: tuple[int, int]) -> HardwareProfile:
         raise UsageError(f"{path}: parts: {error.message}", hint=error.hint) from None
     optional = {field.name for field in fields(HardwareProfile)} if parts is not None else _OPTIONAL
     given = reading.fields_of(HardwareProfile, data, optional=optional)
+    if start.get("device") == "cuda" and given.get("device") == "cpu":
+        reading.problems.append("device: cpu, but parts names a GPU: leave that out")
     _refuse(path, reading.problems)
     if parts is None:
         start = _defaults(given, process_bytes)
@@ -241,9 +253,9 @@ def _fitting(start: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     changed = _described_memory(given["ram_total"], start["process_bytes"]) if "ram_total" in given else {}
     if given.get("drives"):
         changed["disk_free"] = sum(drive.capacity for drive in given["drives"])
-    for first, full in _WRITES:
-        if first in given and start[full]:
-            changed[full] = min(start[full], given[first])
+    for rate, limit in (*((full, first) for first, full in _WRITES), *_MIXED):
+        if limit in given and start[rate]:
+            changed[rate] = min(changed.get(rate, start[rate]), given[limit])
     return changed
 
 
@@ -253,6 +265,8 @@ def _unlike_drives(profile: HardwareProfile, given: dict[str, Any]) -> list[str]
         return []
     pairs = [(first, full) for first, full in _WRITES if full in given and given[full] > getattr(profile, first)]
     wrong = [f"{full}: more than {first}: no drive is faster once it is full" for first, full in pairs]
+    mixed = [(both, alone) for both, alone in _MIXED if both in given and given[both] > getattr(profile, alone)]
+    wrong += [f"{both}: more than {alone}: no drive is faster in one direction while it does both" for both, alone in mixed]
     capacities = [drive.capacity for drive in profile.drives]
     if all(capacities) and profile.disk_free > sum(capacities) > 0:
         wrong.append("disk_free: more than its drives hold")

@@ -113,7 +113,12 @@ def _beside_plan(prepared: Prepared, report: RunReport, others_cores: float, *, 
         return report
     model, hardware, plan = prepared.model, prepared.hardware, prepared.plan
     step = simulate(model, hardware, plan, plan_schedule(model, plan))
-    shown = None if are_busy(others_cores) else corrected(hardware, model, plan, step, report)
+    shown = None
+    if are_busy(others_cores):
+        why = f"other programs used {others_cores:.1f} cores meanwhile"
+        write_status(f"note: {why}: steps took longer than they need, and are not kept for --calibrated")
+    else:
+        shown = corrected(hardware, model, plan, step, report)
     if shown is not None:
         keep_corrected(shown, *prepared.directories, instead_of=hardware)
     assumed = hardware.measured == "assumed"

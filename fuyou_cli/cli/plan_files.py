@@ -61,6 +61,8 @@ def check_target(path: Path) -> None:
         with path.open("rb") as stream:
             head = stream.read(64)
     except FileNotFoundError:
+        if not path.parent.is_dir():  # said before the plan is made, not after
+            raise UsageError(f"-o {path}: there is no folder {path.parent}", hint="make it, or name another file") from None
         return
     except OSError as error:
         raise UsageError(f"-o {path}: {error.strerror}", hint="name a file") from None
@@ -114,6 +116,9 @@ class KeptPlan:
         for key in dict.fromkeys((*now, *before)):
             if before.get(key) != now.get(key):
                 raise UsageError(f"{key} was {before.get(key, 'not there')}, is {now.get(key, 'not there')} in the recipe")
+        size, planned = recipe.offload.max_memory.cpu.size, self.file.plan.cpu_budget
+        if size is not None and planned != size:
+            raise UsageError(f"plan.cpu_budget: {planned}, offload.max_memory.cpu says {size}")
 
     def __call__(self, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
         """The same homes and spans, with what they take and promise on this machine. Raises UsageError naming what does not
@@ -171,6 +176,10 @@ def _io_of(wishes: Wishes) -> dict[str, object]:
 
 def _check_figures(file: files.PlanFile, model: ModelSpec, wishes: Wishes) -> None:
     """Every figure is what its homes give: spans inside arena and store and apart from each other, sizes of the model."""
+    if file.plan.sustained and not file.hardware.slows_down:
+        raise UsageError("plan.sustained: drives that do not slow down are planned at one rate")
+    if file.pipeline.defer and wishes.clip_grad_norm is not None:
+        raise UsageError("pipeline.defer: with train.clip_grad_norm no update is deferred")
     asked = replace(wishes, cpu_budget=file.plan.cpu_budget, sustained=file.plan.sustained)
     expected = rebuilt(model, file.hardware, asked, file.plan, file.pipeline)
     expected = replace(expected, model=files.portable_name(wishes.model_name))

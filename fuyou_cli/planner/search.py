@@ -4,7 +4,8 @@ Placing a choice is cheap beside simulating it, and says two things of it: a bou
 The likeliest is simulated first. What simulations show to be better than all before is looked at from all sides: every other
 value of each of its knobs is placed, and simulated in its turn. The search ends where what is left cannot be better by
 its bound, or where many simulations in a row have found nothing better, or at a fixed amount of work, whatever the size of
-the model. Of small models most choices are placed. Nothing here depends on a clock: the same inputs give the same plan.
+the model (that of `closer`, which follows, is bounded by how small it has to be). Of small models most choices are placed.
+Nothing here depends on a clock: the same inputs give the same plan.
 
 How near that comes to the best of the whole family: of a small one every choice is placed, and as a rule all are simulated
 that their bounds do not rule out; then it is the best, and `complete` says so. A search as limited as that of a large family

@@ -61,7 +61,7 @@ def test_the_number_of_drives_counts() -> None:
     assert mixed[3] < mixed[4] < mixed[6]
     said = {n: [source for source in found.sources if source.startswith(f"{n} p5510")] for n, found in rates.items()}
     assert said == {1: [], 2: [], 3: [], 6: [], 12: [], 4: ["4 p5510: interpolated between 3 and 6"],
-                    24: ["24 p5510: assumption, those of 12, in proportion"]}  # fmt: skip
+                    24: ["24 p5510: assumption, 2 times as fast as 12 of them, at most 32 GB/s"]}  # fmt: skip
     one, two = described("gen4,64GiB"), described("2xgen4,64GiB")
     assert two.store_read == 2 * one.store_read and two.burst_bytes == 2 * one.burst_bytes
     assert one.sustained_write < one.store_write / 4 and one.drives[0].rated_bytes == 1200 * 10**12
@@ -150,10 +150,11 @@ def test_parts_follow_what_a_file_says_of_drives(tmp_path: Path) -> None:
     assert described(path).disk_free == 500 * 10**9
     path.write_text("parts: rtx4090,2xgen4,128GiB\ndrives: [{model: small, capacity: 500GB}]\ndisk_free: 20GB\n")
     assert described(path).disk_free == 20 * 10**9
-    path.write_text("parts: rtx4090,gen4,128GiB\nstore_write: 1GB/s\nstore_write_mixed: 2GB/s\n")
+    path.write_text("parts: rtx4090,gen4,128GiB\nstore_write: 1GB/s\nstore_read: 2GB/s\n")
     slow = described(path)
     assert (slow.store_write, slow.sustained_write) == (1e9, 1e9)  # the part's is 1.4
-    assert (slow.store_write_mixed, slow.sustained_write_mixed) == (2e9, 0.7e9)
+    assert (slow.store_write_mixed, slow.sustained_write_mixed) == (1e9, 0.7e9)  # nor faster than alone
+    assert slow.store_read_mixed == 2e9 and slow.sustained_read_mixed <= 2e9
     path.write_text("parts: rtx4090,p5510,128GiB\nstore_write: 1GB/s\nstore_write_mixed: 1GB/s\n")
     assert not described(path).slows_down and described(path).lasting().store_write == 1e9
 
@@ -195,6 +196,8 @@ def test_everything_wrong_with_a_file_at_once(tmp_path: Path) -> None:
         ("parts: rtx4090,gen4,64GiB\nstore_write_mixed: 0", "store_write_mixed: more than 0"),
         ("parts: rtx4090,gen4,64GiB\nsustained_write: 7GB/s", "sustained_write: more than store_write"),
         ("parts: rtx4090,gen4,64GiB\nstore_write_mixed: 1GB/s\nsustained_write_mixed: 2GB/s", "sustained_write_mixed: more"),
+        ("parts: rtx4090,gen4,64GiB\nstore_read: 1GB/s\nstore_read_mixed: 2GB/s", "store_read_mixed: more than store_read"),
+        ("parts: rtx4090,gen4,64GiB\ndevice: cpu", "device: cpu, but parts names a GPU"),
         ("parts: rtx4090,gen4,64GiB\ndisk_free: 3TB", "disk_free: more than its drives hold"),
         (WHOLE.replace("forward: 30TFLOPS", "forward: 0"), "stage_rates[0].forward: more than 0"),
         (WHOLE.replace("tokens: 1024", "tokens: 0"), "stage_rates[0].tokens: more than 0"),

@@ -131,6 +131,7 @@ def changed(path: tuple[str | int, ...], value: Any) -> str:
         (("plan", "lookahead"), 0, "plan.lookahead"),
         (("plan", "lookahead"), 1 << 40, "plan.lookahead"),
         (("plan", "cpu_budget"), 1, "plan.cpu_budget"),
+        (("plan", "sustained"), True, "plan.sustained: drives that do not slow down"),
         (("plan", "numerics", "seed"), 8, "plan.numerics.seed is 8, the run computes with 7"),
         (("plan", "device"), "cuda", "plan.device is cuda"),
         (("pipeline", "gradient_slots"), 1 << 50, "pipeline.gradient_slots"),
@@ -177,7 +178,7 @@ def test_a_plan_for_something_else_is_refused_by_name() -> None:
         chosen(TEXT, spec=model(1 << 20, 1 << 20, 1 << 20, 1 << 11, 1 << 20))
     with pytest.raises(UsageError, match=r"plan\.numerics\.batch_size is 4, the run computes with 8"):
         chosen(TEXT, replace(ASKED, numerics=replace(NUMERICS, batch_size=8)))
-    with pytest.raises(UsageError, match=r"plan\.stages\[\d\]|plan\.clip_grad_norm"):
+    with pytest.raises(UsageError, match=r"plan\.stages\[\d\]|plan\.clip_grad_norm|pipeline\.defer"):
         chosen(TEXT, replace(ASKED, clip_grad_norm=1.0))
     with pytest.raises(UsageError, match=r"plan\.io\.block_size is 1048576, the run uses 4096"):
         chosen(TEXT, replace(ASKED, block_size=4096))

@@ -12,7 +12,7 @@ from fuyou_cli.cli.planning import Outcome
 from fuyou_cli.core.units import brief, gb, gib
 from fuyou_cli.spec.plan import Plan
 
-from .theme import Symbols, column, heading, ruled, say, show
+from .theme import Symbols, column, heading, ruled, say, show, speed
 
 
 def show_comparison(console: Console, compared: Comparison, shapes: Symbols) -> None:
@@ -69,6 +69,6 @@ def _figures(plan: Plan | None) -> tuple[str, str, str, str]:
         return "", "", "", ""
     predicted = plan.predicted
     tokens = plan.numerics.batch_size * plan.numerics.max_seq_len
-    speed = tokens / predicted.step_seconds if predicted.step_seconds > 0 else 0.0
+    per_second = tokens / predicted.step_seconds if predicted.step_seconds > 0 else 0.0
     moved = gb(predicted.read_per_step + predicted.written_per_step)
-    return brief(predicted.step_seconds), f"{speed:,.4g}", gib(predicted.cpu_peak), moved
+    return brief(predicted.step_seconds), speed(per_second), gib(predicted.cpu_peak), moved

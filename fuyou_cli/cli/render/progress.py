@@ -22,7 +22,7 @@ from fuyou_cli.core.units import GiB, duration, gb
 from fuyou_cli.spec.plan import Plan
 from fuyou_cli.training.report import StepReport
 
-from .theme import bar, symbols, tera
+from .theme import bar, speed, symbols, tera
 from .timeline import worth_saying
 
 RECENT_STEPS = 20  # steps the pace is taken from
@@ -137,7 +137,7 @@ class RunDisplay:
             facts.append("skipped")
         if report.grad_norm is not None:
             facts.append(f"gnorm {report.grad_norm:.3g}")
-        facts.append(f"{report.batch_tokens / seconds:,.4g} tok/s")
+        facts.append(f"{speed(report.batch_tokens / seconds)} tok/s")
         facts.append(f"{tera(report.tflops * 1e12) if math.isfinite(report.tflops) else '?'} TFLOPS (6N)")
         facts.append(f"{duration(report.seconds)}/step")
         facts.append(

@@ -9,7 +9,7 @@ from fuyou_cli.core.units import brief, duration, gb, gib
 from fuyou_cli.training.report import Compared, RunReport
 
 from .loss_plot import show_loss
-from .theme import column, heading, pairs, ruled, say, show, symbols, tera
+from .theme import column, heading, pairs, ruled, say, show, speed, symbols, tera
 from .timeline import show_timeline, waiting
 
 
@@ -22,7 +22,7 @@ def show_summary(console: Console, report: RunReport) -> None:
         console,
         [
             ("loss", f"{report.first_loss:.4f}{arrow}{report.last_loss:.4f}"),
-            ("speed", f"{report.tokens_per_second:,.4g} tokens/s, {tera(report.tflops * 1e12)} TFLOPS (6N)"),
+            ("speed", f"{speed(report.tokens_per_second)} tokens/s, {tera(report.tflops * 1e12)} TFLOPS (6N)"),
             ("waiting", f"{waiting(report.stalls)}, in all steps together"),
             ("written", f"{gb(report.written_total)} to the ssd"),
             ("output", report.output_dir),

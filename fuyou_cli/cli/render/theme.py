@@ -172,6 +172,11 @@ def rate(bytes_per_second: float) -> str:
     return f"{bytes_per_second / 1e6:.0f} MB/s"
 
 
+def speed(tokens_per_second: float) -> str:
+    """Four digits at least, and no exponent: "258.7", "1,353", "16,832"."""
+    return f"{tokens_per_second:,.0f}" if tokens_per_second >= 1000 else f"{tokens_per_second:,.4g}"
+
+
 def tera(flops: float) -> str:
     """TFLOP with three digits, without the unit: "0.861", "49.2", "989"."""
     value = flops / 1e12
