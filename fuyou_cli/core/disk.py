@@ -15,11 +15,14 @@ from .errors import FuyouError, OutOfSpaceError
 from .units import gb
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_AGAIN = "the drive keeps asking for another try: see what `dmesg` says of it, and run the same command again"
 _REMEDIES = {
     errno.EIO: "the disk reported an error: see `dmesg` and the drive's health",
     errno.EROFS: "the file system is read-only: `dmesg` may say since when, and why",
     errno.EACCES: "check the permissions of its folder",
     errno.EPERM: "see what lies there, and move it away",
+    errno.EAGAIN: _AGAIN,
+    errno.EINTR: _AGAIN,
 }
 
 
@@ -119,9 +122,9 @@ def failed_writing(path: Path, error: OSError) -> FuyouError:
     return FuyouError(f"cannot write {path}: {error.strerror}", hint=remedy(error))
 
 
-def remedy(error: OSError) -> str | None:
+def remedy(error: Exception) -> str | None:
     """What to do about a file that cannot be used, where its disk is to blame."""
-    return _REMEDIES.get(error.errno or 0)
+    return _REMEDIES.get(getattr(error, "errno", None) or 0)
 
 
 def taken(path: Path) -> int:

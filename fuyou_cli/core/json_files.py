@@ -13,6 +13,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from .disk import remedy
 from .errors import UsageError
 
 DEEPEST = 64  # objects and lists within one another
@@ -119,13 +120,13 @@ def find_bytes(path: Path, *, limit: int, hint: str | None = None) -> bytes | No
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
-        raise _refused(path, f"cannot be read: {_reason(error)}", hint) from None
+        raise _refused(path, f"cannot be read: {_reason(error)}", hint or remedy(error)) from None
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise _refused(path, "is not a regular file", hint)
         content = _read(descriptor, limit + 1)
     except OSError as error:
-        raise _refused(path, f"cannot be read: {_reason(error)}", hint) from None
+        raise _refused(path, f"cannot be read: {_reason(error)}", hint or remedy(error)) from None
     finally:
         os.close(descriptor)
     if len(content) > limit:

@@ -21,6 +21,7 @@ _DOING = {
     lib.FY_OP_SETUP: "setting up",
 }
 _ON_FILES = {lib.FY_OP_OPEN, lib.FY_OP_READ, lib.FY_OP_WRITE, lib.FY_OP_SYNC, lib.FY_OP_ALLOCATE}
+_AGAIN = "the drive keeps asking for another try: see what `dmesg` says of it, and run the same command again"
 _HINTS = {
     errno.ENOSPC: "free space on that disk, or point offload.dir at a larger one",
     errno.EDQUOT: "your disk quota is used up: free space or point offload.dir elsewhere",
@@ -36,6 +37,8 @@ _HINTS = {
     errno.ENOMEM: "not enough memory, or a locked-memory limit (`ulimit -l`) that is too small",
     errno.EMFILE: "too many open files: raise `ulimit -n`",
     errno.ECANCELED: "the daemon was stopped before this request was done",
+    errno.EAGAIN: _AGAIN,
+    errno.EINTR: _AGAIN,
     errno.ELOOP: "a symbolic link lies there, and a store's file is none: remove it, or point offload.dir at its target",
 }
 _OPENING_HINTS = {
@@ -58,7 +61,8 @@ def failure_error(
     doing = _DOING.get(why.operation, "using the store")
     parts = [doing]
     if why.operation in (lib.FY_OP_READ, lib.FY_OP_WRITE, lib.FY_OP_UPDATE):
-        parts.append((label_names or {}).get(why.label, f"request labelled {why.label}"))
+        known = (label_names or {}).get(why.label)
+        parts += [known or f"request labelled {why.label}"] if known or why.label else []
     text = " ".join(parts) + " failed"
     if why.operation in _ON_FILES and why.file < len(paths):
         text += f": {paths[why.file]}"

@@ -110,7 +110,7 @@ def _left(under: str) -> Iterator[str]:
         if thread is not threading.main_thread() and not thread.daemon:
             yield f"thread: {thread.name}"
     for thing in gc.get_objects():
-        if isinstance(thing, Arena | SwapDaemon) and thing._handle is not None:
+        if type(thing) in (Arena, SwapDaemon) and thing._handle is not None:
             yield f"not closed: {type(thing).__name__}"
 
 

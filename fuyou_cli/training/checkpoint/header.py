@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from fuyou_cli.core.disk import remedy
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.json_files import shown
 
@@ -85,6 +86,10 @@ class Header:
     metadata: dict[str, str]
 
 
+def _why(error: OSError | ValueError) -> str:
+    return getattr(error, "strerror", None) or str(error)
+
+
 def parse_file(path: Path) -> Header:
     """Tensors (in data order) and metadata of a safetensors file, everything checked against the file's true length.
 
@@ -94,14 +99,14 @@ def parse_file(path: Path) -> Header:
         # Without O_NONBLOCK opening a pipe would wait for a writer for ever.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
-        raise UsageError(f"{shown(str(path))}: cannot be opened: {error}") from error
+        raise UsageError(f"{shown(str(path))}: cannot be opened: {_why(error)}", hint=remedy(error)) from error
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise _refusal(path, "is not a regular file")
         raw = _header_bytes(descriptor, path, status.st_size)
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error}") from error
+        raise UsageError(f"{path}: cannot be read: {_why(error)}", hint=remedy(error)) from error
     finally:
         os.close(descriptor)
     data_begin = 8 + len(raw)

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from fuyou_cli.core.disk import remedy
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.json_files import shown
 from fuyou_cli.core.units import MiB
@@ -126,7 +127,7 @@ class TensorReader:
             try:
                 self._descriptor = os.open(entry.file, os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
-                raise UsageError(f"{entry.file}: cannot be opened: {error.strerror}") from error
+                raise UsageError(f"{entry.file}: cannot be opened: {error.strerror}", hint=remedy(error)) from error
             self._file = entry.file
         return self._descriptor
 
@@ -148,7 +149,8 @@ class TensorReader:
             except OSError as error:
                 raise UsageError(
                     f"{entry.file}: tensor {shown(entry.name)}: reading {len(part)} bytes at {position} failed: "
-                    f"{error.strerror}"
+                    f"{error.strerror}",
+                    hint=remedy(error),
                 ) from error
             if got == 0:
                 raise UsageError(
