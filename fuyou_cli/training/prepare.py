@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from ..core.errors import PlanError, UsageError
 from ..core.paths import folder
@@ -23,7 +21,7 @@ from ..planner.wishes import Wishes, update_chunks_for, update_threads_for
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
 from ..spec.plan import Numerics, Plan, StoreMode, Tier
-from . import libraries
+from . import fingerprints, libraries
 from .going_on import planned_from, saved_state, steps_left
 from .length import sampler_of, steps_of, tokenised_rows
 from .limits import check_positions, check_tokens, gpu_limit
@@ -221,9 +219,11 @@ def _with_weights_and_rows(
     hardware = replace(hardware, process_bytes=hardware.process_bytes + sampler.peak_bytes)
     if repeated := sampler.note(total, recipe.train.epochs):
         say(f"note: {repeated}")
-    fingerprints = _fingerprints(recipe, model_dir, model, weights.mark, rows, total)
+    made_of = fingerprints.of(
+        recipe, model_dir, model, device=device, weights_mark=weights.mark, data=rows.summary.digest, total_steps=total
+    )
     if considered.manifest is not None:
-        check_unchanged_run(considered.manifest, fingerprints, total_steps=total)
+        check_unchanged_run(considered.manifest, made_of, total_steps=total)
         if changed := libraries.change(considered.manifest.libraries, libraries.versions()):
             say(f"note: {changed}")
     saved = considered.manifest
@@ -240,7 +240,7 @@ def _with_weights_and_rows(
         checkpoint=weights.checkpoint,
         entries=weights.entries,
         stored_as=weights.stored_as,
-        fingerprints=fingerprints,
+        fingerprints=made_of,
     )
 
 
@@ -467,37 +467,3 @@ def within(
         asked = replace(asked, ssd_budget=room)
     may_choose = recipe.checkpoint.mode == "auto" and asked.commit_every == 1 and saved is None
     return with_fitting_mode(model, asked, asked.disk(hardware)) if may_choose else asked
-
-
-def _schedule_length(recipe: Recipe, total_steps: int) -> int | None:
-    """The number of steps where the learning rate of a step depends on it: a run may be made longer at a constant rate."""
-    schedule = recipe.lr_scheduler
-    return None if schedule.name == "constant" and not schedule.warmup_ratio else total_steps
-
-
-def _fingerprints(
-    recipe: Recipe, model_dir: Path, model: ModelSpec, weights_mark: str, rows: Rows, total_steps: int
-) -> dict[str, str]:
-    """Digests of what a resumed run must agree on."""
-    from .checkpoint.companions import own_code
-    from .checkpoint.files import read_json
-
-    config = read_json(model_dir / "config.json")  # as it is: libraries add their defaults
-    described: dict[str, Any] = {
-        "model": [
-            [[s.name, s.params, [[t.name, list(t.shape)] for t in s.tensors]] for s in model.stages],
-            {key: value for key, value in config.items() if not key.startswith("_") and key != "transformers_version"},
-        ],
-        "attention": recipe.model.attn_implementation,
-        "optimizer": recipe.optimizer.model_dump(mode="json"),
-        "schedule": [recipe.lr_scheduler.model_dump(mode="json"), _schedule_length(recipe, total_steps)],
-        "clipping": recipe.train.clip_grad_norm,
-        "shuffle": recipe.dataset.shuffle,
-        "device": device_name(recipe),
-    }
-    if recipe.model.trust_remote_code and "auto_map" in config:
-        described["code"] = own_code(model_dir)
-    digests = {
-        name: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest() for name, value in described.items()
-    }
-    return {**digests, "weights": weights_mark, "data": rows.summary.digest}

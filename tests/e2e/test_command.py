@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import time
@@ -100,7 +101,7 @@ def test_a_run_that_does_not_fit_says_what_would(new_project: Callable[..., Proj
     project = new_project(changes={"offload.max_memory.cpu": "64MiB"})
     refused = project.fuyou("plan", project.recipe, "--dry-run")
     assert refused.returncode == 3, refused.stderr
-    assert "does not fit" in refused.stdout and "offload.max_memory.cpu=1GiB" in refused.stdout
+    assert "does not fit" in refused.stdout and re.search(r"offload\.max_memory\.cpu=\d+MiB", refused.stdout)
     run = project.fuyou("finetune", project.recipe, "train.batch_size=8")
     said = " ".join(run.stderr.split())
     assert run.returncode == 3 and "is the least this run needs" in said
@@ -108,7 +109,8 @@ def test_a_run_that_does_not_fit_says_what_would(new_project: Callable[..., Proj
     data = json.loads(project.fuyou("plan", project.recipe, "--dry-run", "--json").stdout)
     assert data["fits"] is False and "more than its budget" in data["problems"][0]
     assert data["plan"]["predicted"]["cpu_peaks"]["train"] > data["plan"]["cpu_budget"] == 64 << 20
-    assert ["offload.max_memory.cpu=1GiB"] in [change["overrides"] for change in data["changes"]]
+    (least,) = (key for change in data["changes"] for key in change["overrides"] if key.endswith("MiB"))
+    assert project.fuyou("plan", project.recipe, "--dry-run", least).returncode == 0
     assert not Path(project.out).exists()
 
 
