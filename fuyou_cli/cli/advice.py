@@ -83,6 +83,8 @@ class _Trials:
 
     def pair(self, one: Kind, other: Kind) -> Outcome | None:
         """Both at their greatest, unless less of one is what helps; then each as little as does."""
+        if one.steadily and not other.steadily:
+            one, other = other, one
         ends = [one.steps[-1]] if one.steadily else one.steps[::-1]
         if not any(self._passes((*step, *other.steps[-1])) for step in ends):
             return None

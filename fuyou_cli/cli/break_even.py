@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fuyou_cli.training.prepare import Prepared
 
 HIDDEN = 0.05  # of a step: compute that waits less is as good as never waiting
-MOST_PLANS = 10
+MOST_PLANS = 10  # in one direction
 _CLOSE = 0.05  # of the answer
 _AT_ONCE = 1e18  # bytes per second of a drive that takes no time
 
@@ -125,7 +125,7 @@ def fewest(hidden: Callable[[int], bool | None], now: int, *, hidden_now: bool) 
         left -= 1
         middle = (low + (high or above or low)) // 2
         answer = hidden(middle)
-        if answer is None:
+        if answer is None and not high:
             above = middle
         elif answer:
             high = middle

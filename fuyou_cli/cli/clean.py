@@ -18,7 +18,7 @@ from pathlib import Path
 
 from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.core.json_files import find_text, object_in, shown
-from fuyou_cli.core.paths import is_file
+from fuyou_cli.core.paths import is_file, is_same_folder
 from fuyou_cli.core.units import gib
 from fuyou_cli.training.folder_names import STORE, is_written
 from fuyou_cli.training.manifest import BEFORE, BESIDE, COMPANIONS, LARGEST, VERSION
@@ -139,7 +139,7 @@ def _named(manifest: Path, text: str) -> _Named:
         if not isinstance(names, list) or not all(isinstance(name, str) and "\0" not in name for name in names):
             return _Named(problem="the manifest does not list its files")
     files, parts, companions = kinds
-    if files and os.path.realpath(Path(files[0]).parent) != os.path.realpath(manifest.parent):
+    if files and not is_same_folder(Path(files[0]).parent, manifest.parent):
         return _Named(problem=f"a copy, or moved: what it names is in {shown(str(Path(files[0]).parent))}")
     certain = tuple(dict.fromkeys((*files, *parts)))
     possible = tuple(dict.fromkeys(name for name in companions if name not in certain))
@@ -172,7 +172,8 @@ def _look(text: str, home: Path, named: _Named) -> tuple[str, Remnant | None]:
 
 def _foreign(folder: Path, home: Path, named: _Named) -> str:
     """Why no file of the store `home` can lie in the folder, or may be taken for gone; empty where one may be in it."""
-    if folder.resolve() == home or (folder.name == COMPANIONS and not folder.is_symlink() and folder.parent.resolve() == home):
+    above = folder.parent if folder.name == COMPANIONS and not folder.is_symlink() else folder
+    if is_same_folder(above, home):
         return ""
     if folder.name != home.name or folder.is_symlink():
         return f"not in a folder named {home.name}"
@@ -181,7 +182,9 @@ def _foreign(folder: Path, home: Path, named: _Named) -> str:
     part = read_part(folder)
     if part is None and not (folder / PART_FILE).exists() and (named.is_loading or not (folder / STORE).exists()):
         return ""  # a run was killed before it wrote that, or this was interrupted after it was removed
-    if part is None or Path(part.first).resolve() != home or (named.run is not None and part.run != named.run):
+    # A run that starts over names itself before it claims the folders anew, which were this store's before.
+    is_its_own = part is not None and (named.is_loading or named.run in (None, part.run))
+    if part is None or not is_its_own or not is_same_folder(part.first, home):
         return f"no {PART_FILE} beside it says that it is of this store"
     return ""
 

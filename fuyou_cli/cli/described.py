@@ -42,6 +42,14 @@ _MIXED = (  # while reading and writing, and while doing that alone
     ("sustained_read_mixed", "store_read"),
     ("sustained_write_mixed", "sustained_write"),
 )
+_FOLLOW = (
+    ("sustained_write", "store_write"),
+    ("store_read_mixed", "store_read"),
+    ("store_write_mixed", "store_write"),
+    ("sustained_read_mixed", "store_read_mixed"),
+    ("sustained_write_mixed", "store_write_mixed"),
+    ("sustained_write_mixed", "sustained_write"),
+)
 Part = TypeVar("Part")
 
 
@@ -253,9 +261,9 @@ def _fitting(start: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     changed = _described_memory(given["ram_total"], start["process_bytes"]) if "ram_total" in given else {}
     if given.get("drives"):
         changed["disk_free"] = sum(drive.capacity for drive in given["drives"])
-    for rate, limit in (*((full, first) for first, full in _WRITES), *_MIXED):
-        if limit in given and start[rate]:
-            changed[rate] = min(changed.get(rate, start[rate]), given[limit])
+    for rate, limit in _FOLLOW:  # each after what limits it
+        if rate not in given and start[rate] and (limit in given or limit in changed):
+            changed[rate] = min(changed.get(rate, start[rate]), given.get(limit, changed.get(limit, 0)))
     return changed
 
 

@@ -16,6 +16,14 @@ def expanded(path: str | Path, *, key: str) -> Path:
         raise UsageError(f"{key}: {path}: {error}", hint="write the path in full, or ./~... for such a name") from None
 
 
+def is_same_folder(one: str | Path, other: str | Path) -> bool:
+    """Whether both are one folder: by their names, links followed, or mounted in two places."""
+    try:
+        return os.path.realpath(one) == os.path.realpath(other) or Path(one).samefile(other)
+    except (OSError, ValueError):
+        return False
+
+
 def is_file(path: str | Path) -> bool:
     """Whether a file is there. Not of a name that no file can have, over which pathlib raises: one that is too long, or holds
     a null character."""

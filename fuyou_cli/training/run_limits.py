@@ -60,12 +60,13 @@ class RunLimits:
 
 def check_loading(recipe: Recipe, plan: Plan) -> None:
     """Raises UsageError where a new run may not even write what it loads, and one step: it would never come further."""
-    most, step = recipe.offload.ssd_write_limit, plan.predicted.written_per_step + saved_where_it_stops(plan)
+    most, saved = recipe.offload.ssd_write_limit, saved_where_it_stops(plan)
+    step = plan.predicted.written_per_step + saved
     if most is None or loaded(plan) + step <= most:
         return
     raise UsageError(
         f"offload.ssd_write_limit={format_size(most)} allows no step: loading the model writes {gb(loaded(plan))}, "
-        f"a step {gb(step)}",
+        f"a step{' and saving it' if saved else ''} {gb(step)}",
         hint="raise it, or leave it out",
     )
 

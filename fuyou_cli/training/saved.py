@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ..core.errors import FuyouError, UsageError
-from ..core.paths import folder, is_file
+from ..core.paths import folder, is_file, is_same_folder
 from . import manifest as manifests
 from .manifest import Manifest
 from .parts import PART_FILE, lacking, read_part
@@ -67,7 +67,7 @@ def find_saved(resume: str, directories: Sequence[Path], *, say: Callable[[str],
 def refuse_copy(manifest: Manifest, source: Path) -> None:
     """Raises UsageError where the manifest in `source` is that of a store elsewhere: a copy of it, or of one that was moved."""
     home = Path(manifest.files[0]).parent
-    if os.path.realpath(home) == os.path.realpath(source):
+    if is_same_folder(home, source):
         return
     if is_file(manifest.files[0]):
         raise UsageError(
@@ -76,7 +76,7 @@ def refuse_copy(manifest: Manifest, source: Path) -> None:
         )
     raise UsageError(
         f"{source} holds a run that was saved after step {manifest.step} in {home}, and moved since",
-        hint=f"move it back, and name its folders as then, {_START_OVER}",
+        hint="move it back, and name its folders as then; a run that starts over (checkpoint.resume=never) gives it up",
     )
 
 
@@ -240,7 +240,8 @@ def check_same_mode(saved: Manifest, mode: str, *, keep_last: int, commit_every:
 
 def check_unchanged_run(saved: Manifest, fingerprints: Mapping[str, str], *, total_steps: int) -> None:
     """Raises UsageError naming what changed since the run was saved."""
-    changed = [name for name, value in fingerprints.items() if saved.fingerprints.get(name) != value]
+    names = dict.fromkeys((*fingerprints, *saved.fingerprints))
+    changed = [name for name in names if saved.fingerprints.get(name) != fingerprints.get(name)]
     if changed:
         raise UsageError(
             f"the saved run cannot be resumed: {'; '.join(_CHANGED.get(name, name) for name in changed)} changed since",

@@ -157,9 +157,9 @@ class Saver:
 
     def begin_training(self) -> None:
         """What was loaded is committed too: a run that is killed from here on goes on without its checkpoint."""
+        self.standing.random = random_states.capture(self.device.torch_device)  # first: whatever fails next is saved with it
         self._set_room_aside()
         loss_files.check(self.folder)
-        self.standing.random = random_states.capture(self.device.torch_device)
         if self.commits.newest is None:
             self._complete = self.standing.step
             self._begin()

@@ -155,6 +155,9 @@ def test_parts_follow_what_a_file_says_of_drives(tmp_path: Path) -> None:
     assert (slow.store_write, slow.sustained_write) == (1e9, 1e9)  # the part's is 1.4
     assert (slow.store_write_mixed, slow.sustained_write_mixed) == (1e9, 0.7e9)  # nor faster than alone
     assert slow.store_read_mixed == 2e9 and slow.sustained_read_mixed <= 2e9
+    path.write_text("parts: rtx4090,2xgen4,128GiB\nstore_write: 1GB/s\n")
+    slow = described(path)
+    assert max(slow.store_write_mixed, slow.sustained_write, slow.sustained_write_mixed) <= 1e9
     path.write_text("parts: rtx4090,p5510,128GiB\nstore_write: 1GB/s\nstore_write_mixed: 1GB/s\n")
     assert not described(path).slows_down and described(path).lasting().store_write == 1e9
 

@@ -109,6 +109,15 @@ def test_a_run_that_was_killed_as_it_began_has_no_part_files_yet(tmp_path, capsy
     assert not one.exists() and not two.exists()
 
 
+def test_a_run_that_was_killed_as_it_started_over_has_the_part_files_of_the_one_before(tmp_path, capsys):
+    home = tmp_path / "a" / "run"
+    one, two = make_file(home / "store.bin"), make_file(tmp_path / "b" / "run" / "store.bin")
+    make_part(two.parent, first=home, run="before")
+    make_store(home, files=[one, two], run="r1", state="loading")
+    run_clean(home, yes=True)
+    assert not one.exists() and not two.exists()
+
+
 def test_a_drive_that_is_not_mounted_is_waited_for(tmp_path, capsys):
     home, away = tmp_path / "a" / "run", tmp_path / "b" / "run"
     one, two = make_file(home / "store.bin"), make_file(away / "store.bin")

@@ -308,6 +308,25 @@ def test_what_has_the_name_of_the_losses_is_found_before_a_step_is_computed(new_
     assert not steps
 
 
+def test_a_run_that_fails_before_its_first_step_is_the_same_run_afterwards(new_project: NewProject, whole: list[float]) -> None:
+    project = new_project("new", {"train.max_steps": STEPS})
+
+    def stand_in_the_way(count: int) -> None:
+        losses = next(project.folder.rglob("store.bin")).with_name("losses.bin")
+        if not losses.is_fifo():
+            losses.unlink()
+            os.mkfifo(losses)
+
+    with (
+        Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run,
+        pytest.raises(FuyouError, match="is not a plain file"),
+    ):
+        run.load(stand_in_the_way)
+        run.train(lambda report: None)
+    next(project.folder.rglob("losses.bin")).unlink()
+    assert train(project)[0] == whole
+
+
 CODE = """
 from transformers import GPT2LMHeadModel
 

@@ -103,3 +103,14 @@ def test_a_batch_that_is_just_enough() -> None:
     assert fewest(Asked(64), 64, hidden_now=True) == (64, 64, False)
     assert fewest(Asked(1), 64, hidden_now=True)[0] == 1
     assert fewest(Asked(65), 64, hidden_now=False)[0] in range(65, 70)
+
+
+def test_what_does_not_fit_below_the_recipe_s_batch_is_not_asked_for_again() -> None:
+    asked: list[int] = []
+
+    def hidden(count: int) -> bool | None:
+        asked.append(count)
+        return None if count < 60 else True
+
+    assert fewest(hidden, 100, hidden_now=True)[0] in range(60, 65)
+    assert len(asked) == len(set(asked)) <= MOST_PLANS

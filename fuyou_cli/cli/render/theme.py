@@ -173,7 +173,7 @@ def rate(bytes_per_second: float) -> str:
 
 
 def speed(tokens_per_second: float) -> str:
-    """Four digits at least, and no exponent: "258.7", "1,353", "16,832"."""
+    """Four digits, or all before the point: "258.7", "1,353", "16,832"."""
     return f"{tokens_per_second:,.0f}" if tokens_per_second >= 1000 else f"{tokens_per_second:,.4g}"
 
 
