@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
+from fuyou_cli.core.disk import remedy
 from fuyou_cli.core.errors import FuyouError, OutOfSpaceError, UsageError
 
 from .report import StepReport
@@ -88,7 +89,8 @@ class JsonlLog:
     def _unwritable(self, error: OSError) -> FuyouError:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         kind = OutOfSpaceError if full else FuyouError
-        return kind(f"cannot write the log {self.path}: {error.strerror}", hint="free some space there" if full else None)
+        hint = "free some space there" if full else remedy(error)
+        return kind(f"cannot write the log {self.path}: {error.strerror}", hint=hint)
 
 
 def read_log(path: Path) -> list[dict[str, object]]:
