@@ -20,18 +20,22 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import datasets  # noqa: F401 - what a run imports
 import torch  # noqa: F401
 import transformers
 import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama
+from make_checkpoint import SHAPES
 
 import fuyou_cli
 from fuyou_cli.cli import app
 from fuyou_cli.engine.describe import describe
+from fuyou_cli.engine.skeleton import build
 from fuyou_cli.swap.arena import Arena
 from fuyou_cli.swap.daemon import SwapDaemon
+from fuyou_cli.training.checkpoint.names import architecture_renames
 
 _NO_END = 70  # the command returned instead of ending the process
 
@@ -50,15 +54,22 @@ def main() -> None:
 
 
 def _warm_up() -> None:
-    """What every run would pay for otherwise: modules that are imported late, and what torch learns of operators without data.
-    No thread may be left behind: none would be in a child. With one thread and no device, torch starts none."""
+    """What every run would pay for otherwise: modules that are imported late, names that architectures give, and what torch
+    learns of operators without data, which it keeps by their sizes: those of the proofs' smallest model. What is there by then
+    is out of the collector's sight, or every child would copy it. No thread may be left behind: none would be in a child. With
+    one thread and no device, torch starts none."""
     for module in pkgutil.walk_packages(fuyou_cli.__path__, "fuyou_cli."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
-    tiny = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
-    )
-    describe(tiny, dtype="bfloat16", micro_batch_size=2, max_seq_len=32)
+    shape = SHAPES["1m"]
+    small = transformers.LlamaConfig(
+        vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+    )  # fmt: skip
+    architecture_renames(build(small, dtype="bfloat16", attention="sdpa"), ())
+    describe(small, dtype="bfloat16", micro_batch_size=2, max_seq_len=32)
+    gc.collect()
+    gc.freeze()
 
 
 def _run(request: dict[str, Any]) -> int:
