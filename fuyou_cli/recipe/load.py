@@ -13,6 +13,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ..core.disk import remedy
 from . import marks
 from .check import check
 from .diagnostics import Diagnostic, Place, RecipeErrors
@@ -72,7 +73,8 @@ def _read(name: str) -> str:
             raw = file.read(marks.MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise _refused(name, "not-found", f"cannot be read: {reason}") from None
+        code = "not-found" if isinstance(error, FileNotFoundError) else "unreadable"
+        raise _refused(name, code, f"cannot be read: {reason}", remedy(error)) from None
     if len(raw) > marks.MAX_BYTES:
         raise _refused(name, "too-large", f"this is not a recipe: more than {marks.MAX_BYTES // 1024} KiB")
     try:

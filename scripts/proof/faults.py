@@ -50,7 +50,7 @@ _PATIENCE = 120.0  # seconds: a run takes two, with every call slow four
 _KEPT_MORE = 64 << 10  # KiB of memory at a run's end, beside an undisturbed one's
 _STEPS = {"load": 1, "steps": 3, "resume": 3, "export": 2}
 _PROBLEMS_KEPT = 12
-_ERROR = re.compile(r"^error(\[[^\]]*\])?: ?(?P<what>.+)", re.MULTILINE)
+_ERROR = re.compile(r"^(?P<what>(/[^\n]*: )?error(\[[^\]]*\])?: ?.+)", re.MULTILINE)  # of a recipe after its file's name
 _HELP = re.compile(r"^  (help|note): .+", re.MULTILINE)
 _PATH = re.compile(r"(^|[\s(:\"'])/\w")
 

@@ -152,9 +152,16 @@ def test_yaml_words_that_are_booleans_are_explained(refused):
 
 
 def test_a_missing_file_and_a_folder(tmp_path):
-    for path in (tmp_path / "none.yaml", tmp_path, Path("a\0b")):
-        with pytest.raises(RecipeErrors, match="cannot be read"):
+    for path, code in ((tmp_path / "none.yaml", "not-found"), (tmp_path, "unreadable"), (Path("a\0b"), "unreadable")):
+        with pytest.raises(RecipeErrors, match=rf"error\[{code}\]: cannot be read"):
             load_recipe(path)
+
+
+def test_a_drive_that_does_not_give_the_file():
+    """A process's own memory at 0 answers with an I/O error, like a drive that is broken."""
+    with pytest.raises(RecipeErrors, match="cannot be read: Input/output error") as refused:
+        load_recipe("/proc/self/mem")
+    assert "help: " in str(refused.value)
 
 
 @pytest.mark.parametrize(
