@@ -41,9 +41,19 @@ class Kind:
 
 def changes_that_help(elsewise: Elsewise, *, fits: bool) -> list[Outcome]:
     """Up to SHOWN, best first: few keys before many, the same numbers before others, then the faster per token. `fits`: only
-    wear stands against the run."""
+    wear stands against the run. Where nothing makes it fit and spares its drives as well, what makes it fit."""
     trials = _Trials(elsewise)
     kinds = list(candidates(elsewise.prepared, fits=fits))
+    found = _found(trials, kinds)
+    if not found and not fits:
+        trials.spare_drives = False
+        found = _found(trials, kinds)
+    found.sort(key=lambda pair: _order(*pair))
+    return [outcome for _, outcome in found[:SHOWN]]
+
+
+def _found(trials: _Trials, kinds: list[Kind]) -> list[tuple[bool, Outcome]]:
+    """What helps, each with whether it changes the run's numbers."""
     found: list[tuple[bool, Outcome]] = []
     for kind in kinds:
         if outcome := trials.first(kind):
@@ -54,8 +64,7 @@ def changes_that_help(elsewise: Elsewise, *, fits: bool) -> list[Outcome]:
                 break
             if outcome := trials.pair(one, other):
                 found.append((one.numerics or other.numerics, outcome))
-    found.sort(key=lambda pair: _order(*pair))
-    return [outcome for _, outcome in found[:SHOWN]]
+    return found
 
 
 def _order(numerics: bool, outcome: Outcome) -> tuple[int, bool, float, tuple[str, ...]]:
@@ -68,6 +77,7 @@ class _Trials:
 
     def __init__(self, elsewise: Elsewise) -> None:
         self._elsewise = elsewise
+        self.spare_drives = True
         self._trained = _trained(elsewise.prepared)
         self._known: dict[tuple[str, ...], Outcome | None] = {}
 
@@ -102,6 +112,8 @@ class _Trials:
     def _helps(self, outcome: Outcome) -> bool:
         """It fits, and wears the drives little enough for as many tokens as the recipe trains on: less training is no
         cure for wear."""
+        if not self.spare_drives:
+            return not outcome.problems
         trained = _trained(outcome.prepared)
         return outcome.passes_for(self._trained / trained if trained else 1.0)
 

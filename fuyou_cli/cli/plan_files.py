@@ -13,6 +13,7 @@ from fuyou_cli.core.json_files import find_text
 from fuyou_cli.core.units import gib
 from fuyou_cli.planner.choice import Choice
 from fuyou_cli.planner.rebuilt import difference, rebuilt
+from fuyou_cli.planner.store_modes import redone
 from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec import plan_file as files
 from fuyou_cli.spec.hardware import HardwareProfile
@@ -124,6 +125,8 @@ class KeptPlan:
         """The same homes and spans, with what they take and promise on this machine. Raises UsageError naming what does not
         agree; whether it fits what the machine has now is for the caller to see."""
         file = self.file
+        if file.plan.store_mode == "redo" and wishes.may_redo:  # another plan has room in place, or had: this one is redo's
+            wishes = redone(wishes)
         try:
             _check_run(file, model, wishes)
             _check_figures(file, model, wishes)

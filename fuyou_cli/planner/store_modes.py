@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ..core.errors import PlanError
+from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
-from ..spec.plan import StoreMode
+from ..spec.plan import Plan, StoreMode
 from .ground import Ground
+from .lasting import Choose, planned_for
 from .wishes import Wishes
 
 
@@ -19,9 +22,33 @@ def at_rest(model: ModelSpec, wishes: Wishes, mode: StoreMode) -> int:
     return Ground(model, wishes.numerics, mode=mode, keep=wishes.keep).durable_size
 
 
-def with_fitting_mode(model: ModelSpec, wishes: Wishes, disk: int) -> Wishes:
-    """In place where `disk` (bytes) has room for its extents, or has none for redo's either, or where gradients are to be in
-    RAM; else redo."""
-    if at_rest(model, wishes, "in_place") <= disk or at_rest(model, wishes, "redo") > disk or wishes.gradients == "cpu":
-        return wishes
+def redone(wishes: Wishes) -> Wishes:
+    """The same run with one extent of everything and its gradients on the ssd."""
     return replace(wishes, store_mode="redo", gradients="ssd")
+
+
+def with_fitting_mode(model: ModelSpec, wishes: Wishes, disk: int) -> Wishes:
+    """In place where `disk` (bytes) has room for its extents, or has none for redo's either, or where the recipe leaves no
+    choice; else redo."""
+    if not _may_be_redone(model, wishes, disk) or at_rest(model, wishes, "in_place") <= disk:
+        return wishes
+    return redone(wishes)
+
+
+def planned_with_room(choose: Choose, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, *, steps: int) -> Plan:
+    """The plan of a run of `steps` in the store that its disks have room for. What a step leaves there beside the extents, its
+    gradients and boundaries, only a plan tells: where none of those in place fits with them, redo's is taken if it does.
+    `choose` is last asked for the plan that it is."""
+    disk = wishes.disk(hardware)
+    plan = planned_for(choose, model, hardware, with_fitting_mode(model, wishes, disk), steps=steps)
+    if plan.store_mode == "redo" or plan.store_size <= disk or not _may_be_redone(model, wishes, disk):
+        return plan
+    try:
+        other = planned_for(choose, model, hardware, redone(wishes), steps=steps)
+    except PlanError:
+        other = plan
+    return other if other.store_size <= disk else planned_for(choose, model, hardware, wishes, steps=steps)
+
+
+def _may_be_redone(model: ModelSpec, wishes: Wishes, disk: int) -> bool:
+    return wishes.may_redo and wishes.gradients != "cpu" and at_rest(model, wishes, "redo") <= disk

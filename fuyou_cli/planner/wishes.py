@@ -44,6 +44,7 @@ class Wishes:
     sustained: bool = False  # the run writes past the drives' fast regions
     commit_every: int | None = None  # steps between commits; None: where the run ends alone
     store_mode: StoreMode = "in_place"
+    may_redo: bool = False  # the other mode, where this one has no room
     keep: int = 1  # committed states that are there whole at any time, where stages have places of their own
 
     def disk(self, hardware: HardwareProfile) -> int:

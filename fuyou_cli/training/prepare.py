@@ -16,7 +16,7 @@ from ..planner.place import plan as first_that_fits
 from ..planner.schedule import plan_schedule
 from ..planner.search import fastest
 from ..planner.simulate import simulate
-from ..planner.store_modes import with_fitting_mode
+from ..planner.store_modes import planned_with_room
 from ..planner.wishes import Wishes, update_chunks_for, update_threads_for
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
@@ -134,8 +134,8 @@ def prepare(
     total_steps = steps_of(recipe, None)
     with _telling(described.refusal):
         asked = wishes(recipe, numerics, hardware, device=device, saved=manifest)
-        asked = within(store_room, asked, recipe, described.model, hardware, directories, model_dir, saved=manifest)
-        chosen = planned_for(choose, described.model, hardware, asked, steps=steps_left(total_steps, manifest))
+        asked = within(store_room, asked, recipe, described.model, hardware, directories, model_dir)
+        chosen = planned_with_room(choose, described.model, hardware, asked, steps=steps_left(total_steps, manifest))
     considered = Prepared(
         recipe=recipe,
         model_dir=model_dir,
@@ -228,12 +228,12 @@ def _with_weights_and_rows(
             say(f"note: {changed}")
     saved = considered.manifest
     asked = wishes(recipe, considered.plan.numerics, hardware, device=device, saved=saved)
-    asked = within(considered.store_room, asked, recipe, model, hardware, considered.directories, model_dir, saved=saved)
+    asked = within(considered.store_room, asked, recipe, model, hardware, considered.directories, model_dir)
     return replace(
         considered,
         model_dir=model_dir,
         hardware=hardware,
-        plan=planned_for(choose, model, hardware, asked, steps=steps_left(total, saved)),
+        plan=planned_with_room(choose, model, hardware, asked, steps=steps_left(total, saved)),
         total_steps=total,
         rows=rows,
         sampler=sampler,
@@ -439,6 +439,7 @@ def wishes(
         export_item=2 if recipe.export.dtype == "bfloat16" else 4,
         commit_every=checkpoint.snapshot_every_steps if snapshots else checkpoint.commit_every_steps,
         store_mode=mode,
+        may_redo=checkpoint.mode == "auto" and checkpoint.commit_every_steps == 1 and saved is None,
         keep=saved.keep if saved is not None else checkpoint.keep_last if snapshots else 1,
     )
 
@@ -457,13 +458,9 @@ def within(
     hardware: HardwareProfile,
     directories: tuple[Path, ...],
     model_dir: Path,
-    *,
-    saved: Manifest | None,
 ) -> Wishes:
-    """The wishes of a run whose store is to fit its disks, and its export beside it: with the extents there is room for,
-    where the recipe leaves that open."""
-    if store_room is not None:
-        room = store_room(recipe, hardware, directories, model_dir, model.parameters * asked.export_item)
-        asked = replace(asked, ssd_budget=room)
-    may_choose = recipe.checkpoint.mode == "auto" and asked.commit_every == 1 and saved is None
-    return with_fitting_mode(model, asked, asked.disk(hardware)) if may_choose else asked
+    """The wishes of a run whose store is to fit its disks, and its export beside it."""
+    if store_room is None:
+        return asked
+    room = store_room(recipe, hardware, directories, model_dir, model.parameters * asked.export_item)
+    return replace(asked, ssd_budget=room)

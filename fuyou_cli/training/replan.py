@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..planner.lasting import Choose, planned_for
+from ..planner.lasting import Choose
+from ..planner.store_modes import planned_with_room
 from ..recipe.schema import Recipe
 from ..spec.plan import Numerics
 from .going_on import steps_left
@@ -28,8 +29,8 @@ def replanned(before: Prepared, recipe: Recipe, *, choose: Choose) -> Prepared:
     steps = steps_of(recipe, rows)
     asked = wishes(recipe, numerics, hardware, device=device, saved=before.manifest)
     disks = (before.directories, before.model_dir)
-    asked = within(before.store_room, asked, recipe, model, hardware, *disks, saved=before.manifest)
-    plan = planned_for(choose, model, hardware, asked, steps=steps_left(steps, before.manifest))
+    asked = within(before.store_room, asked, recipe, model, hardware, *disks)
+    plan = planned_with_room(choose, model, hardware, asked, steps=steps_left(steps, before.manifest))
     changed = replace(before, recipe=recipe, anatomy=known.anatomy, model=model, plan=plan, refusal=refusal)
     return replace(changed, epoch_rows=rows, total_steps=steps)
 

@@ -88,3 +88,20 @@ def test_outputs_that_are_kept_may_be_computed_again(new_project: NewProject, mo
         return [step for kind in candidates(_planned(project, monkeypatch, PLENTY, *changes), fits=True) for step in kind.steps]
 
     assert recompute in steps() and recompute not in steps(*recompute)
+
+
+def test_what_makes_a_run_fit_is_said_where_its_drives_are_worn_anyway(
+    new_project: NewProject, command: Callable[[Project], Command]
+) -> None:
+    project = new_project(changes={**HERE, "train.max_steps": 1000})
+    drives = [{"model": "small", "capacity": "1TB", "rated_bytes": "1MB"}]
+    (project.folder / "machine.yaml").write_text(yaml.safe_dump({"parts": "1xgen4,64GiB", "drives": drives}))
+    fuyou = command(project)
+    whole = fuyou.json("--hardware", "machine.yaml")["plan"]["store_size"]
+    limit = f"offload.max_memory.ssd={whole - 1}"
+    shown = fuyou.json("--hardware", "machine.yaml", limit, code=3)
+    assert shown["changes"]
+    for change in shown["changes"]:
+        assert fuyou.json("--hardware", "machine.yaml", limit, *change["overrides"])["wear"] > 1
+    code, out, _ = fuyou("plan", "recipe.yaml", "--hardware", "machine.yaml", limit)
+    assert code == 3 and "the run fits; it still writes" in " ".join(out.split())

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from dataclasses import replace
+
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fuyou_cli.planner.commits import CommitLedger, left_before
 from fuyou_cli.planner.ground import Ground
-from fuyou_cli.planner.store_modes import at_rest, with_fitting_mode
+from fuyou_cli.planner.place import least_memory, plan
+from fuyou_cli.planner.store_modes import at_rest, planned_with_room, redone, with_fitting_mode
 from fuyou_cli.spec.plan import Ring
 
-from .models import models, wishes_for
+from .models import HARDWARE, models, wishes_for
 
 
 @given(st.data(), st.integers(1, 7), st.integers(1, 3))
@@ -50,10 +53,27 @@ def test_between_commits_updates_are_in_place() -> None:
 
 @given(st.data(), models())
 def test_redo_is_chosen_where_two_extents_have_no_room(data: st.DataObject, spec) -> None:  # type: ignore[no-untyped-def]
-    wishes = data.draw(wishes_for(spec, pinned=False))
+    wishes = replace(data.draw(wishes_for(spec, pinned=False)), may_redo=True)
     twice, once = at_rest(spec, wishes, "in_place"), at_rest(spec, wishes, "redo")
     assert twice == 2 * sum(Ground(spec, wishes.numerics).at_rest[stage.index].ring.size for stage in spec.stages)
     for disk in (twice, twice - 1, once, once - 1):
         chosen = with_fitting_mode(spec, wishes, disk)
         assert chosen.store_mode == ("redo" if once <= disk < twice else "in_place")
         assert chosen.gradients == ("ssd" if chosen.store_mode == "redo" else wishes.gradients)
+
+
+@settings(max_examples=40)
+@given(st.data(), models())
+def test_redo_is_taken_where_what_a_step_leaves_has_no_room(data: st.DataObject, spec) -> None:  # type: ignore[no-untyped-def]
+    """Two extents may fit, and the gradients and boundaries beside them not."""
+    wishes = replace(data.draw(wishes_for(spec, pinned=False)), may_redo=True)
+    tight = max(least_memory(spec, HARDWARE, asked) for asked in (wishes, redone(wishes)))
+    wishes = replace(wishes, cpu_budget=tight + data.draw(st.integers(0, 1 << 22)))
+    whole, once = (plan(spec, HARDWARE, asked).store_size for asked in (wishes, redone(wishes)))
+    for disk in (whole, whole - 1, once, once - 1):
+        asked = replace(wishes, ssd_budget=disk)
+        found = planned_with_room(plan, spec, HARDWARE, asked, steps=0)
+        assert (found.store_size <= disk) == (disk >= min(whole, once))
+        if disk >= whole:
+            assert found.store_mode == "in_place"
+        assert planned_with_room(plan, spec, HARDWARE, replace(asked, may_redo=False), steps=0).store_mode == "in_place"

@@ -19,6 +19,7 @@ from fuyou_cli.core.units import MiB
 from fuyou_cli.planner.lasting import planned_for
 from fuyou_cli.planner.place import least_memory
 from fuyou_cli.planner.search import search, timed
+from fuyou_cli.planner.store_modes import redone
 from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.plan import Numerics, Plan
 from fuyou_cli.spec.plan_file import Pipeline, PlanFile, from_text, plan_file, to_text
@@ -183,7 +184,16 @@ def test_a_plan_for_something_else_is_refused_by_name() -> None:
     with pytest.raises(UsageError, match=r"plan\.io\.block_size is 1048576, the run uses 4096"):
         chosen(TEXT, replace(ASKED, block_size=4096))
     with pytest.raises(UsageError, match=r"plan\.store_mode is in_place; by what the disks have free"):
-        chosen(TEXT, replace(ASKED, store_mode="redo", gradients="ssd"))
+        chosen(TEXT, redone(ASKED))
+
+
+def test_a_plan_of_redo_is_taken_where_the_recipe_leaves_the_mode_open() -> None:
+    """Whatever the disks have free by now."""
+    plan, file = made(redone(ASKED))
+    assert plan.store_mode == "redo"
+    assert chosen(to_text(file), replace(ASKED, may_redo=True)).store_mode == "redo"
+    with pytest.raises(UsageError, match=r"plan\.store_mode is redo; by what the disks have free"):
+        chosen(to_text(file), ASKED)
 
 
 def test_a_machine_measured_anew_may_have_other_update_threads() -> None:
