@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.core.errors import FuyouError, Interrupted, PlanError
+from fuyou_cli.core.own_files import open_own
 from fuyou_cli.core.units import gb
 
 from . import probe
@@ -37,6 +39,7 @@ def run_finetune(loaded: LoadedRecipe, *, plan_file: Path | None = None, calibra
 
 def _finetune(loaded: LoadedRecipe, plan_file: Path | None, *, calibrated: bool) -> None:
     from .allocator import settle_allocator
+    from .output_folder import claimed, note_of_an_earlier_run
 
     introduction = Introduction(loaded)
     options: dict[str, Any] = {"calibrated": calibrated, "choose": introduction.choose, "planned": introduction.planned}
@@ -53,11 +56,14 @@ def _finetune(loaded: LoadedRecipe, plan_file: Path | None, *, calibrated: bool)
         error.hint = error.hint or introduction.changes
         raise
     introduction.ready(prepared)
-    report, source, stopped = _train(prepared)
-    _conclude(prepared, report)
-    if stopped:
-        raise Interrupted("stopped after the last step: the model is not written", hint=_again(source))
-    _export(prepared, source)
+    with claimed(Path(prepared.recipe.output_dir).expanduser()):
+        if note := note_of_an_earlier_run(prepared):
+            write_status(note)
+        report, source, stopped = _train(prepared)
+        _conclude(prepared, report)
+        if stopped:
+            raise Interrupted("stopped after the last step: the model is not written", hint=_again(source))
+        _export(prepared, source)
 
 
 def _train(prepared: Prepared) -> tuple[RunReport, Path, bool]:
@@ -70,7 +76,6 @@ def _train(prepared: Prepared) -> tuple[RunReport, Path, bool]:
     from .allocator import settle_for_training, trim
 
     out = Path(prepared.recipe.output_dir).expanduser()
-    out.mkdir(parents=True, exist_ok=True)
     with Run(
         prepared,
         memory_now=probe.process_bytes,
@@ -271,9 +276,8 @@ def _conclude(prepared: Prepared, report: RunReport) -> None:
     show_summary(status_console(), report)
     out = Path(prepared.recipe.output_dir).expanduser() / "timeline.svg"
     try:
-        out.write_text(
-            timeline_svg(report.timeline, title="One training step", stalls=report.timeline_stalls), encoding="utf-8"
-        )
+        with os.fdopen(open_own(out, anew=True), "w", encoding="utf-8") as file:
+            file.write(timeline_svg(report.timeline, title="One training step", stalls=report.timeline_stalls))
         write_status(f"timeline: {out}")
     except OSError as error:
         write_status(f"note: the timeline cannot be written to {out}: {error.strerror}")

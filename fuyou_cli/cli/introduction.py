@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.core.errors import PlanError
+from fuyou_cli.core.units import gib
 from fuyou_cli.planner.choice import Choice
 from fuyou_cli.planner.lasting import Choose
 from fuyou_cli.planner.search import search, timed
@@ -58,8 +59,10 @@ class Introduction:
         self._refuse_unfit(prepared)
         if self._shown is None or not _alike(self._shown.plan, prepared.plan):
             self._show(prepared)
-        elif self._shown.total_steps != prepared.total_steps:  # the data decided
-            self._show_length(prepared)
+        else:
+            if self._shown.total_steps != prepared.total_steps:  # the data decided
+                self._show_length(prepared)
+            _say_growth(self._shown.plan, prepared.plan)
         assert prepared.rows is not None
         summary = prepared.rows.summary
         formats = ", ".join(f"{Path(path).name}: {name}" for path, name in summary.formats)
@@ -114,6 +117,13 @@ def _alike(one: Plan, other: Plan) -> bool:
     """Whether they do the same, whatever the process had grown to by then."""
     same: dict[str, Any] = {"memory": (), "predicted": other.predicted, "cpu_budget": other.cpu_budget}
     return replace(one, **same) == replace(other, memory=())
+
+
+def _say_growth(shown: Plan, plan: Plan) -> None:
+    """The peak that the run is held to and compared with, where another one was shown."""
+    before, now = gib(shown.predicted.cpu_peak), gib(plan.predicted.cpu_peak)
+    if before != now:
+        write_status(f"RAM: a peak of {now} with the data at hand, of {gib(plan.cpu_budget)}; without it {before}, as above")
 
 
 def _some(number: int, what: str) -> str:

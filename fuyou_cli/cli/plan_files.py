@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,8 +58,10 @@ def _depends(key: str) -> bool:
 
 
 def check_target(path: Path) -> None:
-    """Raises UsageError for a file that a plan would be written over and that is none: a recipe, say."""
+    """Raises UsageError for what a plan would take the place of and that is none: a recipe, say, or a device."""
     try:
+        if not stat.S_ISREG(path.lstat().st_mode):  # a link is not followed: the plan is put where it is
+            raise UsageError(f"-o {path}: it is there already and is no plain file", hint="name another file")
         with path.open("rb") as stream:
             head = stream.read(64)
     except FileNotFoundError:

@@ -140,8 +140,10 @@ def check_output(recipe: Recipe) -> None:
     if not os.access(there, os.W_OK | os.X_OK):
         raise UsageError(f"output_dir: {there} cannot be written to", hint="choose another output_dir, or change its mode")
     for name in ("log.jsonl", "timeline.svg"):
-        if (out / name).is_dir():
-            raise UsageError(f"output_dir: {out / name} is a folder", hint="move it away, or choose another output_dir")
+        path = out / name
+        if path.is_symlink() or (path.exists() and not path.is_file()):  # a pipe that nobody reads would be waited for
+            what = "a folder" if path.is_dir() and not path.is_symlink() else "no plain file"
+            raise UsageError(f"output_dir: {path} is {what}", hint="move it away, or choose another output_dir")
 
 
 def check_export(recipe: Recipe, model_dir: Path) -> None:

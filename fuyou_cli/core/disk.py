@@ -16,10 +16,12 @@ from .units import gb
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _AGAIN = "the drive keeps asking for another try: see what `dmesg` says of it, and run the same command again"
+TOO_LARGE = "a file may not become so large here: see `ulimit -f`, and what the file system allows (FAT 4 GiB)"
 _REMEDIES = {
     errno.EIO: "the disk reported an error: see `dmesg` and the drive's health",
     errno.EROFS: "the file system is read-only: `dmesg` may say since when, and why",
     errno.EACCES: "check the permissions of its folder",
+    errno.EFBIG: TOO_LARGE,
     errno.EPERM: "see what lies there, and move it away",
     errno.EAGAIN: _AGAIN,
     errno.EINTR: _AGAIN,

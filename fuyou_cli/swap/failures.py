@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..core.disk import TOO_LARGE
 from ..core.errors import FuyouError, OutOfSpaceError, SwapError
 from .native import lib
 
@@ -32,6 +33,7 @@ _HINTS = {
     errno.EACCES: "check the permissions of the directory",
     errno.ENOENT: "check that the directory exists and is mounted",
     errno.EROFS: "the file system is read-only",
+    errno.EFBIG: TOO_LARGE,
     errno.ESTALE: "the file was moved or removed, or its drive unmounted, while the run used it: put it back; what was "
     "committed last is there",
     errno.ENOMEM: "not enough memory, or a locked-memory limit (`ulimit -l`) that is too small",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -22,6 +22,7 @@ from ..spec.plan import Plan, Span
 from ..swap.arena import Arena
 from ..swap.daemon import Counters, DaemonOptions, SwapDaemon
 from ..swap.store import Store
+from . import manifest as manifests
 from . import random_states
 from .busy import busy_seconds
 from .data import collate
@@ -154,7 +155,9 @@ class Run:
     def _open_store(self) -> None:
         """The store, locked; only then is its manifest sure to stay what it was."""
         plan, prepared = self.plan, self.prepared
+        made = [path for path in self.paths if not path.exists()]
         self.store = self._stack.enter_context(Store.open(self.paths, stripe=plan.io.stripe, size=plan.store_size, create=True))
+        self._stack.callback(_remove_unnamed, made, self.paths[0].parent)
         start_over = prepared.recipe.checkpoint.resume == "never"
         check_unchanged(prepared.manifest, self.paths[0].parent, start_over=start_over)
 
@@ -453,6 +456,15 @@ def _daemon_options(plan: Plan, *, verify_reads: bool) -> DaemonOptions:
         scratch_size=io.scratch.size,
         data_sums=verify_reads,
     )
+
+
+def _remove_unnamed(made: list[Path], folder: Path) -> None:
+    """A run that ends before a manifest names its files leaves none of those it made: they are as large as the whole store, and
+    nobody would know whose they are. Done while they are locked."""
+    if not any((folder / name).exists() for name in manifests.EVERY_NAME):
+        for path in made:
+            with suppress(OSError):
+                path.unlink()
 
 
 def _optimizer(prepared: Prepared) -> Optimizer:

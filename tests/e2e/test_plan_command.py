@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -286,6 +287,20 @@ def test_a_plan_is_written_over_plans_alone(
     (project.folder / "mine").write_text("")
     for _ in range(2):
         assert fuyou("plan", "recipe.yaml", "--dry-run", "-o", "mine")[0] == 0
+
+
+def test_a_plan_takes_the_place_of_no_device_pipe_or_link(
+    new_project: NewProject, command: Callable[[Project], Command]
+) -> None:
+    """Whose reader would be waited for, or which is found by nobody afterwards."""
+    project = new_project()
+    fuyou = command(project)
+    os.mkfifo(project.folder / "pipe")
+    (project.folder / "link").symlink_to("/dev/null")
+    for name in ("pipe", "link", "/dev/null", "/dev/stdout"):
+        code, _, err = fuyou("plan", "recipe.yaml", "--dry-run", "-o", name)
+        assert code == 2 and f"-o {name}: it is there already and is no plain file" in err
+    assert (project.folder / "pipe").is_fifo() and (project.folder / "link").is_symlink()
 
 
 def test_much_data_is_not_read_for_a_plan(

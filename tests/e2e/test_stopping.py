@@ -19,6 +19,7 @@ from fuyou_cli.training import manifest as manifests
 from fuyou_cli.training.exporting import export_store
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.saved import check_unchanged_run
+from fuyou_cli.training.storage import STORE_FILE
 
 from .conftest import Project
 from .running import STEPS, exported, interrupt, manifest_of, prepared_run, store_of, train
@@ -340,3 +341,21 @@ def test_exports_keep_the_names_of_the_checkpoint(new_project: Callable[..., Pro
     project.write_recipe({"train.max_steps": 2, "model.name_or_path": str(bare), **tokenizer})
     _, store = train(project)
     assert exported(store, tmp_path / "out").keys() == renamed.keys()
+
+
+def test_a_run_that_ends_before_its_store_is_named_leaves_none(new_project: Callable[..., Project], tmp_path: Path) -> None:
+    """Interrupted as its GPU is set up, say: files of the whole store's size, which no manifest names. Others' stay."""
+    project = new_project(changes={"offload.dir": [str(tmp_path / "one"), str(tmp_path / "two")]})
+    prepared = prepared_run(project)
+    paths = [directory / STORE_FILE for directory in prepared.directories]
+    for there in (0, 1, 2):
+        for path in paths[:there]:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch(0o600)
+        with pytest.raises(KeyboardInterrupt), Run(prepared, memory_now=probe.process_bytes, free_space=probe.free_space):
+            assert all(path.exists() for path in paths)
+            raise KeyboardInterrupt
+        assert [path.exists() for path in paths] == [number < there for number in range(2)]
+    with Run(prepared, memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+        run.load(lambda count: None)
+    assert all(path.exists() for path in paths)

@@ -63,8 +63,8 @@ def show_changes(console: Console, outcomes: Sequence[Outcome], shapes: Symbols,
         content.add_row(Text(" ".join(outcome.overrides)), *_figures(outcome.plan))
     show(console, content, indent=2)
     if worn := [wear.run for outcome in outcomes if (wear := outcome.wear()) is not None and not wear.accepted]:
-        which = "each of these" if len(outcomes) > 1 else "that"
-        say(console, f"With {which} the run fits; it still writes {min(worn):.0%} or more of what a drive is rated for.", indent=2)
+        which, least = "each of these" if len(outcomes) > 1 else "that", f"{min(worn):.0%}"
+        say(console, f"With {which} the run fits; it still writes {least} or more of what a drive is rated for.", indent=2)
 
 
 def _figures(plan: Plan | None) -> tuple[str, str, str, str]:

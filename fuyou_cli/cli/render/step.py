@@ -72,7 +72,7 @@ def _work(name: str, seconds: float, plan: Plan, model: ModelSpec, hardware: Har
         moved = predicted.read_per_step if name == "ssd read" else predicted.written_per_step
         return gb(moved), rate(moved / seconds)
     if name == "update":
-        return f"{count(model.stored_parameters)}", f"{count(model.stored_parameters / seconds)}/s"
+        return f"{count(model.stored_parameters)} params", f"{count(model.stored_parameters / seconds)} params/s"
     if name in ("h2d", "d2h"):
         speed = hardware.h2d if name == "h2d" else hardware.d2h
         return gb(seconds * speed), rate(speed)

@@ -1,0 +1,45 @@
+"""A run's `output_dir`: one run at a time, and a word where an earlier one's results lie there."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.training.prepare import Prepared
+
+
+@contextmanager
+def claimed(out: Path) -> Iterator[None]:
+    """Made where there is none, and nobody else's until this is left: two runs would take each other's log and model away. A
+    file system that knows no locks of folders is no reason not to run. Raises UsageError where another run has it."""
+    out.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"output_dir: another run uses {out}", hint="wait until it is over, or give this run an output_dir of its own"
+            ) from None
+        except OSError:
+            pass
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def note_of_an_earlier_run(prepared: Prepared) -> str | None:
+    """Of a run that begins where an earlier one wrote its log, though nobody asked it to start over: what was saved then is
+    not where this recipe looks for it."""
+    log = Path(prepared.recipe.output_dir).expanduser() / "log.jsonl"
+    begins = prepared.manifest is None and prepared.recipe.checkpoint.resume != "never"
+    if not begins or not log.is_file() or not log.stat().st_size:
+        return None
+    return (
+        f"note: {log} is of an earlier run, of which nothing is saved in {prepared.directories[0]}: this one begins with "
+        "step 1, and keeps that log beside its own (to go on instead, stop here, and name that run's offload.dir)"
+    )

@@ -1,0 +1,54 @@
+"""What lies in a run's `output_dir`, and who else is at it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+
+from fuyou_cli.cli.output_folder import claimed
+from fuyou_cli.core.errors import UsageError
+
+from .conftest import Project
+from .running import train
+
+
+def test_two_runs_do_not_share_one(new_project: Callable[..., Project]) -> None:
+    """Stores of their own do not help: either would set the other's log aside, and write its model over."""
+    project = new_project()
+    with claimed(project.out):
+        with pytest.raises(UsageError, match="another run uses"), claimed(project.out):
+            pass
+        refused = project.fuyou("finetune", project.recipe, f"offload.dir={project.folder}/elsewhere")
+        assert refused.returncode == 2 and f"error: output_dir: another run uses {project.out}" in refused.stderr
+        assert not any(project.out.iterdir()) and not (project.folder / "elsewhere").exists()
+    with claimed(project.out):
+        pass
+
+
+def test_a_run_that_does_not_find_the_earlier_one_says_so(new_project: Callable[..., Project]) -> None:
+    project = new_project(changes={"train.max_steps": 3, "export.at_end": False})
+    _, store = train(project)
+    (project.out / "log.jsonl").parent.mkdir(exist_ok=True)
+    (project.out / "log.jsonl").write_text("{}\n")
+    elsewhere = f"offload.dir={project.folder}/elsewhere"
+    anew = project.fuyou("finetune", project.recipe, elsewhere)
+    said = " ".join(anew.stderr.split())
+    assert anew.returncode == 0 and "log.jsonl is of an earlier run, of which nothing is saved in" in said
+    assert (project.out / "log.jsonl.1").read_text() == "{}\n" and store.is_dir()
+    again = project.fuyou("finetune", project.recipe, elsewhere)
+    assert again.returncode == 0 and "is of an earlier run" not in again.stderr
+
+
+@pytest.mark.parametrize("name", ["timeline.svg", "log.jsonl"])
+def test_what_would_be_waited_for_or_followed_is_refused_first(name: str, new_project: Callable[..., Project]) -> None:
+    """A drawing is the last thing that a run writes before its export."""
+    project = new_project()
+    project.out.mkdir()
+    os.mkfifo(project.out / name)
+    for _ in range(2):
+        refused = project.fuyou("finetune", project.recipe)
+        assert refused.returncode == 2 and f"{name} is no plain file" in " ".join(refused.stderr.split())
+        (project.out / name).unlink()
+        (project.out / name).symlink_to(project.recipe)
