@@ -228,7 +228,7 @@ def _show_unnamed(file: Path) -> None:
         else:
             why += ", which is gone or not mounted: without that nothing can use it"
     else:
-        why = "a run that is killed as it begins leaves such a file: it takes it over when it is run again"
+        why = "a run that is killed as it begins leaves such a file. Run again, it uses it; else remove it by hand"
     write_status(f"  left as it is, for no {MANIFEST} names it: {why}")
 
 

@@ -22,7 +22,6 @@ from ..spec.plan import Plan, Span
 from ..swap.arena import Arena
 from ..swap.daemon import Counters, DaemonOptions, SwapDaemon
 from ..swap.store import Store
-from . import manifest as manifests
 from . import random_states
 from .busy import busy_seconds
 from .data import collate
@@ -155,11 +154,18 @@ class Run:
     def _open_store(self) -> None:
         """The store, locked; only then is its manifest sure to stay what it was."""
         plan, prepared = self.plan, self.prepared
-        made = [path for path in self.paths if not path.exists()]
+        self._unnamed = [path for path in self.paths if prepared.manifest is None and _is_missing(path)]
         self.store = self._stack.enter_context(Store.open(self.paths, stripe=plan.io.stripe, size=plan.store_size, create=True))
-        self._stack.callback(_remove_unnamed, made, self.paths[0].parent)
+        self._stack.callback(self._remove_unnamed)
         start_over = prepared.recipe.checkpoint.resume == "never"
         check_unchanged(prepared.manifest, self.paths[0].parent, start_over=start_over)
+
+    def _remove_unnamed(self) -> None:
+        """A run that ends before it loads leaves none of the files it made: they are as large as the whole store, and nothing
+        says whose they are. Done while they are locked."""
+        for path in self._unnamed:
+            with suppress(OSError):
+                path.unlink()
 
     def __enter__(self) -> Run:
         return self
@@ -172,6 +178,7 @@ class Run:
         of bytes of the saved state that were read and found as they were written."""
         saved = self.prepared.manifest
         with self.stopping.during("loading"), self._telling_what_is_saved():
+            self._unnamed.clear()  # a manifest names them, or is about to
             if saved is not None:
                 self.saver.restore(saved, progress)
                 return
@@ -458,13 +465,13 @@ def _daemon_options(plan: Plan, *, verify_reads: bool) -> DaemonOptions:
     )
 
 
-def _remove_unnamed(made: list[Path], folder: Path) -> None:
-    """A run that ends before a manifest names its files leaves none of those it made: they are as large as the whole store, and
-    nobody would know whose they are. Done while they are locked."""
-    if not any((folder / name).exists() for name in manifests.EVERY_NAME):
-        for path in made:
-            with suppress(OSError):
-                path.unlink()
+def _is_missing(path: Path) -> bool:
+    """That it is there and cannot be looked at is another matter."""
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _optimizer(prepared: Prepared) -> Optimizer:

@@ -76,7 +76,8 @@ def refuse_copy(manifest: Manifest, source: Path) -> None:
         )
     raise UsageError(
         f"{source} holds a run that was saved after step {manifest.step} in {home}, and moved since",
-        hint="move it back, and name its folders as then; a run that starts over (checkpoint.resume=never) gives it up",
+        hint="move it back, or mount it at that path as well (mount --bind), and name its folders as then; a run that starts "
+        "over (checkpoint.resume=never) gives it up",
     )
 
 
