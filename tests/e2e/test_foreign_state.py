@@ -18,6 +18,7 @@ from fuyou_cli.core.errors import UsageError
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training import folder_names, saved
 from fuyou_cli.training import manifest as manifests
+from fuyou_cli.training import run as runs
 from fuyou_cli.training.companions import keep_companions
 from fuyou_cli.training.manifest import Manifest, StoredStage
 from fuyou_cli.training.prepare import run_directories
@@ -32,6 +33,14 @@ NewProject = Callable[..., Project]
 
 def _run(project: Project) -> Run:
     return Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space)
+
+
+class _Killed(BaseException):
+    """What no code of a run looks for."""
+
+
+def _kill(run: str, folders: list[Path]) -> None:
+    raise _Killed
 
 
 def _mode(path: Path) -> int:
@@ -153,8 +162,9 @@ def test_a_run_killed_before_its_part_file_owns_what_its_manifest_names(
     expected = train(new_project("whole", {"train.max_steps": STEPS}))[0]
     monkeypatch.setattr(saved, "_holds_data", lambda file: True)
     project = new_project("killed", {"train.max_steps": STEPS})
-    with _run(project) as run:
-        run.saver.give_up_what_was()
+    with monkeypatch.context() as killed, _run(project) as run, pytest.raises(_Killed):
+        killed.setattr(runs, "write_parts", _kill)
+        run.load(lambda count: None)
     folder = store_of(project)
     assert (folder / "store.bin").exists() and not (folder / "part.json").exists()
     loading = manifest_of(project)
