@@ -22,6 +22,7 @@ from ..spec.plan import Plan, Span
 from ..swap.arena import Arena
 from ..swap.daemon import Counters, DaemonOptions, SwapDaemon
 from ..swap.store import Store
+from . import manifest as manifests
 from . import random_states
 from .busy import busy_seconds
 from .data import collate
@@ -162,7 +163,9 @@ class Run:
 
     def _remove_unnamed(self) -> None:
         """A run that ends before it loads leaves none of the files it made: they are as large as the whole store, and nothing
-        says whose they are. Done while they are locked."""
+        says whose they are. Done while they are locked; with a manifest beside them another run made them meanwhile."""
+        if not _is_missing(self.paths[0].parent / manifests.NAME):
+            return
         for path in self._unnamed:
             with suppress(OSError):
                 path.unlink()

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from fuyou_cli.cli import probe
 from fuyou_cli.core.errors import FuyouError, Interrupted, UsageError
+from fuyou_cli.swap.store import Store
 from fuyou_cli.training import manifest as manifests
 from fuyou_cli.training.exporting import export_store
 from fuyou_cli.training.run import Run
@@ -359,3 +360,23 @@ def test_a_run_that_ends_before_its_store_is_named_leaves_none(new_project: Call
     with Run(prepared, memory_now=probe.process_bytes, free_space=probe.free_space) as run:
         run.load(lambda count: None)
     assert all(path.exists() for path in paths)
+
+
+def test_a_run_that_comes_late_leaves_the_store_of_the_one_before_it(
+    new_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It found no file, and another run begins and ends before it opens its own."""
+    project = new_project(changes={"train.max_steps": 2})
+    late = prepared_run(project)
+    trained: list[float] = []
+
+    def open_late(*given: Any, **named: Any) -> Store:
+        monkeypatch.undo()
+        trained.extend(train(project)[0])
+        return Store.open(*given, **named)
+
+    monkeypatch.setattr(Store, "open", open_late)
+    with pytest.raises(UsageError), Run(late, memory_now=probe.process_bytes, free_space=probe.free_space):
+        pass
+    assert len(trained) == 2 and (store_of(project) / STORE_FILE).is_file()
+    assert manifest_of(project).step == 2
