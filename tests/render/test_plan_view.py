@@ -53,6 +53,19 @@ def test_figures_fit_the_width(
     assert text.splitlines()[-1].startswith("fits") and "fuyou finetune recipe.yaml" in text
 
 
+def test_the_widest_figures_leave_the_bottleneck_its_word(
+    printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room
+) -> None:
+    seconds = {"compute": 1000.0, "update": 0.56, "ssd read": 342.0, "ssd write": 984.0}
+    for name in seconds:
+        large = replace(plan.predicted, compute_flops=134_328e12, seconds=seconds, step_seconds=1112.0, bottleneck=name)
+        console, printed = printer(80)
+        show_plan(console, replace(plan, predicted=large), model, hardware, room, verbose=False, facts=RunFacts())
+        shown = [line for line in printed().splitlines() if "bottleneck" in line.split()]
+        assert len(shown) == 1 and shown[0].split()[:1] == name.split()[:1] and len(shown[0]) <= 80
+    assert "B params/s" in printed() and "134,328 TFLOP " in printed()
+
+
 def test_limits_that_stop_the_run_are_said_with_their_step(
     printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room
 ) -> None:

@@ -28,7 +28,7 @@ from fuyou_cli.spec.plan import MemoryLine, Plan, StagePlan, Tier
 
 from .memory import TIER_TITLE, show_memory, show_phase_peaks
 from .options import show_changes, show_comparison
-from .step import length, show_step
+from .step import WIDE, length, show_step
 from .theme import (
     Symbols,
     column,
@@ -200,8 +200,9 @@ def _origins(console: Console, rates: Sequence[RatedBy], shapes: Symbols) -> Non
     column(content, "value", right=True)
     column(content, "origin")
     column(content, "source", wrap=True, style="dim")
+    plus = " + " if console.width >= WIDE else "\n+ "  # three rates on a line leave sources a word a line
     for one in rates:
-        value = f"{tera(one.values[0])} TFLOPS" if one.flops else " + ".join(rate(value) for value in one.values)
+        value = f"{tera(one.values[0])} TFLOPS" if one.flops else plus.join(rate(value) for value in one.values)
         content.add_row(Text(one.what), value, Text(one.origin), Text(one.source))
     show(console, content, indent=2)
 

@@ -14,7 +14,7 @@ from fuyou_cli.spec.plan import Plan
 
 from .theme import RESOURCE_STYLE, Symbols, bar, column, heading, ordered, pairs, percent, rate, ruled, say, show, tera
 
-WIDE = 96  # columns from which bars are long
+WIDE = 96  # columns from which bars are long, and what belongs together is on one line
 _CAUSES = 4  # of waiting, told one by one
 _NOTHING = 1e-4  # of a step: a wait that is not worth a word
 
@@ -49,7 +49,7 @@ def _resources(console: Console, plan: Plan, model: ModelSpec, hardware: Hardwar
     for title in ("work", "rate", "takes", "share"):
         column(content, title, right=True)
     column(content)
-    width = 20 if console.width >= WIDE else 8
+    width = 20 if console.width >= WIDE else 6
     for name in ordered(list(predicted.seconds)):
         seconds = predicted.seconds[name]
         work, speed = _work(name, seconds, plan, model, hardware)
