@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -10,6 +11,10 @@ from pathlib import Path
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.training.prepare import Prepared
+
+from .console import write_status
+
+_NO_LOCKS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL, errno.EBADF)  # EBADF: NFS, of a folder
 
 
 @contextmanager
@@ -25,8 +30,10 @@ def claimed(out: Path) -> Iterator[None]:
             raise UsageError(
                 f"output_dir: another run uses {out}", hint="wait until it is over, or give this run an output_dir of its own"
             ) from None
-        except OSError:
-            pass
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            write_status(f"note: {out} cannot be locked ({error.strerror}): see to it that no other run uses it")
         yield
     finally:
         os.close(descriptor)

@@ -164,11 +164,10 @@ class Run:
     def _remove_unnamed(self) -> None:
         """A run that ends before it loads leaves none of the files it made: they are as large as the whole store, and nothing
         says whose they are. Done while they are locked; with a manifest beside them another run made them meanwhile."""
-        if not _is_missing(self.paths[0].parent / manifests.NAME):
-            return
-        for path in self._unnamed:
-            with suppress(OSError):
-                path.unlink()
+        with suppress(OSError):  # why the run ended is what is told; what cannot be looked at or removed stays
+            if self._unnamed and _is_missing(self.paths[0].parent / manifests.NAME):
+                for path in self._unnamed:
+                    path.unlink(missing_ok=True)
 
     def __enter__(self) -> Run:
         return self

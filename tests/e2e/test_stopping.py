@@ -376,7 +376,10 @@ def test_a_run_that_comes_late_leaves_the_store_of_the_one_before_it(
         return Store.open(*given, **named)
 
     monkeypatch.setattr(Store, "open", open_late)
-    with pytest.raises(UsageError), Run(late, memory_now=probe.process_bytes, free_space=probe.free_space):
+    with (
+        pytest.raises(UsageError, match="another process has used the store"),
+        Run(late, memory_now=probe.process_bytes, free_space=probe.free_space),
+    ):
         pass
     assert len(trained) == 2 and (store_of(project) / STORE_FILE).is_file()
     assert manifest_of(project).step == 2
