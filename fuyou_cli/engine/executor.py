@@ -40,6 +40,7 @@ from .gradients import LOOK, GradientSum, squared_norm
 from .head import IGNORED, Head, shifted
 from .head_passes import run_head
 from .host_memory import HostMemory
+from .host_work import HostWork
 from .kept_outputs import KeptOutputs
 from .moves import DaemonMoves
 from .stage import Stage
@@ -91,6 +92,7 @@ class Executor:
     ) -> None:
         self.anatomy, self.model, self.plan = anatomy, model, plan
         self.device, self.memory, self.optimizer = device, memory, optimizer
+        self.host_work = HostWork()
         self.stages = [Stage(anatomy, spec) for spec in model.stages]
         self.schedule = plan_schedule(model, plan)
         self.moves = DaemonMoves(model=model, plan=plan, daemon=daemon, tick=self._tick, patience=patience)
