@@ -136,14 +136,11 @@ def fewest(hidden: Callable[[int], bool | None], now: int, *, hidden_now: bool) 
 
 def most_below(hidden: Callable[[int], bool | None], now: int) -> int | None:
     """The greatest count below `now`, which is not hidden, that is: by halves, then nearer; None where none is. Asked at most
-    MOST_PLANS times."""
-    left, high, low = MOST_PLANS, now, now // 2
-    while low and left > MOST_PLANS // 3 and not hidden(low):
-        left, high, low = left - 1, low, low // 2
-    if not low or left <= MOST_PLANS // 3:
-        return None
-    while left > 0 and high - low > max(1, _CLOSE * high):
-        left -= 1
+    MOST_PLANS times, once a turn."""
+    low, high = 0, now  # the greatest that is hidden, 0 for none yet; the least that is not
+    for left in range(MOST_PLANS, 0, -1):
+        if high - low <= max(1, _CLOSE * high) or (low == 0 and left <= MOST_PLANS // 3):
+            break
         middle = (low + high) // 2
         low, high = (middle, high) if hidden(middle) else (low, middle)
-    return low
+    return low or None
