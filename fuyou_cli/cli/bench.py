@@ -100,6 +100,7 @@ def _beside_others(report: BenchReport, cores: float) -> BenchReport:
 
 
 def _with_recipe(places: tuple[Path, ...], recipe: Recipe, *, quick: bool, device: str, progress: Progress) -> BenchReport:
+    from fuyou_cli.engine.devices.cuda import free_memory
     from fuyou_cli.training.prepare import anatomy_of
 
     from .measure_stages import measure_recipe
@@ -108,7 +109,7 @@ def _with_recipe(places: tuple[Path, ...], recipe: Recipe, *, quick: bool, devic
     progress("the recipe's model")
     anatomy, sizes = anatomy_of(recipe, assumed_hardware(*places), say=write_status)
     report = measure(*places, quick=quick, device=device, progress=progress)
-    free = _device_free() if target.type == "cuda" else probe.memory_available()
+    free = free_memory() if target.type == "cuda" else probe.memory_available()
     stages = measure_recipe(anatomy, sizes, target, quick=quick, free=free, progress=progress)
     profile = replace(report.profile, stage_rates=merged_rates(report.profile.stage_rates, stages.stage_rates))
     return replace(report, profile=profile, rates=(*report.rates, *stages.rates), notes=(*report.notes, *stages.notes))
@@ -176,9 +177,3 @@ def _device_of(recipe: Recipe | None) -> str:
     """The recipe's device; an emulated one computes on the processor."""
     named = recipe.offload.device if recipe is not None else "auto"
     return "cpu" if named == "emulated" else named
-
-
-def _device_free() -> int:
-    import torch
-
-    return int(torch.cuda.mem_get_info()[0])

@@ -179,10 +179,10 @@ def _device_facts(device: str) -> tuple[str | None, int]:
 
 
 def _device_free(device: str, memory: int) -> int:
-    """Bytes of the device's `memory` that this process may have: free, or its own already. In steps, as memory of the host."""
+    """Bytes of the device's `memory` that this process may have. In steps, as memory of the host. Asked of CUDA and not of
+    NVML: the context that is made for it takes some of both memories, which a plan has to know of."""
     if device != "cuda":
         return 0
-    import torch
+    from fuyou_cli.engine.devices.cuda import free_memory
 
-    free = min(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved(), memory)
-    return max(1, in_steps(free, memory))  # 0 would be: not known
+    return max(1, in_steps(min(free_memory(), memory), memory))  # 0 would be: not known

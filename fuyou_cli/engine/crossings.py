@@ -88,7 +88,7 @@ class Arriving:
             return []
         begun = []
         for host in self._pinned(source()):
-            device = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=self._device.torch_device)
+            device = self._device.empty_like(host)
             begun.append((device, self._device.upload(host, device)))
         if begun:
             self._slots[self._number % len(self._slots)].busy = begun[-1][1]

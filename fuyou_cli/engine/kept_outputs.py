@@ -130,7 +130,7 @@ class KeptOutputs:
         host = value.view(self.memory, span)
         if not self.device.separate:
             return host
-        target = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=self.device.torch_device)
+        target = self.device.empty_like(host)
         events.append(self.device.upload(host, target))
         return target
 

@@ -13,6 +13,7 @@ import torch
 from ..core.errors import FuyouError, Interrupted, NumericsError, OutOfSpaceError, SwapError, UsageError
 from ..core.own_files import own_folder
 from ..core.patience import Patience
+from ..core.units import gib
 from ..engine.devices import open_device
 from ..engine.executor import Executor, StepAbandoned, StepOutcome
 from ..engine.host_memory import HostMemory
@@ -106,7 +107,7 @@ class Run:
         options = _daemon_options(plan, verify_reads=prepared.recipe.offload.verify_reads)
         self.daemon = self._stack.enter_context(SwapDaemon(arena, self.store, options, label_names=names, patience=patience))
         self.host_memory = memory = HostMemory(arena)
-        self.device.pin(memory.tensor(Span(offset=0, size=arena.size), torch.uint8))
+        self._pin(memory.tensor(Span(offset=0, size=arena.size), torch.uint8))
         self.optimizer = _optimizer(prepared)
         self.executor = Executor(
             anatomy=prepared.anatomy,
@@ -136,6 +137,15 @@ class Run:
         )
         self._stack.callback(self.saver.close)
         self.rates = learning_rate(prepared.recipe, prepared.total_steps)
+
+    def _pin(self, arena: torch.Tensor) -> None:
+        refused = self.device.pin(arena)
+        if refused:
+            self._announce(
+                f"note: {gib(refused)} of {gib(arena.numel())} of host memory could not be pinned: copies between it and the "
+                "device go through small pinned buffers, each byte moved once more by the processor, so they are slower than "
+                "planned. `fuyou doctor` says how much can be pinned; offload.max_memory.cpu decides how much is"
+            )
 
     def _claim_folders(self, free_space: Callable[[Path], int]) -> None:
         """A saved run is still the one that was planned for, and the store's folders are there and large enough."""

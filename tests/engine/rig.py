@@ -166,6 +166,7 @@ class Rig:
         )  # fmt: skip
         self.daemon = self._stack.enter_context(SwapDaemon(arena, store, options))
         self.memory = HostMemory(arena)
+        self.unpinned = self.device.pin(self.memory.tensor(Span(offset=0, size=arena.size), torch.uint8))
         self.executor = Executor(
             anatomy=self.anatomy, model=self.spec, plan=plan, daemon=self.daemon, memory=self.memory,
             device=self.device, optimizer=self.optimizer,

@@ -6,8 +6,9 @@ from ...core.errors import UsageError
 from .base import Device
 
 
-def open_device(kind: str) -> Device:
-    """The device a plan names: "cpu", "emulated" or "cuda"."""
+def open_device(kind: str, *, memory: int | None = None) -> Device:
+    """The device a plan names: "cpu", "emulated" or "cuda". `memory`: bytes of its own that it may have in use; what is asked
+    for beyond them raises torch.OutOfMemoryError."""
     if kind == "cpu":
         from .cpu import CpuDevice
 
@@ -15,9 +16,9 @@ def open_device(kind: str) -> Device:
     if kind == "emulated":
         from .emulated import EmulatedDevice
 
-        return EmulatedDevice()
+        return EmulatedDevice(memory)
     if kind == "cuda":
         from .cuda import CudaDevice
 
-        return CudaDevice()
+        return CudaDevice(memory)
     raise UsageError(f"unknown device {kind!r}", hint="offload.device is auto, cpu, cuda or emulated")

@@ -62,7 +62,11 @@ class Device(Protocol):
     separate: bool
 
     def empty(self, size: int) -> torch.Tensor:
-        """`size` bytes of device memory (uint8, 1-D), to be viewed by dtype."""
+        """`size` bytes of device memory (uint8, 1-D), to be viewed by dtype. Raises torch.OutOfMemoryError beyond what the
+        device was opened with."""
+
+    def empty_like(self, host: torch.Tensor) -> torch.Tensor:
+        """Device memory for a copy of `host`, of its shape and strides."""
 
     def upload(self, host: torch.Tensor, device: torch.Tensor) -> Event:
         """Host to device, after the compute submitted so far (it may still read `device`)."""
@@ -70,8 +74,9 @@ class Device(Protocol):
     def download(self, device: torch.Tensor, host: torch.Tensor) -> Event:
         """Device to host, after the compute submitted so far (it produces `device`)."""
 
-    def pin(self, host: torch.Tensor) -> None:
-        """Registers host memory for direct transfers, for as long as the device is open."""
+    def pin(self, host: torch.Tensor) -> int:
+        """Registers host memory for direct transfers, for as long as the device is open. Returns the bytes that could not be:
+        copies of those pass through a small staging buffer."""
 
     def seed(self, seed: int) -> None:
         """Seeds the generators that compute on this device draws from."""
@@ -83,10 +88,17 @@ class Device(Protocol):
     def copies(self) -> list[Copy]:
         """Those that ended since the last call; none on device cpu."""
 
+    def memory(self) -> int:
+        """Bytes of device memory in use; 0 on device cpu."""
+
     def peak_memory(self) -> int:
         """Bytes of device memory in use at most so far; 0 on device cpu."""
+
+    def free_memory(self) -> int | None:
+        """Bytes that could still be had; None on device cpu, and where nothing says."""
 
     def synchronize(self) -> None:
         """Returns when all compute and copies submitted so far have finished."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Lets go of what it has of the host. What was under way has failed or is over: nothing is raised for it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .base import Copy
+from .base import Copy, Event
 
 
 class PastEvent:
@@ -28,19 +28,22 @@ class CpuDevice:
     def empty(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8)
 
-    def upload(self, host: torch.Tensor, device: torch.Tensor) -> PastEvent:
+    def empty_like(self, host: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype)
+
+    def upload(self, host: torch.Tensor, device: torch.Tensor) -> Event:
         device.copy_(host)
         return PastEvent()
 
-    def download(self, device: torch.Tensor, host: torch.Tensor) -> PastEvent:
+    def download(self, device: torch.Tensor, host: torch.Tensor) -> Event:
         host.copy_(device)
         return PastEvent()
 
-    def pin(self, host: torch.Tensor) -> None:
-        return None
+    def pin(self, host: torch.Tensor) -> int:
+        return 0
 
     def seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a stack for every backend not started: 0.3 ms
 
     def random_state(self) -> object:
         return torch.get_rng_state()
@@ -52,8 +55,14 @@ class CpuDevice:
     def copies(self) -> list[Copy]:
         return []
 
+    def memory(self) -> int:
+        return 0
+
     def peak_memory(self) -> int:
         return 0
+
+    def free_memory(self) -> int | None:
+        return None
 
     def synchronize(self) -> None:
         return None

@@ -1,0 +1,175 @@
+"""Host memory that a device copies from and to directly, and what is done where the system refuses to register all of it."""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import torch
+
+from .base import Event
+
+STAGING = 4 << 20  # bytes of one of the two buffers that each direction has
+_PARTS = 64  # what is refused is tried in halves, down to this part of the whole
+_PAGE = 4096
+
+Copy = Callable[[torch.Tensor, torch.Tensor], Event]  # one copy of registered memory, as the device makes it
+
+
+class PinnedMemory:
+    """What is registered, in as few pieces as are taken. A copy is direct only where it lies within one of them: a driver
+    may refuse to copy across the edge of a registration."""
+
+    def __init__(self, register: Callable[[int, int], bool], unregister: Callable[[int], None]) -> None:
+        self._register, self._unregister = register, unregister  # (address, bytes) and (address)
+        self._asked: list[tuple[int, int]] = []  # (first address, one past the last)
+        self._pieces: list[tuple[int, int]] = []
+
+    def pin(self, host: torch.Tensor) -> int:
+        """Bytes of `host` that could not be registered."""
+        begin, end = _extent(host)
+        self._asked.append((begin, end))
+        whole = end - begin
+        size, left = whole, whole
+        while left and size * _PARTS >= whole:
+            if self._register(begin, size):
+                self._pieces.append((begin, begin + size))
+                begin, left = begin + size, left - size
+                size = min(size, left)
+            else:
+                size = size // 2 // _PAGE * _PAGE
+                if not size:
+                    break
+        return left
+
+    def refuses(self, host: torch.Tensor) -> bool:
+        """Whether `host` was to be registered and is not, as a whole."""
+        begin, end = _extent(host)
+        return any(first < end and begin < last for first, last in self._asked) and not any(
+            first <= begin and end <= last for first, last in self._pieces
+        )
+
+    def close(self) -> None:
+        for begin, _ in self._pieces:
+            self._unregister(begin)
+        self._asked.clear()
+        self._pieces.clear()
+
+
+class Staging:
+    """Copies of one direction between a device and host memory that is not registered: piece by piece through two buffers
+    that are, on a thread, so that whoever asks does not wait. They cost the processor one more pass over what is copied."""
+
+    def __init__(self, name: str, buffers: list[torch.Tensor], *, up: bool) -> None:
+        self._buffers, self._up = buffers, up
+        self._under_way: deque[tuple[Event, torch.Tensor, torch.Tensor]] = deque()  # in the order of the buffers' turns
+        self._work: queue.SimpleQueue[tuple[torch.Tensor, torch.Tensor, Copy, StagedCopy] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, source: torch.Tensor, target: torch.Tensor, copy: Copy) -> StagedCopy:
+        """`copy` makes the pieces between a buffer and the device."""
+        event = StagedCopy()
+        self._work.put((source, target, copy, event))
+        return event
+
+    def synchronize(self) -> None:
+        """Everything asked for so far has been copied."""
+        nothing = torch.empty(0, dtype=torch.uint8)
+        self.submit(nothing, nothing, lambda source, target: _never()).synchronize()
+
+    def close(self) -> None:
+        self._work.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            source, target, copy, event = item
+            try:
+                event.last = self._stage(source, target, copy)
+            except RuntimeError as error:  # raised again by whoever waits
+                event.error = error
+                self._under_way.clear()
+            event.staged.set()
+
+    def _stage(self, source: torch.Tensor, target: torch.Tensor, copy: Copy) -> Event | None:
+        last: Event | None = None
+        for part, there in _pieces(source, target, self._buffers[0].numel()):
+            while len(self._under_way) >= len(self._buffers):
+                self._take()
+            buffer = self._buffers[0][: part.numel()]
+            self._buffers.append(self._buffers.pop(0))
+            if self._up:
+                _move(part, buffer)
+                last = copy(buffer, there)
+                self._under_way.append((last, buffer, buffer))
+            else:
+                self._under_way.append((copy(part, buffer), buffer, there))
+        while self._under_way and not self._up:
+            self._take()
+        return last
+
+    def _take(self) -> None:
+        """The oldest piece has been copied: its buffer is free."""
+        event, buffer, host = self._under_way.popleft()
+        event.synchronize()
+        if host is not buffer:
+            _move(buffer, host)
+
+
+class StagedCopy:
+    """A copy in pieces. `last`: what the last piece's copy to the device is over with."""
+
+    def __init__(self) -> None:
+        self.staged = threading.Event()
+        self.last: Event | None = None
+        self.error: RuntimeError | None = None
+
+    def wait(self) -> None:
+        self._until_staged()
+        if self.last is not None:
+            self.last.wait()
+
+    def synchronize(self) -> None:
+        self._until_staged()
+        if self.last is not None:
+            self.last.synchronize()
+
+    def done(self) -> bool:
+        return self.staged.is_set() and (self.last is None or self.last.done())
+
+    def _until_staged(self) -> None:
+        self.staged.wait()
+        if self.error is not None:
+            raise self.error
+
+
+def _never() -> Event:
+    raise AssertionError("nothing has no pieces")
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """First address and one past the last."""
+    begin = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return begin, begin
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.element_size()
+
+
+def _pieces(source: torch.Tensor, target: torch.Tensor, most: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Both as bytes, in pieces of `most`. They lie in memory alike, without gaps."""
+    if source.shape != target.shape or source.stride() != target.stride() or source.dtype != target.dtype:
+        raise RuntimeError(f"a staged copy of {tuple(source.shape)} to {tuple(target.shape)} changes its layout")
+    flat = [tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in (source, target)]
+    if _extent(source)[1] - _extent(source)[0] != flat[0].numel():
+        raise RuntimeError(f"a staged copy of strides {source.stride()} has gaps")
+    yield from zip(flat[0].split(most), flat[1].split(most), strict=True)
+
+
+def _move(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Without torch's threads: this one has none of its own, and those of compute are busy. Lets go of the interpreter."""
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())

@@ -1,0 +1,190 @@
+"""Devices by themselves: what they are seeded with, how much memory they have, what they may pin, and how they close."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuyou_cli.engine.devices import open_device
+from fuyou_cli.engine.devices.cuda import CudaDevice, free_memory
+from fuyou_cli.engine.devices.emulated import EmulatedDevice
+from fuyou_cli.engine.devices.pinned import STAGING, PinnedMemory
+
+from . import rig as rigs
+from .families import gpt2, llama
+from .rig import Rig, Shape, Subject, unequal
+
+MiB = 1 << 20
+
+
+@pytest.mark.parametrize("kind", ["cpu", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_seed_gives_torchs_numbers_and_formats_no_stack(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.manual_seed takes a stack for every backend that is not started: 0.3 ms, for every dropout of every stage."""
+    device = open_device(kind)
+    torch.manual_seed(1 << 40)
+    expected = torch.rand(5), torch.rand(5, device=device.torch_device)
+    monkeypatch.setattr(traceback, "format_stack", lambda *_: pytest.fail("a stack was formatted"))
+    device.seed(1 << 40)
+    found = torch.rand(5), torch.rand(5, device=device.torch_device)
+    device.close()
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_no_more_memory_than_it_was_opened_with(kind: str) -> None:
+    """Live bytes count: what was let go of may be had again."""
+    device = open_device(kind, memory=64 * MiB)
+    first = device.empty(40 * MiB)
+    with pytest.raises(torch.OutOfMemoryError):
+        device.empty(40 * MiB)
+    assert 40 * MiB <= device.memory() <= 64 * MiB
+    part = first[:10]
+    del first
+    gc.collect()
+    with pytest.raises(torch.OutOfMemoryError):  # a view keeps it
+        device.empty(40 * MiB)
+    del part
+    gc.collect()
+    again = device.empty_like(torch.zeros(10 * MiB))  # float32
+    assert again.shape == (10 * MiB,) and 40 * MiB <= device.peak_memory() <= 64 * MiB
+    del again
+    device.close()
+    open_device(kind).close()  # the limit goes with the device
+
+
+@pytest.mark.parametrize("kept", [None, "all"])
+@pytest.mark.parametrize("vocabulary", [0, 40])
+def test_a_step_has_what_is_planned_and_no_more(
+    vocabulary: int, kept: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the plan takes of the device is enough; without what it charges for compute there is no room for the copies."""
+    subject = Subject(llama(), Shape(batch=5, micro=2, vocabulary=vocabulary))
+    monkeypatch.setattr(rigs, "open_device", lambda kind: EmulatedDevice(memory=planned))
+    planned: int | None = None
+    with Rig(subject, tmp_path / "unbounded", device="emulated", kept=kept) as rig:
+        fixed = rig.device.memory()
+        planned = rig.plan.predicted.gpu_peak
+        losses = rig.run(2)
+        assert fixed < rig.device.peak_memory() <= planned
+    with Rig(subject, tmp_path / "planned", device="emulated", kept=kept) as rig:
+        assert rig.run(2) == losses
+    planned = fixed
+    with Rig(subject, tmp_path / "less", device="emulated", kept=kept) as rig:
+        with pytest.raises(torch.OutOfMemoryError):
+            rig.run(1)
+        rig.executor.abandon()
+    planned = fixed - 1
+    with pytest.raises(torch.OutOfMemoryError):
+        Rig(subject, tmp_path / "none", device="emulated", kept=kept)
+
+
+# ---- pinning -----------------------------------------------------------------------------------------------------------
+
+
+@given(size=st.integers(1, 1 << 24), limit=st.integers(0, 1 << 24), begin=st.integers(0, 1 << 20))
+def test_as_much_is_pinned_as_goes(size: int, limit: int, begin: int) -> None:
+    """Pieces side by side from the start, none of them beyond the limit together, and at most a 32nd of the whole left that
+    would have gone."""
+    pieces: dict[int, int] = {}
+
+    def register(address: int, size: int) -> bool:
+        if sum(pieces.values()) + size > limit:
+            return False
+        pieces[address] = size
+        return True
+
+    pinned = PinnedMemory(register, pieces.pop)
+    host = SimpleNamespace(
+        data_ptr=lambda: begin, numel=lambda: size, shape=(size,), stride=lambda: (1,), element_size=lambda: 1
+    )
+    left = pinned.pin(host)  # type: ignore[arg-type]
+    assert left == size - sum(pieces.values())
+    assert left <= max(0, size - limit) + size // 32 + 2 * 4096
+    end = begin
+    for address in sorted(pieces):
+        assert address == end
+        end += pieces[address]
+    assert pinned.refuses(host) == (len(pieces) != 1 or left > 0)  # type: ignore[arg-type]
+    pinned.close()
+    assert not pieces and not pinned.refuses(host)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pinnable", [0, 3 * MiB])
+@pytest.mark.parametrize("size", [1, STAGING, 2 * STAGING + 12, 5 * STAGING])
+def test_copies_through_staging_are_whole(pinnable: int, size: int) -> None:
+    device = EmulatedDevice(pinnable=pinnable)
+    host = torch.randint(0, 255, (size,), dtype=torch.uint8)
+    expected, target, back = host.clone(), device.empty(size), torch.zeros_like(host)
+    assert device.pin(host) > 0 or size <= pinnable
+    device.pin(back)
+    first = device.upload(host, target)
+    first.wait()
+    assert torch.equal(target, expected)
+    down = device.download(target, back)
+    down.synchronize()
+    assert down.done() and torch.equal(back, expected)
+    device.close()
+
+
+def test_a_staged_copy_that_fails_is_raised_by_whoever_waits() -> None:
+    device = EmulatedDevice(pinnable=0)
+    host = torch.zeros(4, 6)
+    device.pin(host)
+    for copy in (device.upload(host, torch.zeros(6, 4)), device.upload(host[:, :3], torch.zeros(4, 6)[:, :3])):
+        with pytest.raises(RuntimeError, match="a staged copy"):
+            copy.wait()
+    device.upload(host, target := torch.ones(4, 6)).wait()
+    assert torch.equal(host, target)
+    device.close()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9], ids=["none", "a third", "most"])
+@pytest.mark.parametrize("way", [dict(kept="all"), dict(home="cpu", clip=None)], ids=["ssd", "RAM"])
+def test_what_cannot_be_pinned_changes_no_bit(
+    way: dict[str, Any], share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = Subject(gpt2(dropout=0.1), Shape(batch=5, micro=2))
+    with Rig(subject, tmp_path / "cpu", **way) as rig:
+        losses, weights, arena = rig.run(2), rig.weights(), rig.memory.arena.size
+    monkeypatch.setattr(rigs, "open_device", lambda kind: EmulatedDevice(pinnable=int(share * arena)))
+    with Rig(subject, tmp_path / "emulated", device="emulated", **way) as rig:
+        assert 0 < rig.unpinned <= rig.memory.arena.size
+        assert rig.run(2) == losses
+        assert unequal(rig.weights(), weights) == []
+
+
+# ---- closing -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_context_that_has_failed_hides_no_error_and_leaves_nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What failed is raised where it did; closing goes on to the end."""
+    registered: set[int] = set()
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: registered.add(address) or 0, cudaHostUnregister=registered.discard
+    )
+
+    def fails(device: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", fails)
+    device = CudaDevice.__new__(CudaDevice)
+    device._ready(torch.device("cuda", 0))
+    assert device.pin(torch.zeros(10)) == 0 and registered
+    device.close()
+    assert not registered
+
+
+def test_what_is_free_of_a_card_counts_cached_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Free to all, and kept by this process's allocator without being used."""
+    for name, value in (("mem_get_info", (20, 24)), ("memory_reserved", 3), ("memory_allocated", 1)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    assert free_memory() == 22
