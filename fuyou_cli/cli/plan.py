@@ -72,7 +72,6 @@ def run_plan(loaded: LoadedRecipe, options: PlanOptions) -> bool:
 
 
 def _planned(loaded: LoadedRecipe, options: PlanOptions, planning: Planning) -> Outcome:
-    from fuyou_cli.planner.lasting import leaves_fast_region
     from fuyou_cli.training.length import counted_rows, steps_of
     from fuyou_cli.training.replan import replanned
 
@@ -90,7 +89,7 @@ def _planned(loaded: LoadedRecipe, options: PlanOptions, planning: Planning) -> 
     if not options.dry_run and not prepared.total_steps:  # epochs: the data says how long they are
         rows = counted_rows(prepared.recipe, prepared.tokenizer_dir, write_status)
         prepared = replace(prepared, epoch_rows=rows, total_steps=steps_of(prepared.recipe, rows))
-        if leaves_fast_region(prepared.plan, prepared.hardware, prepared.steps_left):
+        if prepared.steps_left and prepared.plan.sustained:  # as of a long run, which it may not be
             prepared = replanned(prepared, prepared.recipe, choose=planning)
     return Outcome(changes=(), prepared=prepared, room=room_of(prepared, described=options.hardware is not None))
 

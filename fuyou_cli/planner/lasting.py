@@ -1,7 +1,8 @@
 """Drives that slow down: at which of their rates a run is planned, and how far the first ones reach.
 
-A drive takes writes fast until its fast region is full. A run that writes more than that is planned with what the drive
-sustains, from its first step on. What idle time or a trim empties again is not counted: nobody measured how much.
+A drive takes writes fast until its fast region is full. A run is planned with what the drive sustains, from its first step
+on, unless it is known to end before that: one whose length is not known yet counts as long. What idle time or a trim empties
+again is not counted: nobody measured how much.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ class FastRegion:
 
 
 def planned_for(choose: Choose, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, *, steps: int) -> Plan:
-    """What `choose` finds for a run of `steps` (0: not known) at the rates that its drives have for most of it: what they
-    sustain where the plan that is best at first would write past the fast region."""
-    if not steps or not hardware.slows_down:
+    """What `choose` finds for a run of `steps` (0: not known, taken for many) at the rates that its drives have for most of
+    it: what they sustain where the plan that is best at first would write past the fast region."""
+    if not hardware.slows_down:
         return choose(model, hardware, wishes)
-    if steps * least_written(model, wishes) <= hardware.burst_bytes:
+    if steps and steps * least_written(model, wishes) <= hardware.burst_bytes:
         plan = choose(model, hardware, wishes)
         if not leaves_fast_region(plan, hardware, steps):
             return plan

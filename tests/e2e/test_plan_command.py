@@ -354,6 +354,9 @@ def test_a_run_past_the_fast_region_is_planned_with_what_drives_sustain(
     assert within["run_seconds"] == pytest.approx(20 * within["plan"]["predicted"]["step_seconds"])
     out = " ".join(fuyou("plan", "recipe.yaml", "--hardware", "machine.yaml")[1].split())
     assert "the run stays within it; past it a step takes" in out
+    epochs = ("train.max_steps=null", "train.epochs=1")
+    assert fuyou.json("--hardware", "machine.yaml", *epochs)["plan"]["sustained"] is False  # few enough, once counted
+    assert fuyou.json("--hardware", "machine.yaml", "--dry-run", *epochs)["plan"]["sustained"]  # nobody counts them
     machine(4 * written)
     past = fuyou.json("--hardware", "machine.yaml")
     region, later = past["fast_region"], past["plan"]["predicted"]["step_seconds"]

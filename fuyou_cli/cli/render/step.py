@@ -130,7 +130,8 @@ def _drives(plan: Plan, steps: int | None, region: FastRegion | None) -> list[tu
         return [("drives", f"{both}: how much they take before they slow down is not known")]
     lasts = f"their fast region of {gb(region.size)} takes {_some(region.steps)}, {brief(region.steps * region.first)}"
     if plan.sustained:
-        return [("drives", f"{both}: {lasts}; what idle time frees of it is not counted")]
+        longer = "" if steps else "; how long the run is nobody knows yet: it is planned as one that goes on after that"
+        return [("drives", f"{both}: {lasts}; what idle time frees of it is not counted{longer}")]
     within = "the run stays within it; " if steps else ""
     return [("drives", f"{lasts}: {within}past it {f'a step takes {brief(region.later)}' if within else both}")]
 
