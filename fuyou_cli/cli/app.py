@@ -77,6 +77,9 @@ def finetune(
         Path | None, typer.Option("--plan", help="Run this very plan, of `fuyou plan -o`.", show_default=False)
     ] = None,
     calibrated: Calibrated = False,
+    assume_rates: Annotated[
+        bool, typer.Option("--assume-rates", help="Do not measure a machine that nobody has measured.")
+    ] = False,
 ) -> None:
     """Fine-tune a model as a recipe says.
 
@@ -91,7 +94,7 @@ def finetune(
         return _plan(loaded, dry_run=True, calibrated=calibrated)
     from .finetune import run_finetune
 
-    return run_finetune(loaded, plan_file=plan_file, calibrated=calibrated)
+    return run_finetune(loaded, plan_file=plan_file, calibrated=calibrated, measure=not assume_rates)
 
 
 @app.command()

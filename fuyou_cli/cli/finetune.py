@@ -30,19 +30,26 @@ if TYPE_CHECKING:
     from fuyou_cli.training.run import Run
 
 
-def run_finetune(loaded: LoadedRecipe, *, plan_file: Path | None = None, calibrated: bool = False) -> None:
-    """`plan_file`: the plan to run, instead of the one that is best now. `calibrated`: planned with rates as the latest run
-    showed them."""
+def run_finetune(
+    loaded: LoadedRecipe, *, plan_file: Path | None = None, calibrated: bool = False, measure: bool = True
+) -> None:
+    """Run a recipe. `plan_file`: the plan to run, instead of the one that is best now. `calibrated`: plan with the rates that
+    the latest run showed. `measure`: bench a machine that nobody has measured; a plan file brings its own rates."""
     with like_ctrl_c():
-        _finetune(loaded, plan_file, calibrated=calibrated)
+        _finetune(loaded, plan_file, calibrated=calibrated, measure=measure)
 
 
-def _finetune(loaded: LoadedRecipe, plan_file: Path | None, *, calibrated: bool) -> None:
+def _finetune(loaded: LoadedRecipe, plan_file: Path | None, *, calibrated: bool, measure: bool) -> None:
     from .allocator import settle_allocator
     from .output_folder import claimed, note_of_an_earlier_run
 
     introduction = Introduction(loaded)
-    options: dict[str, Any] = {"calibrated": calibrated, "choose": introduction.choose, "planned": introduction.planned}
+    options: dict[str, Any] = {
+        "measure": measure and plan_file is None,
+        "calibrated": calibrated,
+        "choose": introduction.choose,
+        "planned": introduction.planned,
+    }
     if plan_file is not None:
         from .plan_files import read_plan
 

@@ -32,7 +32,7 @@ def prepared_for(loaded: LoadedRecipe, *, measure: bool = False, calibrated: boo
     directories = run_directories(loaded.recipe)
 
     def look(device: str) -> HardwareProfile:
-        if measure:
+        if measure and loaded.recipe.offload.measure:
             probe_once(loaded, device)
         return hardware_for(*directories, device=device, calibrated=calibrated)
 

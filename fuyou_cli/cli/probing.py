@@ -32,7 +32,7 @@ def probe_once(loaded: LoadedRecipe, device: str) -> None:
     directories = loaded.recipe.offload_directories(os.environ)
     if is_measured(*directories, device="cpu" if device == "emulated" else device):
         return
-    write_status("measuring this machine, once: about a minute, and at most 2 GB written (--dry-run assumes rates instead)")
+    write_status("measuring this machine, once: about a minute, and at most 2 GB written (offload.measure=false: assume rates)")
     ways = [["bench", "--json", str(loaded.path), *loaded.overrides]]
     if len(directories) == 1:  # a model that cannot be trained yet has no stage to measure: then the machine alone
         ways.append(["bench", "--json", "--dir", str(directories[0])])

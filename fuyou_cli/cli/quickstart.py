@@ -24,6 +24,7 @@ from . import probe
 from .console import status_console, write_result, write_status
 from .errors import INTERRUPTED
 from .memory_group import Ended, run_limited
+from .probing import probe_once
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
@@ -57,6 +58,8 @@ def run_quickstart(overrides: Sequence[str]) -> int:
     write_status(f"making a small model and its tokenizer in {model}")
     _module("make_model", str(model))
     before = _samples(model)
+    if recipe.offload.measure:  # here: the memory group has no room for it
+        probe_once(loaded, recipe.offload.device)
     limit = _limit(recipe)
     ended = run_limited(
         [sys.executable, "-m", "fuyou_cli", "finetune", str(loaded.path), *overrides, *_start_over(recipe, out)],

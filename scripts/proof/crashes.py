@@ -133,7 +133,7 @@ class Place:
             "train": {"max_steps": steps, "batch_size": 4, "micro_batch_size": 2, "threads": 1, "clip_grad_norm": 0.5},
             "offload": {
                 "device": "cpu", "max_memory": {"cpu": "4GiB"}, "weights": "ssd", "optimizer_states": "ssd",
-                "gradients": "ssd", "boundaries": "ssd", "io": {"backend": "threads"},
+                "gradients": "ssd", "boundaries": "ssd", "io": {"backend": "threads"}, "measure": False,
             },
             "export": {"dtype": "float32"},
         }  # fmt: skip

@@ -97,7 +97,7 @@ class Project:
             "train": {"max_steps": 6, "batch_size": 4, "micro_batch_size": 2, "threads": 1, "clip_grad_norm": 0.5},
             "offload": {
                 "device": "cpu", "max_memory": {"cpu": "4GiB"}, "weights": "ssd", "optimizer_states": "ssd",
-                "gradients": "ssd", "boundaries": "ssd",
+                "gradients": "ssd", "boundaries": "ssd", "measure": False,
             },
             "export": {"dtype": "float32"},
         }  # fmt: skip

@@ -24,7 +24,7 @@ from fuyou_cli.training.quickstart.make_corpus import corpus_text
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = [
     "train.max_steps=3", "train.batch_size=4", "train.micro_batch_size=auto", "train.threads=auto",
-    "lr_scheduler.warmup_steps=null", "lr_scheduler.warmup_ratio=0.4", "offload.max_memory.cpu=90%",
+    "lr_scheduler.warmup_steps=null", "lr_scheduler.warmup_ratio=0.4", "offload.max_memory.cpu=90%", "offload.measure=false",
 ]  # fmt: skip
 
 

@@ -1,0 +1,44 @@
+"""A machine that nobody has measured is measured before a run is planned for it, unless the recipe or a flag says no."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from .conftest import ROOT, Project
+
+# Little of everything, so that measuring for real is quick.
+QUICK = """
+from fuyou_cli.cli import measure, measure_stages, measure_store
+measure.MATMUL_SECONDS, measure.REPEAT_SECONDS, measure.SHARED_WIDTH, measure.SHARED_QUICK_SECONDS = 0.01, 0.1, 256, 0.2
+measure_stages.WIDTHS, measure_stages.QUICK_PAIR, measure_stages.QUICK_SECONDS = (256,), 0.05, 0.1
+measure_stages.RECIPE_QUICK_PAIR, measure_stages.RECIPE_SECONDS = 0.5, {"block": 0.5, "head": 0.5}
+measure_store.QUICK_SPAN = 64 << 20
+"""
+
+
+def _finetune(project: Project, hooks: Path, *arguments: str) -> str:
+    """What a run that ends well says on stderr."""
+    environment = {**project.environment(), "PYTHONPATH": os.pathsep.join([str(hooks), str(ROOT)])}
+    done = subprocess.run(
+        [sys.executable, "-m", "fuyou_cli", "finetune", str(project.recipe), *arguments], cwd=project.folder, env=environment,
+        capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def test_a_run_measures_its_machine_once(new_project: Callable[..., Project], tmp_path: Path) -> None:
+    project = new_project()
+    (tmp_path / "sitecustomize.py").write_text(QUICK)
+    project.write_recipe({"offload.measure": True, "checkpoint.resume": "never", "train.max_steps": 3})
+    for said_no in (("--assume-rates",), ("offload.measure=false",)):
+        assert "measuring this machine" not in _finetune(project, tmp_path, *said_no)
+    assert not list((project.folder / "cache").rglob("profile-*.json"))
+    first = _finetune(project, tmp_path)
+    assert "measuring this machine, once" in first and "measured in" in first
+    assert len(list((project.folder / "cache").rglob("profile-*.json"))) == 1
+    assert "measuring this machine" not in _finetune(project, tmp_path)
