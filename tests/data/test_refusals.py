@@ -103,13 +103,14 @@ def test_a_pattern_that_is_none_names_the_path(tokenizer_dir: Path, tmp_path: Pa
 
 
 def test_what_nobody_expected_is_one_line_unless_one_debugs(
-    write: Write, tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An interpreter that loads a library of the user's in place of the real one: nothing we could name."""
     (tmp_path / "path" / "datasets").mkdir(parents=True)
     (tmp_path / "path" / "datasets" / "__init__.py").write_text("raise LookupError('one\\ntwo')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"))
-    file = write("t.jsonl", [{"text": "x"}])
+    file = tmp_path / "t.txt"
+    file.write_text("x")
     for debugging, lines in (("0", 1), ("1", 2)):
         monkeypatch.setenv("FUYOU_DEBUG", debugging)
         with pytest.raises(FuyouError, match=r"^reading the data failed: LookupError: one") as caught:

@@ -81,10 +81,22 @@ def test_errors_cross_the_process_with_their_words(tokenizer_dir: Path, tmp_path
 
 
 def test_a_folder_of_the_user_does_not_stand_in_for_the_library(
-    write: Write, tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("datasets.py").write_text("raise SystemExit('the wrong datasets')")
+    Path("t.txt").write_text("x y z")
+    rows = prepared(Section(train=[Entry(path=str(tmp_path / "t.txt"))]), tokenizer_dir, tmp_path)
+    assert len(rows) == 1
+
+
+def test_json_lines_need_no_datasets_library(
+    write: Write, tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "without").mkdir()
+    for name in ("datasets", "pyarrow", "pandas"):
+        (tmp_path / "without" / f"{name}.py").write_text(f"raise ImportError('no {name} here')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "without"))
     rows = prepared(Section(train=[Entry(path=str(write("t.jsonl", [{"text": "x y z"}])))]), tokenizer_dir, tmp_path)
     assert len(rows) == 1
 

@@ -1,8 +1,9 @@
-"""Rows of one data file, each with its place ("train.jsonl:17"), read with the datasets library as a stream.
+"""Rows of one data file, each with its place ("train.jsonl:17"), read as a stream.
 
-JSON lines come through its line reader and are parsed here, one by one: the columnar JSON reader guesses one type per
-column, turns text that looks like a date into a date, refuses a file because of a column nobody asked for, and names no
-line. CSV cells are read as the text they are, for the same reason. Nothing is copied to a disk cache.
+Text, CSV, Parquet and Arrow are read with the datasets library. JSON lines are parsed here, one by one, without it: its
+columnar JSON reader guesses one type per column, turns text that looks like a date into a date, refuses a file because of a
+column nobody asked for, and names no line. CSV cells are read as the text they are, for the same reason. Nothing is copied to
+a disk cache.
 """
 
 from __future__ import annotations
@@ -122,11 +123,16 @@ def _json_rows(file: Path) -> Iterator[Placed]:
             f"{file}:1: one object spread over several lines",
             hint="write one object per line (JSON lines), or an array of objects",
         )
-    for number, line in enumerate(_stream("text", file), start=1):
-        if not line["text"].strip():
-            continue
-        place = f"{file}:{number}"
-        yield place, json_object(line["text"], place)
+    if file.stat().st_size == 0:
+        raise UsageError(f"{file}: the file is empty")
+    try:
+        with file.open(encoding="utf-8-sig") as lines:  # with or without a byte order mark
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    place = f"{file}:{number}"
+                    yield place, json_object(line.removesuffix("\n"), place)
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{first_bad_line(file)}: not UTF-8 text: {error.reason}") from error
 
 
 def _csv_rows(file: Path) -> Iterator[Placed]:

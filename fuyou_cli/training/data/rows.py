@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -238,7 +238,7 @@ def _fingerprint(request: dict[str, Any], sources: tuple[Source, ...], tokenizer
     are or when they changed."""
     described = {name: value for name, value in request.items() if name not in ("sources", "tokenizer_dir")}
     described["layout"] = LAYOUT_VERSION
-    described["libraries"] = {name: version(name) for name in ("datasets", "tokenizers", "transformers")}
+    described["libraries"] = {name: _version(name) for name in ("datasets", "tokenizers", "transformers")}
     described["tokenizer"] = tokenizer_content(tokenizer_dir)
     described["sources"] = [
         {
@@ -250,6 +250,14 @@ def _fingerprint(request: dict[str, Any], sources: tuple[Source, ...], tokenizer
         for source in sources
     ]
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _version(library: str) -> str:
+    """Empty where it is not installed: JSON lines are read without the datasets library."""
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return ""
 
 
 def _serve(request: dict[str, Any], *, scratch: Path, workers: int) -> None:
