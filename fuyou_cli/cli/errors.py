@@ -38,7 +38,8 @@ def _report(error: BaseException) -> int:
         write_status("interrupted")
         return INTERRUPTED
     if isinstance(error, MemoryError) or is_out_of_memory(error):
-        _say(f"out of memory: {_text(error)}", "lower offload.max_memory or train.micro_batch_size; see `fuyou plan`")
+        which = "gpu" if _is_of_a_device(error) else "cpu"
+        _say(f"out of memory: {_text(error)}", f"lower offload.max_memory.{which}; see `fuyou plan`")
         return OUT_OF_SPACE
     if isinstance(error, OSError):
         full = error.errno in _DISK_FULL
@@ -70,10 +71,12 @@ def _say_notes(error: BaseException) -> None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """torch's out-of-memory errors, recognised without importing torch: a device's has a class, the host's only words."""
+    return _is_of_a_device(error) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
+
+
+def _is_of_a_device(error: BaseException) -> bool:
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(error, getattr(torch, "OutOfMemoryError", ())):
-        return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
 
 def debugging() -> bool:

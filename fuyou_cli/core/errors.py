@@ -36,6 +36,10 @@ class OutOfSpaceError(FuyouError):
     exit_code = 4
 
 
+class DeviceMemoryError(OutOfSpaceError):
+    """A device's own memory ran out. The host's and the store are as they were."""
+
+
 class SwapError(FuyouError):
     """The store or the daemon failed: an I/O error, a short file, a wrong checksum. `code`: the errno, 0 where there is
     none."""

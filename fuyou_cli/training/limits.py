@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ..spec.hardware import HardwareProfile
     from .data import DataSummary
 
+_PLANNED_OF_A_GPU = 0.95
 _POSITION_OFFSET = 2  # rows that a table of positions may have beyond its positions (OPT's padding)
 
 
@@ -57,12 +58,19 @@ def check_tokens(recipe: Recipe, anatomy: Anatomy, summary: DataSummary) -> None
 
 
 def gpu_limit(recipe: Recipe, hardware: HardwareProfile) -> int | None:
-    """Of a device with memory of its own: what others have taken of it is nobody's to promise. An emulated one is as large as
-    it is said to be."""
+    """What a plan may take of a device with memory of its own. On a GPU a little less than the process may have: torch's
+    allocator loses some of it in fragments and to workspaces of its libraries. An emulated one is as large as it is said to
+    be."""
+    most = gpu_most(recipe, hardware)
+    return most if most is None or hardware.device != "cuda" else int(most * _PLANNED_OF_A_GPU)
+
+
+def gpu_most(recipe: Recipe, hardware: HardwareProfile) -> int | None:
+    """What the process may have of it, beside its context: it is refused more. What others have taken is nobody's to
+    promise."""
     asked, there = recipe.offload.max_memory.gpu, hardware.device_memory
     if hardware.device == "cpu" or (asked.is_auto and not there):
         return None
     free = hardware.device_free or there  # of a described device nothing is taken
-    # auto keeps the same margin as the planner's budget: contexts and fragments take some of the card
-    limit = asked.resolve(total=there, auto=int(free * 0.95))
+    limit = asked.resolve(total=there, auto=free)
     return min(limit, free) if there else limit

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
 import torch
 
-from ..core.errors import FuyouError, Interrupted, NumericsError, OutOfSpaceError, SwapError, UsageError
+from ..core.errors import (
+    DeviceMemoryError,
+    FuyouError,
+    Interrupted,
+    NumericsError,
+    OutOfSpaceError,
+    SwapError,
+    UsageError,
+)
 from ..core.own_files import own_folder
 from ..core.patience import Patience
 from ..core.units import gib
@@ -23,11 +31,12 @@ from ..spec.plan import Plan, Span
 from ..swap.arena import Arena
 from ..swap.daemon import Counters, DaemonOptions, SwapDaemon
 from ..swap.store import Store
+from . import device_memory, random_states
 from . import manifest as manifests
-from . import random_states
 from .busy import busy_seconds
 from .data import collate
 from .first_steps import FirstSteps
+from .limits import gpu_most
 from .memory_watch import MemoryWatch
 from .parts import write_parts
 from .prepare import Prepared
@@ -99,7 +108,8 @@ class Run:
         random_states.seed(prepared.recipe.seed)
         self._claim_folders(free_space)
         arena = self._stack.enter_context(_open_arena(plan.arena_size))
-        self.device = open_device(plan.device)
+        self._device_most = gpu_most(prepared.recipe, prepared.hardware)
+        self.device = open_device(plan.device, memory=self._device_most)
         self._stack.callback(self.device.close)  # its copies reach into the arena: closed before that is unmapped
         self._open_store()
         names = {stage.index: stage.name for stage in self.model.stages}
@@ -109,16 +119,17 @@ class Run:
         self.host_memory = memory = HostMemory(arena)
         self._pin(memory.tensor(Span(offset=0, size=arena.size), torch.uint8))
         self.optimizer = _optimizer(prepared)
-        self.executor = Executor(
-            anatomy=prepared.anatomy,
-            model=self.model,
-            plan=plan,
-            daemon=self.daemon,
-            memory=memory,
-            device=self.device,
-            optimizer=self.optimizer,
-            patience=patience,
-        )
+        with self._naming_device_memory():
+            self.executor = Executor(
+                anatomy=prepared.anatomy,
+                model=self.model,
+                plan=plan,
+                daemon=self.daemon,
+                memory=memory,
+                device=self.device,
+                optimizer=self.optimizer,
+                patience=patience,
+            )
         self._stack.callback(self.executor.close)
         self.executor.between_micro_batches = self._between_micro_batches
         self.executor.after_visit = self._after_visit
@@ -137,6 +148,9 @@ class Run:
         )
         self._stack.callback(self.saver.close)
         self.rates = learning_rate(prepared.recipe, prepared.total_steps)
+
+    def _naming_device_memory(self) -> AbstractContextManager[None]:
+        return device_memory.named(self.device, self.plan, self._device_most, self._where)
 
     def _pin(self, arena: torch.Tensor) -> None:
         refused = self.device.pin(arena)
@@ -272,7 +286,8 @@ class Run:
         self._in_step = True
         self.executor.may_skip = self.standing.skipped_in_row < prepared.recipe.train.skip_nonfinite
         try:
-            outcome = self.executor.step(ids, labels, step=number, lr=lr, last=number == prepared.total_steps)
+            with self._naming_device_memory():
+                outcome = self.executor.step(ids, labels, step=number, lr=lr, last=number == prepared.total_steps)
         except StepAbandoned:
             self._in_step = False
             return None
@@ -389,6 +404,8 @@ class Run:
             return
         if isinstance(error, NumericsError):
             whole = not error.changed  # seen before anything was updated
+        elif isinstance(error, DeviceMemoryError):
+            whole = not self._in_step or self.executor.may_abandon()
         elif isinstance(error, SwapError | OutOfSpaceError):
             whole = self._telling  # a log's; else it is the store's, and what that holds is not known then
         else:

@@ -220,15 +220,20 @@ def test_errors_become_exit_codes(fault, code, said):
 
 
 @pytest.mark.parametrize(
-    "fault",
+    ("fault", "remedy"),
     [
-        "OSError(errno.ENOSPC, 'No space left on device')",
-        "MemoryError",
-        "RuntimeError('[enforce fail at alloc_cpu.cpp:1] data. DefaultCPUAllocator: can not allocate memory')",  # torch's words
+        ("OSError(errno.ENOSPC, 'No space left on device')", "free some space"),
+        ("MemoryError", "lower offload.max_memory.cpu"),
+        (
+            "RuntimeError('[enforce fail at alloc_cpu.cpp:1] data. DefaultCPUAllocator: can not allocate memory')",  # torch's
+            "lower offload.max_memory.cpu",
+        ),
+        ("__import__('torch').OutOfMemoryError('CUDA out of memory')", "lower offload.max_memory.gpu"),
     ],
 )
-def test_running_out_exits_4(fault):
-    assert _main_with(fault).returncode == 4
+def test_running_out_exits_4(fault, remedy):
+    done = _main_with(fault)
+    assert done.returncode == 4 and remedy in done.stderr and "micro_batch_size" not in done.stderr
 
 
 @pytest.mark.parametrize("fault", ["ZeroDivisionError('oops')", "RuntimeError('oops')", "errors.UsageError('oops')"])

@@ -11,7 +11,7 @@ from fuyou_cli.cli.profile import described
 from fuyou_cli.core.units import GiB
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.plan import Numerics
-from fuyou_cli.training.limits import gpu_limit
+from fuyou_cli.training.limits import gpu_limit, gpu_most
 from fuyou_cli.training.prepare import wishes
 
 from .conftest import Project
@@ -46,13 +46,15 @@ def test_the_budget(new_project: Callable[..., Project], device: str, pinnable: 
         (0, "auto", int(0.95 * 24 * GiB)),  # described: all of it is
         (24 * GiB, "auto", int(0.95 * 24 * GiB)),
         (21 * GiB, "auto", int(0.95 * 21 * GiB)),  # others hold the rest
-        (21 * GiB, "50%", 12 * GiB),  # a share is of the card
-        (21 * GiB, "22GiB", 21 * GiB),  # more than there is
-        (0, "22GiB", 22 * GiB),
+        (21 * GiB, "50%", int(0.95 * 12 * GiB)),  # a share is of the card
+        (21 * GiB, "22GiB", int(0.95 * 21 * GiB)),  # more than there is
+        (0, "22GiB", int(0.95 * 22 * GiB)),
     ],
 )
 def test_the_budget_of_a_card(new_project: Callable[..., Project], free: int, budget: str, expected: int) -> None:
+    """What the process may have is a little more."""
     machine = replace(described("rtx4090,gen4,64GiB"), device_free=free)
     recipe = load_recipe(new_project().recipe, [f"offload.max_memory.gpu={budget}", "offload.device=auto"]).recipe
     assert gpu_limit(recipe, machine) == expected
+    assert int(0.95 * (gpu_most(recipe, machine) or 0)) == expected
     assert wishes(recipe, NUMERICS, machine, device="cuda").gpu_budget == expected

@@ -63,6 +63,8 @@ class CudaDevice:
             )
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         total = torch.cuda.get_device_properties(self.torch_device).total_memory
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.torch_device)  # what measuring took before is not this run's
         torch.cuda.set_per_process_memory_fraction(1.0 if memory is None else min(1.0, memory / total), self.torch_device)
         self._ready(self.torch_device)
         self._up = torch.cuda.Stream()

@@ -1,0 +1,94 @@
+"""A device's memory is what the recipe says: a run has no more of it, and running out names the key and the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fuyou_cli.cli import errors, probe
+from fuyou_cli.core.errors import DeviceMemoryError
+from fuyou_cli.core.units import gib
+from fuyou_cli.engine.devices.emulated import EmulatedDevice
+from fuyou_cli.recipe.load import load_recipe
+from fuyou_cli.training.device_memory import named
+from fuyou_cli.training.run import Run
+
+from .conftest import Project
+from .running import STEPS, prepared_run, train
+
+MiB = 1 << 20
+NewProject = Callable[..., Project]
+EMULATED = {"train.max_steps": STEPS, "offload.device": "emulated"}
+
+
+def test_a_step_that_runs_out_names_the_key_and_is_gone_on_from(
+    new_project: NewProject, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project = new_project(changes={**EMULATED, "offload.max_memory.gpu": "64MiB"})
+    planned = gib(prepared_run(project).plan.predicted.gpu_peak)
+
+    def take_all(run: Run) -> None:
+        assert isinstance(run.device, EmulatedDevice)
+        assert run.step == 3 or run.device._memory.limit == 64 * MiB
+        if run.step == 3:
+            run.device._memory.limit = 0
+
+    with pytest.raises(DeviceMemoryError, match=r"^step 4, forward of .*: out of device memory: ") as ended:
+        train(project, take_all)
+    assert f"; {planned} are planned, " in ended.value.message
+    assert ended.value.message.endswith(" in use, 64 MiB may be (offload.max_memory.gpu)")
+    assert "the state after step 3 is saved" in str(ended.value.hint)
+    assert "micro_batch_size" not in str(ended.value.hint)  # a saved run has its size
+    assert errors.report(ended.value) == 4 and "offload.max_memory.gpu" in capsys.readouterr().err
+    project.write_recipe({**EMULATED, "offload.max_memory.gpu": "128MiB"})
+    assert train(project)[0] == train(new_project("whole", EMULATED))[0]
+
+
+def test_a_run_does_not_open_beyond_its_limit(new_project: NewProject) -> None:
+    """As where others have taken the device since it was planned for."""
+    project = new_project(changes=EMULATED)
+    less = load_recipe(project.recipe, ["offload.max_memory.gpu=1KiB"]).recipe
+    prepared = replace(prepared_run(project), recipe=less)
+    with (
+        pytest.raises(DeviceMemoryError, match=r"^loading: out of device memory: .*offload\.max_memory\.gpu"),
+        Run(prepared, memory_now=probe.process_bytes, free_space=probe.free_space),
+    ):
+        pytest.fail("it opened")
+
+
+class _Card(EmulatedDevice):
+    """Of which others have some."""
+
+    def __init__(self, *, limit: int, free: int) -> None:
+        super().__init__(limit)
+        self.free = free
+
+    def free_memory(self) -> int:
+        return self.free
+
+
+@pytest.mark.parametrize(
+    ("limit", "free", "advice"),
+    [
+        (10 * MiB, 1 * MiB, "others have taken some of the GPU since: set offload.max_memory.gpu to less than 5 MiB"),
+        (10 * MiB, 36 * MiB, "raise offload.max_memory.gpu: the GPU has 40 MiB for this process"),
+        (10 * MiB, 6 * MiB, "the step takes more than was planned"),
+    ],
+)
+@pytest.mark.parametrize("words", ["CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling", "CUDA error: out of memory", None])
+def test_what_to_do_depends_on_what_is_there(
+    new_project: NewProject, words: str | None, limit: int, free: int, advice: str
+) -> None:
+    plan = prepared_run(new_project(changes=EMULATED)).plan
+    device = _Card(limit=limit, free=free)
+    held = device.empty(4 * MiB)
+    with pytest.raises(DeviceMemoryError) as ended, named(device, plan, limit, lambda: "here"):
+        raise RuntimeError(words) if words else torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has")
+    assert str(ended.value.hint).startswith(advice) and held.numel()
+    assert "4 MiB in use, 10 MiB may be (offload.max_memory.gpu)" in ended.value.message
+    with pytest.raises(RuntimeError, match=r"^another$"), named(device, plan, limit, lambda: "here"):
+        raise RuntimeError("another")
+    device.close()
