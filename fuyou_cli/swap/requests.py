@@ -10,7 +10,10 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 from ..spec.model import Dtype
+from ..spec.plan import IoPlan
 from .native import DTYPES, NOWHERE, ffi, lib
+
+_REQUESTS = 4096  # of a run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +30,22 @@ class DaemonOptions:
     scratch_offset: int = 0  # arena span of the update chunks
     scratch_size: int = 0  # from kernels.scratch_size(); 0: no updates
     data_sums: bool = False  # what is read is summed, and compared with what was written there
+
+    @classmethod
+    def of(cls, io: IoPlan, *, data_sums: bool) -> DaemonOptions:
+        """As a run's plan has them."""
+        return cls(
+            backend=io.backend,
+            read_depth=io.read_depth,
+            write_depth=io.write_depth,
+            update_threads=io.update_threads,
+            requests=_REQUESTS,
+            chunk_params=io.chunk_params,
+            block_size=io.block_size,
+            scratch_offset=io.scratch.offset,
+            scratch_size=io.scratch.size,
+            data_sums=data_sums,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,5 @@
-"""What is said when a device runs out of memory: how much was planned, how much is in use, and which key decides."""
+"""What is said where a device runs out of memory (how much was planned, how much is in use, which key decides), and where it
+cannot pin the host's."""
 
 from __future__ import annotations
 
@@ -16,6 +17,14 @@ _KEY = "offload.max_memory.gpu"
 _MORE = 1.02  # less than this beyond the limit is no room to speak of
 # How libraries beside torch's allocator say it.
 _WORDS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+
+
+def unpinned(refused: int, size: int) -> str:
+    return (
+        f"note: {gib(refused)} of {gib(size)} of host memory could not be pinned: copies between it and the device go through "
+        "small pinned buffers, each byte moved once more by the processor, so they are slower than planned. `fuyou doctor` "
+        "says how much can be pinned; offload.max_memory.cpu decides how much is"
+    )
 
 
 @contextmanager

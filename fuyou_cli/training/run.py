@@ -21,13 +21,12 @@ from ..core.errors import (
 )
 from ..core.own_files import own_folder
 from ..core.patience import Patience
-from ..core.units import gib
 from ..engine.devices import open_device
 from ..engine.executor import Executor, StepAbandoned, StepOutcome
 from ..engine.host_memory import HostMemory
 from ..engine.updates import Optimizer
 from ..planner.schedule import Visit
-from ..spec.plan import Plan, Span
+from ..spec.plan import Span
 from ..swap.arena import Arena
 from ..swap.daemon import Counters, DaemonOptions, SwapDaemon
 from ..swap.store import Store
@@ -49,8 +48,6 @@ from .saver import Saver, Standing
 from .stopping import StopRequests
 from .storage import STORE_FILE, StageFiles, check_space, check_stages
 from .trimming import Trimming
-
-_REQUESTS = 4096
 
 
 class Run:
@@ -114,7 +111,7 @@ class Run:
         self._open_store()
         names = {stage.index: stage.name for stage in self.model.stages}
         patience = Patience(self._announce, progress=self._moved, where=self._where)
-        options = _daemon_options(plan, verify_reads=prepared.recipe.offload.verify_reads)
+        options = DaemonOptions.of(plan.io, data_sums=prepared.recipe.offload.verify_reads)
         self.daemon = self._stack.enter_context(SwapDaemon(arena, self.store, options, label_names=names, patience=patience))
         self.host_memory = memory = HostMemory(arena)
         self._pin(memory.tensor(Span(offset=0, size=arena.size), torch.uint8))
@@ -155,11 +152,7 @@ class Run:
     def _pin(self, arena: torch.Tensor) -> None:
         refused = self.device.pin(arena)
         if refused:
-            self._announce(
-                f"note: {gib(refused)} of {gib(arena.numel())} of host memory could not be pinned: copies between it and the "
-                "device go through small pinned buffers, each byte moved once more by the processor, so they are slower than "
-                "planned. `fuyou doctor` says how much can be pinned; offload.max_memory.cpu decides how much is"
-            )
+            self._announce(device_memory.unpinned(refused, arena.numel()))
 
     def _claim_folders(self, free_space: Callable[[Path], int]) -> None:
         """A saved run is still the one that was planned for, and the store's folders are there and large enough."""
@@ -476,22 +469,6 @@ class Run:
 
 def _open_arena(size: int) -> Arena:
     return Arena(max(size, 1 << 21))
-
-
-def _daemon_options(plan: Plan, *, verify_reads: bool) -> DaemonOptions:
-    io = plan.io
-    return DaemonOptions(
-        backend=io.backend,
-        read_depth=io.read_depth,
-        write_depth=io.write_depth,
-        update_threads=io.update_threads,
-        requests=_REQUESTS,
-        chunk_params=io.chunk_params,
-        block_size=io.block_size,
-        scratch_offset=io.scratch.offset,
-        scratch_size=io.scratch.size,
-        data_sums=verify_reads,
-    )
 
 
 def _is_missing(path: Path) -> bool:
