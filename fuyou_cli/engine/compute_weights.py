@@ -21,6 +21,7 @@ class _Uploaded:
     owner: int | None = None
     generation: int = -1
     arrived: Event | None = None
+    used: Event | None = None  # the last compute with what is there; no upload may come before it
 
 
 class ComputeWeights:
@@ -58,6 +59,13 @@ class ComputeWeights:
         if self.device.separate:
             self._upload(owner, self.memory.tensor(span, self.dtype, self.model.stages[owner].params), generation)
 
+    def computed(self, owner: int) -> None:
+        """A visit with the weights of `owner` is submitted: what goes to their place next waits for it, and for nothing that
+        is submitted later."""
+        for uploaded in (*self.turns, *self.homes.values()):
+            if uploaded.owner == owner:
+                uploaded.used = self.device.computed()
+
     def settle(self, owner: int) -> None:
         """sync: the upload from the host's weights of `owner` is over, so that they may be overwritten."""
         for uploaded in (*self.turns, *self.homes.values()):
@@ -84,5 +92,6 @@ class ComputeWeights:
             target = self.turns.pop(0)  # the one used longest ago
             self.turns.append(target)
         target.owner, target.generation = owner, generation
-        target.arrived = self.device.upload(host, target.memory.view(self.dtype)[: host.numel()])
+        there = target.memory.view(self.dtype)[: host.numel()]
+        target.arrived = self.device.upload(host, there, after=target.used, bulk=True)
         return target

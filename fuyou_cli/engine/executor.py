@@ -315,6 +315,7 @@ class Executor:
     def leave(self, visit: Visit, begin: float) -> None:
         self._outcome.intervals.append(Interval(phase=visit.phase, stage=visit.stage, begin=begin, end=time.monotonic()))
         if visit.owner is not None:
+            self.weights.computed(visit.owner)
             self.weights.settle(visit.owner)
         self.residency.release(visit)
         self.after_visit(visit)

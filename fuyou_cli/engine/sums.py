@@ -76,7 +76,7 @@ class GradientSums:
                     self.settle()
                 flat = self._spans.pop(0).view(self._dtype)[: spec.params]
                 if resume:
-                    arrived = self.device.upload(host, flat)
+                    arrived = self.device.upload(host, flat, bulk=True)
                     with self._waiting(GRADIENTS_ACROSS):
                         arrived.wait()
             self._sums[owner] = GradientSum(spec, flat, touched=set(range(len(spec.tensors))) if resume else set())
@@ -99,7 +99,7 @@ class GradientSums:
         if not self.device.separate:
             then(host)
             return
-        event = self.device.download(total.flat, host)
+        event = self.device.download(total.flat, host, bulk=True)
         # The update reads and writes the host's weights; they stay held until the gradients have arrived.
         record = self.residency.records[owner]
         self.residency.hold(record)

@@ -13,6 +13,10 @@ WEIGHTS_UP = "copies of weights to the device"
 BOUNDARIES_ACROSS = "copies of boundaries"
 GRADIENTS_ACROSS = "copies of gradients"
 
+# Of weights and gradients, which cross in pieces behind boundaries (priority 0). On paper a piece is a moment: a boundary has
+# its direction at once, where a run's may wait 1.5 ms for the piece under way.
+BULK_PRIORITY = 1
+
 WEIGHTS_ON_DEVICE = 2  # stages whose streamed weights a device holds at a time; they take turns
 
 

@@ -17,7 +17,7 @@ from .boundary_layout import kept_bytes
 from .boundary_ledger import BoundaryLedger
 from .commits import FOREVER
 from .costs import Costs
-from .device import BOUNDARIES_ACROSS, GRADIENTS_ACROSS, WEIGHTS_UP, DeviceSide
+from .device import BOUNDARIES_ACROSS, BULK_PRIORITY, GRADIENTS_ACROSS, WEIGHTS_UP, DeviceSide
 from .lookahead import Lookahead
 from .machine import Sharing, VirtualMachine, Work
 from .occupancy import Occupancy
@@ -209,7 +209,8 @@ class _Imagined:
             self.residency.let_go(record)
 
         size = ITEM_SIZE[self.plan.numerics.accumulate_dtype] * self.model.stages[total].params
-        self.after.append((self.machine.submit(self._copy(down=size), what="gradients", stage=total), arrived))
+        ticket = self.machine.submit(self._copy(down=size), what="gradients", stage=total, priority=BULK_PRIORITY)
+        self.after.append((ticket, arrived))
         if len(self.after) > 1:  # two spans take turns
             first = self.after[0]
             self.residency.wait_until(lambda: first not in self.after, GRADIENTS_ACROSS)
@@ -289,7 +290,7 @@ class _Imagined:
         size = ITEM_SIZE[self.model.compute_dtype] * self.model.stages[owner].params
 
         def begin() -> int:
-            return self.machine.submit(self._copy(up=size), what="weights", stage=owner)
+            return self.machine.submit(self._copy(up=size), what="weights", stage=owner, priority=BULK_PRIORITY)
 
         return self.device.upload(owner, generation, begin)
 

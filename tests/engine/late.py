@@ -1,5 +1,6 @@
 """Emulated devices whose copies are as late, or as early, as they may be: each is made when somebody waits for it, or for one
-behind it in the same direction, and not a moment earlier; or the moment it is asked for. Who forgets to wait, or changes a
+behind it in the same direction (large copies and others are in no order), and not a moment earlier; or the moment it is asked
+for. Who forgets to wait, or changes a
 source too early, computes with NaN or with what came later beside the one; who asks for a copy to where another's result has
 not been taken yet, with what came later beside the other. Every time."""
 
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from fuyou_cli.engine.devices.base import Event
 from fuyou_cli.engine.devices.cpu import PastEvent
 from fuyou_cli.engine.devices.emulated import EmulatedDevice, poison
 
@@ -53,30 +55,30 @@ class _LateCopy(PastEvent):
 class LateDevice(EmulatedDevice):
     def __init__(self) -> None:
         super().__init__()
-        self._late_up, self._late_down = _LateCopies(), _LateCopies()
+        self._late_up, self._late_down, self._bulk_up, self._bulk_down = (_LateCopies() for _ in range(4))
 
-    def upload(self, host: torch.Tensor, device: torch.Tensor) -> PastEvent:
-        return self._late_up.submit(host, device)
+    def upload(self, host: torch.Tensor, device: torch.Tensor, *, after: Event | None = None, bulk: bool = False) -> PastEvent:
+        return (self._bulk_up if bulk else self._late_up).submit(host, device)
 
-    def download(self, device: torch.Tensor, host: torch.Tensor) -> PastEvent:
-        return self._late_down.submit(device, host)
+    def download(self, device: torch.Tensor, host: torch.Tensor, *, bulk: bool = False) -> PastEvent:
+        return (self._bulk_down if bulk else self._late_down).submit(device, host)
 
     def synchronize(self) -> None:
-        self._late_up.run_until(None)
-        self._late_down.run_until(None)
+        for copies in (self._late_up, self._late_down, self._bulk_up, self._bulk_down):
+            copies.run_until(None)
 
     @property
     def under_way(self) -> int:
         """Copies nobody has waited for yet."""
-        return len(self._late_up.waiting) + len(self._late_down.waiting)
+        return sum(len(c.waiting) for c in (self._late_up, self._late_down, self._bulk_up, self._bulk_down))
 
 
 class EarlyDevice(EmulatedDevice):
-    def upload(self, host: torch.Tensor, device: torch.Tensor) -> PastEvent:
+    def upload(self, host: torch.Tensor, device: torch.Tensor, *, after: Event | None = None, bulk: bool = False) -> PastEvent:
         device.copy_(host)
         return PastEvent()
 
-    def download(self, device: torch.Tensor, host: torch.Tensor) -> PastEvent:
+    def download(self, device: torch.Tensor, host: torch.Tensor, *, bulk: bool = False) -> PastEvent:
         host.copy_(device)
         return PastEvent()
 

@@ -69,8 +69,8 @@ def test_a_wait_that_is_missing_is_seen(direction: str, tmp_path: Path, monkeypa
     device = LateDevice()
     copy = getattr(device, direction)
 
-    def unawaited(source: torch.Tensor, target: torch.Tensor) -> PastEvent:
-        event = copy(source, target)
+    def unawaited(source: torch.Tensor, target: torch.Tensor, **how: Any) -> PastEvent:
+        event = copy(source, target, **how)
         return PastEvent() if source.dim() == 3 else event
 
     monkeypatch.setattr(device, direction, unawaited)
@@ -89,14 +89,14 @@ class _Told(LateDevice):
         self.log: list[str] = []
         self.hosts: list[torch.Tensor] = []
 
-    def upload(self, host: torch.Tensor, device: torch.Tensor) -> PastEvent:
+    def upload(self, host: torch.Tensor, device: torch.Tensor, **how: Any) -> PastEvent:
         if host.dim() == 3:
             self.log.append("up")
             self.hosts.append(host)
-        return super().upload(host, device)
+        return super().upload(host, device, **how)
 
-    def download(self, device: torch.Tensor, host: torch.Tensor) -> PastEvent:
-        event = super().download(device, host)
+    def download(self, device: torch.Tensor, host: torch.Tensor, **how: Any) -> PastEvent:
+        event = super().download(device, host, **how)
         if host.dim() != 3:
             return event
         self.log.append("down")
@@ -143,14 +143,14 @@ def test_neighbours_cross_while_a_micro_batch_computes(tmp_path: Path, monkeypat
 
 
 def test_next_weights_go_up_behind_the_first_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are large, and one stream carries both."""
+    """They are large, and what is before it in their direction when it is asked for goes first."""
     subject = Subject(llama(num_hidden_layers=3), Shape())
     device = LateDevice()
     upload, asked = device.upload, list[int]()
 
-    def told(host: torch.Tensor, target: torch.Tensor) -> PastEvent:
+    def told(host: torch.Tensor, target: torch.Tensor, **how: Any) -> PastEvent:
         asked.append(host.dim())
-        return upload(host, target)
+        return upload(host, target, **how)
 
     monkeypatch.setattr(device, "upload", told)
     monkeypatch.setattr(rigs, "open_device", lambda kind: device)

@@ -8,9 +8,10 @@ from typing import Literal
 
 import pytest
 
+from fuyou_cli.planner import simulate as simulated
 from fuyou_cli.planner.boundary_layout import kept_bytes
 from fuyou_cli.planner.costs import Costs
-from fuyou_cli.planner.device import crossing
+from fuyou_cli.planner.device import BOUNDARIES_ACROSS, crossing
 from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.schedule import Schedule, Visit, plan_schedule
 from fuyou_cli.planner.simulate import simulate
@@ -79,3 +80,15 @@ def test_a_batch_that_stays_on_the_device_has_all_its_copies_hidden() -> None:
     ours = simulate(model, SLOW, made, schedule).step_seconds - compute
     other = simulate(model, SLOW, made, schedule, batch_on_device=True).step_seconds - compute
     assert other < 0.1 * ours
+
+
+def test_boundaries_go_before_weights_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large copies that compute hides as a whole, though no micro-batch of it alone would."""
+    spec = model(*[16 * BLOCK] * 6)
+    made, schedule = _planned(spec, 8, None)
+    weights, forward = 32 * BLOCK / SLOW.h2d, schedule.visits[2]
+    fast = replace(SLOW, matmul_flops=forward.flops / (2 * weights), d2h=2e9)
+    stalls = [simulate(spec, fast, made, schedule).stalls[BOUNDARIES_ACROSS]]
+    monkeypatch.setattr(simulated, "BULK_PRIORITY", 0)
+    stalls.append(simulate(spec, fast, made, schedule).stalls[BOUNDARIES_ACROSS])
+    assert stalls[0] < 0.7 * stalls[1]

@@ -68,11 +68,15 @@ class Device(Protocol):
     def empty_like(self, host: torch.Tensor) -> torch.Tensor:
         """Device memory for a copy of `host`, of its shape and strides."""
 
-    def upload(self, host: torch.Tensor, device: torch.Tensor) -> Event:
-        """Host to device, after the compute submitted so far (it may still read `device`)."""
+    def upload(self, host: torch.Tensor, device: torch.Tensor, *, after: Event | None = None, bulk: bool = False) -> Event:
+        """Host to device, after the compute that may still read `device`: what ran before `after`, or all submitted so far.
+        With `bulk` (1-D, whose memory stays) behind boundaries, in pieces: in no order with copies that are not."""
 
-    def download(self, device: torch.Tensor, host: torch.Tensor) -> Event:
-        """Device to host, after the compute submitted so far (it produces `device`)."""
+    def download(self, device: torch.Tensor, host: torch.Tensor, *, bulk: bool = False) -> Event:
+        """Device to host, after the compute submitted so far (it produces `device`). `bulk` as above."""
+
+    def computed(self) -> Event:
+        """The point behind the compute submitted so far."""
 
     def pin(self, host: torch.Tensor) -> int:
         """Registers host memory for direct transfers, for as long as the device is open. Returns the bytes that could not be:

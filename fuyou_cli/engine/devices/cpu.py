@@ -31,12 +31,15 @@ class CpuDevice:
     def empty_like(self, host: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype)
 
-    def upload(self, host: torch.Tensor, device: torch.Tensor) -> Event:
+    def upload(self, host: torch.Tensor, device: torch.Tensor, *, after: Event | None = None, bulk: bool = False) -> Event:
         device.copy_(host)
         return PastEvent()
 
-    def download(self, device: torch.Tensor, host: torch.Tensor) -> Event:
+    def download(self, device: torch.Tensor, host: torch.Tensor, *, bulk: bool = False) -> Event:
         host.copy_(device)
+        return PastEvent()
+
+    def computed(self) -> Event:
         return PastEvent()
 
     def pin(self, host: torch.Tensor) -> int:

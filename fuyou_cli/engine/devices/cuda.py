@@ -1,20 +1,22 @@
-"""A CUDA device: two copy streams beside the compute stream, events between them, the arena pinned.
+"""A CUDA device: copy streams beside the compute stream, two each way (`cuda_copies`), events between them, the arena pinned.
 
 Correct first: uploads wait for compute that may still read their target, downloads wait for compute that produces their
-source. Host memory is registered with cudaHostRegister, because torch's own pinned allocator rounds sizes up to powers
-of two. What no GPU has confirmed yet is listed in CHANGELOG.md.
+source. A target fresh from torch's allocator may be memory that compute submitted so far still uses: such an upload waits for
+all of it. Only one to memory that stays is asked for behind an earlier point, its last reader. Host memory is registered with
+cudaHostRegister, because torch's own pinned allocator rounds sizes up to powers of two. What no GPU has confirmed yet is listed
+in CHANGELOG.md.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from contextlib import suppress
 
 import torch
 
 from ...core.errors import FuyouError
-from .base import MOST_COPIES, Copy, Event
+from .base import Copy, Event
+from .cuda_copies import BulkCopies, CudaCopies, CudaEvent
 from .pinned import STAGING, PinnedMemory, Staging
 
 
@@ -30,25 +32,6 @@ def _register(address: int, size: int) -> bool:
 
 def _unregister(address: int) -> None:
     torch.cuda.cudart().cudaHostUnregister(address)  # what it returns of a context that has failed is told already
-
-
-class CudaEvent:
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event(enable_timing=True)
-        self._event.record(stream)
-
-    def seconds_after(self, earlier: CudaEvent) -> float:
-        """Both have passed."""
-        return float(earlier._event.elapsed_time(self._event)) / 1000
-
-    def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
-
-    def synchronize(self) -> None:
-        self._event.synchronize()
-
-    def done(self) -> bool:
-        return bool(self._event.query())
 
 
 class CudaDevice:
@@ -69,13 +52,15 @@ class CudaDevice:
         self._ready(self.torch_device)
         self._up = torch.cuda.Stream()
         self._down = torch.cuda.Stream()
-        self._copies: deque[tuple[bool, CudaEvent, CudaEvent, int]] = deque(maxlen=MOST_COPIES)  # up, from, to, bytes
+        self._copies = CudaCopies()
+        self._bulk += [BulkCopies(self.torch_device, self._copies, up=up) for up in (True, False)]
         self._clock = torch.cuda.Stream()  # never has work: what is recorded there passes at once
         self._set_clock()
 
     def _ready(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
         self._host = PinnedMemory(_register, _unregister)
+        self._bulk: list[BulkCopies] = []  # up and down
         self._staging: list[Staging] = []  # up and down, where not all of the host's memory could be pinned
 
     def empty(self, size: int) -> torch.Tensor:
@@ -84,30 +69,29 @@ class CudaDevice:
     def empty_like(self, host: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=self.torch_device)
 
-    def upload(self, host: torch.Tensor, device: torch.Tensor) -> Event:
-        return self._copy(self._up, host, device, host)
+    def upload(self, host: torch.Tensor, device: torch.Tensor, *, after: Event | None = None, bulk: bool = False) -> Event:
+        after = self.computed() if after is None else after
+        assert isinstance(after, CudaEvent)
+        return self._copy(host, device, host, after, bulk=bulk)
 
-    def download(self, device: torch.Tensor, host: torch.Tensor) -> Event:
-        return self._copy(self._down, device, host, host)
+    def download(self, device: torch.Tensor, host: torch.Tensor, *, bulk: bool = False) -> Event:
+        return self._copy(device, host, host, self.computed(), bulk=bulk)
 
-    def _copy(self, stream: torch.cuda.Stream, source: torch.Tensor, target: torch.Tensor, host: torch.Tensor) -> Event:
+    def computed(self) -> CudaEvent:
+        return CudaEvent(torch.cuda.current_stream())
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, host: torch.Tensor, after: CudaEvent, *, bulk: bool) -> Event:
         up = source is host
-        ready = torch.cuda.Event()
-        ready.record()
+        large = self._bulk[not up]
+        stream = large.stream if bulk else self._up if up else self._down
 
         def copy(source: torch.Tensor, target: torch.Tensor) -> CudaEvent:
-            stream.wait_event(ready)
-            begin = CudaEvent(stream)
-            with torch.cuda.stream(stream):
-                target.copy_(source, non_blocking=True)
-            (target if up else source).record_stream(stream)
-            end = CudaEvent(stream)
-            self._copies.append((up, begin, end, source.numel() * source.element_size()))
-            return end
+            after.before(stream)
+            return self._copies.make(source, target, stream, up=up)
 
         if self._host.refuses(host):
             return self._staging[not up].submit(source, target, copy)
-        return copy(source, target)
+        return large.submit(source, target, after) if bulk else copy(source, target)
 
     def _set_clock(self) -> None:
         """Which moment of the host's clock one of the device's is. Set often: the time since is in single precision."""
@@ -116,15 +100,10 @@ class CudaDevice:
         self._zero_at = time.monotonic()
 
     def copies(self) -> list[Copy]:
-        found, going = [], []
-        for _ in range(len(self._copies)):  # a staging thread adds to them meanwhile
-            up, begin, end, size = copy = self._copies.popleft()
-            if not end.done():
-                going.append(copy)
-                continue
+        found = []
+        for up, begin, end, size in self._copies.take_ended():
             first, last = (self._zero_at + event.seconds_after(self._zero) for event in (begin, end))
             found.append(Copy(up=up, begin=first, end=last, bytes=size))
-        self._copies.extendleft(reversed(going))
         self._set_clock()
         return found
 
@@ -164,6 +143,8 @@ class CudaDevice:
     def synchronize(self) -> None:
         for staging in self._staging:
             staging.synchronize()
+        for bulk in self._bulk:
+            bulk.hand_on()
         torch.cuda.synchronize(self.torch_device)
 
     def close(self) -> None:
@@ -171,5 +152,8 @@ class CudaDevice:
             self.synchronize()
         for staging in self._staging:
             staging.close()
+        for bulk in self._bulk:
+            bulk.close()
         self._staging.clear()
+        self._bulk.clear()
         self._host.close()

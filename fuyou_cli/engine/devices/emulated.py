@@ -1,35 +1,70 @@
 """An emulated accelerator: memory of its own (other CPU tensors) and copy engines of its own (one thread each way).
 
 It exists so that everything about a separate device is exercised without one: uploads and downloads really run beside
-compute, each direction in order and in no order with the other, and reading a copy before its event is a real bug with real
-consequences. Device memory starts as NaN bytes, and so does the target of a copy from the moment it is asked for, so that
-whoever does not wait for it is seen.
+compute, each direction in order (boundaries before pieces of what is large) and in no order with the other, and reading a
+copy before its event is a real bug with real consequences. Device memory starts as NaN bytes, and so does the target of a copy
+from the moment it is asked for, so that whoever does not wait for it is seen.
+
+With rates it takes its time as well, as a GPU does that is launched ahead of: copies move at so many bytes per second, and
+compute is told how long it takes (`takes`), which copies behind it wait for and the launching thread does not.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 import weakref
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from ...core.units import gib
 from .base import Copy, CopyLog, Event
 from .cpu import CpuDevice, PastEvent
+from .pieces import PIECE, in_pieces
 from .pinned import STAGING, PinnedMemory, Staging
 
 
-class CopyEvent(PastEvent):
-    """Set by a copy engine when everything submitted to it before has been copied."""
+class ComputeClock:
+    """When the compute submitted so far is over, on the monotonic clock. Without rates it is before the call returned."""
 
     def __init__(self) -> None:
-        self._passed = threading.Event()
+        self.over = 0.0
+
+    def reaches(self, moment: float) -> None:
+        """What is submitted from now on begins no earlier."""
+        self.over = max(self.over, moment)
+
+    def takes(self, seconds: float) -> None:
+        """What was submitted last, behind the rest; the device cannot be done before its launch is."""
+        self.over = max(self.over + seconds, time.monotonic())
+
+
+class ComputeEvent(PastEvent):
+    """A point in the emulated compute."""
+
+    def __init__(self, moment: float) -> None:
+        self.moment = moment
+
+    def synchronize(self) -> None:
+        time.sleep(max(0.0, self.moment - time.monotonic()))
+
+    def done(self) -> bool:
+        return time.monotonic() >= self.moment
+
+
+class CopyEvent(PastEvent):
+    """Set by a copy engine when the copy is over."""
+
+    def __init__(self, clock: ComputeClock) -> None:
+        self._clock, self._passed = clock, threading.Event()
         self.error: RuntimeError | None = None
 
     def wait(self) -> None:
         self.synchronize()
+        self._clock.reaches(time.monotonic())
 
     def synchronize(self) -> None:
         self._passed.wait()
@@ -40,39 +75,84 @@ class CopyEvent(PastEvent):
         return self._passed.is_set()
 
 
-class _CopyEngine:
-    """One direction: copies in the order they were asked for, on a thread."""
+@dataclass(eq=False, slots=True)
+class _Copying:
+    """A copy asked for. `begins`: when the compute before it is over; `left`: pieces still to be made."""
 
-    def __init__(self, name: str, log: CopyLog, *, up: bool) -> None:
-        self._log, self._up = log, up
-        self._work: queue.SimpleQueue[tuple[torch.Tensor, torch.Tensor, CopyEvent] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._copy, name=name, daemon=True)
+    begins: float
+    left: deque[tuple[torch.Tensor, torch.Tensor]]
+    event: CopyEvent
+
+
+class CopyEngine:
+    """One direction, on a thread: copies in the order they were asked for, but that no piece of a bulk copy begins while
+    another copy could. `rate`: bytes per second, None for as fast as it goes."""
+
+    def __init__(
+        self, name: str, log: CopyLog, clock: ComputeClock, *, up: bool, rate: float | None = None, piece: int = PIECE
+    ) -> None:
+        self._log, self._clock, self._up, self._rate, self._piece = log, clock, up, rate, piece
+        self._urgent, self._bulk = deque[_Copying](), deque[_Copying]()
+        self._asked = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def _copy(self) -> None:
-        while (item := self._work.get()) is not None:
-            source, target, event = item
-            begin = time.monotonic()
-            try:
-                target.copy_(source)
-            except RuntimeError as error:  # shape or dtype mismatch: re-raised by whoever waits
-                event.error = error
-            size = source.numel() * source.element_size()
-            self._log.add(Copy(up=self._up, begin=begin, end=time.monotonic(), bytes=size))
-            event._passed.set()
+    def submit(self, source: torch.Tensor, target: torch.Tensor, *, begins: float, bulk: bool) -> CopyEvent:
+        if self._rate is None:  # one that takes its time is for timing: this is the launching thread's
+            poison(target)
+        pieces = in_pieces(source, target, self._piece) if bulk else [(source, target)]
+        copying = _Copying(begins, deque(pieces), CopyEvent(self._clock))
+        with self._asked:
+            (self._bulk if bulk else self._urgent).append(copying)
+            self._asked.notify()
+        return copying.event
 
-    def submit(self, source: torch.Tensor, target: torch.Tensor) -> CopyEvent:
-        event = CopyEvent()
-        poison(target)
-        self._work.put((source, target, event))
-        return event
+    def _run(self) -> None:
+        while (queue := self._next()) is not None:
+            copying = queue[0]
+            try:
+                self.copy(*copying.left.popleft())
+            except RuntimeError as error:  # shape or dtype mismatch: re-raised by whoever waits
+                copying.event.error = error
+                copying.left.clear()
+            if not copying.left:
+                copying.event._passed.set()
+                with self._asked:
+                    queue.popleft()
+
+    def _next(self) -> deque[_Copying] | None:
+        """The queue whose first copy goes on, once one can; None at the end."""
+        with self._asked:
+            while True:
+                now = time.monotonic()
+                waiting = [queue for queue in (self._urgent, self._bulk) if queue]
+                ready = next((queue for queue in waiting if queue[0].begins <= now), None)
+                if ready is not None:
+                    return ready
+                if self._closed:
+                    return None
+                self._asked.wait(min((queue[0].begins - now for queue in waiting), default=None))
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """One piece."""
+        begin, size = time.monotonic(), source.numel() * source.element_size()
+        target.copy_(source)
+        if self._rate is not None:
+            time.sleep(max(0.0, begin + size / self._rate - time.monotonic()))
+        self._log.add(Copy(up=self._up, begin=begin, end=time.monotonic(), bytes=size))
 
     def synchronize(self) -> None:
-        marker = torch.empty(0)
-        self.submit(marker, marker).synchronize()
+        with self._asked:
+            events = [copying.event for copying in (*self._urgent, *self._bulk)]
+        for event in events:
+            event.synchronize()
 
     def close(self) -> None:
-        self._work.put(None)
+        """Once what was asked for is made."""
+        with self._asked:
+            self._closed = True
+            self._asked.notify()
         self._thread.join()
 
 
@@ -104,19 +184,27 @@ class _Memory:
 
 class EmulatedDevice(CpuDevice):
     """Random streams are the CPU's; memory and copies are its own. What compute allocates for itself is not counted. `memory`:
-    bytes that may be in use. `pinnable`: bytes of the host's that may be registered at a time (None: all)."""
+    bytes that may be in use. `pinnable`: bytes of the host's that may be registered at a time (None: all). `rates`: bytes per
+    second up and down (None: as fast as it goes)."""
 
     name = "emulated"
     separate = True
 
-    def __init__(self, memory: int | None = None, pinnable: int | None = None) -> None:
+    def __init__(
+        self,
+        memory: int | None = None,
+        pinnable: int | None = None,
+        *,
+        rates: tuple[float | None, float | None] = (None, None),
+        piece: int = PIECE,
+    ) -> None:
         self._memory = _Memory(memory)
         self._pinnable = pinnable
         self._host = PinnedMemory(self._register, lambda address: None)
         self._staging: list[Staging] = []  # up and down, where not all of the host's memory could be pinned
-        self._log = CopyLog()
-        self._up = _CopyEngine("emulated-up", self._log, up=True)
-        self._down = _CopyEngine("emulated-down", self._log, up=False)
+        self._log, self._clock = CopyLog(), ComputeClock()
+        self._up = CopyEngine("emulated-up", self._log, self._clock, up=True, rate=rates[0], piece=piece)
+        self._down = CopyEngine("emulated-down", self._log, self._clock, up=False, rate=rates[1], piece=piece)
 
     def empty(self, size: int) -> torch.Tensor:
         return self._memory.take(torch.full((size,), 0xFF, dtype=torch.uint8))  # NaN in every float format
@@ -124,17 +212,27 @@ class EmulatedDevice(CpuDevice):
     def empty_like(self, host: torch.Tensor) -> torch.Tensor:
         return self._memory.take(super().empty_like(host))
 
-    def upload(self, host: torch.Tensor, device: torch.Tensor) -> Event:  # beside compute, in order
+    def upload(self, host: torch.Tensor, device: torch.Tensor, *, after: Event | None = None, bulk: bool = False) -> Event:
+        begins = after.moment if isinstance(after, ComputeEvent) else self._clock.over
+        copy = partial(self._up.submit, begins=begins, bulk=bulk)  # beside compute
         if self._host.refuses(host):
             poison(device)
-            return self._staging[0].submit(host, device, self._up.submit)
-        return self._up.submit(host, device)
+            return self._staging[0].submit(host, device, copy)
+        return copy(host, device)
 
-    def download(self, device: torch.Tensor, host: torch.Tensor) -> Event:
+    def download(self, device: torch.Tensor, host: torch.Tensor, *, bulk: bool = False) -> Event:
+        copy = partial(self._down.submit, begins=self._clock.over, bulk=bulk)
         if self._host.refuses(host):
             poison(host)
-            return self._staging[1].submit(device, host, self._down.submit)
-        return self._down.submit(device, host)
+            return self._staging[1].submit(device, host, copy)
+        return copy(device, host)
+
+    def computed(self) -> Event:
+        return ComputeEvent(self._clock.over)
+
+    def takes(self, seconds: float) -> None:
+        """The compute submitted last takes so long on the device; its results are here, but nobody has them before that."""
+        self._clock.takes(seconds)
 
     def pin(self, host: torch.Tensor) -> int:
         refused = self._host.pin(host)
@@ -164,6 +262,7 @@ class EmulatedDevice(CpuDevice):
         return None if self._memory.limit is None else self._memory.limit - self._memory.live
 
     def synchronize(self) -> None:
+        self.computed().synchronize()
         for staging in self._staging:
             staging.synchronize()
         self._up.synchronize()

@@ -1,0 +1,147 @@
+"""Large copies cross in pieces with boundaries first, and wait for what used their target last, and for nothing else."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuyou_cli.engine.devices.base import CopyLog
+from fuyou_cli.engine.devices.cpu import PastEvent
+from fuyou_cli.engine.devices.emulated import ComputeClock, CopyEngine, CopyEvent, EmulatedDevice
+from fuyou_cli.engine.devices.pieces import in_pieces
+from fuyou_cli.planner.schedule import Visit
+
+from . import rig as rigs
+from .families import llama
+from .late import LateDevice
+from .rig import Rig, Shape, Subject, unequal
+
+PIECE = 1024  # bytes: a block of a tiny model has dozens
+COPIED = 40 << 10
+
+
+@given(st.integers(0, 5000), st.integers(1, 400), st.sampled_from([torch.uint8, torch.bfloat16, torch.float32]))
+def test_pieces_are_the_whole(count: int, size: int, dtype: torch.dtype) -> None:
+    source, target = torch.arange(count).to(dtype), torch.zeros(count, dtype=dtype)
+    pieces = in_pieces(source, target, size)
+    assert all(part.numel() * part.element_size() <= max(size, dtype.itemsize) for part, _ in pieces)
+    for part, place in pieces:
+        place.copy_(part)
+    assert torch.equal(source, target)
+
+
+class _Gated(CopyEngine):
+    """Stands in its first piece until it is let on; `begun` has what every copy was of."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+        self.standing, self.on = threading.Event(), threading.Event()
+        super().__init__("gated", CopyLog(), ComputeClock(), up=True, piece=PIECE)
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        self.begun.append(int(source[0]))
+        self.standing.set()
+        self.on.wait()
+        super().copy(source, target)
+
+
+def test_a_boundary_waits_for_the_piece_under_way() -> None:
+    engine = _Gated()
+
+    def ask(value: int, size: int, *, bulk: bool) -> tuple[torch.Tensor, CopyEvent]:
+        target = torch.empty(size, dtype=torch.uint8)
+        return target, engine.submit(torch.full_like(target, value), target, begins=0.0, bulk=bulk)
+
+    asked = [ask(1, 4 * PIECE, bulk=True)]
+    engine.standing.wait()
+    asked += [ask(2, 2 * PIECE, bulk=True), ask(3, 8 * PIECE, bulk=False), ask(4, PIECE, bulk=False)]
+    engine.on.set()
+    engine.close()
+    assert engine.begun == [1, 3, 4, 1, 1, 1, 2, 2]  # boundaries whole, and all of them before the second piece
+    assert all(event.done() and target.eq(value).all() for value, (target, event) in enumerate(asked, start=1))
+
+
+class _Ordered(CopyEngine):
+    """Counts the pieces of large copies that had begun when each boundary was asked for, and when it began."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        self.pieces = 0
+        self.asked, self.begun = list[int](), list[int]()
+        super().__init__(*given, **options)
+
+    def submit(self, source: torch.Tensor, target: torch.Tensor, *, begins: float, bulk: bool) -> CopyEvent:
+        event = super().submit(source, target, begins=begins, bulk=bulk)
+        if not bulk:
+            self.asked.append(self.pieces)
+        return event
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        if source.dim() == 1 and source.dtype == torch.float32:
+            self.pieces += 1
+        else:
+            self.begun.append(self.pieces)
+        super().copy(source, target)
+
+
+def test_in_a_step_no_boundary_is_behind_more_than_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not a bit of the result is other than on the processor."""
+    subject = Subject(llama(), Shape(batch=5))
+    with Rig(subject, tmp_path / "cpu", home="cpu") as rig:
+        losses, weights = rig.run(2), rig.weights()
+    device = EmulatedDevice()
+    for name, up in (("_up", True), ("_down", False)):
+        getattr(device, name).close()
+        setattr(device, name, _Ordered(name, device._log, device._clock, up=up, piece=PIECE))
+    monkeypatch.setattr(rigs, "open_device", lambda kind: device)
+    with Rig(subject, tmp_path / "pieces", home="cpu", device="emulated") as rig:
+        assert rig.run(2) == losses
+        assert unequal(rig.weights(), weights) == []
+    for engine in (device._up, device._down):
+        assert isinstance(engine, _Ordered)
+        assert engine.pieces > 100 and len(engine.begun) > 20
+        behind = [begun - asked for asked, begun in zip(engine.asked, engine.begun, strict=True)]
+        assert max(behind) <= 1  # the one under way, or just chosen
+
+
+class _Behind(LateDevice):
+    """Tells behind which point large uploads are asked for: how many visits had been computed by then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.visits, self.seen = 0, list[tuple[int, int | None]]()  # visits done; and at the point given, None where none is
+
+    def upload(self, host: torch.Tensor, device: torch.Tensor, *, after: Any = None, bulk: bool = False) -> PastEvent:
+        if bulk:
+            self.seen.append((self.visits, None if after is None else after.visits))
+        return super().upload(host, device, after=after, bulk=bulk)
+
+    def computed(self) -> PastEvent:
+        return _Point(self.visits)
+
+
+class _Point(PastEvent):
+    def __init__(self, visits: int) -> None:
+        self.visits = visits
+
+
+def test_weights_go_up_behind_the_last_reader_of_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two places take turns: what goes to one while a visit computes with the other waits for the visit before it alone, not
+    for the one under way."""
+    subject, device = Subject(llama(num_hidden_layers=4), Shape()), _Behind()
+    monkeypatch.setattr(rigs, "open_device", lambda kind: device)
+    with Rig(subject, tmp_path, device="emulated", home="cpu") as rig:
+
+        def after(visit: Visit) -> None:
+            device.visits += 1
+
+        rig.executor.after_visit = after
+        rig.run(2)
+    behind = [(visits, point) for visits, point in device.seen if point is not None]
+    assert len(behind) >= 8 and len(device.seen) - len(behind) == 2  # each place's first
+    assert all(point < visits for visits, point in behind)
