@@ -237,24 +237,25 @@ class Executor:
             scale = min(1.0, limit / (norm + 1e-6))
         self.residency.update_later(replace(self._scalars, gradient_scale=scale))
 
-    def _hand_over(self, stage: int, gradients: torch.Tensor) -> None:
-        """The stage's gradients are complete and in host memory: they rest, or its update starts."""
-        squares = self._looked_at(stage, gradients)
+    def _hand_over(self, stage: int, gradients: torch.Tensor, squares: list[float]) -> None:
+        """The stage's gradients are complete and in host memory: they rest, or its update starts. `squares`: of each tensor."""
+        total = self._looked_at(stage, gradients, squares)
         if not self.plan.stages[stage].deferred:
             self._updating = True
             self.residency.update_now(stage, self._scalars)
             return
-        self._squares[stage] = squares
+        self._squares[stage] = total
         if self.plan.store_mode == "redo":
             self.residency.records[stage].gradients_sum = checksum(gradients.view(torch.uint8).numpy().data)
         self.residency.rest_gradients(stage)
 
-    def _looked_at(self, stage: int, gradients: torch.Tensor) -> float:
+    def _looked_at(self, stage: int, gradients: torch.Tensor, squares: list[float]) -> float:
         """The sum of squares. Also of gradients that no norm is asked for: those that are not finite would be found in the
         weights otherwise, wherever they began."""
         try:
             return squared_norm(
                 self.model.stages[stage],
+                squares,
                 gradients,
                 dtype=self.plan.numerics.accumulate_dtype,
                 step=self._step,

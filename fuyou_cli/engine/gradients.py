@@ -6,6 +6,7 @@ exists beside the sum. The order of additions is the order of micro-batches: it 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from ..core.errors import NumericsError
-from ..spec.model import Dtype, StageSpec
+from ..spec.model import Dtype, StageSpec, TensorSpec
 from ..swap.kernels import sum_squares
 
 PIECE = 1 << 19  # elements added at once
@@ -89,23 +90,26 @@ def _add(target: torch.Tensor, gradient: torch.Tensor) -> None:
         part.add_(more)
 
 
-def squared_norm(stage: StageSpec, flat: torch.Tensor, *, dtype: Dtype, step: int, changed: bool, reached: set[str]) -> float:
-    """Sum of squares of a stage's host-resident gradients, tensor by tensor in order (a fixed tree). Raises NumericsError
-    naming the tensor when a value is not finite; `changed`: whether an update of the step has begun. Names of tensors with
-    a gradient that is not zero are added to `reached`."""
-    item = flat.element_size()
-    memory = flat.view(torch.uint8).numpy().data
+def squared_norm(
+    stage: StageSpec, squares: Sequence[float], host: torch.Tensor, *, dtype: Dtype, step: int, changed: bool, reached: set[str]
+) -> float:
+    """Sum of squares of a stage's gradients, tensor by tensor in order. `squares`: of every tensor, as the device has summed
+    them. Raises NumericsError naming the tensor when a value is not finite, and counts these in `host`, the same gradients in
+    host memory; `changed`: whether an update of the step has begun. Names of tensors with a gradient that is not zero are
+    added to `reached`."""
     total = 0.0
-    for spec in stage.tensors:
-        view = memory[spec.offset * item : (spec.offset + spec.numel) * item]
-        squares, nonfinite = sum_squares(view, dtype)
-        if nonfinite:
+    for spec, value in zip(stage.tensors, squares, strict=True):
+        if not math.isfinite(value):
             raise NumericsError(
-                f"step {step}: {nonfinite} gradients of {spec.name} ({stage.name}) are not finite",
+                f"step {step}: {_nonfinite(spec, host, dtype)} gradients of {spec.name} ({stage.name}) are not finite",
                 hint=LOOK,
                 changed=changed,
             )
-        if squares:
+        if value:
             reached.add(spec.name)
-        total += squares
+        total += value
     return total
+
+
+def _nonfinite(spec: TensorSpec, host: torch.Tensor, dtype: Dtype) -> int:
+    return sum_squares(host[spec.offset : spec.offset + spec.numel].view(torch.uint8).numpy().data, dtype)[1]

@@ -1,36 +1,48 @@
 """The way of gradients from compute to their update: summed where the device computes, brought to the host, handed over.
 
 On device cpu a stage's gradients are summed where they rest. A device with memory of its own sums in spans that take
-turns with their downloads; what follows a download runs when somebody looks (`advance`) or waits (`settle`).
+turns with their downloads; what follows a download runs when somebody looks (`advance`) or waits (`settle`). Squares are summed
+by the device too, where the gradients are: what follows knows them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from ..planner.device import GRADIENTS_ACROSS
+from ..planner.device import GRADIENTS_ACROSS, square_lanes
 from ..planner.residency import Residency
 from ..spec.model import ITEM_SIZE, ModelSpec
 from ..spec.plan import Plan
-from .devices.base import Device, Event
+from .devices.base import Device, Event, Squares
 from .gradients import GradientSum
 from .host_memory import HostMemory
 from .moves import Waiting
 from .skeleton import TORCH_DTYPE
 
-HandOver = Callable[[int, torch.Tensor], None]  # (stage, its complete gradients in host memory)
+HandOver = Callable[[int, torch.Tensor, list[float]], None]  # (stage, its gradients in host memory, squares of each tensor)
 
 
 @dataclass(frozen=True, slots=True)
 class _Download:
-    """Complete gradients on their way to the host: the device span they leave, and what follows."""
+    """Complete gradients on their way to the host: the device span they leave, where they are squared meanwhile, and what
+    follows."""
 
     event: Event
+    squares: Squares | None  # None: nobody asks for them
     span: torch.Tensor
-    arrived: Callable[[], None]
+    arrived: Callable[[list[float]], None]
+
+    def done(self) -> bool:
+        return self.event.done() and (self.squares is None or self.squares.done())
+
+    def wait(self) -> list[float]:
+        """Until the span is nobody's; the squares. A copy that failed is over as well: here it says so."""
+        self.event.synchronize()
+        return [] if self.squares is None else self.squares.values()
 
 
 class GradientSums:
@@ -52,6 +64,8 @@ class GradientSums:
         self._dtype = TORCH_DTYPE[plan.numerics.accumulate_dtype]
         self._sums: dict[int, GradientSum] = {}
         self._spans = self._open_spans(ITEM_SIZE[plan.numerics.accumulate_dtype])
+        longest = max(tensor.numel for stage in model.stages for tensor in stage.tensors) if device.separate else 0
+        self._lanes = device.empty(8 * square_lanes(longest) if device.separate else 0)
         self._downloads: list[_Download] = []
 
     def _open_spans(self, item: int) -> list[torch.Tensor]:
@@ -72,8 +86,7 @@ class GradientSums:
             span = self.residency.resume_gradients(owner) if resume else self.residency.acquire_gradients(owner)
             flat = host = self.memory.tensor(span, self._dtype, spec.params)
             if self.device.separate:
-                if not self._spans:
-                    self.settle()
+                self.residency.wait_until(lambda: bool(self._spans), GRADIENTS_ACROSS)  # the oldest download is over
                 flat = self._spans.pop(0).view(self._dtype)[: spec.params]
                 if resume:
                     arrived = self.device.upload(host, flat, bulk=True)
@@ -84,54 +97,58 @@ class GradientSums:
 
     def close(self, owner: int, total: GradientSum | None) -> None:
         """The stage's gradients are complete: they are handed over once they are in host memory."""
-        self._bring(owner, total, lambda host: self._hand_over(owner, host))
+        self._bring(owner, total, partial(self._hand_over, owner), look=True)
 
     def rest(self, owner: int, total: GradientSum | None) -> None:
         """One of two users has added its gradients: they rest until the other resumes the sum."""
-        self._bring(owner, total, lambda host: self.residency.rest_gradients(owner))
+        self._bring(owner, total, lambda host, squares: self.residency.rest_gradients(owner), look=False)
 
-    def _bring(self, owner: int, total: GradientSum | None, then: Callable[[torch.Tensor], None]) -> None:
+    def _bring(
+        self, owner: int, total: GradientSum | None, then: Callable[[torch.Tensor, list[float]], None], *, look: bool
+    ) -> None:
         if total is None:
             return
         total.complete()
         del self._sums[owner]
         host = self.memory.tensor(self.residency.acquire_gradients(owner), self._dtype, total.stage.params)
+        runs = [(tensor.offset, tensor.numel) for tensor in total.stage.tensors]
         if not self.device.separate:
-            then(host)
+            then(host, self.device.squares(host, runs, self._lanes).values() if look else [])
             return
-        event = self.device.download(total.flat, host, bulk=True)
+        event = self.device.download(total.flat, host, bulk=True)  # first: it does not wait for the squares
+        squares = self.device.squares(total.flat, runs, self._lanes) if look else None
         # The update reads and writes the host's weights; they stay held until the gradients have arrived.
         record = self.residency.records[owner]
         self.residency.hold(record)
 
-        def arrived() -> None:
-            then(host)
+        def arrived(squares: list[float]) -> None:
+            then(host, squares)
             self.residency.let_go(record)
 
-        self._downloads.append(_Download(event, _whole(total.flat), arrived))
+        self._downloads.append(_Download(event, squares, _whole(total.flat), arrived))
 
     def advance(self) -> None:
         """Hands over what has arrived. Never waits."""
-        while self._downloads and self._downloads[0].event.done():
+        while self._downloads and self._downloads[0].done():
             self._arrive()
 
     def settle(self) -> None:
         """Everything under way has arrived and is handed over."""
         while self._downloads:
             with self._waiting(GRADIENTS_ACROSS):
-                self._downloads[0].event.synchronize()
+                self._downloads[0].wait()
             self._arrive()
 
     def _arrive(self) -> None:
-        self._downloads[0].event.synchronize()  # a copy that failed is over as well: here it says so
+        squares = self._downloads[0].wait()
         download = self._downloads.pop(0)
         self._spans.append(download.span)
-        download.arrived()
+        download.arrived(squares)
 
     def forget(self) -> None:
         """A step was given up: nothing is handed over."""
         for download in self._downloads:
-            download.event.synchronize()
+            download.wait()
             self._spans.append(download.span)
         self._downloads.clear()
         for total in self._sums.values():

@@ -17,7 +17,14 @@ GRADIENTS_ACROSS = "copies of gradients"
 # its direction at once, where a run's may wait 1.5 ms for the piece under way.
 BULK_PRIORITY = 1
 
+SQUARE_LANES = 1 << 21  # at most, float64: squares of gradients are summed in them
+
 WEIGHTS_ON_DEVICE = 2  # stages whose streamed weights a device holds at a time; they take turns
+
+
+def square_lanes(count: int) -> int:
+    """How many lanes the squares of `count` values are summed in: a power of two."""
+    return min(SQUARE_LANES, 1 << max(0, count - 1).bit_length())
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from ..spec.model import ITEM_SIZE, ModelSpec
 from ..spec.plan import StagePlan
 from .bound import uploads
 from .boundary_layout import kept_bytes
-from .device import WEIGHTS_ON_DEVICE
+from .device import WEIGHTS_ON_DEVICE, square_lanes
 from .memory import HEAD_BYTES_PER_TOKEN, micro_boundary
 from .schedule import Schedule
 from .wishes import Wishes
@@ -20,7 +20,7 @@ class DeviceMemory:
 
     homes: int = 0  # weights that rest there, beside their copy in RAM that updates write
     turns: int = 0  # weights of other stages, which take turns
-    sums: int = 0  # gradients of two stages; a tied head that is not cut keeps a third through backward
+    sums: int = 0  # gradients of two stages; a tied head that is not cut keeps a third through backward; lanes of their squares
     compute: int = 0  # the hungriest pass of one micro-batch beside its neighbours; what a cut head knows of every token
 
     @property
@@ -33,13 +33,15 @@ def device_memory(model: ModelSpec, wishes: Wishes, stages: tuple[StagePlan, ...
         return DeviceMemory()
     item = ITEM_SIZE[model.compute_dtype]
     streamed = [model.stages[stage.stage].params for stage in stages if stage.weights != "gpu"]
-    sums = 3 if model.tied_head and not model.head_is_cut else 2
+    spans = 3 if model.tied_head and not model.head_is_cut else 2
+    sums = spans * max(stage.params for stage in model.stages) * ITEM_SIZE[wishes.numerics.accumulate_dtype]
+    lanes = square_lanes(max(tensor.numel for stage in model.stages for tensor in stage.tensors))
     tokens = wishes.numerics.batch_size * wishes.numerics.max_seq_len
     targets = HEAD_BYTES_PER_TOKEN * tokens if model.head_is_cut else 0
     return DeviceMemory(
         homes=item * sum(model.stages[stage.stage].params for stage in stages if stage.weights == "gpu"),
         turns=item * WEIGHTS_ON_DEVICE * max(streamed, default=0),
-        sums=sums * max(stage.params for stage in model.stages) * ITEM_SIZE[wishes.numerics.accumulate_dtype],
+        sums=sums + 8 * lanes,
         compute=targets + max(_pass_peak(model, wishes, stage) for stage in stages),
     )
 

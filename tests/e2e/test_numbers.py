@@ -14,6 +14,7 @@ from fuyou_cli.cli import probe
 from fuyou_cli.cli.finetune import run_finetune
 from fuyou_cli.core.errors import Interrupted, NumericsError
 from fuyou_cli.engine import executor as executors
+from fuyou_cli.engine.gradients import GradientSum
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.model import StageSpec
 from fuyou_cli.training import manifest as manifests
@@ -119,14 +120,14 @@ def test_without_clipping_the_run_is_back_at_its_last_commit(new_project: NewPro
     project = new_project(changes=UNCLIPPED)
     with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
         run.load(lambda count: None)
-        hand_over, block = run.executor.sums._hand_over, _first_block(run)
+        close, block = run.executor.sums.close, _first_block(run)
 
-        def poison(stage: int, gradients: torch.Tensor) -> None:
-            if run.step == 3 and stage == block.index:
-                gradients.fill_(float("nan"))
-            hand_over(stage, gradients)
+        def poison(stage: int, total: GradientSum | None) -> None:
+            if run.step == 3 and total is not None and stage == block.index:
+                total.flat.fill_(float("nan"))
+            close(stage, total)
 
-        run.executor.sums._hand_over = poison
+        run.executor.sums.close = poison
         with pytest.raises(NumericsError, match=r"step 4: \d+ gradients of transformer\.h\.0") as ended:
             run.train(lambda report: None)
     assert ended.value.changed and manifest_of(project).step == 3
@@ -140,10 +141,11 @@ def test_a_skipped_step_is_in_the_log(new_project: NewProject, monkeypatch: pyte
     monkeypatch.setattr("fuyou_cli.cli.allocator.settle_for_training", lambda: None)
     norm = executors.squared_norm
 
-    def refused(stage: Any, flat: torch.Tensor, **options: Any) -> float:
+    def refused(stage: Any, squares: list[float], host: torch.Tensor, **options: Any) -> float:
         if options["step"] == 2:
-            flat[0] = float("inf")
-        return norm(stage, flat, **options)
+            host[0] = float("inf")
+            squares = [float("inf"), *squares[1:]]
+        return norm(stage, squares, host, **options)
 
     monkeypatch.setattr(executors, "squared_norm", refused)
     run_finetune(load_recipe(project.recipe))
@@ -157,15 +159,15 @@ def test_a_parameter_that_no_gradient_reaches_is_named_once(new_project: NewProj
     project, heard = new_project(changes=UNCLIPPED), list[str]()
     with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space, announce=heard.append) as run:
         run.load(lambda count: None)
-        hand_over, block = run.executor.sums._hand_over, _first_block(run)
+        close, block = run.executor.sums.close, _first_block(run)
         bias = block.tensors[1]
 
-        def forget(stage: int, gradients: torch.Tensor) -> None:
-            if stage == block.index:
-                gradients[bias.offset : bias.offset + bias.numel] = 0
-            hand_over(stage, gradients)
+        def forget(stage: int, total: GradientSum | None) -> None:
+            if total is not None and stage == block.index:
+                total.flat[bias.offset : bias.offset + bias.numel] = 0
+            close(stage, total)
 
-        run.executor.sums._hand_over = forget
+        run.executor.sums.close = forget
         run.train(lambda report: None)
     assert heard == [f"note: no gradient has reached {bias.name} in 3 steps: nothing is learnt there"]
 

@@ -6,13 +6,14 @@ not been taken yet, with what came later beside the other. Every time."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from fuyou_cli.engine.devices.base import Event
-from fuyou_cli.engine.devices.cpu import PastEvent
+from fuyou_cli.engine.devices.base import Event, Run, Squares
+from fuyou_cli.engine.devices.cpu import PastEvent, squares_of
 from fuyou_cli.engine.devices.emulated import EmulatedDevice, poison
 
 from . import rig as rigs
@@ -52,10 +53,30 @@ class _LateCopy(PastEvent):
         return True
 
 
+class _LateSquares:
+    """Of what is there when somebody asks for them."""
+
+    def __init__(self, flat: torch.Tensor, runs: Sequence[Run]) -> None:
+        self._flat, self._runs = flat, runs
+        self._values: list[float] | None = None
+
+    def done(self) -> bool:
+        self.values()
+        return True
+
+    def values(self) -> list[float]:
+        if self._values is None:
+            self._values = squares_of(self._flat, self._runs)
+        return self._values
+
+
 class LateDevice(EmulatedDevice):
     def __init__(self) -> None:
         super().__init__()
         self._late_up, self._late_down, self._bulk_up, self._bulk_down = (_LateCopies() for _ in range(4))
+
+    def squares(self, flat: torch.Tensor, runs: Sequence[Run], lanes: torch.Tensor) -> Squares:
+        return _LateSquares(flat, runs)
 
     def upload(self, host: torch.Tensor, device: torch.Tensor, *, after: Event | None = None, bulk: bool = False) -> PastEvent:
         return (self._bulk_up if bulk else self._late_up).submit(host, device)

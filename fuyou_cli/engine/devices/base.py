@@ -8,7 +8,7 @@ device cpu host memory is device memory and nothing is copied.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,6 +54,19 @@ class Event(Protocol):
         """Whether it has passed already; never waits."""
 
 
+Run = tuple[int, int]  # of values: the first, and how many
+
+
+class Squares(Protocol):
+    """Sums of squares of runs of values, in double: infinite or NaN where a value is not finite."""
+
+    def done(self) -> bool:
+        """Whether they are there; never waits."""
+
+    def values(self) -> list[float]:
+        """One per run, in order; waits until they are there."""
+
+
 class Device(Protocol):
     """One place to compute."""
 
@@ -77,6 +90,12 @@ class Device(Protocol):
 
     def computed(self) -> Event:
         """The point behind the compute submitted so far."""
+
+    def squares(self, flat: torch.Tensor, runs: Sequence[Run], lanes: torch.Tensor) -> Squares:
+        """Of runs of `flat` (1-D, in device memory), after the compute submitted so far; `flat` stays as it is until they are
+        there. The order of additions is fixed: the same bits on every device of this kind. `lanes`: device memory to compute
+        in, 8 bytes for each of the `square_lanes` of the longest run; no other call has it meanwhile, on device cpu none is
+        needed."""
 
     def pin(self, host: torch.Tensor) -> int:
         """Registers host memory for direct transfers, for as long as the device is open. Returns the bytes that could not be:

@@ -10,13 +10,15 @@ in CHANGELOG.md.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
 
 from ...core.errors import FuyouError
-from .base import Copy, Event
+from .base import Copy, Event, Run, Squares
 from .cuda_copies import BulkCopies, CudaCopies, CudaEvent
+from .lanes import squares_in_lanes
 from .pinned import STAGING, PinnedMemory, Staging
 
 
@@ -32,6 +34,20 @@ def _register(address: int, size: int) -> bool:
 
 def _unregister(address: int) -> None:
     torch.cuda.cudart().cudaHostUnregister(address)  # what it returns of a context that has failed is told already
+
+
+class CudaSquares:
+    """On their way to pinned memory of their own."""
+
+    def __init__(self, host: torch.Tensor, arrived: CudaEvent) -> None:
+        self._host, self._arrived = host, arrived
+
+    def done(self) -> bool:
+        return self._arrived.done()
+
+    def values(self) -> list[float]:
+        self._arrived.synchronize()
+        return [float(value) for value in self._host.tolist()]
 
 
 class CudaDevice:
@@ -52,6 +68,7 @@ class CudaDevice:
         self._ready(self.torch_device)
         self._up = torch.cuda.Stream()
         self._down = torch.cuda.Stream()
+        self._results = torch.cuda.Stream()  # of a few bytes, which must neither wait for the copies above nor hold up compute
         self._copies = CudaCopies()
         self._bulk += [BulkCopies(self.torch_device, self._copies, up=up) for up in (True, False)]
         self._clock = torch.cuda.Stream()  # never has work: what is recorded there passes at once
@@ -92,6 +109,16 @@ class CudaDevice:
         if self._host.refuses(host):
             return self._staging[not up].submit(source, target, copy)
         return large.submit(source, target, after) if bulk else copy(source, target)
+
+    def squares(self, flat: torch.Tensor, runs: Sequence[Run], lanes: torch.Tensor) -> Squares:
+        """On the compute stream, which nothing else then has to wait for; the results leave on a stream of their own."""
+        found = squares_in_lanes(flat, runs, lanes.view(torch.float64))
+        host = torch.empty(len(runs), dtype=torch.float64, pin_memory=True)
+        self._results.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._results):
+            host.copy_(found, non_blocking=True)
+        found.record_stream(self._results)
+        return CudaSquares(host, CudaEvent(self._results))
 
     def _set_clock(self) -> None:
         """Which moment of the host's clock one of the device's is. Set often: the time since is in single precision."""

@@ -1,4 +1,5 @@
-"""An emulated accelerator: memory of its own (other CPU tensors) and copy engines of its own (one thread each way).
+"""An emulated accelerator: memory of its own (other CPU tensors), copy engines of its own (one thread each way), and a thread
+that sums squares.
 
 It exists so that everything about a separate device is exercised without one: uploads and downloads really run beside
 compute, each direction in order (boundaries before pieces of what is large) and in no order with the other, and reading a
@@ -15,14 +16,16 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from ...core.units import gib
-from .base import Copy, CopyLog, Event
-from .cpu import CpuDevice, PastEvent
+from .base import Copy, CopyLog, Event, Run, Squares
+from .cpu import CpuDevice, PastEvent, squares_of
 from .pieces import PIECE, in_pieces
 from .pinned import STAGING, PinnedMemory, Staging
 
@@ -156,6 +159,17 @@ class CopyEngine:
         self._thread.join()
 
 
+class _FutureSquares:
+    def __init__(self, future: Future[list[float]]) -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def values(self) -> list[float]:
+        return self._future.result()
+
+
 def poison(target: torch.Tensor) -> None:
     """What computes with it before the copy has arrived gets NaN, or ids of no token."""
     target.fill_(torch.nan if target.is_floating_point() else True if target.dtype == torch.bool else -1)
@@ -205,6 +219,7 @@ class EmulatedDevice(CpuDevice):
         self._log, self._clock = CopyLog(), ComputeClock()
         self._up = CopyEngine("emulated-up", self._log, self._clock, up=True, rate=rates[0], piece=piece)
         self._down = CopyEngine("emulated-down", self._log, self._clock, up=False, rate=rates[1], piece=piece)
+        self._summing = ThreadPoolExecutor(1, thread_name_prefix="emulated-squares")
 
     def empty(self, size: int) -> torch.Tensor:
         return self._memory.take(torch.full((size,), 0xFF, dtype=torch.uint8))  # NaN in every float format
@@ -249,6 +264,9 @@ class EmulatedDevice(CpuDevice):
         self._pinnable -= size
         return True
 
+    def squares(self, flat: torch.Tensor, runs: Sequence[Run], lanes: torch.Tensor) -> Squares:
+        return _FutureSquares(self._summing.submit(squares_of, flat, runs))
+
     def copies(self) -> list[Copy]:
         return [copy for copy in self._log.take() if copy.bytes]
 
@@ -267,9 +285,11 @@ class EmulatedDevice(CpuDevice):
             staging.synchronize()
         self._up.synchronize()
         self._down.synchronize()
+        self._summing.submit(int).result()
 
     def close(self) -> None:
         for staging in self._staging:
             staging.close()
         self._up.close()
         self._down.close()
+        self._summing.shutdown()

@@ -1,0 +1,195 @@
+"""Squares of gradients: summed by the device, in an order that is written out, and seen before anything is updated."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuyou_cli.engine.devices.base import Event, Run, Squares
+from fuyou_cli.engine.devices.cpu import PastEvent
+from fuyou_cli.engine.devices.emulated import EmulatedDevice
+from fuyou_cli.engine.devices.lanes import squares_in_lanes
+from fuyou_cli.planner import device as device_rules
+from fuyou_cli.planner.device import square_lanes
+from fuyou_cli.planner.schedule import Visit
+from fuyou_cli.swap import kernels
+
+from . import rig as rigs
+from .families import llama
+from .rig import Rig, Shape, Subject
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    return Subject(llama(num_hidden_layers=3), Shape())
+
+
+# ---- in lanes --------------------------------------------------------------------------------------------------------
+
+
+def _by_hand(values: list[float], width: int) -> float:
+    """One value after the other to lane i mod `width`, lanes folded in halves, in Python's doubles."""
+    lanes = [0.0] * width
+    for at, value in enumerate(values):
+        lanes[at % width] += value * value
+    while len(lanes) > 1:
+        half = len(lanes) // 2
+        lanes = [lanes[i] + lanes[i + half] for i in range(half)]
+    return lanes[0]
+
+
+@given(
+    counts=st.lists(st.integers(0, 90), min_size=1, max_size=4),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    most=st.sampled_from([1, 4, 16, 64]),
+    seed=st.integers(0, 1 << 20),
+)
+def test_the_order_of_additions_is_the_one_written_out(counts: list[int], dtype: torch.dtype, most: int, seed: int) -> None:
+    flat = (torch.randn(sum(counts) + 7, generator=torch.Generator().manual_seed(seed)) * 1e3).to(dtype)
+    ends = [sum(counts[: number + 1]) for number in range(len(counts))]
+    runs = [(end - count, count) for end, count in zip(ends, counts, strict=True)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_rules, "SQUARE_LANES", most)
+        found = squares_in_lanes(flat, runs, torch.full((most,), math.nan, dtype=torch.float64)).tolist()
+        wanted = [_by_hand(flat[first : first + count].tolist(), square_lanes(count)) for first, count in runs]
+    assert found == wanted
+
+
+def test_extremes_are_squared_exactly_and_what_is_not_finite_shows() -> None:
+    lanes = torch.empty(4, dtype=torch.float64)
+    small, large = 2.0**-149, float(torch.finfo(torch.float32).max)
+    flat = torch.tensor([small, large, large, math.inf, 1.0, math.nan, 0.0])
+    found = squares_in_lanes(flat, [(0, 1), (1, 2), (3, 2), (4, 2), (6, 1)], lanes).tolist()
+    assert found[:2] == [small**2, 2 * large**2] and found[4] == 0.0
+    assert math.isinf(found[2]) and math.isnan(found[3])
+
+
+def test_the_library_and_the_lanes_agree() -> None:
+    """Two orders of additions over the same exact squares."""
+    flat = torch.randn(100_003, generator=torch.Generator().manual_seed(1))
+    ours, _ = kernels.sum_squares(flat.numpy().data, "float32")
+    (lanes,) = squares_in_lanes(flat, [(0, flat.numel())], torch.empty(1 << 17, dtype=torch.float64)).tolist()
+    assert lanes == pytest.approx(ours, rel=1e-13)
+
+
+# ---- in a step -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
+def test_the_launching_thread_squares_nothing(clip: float | None, subject: Subject, tmp_path: Path, monkeypatch: Any) -> None:
+    seen, count = set[int](), kernels._count
+
+    def watched(memory: Any, item: int) -> int:
+        seen.add(threading.get_ident())
+        return count(memory, item)
+
+    monkeypatch.setattr(kernels, "_count", watched)
+    with Rig(subject, tmp_path, device="emulated", clip=clip) as rig:
+        rig.run(2)
+    assert len(seen) == 1 and threading.get_ident() not in seen
+
+
+class _HeldSquares:
+    """Not there before they are released."""
+
+    def __init__(self, squares: Squares) -> None:
+        self._squares, self.released = squares, False
+
+    def done(self) -> bool:
+        return self.released and self._squares.done()
+
+    def values(self) -> list[float]:
+        assert self.released
+        return self._squares.values()
+
+
+class _HoldsSquares(EmulatedDevice):
+    """The first squares of all are held."""
+
+    held: _HeldSquares | None = None
+
+    def squares(self, flat: torch.Tensor, runs: Sequence[Run], lanes: torch.Tensor) -> Squares:
+        squares = super().squares(flat, runs, lanes)
+        if self.held is not None:
+            return squares
+        self.held = _HeldSquares(squares)
+        return self.held
+
+
+def test_no_update_begins_before_its_gradients_were_seen(subject: Subject, tmp_path: Path, monkeypatch: Any) -> None:
+    """Those of the head have arrived by then, and so have those of the norm behind them."""
+    device = _HoldsSquares()
+    monkeypatch.setattr(rigs, "open_device", lambda kind: device)
+    with Rig(subject, tmp_path, device="emulated", clip=None, defer=0.0) as rig:
+        begun = list[bool]()
+
+        def look(visit: Visit) -> None:
+            if device.held is not None and not device.held.released:
+                device._down.synchronize()
+                rig.executor.sums.advance()
+                begun.append(rig.executor._updating)
+                device.held.released = visit.phase == "backward"
+
+        rig.executor.after_visit = look
+        rig.run(1)
+        assert begun == [False, False] and rig.generations == {1}
+
+
+class _HeldCopy(PastEvent):
+    """Nobody finds it over before it is released; who waits for it may have to be refused."""
+
+    def __init__(self, event: Event, *, may_wait: bool) -> None:
+        self._event, self._may_wait, self.released = event, may_wait, False
+
+    def synchronize(self) -> None:
+        assert self.released or self._may_wait, "somebody waits for the newest download"
+        self._event.synchronize()
+
+    def done(self) -> bool:
+        return self.released and self._event.done()
+
+
+class _HoldsDownloads(EmulatedDevice):
+    """The first two downloads of a stage's gradients do not end before they are released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spans, self.held = set[int](), list[_HeldCopy]()
+
+    def download(self, device: torch.Tensor, host: torch.Tensor, *, bulk: bool = False) -> Event:
+        event = super().download(device, host, bulk=bulk)
+        if device.data_ptr() not in self.spans or len(self.held) == 2:
+            return event
+        self.held.append(_HeldCopy(event, may_wait=not self.held))
+        return self.held[-1]
+
+
+def test_a_sum_waits_for_the_oldest_download_alone(subject: Subject, tmp_path: Path, monkeypatch: Any) -> None:
+    """The last block's sum takes the span of the head's, which is over at last; the norm's gradients are still on their way."""
+    device = _HoldsDownloads()
+    monkeypatch.setattr(rigs, "open_device", lambda kind: device)
+    with Rig(subject, tmp_path, device="emulated", clip=None) as rig:
+        device.spans = {span.data_ptr() for span in rig.executor.sums._spans}
+        begin, opened = rig.executor.sums.open, list[int]()
+
+        def observed(owner: int, **how: Any) -> Any:
+            if len(device.held) == 2:
+                assert opened or len(rig.executor.sums._spans) == 0
+                device.held[0].released = True
+            total = begin(owner, **how)
+            if len(device.held) == 2:
+                opened.append(owner)
+                device.held[1].released = True
+            return total
+
+        monkeypatch.setattr(rig.executor.sums, "open", observed)
+        rig.run(1)
+        assert opened == [3, 2, 1, 0]
