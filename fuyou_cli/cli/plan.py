@@ -5,6 +5,7 @@ machine stands in for this one in everything."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from fuyou_cli.training.prepare import Prepared
 
     from .planning import Elsewise, Outcome, Planning
-    from .render.plan import RunFacts
+    from .render.facts import RunFacts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,25 +54,47 @@ def run_plan(loaded: LoadedRecipe, options: PlanOptions) -> bool:
     extra: dict[str, Any] = {"config": config_of(loaded)} if options.show_config else {}
     if options.show_config and not options.json_output:
         write_result(config_text(loaded))
-    planning = Planning()
+    planning, notes = Planning(), _Notes()
     if options.hardware is None:
         check_output(loaded.recipe)
     try:
-        outcome = _planned(loaded, options, planning)
+        outcome = _planned(loaded, options, planning, notes)
     except PlanError as error:
+        notes.write()
         if options.json_output:
             write_json({"fits": False, "problems": [error.message], "help": error.hint, "plan": None, **extra})
         raise
     if options.hardware is None:
         check_export(loaded.recipe, outcome.prepared.model_dir)  # before a word is said: what is refused does not fit
-    facts = _facts(loaded, options, outcome, planning)
+    facts = replace(_facts(loaded, options, outcome, planning), notes=tuple(notes.kept))
+    if options.json_output:
+        notes.write()
     _show(options, outcome, facts, extra)
     if options.out is not None:
         _write(options.out, outcome, planning)
     return not outcome.problems
 
 
-def _planned(loaded: LoadedRecipe, options: PlanOptions, planning: Planning) -> Outcome:
+class _Notes:
+    """What planning says: notes are kept for the end of the screen, whatever is under way is told at once."""
+
+    def __init__(self) -> None:
+        self.kept: list[str] = []
+
+    def __call__(self, text: str) -> None:
+        kind, colon, rest = text.partition(": ")
+        if colon and kind in ("note", "warning"):
+            self.kept.append(rest if kind == "note" else text)
+        else:
+            write_status(text)
+
+    def write(self) -> None:
+        """To stderr, where there is no screen of a plan."""
+        for note in self.kept:
+            write_status(note if note.startswith("warning: ") else f"note: {note}")
+
+
+def _planned(loaded: LoadedRecipe, options: PlanOptions, planning: Planning, say: Callable[[str], None]) -> Outcome:
     from fuyou_cli.training.length import counted_rows, steps_of
     from fuyou_cli.training.replan import replanned
 
@@ -81,13 +104,13 @@ def _planned(loaded: LoadedRecipe, options: PlanOptions, planning: Planning) -> 
     if options.hardware is not None:
         from .profile import described
 
-        prepared = prepared_elsewhere(loaded, described(options.hardware), choose=planning)
+        prepared = prepared_elsewhere(loaded, described(options.hardware), choose=planning, say=say)
     else:
         prepared = prepared_for(
-            loaded, measure=not options.dry_run, calibrated=options.calibrated, planning_only=True, choose=planning
+            loaded, measure=not options.dry_run, calibrated=options.calibrated, planning_only=True, choose=planning, say=say
         )
     if not options.dry_run and not prepared.total_steps:  # epochs: the data says how long they are
-        rows = counted_rows(prepared.recipe, prepared.tokenizer_dir, write_status)
+        rows = counted_rows(prepared.recipe, prepared.tokenizer_dir, say)
         prepared = replace(prepared, epoch_rows=rows, total_steps=steps_of(prepared.recipe, rows))
         if prepared.steps_left and prepared.plan.sustained:  # as of a long run, which it may not be
             prepared = replanned(prepared, prepared.recipe, choose=planning)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +17,14 @@ if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
     from fuyou_cli.training.prepare import Prepared
 
-    from .render.plan import RunFacts
+    from .render.facts import RunFacts
+
+Say = Callable[[str], None]
 
 
-def prepared_for(loaded: LoadedRecipe, *, measure: bool = False, calibrated: bool = False, **options: Any) -> Prepared:
+def prepared_for(
+    loaded: LoadedRecipe, *, measure: bool = False, calibrated: bool = False, say: Say = write_status, **options: Any
+) -> Prepared:
     """`training.prepare.prepare` with its `options` (`planning_only`, `planned`, `choose`), on this machine. `measure`: where
     nobody has measured it yet, that is done first. `calibrated`: with rates as the latest run showed them."""
     from fuyou_cli.training.prepare import prepare, run_directories
@@ -40,14 +45,14 @@ def prepared_for(loaded: LoadedRecipe, *, measure: bool = False, calibrated: boo
         return prepare(
             loaded.recipe,
             probe=look,
-            say=write_status,
+            say=say,
             progress=transfers,
             store_room=store_room,
             **options,
         )
 
 
-def prepared_elsewhere(loaded: LoadedRecipe, hardware: HardwareProfile, **options: Any) -> Prepared:
+def prepared_elsewhere(loaded: LoadedRecipe, hardware: HardwareProfile, *, say: Say = write_status, **options: Any) -> Prepared:
     """A plan for a described machine. Its device, memory and drives count, and nothing of this one does."""
     from fuyou_cli.training.prepare import prepare
 
@@ -58,7 +63,7 @@ def prepared_elsewhere(loaded: LoadedRecipe, hardware: HardwareProfile, **option
         return prepare(
             on_described(loaded, hardware).recipe,
             probe=lambda device: hardware,
-            say=write_status,
+            say=say,
             progress=transfers,
             planning_only=True,
             elsewhere=True,
@@ -85,7 +90,7 @@ def facts_of(loaded: LoadedRecipe, prepared: Prepared, *, described: bool = Fals
     from fuyou_cli.swap.kernels import has_io_uring
 
     from .endings import endings
-    from .render.plan import RunFacts
+    from .render.facts import RunFacts
 
     region = fast_region(prepared.model, prepared.hardware, prepared.plan)
     return RunFacts(

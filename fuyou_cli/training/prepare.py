@@ -253,7 +253,7 @@ def _look_at_data(recipe: Recipe, say: Callable[[str], None], *, needed: bool) -
     except MissingDataError as error:
         if needed:
             raise
-        say(f"note: {error.message}: a run would be refused" + (f" ({error.hint})" if error.hint else ""))
+        say(f"note: {error.message}: a run would be refused")
         return
     for source in sources:
         if source.choice is not None:

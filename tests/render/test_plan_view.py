@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from fuyou_cli.cli.endings import Ending, steps_within
-from fuyou_cli.cli.render.plan import RunFacts, show_plan
+from fuyou_cli.cli.render.facts import RunFacts
+from fuyou_cli.cli.render.plan import show_plan
 from fuyou_cli.cli.render.plan_json import plan_json
 from fuyou_cli.cli.room import Room, plan_problems
 from fuyou_cli.cli.wear import Wear, Writes, wear_of, writes_of
@@ -50,7 +51,7 @@ def test_figures_fit_the_width(
     assert row(text, "total") == ["total", "17.6", "GB", "15.4", "GB"]
     assert "92.7 tokens/s" in text and "0.612 TFLOPS (6N" in text
     assert ("rest until the norm is known" in text) == (width == 120)  # the policy column needs room
-    assert text.splitlines()[-1].startswith("fits") and "fuyou finetune recipe.yaml" in text
+    assert text.splitlines()[0].startswith("fits: RAM 1.84 GiB") and "fuyou finetune recipe.yaml" in " ".join(text.split())
 
 
 def test_the_widest_figures_leave_the_bottleneck_its_word(
@@ -62,7 +63,11 @@ def test_the_widest_figures_leave_the_bottleneck_its_word(
         console, printed = printer(80)
         show_plan(console, replace(plan, predicted=large), model, hardware, room, verbose=False, facts=RunFacts())
         shown = [line for line in printed().splitlines() if "bottleneck" in line.split()]
-        assert len(shown) == 1 and shown[0].strip().startswith(name) and len(shown[0]) <= 80
+        assert len(shown) == 2 and shown[0].split("  ")[1:3] == [
+            "bottleneck",
+            f"{name}, {seconds[name] / 1112:.0%} of the step",
+        ]
+        assert shown[1].strip().startswith(name) and len(shown[1]) <= 80
     assert "B params/s" in printed() and "134,328 TFLOP " in printed()
 
 
@@ -126,8 +131,8 @@ def test_a_model_that_cannot_be_trained_yet(
     facts = RunFacts(refusal="it has experts")
     show_plan(console, plan, mixture, hardware, room, verbose=False, facts=facts)
     text = printed()
-    assert text.splitlines()[-1] == "cannot be trained yet: it has experts"
-    assert "fits: RAM" in text and "fuyou finetune" not in text
+    assert text.startswith("fits: RAM") and text.splitlines()[0].endswith("; cannot be trained yet")
+    assert "another model; this one cannot be trained yet: it has experts" in text and "fuyou finetune" not in text
     assert "active per token), 22 blocks" in text and "6 x active parameters x tokens/s" in text
     data = plan_json(plan, mixture, hardware, room, facts=facts)
     assert (data["fits"], data["trainable"], data["refusal"]) == (True, False, "it has experts")

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from fuyou_cli.cli.render.plan import RunFacts, show_plan
+from fuyou_cli.cli.render.facts import RunFacts
+from fuyou_cli.cli.render.plan import show_plan
 from fuyou_cli.cli.room import Room
 from fuyou_cli.spec.hardware import Drive, HardwareProfile
 from fuyou_cli.spec.model import ModelSpec

@@ -22,19 +22,17 @@ _WIDE = 96  # of the console, from which the chart is long
 MOST_POINTS = 200  # of a curve as data
 
 
-def show_phase_peaks(console: Console, plan: Plan, model: ModelSpec, shapes: Symbols) -> None:
-    """RAM of the whole process, phase by phase; of the one that cannot run yet too, and that it cannot."""
+def show_phase_peaks(console: Console, plan: Plan, shapes: Symbols) -> None:
+    """RAM of the whole process, phase by phase."""
     heading(console, "RAM peak per phase", f"whole process, budget {gib(plan.cpu_budget)}")
     content = Table.grid(padding=(0, 2, 0, 0))
     for right in (False, True, True, False):
         column(content, right=right)
-    for phase, peak in with_evaluation(plan, model).items():
+    for phase, peak in phase_peaks(plan).items():
         over = peak > plan.cpu_budget
         drawn = Text(bar(peak / plan.cpu_budget if plan.cpu_budget else 1, 24, shapes), style="red" if over else "cyan")
         if over:
             drawn.append("  over budget")
-        if phase == "eval":
-            drawn.append("  at most; not built yet", style="default")
         content.add_row(Text(phase), gib(peak), percent(peak, plan.cpu_budget), drawn)
     show(console, content, indent=2)
 

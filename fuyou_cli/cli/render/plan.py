@@ -3,73 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from fuyou_cli.cli.break_even import BreakEven
-from fuyou_cli.cli.compare import Comparison
-from fuyou_cli.cli.drives import nearly_worn
-from fuyou_cli.cli.endings import Ending
 from fuyou_cli.cli.origins import RatedBy, origins_of
 from fuyou_cli.cli.others import are_busy
-from fuyou_cli.cli.planning import Outcome
-from fuyou_cli.cli.room import Room, plan_problems
-from fuyou_cli.cli.wear import WORN, Wear, Writes, wear_of, writes_of
+from fuyou_cli.cli.room import Room
 from fuyou_cli.core.disk import FileSystem
 from fuyou_cli.core.units import count, gb, gib
-from fuyou_cli.planner.lasting import FastRegion
-from fuyou_cli.planner.timeline import Timeline
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec
 from fuyou_cli.spec.plan import MemoryLine, Plan, StagePlan, Tier
 
+from .answer import assumptions_that_decide, show_answer
+from .facts import RunFacts
 from .memory import TIER_TITLE, show_memory, show_phase_peaks
 from .options import show_changes, show_comparison
 from .step import WIDE, length, show_step
-from .theme import (
-    Symbols,
-    column,
-    heading,
-    memory_unit,
-    pairs,
-    percent,
-    rate,
-    ruled,
-    say,
-    show,
-    symbols,
-    tera,
-)
+from .theme import Symbols, column, heading, memory_unit, pairs, percent, rate, ruled, say, show, symbols, tera
+from .wear import warn_of_wear, warn_of_worn, wear_in_full
 
 POLICY_WIDTH = 96  # columns from which the policy column is shown
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunFacts:
-    """What belongs on the screen and is no part of a plan."""
-
-    steps: int | None = None  # of the whole run; None where the data decides
-    done: int | None = None  # of these, by the saved run that is gone on from; None of a new one
-    io_uring: bool = True  # whether this build has it
-    folder: Path = Path()  # whose drive the store would be on
-    command: str = "fuyou finetune recipe.yaml"  # to run what fits; empty where it cannot be run
-    refusal: str | None = None  # why the model cannot be trained yet
-    even: BreakEven | None = None
-    compared: Comparison | None = None
-    changes: tuple[Outcome, ...] | None = None  # that help; None where none are needed
-    tried: int = 0  # plans made to find them
-    advice: str = ""  # what to do where nobody has looked for such changes
-    region: FastRegion | None = None  # of the drives; None where they are not known to slow down
-    endings: tuple[Ending, ...] = ()  # before the last step, by limits of the recipe
-    step: Timeline | None = None  # with its memory; None where nobody asked for that
-
-    @property
-    def left(self) -> int | None:
-        """Steps that are still to be done."""
-        return None if self.steps is None else max(0, self.steps - (self.done or 0))
 
 
 def show_plan(
@@ -82,14 +37,16 @@ def show_plan(
     verbose: bool,
     facts: RunFacts,
 ) -> None:
-    """The whole plan, and how to run it when it fits."""
+    """The answer in five lines, what warns of something, then the whole plan."""
     shapes = symbols(console)
-    say(console, Text.assemble(("fuyou plan", "bold"), "  ", plan.model))
+    show_answer(console, plan, hardware, room, facts, shapes)
+    warn_of_worn(console, hardware)
+    warn_of_wear(console, plan, hardware, room, facts)
+    heading(console, "Plan")
     pairs(console, _understood(plan, model, shapes) + _machine(plan, hardware, facts, shapes))
-    if hardware.measured == "described":
-        _origins(console, origins_of(hardware), shapes)
+    _rates(console, plan, hardware, shapes, verbose=verbose)
     _placement(console, plan, room, shapes)
-    show_phase_peaks(console, plan, model, shapes)
+    show_phase_peaks(console, plan, shapes)
     show_step(console, plan, model, hardware, shapes, steps=facts.left, done=facts.done, even=facts.even, region=facts.region)
     _endings(console, facts)
     _traffic(console, plan, hardware, room, shapes, facts)
@@ -99,9 +56,17 @@ def show_plan(
         _stages(console, plan, model, shapes)
     if facts.compared is not None:
         show_comparison(console, facts.compared, shapes)
-    _verdict(console, plan, hardware, room, facts)
     if facts.changes is not None:
         show_changes(console, facts.changes, shapes, tried=facts.tried)
+    _notes(console, facts)
+
+
+def _notes(console: Console, facts: RunFacts) -> None:
+    """What was noticed on the way and decides nothing."""
+    if facts.notes:
+        heading(console, "Notes")
+    for note in facts.notes:
+        say(console, f"- {note}", indent=2)
 
 
 def _endings(console: Console, facts: RunFacts) -> None:
@@ -131,7 +96,7 @@ def _understood(plan: Plan, model: ModelSpec, shapes: Symbols) -> list[tuple[str
         else _without_clipping(plan, model)
     )
     return [
-        ("model", f"{model.architecture}, {count(model.parameters)} parameters{active}, {blocks} blocks{tied}"),
+        ("model", f"{plan.model}: {model.architecture}, {count(model.parameters)} parameters{active}, {blocks} blocks{tied}"),
         ("method", f"full fine-tuning, {dtypes}, float32 AdamW; {clip}"),
         (
             "batch",
@@ -192,9 +157,20 @@ def _machine(plan: Plan, hardware: HardwareProfile, facts: RunFacts, shapes: Sym
     ]
 
 
-def _origins(console: Console, rates: Sequence[RatedBy], shapes: Symbols) -> None:
-    """Of every rate of a machine that nobody measured here: what it is, and whose figure that is."""
-    heading(console, "Rates of this machine", "none was measured here")
+def _rates(console: Console, plan: Plan, hardware: HardwareProfile, shapes: Symbols, *, verbose: bool) -> None:
+    """Of a machine that nobody measured here: every rate and whose figure that is, or those alone that decide and that nobody
+    measured anywhere."""
+    if hardware.measured != "described":
+        return
+    if verbose:
+        _origins(console, "Rates of this machine", "none was measured here", origins_of(hardware), shapes)
+    elif rates := assumptions_that_decide(plan, hardware):
+        _origins(console, "Rates that decide, and are assumptions", "-v shows all rates", rates, shapes)
+
+
+def _origins(console: Console, title: str, note: str, rates: Sequence[RatedBy], shapes: Symbols) -> None:
+    """Of every rate: what it is, and whose figure that is."""
+    heading(console, title, note)
     content = ruled(shapes)
     column(content, "rate", wrap=True)
     column(content, "value", right=True)
@@ -262,7 +238,7 @@ def _traffic(console: Console, plan: Plan, hardware: HardwareProfile, room: Room
     content.add_section()
     content.add_row("total", gb(predicted.read_per_step), gb(predicted.written_per_step), style="bold")
     show(console, content, indent=2)
-    pairs(console, [("commits", _commits(plan)), ("wear", _wear(plan, hardware, room, facts)), *map(_disk, room.disks)])
+    pairs(console, [("commits", _commits(plan)), ("wear", wear_in_full(plan, hardware, room, facts)), *map(_disk, room.disks)])
 
 
 def _commits(plan: Plan) -> str:
@@ -282,41 +258,6 @@ def _commits(plan: Plan) -> str:
         return f"a snapshot {often}, the last {plan.keep} kept: {1 + plan.keep} extents of {gb(once)}"
     lost = "the step under way" if plan.commit_every == 1 else "what came after the last commit"
     return f"{often}, in place: two extents of {gb(once)} take turns; a run that is killed loses {lost}"
-
-
-def written(plan: Plan, room: Room, facts: RunFacts) -> Writes | None:
-    """What is written from here to the run's end; None where its length is not known."""
-    return None if facts.left is None else writes_of(plan, room, steps=facts.left, resumed=facts.done is not None)
-
-
-def _wear(plan: Plan, hardware: HardwareProfile, room: Room, facts: RunFacts) -> str:
-    """What the run writes, and which share of what its drives are rated for, where that is known."""
-    writes = written(plan, room, facts) or writes_of(plan, room, steps=1000, resumed=facts.done is not None)
-    counted = "1,000 steps write" if facts.left is None else f"the run's {facts.left:,} steps write"
-    if facts.left is not None and facts.done:
-        counted = f"the {facts.left:,} steps that are left write"
-    said = f"{counted} {gb(writes.steps) if writes.steps else 'nothing'}"
-    beside = {"loading": writes.loading, "saving": writes.saving, "export": writes.export}
-    if names := [name for name, size in beside.items() if size]:
-        said += f", {' + '.join(names)} {gb(sum(beside.values()))}"
-    wear = wear_of(hardware, writes)
-    return f"{said} (1 TB = 1e12 bytes, as drives are rated)" if wear is None else said + _share_of_rating(hardware, wear)
-
-
-def _share_of_rating(hardware: HardwareProfile, wear: Wear) -> str:
-    """Of the drive that is rated for least, and what was written before the run."""
-    drives, after = hardware.drives, f"{_share(wear.after)} after that"
-    share = f"{_share(wear.run)} of the {gb(wear.rated)}"
-    if len(drives) == 1:
-        already = f", {wear.before:.0%} of which are written already, {after}" if wear.before else ""
-        return f": {share} its drive is rated for{already}"
-    which = "each" if {drive.rated_bytes for drive in drives} == {wear.rated} else "the least of them"
-    already = f"; the most worn has written {wear.before:.0%} of its own already, {after}" if wear.before else ""
-    return f"; {gb(wear.run * wear.rated)} to each of its {len(drives)} drives: {share} {which} is rated for{already}"
-
-
-def _share(part: float) -> str:
-    return f"{part:.0%}" if part >= 0.1 else f"{part:.1%}"
 
 
 def _disk(disk: FileSystem) -> tuple[str, str]:
@@ -369,50 +310,9 @@ def _ranges(stages: Sequence[StagePlan], model: ModelSpec) -> list[tuple[int, in
     return ranges
 
 
-def _worn(console: Console, hardware: HardwareProfile) -> None:
-    """Drives near their end by their own account, which is there where nobody knows what they are rated for too."""
-    for said in dict.fromkeys(nearly_worn(hardware.drives)):
-        say(console, Text.assemble(("warning", "bold yellow"), f": {said}"))
-
-
 def show_length(console: Console, plan: Plan, hardware: HardwareProfile, room: Room, facts: RunFacts) -> None:
     """What the number of steps decides, where that was known after the plan."""
     rows = length(plan, facts.left, facts.done, facts.region)
-    pairs(console, [*rows, ("wear", _wear(plan, hardware, room, facts))])
+    pairs(console, [*rows, ("wear", wear_in_full(plan, hardware, room, facts))])
     _endings(console, facts)
-    _wear_warnings(console, plan, hardware, room, facts)
-
-
-def _wear_warnings(console: Console, plan: Plan, hardware: HardwareProfile, room: Room, facts: RunFacts) -> None:
-    wear = wear_of(hardware, written(plan, room, facts))
-    if wear is None:
-        return
-    if wear.run > WORN:
-        drive = "its drive" if len(hardware.drives) == 1 else "one of its drives"
-        warning = f": the run writes {_share(wear.run)} of what {drive} is rated for"
-        say(console, Text.assemble(("warning", "bold yellow"), warning))
-    if wear.after > 1:
-        already = f", {_share(wear.before)} is written already" if wear.before else ""
-        warning = f": the run takes a drive to {_share(wear.after)} of what it is rated for{already}"
-        say(console, Text.assemble(("warning", "bold yellow"), warning))
-    if facts.advice and not wear.accepted:
-        say(console, facts.advice, indent=2)
-
-
-def _verdict(console: Console, plan: Plan, hardware: HardwareProfile, room: Room, facts: RunFacts) -> None:
-    console.print()
-    _worn(console, hardware)
-    problems = plan_problems(plan, room)
-    _wear_warnings(console, plan, hardware, room, facts)
-    if not problems:
-        margin = f"RAM {gib(plan.predicted.cpu_peak)} of {gib(plan.cpu_budget)}"
-        if room.gpu is not None:
-            margin += f", GPU {gib(plan.predicted.gpu_peak)} of {gib(room.gpu)}"
-        run = ("",) if facts.refusal or not facts.command else (". Run: ", (facts.command, "bold"))
-        say(console, Text.assemble(("fits", "bold green"), f": {margin}", *run))
-    else:
-        say(console, Text.assemble(("does not fit", "bold red"), ":"))
-        for problem in problems:
-            say(console, f"- {problem}", indent=2)
-    if facts.refusal:
-        say(console, Text.assemble(("cannot be trained yet", "bold red"), f": {facts.refusal}"))
+    warn_of_wear(console, plan, hardware, room, facts)

@@ -16,9 +16,10 @@ from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan
 
+from .facts import RunFacts
 from .memory import memory_json, with_evaluation
-from .plan import RunFacts, written
 from .step import run_seconds
+from .wear import written
 
 SCHEMA_VERSION = 1
 
