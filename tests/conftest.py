@@ -7,10 +7,9 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import HealthCheck, settings
+from drawn import load_profile
 
-settings.register_profile("fuyou", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
-settings.load_profile("fuyou")
+load_profile()
 
 # A shell's background job ignores Ctrl-C, and one under nohup a closed terminal: so would every command that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)

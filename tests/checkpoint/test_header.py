@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -154,7 +155,7 @@ PIECES = [b"{", b"}", b"[", b"]", b'"', b",", b":", b"-", b"0", b"9" * 25, b"1e9
 EDIT = st.tuples(st.integers(0, len(SEED_FILE)), st.integers(0, 12), st.sampled_from(PIECES) | st.binary(max_size=8))
 
 
-@settings(max_examples=600, deadline=None)
+@examples(600)
 @given(edits=st.lists(EDIT, min_size=1, max_size=4), keep_length=st.booleans())
 def test_mutated_files_give_entries_or_a_usage_error(
     tmp_path_factory: pytest.TempPathFactory, edits: list[tuple[int, int, bytes]], keep_length: bool
@@ -179,7 +180,7 @@ def test_mutated_files_give_entries_or_a_usage_error(
         assert position == len(content)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(text=st.binary(max_size=200), data=st.binary(max_size=16))
 def test_arbitrary_headers_give_entries_or_a_usage_error(
     tmp_path_factory: pytest.TempPathFactory, text: bytes, data: bytes

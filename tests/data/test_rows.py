@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as some
 
 from fuyou_cli.core.errors import UsageError
@@ -186,7 +187,7 @@ row = some.integers(2, 30).flatmap(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(share_fixtures=True)
 @given(samples=some.lists(row, min_size=1, max_size=6), multiple=some.sampled_from([1, 8]))
 def test_a_batch_gives_its_rows_back(tmp_path: Path, samples: list[tuple[list[int], list[int]]], multiple: int) -> None:
     rows = rows_on_disk(tmp_path / "rows", samples)

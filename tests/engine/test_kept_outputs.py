@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -65,7 +66,7 @@ def recomputed(dropping: Subject, tmp_path_factory: pytest.TempPathFactory) -> O
     return _outcome(dropping, tmp_path_factory.mktemp("recompute"))
 
 
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(8, share_fixtures=True)
 @given(data=st.data())
 def test_any_choice_of_operators(
     data: st.DataObject, dropping: Subject, recomputed: Outcome, tmp_path_factory: pytest.TempPathFactory

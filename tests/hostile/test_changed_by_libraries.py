@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
-from .test_changed_files import HERE, change_and_read, laid_out, seeds_of
+from .test_changed_files import change_and_read, laid_out, seeds_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -26,7 +27,7 @@ def test_what_is_changed_is_taken_unchanged(parser: Parser, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("parser", HEAVY, ids=lambda parser: parser.name)
-@settings(max_examples=20, suppress_health_check=HERE)
+@examples(20, share_fixtures=True)
 @given(rng=st.randoms(use_true_random=False))
 def test_changed(parser: Parser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
     monkeypatch.chdir(tmp_path)

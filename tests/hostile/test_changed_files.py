@@ -8,7 +8,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -16,8 +17,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from proof.fuzz import outcome
 from proof.mutate import mutated
 from proof.parsers import LIGHT, Parser
-
-HERE = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
 @cache
@@ -46,7 +45,7 @@ def test_what_is_changed_is_taken_unchanged(parser: Parser, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("parser", LIGHT, ids=lambda parser: parser.name)
-@settings(max_examples=60, suppress_health_check=HERE)
+@examples(60, share_fixtures=True)
 @given(rng=st.randoms(use_true_random=False))
 def test_changed(parser: Parser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
     monkeypatch.chdir(tmp_path)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fuyou_cli.planner.commits import CommitLedger, left_before
@@ -62,7 +63,7 @@ def test_redo_is_chosen_where_two_extents_have_no_room(data: st.DataObject, spec
         assert chosen.gradients == ("ssd" if chosen.store_mode == "redo" else wishes.gradients)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.data(), models())
 def test_redo_is_taken_where_what_a_step_leaves_has_no_room(data: st.DataObject, spec) -> None:  # type: ignore[no-untyped-def]
     """Two extents may fit, and the gradients and boundaries beside them not."""

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fuyou_cli.planner.place import plan as first_that_fits
@@ -73,7 +74,7 @@ def test_medians_of_the_later_steps_stand_beside_the_plan(promised: tuple[Plan, 
     assert found["  for weights of the head"].measured == found["waiting"].measured == 0.25
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(disk=st.floats(0.001, 1.0), clip=st.sampled_from([None, 1.0]))
 def test_a_run_just_as_planned_differs_in_nothing(disk: float, clip: float | None) -> None:
     """Also where a resource is held back by another: an update that waits for a slow disk is under way all the while."""

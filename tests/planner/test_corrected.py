@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fuyou_cli.planner.costs import Costs
@@ -73,7 +74,7 @@ def test_a_run_as_planned_corrects_nothing() -> None:
     assert step_on(found).step_seconds == pytest.approx(step_on(KNOWN).step_seconds, rel=1e-3)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.floats(0.6, 2.5), st.floats(0.5, 3.0))
 def test_a_plan_made_again_says_what_the_run_did(compute: float, update: float) -> None:
     truth = replace(slower(compute), adamw=tuple((threads, rate / update) for threads, rate in KNOWN.adamw))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fuyou_cli.core.units import MiB
@@ -36,7 +37,7 @@ SLOWING = replace(
 )  # a tenth and an eighth of what it writes at first
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(st.data())
 def test_no_plan_writes_less_than_the_bound(data: st.DataObject) -> None:
     spec = data.draw(models(most=1 << 20))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fuyou_cli.planner.place import plan
@@ -28,7 +29,7 @@ def held(spec: ModelSpec, wishes: Wishes) -> tuple[Plan, Timeline]:
     return made, simulate(spec, hardware, made, plan_schedule(spec, made), memory=True)
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(data=st.data(), spec=specs, device=st.sampled_from(["cpu", "emulated", "cuda"]))
 def test_no_kind_exceeds_its_line(data: st.DataObject, spec: ModelSpec, device: str) -> None:
     made, step = held(spec, replace(data.draw(wishes_for(spec)), device=device))
@@ -50,7 +51,7 @@ def test_no_kind_exceeds_its_line(data: st.DataObject, spec: ModelSpec, device: 
         assert all(moment.total(tier) <= planned for moment in step.memory)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(data=st.data(), spec=specs)
 def test_with_everything_at_home_all_of_it_is_used(data: st.DataObject, spec: ModelSpec) -> None:
     at_home = dict(weights="cpu", states="cpu", gradients="cpu", boundaries="cpu", clip_grad_norm=1.0, defer=None)
@@ -60,7 +61,7 @@ def test_with_everything_at_home_all_of_it_is_used(data: st.DataObject, spec: Mo
         assert max(moment.held.get(("cpu", what), 0) for moment in step.memory) == lines.get(what, 0), what
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(data=st.data(), spec=specs)
 def test_looking_changes_nothing(data: st.DataObject, spec: ModelSpec) -> None:
     wishes = data.draw(wishes_for(spec))

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fuyou_cli.cli.plan_files import KeptPlan
@@ -239,7 +240,7 @@ def _mutation(draw: Callable[..., Any]) -> str:
     return json.dumps(data)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.data())
 def test_any_change_means_the_same_or_is_refused(data: st.DataObject) -> None:
     text = _mutation(data.draw)

@@ -9,7 +9,8 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fuyou_cli.core.errors import PlanError
@@ -64,7 +65,7 @@ def free(draw: st.DrawFn) -> tuple[ModelSpec, HardwareProfile, Wishes]:
     return spec, hardware, replace(wishes, cpu_budget=least + draw(st.integers(0, 100)) * 6 * MiB)
 
 
-@settings(max_examples=6, deadline=None)
+@examples(6)
 @given(free())
 def test_nothing_in_the_family_is_faster(case: tuple[ModelSpec, HardwareProfile, Wishes]) -> None:
     """Brute force over the family beside what the search does with a small case: equal, but that of about equal ones the
@@ -117,7 +118,7 @@ def test_where_tensors_are_large_little_is_lost(hardware: HardwareProfile, clip:
     assert limited.best.seconds <= best.best.seconds * (1 + NEAR)
 
 
-@settings(max_examples=6, deadline=None)
+@examples(6)
 @given(free(), st.integers(1, 80))
 def test_more_memory_is_never_slower(case: tuple[ModelSpec, HardwareProfile, Wishes], more: int) -> None:
     """A plan for less is one for more, though not always one that the search would come to."""
@@ -126,7 +127,7 @@ def test_more_memory_is_never_slower(case: tuple[ModelSpec, HardwareProfile, Wis
     assert search(spec, hardware, richer).best.seconds <= search(spec, hardware, wishes).best.seconds * (1 + NEAR)
 
 
-@settings(max_examples=6, deadline=None)
+@examples(6)
 @given(free(), st.sampled_from([1.3, 2.0, 4.0]), st.sampled_from(["store_read", "store_write", ""]))
 def test_more_bandwidth_is_never_slower(case: tuple[ModelSpec, HardwareProfile, Wishes], factor: float, direction: str) -> None:
     """Of one direction of the store, alone and beside the other, or of both. What is done in which order changes with it."""
@@ -187,7 +188,7 @@ def test_what_the_search_saw_is_what_the_plan_says() -> None:
     assert timed(replace(found.best, timeline=None), spec, SLOW_STORE).predicted.step_seconds == found.best.seconds
 
 
-@settings(max_examples=6, deadline=None)
+@examples(6)
 @given(small())
 def test_a_plan_stays_inside_what_it_was_given(case: tuple[ModelSpec, HardwareProfile, Wishes]) -> None:
     spec, hardware, wishes = case
@@ -220,7 +221,7 @@ def unequal(draw: st.DrawFn) -> tuple[ModelSpec, HardwareProfile, Wishes]:
     return spec, hardware, replace(wishes, cpu_budget=least_memory(spec, hardware, wishes) + spare)
 
 
-@settings(max_examples=6, deadline=None)
+@examples(6)
 @given(unequal())
 def test_nothing_that_fits_is_much_faster(case: tuple[ModelSpec, HardwareProfile, Wishes]) -> None:
     """Brute force over all homes that fit, not only those that a choice leads to. Nearly always the search finds the best."""

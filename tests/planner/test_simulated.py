@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fuyou_cli.planner.bound import lower_bound
@@ -35,7 +36,7 @@ def _simulated(spec: ModelSpec, hardware: HardwareProfile, wishes: Wishes, steps
     return made, simulate(spec, hardware, made, plan_schedule(spec, made), steps=steps)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data(), spec=specs, device=st.sampled_from(["cpu", "emulated", "cuda"]))
 def test_a_step_takes_at_least_its_busiest_resource(data: st.DataObject, spec: ModelSpec, device: str) -> None:
     wishes = replace(data.draw(wishes_for(spec)), device=device)
@@ -52,7 +53,7 @@ def test_a_step_takes_at_least_its_busiest_resource(data: st.DataObject, spec: M
         assert seconds * (reading if name == "ssd read" else 1) <= most, name
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data(), spec=specs, device=st.sampled_from(["cpu", "emulated", "cuda"]), h2d=st.floats(1e7, 1e11))
 def test_every_second_of_a_step_is_compute_or_a_wait_with_a_name(
     data: st.DataObject, spec: ModelSpec, device: str, h2d: float
@@ -66,14 +67,14 @@ def test_every_second_of_a_step_is_compute_or_a_wait_with_a_name(
         assert max(step.stalls, key=lambda cause: step.stalls[cause]) in (WEIGHTS_UP, BOUNDARIES_ACROSS, GRADIENTS_ACROSS)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(data=st.data(), spec=specs)
 def test_the_same_inputs_give_the_same_timeline(data: st.DataObject, spec: ModelSpec) -> None:
     wishes = data.draw(wishes_for(spec))
     assert _simulated(spec, DEAR_TRANSFERS, wishes)[1] == _simulated(spec, DEAR_TRANSFERS, wishes)[1]
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(data=st.data(), spec=specs, factor=st.sampled_from([0.25, 4.0]))
 def test_time_scales_with_the_machine(data: st.DataObject, spec: ModelSpec, factor: float) -> None:
     """A machine that is slower in everything takes that much longer, and nothing else changes."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, given, settings
+from drawn import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fuyou_cli.recipe.diagnostics import RecipeErrors
@@ -11,7 +12,7 @@ from fuyou_cli.recipe.suggest import known_keys
 
 from .conftest import VALID
 
-ANY = settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+ANY = examples(250, share_fixtures=True)
 
 _values = st.one_of(
     st.sampled_from(["auto", "null", "[]", "{}", "-1", "1e400", "0x_", "0b", "1:99", ".nan", "~", "???", "${seed}", "''"]),
