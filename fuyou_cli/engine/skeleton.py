@@ -160,7 +160,10 @@ def build(config: PreTrainedConfig, *, dtype: str, attention: str, trust_remote_
 
 
 def _supports_sdpa(config: PreTrainedConfig) -> bool:
+    """Not where logits of attention are capped: sdpa leaves that out, whatever the model's class of transformers 5.17 says."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        return False
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return model_class is None or getattr(model_class, "_supports_sdpa", True)

@@ -30,7 +30,7 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
     "falcon with alibi": (falcon(alibi=True), "differs between rows"),
     "llama with dynamic rope": (
         llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}),
-        "depends on the values",
+        "depends on the values of tensors (modeling_rope_utils.py, line ",
     ),
     "xglm": (
         transformers.XGLMConfig(
