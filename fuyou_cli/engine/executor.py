@@ -27,7 +27,6 @@ from ..planner.schedule import Visit, plan_schedule
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
 from ..swap.daemon import SwapDaemon
-from ..swap.kernels import checksum
 from .anatomy import Anatomy
 from .boundaries import Boundaries
 from .calls import one_row_masks
@@ -245,8 +244,6 @@ class Executor:
             self.residency.update_now(stage, self._scalars)
             return
         self._squares[stage] = total
-        if self.plan.store_mode == "redo":
-            self.residency.records[stage].gradients_sum = checksum(gradients.view(torch.uint8).numpy().data)
         self.residency.rest_gradients(stage)
 
     def _looked_at(self, stage: int, gradients: torch.Tensor, squares: list[float]) -> float:

@@ -86,6 +86,9 @@ class DaemonMoves:
         written = self.residency.commits.is_written(record.generation + 1)
         record.sums = sums_of(result, self.plan.stages[record.stage], copied=written)
 
+    def rested(self, record: Record, result: Result) -> None:
+        record.gradients_sum = result.data_sum if self.plan.store_mode == "redo" else None
+
     def completed(self, generation: int) -> None:
         self.committing.complete(generation)
 

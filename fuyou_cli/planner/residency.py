@@ -46,6 +46,10 @@ class Runner(Protocol):
         """The update is over; raises where the step cannot go on."""
         ...
 
+    def rested(self, record: Record, result: Any) -> None:
+        """The stage's gradients rest on the ssd."""
+        ...
+
     def completed(self, generation: int) -> None:
         """Every stage has reached this generation, which is to be committed; none goes on before it is durable."""
         ...
@@ -133,9 +137,12 @@ class Residency:
                 self._moving.discard(stage)
 
     def _advance(self, record: Record) -> None:
-        if record.gradient_write is not None and self.transfers.poll(record.gradient_write) is not None:
-            record.gradient_write = None
-            self._free_gradient_slot(record)
+        if record.gradient_write is not None:
+            result = self.transfers.poll(record.gradient_write)
+            if result is not None:
+                record.gradient_write = None
+                self._runner.rested(record, result)
+                self._free_gradient_slot(record)
         if record.gradient_read is not None and self.transfers.poll(record.gradient_read) is not None:
             record.gradient_read = None
         if record.fetch is not None and self.transfers.poll(record.fetch) is not None:

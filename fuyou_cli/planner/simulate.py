@@ -114,6 +114,9 @@ class _Imagined:
     def updated(self, record: Record, result: object) -> None:
         pass
 
+    def rested(self, record: Record, result: object) -> None:
+        pass
+
     def completed(self, generation: int) -> None:
         pass
 

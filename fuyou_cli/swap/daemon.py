@@ -89,7 +89,7 @@ class SwapDaemon:
                 "block_size": options.block_size,
                 "scratch_offset": options.scratch_offset,
                 "scratch_size": options.scratch_size,
-                "flags": lib.FY_DAEMON_DATA_SUMS if options.data_sums else 0,
+                "flags": lib.FY_DAEMON_DATA_SUMS * options.data_sums | lib.FY_DAEMON_WRITE_SUMS * options.write_sums,
             },
         )
         code = lib.fy_daemon_start(native_options, arena.handle, store.handle, out, why)

@@ -30,9 +30,10 @@ class DaemonOptions:
     scratch_offset: int = 0  # arena span of the update chunks
     scratch_size: int = 0  # from kernels.scratch_size(); 0: no updates
     data_sums: bool = False  # what is read is summed, and compared with what was written there
+    write_sums: bool = False  # what is written is summed in any case
 
     @classmethod
-    def of(cls, io: IoPlan, *, data_sums: bool) -> DaemonOptions:
+    def of(cls, io: IoPlan, *, data_sums: bool, write_sums: bool) -> DaemonOptions:
         """As a run's plan has them."""
         return cls(
             backend=io.backend,
@@ -45,6 +46,7 @@ class DaemonOptions:
             scratch_offset=io.scratch.offset,
             scratch_size=io.scratch.size,
             data_sums=data_sums,
+            write_sums=write_sums,
         )
 
 
@@ -99,7 +101,7 @@ class Update:
 
 class Result(NamedTuple):
     """What a finished request leaves behind. Sums are of the bytes written to the store, 0 where nothing was; those that are
-    there with `data_sums` alone, of what a read or a write moved and an update read."""
+    there with `data_sums` alone (of a write with `write_sums` too), of what a read or a write moved and an update read."""
 
     nonfinite: int
     weights_sum: int

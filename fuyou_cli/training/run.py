@@ -111,7 +111,8 @@ class Run:
         self._open_store()
         names = {stage.index: stage.name for stage in self.model.stages}
         patience = Patience(self._announce, progress=self._moved, where=self._where)
-        options = DaemonOptions.of(plan.io, data_sums=prepared.recipe.offload.verify_reads)
+        redo = plan.store_mode == "redo"  # whose manifests say what was written of gradients
+        options = DaemonOptions.of(plan.io, data_sums=prepared.recipe.offload.verify_reads, write_sums=redo)
         self.daemon = self._stack.enter_context(SwapDaemon(arena, self.store, options, label_names=names, patience=patience))
         self.host_memory = memory = HostMemory(arena)
         self._pin(memory.tensor(Span(offset=0, size=arena.size), torch.uint8))

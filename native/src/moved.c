@@ -20,7 +20,8 @@ static uint64_t thread_cpu_ns(void)
 
 bool fy__sum_wanted(const fy_daemon *daemon, const struct fy__request *request)
 {
-    return (daemon->options.flags & FY_DAEMON_DATA_SUMS) != 0 && request->operation != FY_OP_UPDATE &&
+    const uint32_t writes = request->operation == FY_OP_WRITE ? FY_DAEMON_WRITE_SUMS : 0;
+    return (daemon->options.flags & (FY_DAEMON_DATA_SUMS | writes)) != 0 && request->operation != FY_OP_UPDATE &&
            !fy__request_failed(request);
 }
 

@@ -128,6 +128,7 @@ class Rig:
         optimizer: Optimizer = OPTIMIZER,
         boundaries: Tier | None = None,
         kept: Kept | Literal["all"] | None = None,
+        store_mode: Literal["in_place", "redo"] = "in_place",
     ) -> None:
         self.subject, self.anatomy, self.spec = subject, subject.anatomy, subject.spec
         self.optimizer, self.steps_done = optimizer, 0
@@ -136,6 +137,7 @@ class Rig:
             numerics=subject.numerics, model_name="tiny", device=device, clip_grad_norm=clip, cpu_budget=budget,
             gpu_budget=gpu_budget,
             weights=home, states=home, gradients=gradients or home, boundaries=boundaries or home, kept=kept,
+            store_mode=store_mode,
             lookahead=lookahead, defer=defer, io_backend=backend, update_threads=update_threads, chunk_params=CHUNK,
             scratch_size=scratch_size(CHUNK, chunks), read_depth=4, write_depth=4, block_size=64 << 10, stripe=64 << 10,
         )  # fmt: skip
@@ -163,6 +165,7 @@ class Rig:
             backend=plan.io.backend, read_depth=plan.io.read_depth, write_depth=plan.io.write_depth,
             update_threads=plan.io.update_threads, chunk_params=plan.io.chunk_params, block_size=plan.io.block_size,
             scratch_offset=plan.io.scratch.offset, scratch_size=plan.io.scratch.size,
+            write_sums=plan.store_mode == "redo",
         )  # fmt: skip
         self.daemon = self._stack.enter_context(SwapDaemon(arena, store, options))
         self.memory = HostMemory(arena)
