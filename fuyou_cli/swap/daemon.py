@@ -89,7 +89,7 @@ class SwapDaemon:
                 "block_size": options.block_size,
                 "scratch_offset": options.scratch_offset,
                 "scratch_size": options.scratch_size,
-                "flags": lib.FY_DAEMON_DATA_SUMS * options.data_sums | lib.FY_DAEMON_WRITE_SUMS * options.write_sums,
+                "flags": _flags(options),
             },
         )
         code = lib.fy_daemon_start(native_options, arena.handle, store.handle, out, why)
@@ -205,6 +205,11 @@ class SwapDaemon:
         if code == -errno.ENOENT and native.failure.error == 0:
             raise ValueError(f"ticket {ticket} is unknown or was already collected")
         raise failure_error(native.failure, paths=self._paths, label_names=self.label_names, code=code)
+
+
+def _flags(options: DaemonOptions) -> int:
+    sums = lib.FY_DAEMON_DATA_SUMS if options.data_sums else 0
+    return int(sums | (lib.FY_DAEMON_WRITE_SUMS if options.write_sums else 0))
 
 
 def _event(native: Any) -> Event:
