@@ -162,10 +162,12 @@ def bench(
     Matrix products, layers, the drive, the update, and a training step beside it. Kept for the plans to come.
     """
     from .allocator import settle_allocator
+    from .before_torch import settle_libraries
     from .bench import run_bench
 
     loaded = _load(recipe, overrides) if recipe is not None else None
     settle_allocator()
+    settle_libraries(device=loaded.recipe.offload.device if loaded is not None else "auto")
     run_bench(directory, quick=quick, json_output=json_output, loaded=loaded, sustained=sustained, yes=yes)
 
 

@@ -107,7 +107,7 @@ def _with_recipe(places: tuple[Path, ...], recipe: Recipe, *, quick: bool, devic
 
     target = device_named(device)
     progress("the recipe's model")
-    anatomy, sizes = anatomy_of(recipe, assumed_hardware(*places), say=write_status)
+    anatomy, sizes = anatomy_of(recipe, assumed_hardware(*places, device=target.type), say=write_status)
     report = measure(*places, quick=quick, device=device, progress=progress)
     free = free_memory() if target.type == "cuda" else probe.memory_available()
     stages = measure_recipe(anatomy, sizes, target, quick=quick, free=free, progress=progress)

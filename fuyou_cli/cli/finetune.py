@@ -40,7 +40,7 @@ def run_finetune(
 
 
 def _finetune(loaded: LoadedRecipe, plan_file: Path | None, *, calibrated: bool, measure: bool) -> None:
-    from .allocator import settle_allocator
+    _settle(loaded)
     from .output_folder import claimed, note_of_an_earlier_run
 
     introduction = Introduction(loaded)
@@ -55,7 +55,6 @@ def _finetune(loaded: LoadedRecipe, plan_file: Path | None, *, calibrated: bool,
 
         introduction.given = kept = read_plan(plan_file, loaded.recipe)
         options["micro_batch_size"] = kept.file.plan.numerics.micro_batch_size
-    settle_allocator()  # before torch takes its first block
     check_output(loaded.recipe)
     try:
         prepared = prepared_for(loaded, **options)
@@ -71,6 +70,16 @@ def _finetune(loaded: LoadedRecipe, plan_file: Path | None, *, calibrated: bool,
         if stopped:
             raise Interrupted("stopped after the last step: the model is not written", hint=_again(source))
         _export(prepared, source)
+
+
+def _settle(loaded: LoadedRecipe) -> None:
+    """Before torch loads, which nearly everything brings along."""
+    from .allocator import settle_allocator
+    from .before_torch import settle_libraries
+
+    offload = loaded.recipe.offload
+    settle_allocator()
+    settle_libraries(device=offload.device, expandable_segments=offload.expandable_segments)
 
 
 def _train(prepared: Prepared) -> tuple[RunReport, Path, bool]:

@@ -33,7 +33,9 @@ _DEPENDS = (
     "checkpoint.mode", "checkpoint.commit_every_steps",
     "checkpoint.snapshot_every_steps", "checkpoint.keep_last", "export.at_end", "export.dtype",
 )  # fmt: skip
-_NOT_OF_A_PLAN = ("offload.dir", "offload.ssd_write_limit", "offload.verify_reads", "offload.measure")
+_NOT_OF_A_PLAN = (
+    "offload.dir", "offload.ssd_write_limit", "offload.verify_reads", "offload.measure", "offload.expandable_segments",
+)  # fmt: skip
 _AGAIN = "make the plan again: fuyou plan RECIPE -o FILE"
 
 

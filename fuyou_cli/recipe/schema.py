@@ -170,6 +170,7 @@ class OffloadSection(Section):
     io: IoSection = IoSection()
     verify_reads: bool = True  # what is read while training is compared with what was written
     ssd_write_limit: Size | None = None
+    expandable_segments: bool = True  # of torch's allocator on a GPU, unless PYTORCH_ALLOC_CONF says
     measure: bool = True  # a machine nobody has measured is measured before it is planned with; else rates are assumed
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..engine.anatomy import Anatomy
     from ..recipe.schema import Recipe, TrainSection
 
+THREADS_BESIDE_A_GPU = 4
 HEAD_PIECE_BYTES = 256 * MiB  # what `auto` lets one piece of logits and their gradients take
 _LOGIT_BYTES = 16  # per token and vocabulary entry: logits, float32 copy, softmax, gradient
 
@@ -28,6 +29,12 @@ def _head_chunk(train: TrainSection, tokens: int, columns: int) -> int:
         return train.head_chunk_tokens
     most = max(64, HEAD_PIECE_BYTES // (_LOGIT_BYTES * columns))
     return 0 if tokens <= most else 1 << (most.bit_length() - 1)
+
+
+def _usual_threads(hardware: HardwareProfile) -> int:
+    """Every core where torch computes on them. Beside a GPU it copies rows: a few reach what memory gives, and the cores are
+    the update's."""
+    return min(hardware.cores, THREADS_BESIDE_A_GPU if hardware.device == "cuda" else MOST_THREADS)
 
 
 def numerics_of(
@@ -59,7 +66,7 @@ def numerics_of(
         micro_batch_size=micro,
         max_seq_len=length,
         head_chunk_tokens=chunk,
-        torch_threads=min(hardware.cores, MOST_THREADS) if train.threads == "auto" else train.threads,
+        torch_threads=_usual_threads(hardware) if train.threads == "auto" else train.threads,
         seed=recipe.seed,
         vocabulary_rows=vocabulary_rows,
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuyou_cli.cli.profile import assumed_hardware
+from fuyou_cli.cli.profile import assumed_hardware, described
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.plan import Numerics
 from fuyou_cli.training.micro_batches import MOST_TOKENS, fastest_size, larger_sizes, smaller_sizes, usual_size
@@ -73,6 +74,25 @@ def test_chosen_once_and_kept(new_project: Callable[..., Project]) -> None:
     chosen = _numerics(project, None)
     assert chosen.batch_size == 8 and 8 % chosen.micro_batch_size == 0
     assert [_numerics(project, size).micro_batch_size for size in (1, 2, 8)] == [1, 2, 8]
+
+
+@pytest.mark.parametrize(
+    ("device", "cores", "asked", "threads"),
+    [
+        ("cuda", 16, "auto", 4),  # the update has the cores
+        ("cuda", 2, "auto", 2),
+        ("cuda", 16, "12", 12),
+        ("cpu", 16, "auto", 16),
+        ("emulated", 16, "auto", 16),  # computes on the processor
+    ],
+)
+def test_a_gpu_leaves_torch_few_threads(
+    new_project: Callable[..., Project], device: str, cores: int, asked: str, threads: int
+) -> None:
+    machine = replace(described("rtx4090,gen4,64GiB"), device=device, cores=cores)
+    recipe = load_recipe(new_project().recipe, [f"train.threads={asked}", f"offload.device={device}"]).recipe
+    planned = prepare(recipe, probe=lambda device: machine, say=lambda message: None, planning_only=True, elsewhere=True)
+    assert planned.plan.numerics.torch_threads == threads
 
 
 def _numerics(project: Project, micro_batch_size: int | None) -> Numerics:

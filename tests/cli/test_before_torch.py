@@ -1,0 +1,87 @@
+"""What is set before torch loads, where there is a GPU, and what the user has set."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fuyou_cli.cli.before_torch import settle_libraries
+
+POLICY, CONF, OLD = "OMP_WAIT_POLICY", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+PASSIVE, GROWING = {POLICY: "passive"}, {CONF: "expandable_segments:True"}
+
+
+@pytest.fixture
+def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The root of a machine with a GPU, and an environment in which nothing is set."""
+    for name in (POLICY, CONF, OLD, "PYTORCH_HIP_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidiactl").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("device", "expandable", "given", "expected"),
+    [
+        ("cuda", True, {}, PASSIVE | GROWING),
+        ("auto", True, {}, PASSIVE | GROWING),
+        ("cuda", False, {}, PASSIVE),
+        ("cpu", True, {}, {}),
+        ("emulated", True, {}, {}),
+        ("cuda", True, {POLICY: "active"}, {POLICY: "active"} | GROWING),
+        ("cuda", True, {CONF: "max_split_size_mb:64"}, PASSIVE | {CONF: "max_split_size_mb:64"}),
+        ("cuda", True, {OLD: ""}, PASSIVE | {OLD: ""}),
+    ],
+)
+def test_what_is_set(
+    gpu: Path, device: str, expandable: bool, given: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(given))
+    settle_libraries(device=device, expandable_segments=expandable, root=gpu)
+    assert os.environ == expected
+
+
+def test_nothing_where_there_is_no_gpu(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (gpu / "dev/nvidiactl").unlink()
+    monkeypatch.setattr(os, "environ", {})
+    settle_libraries(device="cuda", root=gpu)
+    assert not os.environ
+
+
+_BEFORE = """
+import sys
+from pathlib import Path
+from fuyou_cli.cli import app, before_torch
+
+def settle(**options):
+    assert "torch" not in sys.modules, "torch was there before"
+    print(options)
+    sys.exit(0)
+
+before_torch.settle_libraries = settle
+app.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        (
+            ["finetune", "llama31-8b-full-24gb", "offload.device=cuda", "offload.expandable_segments=false"],
+            {"device": "cuda", "expandable_segments": False},
+        ),
+        (["bench"], {"device": "auto"}),
+        (["bench", "llama31-8b-full-24gb", "offload.device=cpu"], {"device": "cpu"}),
+    ],
+)
+def test_it_is_done_before_torch_loads(words: list[str], options: dict[str, object], tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", _BEFORE, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, str(options)), done.stderr
