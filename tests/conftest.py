@@ -10,6 +10,7 @@ import pytest
 from drawn import load_profile
 
 load_profile()
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts: products give the same bits every time
 
 # A shell's background job ignores Ctrl-C, and one under nohup a closed terminal: so would every command that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
