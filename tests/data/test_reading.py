@@ -175,6 +175,16 @@ def test_long_rows_of_text_are_cut_into_pieces_when_packed(write: Write, tokenis
     assert (rows.summary.samples, rows.summary.split) == (2, 1)
 
 
+def test_a_row_has_a_largest_size(write: Write, tokenise: Tokenise, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the line is, no more of it is read."""
+    monkeypatch.setattr(json_rows, "LARGEST_ROW", 1000)
+    file = write("t.jsonl", [{"text": "a" * 900}, {"text": "b" * 1000}])
+    with pytest.raises(UsageError, match=rf"^{file}:2: a row of more than 1,000 characters$") as caught:
+        tokenise(file)
+    assert caught.value.hint is not None and "cut it into several rows" in caught.value.hint
+    assert [place for place, _ in read_rows(write("u.jsonl", [{"text": "a" * 987}]))] == [f"{file.with_name('u.jsonl')}:1"]
+
+
 def test_a_sample_that_cannot_be_cut_has_a_largest_size(
     write: Write, tokenise: Tokenise, monkeypatch: pytest.MonkeyPatch
 ) -> None:

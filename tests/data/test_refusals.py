@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +13,12 @@ from typing import Any
 import pytest
 
 from fuyou_cli.core.errors import FuyouError, UsageError
-from fuyou_cli.training.data import Rows, prepare
+from fuyou_cli.training.data import Rows, bounded, prepare
 from fuyou_cli.training.data.first_look import look
 from fuyou_cli.training.data.formats import RowError, choose_format
 from fuyou_cli.training.data.told import Told, reason
 
-from .conftest import CHATML_UNMARKED, Entry, Section
+from .conftest import CHATML, CHATML_UNMARKED, Entry, Section
 
 Write = Callable[[str, list[dict[str, Any]]], Path]
 Tokenise = Callable[..., Rows]
@@ -65,6 +66,43 @@ def test_a_template_that_fails_is_named_with_the_sample(template: str, words: st
     told = f"^{file}:1: the chat template of tokenizer.chat_template refuses this conversation: .*{words}"
     with pytest.raises(UsageError, match=told):
         tokenise(file, chat_template=template)
+
+
+_LOOP = "{% for a in range(99999) %}"
+WITHOUT_END = _LOOP * 3 + "{% endfor %}" * 3
+
+
+@pytest.mark.parametrize("template", [WITHOUT_END, "{{ (messages | length) ** (10 ** 9) > 0 }}"], ids=["loops", "one call"])
+def test_a_template_without_end_is_ended_and_named_with_the_sample(
+    template: str, write: Write, tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounded, "TEMPLATE_SECONDS", 2.0)  # of the processor: the same on a busy machine
+    (path := tmp_path / "loops.jinja").write_text("{% if messages[0].content == 'loop' %}" + template + "{% endif %}" + CHATML)
+    file = write("chat.jsonl", [TALK, {"messages": [{"role": "user", "content": "loop"}, *TALK["messages"]]}, TALK])
+    told = f"^{file}:2: the chat template of tokenizer.chat_template takes more than 2 s over this conversation$"
+    with pytest.raises(UsageError, match=told):
+        rows_of(file, tokenizer_dir, tmp_path / "cache", path)
+    assert not any(path.name.startswith(".rows-") for path in (tmp_path / "cache").iterdir())
+
+
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ 'a' * 10 ** 9 }}", "takes more than 64 MiB over this conversation"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}", "takes more than 64 MiB"),
+        ("{{ 'a' * 10 ** 7 }}", "makes 10,000,[0-9]* characters of this conversation, more than 4,194,304"),
+    ],
+)
+def test_a_template_that_writes_without_end_is_named_with_the_sample(
+    template: str, words: str, marked: bool, write: Write, tokenise: Tokenise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounded, "TEMPLATE_BYTES", 64 << 20)
+    file = write("chat.jsonl", [TALK])
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    with pytest.raises(UsageError, match=f"^{file}:1: the chat template of tokenizer.chat_template {words}"):
+        tokenise(file, chat_template=template + (CHATML if marked else CHATML_UNMARKED))
+    assert resource.getrlimit(resource.RLIMIT_DATA) == limits
 
 
 def test_a_template_of_another_encoding_is_no_bug_of_ours(write: Write, tokenizer_dir: Path, tmp_path: Path) -> None:

@@ -11,12 +11,29 @@ from typing import Any
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.json_files import is_deeper, once
 
-LARGEST_ROW = 1 << 24  # characters of one object in an array: what is held of such a file at most
+LARGEST_ROW = 1 << 24  # characters of a line, or of an object in an array: what is held of a file at most
 _CHUNK = 1 << 18
 _SPACE = re.compile(r"[ \t\r\n]*")
 _SURROGATE = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
 _TORN = 16  # characters: what the end of the buffer may tear apart, such as a word or an escape
 _DECODER = json.JSONDecoder(object_pairs_hook=once)
+
+
+def json_lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Place and object of every line that is not blank. Memory: the largest line, at most `LARGEST_ROW`."""
+    number = 0
+    try:
+        with file.open(encoding="utf-8-sig") as lines:  # with or without a byte order mark
+            while line := lines.readline(LARGEST_ROW + 1):
+                number += 1
+                place = f"{file}:{number}"
+                if len(line) > LARGEST_ROW:
+                    hint = "cut it into several rows; a .txt file may be of any length with dataset.packing: concat"
+                    raise UsageError(f"{place}: a row of more than {LARGEST_ROW:,} characters", hint=hint)
+                if line.strip():
+                    yield place, json_object(line.removesuffix("\n"), place)
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{first_bad_line(file)}: not UTF-8 text: {error.reason}") from error
 
 
 def json_object(text: str, place: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from fuyou_cli.core.errors import UsageError
 
-from .json_rows import first_bad_line, json_array, json_object
+from .json_rows import first_bad_line, json_array, json_lines
 from .sources import KINDS
 from .told import reason
 
@@ -125,14 +125,7 @@ def _json_rows(file: Path) -> Iterator[Placed]:
         )
     if file.stat().st_size == 0:
         raise UsageError(f"{file}: the file is empty")
-    try:
-        with file.open(encoding="utf-8-sig") as lines:  # with or without a byte order mark
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    place = f"{file}:{number}"
-                    yield place, json_object(line.removesuffix("\n"), place)
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{first_bad_line(file)}: not UTF-8 text: {error.reason}") from error
+    yield from json_lines(file)
 
 
 def _csv_rows(file: Path) -> Iterator[Placed]:

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 import fuyou_cli
 from fuyou_cli.core.errors import FuyouError, OutOfSpaceError, UsageError
 
+from . import bounded
 from .json_rows import first_bad_line
 from .preview import Pieces
 from .sources import Source, content_of, find_sources, tokenizer_content
@@ -274,7 +275,14 @@ def _serve(request: dict[str, Any], *, scratch: Path, workers: int) -> None:
     }
     # -P: a file datasets.py in the current directory must not stand in for the library.
     command = [sys.executable, "-P", "-m", "fuyou_cli.training.data.worker"]
-    done = subprocess.run(command, input=json.dumps(request), env=environment, capture_output=True, text=True)
+    at = scratch / "at"
+    watched = {**request, "watch": {"at": str(at), "seconds": bounded.TEMPLATE_SECONDS}}
+    done = subprocess.run(command, input=json.dumps(watched), env=environment, capture_output=True, text=True)
+    if done.returncode == -bounded.OVERDUE:
+        raise UsageError(
+            f"{bounded.said(at)} takes more than {bounded.TEMPLATE_SECONDS:g} s over this conversation",
+            hint="mend the template (tokenizer.chat_template names another), or leave the row out",
+        )
     if done.returncode < 0:
         raise FuyouError(
             f"reading the data was ended by signal {-done.returncode}",

@@ -16,10 +16,12 @@ import numpy as np
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.json_files import read_object
 
+from . import bounded
 from .formats import Chat, Example, Pair, RowError, Text
 from .packing import Row
 from .told import Told
 
+LARGEST_SAMPLE = 1 << 22  # characters that one sample may have where it cannot be cut
 _LARGEST_SETTINGS = 16 << 20  # bytes of generation_config.json
 _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 
@@ -50,7 +52,7 @@ class Tokeniser:
     def __init__(self, tokenizer: Any, *, directory: Path, template_key: str | None = None) -> None:
         """`template_key`: of the recipe, where the chat template is not the tokenizer's own."""
         self._tokenizer = tokenizer
-        self._template = f"the chat template of {template_key or directory}"
+        self.template = f"the chat template of {template_key or directory}"
         self._directory = directory
         self.eos_id: int | None = tokenizer.eos_token_id
         self.stop_ids = frozenset(_stop_ids(tokenizer, directory))
@@ -117,7 +119,7 @@ class Tokeniser:
                 "the tokenizer has no chat template, which data of format messages needs",
                 hint="set tokenizer.chat_template to a .jinja file, or use a tokenizer that has one",
             )
-        with Told(lambda why: UsageError(f"{self._template} cannot be used: {why}")):
+        with Told(lambda why: UsageError(f"{self.template} cannot be used: {why}")):
             marked = _GENERATION.search(self._tokenizer.get_chat_template()) is not None
         if not self._tokenizer.is_fast and not marked:
             raise UsageError("masking conversations needs a fast tokenizer (a tokenizer.json)")
@@ -129,14 +131,28 @@ class Tokeniser:
                 raise RowError(str(error), number) from error
         return rows
 
-    def _render(self, chat: Chat, messages: Sequence[dict[str, object]], **options: Any) -> Any:
-        options = {"tokenize": False} | options
-        with Told(lambda why: RowError(f"{self._template} refuses this conversation: {why}")):
+    def _render(self, chat: Chat, messages: Sequence[dict[str, object]], **options: Any) -> str:
+        """Within bounds: a template is a program, and may write without end."""
+        try:
+            with bounded.bounded_memory():
+                text: str = self._apply(chat, messages, tokenize=False, **options)
+        except MemoryError:
+            raise RowError(
+                f"{self.template} takes more than {bounded.TEMPLATE_BYTES >> 20} MiB over this conversation"
+            ) from None
+        if len(text) > LARGEST_SAMPLE:
+            raise RowError(f"{self.template} makes {len(text):,} characters of this conversation, more than {LARGEST_SAMPLE:,}")
+        return text
+
+    def _apply(self, chat: Chat, messages: Sequence[dict[str, object]], **options: Any) -> Any:
+        with Told(lambda why: RowError(f"{self.template} refuses this conversation: {why}")):
             return self._tokenizer.apply_chat_template(list(messages), tools=list(chat.tools) or None, **options)
 
     def _marked(self, chat: Chat, target: str) -> Row:
         """The template itself says what the assistant generates."""
-        encoded = self._render(chat, chat.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        self._render(chat, chat.messages)  # else unbounded below: tokenising takes much more memory than the text
+        options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        encoded = self._apply(chat, chat.messages, **options)
         ids, mask = encoded["input_ids"], np.asarray(encoded["assistant_masks"], np.uint8)
         if target == "all":
             mask = np.ones(len(ids), np.uint8)
@@ -146,7 +162,7 @@ class Tokeniser:
         return _row(ids, mask)
 
     def _by_prefixes(self, chat: Chat, target: str) -> Row:
-        whole: str = self._render(chat, chat.messages)
+        whole = self._render(chat, chat.messages)
         with Told(self._untokenised):
             encoded = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         begins = np.asarray([begin for begin, _ in encoded["offset_mapping"]], np.int64)

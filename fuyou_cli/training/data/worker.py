@@ -28,17 +28,17 @@ import numpy as np
 
 from fuyou_cli.core.errors import UsageError
 
-from .formats import Example, Pair, RowError, Text, choose_format, loss_target, mapping_hint, read_example
+from .bounded import Watch
+from .formats import Chat, Example, Pair, RowError, Text, choose_format, loss_target, mapping_hint, read_example
 from .packing import Counts, Row, Sample, has_loss, lay_out
 from .preview import decode_pieces
 from .reading import pieces_of, read_document, read_rows
 from .special import SpecialTexts
-from .tokenise import Tokeniser, load_tokenizer
+from .tokenise import LARGEST_SAMPLE, Tokeniser, load_tokenizer
 from .told import reason
 
 BATCH_EXAMPLES = 256  # tokenised together: the tokenizer's threads share a batch
 BATCH_CHARS = 1 << 18  # of a batch: it is closed by the sample that reaches this
-LARGEST_SAMPLE = 1 << 22  # characters that one sample may have where it cannot be cut
 
 
 class RowWriter:
@@ -145,6 +145,8 @@ class SpecialWatch:
 def _samples(
     request: dict[str, Any], tokeniser: Tokeniser, formats: dict[int, str], counts: Counts, watch: SpecialWatch
 ) -> Iterator[Sample]:
+    timed = request.get("watch")
+    clock = Watch(Path(timed["at"]), timed["seconds"]) if timed else None
     whole_documents = bool(request["packing"]) and request["overlong"] in ("truncate", "split")
     for number, source in enumerate(request["sources"]):
         left = source["max_samples"]
@@ -163,7 +165,7 @@ def _samples(
                 for place, example in batch:
                     watch(place, example)
                 target = loss_target(request["loss_on"], formats[number])
-                yield from _encoded(batch, tokeniser, target)
+                yield from _encoded(batch, tokeniser, target, clock)
                 if left is not None:
                     left -= sum(not isinstance(example, Text) or example.ends for _, example in batch)
 
@@ -194,7 +196,7 @@ def _bounded(examples: Iterator[tuple[str, Example]], *, cut: bool) -> Iterator[
         elif (size := _size(example)) > LARGEST_SAMPLE:
             raise UsageError(
                 f"{place}: a sample of {size:,} characters, more than {LARGEST_SAMPLE:,}",
-                hint="cut it into several rows; data of format text may be of any length with dataset.packing: concat",
+                hint="cut it into several rows; data of format text may be longer with dataset.packing: concat",
             )
         else:
             yield place, example
@@ -231,9 +233,12 @@ def _batches(examples: Iterator[tuple[str, Example]], limit: int | None) -> Iter
         yield batch
 
 
-def _encoded(batch: list[tuple[str, Example]], tokeniser: Tokeniser, target: str) -> Iterator[Sample]:
+def _encoded(batch: list[tuple[str, Example]], tokeniser: Tokeniser, target: str, clock: Watch | None) -> Iterator[Sample]:
     try:
-        rows = tokeniser.encode([example for _, example in batch], target=target)
+        if clock is not None and isinstance(batch[0][1], Chat):
+            rows = _within_time(batch, tokeniser, target, clock)
+        else:
+            rows = tokeniser.encode([example for _, example in batch], target=target)
     except RowError as error:
         at = batch[error.args[1]][0] if len(error.args) > 1 else _refused_at(batch, tokeniser, target)
         hint = "mend the row, or leave it out; a template or a tokenizer that fails on every row is itself at fault"
@@ -241,6 +246,18 @@ def _encoded(batch: list[tuple[str, Example]], tokeniser: Tokeniser, target: str
     for (place, example), (tokens, mask) in zip(batch, rows, strict=True):
         ends = not isinstance(example, Text) or example.ends
         yield Sample(tokens=tokens, mask=mask, place=place, ends=ends)
+
+
+def _within_time(batch: list[tuple[str, Example]], tokeniser: Tokeniser, target: str, clock: Watch) -> list[Row]:
+    """One conversation after the other, each with its time."""
+    rows = []
+    for number, (place, example) in enumerate(batch):
+        try:
+            with clock(f"{place}: {tokeniser.template}"):
+                rows += tokeniser.encode([example], target=target)
+        except RowError as error:
+            raise RowError(error.args[0], number) from error
+    return rows
 
 
 def _refused_at(batch: list[tuple[str, Example]], tokeniser: Tokeniser, target: str) -> str:
