@@ -48,6 +48,8 @@ SHAPES = {
     "125m": Shape(vocabulary=32000, hidden=768, intermediate=2048, layers=11, heads=12, kv_heads=12),
     "350m": Shape(vocabulary=32000, hidden=1024, intermediate=2816, layers=22, heads=16, kv_heads=16),
     "1.1b": Shape(vocabulary=32000, hidden=2048, intermediate=5632, layers=22, heads=32, kv_heads=4),
+    # Eight of Llama-8B's 32 layers, and a quarter of its vocabulary: 2.0 B parameters.
+    "llama8b-8": Shape(vocabulary=32768, hidden=4096, intermediate=14336, layers=8, heads=32, kv_heads=8),
 }
 
 
@@ -93,6 +95,20 @@ def random_weights(tensors: list[OutTensor], seed: int) -> Callable[[OutTensor, 
         return piece.data
 
     return read
+
+
+def repeated_weights(tensors: list[OutTensor], seed: int) -> Callable[[OutTensor, int, int], memoryview]:
+    """The same first million numbers of each tensor, again and again to its end: a tenth of the time. Their count is odd, so
+    that no two rows of a matrix are alike."""
+    read, drawn = random_weights(tensors, seed), np.empty(0, np.uint16)
+
+    def read_again(tensor: OutTensor, first: int, wanted: int) -> memoryview:
+        nonlocal drawn
+        if first == 0:
+            drawn = np.asarray(read(tensor, 0, min(tensor.numel, BLOCK - 1)))
+        return np.resize(np.roll(drawn, -(first % len(drawn))), wanted).data
+
+    return read_again
 
 
 def rounded_to_bfloat16(values: np.ndarray) -> np.ndarray:
@@ -186,7 +202,7 @@ def make(arguments: argparse.Namespace) -> None:
     files = write_checkpoint(
         arguments.out,
         tensors,
-        random_weights(tensors, arguments.seed),
+        (repeated_weights if arguments.repeat else random_weights)(tensors, arguments.seed),
         max_shard_size=arguments.shard_size,
         metadata={"shape": arguments.shape, "seed": str(arguments.seed)},
         companions=companions,
@@ -205,6 +221,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--shard-size", type=parse_size, default="500MB", help="of one file, at most")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--repeat", action="store_true", help="draw a million numbers of a tensor, and repeat them")
     parser.add_argument("--tokenizer-text", type=Path, help="text or JSON-lines file to train a tokenizer on")
     arguments = parser.parse_args()
     if arguments.seed < 0:

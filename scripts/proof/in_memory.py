@@ -5,7 +5,8 @@
     (with --compute-alone: forward, recompute and backward, no optimizer; one JSON line per step)
 
 bf16 weights and gradients, float32 masters and moments; torch's fused AdamW one parameter at a time on the gradient
-brought up to float32, so that only one such copy exists, and the master copied back. The head's logits are whole.
+brought up to float32, so that only one such copy exists, and the master copied back. The head's logits are whole. With
+--float32-gradients each micro-batch's gradients go into float32 sums as they come.
 Our weights and states rest in memory advised for huge pages; the proof scripts start this loop with
 GLIBC_TUNABLES=glibc.malloc.hugetlb=1 (glibc >= 2.35), so that what malloc maps for it is advised as well.
 """
@@ -18,6 +19,7 @@ import os
 import resource
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -33,12 +35,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--micro", type=int, required=True, help="rows computed at once")
     parser.add_argument("--length", type=int, default=512, help="tokens a row has at most")
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2, help="0: as many as torch takes")
     parser.add_argument("--seed", type=int, default=42, help="of the order of rows")
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--weight-decay", type=float, default=0.01)
     parser.add_argument("--clip", type=float, help="global norm")
     parser.add_argument("--compute-alone", action="store_true")
+    parser.add_argument("--device", default="cpu", help="that computes and holds everything (default: cpu)")
+    parser.add_argument("--float32-gradients", action="store_true", help="micro-batches are summed in float32, as ours are")
     parser.add_argument("--no-checkpointing", action="store_true", help="keep activations instead of recomputing them")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
@@ -47,7 +51,7 @@ def arguments() -> argparse.Namespace:
 class MasterAdamW:
     """AdamW on float32 masters of bf16 parameters; weights of one dimension do not decay."""
 
-    def __init__(self, parameters, *, lr: float, weight_decay: float) -> None:
+    def __init__(self, parameters, *, lr: float, weight_decay: float, float32_gradients: bool = False) -> None:
         import torch
 
         self.parameters = list(parameters)
@@ -63,19 +67,38 @@ class MasterAdamW:
             )
             for master in self.masters
         ]
+        if float32_gradients:
+            for parameter, master in zip(self.parameters, self.masters, strict=True):
+                parameter.register_post_accumulate_grad_hook(partial(_add_to, master))
+
+    def clip(self, norm: float) -> None:
+        """By the global norm of whatever has been summed."""
+        import torch
+
+        torch.nn.utils.clip_grad_norm_([one for one in (*self.parameters, *self.masters) if one.grad is not None], norm)
 
     def step(self) -> None:
         import torch
 
         with torch.no_grad():
             for parameter, master, optimizer in zip(self.parameters, self.masters, self.optimizers, strict=True):
-                if parameter.grad is None:
+                if parameter.grad is not None:
+                    master.grad = parameter.grad.float()
+                    parameter.grad = None
+                if master.grad is None:
                     continue
-                master.grad = parameter.grad.float()
-                parameter.grad = None
                 optimizer.step()
                 master.grad = None
                 parameter.copy_(master)
+
+
+def _add_to(master, parameter) -> None:
+    """A micro-batch's gradient, once it is whole."""
+    if master.grad is None:
+        master.grad = parameter.grad.float()
+    else:
+        master.grad.add_(parameter.grad)
+    parameter.grad = None
 
 
 def train(options: argparse.Namespace) -> None:
@@ -84,22 +107,31 @@ def train(options: argparse.Namespace) -> None:
 
     from fuyou_cli.training.data import Rows, Sampler, collate
 
-    torch.set_num_threads(options.threads)
+    if options.threads:
+        torch.set_num_threads(options.threads)
     rows = Rows(options.rows)
     sampler = Sampler(len(rows), batch_size=options.batch, shuffle=True, seed=options.seed)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model.to(options.device)
     model.config.use_cache = False
     model.train()
     if not options.no_checkpointing:
         model.gradient_checkpointing_enable()
     optimizer = None
     if not options.compute_alone:
-        optimizer = MasterAdamW(model.parameters(), lr=options.lr, weight_decay=options.weight_decay)
+        optimizer = MasterAdamW(
+            model.parameters(),
+            lr=options.lr,
+            weight_decay=options.weight_decay,
+            float32_gradients=options.float32_gradients,
+        )
     with options.out.open("w", encoding="utf-8") as out:
         for step in range(options.steps):
             batch = collate(rows, sampler.batch(step), pad_id=rows.summary.pad_id, max_len=options.length)
             begin, cpu = time.perf_counter(), time.process_time()
             loss = one_step(model, optimizer, batch, options)
+            if options.device != "cpu":
+                torch.cuda.synchronize()
             record = {
                 "step": step + 1,
                 "loss": loss,
@@ -107,6 +139,7 @@ def train(options: argparse.Namespace) -> None:
                 "cpu_seconds": time.process_time() - cpu,
                 "batch_tokens": batch.tokens,
                 "peak_resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+                "peak_device": torch.cuda.max_memory_allocated() if options.device != "cpu" else 0,
             }
             out.write(json.dumps(record) + "\n")
             out.flush()
@@ -114,9 +147,8 @@ def train(options: argparse.Namespace) -> None:
 
 def one_step(model, optimizer: MasterAdamW | None, batch, options: argparse.Namespace) -> float:
     """One step over all micro-batches; the mean loss over the step's labels."""
-    import torch
 
-    ids, labels = batch.tensors()
+    ids, labels = (tensor.to(options.device) for tensor in batch.tensors())
     total = 0.0
     for begin in range(0, options.batch, options.micro):
         part = slice(begin, begin + options.micro)
@@ -127,14 +159,15 @@ def one_step(model, optimizer: MasterAdamW | None, batch, options: argparse.Name
         model.zero_grad(set_to_none=True)
         return total
     if options.clip is not None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
+        optimizer.clip(options.clip)
     optimizer.step()
     return total
 
 
 def main() -> int:
     options = arguments()
-    os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    if options.threads:
+        os.environ["OMP_NUM_THREADS"] = str(options.threads)
     train(options)
     return 0
 

@@ -1,0 +1,151 @@
+"""How busy a device was, and its longest gaps with what the host did meanwhile. From a profiler's trace, and from samples of
+the host's stack taken beside it; times are seconds of the host's monotonic clock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+COMPUTE = ("kernel",)
+COPIES = ("gpu_memcpy", "gpu_memset")
+ON_CPU = ("cpu_op",)  # where there is no GPU: operators in its place
+MARK = "fuyou_clock_mark"
+CUDA_MARK = "spin_kernel"  # torch.cuda._sleep's, which nobody else launches
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    begin: float
+    end: float
+    name: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """The host's stack at one moment, innermost frame first."""
+
+    at: float
+    stack: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gap:
+    """Nothing was under way. `after`, `before`: what ended last and what began next; empty at the window's ends."""
+
+    begin: float
+    end: float
+    after: str
+    before: str
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+def intervals(trace: Sequence[Mapping[str, Any]], kinds: Sequence[str], offset: float) -> list[Interval]:
+    """The trace's events of these kinds, oldest first. Their own clock counts microseconds; `offset` makes it the host's."""
+    found = [
+        Interval(begin=event["ts"] / 1e6 + offset, end=(event["ts"] + event.get("dur", 0)) / 1e6 + offset, name=event["name"])
+        for event in trace
+        if event.get("ph") == "X" and event.get("cat") in kinds and not is_mark(event)
+    ]
+    return sorted(found, key=lambda one: (one.begin, one.end))
+
+
+def is_mark(event: Mapping[str, Any]) -> bool:
+    return MARK in str(event.get("name", "")) or CUDA_MARK in str(event.get("name", ""))
+
+
+def clock_offset(trace: Sequence[Mapping[str, Any]], marked_at: float) -> float:
+    """What to add to the trace's seconds to have the host's: the first mark was made at `marked_at`. Raises ValueError."""
+    marks = [event["ts"] for event in trace if event.get("ph") == "X" and is_mark(event)]
+    if not marks:
+        raise ValueError("the trace has no mark to set its clock by")
+    return marked_at - min(marks) / 1e6
+
+
+def merged(found: Iterable[Interval], window: tuple[float, float]) -> list[Interval]:
+    """When something was under way inside the window: disjoint, oldest first. A name is that of what ended last in it."""
+    whole: list[Interval] = []
+    for one in found:
+        begin, end = max(one.begin, window[0]), min(one.end, window[1])
+        if begin >= end:
+            continue
+        if whole and begin <= whole[-1].end:
+            last = whole[-1]
+            name = one.name if end >= last.end else last.name
+            whole[-1] = Interval(begin=last.begin, end=max(last.end, end), name=name)
+        else:
+            whole.append(Interval(begin=begin, end=end, name=one.name))
+    return whole
+
+
+def busy_share(found: Iterable[Interval], window: tuple[float, float]) -> float:
+    """The share of the window in which something was under way."""
+    length = window[1] - window[0]
+    return sum(one.end - one.begin for one in merged(found, window)) / length if length > 0 else 0.0
+
+
+def longest_gaps(found: Sequence[Interval], window: tuple[float, float], count: int) -> list[Gap]:
+    """The longest stretches of the window in which nothing was under way, the longest first."""
+    whole = merged(found, window)
+    if not whole:
+        return [Gap(begin=window[0], end=window[1], after="", before="")] if window[1] > window[0] else []
+    first = {one.begin: one.name for one in reversed(found)}  # of several that begin at once, the one listed first
+    edges = [(window[0], ""), *((one.end, one.name) for one in whole)]
+    starts = [*((one.begin, first.get(one.begin, "")) for one in whole), (window[1], "")]
+    gaps = [
+        Gap(begin=begin, end=end, after=after, before=before)
+        for (begin, after), (end, before) in zip(edges, starts, strict=True)
+        if end > begin
+    ]
+    return sorted(gaps, key=lambda gap: -gap.seconds)[:count]
+
+
+def host_stack(gap: Gap, samples: Sequence[Sample]) -> tuple[tuple[str, ...], int, int]:
+    """Where the host was during a gap: the stack seen most often, how often, and of how many samples. Where none fell into it,
+    the stack seen next after its beginning, seen 0 times."""
+    inside = [sample.stack for sample in samples if gap.begin <= sample.at <= gap.end]
+    if inside:
+        stack, times = Counter(inside).most_common(1)[0]
+        return stack, times, len(inside)
+    later = next((sample.stack for sample in samples if sample.at > gap.end), ())
+    return later, 0, 0
+
+
+def summary(
+    trace: Sequence[Mapping[str, Any]],
+    samples: Sequence[Sample],
+    *,
+    marked_at: float,
+    window: tuple[float, float],
+    on_gpu: bool,
+    count: int = 10,
+) -> dict[str, Any]:
+    """Busy shares and the `count` longest gaps of a window, as plain data."""
+    offset = clock_offset(trace, marked_at)
+    compute = intervals(trace, COMPUTE if on_gpu else ON_CPU, offset)
+    copies = intervals(trace, COPIES, offset)
+    gaps = longest_gaps(compute, window, count)
+    return {
+        "seconds": window[1] - window[0],
+        "events": len(compute),
+        "busy": busy_share(compute, window),
+        "copies": busy_share(copies, window),
+        "gaps": [_described(gap, samples, window[0]) for gap in gaps],
+    }
+
+
+def _described(gap: Gap, samples: Sequence[Sample], zero: float) -> dict[str, Any]:
+    stack, times, seen = host_stack(gap, samples)
+    return {
+        "milliseconds": round(gap.seconds * 1e3, 3),
+        "at": round(gap.begin - zero, 4),
+        "after": gap.after,
+        "before": gap.before,
+        "stack": list(stack),
+        "seen": f"{times} of {seen} samples",
+    }

@@ -1,0 +1,182 @@
+"""Runs of either side on the machine's GPU, or on the emulated one: recipes made here, `fuyou finetune`, and plain PyTorch."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from proof.report import ROOT, say
+from proof.rows import own_text, rows_folder
+from proof.runs import FUYOU, STEP_FIELDS, fresh, started
+from proof.watch import LineCounter
+
+from fuyou_cli.training.jsonl import read_log
+
+SEED = 42
+SAVING = 45.0  # seconds after its last step that a run may take to save its states: tens of GB, nothing that is asked
+LAST_LINES = 12  # of a failed command's output that are kept
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where runs happen, on which device."""
+
+    work: Path
+    device: str
+    length: int  # tokens of a row
+    text_rows: int  # that are tokenised and packed
+    until: float  # of the monotonic clock: what runs then is ended
+    micro: int | None = None  # rows computed at once; None: chosen by the planner
+    fixed: Mapping[str, object] = field(default_factory=dict)  # of the recipe's offload section
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Profiles of the machine are those measured here, and stay here."""
+        return {"XDG_CACHE_HOME": str(self.work / "profiles")}
+
+    def model(self, shape: str) -> Path:
+        """The checkpoint of `shape` with random weights, made once."""
+        folder, text = self.work / "models" / shape, self.text()
+        if not (folder / "made").exists():
+            say(f"making the {shape} checkpoint")
+            script = ROOT / "scripts" / "make_checkpoint.py"
+            words = ["--shape", shape, "--out", str(folder), "--tokenizer-text", str(text), "--repeat"]
+            subprocess.run([sys.executable, str(script), *words], check=True, stdout=subprocess.DEVNULL)
+            (folder / "made").touch()
+        return folder
+
+    def text(self) -> Path:
+        path = self.work / "text.jsonl"
+        if not path.exists():
+            path.write_text(own_text(self.text_rows), encoding="utf-8")
+        return path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One run of our side."""
+
+    shape: str
+    rows: int  # per step
+    steps: int
+    clip: float | None = None
+    on_ssd: bool = False
+    gpu: str | None = None  # offload.max_memory.gpu
+
+
+def write_recipe(place: Place, case: Case) -> Path:
+    """The recipe of a case in a fresh folder; what an earlier run left there is gone, its store as well."""
+    out, model = fresh(place.work / "run"), place.model(case.shape)
+    fresh(place.work / "store")
+    tiers = {key: "ssd" for key in ("weights", "gradients", "optimizer_states") if case.on_ssd}
+    recipe = {
+        "version": 1,
+        "output_dir": str(out),
+        "seed": SEED,
+        "model": {"name_or_path": str(model)},
+        "dataset": {
+            "train": [{"path": str(place.text()), "format": "prompt_completion"}],
+            "max_seq_len": place.length,
+            "packing": "concat",
+            "loss_on": "all",
+            "cache_dir": str(place.work / "rows"),
+        },
+        "optimizer": {"lr": 1e-4, "betas": [0.9, 0.999], "weight_decay": 0.01},
+        "lr_scheduler": {"name": "constant", "warmup_steps": 0},
+        "train": {
+            "max_steps": case.steps,
+            "batch_size": case.rows,
+            "micro_batch_size": place.micro or "auto",
+            "clip_grad_norm": case.clip,
+        },
+        "offload": {
+            "device": place.device,
+            "dir": str(place.work / "store"),
+            "max_memory": {"gpu": case.gpu or "auto"},
+            **place.fixed,
+            **tiers,
+        },
+        "checkpoint": {"resume": "never", "commit_every_steps": None},
+        "export": {"at_end": False},
+    }
+    path = out / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
+    return path
+
+
+def finetune(
+    place: Place, case: Case, *, environment: Mapping[str, str] | None = None, words: Sequence[str] = (), saves: float = SAVING
+) -> dict[str, Any]:
+    """The case through `fuyou finetune`: its plan, its steps and what it compared at its end. `failed` says why where it did
+    not do all of them. `words`: the command to put before the recipe, instead of ours."""
+    recipe = write_recipe(place, case)
+    command = [*(words or (*FUYOU, "finetune")), str(recipe)]
+    log, output = recipe.parent / "log.jsonl", place.work / "run.txt"
+    begun, cut, late = time.monotonic(), False, False
+    with output.open("wb") as file, started(command, None, file, **place.environment, **(environment or {})) as child:
+        lines, last = LineCounter(log), 0.0
+        while child.poll() is None:
+            lines.steps += sum(b'"event":"step"' in line for line in lines.new())
+            if lines.steps >= case.steps:
+                last = last or time.monotonic()
+                cut = time.monotonic() - last > saves
+            late = time.monotonic() > place.until
+            if cut or late:
+                child.kill()
+                break
+            time.sleep(0.05)
+    records = read_log(log) if log.exists() else []
+    steps = [{name: record.get(name) for name in STEP_FIELDS} for record in records if record["event"] == "step"]
+    result: dict[str, Any] = {
+        "exit": child.returncode,
+        "seconds": round(time.monotonic() - begun, 1),
+        "plan": next((record for record in records if record["event"] == "plan"), {}),
+        "steps": steps,
+        "compared": next((record["compared"] for record in records if record["event"] == "end"), []),
+        "saving_cut_short": cut,
+    }
+    if len(steps) != case.steps or not (child.returncode == 0 or cut or late):
+        how = "ended by the stage's limit" if late else f"exit code {child.returncode}"
+        result["failed"] = f"{how}, {len(steps)} of {case.steps} steps:\n{end_of(output)}"
+    return result
+
+
+def in_memory(place: Place, case: Case, *, micro: int) -> dict[str, Any]:
+    """The same rows, weights and numerics in plain PyTorch, everything in the device's memory. Of the recipe that ran last."""
+    out, output = place.work / "in_memory.jsonl", place.work / "in_memory.txt"
+    out.unlink(missing_ok=True)
+    rows = rows_folder(place.work / "run" / "recipe.yaml")
+    device = "cuda" if place.device == "cuda" else "cpu"
+    command = [sys.executable, str(ROOT / "scripts" / "proof" / "in_memory.py"), "--model", str(place.model(case.shape))]
+    command += ["--rows", str(rows), "--batch", str(case.rows), "--micro", str(micro), "--steps", str(case.steps)]
+    command += ["--length", str(place.length), "--seed", str(SEED), "--device", device, "--float32-gradients"]
+    command += ["--clip", str(case.clip)] if case.clip is not None else []
+    with output.open("wb") as file, started([*command, "--out", str(out)], None, file) as child:
+        try:
+            child.wait(max(1.0, place.until - time.monotonic()))
+            how = f"exit code {child.returncode}"
+        except subprocess.TimeoutExpired:
+            how = "ended by the stage's limit"
+    steps = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    result: dict[str, Any] = {"exit": child.returncode, "steps": steps}
+    if child.returncode != 0:
+        result["failed"] = f"{how}, {len(steps)} of {case.steps} steps:\n{end_of(output)}"
+        result["too_large"] = "OutOfMemoryError" in result["failed"]
+    return result
+
+
+def end_of(output: Path) -> str:
+    return "\n".join(output.read_text(errors="replace").strip().splitlines()[-LAST_LINES:])
+
+
+def settled(result: Mapping[str, Any], warm_up: int, name: str = "seconds") -> float:
+    """The median over the steps after the first ones."""
+    return statistics.median(step[name] for step in result["steps"][warm_up:])

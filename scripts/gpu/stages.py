@@ -1,0 +1,320 @@
+"""What gpu_check asks of a machine, stage by stage, most valuable first. Each runs in a process of its own (`stage_main`)."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from proof.report import ROOT, at_least, at_most, holds, missing, reported
+from proof.runs import FUYOU, child_environment
+
+from fuyou_cli.core.units import GiB, MiB, gib, parse_size
+
+from .pinning import pin
+from .record import Record
+from .runs import Case, Place, end_of, finetune, in_memory, settled, write_recipe
+
+SAME_LOSS = 2e-3  # relative, of the first step: the same rows and weights, bf16 on both sides
+TO_END = 4.0  # seconds before its limit at which a stage ends what it runs
+WARM_UP = 2  # steps: the second runs the first update that was deferred
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scale:
+    """Sizes of everything: those of a GPU worth looking at, or toys for the emulated one."""
+
+    length: int
+    micro: int | None
+    block: str  # shape of eight layers of Llama-8B
+    small: str  # shape of 1 B
+    steps: int
+    few: int  # rows of a step: 8k tokens
+    many: int  # 32k tokens
+    gpu: str  # offload.max_memory.gpu of the machines that people have
+    pinned: tuple[int, ...]
+    text_rows: int
+    fixed: tuple[tuple[str, object], ...] = ()  # of the recipe's offload section
+
+
+FULL = Scale(
+    length=2048, micro=None, block="llama8b-8", small="1.1b", steps=5, few=4, many=16, gpu="24GB", pinned=(8 * GiB, 64 * GiB),
+    text_rows=6000,
+)  # fmt: skip
+# The search looks at every plan of a small model, which takes longer than to run it: little is left to it.
+TOY = Scale(
+    length=64, micro=2, block="1m", small="1m", steps=4, few=2, many=4, gpu="1GB", pinned=(8 * MiB, 64 * MiB),
+    text_rows=400, fixed=(("lookahead", 2), ("defer_updates", 0), ("activations", "recompute")),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Context:
+    """Of the process of one stage."""
+
+    work: Path
+    device: str
+    record: Record
+    until: float = math.inf  # of the monotonic clock: runs are ended then, so that what they did is kept
+
+    @property
+    def scale(self) -> Scale:
+        return FULL if self.device == "cuda" else TOY
+
+    @property
+    def place(self) -> Place:
+        scale = self.scale
+        return Place(
+            work=self.work, device=self.device, length=scale.length, text_rows=scale.text_rows, until=self.until,
+            micro=scale.micro,
+            fixed=dict(scale.fixed),
+        )  # fmt: skip
+
+    def ours(self, what: str, case: Case, **named: Any) -> dict[str, Any] | None:
+        """A run of our side, kept; None, with a line that says why, where it did not do its steps."""
+        result = finetune(self.place, case, **named)
+        self.record.keep(what, result)
+        if result.get("failed"):
+            self.record.add(holds(f"{what}: runs", "ends well", "no", False, note=str(result["failed"])))
+            if len(result["steps"]) > WARM_UP:
+                _speed(self, what, result)
+            return None
+        return result
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    name: str
+    what: str
+    limit: float  # seconds
+    run: Callable[[Context], None]
+
+
+# ---- the machine -----------------------------------------------------------------------------------------------------
+
+
+def doctor(context: Context) -> None:
+    done = _command(context, [*FUYOU, "doctor", "--json", "--dir", str(context.work)])
+    found = json.loads(done.stdout) if done.stdout.startswith(("{", "[")) else done.stdout + done.stderr
+    context.record.keep("doctor", found)
+    context.record.add(holds("doctor", "exit code 0", str(done.returncode), done.returncode == 0, note=_problems(found)))
+
+
+def _problems(found: Any) -> str:
+    checks = found.get("checks", []) if isinstance(found, dict) else []
+    return "; ".join(f"{one['name']}: {one['found']}" for one in checks if one["status"] == "problem")
+
+
+def pinning(context: Context) -> None:
+    for size in context.scale.pinned:
+        context.record.add(pin(size, context.device))
+
+
+def bench(context: Context) -> None:
+    scale = context.scale
+    recipe = write_recipe(context.place, Case(shape=scale.block, rows=scale.many, steps=1))
+    done = _command(context, [*FUYOU, "bench", str(recipe), "--quick", "--json"])
+    if done.returncode != 0:
+        context.record.add(holds("bench", "exit code 0", str(done.returncode), False, note=done.stderr[-2000:]))
+        return
+    found = json.loads(done.stdout)
+    context.record.keep("bench", found)
+    for rate in found.get("rates", []):
+        context.record.add(reported(str(rate.get("name", "?")), f"{rate.get('value', 0):.4g} {rate.get('unit', '')}"))
+    context.record.add(holds("bench", "exit code 0", "0", True))
+
+
+def _command(context: Context, command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    everything = child_environment() | context.place.environment | environment
+    return subprocess.run(command, env=everything, capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+# ---- the tests -------------------------------------------------------------------------------------------------------
+
+
+def tests(context: Context) -> None:
+    _tests(context, "gpu tests")
+
+
+def tests_blocking(context: Context) -> None:
+    """The same with every launch waited for: what fails only without it is a race."""
+    _tests(context, "gpu tests, blocking launches", CUDA_LAUNCH_BLOCKING="1")
+
+
+def _tests(context: Context, what: str, **environment: str) -> None:
+    files = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("tests/**/test_*.py")) if _of_gpu(path)]
+    chosen = ["-m", "gpu"] if context.device == "cuda" else ["-m", "not gpu", "-k", "emulated"]
+    files = files if context.device == "cuda" else [*files, "tests/engine/test_crossings.py"]
+    report, output = context.work / "tests.xml", context.work / "tests.txt"
+    report.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *chosen, *files]
+    with output.open("wb") as file:
+        code = subprocess.run(
+            command, env=child_environment() | environment, stdout=file, stderr=subprocess.STDOUT, check=False, cwd=ROOT
+        ).returncode
+    counts, failed = _counted(report)
+    context.record.keep(what, {"exit": code, **counts, "failed": failed, "end": end_of(output)})
+    text = ", ".join(f"{number} {name}" for name, number in counts.items())
+    note = "; ".join(failed) if failed else "" if code == 0 else end_of(output)
+    context.record.add(holds(what, "all pass", text or "none ran", code == 0 and counts.get("passed", 0) > 0, note=note))
+
+
+def _of_gpu(path: Path) -> bool:
+    return re.search(r"\bmark\.gpu\b", path.read_text(encoding="utf-8")) is not None
+
+
+def _counted(report: Path) -> tuple[dict[str, int], list[str]]:
+    """How many tests passed, failed and were skipped, and the names of those that failed."""
+    if not report.exists():
+        return {}, []
+    cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+    failed = [str(one.get("name")) for one in cases if one.find("failure") is not None or one.find("error") is not None]
+    skipped = sum(one.find("skipped") is not None for one in cases)
+    return {"passed": len(cases) - len(failed) - skipped, "failed": len(failed), "skipped": skipped}, failed
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+def few_tokens(context: Context) -> None:
+    _beside_memory(context, context.scale.few)
+
+
+def many_tokens(context: Context) -> None:
+    _beside_memory(context, context.scale.many)
+
+
+def _beside_memory(context: Context, rows: int) -> None:
+    """Predicted beside measured beside plain PyTorch with everything on the GPU, and the same losses."""
+    case = Case(shape=context.scale.block, rows=rows, steps=context.scale.steps)
+    what = f"eight layers, {rows * context.scale.length:,} tokens a step"
+    if (ours := context.ours(what, case)) is None:
+        return
+    _speed(context, what, ours)
+    theirs = in_memory(context.place, case, micro=_micro(ours, context))
+    context.record.keep(f"{what}, in memory", theirs)
+    asked = f"<= {SAME_LOSS:g}"
+    if theirs.get("failed"):
+        why = "too large for this GPU's memory" if theirs["too_large"] else str(theirs["failed"])
+        context.record.add(missing(f"{what}: first loss beside plain PyTorch, relative difference", asked, why))
+        return
+    seconds = [settled(side, WARM_UP) for side in (ours, theirs)]
+    context.record.add(
+        reported(
+            f"{what}: speed, ours / plain PyTorch",
+            f"{seconds[1] / seconds[0]:.3f}",
+            note=f"{seconds[0]:.3f} and {seconds[1]:.3f} s a step",
+        )
+    )
+    losses = [[step["loss"] for step in side["steps"]] for side in (ours, theirs)]
+    apart = [abs(our / their - 1) for our, their in zip(*losses, strict=True)]
+    note = f"all steps: {', '.join(f'{one:.1e}' for one in apart)}"
+    context.record.add(at_most(f"{what}: first loss, relative difference", apart[0], SAME_LOSS, note=note))
+
+
+def _speed(context: Context, what: str, ours: dict[str, Any]) -> None:
+    seconds, predicted = settled(ours, WARM_UP), float(ours["plan"].get("predicted_step_seconds", 0.0))
+    tokens = ours["steps"][-1]["batch_tokens"]
+    stalls = sorted(ours["steps"][-1]["stalls"].items(), key=lambda one: -one[1])[:3]
+    waits = ", ".join(f"{cause} {waited:.2f}" for cause, waited in stalls)
+    written = settled(ours, WARM_UP, "written_bytes")
+    note = f"{tokens / seconds:,.0f} tokens/s; {written / 1e9:.2f} GB written; last step's waits, s: {waits or 'none'}"
+    context.record.add(reported(f"{what}: step, s", f"{seconds:.3f}", note=note))
+    if predicted:
+        note = f"predicted {predicted:.3f} s"
+        context.record.add(reported(f"{what}: step, measured / predicted", f"{seconds / predicted:.3f}", note=note))
+
+
+def _micro(ours: dict[str, Any], context: Context) -> int:
+    return int(ours["plan"].get("numerics", {}).get("micro_batch_size", context.scale.micro or 1))
+
+
+def small_memory(context: Context) -> None:
+    """As on a card of 24 GB: what the run takes of the device stays below that."""
+    scale = context.scale
+    case = Case(shape=scale.block, rows=scale.many, steps=scale.steps, gpu=scale.gpu)
+    what = f"eight layers, {scale.many * scale.length:,} tokens, max_memory.gpu {scale.gpu}"
+    if ours := context.ours(what, case):
+        _speed(context, what, ours)
+        _gpu_peak(context, what, ours)
+
+
+def _gpu_peak(context: Context, what: str, ours: dict[str, Any]) -> None:
+    limit = parse_size(context.scale.gpu)
+    peak = next((line["measured"] for line in ours["compared"] if line["what"] == "peak GPU memory"), None)
+    if peak is not None:
+        context.record.add(at_most(f"{what}: peak GPU memory, GiB", peak / GiB, limit / GiB))
+    elif context.device == "cuda":
+        why = "the run was ended before it compared itself with its plan"
+        context.record.add(missing(f"{what}: peak GPU memory, GiB", f"<= {gib(limit)}", why))
+
+
+def segments(context: Context) -> None:
+    """The allocator's two ways, expandable segments and not: what of them is faster, and what takes more."""
+    scale = context.scale
+    for way in ("True", "False"):
+        case = Case(shape=scale.block, rows=scale.few, steps=scale.steps, gpu=scale.gpu)
+        what = f"expandable_segments:{way}, {scale.few * scale.length:,} tokens, max_memory.gpu {scale.gpu}"
+        if ours := context.ours(what, case, environment={"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{way}"}, saves=20.0):
+            _speed(context, what, ours)
+            _gpu_peak(context, what, ours)
+
+
+def on_ssd(context: Context) -> None:
+    """1 B with weights, gradients and states on the ssd, without and with clipping."""
+    for clip in (None, 1.0):
+        case = Case(shape=context.scale.small, rows=context.scale.few, steps=context.scale.steps, clip=clip, on_ssd=True)
+        what = f"{case.shape} on ssd, clipping {'off' if clip is None else 'on'}"
+        if ours := context.ours(what, case):
+            _speed(context, what, ours)
+
+
+def profile(context: Context) -> None:
+    scale, out = context.scale, context.work / "busy.json"
+    out.unlink(missing_ok=True)
+    first, last = WARM_UP + 1, WARM_UP + 2
+    script = ROOT / "scripts" / "gpu" / "profiled.py"
+    words = [sys.executable, str(script), "--device", context.device, "--first", str(first), "--last", str(last)]
+    case = Case(shape=scale.block, rows=scale.many, steps=last)
+    what = f"eight layers, {scale.many * scale.length:,} tokens, profiled"
+    if context.ours(what, case, words=(*words, "--out", str(out)), saves=5.0) is None:
+        return
+    found = json.loads(out.read_text(encoding="utf-8"))
+    context.record.keep("gaps", found)
+    note = f"copies {found['copies']:.1%}; {found['events']} events in {found['seconds']:.2f} s of {found['steps']} steps"
+    context.record.add(at_least(f"{what}: events seen", found["events"], 1))
+    context.record.add(reported(f"{what}: compute busy", f"{found['busy']:.1%}", note=note))
+    for number, gap in enumerate(found["gaps"], start=1):
+        where = " < ".join(gap["stack"][:4]) or "unknown"
+        text = f"at {gap['at']:.3f} s, after {gap['after'][:60] or '-'}; host ({gap['seen']}): {where}"
+        context.record.add(reported(f"gap {number}, ms", f"{gap['milliseconds']:.2f}", note=text))
+
+
+STAGES = (
+    Stage(name="doctor", what="what works here", limit=40, run=doctor),
+    Stage(name="pinning", what="host memory registered with the driver", limit=75, run=pinning),
+    Stage(name="tests", what="the gpu tests", limit=100, run=tests),
+    Stage(name="bench", what="the machine's rates", limit=90, run=bench),
+    Stage(name="8k", what="eight layers of Llama-8B, 8k tokens", limit=110, run=few_tokens),
+    Stage(name="32k", what="eight layers of Llama-8B, 32k tokens", limit=110, run=many_tokens),
+    Stage(name="24gb", what="the same in 24 GB of GPU memory", limit=80, run=small_memory),
+    Stage(name="profile", what="busy share and gaps", limit=70, run=profile),
+    Stage(name="ssd", what="1 B on the ssd", limit=110, run=on_ssd),
+    Stage(name="blocking", what="the gpu tests, blocking launches", limit=100, run=tests_blocking),
+    Stage(name="segments", what="both ways of the allocator", limit=90, run=segments),
+)
+
+
+def stage_main(name: str, *, work: Path, device: str, limit: float) -> None:
+    """What the process of a stage does: what it found so far is always in its record. It has `limit` seconds."""
+    (stage,) = [stage for stage in STAGES if stage.name == name]
+    record = Record(work / "records" / f"{name}.json")
+    stage.run(Context(work=work, device=device, record=record, until=time.monotonic() + limit - TO_END))

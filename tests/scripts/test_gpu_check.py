@@ -1,0 +1,247 @@
+"""scripts/gpu_check: its stages on the emulated device, what ends them, and what is kept; gaps and packs from made-up input."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from gpu import gaps, pack, runner, stages
+from proof.report import FAILED, HELD, NOT_SHOWN, ROOT
+
+COMMAND = [sys.executable, str(ROOT / "scripts" / "gpu_check"), "--device", "emulated"]
+
+
+def _check(folder: Path, *words: str) -> tuple[int, dict[str, Any], str]:
+    command = [*COMMAND, "--out", str(folder / "out"), "--work", str(folder / "work"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    (found,) = (folder / "out").glob("*.json")
+    (text,) = (folder / "out").glob("*.txt")
+    return done.returncode, json.loads(found.read_text()), text.read_text()
+
+
+# ---- end to end ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(900)  # half a minute where the machine has nothing else to do
+def test_stages_end_to_end_on_the_emulated_device(tmp_path: Path) -> None:
+    code, found, text = _check(tmp_path, "--only", "profile,pinning,8k")
+    assert [stage["name"] for stage in found["stages"]] == ["pinning", "8k", "profile"]  # in their own order
+    assert [stage["state"] for stage in found["stages"]] == ["passed"] * 3, text
+    assert code == HELD
+    rows = {row["what"]: row for stage in found["stages"] for row in stage["rows"]}
+    loss = rows["eight layers, 128 tokens a step: first loss, relative difference"]
+    assert (loss["asked"], loss["verdict"]) == ("<= 0.002", "pass")
+    assert float(rows["eight layers, 128 tokens a step: speed, ours / plain PyTorch"]["measured"]) > 0
+    assert rows["eight layers, 128 tokens a step: step, measured / predicted"]["note"].startswith("predicted ")
+    busy = found["stages"][2]["values"]["gaps"]
+    assert 0 < busy["busy"] <= 1 and busy["steps"] == 2 and len(busy["gaps"]) == 10
+    assert any("fuyou_cli" in line or "engine/" in line for gap in busy["gaps"] for line in gap["stack"])
+    assert "== profile (busy share and gaps): passed" in text and "gap 10, ms" in text
+
+
+def test_a_stage_that_hangs_is_ended_with_all_that_it_started_and_the_next_one_runs(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    (work / "models" / "1m").mkdir(parents=True)
+    pipe = work / "text.jsonl"  # nobody writes to it: the stage waits for its text for ever
+    os.mkfifo(pipe)
+    code, found, text = _check(tmp_path, "--only", "8k,pinning", "--limit", "8k=6")
+    states = {stage["name"]: stage["state"] for stage in found["stages"]}
+    assert states == {"pinning": "passed", "8k": "timed out"}, text
+    assert code == FAILED
+    assert "8k (eight layers of Llama-8B, 8k tokens): timed out in" in text
+    assert [line for line in processes() if str(work) in line] == []
+
+
+def test_what_was_done_is_kept_when_the_check_is_killed(tmp_path: Path) -> None:
+    work, out = tmp_path / "work", tmp_path / "out"
+    work.mkdir()
+    os.mkfifo(work / "text.jsonl")
+    command = [*COMMAND, "--out", str(out), "--work", str(work), "--only", "pinning,8k"]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as child:
+        while not (work / "records" / "8k.json").exists():
+            assert child.poll() is None
+            time.sleep(0.05)
+        child.send_signal(signal.SIGTERM)
+    (path,) = out.glob("*.json")
+    found = json.loads(path.read_text())["stages"]
+    assert child.returncode == 130
+    assert [(stage["name"], stage["state"]) for stage in found] == [("pinning", "passed"), ("8k", "interrupted")]
+    assert [row["what"] for row in found[0]["rows"]] == ["pinning 8 MiB", "pinning 64 MiB"]
+    assert [line for line in processes() if str(work) in line] == []
+
+
+def processes() -> list[str]:
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            lines.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        except OSError:  # gone meanwhile
+            continue
+    return lines
+
+
+def test_an_unknown_stage_is_one_clear_error(tmp_path: Path) -> None:
+    command = [*COMMAND, "--out", str(tmp_path), "--work", str(tmp_path / "work"), "--only", "8k,9k"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --only: no stage is called 9k; there are doctor, pinning")
+    command[-2:] = ["--limit", "8k=soon"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "error: --limit: STAGE=SECONDS,... is wanted, not 8k=soon\n")
+    assert list(tmp_path.glob("*.json")) == []
+
+
+@pytest.mark.parametrize(
+    ("states", "code"),
+    [
+        (["passed", "passed"], HELD),
+        (["passed", "not shown"], NOT_SHOWN),
+        (["passed", "not reached"], NOT_SHOWN),
+        (["not shown", "failed"], FAILED),
+        (["passed", "timed out"], FAILED),
+    ],
+)
+def test_the_exit_code_says_whether_all_passed(states: list[runner.State], code: int) -> None:
+    outcomes = [runner.Outcome(stage=stages.STAGES[0], state=state) for state in states]
+    assert runner.code_of(outcomes) == code
+
+
+# ---- gaps ------------------------------------------------------------------------------------------------------------
+
+
+def _at(*pairs: tuple[float, float]) -> list[gaps.Interval]:
+    return [gaps.Interval(begin=begin, end=end, name=f"k{number}") for number, (begin, end) in enumerate(pairs)]
+
+
+@pytest.mark.parametrize(
+    ("found", "share"),
+    [
+        ([], 0.0),
+        ([(0, 10)], 1.0),
+        ([(-5, 2), (8, 20)], 0.4),  # cut to the window
+        ([(1, 3), (2, 4), (2, 2.5)], 0.3),  # over one another: counted once
+        ([(1, 2), (2, 3)], 0.2),
+        ([(11, 12), (-2, -1)], 0.0),
+    ],
+)
+def test_the_busy_share_of_a_window(found: list[tuple[float, float]], share: float) -> None:
+    assert gaps.busy_share(_at(*found), (0.0, 10.0)) == pytest.approx(share)
+
+
+def test_gaps_are_named_by_what_ends_before_and_begins_after_them() -> None:
+    found = _at((1, 3), (2, 2.5), (6, 7), (7, 8))
+    expected = [(3, 6, "k0", "k2"), (8, 10, "k3", ""), (0, 1, "", "k0")]
+    assert [(gap.begin, gap.end, gap.after, gap.before) for gap in gaps.longest_gaps(found, (0.0, 10.0), 10)] == expected
+    assert [gap.seconds for gap in gaps.longest_gaps(found, (0.0, 10.0), 1)] == [3]
+    (whole,) = gaps.longest_gaps([], (0.0, 10.0), 3)
+    assert (whole.begin, whole.end) == (0.0, 10.0)
+    assert gaps.longest_gaps(_at((0, 10)), (0.0, 10.0), 3) == []
+
+
+def test_busy_and_gaps_fill_the_window() -> None:
+    found = _at((0.5, 1), (0.75, 2), (4, 5), (4, 4.5), (9.5, 12))
+    idle = sum(gap.seconds for gap in gaps.longest_gaps(found, (0.0, 10.0), 99))
+    assert gaps.busy_share(found, (0.0, 10.0)) * 10 + idle == pytest.approx(10)
+
+
+def test_a_gap_has_the_stack_seen_most_often_in_it() -> None:
+    gap = gaps.Gap(begin=2.0, end=3.0, after="a", before="b")
+    samples = [gaps.Sample(at=at, stack=(name,)) for at, name in ((1.9, "x"), (2.1, "y"), (2.2, "z"), (2.3, "z"), (3.1, "w"))]
+    assert gaps.host_stack(gap, samples) == (("z",), 2, 3)
+    assert gaps.host_stack(gap, [samples[0], samples[-1]]) == (("w",), 0, 0)
+    assert gaps.host_stack(gap, samples[:1]) == ((), 0, 0)
+
+
+def test_the_trace_is_put_on_the_hosts_clock_by_its_mark() -> None:
+    def event(name: str, begin: float, length: float, kind: str) -> dict[str, Any]:
+        return {"ph": "X", "cat": kind, "name": name, "ts": begin, "dur": length}
+
+    trace = [
+        {"ph": "M", "name": "process_name"},
+        event("at::cuda::spin_kernel(long)", 1_000_000, 10, "kernel"),
+        event("matmul", 3_000_000, 1_000_000, "kernel"),
+        event("Memcpy HtoD", 2_000_000, 1_500_000, "gpu_memcpy"),
+        event("aten::mm", 2_000_000, 9_000_000, "cpu_op"),
+        event("adam", 5_000_000, 1_000_000, "kernel"),
+    ]
+    samples = [gaps.Sample(at=103.5, stack=("streamed.py:1 wait",))]
+    found = gaps.summary(trace, samples, marked_at=100.0, window=(101.0, 105.0), on_gpu=True)
+    assert found["events"] == 2
+    assert (found["busy"], found["copies"]) == (pytest.approx(0.5), pytest.approx(0.375))
+    assert [(gap["milliseconds"], gap["after"], gap["before"]) for gap in found["gaps"]] == [
+        (1000.0, "", "matmul"),
+        (1000.0, "matmul", "adam"),
+    ]
+    assert (found["gaps"][1]["stack"], found["gaps"][1]["seen"]) == (["streamed.py:1 wait"], "1 of 1 samples")
+    with pytest.raises(ValueError, match="no mark"):
+        gaps.summary(trace[2:], samples, marked_at=100.0, window=(101.0, 105.0), on_gpu=True)
+
+
+# ---- packs -----------------------------------------------------------------------------------------------------------
+
+PROJECT = {
+    "dependencies": ["torch>=2.10", "transformers>=5", "datasets", "typer>=0.26,<1", "rich", "cffi", "numpy"],
+    "optional-dependencies": {"test": ["pytest", "ruff", "hypothesis"]},
+}
+
+
+def test_packed_is_what_torch_and_transformers_do_not_bring_or_what_we_ask_a_version_of() -> None:
+    requires = {"torch": ["filelock"], "transformers": ["numpy>=2", "typer", "Hugging_Face.hub"], "typer": ["rich>=10"]}
+    given = pack.closure(pack.GIVEN, lambda name: requires.get(name, []))
+    assert given == {"torch", "transformers", "filelock", "numpy", "typer", "hugging-face-hub", "rich"}
+    assert pack.wanted(PROJECT, given) == ["typer>=0.26,<1", "cffi", "pytest", "hypothesis"]
+
+
+def _wheel(folder: Path, name: str, version: str, *requires: str) -> Path:
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {one}" for one in requires)]
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{name}-{version}.dist-info/METADATA", "\n".join(lines) + "\n\n")
+    return path
+
+
+def test_what_a_pack_lacks_is_named(tmp_path: Path) -> None:
+    wheels = [
+        _wheel(tmp_path, "typer", "0.29.0", "rich>=10", 'old; python_version < "3.12"', 'more; extra == "all"'),
+        _wheel(tmp_path, "cffi", "1.0", "pycparser>=2"),
+        _wheel(tmp_path, "pycparser", "1.5"),
+    ]
+    assert pack.missing(wheels, ["typer>=0.26", "cffi"], {"rich"}, "3.12") == ["pycparser>=2 (for cffi; packed is 1.5)"]
+    assert pack.missing(wheels, ["typer>=0.30"], set(), "3.12") == ["typer>=0.30 (for fuyou; packed is 0.29.0)"]
+    assert pack.missing(wheels, ["typer"], set(), "3.11") == [
+        'old; python_version < "3.12" (for typer)',
+        "rich>=10 (for typer)",
+    ]
+
+
+def test_wheels_for_another_machine_or_of_other_sources_are_refused(tmp_path: Path) -> None:
+    def install(**label: str) -> None:
+        (tmp_path / pack.LABEL).write_text(json.dumps(label))
+        pack.install(tmp_path, tmp_path / "venv")
+
+    with pytest.raises(pack.UsageError, match="was not filled by"):
+        pack.install(tmp_path, tmp_path / "venv")
+    here = {"python": f"{sys.version_info[0]}.{sys.version_info[1]}", "machine": pack.platform.machine()}
+    with pytest.raises(pack.UsageError, match=r"packed for Python 3\.9 on"):
+        install(**(here | {"python": "3.9"}))
+    with pytest.raises(pack.UsageError, match="other C sources"):
+        install(**here, sources="0")
+    assert not (tmp_path / "venv").exists()
+
+
+def test_a_folder_with_files_of_others_is_not_emptied(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(pack.UsageError, match="has other files in it"):
+        pack.pack(tmp_path, "3.12")
+    assert (tmp_path / "thesis.txt").exists()
