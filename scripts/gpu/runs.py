@@ -70,6 +70,7 @@ class Case:
     clip: float | None = None
     on_ssd: bool = False
     gpu: str | None = None  # offload.max_memory.gpu
+    offload: Mapping[str, object] = field(default_factory=dict)  # more of that section
 
 
 def write_recipe(place: Place, case: Case) -> Path:
@@ -103,6 +104,7 @@ def write_recipe(place: Place, case: Case) -> Path:
             "max_memory": {"gpu": case.gpu or "auto"},
             **place.fixed,
             **tiers,
+            **case.offload,
         },
         "checkpoint": {"resume": "never", "commit_every_steps": None},
         "export": {"at_end": False},
@@ -112,16 +114,14 @@ def write_recipe(place: Place, case: Case) -> Path:
     return path
 
 
-def finetune(
-    place: Place, case: Case, *, environment: Mapping[str, str] | None = None, words: Sequence[str] = (), saves: float = SAVING
-) -> dict[str, Any]:
+def finetune(place: Place, case: Case, *, words: Sequence[str] = (), saves: float = SAVING) -> dict[str, Any]:
     """The case through `fuyou finetune`: its plan, its steps and what it compared at its end. `failed` says why where it did
     not do all of them. `words`: the command to put before the recipe, instead of ours."""
     recipe = write_recipe(place, case)
     command = [*(words or (*FUYOU, "finetune")), str(recipe)]
     log, output = recipe.parent / "log.jsonl", place.work / "run.txt"
     begun, cut, late = time.monotonic(), False, False
-    with output.open("wb") as file, started(command, None, file, **place.environment, **(environment or {})) as child:
+    with output.open("wb") as file, started(command, None, file, **place.environment) as child:
         lines, last = LineCounter(log), 0.0
         while child.poll() is None:
             lines.steps += sum(b'"event":"step"' in line for line in lines.new())
