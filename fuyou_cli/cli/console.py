@@ -1,6 +1,7 @@
 """Where output goes: results on stdout, everything else on stderr.
 
-Plain lines are written here without Rich, whose import costs 40 ms; tables and progress ask for a Rich console. Nothing
+Plain lines are written here without Rich, whose import costs 40 ms; tables and progress ask for a Rich console. Either way
+nothing that came from outside can drive the terminal: control characters are spelt out (`core/printable`). Nothing
 fails because stderr cannot be written to: a closed pipe or a terminal that is gone must not end a run of days.
 """
 
@@ -12,28 +13,36 @@ import sys
 import textwrap
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from fuyou_cli.core.printable import one_line, printable
+
 if TYPE_CHECKING:
     from rich.console import Console
 
 _PLAIN_WIDTH = 100  # columns when the output is not a terminal
 
 
-def write_result(text: str) -> None:
-    """A line on stdout: what the command was asked for."""
-    print(text, file=sys.stdout)
+def write_result(text: str, *, lead: str = "") -> None:
+    """A line on stdout: what the command was asked for. `lead` stands before it and may have a style (`styled`)."""
+    print(lead + one_line(text), file=sys.stdout)
+
+
+def write_document(text: str) -> None:
+    """Several lines on stdout: a recipe, or JSON."""
+    print(printable(text), file=sys.stdout)
 
 
 def write_last_result(text: str) -> None:
     """A line on stdout at the end of work that is done, whether or not somebody still reads it."""
     try:
-        print(text, file=sys.stdout, flush=True)
+        print(one_line(text), file=sys.stdout, flush=True)
     except OSError:
         _send_nowhere(sys.stdout)
 
 
-def write_status(text: str) -> None:
+def write_status(text: str, *, lead: str = "") -> None:
     """A line on stderr: everything a person may want to know besides. On a terminal it breaks between words; several lines
-    are a drawing, and stay as they are."""
+    are a drawing, and stay as they are. `lead` stands before it and may have a style (`styled`)."""
+    text = lead + printable(text)
     try:
         wide = sys.stderr.isatty() and "\n" not in text
         print(_wrapped(text, _width(sys.stderr)) if wide else text, file=sys.stderr, flush=True)
@@ -62,7 +71,7 @@ def _width(stream: TextIO) -> int:
 
 def write_json(payload: dict[str, Any]) -> None:
     """The result for a machine, with the version of its layout first."""
-    write_result(json.dumps({"schema_version": 1, **payload}, indent=2))
+    write_document(json.dumps({"schema_version": 1, **payload}, indent=2))
 
 
 def result_console() -> Console:
@@ -76,10 +85,10 @@ def status_console() -> Console:
 
 
 def _console(stream: TextIO) -> Console:
-    from rich.console import Console
+    from .render.safe import SafeConsole
 
     width = None if stream.isatty() else _width(stream)  # a terminal may change its width, and Rich knows COLUMNS
-    return Console(file=stream, highlight=False, markup=False, width=width)
+    return SafeConsole(file=stream, highlight=False, markup=False, width=width)
 
 
 class _Lasting:
@@ -135,5 +144,5 @@ def confirm(question: str) -> bool | None:
     """The answer of the person at the terminal; None where there is none to ask."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return None
-    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    print(f"{one_line(question)} [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -17,6 +17,7 @@ import yaml
 from omegaconf.errors import OmegaConfBaseException
 
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.plain_files import read_plain
 from fuyou_cli.core.units import LARGEST_SIZE, GiB, gb, parse_size
 from fuyou_cli.recipe.fields import format_size
 from fuyou_cli.recipe.load import yaml_to_data
@@ -307,10 +308,10 @@ def _checked(profile: HardwareProfile, place: str, *others: str) -> HardwareProf
 
 def _mapping(path: Path) -> dict[Any, Any]:
     try:
-        with path.open("rb") as file:
-            text = file.read(LARGEST_FILE + 1).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read the machine's description {path}: {error}", hint=_help(path)) from None
+        text = read_plain(path, limit=LARGEST_FILE + 1).decode()
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a null character in the name
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise UsageError(f"cannot read the machine's description {path}: {why}", hint=_help(path)) from None
     data = None
     try:
         data = yaml_to_data(text) if len(text) <= LARGEST_FILE else None

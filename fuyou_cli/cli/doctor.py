@@ -51,7 +51,7 @@ def run_doctor(directory: Path | None, *, json_output: bool) -> bool:
     width = max(len(check.name) for check in checks)
     for check in checks:
         status = styled(f"{check.status:<7}", _COLOUR[check.status], sys.stdout)
-        write_result(f"{status}  {check.name:<{width}}  {check.found}")
+        write_result(f"  {check.name:<{width}}  {check.found}", lead=status)
         if check.advice:
             write_result(f"{'':<{width + 11}}-> {check.advice}")
     return fine

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 import traceback
 from types import TracebackType
@@ -30,7 +31,7 @@ def report(error: BaseException) -> int:
 
 def _report(error: BaseException) -> int:
     if debugging():
-        traceback.print_exception(error, file=sys.stderr)
+        write_status("".join(traceback.format_exception(error)).rstrip())
     if isinstance(error, FuyouError):
         _say(error.message, error.hint)
         return error.exit_code
@@ -58,7 +59,7 @@ def report_unforeseen(error: BaseException) -> int:
 def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """For `sys.excepthook`: what no command expected ends here, not in a page of frames."""
     if debugging():
-        sys.__excepthook__(kind, error, trace)
+        write_status("".join(traceback.format_exception(kind, error, trace)).rstrip())
     report_unforeseen(error)
     _say_notes(error)
 
@@ -92,13 +93,10 @@ def _text(error: BaseException) -> str:
 def _say(message: str, hint: str | None) -> None:
     # messages that bring their own place and code (recipes) are shown as they are
     prefixed = "error[" in message.partition("\n")[0]
-    write_status(_printable(message) if prefixed else f"{styled('error', '1;31', sys.stderr)}: {_printable(message)}")
+    if prefixed:
+        write_status(message)
+    else:
+        inner = re.sub(r"\n(?=\S)", "\n  ", message)  # a name with a line end in it begins no line of its own
+        write_status(f": {inner}", lead=styled("error", "1;31", sys.stderr))
     if hint:
-        write_status(f"  help: {_printable(hint)}")
-
-
-def _printable(text: str) -> str:
-    """What is quoted of a file cannot drive the terminal: control characters are spelt, and halves of characters."""
-    if text.isprintable():
-        return text
-    return "".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in text)
+        write_status(f"  help: {hint}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.core.errors import PlanError, UsageError
 
-from .console import result_console, write_json, write_result, write_status
+from .console import result_console, write_document, write_json, write_status
 from .room import check_export, check_output, room_of
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def run_plan(loaded: LoadedRecipe, options: PlanOptions) -> bool:
         check_target(options.out)
     extra: dict[str, Any] = {"config": config_of(loaded)} if options.show_config else {}
     if options.show_config and not options.json_output:
-        write_result(config_text(loaded))
+        write_document(config_text(loaded))
     planning, notes = Planning(), _Notes()
     if options.hardware is None:
         check_output(loaded.recipe)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.recipe.shipped import shipped_recipes, summary
 
-from .console import write_json, write_result, write_status
+from .console import write_document, write_json, write_result, write_status
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
@@ -70,7 +70,7 @@ def run_ls(*, json_output: bool) -> None:
 
 
 def run_show(name: str) -> None:
-    write_result(_shipped(name).read_text(encoding="utf-8").rstrip("\n"))
+    write_document(_shipped(name).read_text(encoding="utf-8").rstrip("\n"))
 
 
 def run_cp(name: str, target: Path) -> None:

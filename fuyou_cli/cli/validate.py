@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from fuyou_cli.core.printable import printable
 from fuyou_cli.recipe.diagnostics import RecipeErrors
 from fuyou_cli.recipe.load import LoadedRecipe, load_recipe
 
-from .console import write_json, write_result, write_status
+from .console import write_document, write_json, write_result, write_status
 from .recipes_cmd import find_recipe
 
 
@@ -25,7 +26,7 @@ def run_validate(recipe: str | None, overrides: Sequence[str], *, json_output: b
     if json_output:
         write_json({"valid": True, "recipe": str(path), "errors": [], "config": config_of(loaded)})
     elif show_config:
-        write_result(config_text(loaded).rstrip("\n"))
+        write_document(config_text(loaded).rstrip("\n"))
     else:
         write_result(f"{path}: ok")
     if show_config and not json_output:
@@ -38,7 +39,11 @@ def config_of(loaded: LoadedRecipe) -> dict[str, Any]:
 
 
 def config_text(loaded: LoadedRecipe) -> str:
-    """The same as a recipe that loads again."""
+    """The same as a recipe that loads again. YAML spells the characters that are not printed as they are."""
     import yaml
 
-    return str(yaml.safe_dump(config_of(loaded), sort_keys=False, allow_unicode=True, default_flow_style=False))
+    def text(*, unicode: bool) -> str:
+        return str(yaml.safe_dump(config_of(loaded), sort_keys=False, allow_unicode=unicode, default_flow_style=False))
+
+    shown = text(unicode=True)
+    return shown if printable(shown) == shown else text(unicode=False)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fuyou_cli.core.units import gb
 
-from .console import status_console, write_result, write_status
+from .console import status_console, write_document, write_result, write_status
 
 if TYPE_CHECKING:
     from fuyou_cli.training.at_rest import Verified
@@ -28,7 +28,7 @@ def run_verify(source: Path, *, json_output: bool) -> bool:
         task = progress.add_task("reading", total=2 * size_of(newest) if newest is not None else None)
         found = verify_store(store, progress=lambda size: progress.advance(task, size), say=write_status)
     if json_output:
-        write_result(json.dumps({"store": str(store), "states": [_as_data(state) for state in found]}, indent=1))
+        write_document(json.dumps({"store": str(store), "states": [_as_data(state) for state in found]}, indent=1))
     else:
         for state in found:
             _show(state)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.printable import one_line
 
 COMMAND_LINE = "<command line>"
 SHOWN_AT_MOST = 40  # diagnostics; a file of another program would otherwise scroll away what matters
@@ -61,29 +62,30 @@ def render(diagnostics: Sequence[Diagnostic], *, name: str) -> str:
     hidden = len(diagnostics) - len(shown)
     count = "1 error" if len(diagnostics) == 1 else f"{len(diagnostics)} errors"
     more = f" ({hidden} more not shown)" if hidden else ""
-    return "\n".join([*shown, "", f"Found {count} in {printable(name)}{more}. Nothing was run."])
+    return "\n".join([*shown, "", f"Found {count} in {one_line(name)}{more}. Nothing was run."])
 
 
 def _render_one(diagnostic: Diagnostic) -> str:
     place = diagnostic.place
-    text = f"error[{diagnostic.code}]: {printable(diagnostic.message)}"
-    file = printable(place.file)
+    text = f"error[{diagnostic.code}]: {one_line(diagnostic.message)}"
+    file = one_line(place.file)
     if place.source is None:
         lines = [f"{file}: {text}"]
     elif place.file == COMMAND_LINE:
-        lines = [f"{file}: {text}", f"    {_crop(printable(place.source), 0)[0]}"]
+        lines = [f"{file}: {text}", f"    {_crop(one_line(place.source), 0)[0]}"]
     else:
         lines = [f"{file}:{place.line + 1}:{place.column + 1}: {text}", *_snippet(place, place.source)]
     if diagnostic.help:
-        lines.append(f"  help: {printable(diagnostic.help)}")
+        lines.append(f"  help: {one_line(diagnostic.help)}")
     return "\n".join(lines)
 
 
 def _snippet(place: Place, source: str) -> list[str]:
     number = str(place.line + 1)
-    shown, cut = _crop(printable(source), place.column)
-    before = shown[: place.column - cut]
-    marked = shown[place.column - cut : max(place.end, place.column + 1) - cut]
+    source = source.replace("\t", " ")
+    column, end = (len(one_line(source[:at])) for at in (place.column, max(place.end, place.column + 1)))
+    shown, cut = _crop(one_line(source), column)
+    before, marked = shown[: column - cut], shown[column - cut : end - cut]
     carets = "^" * max(1, _columns(marked))
     gutter = " " * len(number)
     return [f" {gutter} |", f" {number} | {shown}".rstrip(), f" {gutter} | {' ' * _columns(before)}{carets}"]
@@ -97,8 +99,3 @@ def _crop(text: str, column: int) -> tuple[str, int]:
 
 def _columns(text: str) -> int:
     return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
-
-
-def printable(text: str) -> str:
-    """One character for each: what a terminal would obey or could not encode is replaced, tabs become spaces."""
-    return "".join(character if character.isprintable() else " " if character == "\t" else "�" for character in text)

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ..core.disk import remedy
+from ..core.plain_files import read_plain
 from . import marks
 from .check import check
 from .diagnostics import Diagnostic, Place, RecipeErrors
@@ -69,8 +70,7 @@ def _order(diagnostic: Diagnostic, name: str) -> tuple[bool, int, int]:
 def _read(name: str) -> str:
     """The text of the file, or a RecipeErrors that says why it is none."""
     try:
-        with Path(name).open("rb") as file:
-            raw = file.read(marks.MAX_BYTES + 1)
+        raw = read_plain(Path(name), limit=marks.MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         code = "not-found" if isinstance(error, FileNotFoundError) else "unreadable"

@@ -9,6 +9,8 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
+from fuyou_cli.core.printable import one_line
+
 from .fields import Section
 from .marks import Path
 from .schema import Recipe
@@ -86,5 +88,5 @@ def show_value(value: Any) -> str:
     if isinstance(value, int) and value.bit_length() > 128:  # str() of a huge one is refused by Python
         return "a very large number"
     text = f"'{value}'" if isinstance(value, str) else str(value)
-    text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text[:61])
+    text = one_line(text[:61])
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -8,6 +8,7 @@ from rich.text import Text
 from fuyou_cli.cli.origins import RatedBy, origins_of
 from fuyou_cli.cli.room import Room, plan_problems
 from fuyou_cli.cli.wear import wear_of
+from fuyou_cli.core.printable import one_line
 from fuyou_cli.core.units import brief, gib
 from fuyou_cli.spec.hardware import SUSTAINED_RATES, HardwareProfile
 from fuyou_cli.spec.plan import Plan
@@ -49,7 +50,7 @@ def show_answer(console: Console, plan: Plan, hardware: HardwareProfile, room: R
 
 def _verdict(plan: Plan, room: Room, facts: RunFacts, problems: list[str]) -> Text:
     if problems:
-        return Text.assemble(("does not fit", "bold red"), f": {problems[0]}")
+        return Text.assemble(("does not fit", "bold red"), f": {one_line(problems[0])}")
     margin = f"RAM {gib(plan.predicted.cpu_peak)} of {gib(plan.cpu_budget)}"
     if room.gpu is not None:
         margin += f", GPU {gib(plan.predicted.gpu_peak)} of {gib(room.gpu)}"

@@ -15,6 +15,7 @@ from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
+from fuyou_cli.core.printable import one_line
 from fuyou_cli.core.units import GiB, MiB
 
 RESOURCES = ("compute", "update", "ssd read", "ssd write", "h2d", "d2h")  # top to bottom, in every view
@@ -99,7 +100,7 @@ def _encodable(text: str, encoding: str) -> str:
 
 def say(console: Console, line: str | Text = "", *, style: str = "", indent: int = 0) -> None:
     """One paragraph without markup, highlighting or emoji codes: the text may come from a file."""
-    text = Text(line) if isinstance(line, str) else line.copy()
+    text = Text(one_line(line)) if isinstance(line, str) else line.copy()
     text.overflow = "fold"
     if style:
         text.stylize_before(style)
@@ -151,7 +152,7 @@ def pairs(console: Console, rows: Sequence[tuple[str, str]], *, indent: int = 2)
     column(grid, style="dim")
     column(grid, wrap=True)
     for name, value in rows:
-        grid.add_row(Text(name), Text(value))
+        grid.add_row(Text(name), Text(one_line(value)))
     show(console, grid, indent=indent)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from fuyou_cli.core.printable import one_line
 from fuyou_cli.core.units import gb
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class Transfers:
         self._end_bar()
 
     def __call__(self, what: str, done: int, total: int) -> None:
+        what = one_line(what)
         with self._lock:
             if self._console.is_terminal and not self._console.is_dumb_terminal:
                 self._draw(what, done, total)
@@ -42,9 +44,15 @@ class Transfers:
 
     def _draw(self, what: str, done: int, total: int) -> None:
         if self._bar is None:
-            from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-            columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+            columns = (
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                DownloadColumn(),
+                TransferSpeedColumn(),
+                TimeRemainingColumn(),
+            )
             self._bar = Progress(*columns, console=self._console, transient=True)
             self._bar.start()
         if what not in self._tasks:

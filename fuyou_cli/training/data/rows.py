@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 
 import fuyou_cli
 from fuyou_cli.core.errors import FuyouError, OutOfSpaceError, UsageError
+from fuyou_cli.core.plain_files import read_plain
+from fuyou_cli.core.units import MiB
 
 from . import bounded
 from .json_rows import first_bad_line
@@ -31,6 +33,7 @@ from .preview import Pieces
 from .sources import Source, content_of, find_sources, tokenizer_content
 
 LAYOUT_VERSION = 3  # raise when the same data and options would give other rows
+_LARGEST_TEMPLATE = 4 * MiB
 OVERLONG = ("truncate", "drop", "split", "error")
 
 
@@ -192,13 +195,17 @@ def _read_template(path: Path | None) -> str | None:
     if path is None:
         return None
     try:
-        return path.read_text(encoding="utf-8")
+        text = read_plain(path, limit=_LARGEST_TEMPLATE + 1).decode()
     except OSError as error:
         raise UsageError(f"tokenizer.chat_template: {path}: {error.strerror}", hint="name a .jinja file") from error
     except UnicodeDecodeError as error:
         place = first_bad_line(path)
         hint = "save it as UTF-8"
         raise UsageError(f"tokenizer.chat_template: {place}: not UTF-8 text: {error.reason}", hint=hint) from error
+    if len(text) > _LARGEST_TEMPLATE:
+        most = f"{_LARGEST_TEMPLATE // MiB} MiB"
+        raise UsageError(f"tokenizer.chat_template: {path}: more than {most}, which no template is", hint="name a .jinja file")
+    return text
 
 
 def _options(dataset: object) -> dict[str, Any]:

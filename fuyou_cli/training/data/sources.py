@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.paths import expanded
+from fuyou_cli.core.plain_files import kind_of
 
 KINDS = {".jsonl": "json", ".json": "json", ".txt": "text", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 TOKENIZER_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
@@ -81,6 +82,9 @@ def _found(path: str, here: Path, split: str) -> tuple[tuple[Path, ...], tuple[P
     else:
         matches = Path(here.anchor).glob(str(here.relative_to(here.anchor)))
         found = [file for file in matches if file.is_file() and file.suffix.lower() in KINDS]
+    if not found and (here.is_fifo() or here.is_socket() or here.is_char_device() or here.is_block_device()):
+        what = kind_of(here.stat().st_mode)
+        raise UsageError(f"dataset.train: {path}: it is {what}, not a plain file", hint="write the rows to a file")
     if not found:
         hint = "give an existing file, directory or glob; data sets of the hub must be downloaded first"
         raise MissingDataError(f"dataset.train: no data files at {path}", hint=f"{hint}. {_known_kinds()}")

@@ -1,0 +1,38 @@
+"""A Rich console on which text cannot drive the terminal, whichever view prints it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Span, Text
+
+from fuyou_cli.core.printable import printable
+
+
+class SafeConsole(Console):
+    """Spells out control, bidirectional and invisible characters of every text it draws. Rich itself drops five of them and
+    passes the rest on."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Every text passes here, cells of tables and lines of a live block too, before it is wrapped."""
+        return super().render(safe(renderable) if isinstance(renderable, Text) else renderable, options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """What is printed without being made a Text first."""
+        return super().render_str(printable(text), **options)
+
+
+def safe(text: Text) -> Text:
+    """The same text where it can be printed as it is, else a copy whose styles still cover what they did."""
+    if text.plain.isprintable() or printable(text.plain) == text.plain:
+        return text
+    spelt = [printable(letter) for letter in text.plain]
+    at = [0, *accumulate(map(len, spelt))]  # where each letter begins now
+    copy = text.blank_copy("".join(spelt))
+    last = len(spelt)
+    copy.spans = [Span(at[min(span.start, last)], at[min(span.end, last)], span.style) for span in text.spans]
+    return copy
