@@ -80,6 +80,7 @@ def finetune(
     assume_rates: Annotated[
         bool, typer.Option("--assume-rates", help="Do not measure a machine that nobody has measured.")
     ] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Each step's traffic and waits as well.")] = False,
 ) -> None:
     """Fine-tune a model as a recipe says.
 
@@ -91,10 +92,10 @@ def finetune(
         )
     loaded = _load(recipe, overrides)
     if dry_run:
-        return _plan(loaded, dry_run=True, calibrated=calibrated)
+        return _plan(loaded, dry_run=True, calibrated=calibrated, verbose=verbose)
     from .finetune import run_finetune
 
-    return run_finetune(loaded, plan_file=plan_file, calibrated=calibrated, measure=not assume_rates)
+    return run_finetune(loaded, plan_file=plan_file, calibrated=calibrated, measure=not assume_rates, verbose=verbose)
 
 
 @app.command()

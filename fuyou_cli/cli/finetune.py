@@ -31,15 +31,21 @@ if TYPE_CHECKING:
 
 
 def run_finetune(
-    loaded: LoadedRecipe, *, plan_file: Path | None = None, calibrated: bool = False, measure: bool = True
+    loaded: LoadedRecipe,
+    *,
+    plan_file: Path | None = None,
+    calibrated: bool = False,
+    measure: bool = True,
+    verbose: bool = False,
 ) -> None:
     """Run a recipe. `plan_file`: the plan to run, instead of the one that is best now. `calibrated`: plan with the rates that
-    the latest run showed. `measure`: bench a machine that nobody has measured; a plan file brings its own rates."""
+    the latest run showed. `measure`: bench a machine that nobody has measured; a plan file brings its own rates.
+    `verbose`: show each step's traffic and waits."""
     with like_ctrl_c():
-        _finetune(loaded, plan_file, calibrated=calibrated, measure=measure)
+        _finetune(loaded, plan_file, calibrated=calibrated, measure=measure, verbose=verbose)
 
 
-def _finetune(loaded: LoadedRecipe, plan_file: Path | None, *, calibrated: bool, measure: bool) -> None:
+def _finetune(loaded: LoadedRecipe, plan_file: Path | None, *, calibrated: bool, measure: bool, verbose: bool) -> None:
     _settle(loaded)
     from .output_folder import claimed, note_of_an_earlier_run
 
@@ -65,7 +71,7 @@ def _finetune(loaded: LoadedRecipe, plan_file: Path | None, *, calibrated: bool,
     with claimed(Path(prepared.recipe.output_dir).expanduser()):
         if note := note_of_an_earlier_run(prepared):
             write_status(note)
-        report, source, stopped = _train(prepared)
+        report, source, stopped = _train(prepared, verbose=verbose)
         _conclude(prepared, report)
         if stopped:
             raise Interrupted("stopped after the last step: the model is not written", hint=_again(source))
@@ -82,7 +88,7 @@ def _settle(loaded: LoadedRecipe) -> None:
     settle_libraries(device=offload.device, expandable_segments=offload.expandable_segments)
 
 
-def _train(prepared: Prepared) -> tuple[RunReport, Path, bool]:
+def _train(prepared: Prepared, *, verbose: bool) -> tuple[RunReport, Path, bool]:
     """Runs to the end and saves; the report, the store's folder, and whether somebody asked to stop before the export."""
     from fuyou_cli.training.companions import keep_companions
     from fuyou_cli.training.compared import as_records
@@ -112,7 +118,7 @@ def _train(prepared: Prepared) -> tuple[RunReport, Path, bool]:
             settle_for_training()
             before = run.daemon.counters()
             others = Others()
-            _steps(prepared, run, log)
+            _steps(prepared, run, log, verbose=verbose)
             report = _beside_plan(prepared, run.report(), others.cores(), gpu_peak=_gpu_peak(run))
             if log is not None and not _waits_for_export(prepared, run):
                 moved = _moved(before, run.daemon.counters())
@@ -215,7 +221,7 @@ def _load(prepared: Prepared, run: Run) -> None:
         write_status(f"{what}: done, every sum is right" if run.step == saved.step else f"going on after step {run.step}")
 
 
-def _steps(prepared: Prepared, run: Run, log: JsonlLog | None) -> None:
+def _steps(prepared: Prepared, run: Run, log: JsonlLog | None, *, verbose: bool) -> None:
     """Every step to the backends the recipe names."""
     from .render.progress import RunDisplay
 
@@ -223,9 +229,9 @@ def _steps(prepared: Prepared, run: Run, log: JsonlLog | None) -> None:
     with ExitStack() as stack:
         display = None
         if "console" in logging.backends:
-            display = stack.enter_context(
-                RunDisplay(status_console(), total_steps=prepared.total_steps, plan=prepared.plan, resumed=run.step)
-            )
+            total, done = prepared.total_steps, run.step
+            shown = RunDisplay(status_console(), total_steps=total, plan=prepared.plan, resumed=done, verbose=verbose)
+            display = stack.enter_context(shown)
 
         def on_step(report: StepReport) -> None:
             if log is not None:

@@ -10,11 +10,11 @@ from rich.text import Text
 from fuyou_cli.core.units import duration, gb, gib
 from fuyou_cli.spec.hardware import HardwareProfile
 
-from ..measure import BenchReport, Rate
+from ..measure import BenchReport
 from .theme import Symbols, bar, column, heading, pairs, ruled, say, show, symbols
 
 SCHEMA_VERSION = 2
-NOTE_WIDTH = 110  # columns from which it is said beside each rate what it was measured on
+BAR_WIDTH = 120  # columns from which there is room for bars
 
 
 def show_bench(console: Console, report: BenchReport) -> None:
@@ -87,31 +87,20 @@ def _rates(console: Console, report: BenchReport, title: str, unit: str, shapes:
     column(content, "what", wrap=True)
     column(content, "rate", right=True)
     column(content, "range", right=True)
-    column(content)
-    if console.width >= NOTE_WIDTH:
-        column(content, "measured on", wrap=True, style="dim")
+    bars = console.width >= BAR_WIDTH
+    if bars:
+        column(content)
+    column(content, "measured on", wrap=True, style="dim")
     for rate in rates:
         row: list[Text | str] = [
             Text(rate.name),
             Text(_number(rate.value / factor), style="bold"),
             f"{_number(rate.low / factor)} to {_number(rate.high / factor)}",
-            Text(bar(rate.value / most if most else 0, 16, shapes), style="cyan"),
         ]
-        if console.width >= NOTE_WIDTH:
-            row.append(Text(rate.note))
-        content.add_row(*row)
+        if bars:
+            row.append(Text(bar(rate.value / most if most else 0, 16, shapes), style="cyan"))
+        content.add_row(*row, Text(rate.note))
     show(console, content, indent=2)
-    if console.width < NOTE_WIDTH:
-        for note, names in _by_note(rates).items():
-            say(console, f"{', '.join(names)}: {note}", style="dim", indent=2)
-
-
-def _by_note(rates: list[Rate]) -> dict[str, list[str]]:
-    groups: dict[str, list[str]] = {}
-    for rate in rates:
-        if rate.note:
-            groups.setdefault(rate.note, []).append(rate.name)
-    return groups
 
 
 def _number(value: float) -> str:

@@ -25,6 +25,7 @@ from fuyou_cli.training.report import StepReport
 from .theme import bar, speed, symbols, tera
 from .timeline import worth_saying
 
+LINE = 100  # columns of a plain line
 RECENT_STEPS = 20  # steps the pace is taken from
 MIN_STEP_SECONDS = 1e-9
 
@@ -32,7 +33,8 @@ MIN_STEP_SECONDS = 1e-9
 class RunDisplay:
     """Shows every `StepReport` of one run; use as a context manager.
 
-    `resumed` counts the steps done before this process: the bar starts there. `clock` gives seconds since the epoch.
+    `resumed` counts the steps done before this process: the bar starts there. `verbose`: also traffic and what compute waited
+    for. `clock` gives seconds since the epoch.
     """
 
     def __init__(
@@ -42,11 +44,13 @@ class RunDisplay:
         total_steps: int,
         plan: Plan,
         resumed: int = 0,
+        verbose: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._console = console
         self._total = total_steps
         self._plan = plan
+        self._verbose = verbose
         self._clock = clock
         self._done = resumed
         self._pace: list[float] = []  # seconds of recent steps, the warm-up step left out
@@ -88,8 +92,8 @@ class RunDisplay:
         if self._live is not None:
             self._live.refresh()
         else:
-            line = "  ".join([f"step {report.step}/{self._total}", *self._facts(report), self._eta()])
-            self._console.print(Text(_encodable(line, self._console)), soft_wrap=True, highlight=False)
+            for line in self._plain_lines(report):
+                self._console.print(Text(_encodable(line, self._console)), soft_wrap=True, highlight=False)
 
     def step_seconds(self) -> float:
         """Seconds one more step will take: the recent mean, before that the first step's or the plan's."""
@@ -113,39 +117,68 @@ class RunDisplay:
         first.append(full, style="not bold cyan")
         first.append((shapes.none if not shapes.utf8 else shapes.rule) * (drawn - len(full)), style="not bold dim")
         first.append(tail, style="not bold")
-        facts = self._facts(self._report) if self._report else [f"first step running, {duration(elapsed)} so far"]
-        rows = [first, *(Text(row) for row in _packed([fact.ljust(field) for fact, field in _widths(facts)], width))]
+        rows = [first]
+        if self._report is None:
+            rows.append(Text(f"first step running, {duration(elapsed)} so far"))
+        else:
+            rows += [Text(row) for row in _packed(self._figures(self._report), width)]
+            rows += [Text(row) for row in _packed(self._details(self._report), width)]
         for row in rows:
             row.truncate(width, overflow="crop")
         self._rows = max(self._rows, len(rows))
         return rows + [Text()] * (self._rows - len(rows))
 
-    def _eta(self, elapsed: float = 0.0) -> str:
+    def _eta(self, elapsed: float = 0.0, *, short: bool = False) -> str:
         left = self._total - self._done
         if left <= 0:
             return "done"
         seconds = max(left * self.step_seconds() - elapsed, 0.0)
+        if short:
+            return f"eta {duration(seconds)}"
         now = self._clock()
         finish = datetime.fromtimestamp(now + seconds)
         shown = finish.strftime("%H:%M" if finish.date() == datetime.fromtimestamp(now).date() else "%a %d %b %H:%M")
         return f"eta {duration(seconds)} (at {shown})"
 
-    def _facts(self, report: StepReport) -> list[str]:
+    def _plain_lines(self, report: StepReport) -> list[str]:
+        """The step on one line of at most `LINE` columns, the same fields at the same columns in every step; behind it, where
+        asked for, lines of details."""
+        digits = len(str(self._total))
+        *fields, ram = self._figures(report)
+        fields = [f"step {report.step:>{digits}}/{self._total}", *fields, self._eta(short=True).ljust(11), ram]
+        rates = next(place for place, field in enumerate(fields) if field.endswith("tok/s"))
+        for place in (-1, rates - 1):  # least needed of what is too much: memory, the learning rate
+            if len("  ".join(fields)) > LINE:
+                del fields[place]
+        return ["  ".join(fields).rstrip(), *(f"  {row}" for row in _packed(self._details(report), LINE - 2))]
+
+    def _figures(self, report: StepReport) -> list[str]:
+        """Of a step, each as wide as it will be in every step, what matters most first."""
         seconds = max(report.seconds, MIN_STEP_SECONDS)
-        facts = [f"loss {report.loss:.4f}", f"lr {report.lr:.2e}"]
-        if report.skipped:
-            facts.append("skipped")
-        if report.grad_norm is not None:
-            facts.append(f"gnorm {report.grad_norm:.3g}")
-        facts.append(f"{speed(report.batch_tokens / seconds)} tok/s")
-        facts.append(f"{tera(report.tflops * 1e12) if math.isfinite(report.tflops) else '?'} TFLOPS (6N)")
-        facts.append(f"{duration(report.seconds)}/step")
-        facts.append(
-            f"ram {report.ram_now / GiB:.2f} peak {report.ram_peak / GiB:.2f} of {self._plan.cpu_budget / GiB:.2f} GiB"
-        )
-        facts.append(f"ssd r {report.read_bytes / seconds / 1e9:.2f} w {report.written_bytes / seconds / 1e9:.2f} GB/s")
-        facts.append(f"wrote {gb(self._written)}")
-        return [*facts, *_waits(report.stalls)]
+        norm = "" if report.grad_norm is None else f"gnorm {report.grad_norm:<8.3g}"
+        budget = f"{self._plan.cpu_budget / GiB:.2f}"
+        return [
+            f"loss {report.loss:7.4f}",
+            *([norm] if norm else []),
+            "skipped    " if report.skipped else f"lr {report.lr:.2e}",
+            f"{speed(report.batch_tokens / seconds):>7} tok/s",
+            f"{duration(report.seconds):>7}/step",
+            f"ram {report.ram_peak / GiB:{len(budget)}.2f}/{budget} GiB",
+        ]
+
+    def _details(self, report: StepReport) -> list[str]:
+        """Memory, traffic and waits, where asked for."""
+        if not self._verbose:
+            return []
+        seconds = max(report.seconds, MIN_STEP_SECONDS)
+        flops = tera(report.tflops * 1e12) if math.isfinite(report.tflops) else "?"
+        facts = [
+            f"{flops} TFLOPS (6N)",
+            f"ram {report.ram_now / GiB:.2f} GiB now",
+            f"ssd r {report.read_bytes / seconds / 1e9:.2f} w {report.written_bytes / seconds / 1e9:.2f} GB/s",
+            f"wrote {gb(self._written)}",
+        ]
+        return [fact.ljust(width) for fact, width in _widths([*facts, *_waits(report.stalls)])]
 
 
 def _waits(stalls: Mapping[str, float]) -> list[str]:
@@ -180,8 +213,8 @@ def _packed(fields: list[str], width: int) -> list[str]:
     for field in fields:
         if rows[-1] and len(rows[-1]) + len(field.rstrip()) > width:
             rows.append("")
-        rows[-1] += field + " "
-    return [set_cell_size(row.rstrip(), min(len(row.rstrip()), width)) for row in rows]
+        rows[-1] += field + "  "
+    return [] if rows == [""] else [set_cell_size(row.rstrip(), min(len(row.rstrip()), width)) for row in rows]
 
 
 def _encodable(text: str, console: Console) -> str:
