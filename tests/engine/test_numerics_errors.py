@@ -141,6 +141,6 @@ def test_a_copy_that_failed_is_not_handed_over(tmp_path: Path, monkeypatch: pyte
     """A failed copy is over, too: whoever takes its target for gradients must hear of it."""
     with Rig(Subject(llama(), Shape()), tmp_path, device="emulated", clip=None) as rig:
         download = rig.device.download
-        monkeypatch.setattr(rig.device, "download", lambda device, host: download(device[:-1], host))
+        monkeypatch.setattr(rig.device, "download", lambda device, host, **how: download(device[:-1], host, **how))
         with pytest.raises(RuntimeError, match="size"):
             rig.run(1)

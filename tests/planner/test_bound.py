@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fuyou_cli.planner.costs import update_bytes
+from fuyou_cli.planner.device import square_lanes
 from fuyou_cli.planner.place import least_memory, plan
 from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.model import Dtype, ModelSpec
@@ -102,7 +103,8 @@ def test_weights_stay_on_the_device_as_far_as_it_has_room(blocks_at_home: int, d
     assert saved == pytest.approx(2 * BLOCK * blocks_at_home)
     lines = {line.what: line.size for line in chosen.memory if line.tier == "gpu"}
     assert lines["weights"] == 2 * BLOCK * (blocks_at_home + 2)  # two turns beside
-    assert lines["gradients"] == 2 * 2 * BLOCK
+    longest = max(tensor.numel for stage in SPEC.stages for tensor in stage.tensors)
+    assert lines["gradients"] == 2 * 2 * BLOCK + 8 * square_lanes(longest)
     assert sum(lines.values()) == chosen.predicted.gpu_peak
     assert chosen.arena_size == streamed.arena_size, "the host's copy is where updates write"
     on_ssd = plan(SPEC, RATED, replace(room, cpu_budget=least_memory(SPEC, RATED, room)))
