@@ -27,7 +27,7 @@ class _Kind:
 
 
 class Boundaries:
-    """In forward `stash`, or `room` and then `put` by micro-batch; `seal` when the stage's forward is over. In backward `take`,
+    """In forward `stash`, or `room` and then `rows` to be filled; `seal` when the stage's forward is over. In backward `take`,
     and `drop` when that is over."""
 
     def __init__(self, *, model: ModelSpec, plan: Plan, daemon: SwapDaemon, memory: HostMemory) -> None:
@@ -40,12 +40,12 @@ class Boundaries:
         """Keeps a copy of `boundary` (host memory), which is all of it unless outputs are to be put beside it."""
         self.room(stage, boundary, wait_until)
         for number, rows in enumerate(boundary.split(self.plan.numerics.micro_batch_size)):
-            self.put(stage, number, rows)
+            self.rows(stage, number).copy_(rows)
         if not self.plan.stages[stage].kept:
             self.seal(stage)
 
     def room(self, stage: int, boundary: torch.Tensor, wait_until: Wait) -> None:
-        """A place for `boundary`, which is put there micro-batch by micro-batch, and outputs beside it, until it is sealed."""
+        """A place for `boundary`, filled micro-batch by micro-batch, and outputs beside it, until it is sealed."""
         layout = self._layout(stage, boundary)
         span = self.ledger.room(stage, wait_until)
         if layout.size > align_up(span.size, RECORD_ALIGN):
@@ -57,9 +57,12 @@ class Boundaries:
         self._kinds[stage] = _Kind(boundary.shape, boundary.dtype, layout)
         self._unsealed.add(stage)
 
-    def put(self, stage: int, number: int, rows: torch.Tensor) -> torch.Tensor:
-        """Copies one micro-batch's rows; where they rest now."""
-        return self._rows(stage, number).copy_(rows)
+    def rows(self, stage: int, number: int) -> torch.Tensor:
+        """Where one micro-batch's rows rest, between `room` or `take` and `seal` or `drop`."""
+        kind, micro = self._kinds[stage], self.plan.numerics.micro_batch_size
+        shape = torch.Size((min(micro, kind.shape[0] - number * micro), *kind.shape[1:]))
+        begin = self.ledger.where(stage).offset + number * kind.layout.record
+        return self.memory.tensor(Span(offset=begin, size=shape.numel() * kind.dtype.itemsize), kind.dtype).view(shape)
 
     def seal(self, stage: int) -> None:
         """The stage's forward is over: all that rests with its boundary is in its place."""
@@ -71,7 +74,7 @@ class Boundaries:
         """The boundary as stashed, micro-batch by micro-batch, valid until it is dropped."""
         self.ledger.ready(stage, wait_until)
         rows = self._kinds[stage].shape[0]
-        return [self._rows(stage, number) for number in range(-(-rows // self.plan.numerics.micro_batch_size))]
+        return [self.rows(stage, number) for number in range(-(-rows // self.plan.numerics.micro_batch_size))]
 
     def output(self, stage: int, micro_batch: int, operator: int) -> Span:
         """Where in the arena an operator's output rests, between stash and seal and between take and drop."""
@@ -90,10 +93,3 @@ class Boundaries:
             row_bytes=boundary[0].numel() * boundary.element_size(),
             micro_batch_size=self.plan.numerics.micro_batch_size,
         )
-
-    def _rows(self, stage: int, number: int) -> torch.Tensor:
-        """One micro-batch's rows."""
-        kind, micro = self._kinds[stage], self.plan.numerics.micro_batch_size
-        shape = torch.Size((min(micro, kind.shape[0] - number * micro), *kind.shape[1:]))
-        begin = self.ledger.where(stage).offset + number * kind.layout.record
-        return self.memory.tensor(Span(offset=begin, size=shape.numel() * kind.dtype.itemsize), kind.dtype).view(shape)

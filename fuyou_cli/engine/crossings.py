@@ -1,14 +1,17 @@
 """What crosses between the host and a device with memory of its own, micro-batch by micro-batch: while one computes, the
 inputs of the next are on their way up and the results of the one before on their way down.
 
-Such copies need pinned memory. Boundaries rest in the arena, which is; whole-batch tensors of the model's own forward do
-not, and pass through the plan's upload and download slots. What is too wide for a slot is copied from or to where it is,
-which is right as well but may keep the host waiting. Of a visit's copies only the first upload and the last download have
-no compute to run beside: its result is whole when the visit ends. On device cpu nothing is copied and nothing kept alive.
+Such copies need pinned memory. The arena is: boundaries rest there, and what the model's own forward hands from stage to stage
+is there as well, in spans of the plan that take turns (`WholeBatches`). So inputs go up from where they are, results come down
+to where they are wanted, and the host copies nothing. What an operator of the model's own made between two stages is not in the
+arena, and passes through the plan's upload slots. Of a visit's copies only the first upload and the last download have no
+compute to run beside: its result is whole when the visit ends. On device cpu nothing is copied and nothing kept alive.
 """
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,7 +21,7 @@ import torch
 from ..core.units import align_up
 from ..planner.device import BOUNDARIES_ACROSS
 from ..planner.memory import COPY_ALIGN
-from ..spec.plan import Plan
+from ..spec.plan import Plan, Span
 from .devices.base import Device, Event
 from .host_memory import HostMemory
 from .whole_batch import whole_batch
@@ -26,6 +29,7 @@ from .whole_batch import whole_batch
 Source = Callable[[], list[torch.Tensor]]  # what a micro-batch computes with, in host memory; asked for once
 Waiting = Callable[[str], AbstractContextManager[None]]  # inside, compute waits for what is named
 Place = Callable[[torch.Tensor], object]  # takes a result in host memory, which is lent to it
+Shape = tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -43,6 +47,7 @@ class Crossings:
         self.memory, self.device, self._waiting = memory, device, waiting
         self._up = [_Slot(memory.tensor(span, torch.uint8)) for span in plan.upload_slots]
         self._down = [memory.tensor(span, torch.uint8) for span in plan.download_slots]
+        self._batches = WholeBatches(memory, plan.batch_slots)
 
     def into(self, sources: Iterable[Source], beside: Callable[[int], None] = lambda number: None) -> Arriving:
         """Inputs of a visit's micro-batches, in order; the first is on its way. `beside` hears of each one behind its upload,
@@ -52,6 +57,30 @@ class Crossings:
     def back(self) -> Leaving:
         """The way of a visit's results to the host."""
         return Leaving(self.device, self._down, self._waiting)
+
+    def whole(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of the whole batch in host memory, zeros or anything: where a device copies to, if the plan has such a place
+        that nobody looks at."""
+        return self._batches.lend(shape, dtype)
+
+
+class WholeBatches:
+    """Spans of the arena, each lent as one tensor at a time: until its last view is gone, wherever the model's own forward may
+    keep one. Where all are lent, or too small, a tensor has memory of its own."""
+
+    def __init__(self, memory: HostMemory, spans: tuple[Span, ...]) -> None:
+        self._memory, self._spans = memory, spans
+        self._lent: list[weakref.ref[memoryview] | None] = [None for _ in spans]
+
+    def lend(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        size = math.prod(shape) * dtype.itemsize
+        for number, span in enumerate(self._spans):
+            lent = self._lent[number]
+            if 0 < size <= span.size and (lent is None or lent() is None):
+                view = self._memory.arena.view(span.offset, size)
+                self._lent[number] = weakref.ref(view)  # the tensor's memory holds it, and nobody else
+                return torch.frombuffer(view, dtype=dtype).view(shape)
+        return whole_batch(shape, dtype)
 
 
 class Arriving:
@@ -114,24 +143,34 @@ class Arriving:
 
 @dataclass(frozen=True, slots=True)
 class _Return:
-    """A result on its way to `host`. `part`: the device's memory is not used for something else meanwhile."""
+    """A result on its way to `host`, and who takes it from there. `part`: the device's memory is not used for something else
+    meanwhile."""
 
     part: torch.Tensor
     host: torch.Tensor
     event: Event
-    place: Place
+    place: Place | None
 
 
 class Leaving:
-    """Results of the micro-batches of one visit, each put in its place while the next one computes."""
+    """What leaves the device in one visit, micro-batch by micro-batch: in its place while the next one computes."""
 
     def __init__(self, device: Device, slots: list[torch.Tensor], waiting: Waiting) -> None:
         self._device, self._slots, self._waiting = device, slots, waiting
         self._number = 0
-        self._under_way: list[_Return] = []
+        self._beside: list[_Return] = []  # of the micro-batch under way
+        self._under_way: list[list[_Return]] = []  # of micro-batches
 
-    def put(self, part: torch.Tensor, place: Place) -> None:
-        """`part`, on the device, goes to `place`. Its compute is submitted; nobody writes into it any more."""
+    def put(self, part: torch.Tensor, host: torch.Tensor) -> None:
+        """`part`, the micro-batch's result on the device, goes to `host`, which is contiguous. Its compute is submitted; nobody
+        writes into it any more."""
+        if not self._device.separate:
+            host.copy_(part)
+            return
+        self._submit(part.detach().contiguous(), host, None)
+
+    def place(self, part: torch.Tensor, place: Place) -> None:
+        """The same to a place that only the host can reach: through a slot."""
         if not self._device.separate:
             place(part)
             return
@@ -142,27 +181,39 @@ class Leaving:
         slot = self._slots[self._number % len(self._slots)]
         self._number += 1
         host = slot[:size].view(part.dtype).view(part.shape) if size <= slot.numel() else torch.empty_like(part, device="cpu")
-        self._under_way.append(_Return(part, host, self._device.download(part, host), place))
-        while len(self._under_way) > 1:
-            self._arrive()
+        self._submit(part, host, place)
+
+    def keep(self, part: torch.Tensor, host: torch.Tensor) -> None:
+        """`part`, on the device, is copied to `host` while the micro-batch computes with it, and writes nothing into it."""
+        part = part.contiguous()
+        self._beside.append(_Return(part, host, self._device.download(part, host), None))
 
     def settle(self) -> None:
         """Everything is in its place."""
         while self._under_way:
             self._arrive()
 
+    def _submit(self, part: torch.Tensor, host: torch.Tensor, place: Place | None) -> None:
+        """The last of a micro-batch. The host waits for the one before it, so that what is launched ahead is bounded, and with
+        it the device's memory."""
+        self._under_way.append([*self._beside, _Return(part, host, self._device.download(part, host), place)])
+        self._beside.clear()
+        while len(self._under_way) > 1:
+            self._arrive()
+
     def _arrive(self) -> None:
-        oldest = self._under_way.pop(0)
-        with self._waiting(BOUNDARIES_ACROSS):
-            oldest.event.synchronize()  # sync: the result of the micro-batch before this one, or at the end the last
-        oldest.place(oldest.host)
+        for oldest in self._under_way.pop(0):
+            with self._waiting(BOUNDARIES_ACROSS):
+                oldest.event.synchronize()  # sync: the results of the micro-batch before this one, or at the end the last
+            if oldest.place is not None:
+                oldest.place(oldest.host)
 
 
 class Gathering:
     """A visit's results as one tensor of the whole batch, in host memory."""
 
     def __init__(self, crossings: Crossings, rows: int) -> None:
-        self._leaving, self._rows = crossings.back(), rows
+        self.leaving, self._crossings, self._rows = crossings.back(), crossings, rows
         self._as_it_is = not crossings.device.separate
         self._whole: torch.Tensor | None = None
 
@@ -172,11 +223,11 @@ class Gathering:
             self._whole = part
             return
         if self._whole is None:
-            self._whole = whole_batch((self._rows, *part.shape[1:]), part.dtype)
-        self._leaving.put(part, self._whole[rows].copy_)
+            self._whole = self._crossings.whole((self._rows, *part.shape[1:]), part.dtype)
+        self.leaving.put(part, self._whole[rows])
 
     def settled(self) -> torch.Tensor:
         """The whole batch, once every part is there."""
-        self._leaving.settle()
+        self.leaving.settle()
         assert self._whole is not None
         return self._whole

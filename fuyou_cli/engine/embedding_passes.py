@@ -14,7 +14,6 @@ from .embedding import add_embedding_rows, add_scaled_rows, is_plain, padding_at
 from .gradients import GradientSum
 from .skeleton import TORCH_DTYPE
 from .streamed import Call
-from .whole_batch import whole_batch
 
 if TYPE_CHECKING:
     from .executor import Executor
@@ -66,8 +65,8 @@ def forward_in_pieces(executor: Executor, pieces: Sequence[int], call: Call, ids
         with executor.installed(stage, flat, trainable=False):
             for place, part in _looked_up(executor, stage, call, here, flat_ids[here] - first):
                 if y is None:
-                    y = whole_batch((flat_ids.numel(), *part.shape[1:]), part.dtype)
-                leaving.put(part, partial(y.index_copy_, 0, place))
+                    y = executor.crossings.whole((flat_ids.numel(), *part.shape[1:]), part.dtype)
+                leaving.place(part, partial(y.index_copy_, 0, place))
             leaving.settle()
         executor.leave(visit, begin)
         executor.between()

@@ -363,7 +363,7 @@ class Executor:
         return stage in self.scaled_lookups or is_plain(self.stages[stage].module)
 
     def _forward_parts(self, call: Call, x: torch.Tensor, *, stash: bool) -> torch.Tensor:
-        """`stash`: the boundary is put in its place by micro-batch, from where it goes up."""
+        """`stash`: the boundary goes to its place by micro-batch, from the device: the host copies nothing."""
         y = Gathering(self.crossings, x.shape[0])
         if not x.is_floating_point() and not (self.device.separate and self.looks_up(call.stage)):
             # ids may be shared by all rows; where memory is the host's, a lookup of the whole batch is its result
@@ -373,13 +373,11 @@ class Executor:
             return y.settled()
         parts = self.micro_batches(x.shape[0])
 
-        def source(number: int) -> list[torch.Tensor]:
-            rows = x[parts[number]]
-            return [self.boundaries.put(call.stage, number, rows) if stash else rows]
-
-        arriving = self.inputs(partial(source, number) for number in range(len(parts)))
+        arriving = self.inputs(partial(lambda rows: [x[rows]], rows) for rows in parts)
         for number, rows in enumerate(parts):
             (part,) = arriving.take()
+            if stash:
+                y.leaving.keep(part, self.boundaries.rows(call.stage, number))
             self.device.seed(self._stream(call.stage, number))
             y.put(rows, self._run(call, part, number))
             if len(parts) > 1:

@@ -40,7 +40,7 @@ def _whole(executor: Executor, hidden: torch.Tensor, targets: torch.Tensor, *, n
     visit, flat = executor.enter("head", stage)
     total = executor.sums.open(visit.owner if visit.owner is not None else stage)
     begin = time.monotonic()
-    gradient, losses = whole_batch(tuple(hidden.shape), hidden.dtype), _Losses(executor.device.separate)
+    gradient, losses = executor.crossings.whole(tuple(hidden.shape), hidden.dtype), _Losses(executor.device.separate)
     batch = executor.micro_batches(hidden.shape[0])
     arriving = executor.inputs(partial(lambda rows: [hidden[rows], targets[rows]], rows) for rows in batch)
     leaving = executor.crossings.back()
@@ -54,7 +54,7 @@ def _whole(executor: Executor, hidden: torch.Tensor, targets: torch.Tensor, *, n
                     executor.differentiate(piece_loss, None, [piece, *parameters], total)
                 losses.add(piece_loss.detach())
                 assert piece.grad is not None
-                leaving.put(piece.grad, gradient[rows][cut].copy_)
+                leaving.put(piece.grad, gradient[rows][cut])
                 del piece, piece_loss
                 executor.between()
     leaving.settle()
@@ -102,7 +102,9 @@ def _in_pieces(
     gradient = whole_batch(tuple(hidden.shape), torch.float32).zero_()
     for stage in reversed(heads):
         _differentiate_piece(executor, stage, hidden, tokens, gradient, normaliser=normaliser)
-    return loss, gradient.to(hidden.dtype)
+    if gradient.dtype == hidden.dtype:
+        return loss, gradient
+    return loss, executor.crossings.whole(tuple(hidden.shape), hidden.dtype).copy_(gradient)
 
 
 def _fold_piece(executor: Executor, stage: int, hidden: torch.Tensor, tokens: TokenLoss) -> None:
@@ -140,7 +142,7 @@ def _differentiate_piece(
             executor.differentiate(logits, slope, [piece, *parameters], total)
             del logits, slope
             assert piece.grad is not None
-            leaving.put(piece.grad, gradient[part.rows][part.cut].add_)
+            leaving.place(piece.grad, gradient[part.rows][part.cut].add_)
             piece.grad = None
             executor.between()
     leaving.settle()

@@ -61,12 +61,12 @@ class DeviceSide:
         return there.ticket
 
 
-def crossing(stage: StageSpec, phase: str) -> tuple[int, int]:
+def crossing(stage: StageSpec, phase: str, *, stash: bool) -> tuple[int, int]:
     """Boundaries of the whole batch that a visit takes to the device and brings back. The ids of an embedding are small;
-    its pieces share one boundary, counted with the first."""
+    its pieces share one boundary, counted with the first. `stash`: the input is kept for backward, copied from the device."""
     if stage.kind == "embedding":
         if stage.vocabulary is not None and stage.vocabulary[0] > 0:
             return 0, 0
         return (0, 1) if phase == "forward" else (1, 0)
     # backward: the input and the output's gradient in, the input's gradient back
-    return {"forward": (1, 1), "logits": (1, 0), "head": (1, 1), "backward": (2, 1)}[phase]
+    return {"forward": (1, 1 + stash), "logits": (1, 0), "head": (1, 1), "backward": (2, 1)}[phase]

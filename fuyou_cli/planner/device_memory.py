@@ -49,14 +49,13 @@ def device_memory(model: ModelSpec, wishes: Wishes, stages: tuple[StagePlan, ...
 def _pass_peak(model: ModelSpec, wishes: Wishes, stage: StagePlan) -> int:
     """Beside what a pass allocates for one micro-batch: that of its neighbours which crosses meanwhile. In backward the next
     one's boundary, gradient and kept outputs arrive, and the gradient of the one before is on its way back. In forward there is
-    the input, which is not among what the stage allocates, and the next one's, the output of the one before, and kept outputs
-    of both on their way back."""
+    the input, which is not among what the stage allocates, and the next one's; input and output of the one before, and kept
+    outputs of both, on their way back."""
     spec = model.stages[stage.stage]
     kept, boundary = kept_bytes(spec, stage.kept), micro_boundary(model, wishes)
-    alone = max(spec.backward_peak, spec.forward_peak + kept)
     if wishes.numerics.batch_size <= wishes.numerics.micro_batch_size:
-        return alone + boundary
-    return alone + 3 * boundary + kept
+        return max(spec.backward_peak, spec.forward_peak + kept) + boundary
+    return max(spec.backward_peak + 3 * boundary + kept, spec.forward_peak + 4 * boundary + 2 * kept)
 
 
 def with_homes_on_device(

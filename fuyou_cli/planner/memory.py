@@ -44,6 +44,7 @@ class Layout:
     boundary_slots: tuple[Span, ...]
     upload_slots: tuple[Span, ...]
     download_slots: tuple[Span, ...]
+    batch_slots: tuple[Span, ...]
     io: IoPlan
     arena_size: int
     store_size: int
@@ -69,6 +70,7 @@ def layout(
     largest = max((boundaries[i] for i, tier in enumerate(homes.boundaries) if tier == "ssd"), default=0)
     boundary_slots = tuple(arena.take(largest) for _ in range(slots))
     up, down = _crossing_slots(arena, model, wishes)
+    batches = _batch_slots(arena, model, wishes)
     scratch = arena.take(wishes.scratch_size)
     stages = tuple(
         _stage(arena, transient, ground, wishes, homes, index, boundary=boundaries[index], deferred=deferred[index])
@@ -80,6 +82,7 @@ def layout(
         boundary_slots=boundary_slots,
         upload_slots=up,
         download_slots=down,
+        batch_slots=batches,
         io=IoPlan(
             backend=wishes.io_backend,  # type: ignore[arg-type]
             read_depth=wishes.read_depth,
@@ -100,17 +103,31 @@ def micro_boundary(model: ModelSpec, wishes: Wishes) -> int:
     return model.boundary_bytes_per_token * wishes.numerics.micro_batch_size * wishes.numerics.max_seq_len
 
 
+def batch_boundary(model: ModelSpec, wishes: Wishes) -> int:
+    """Bytes of one boundary of the whole batch."""
+    return model.boundary_bytes_per_token * wishes.numerics.batch_size * wishes.numerics.max_seq_len
+
+
 def _crossing_slots(arena: Room, model: ModelSpec, wishes: Wishes) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-    """Copies that run beside compute need pinned memory. The arena is pinned; whole-batch tensors of the model's own forward
-    are not. They pass through these, up (ids or targets may come along) and down: one is filled or emptied while the other
-    is copied."""
+    """Copies that run beside compute need pinned memory. The arena is pinned; ids, targets and what the model's own operators
+    make between stages are not, and pass through these on their way up: one is filled while the other is copied. Down pass
+    results that only the host can put in their places: those of pieces of a vocabulary."""
     if wishes.device == "cpu":
         return (), ()
     numerics = wishes.numerics
     at_once = min(2, -(-numerics.batch_size // numerics.micro_batch_size))
     size = micro_boundary(model, wishes)
     ids = align_up(size, COPY_ALIGN) + 8 * numerics.micro_batch_size * numerics.max_seq_len
-    return tuple(arena.take(ids) for _ in range(at_once)), tuple(arena.take(size) for _ in range(at_once))
+    cut = any(stage.vocabulary is not None for stage in model.stages)
+    return tuple(arena.take(ids) for _ in range(at_once)), tuple(arena.take(size) for _ in range(at_once * cut))
+
+
+def _batch_slots(arena: Room, model: ModelSpec, wishes: Wishes) -> tuple[Span, ...]:
+    """A device with memory of its own copies to and from what stages hand on: in and out of one stage take turns, and the model's
+    own forward holds the embedding's."""
+    if wishes.device == "cpu":
+        return ()
+    return tuple(arena.take(batch_boundary(model, wishes)) for _ in range(3))
 
 
 def _slot_class(
@@ -200,18 +217,21 @@ class ComputeMemory:
 
 
 def compute_memory(model: ModelSpec, wishes: Wishes) -> ComputeMemory:
-    """On device cpu: two whole-batch boundaries (in and out, or their gradients) and what the model's own forward holds
-    between stages, with the hungriest stage; on a device with its own memory the stage's part is there. A cut head has the last
-    hidden state, its gradient in float32 and at the end in the compute dtype, and maximum, sum and target of every token."""
+    """Two whole-batch boundaries (in and out, or their gradients) and what the model's own forward holds between stages, of which
+    a device with memory of its own has three in the arena; and the hungriest stage, but on such a device. A cut head has the
+    last hidden state, its gradient in float32 and at the end in the compute dtype, and maximum, sum and target of every token."""
     numerics = wishes.numerics
     tokens = numerics.batch_size * numerics.max_seq_len
-    boundary, hidden = model.boundary_bytes_per_token * tokens, 4 * model.hidden_size * tokens
+    boundary, hidden = batch_boundary(model, wishes), 4 * model.hidden_size * tokens
+    between = model.choreography_bytes_per_token * tokens
+    if wishes.device != "cpu":
+        boundary, between = 0, max(0, between - boundary)
     if numerics.batch_size <= numerics.micro_batch_size:  # else ours are in memory of their own (engine/whole_batch.py)
         boundary, hidden = held(boundary), held(hidden)
-    whole = 2 * boundary + held(model.choreography_bytes_per_token * tokens)
+    whole = held(between)
     if model.head_is_cut:  # the model's own forward is over by then
-        whole = max(whole, 2 * boundary + hidden + held(12 * tokens))
-    whole += 64 * tokens
+        whole = max(whole, hidden + held(12 * tokens))
+    whole += 2 * boundary + 64 * tokens
     hungriest = max(model.stages, key=lambda stage: (stage.backward_peak, stage.index))
     stage = 0 if wishes.device == "cuda" else hungriest.backward_peak
     return ComputeMemory(whole_batch=whole, stage=stage, name=hungriest.name)

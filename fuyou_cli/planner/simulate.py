@@ -222,21 +222,23 @@ class _Imagined:
 
     def _compute(self, visit: Visit, first: list[int], *, up: float, down: float) -> None:
         """Micro-batch by micro-batch: while one computes, the next one's inputs go up and the results of the one before come
-        down. Nothing hides the `first` upload and the last download. `up`, `down`: bytes of one micro-batch."""
+        down. Nothing hides the `first` upload and the last download, but that of an input that is kept: it goes back while its
+        micro-batch computes. `up`, `down`: bytes of one micro-batch."""
         kept = kept_bytes(self.model.stages[visit.stage], self.plan.stages[visit.stage].kept)
         seconds = self.costs.compute_seconds(visit, kept)
         looks = min(self._looks, self.costs.micro_batches)
         share = self.costs.micro_batches / looks  # of the micro-batches, between two looks
+        last = (down - self.costs.boundary / self.costs.micro_batches * (visit.stash and down > 0)) * self._unhidden
         self._cross(first)
         for look in range(looks):
             rising = up * (share - self._unhidden * (look == looks - 1))
-            copies = self._begin_copies(visit, up=rising, down=down * (share - self._unhidden * (look == 0)))
+            copies = self._begin_copies(visit, up=rising, down=down * share - last * (look == 0))
             ticket = self.machine.submit(Work(compute=seconds / looks), what=visit.phase, stage=visit.stage)
             while not self.machine.collect(ticket):
                 self.pass_time()
             self._cross(copies)
             self.tick()
-        self._cross(self._begin_copies(visit, down=down * self._unhidden))
+        self._cross(self._begin_copies(visit, down=last))
 
     def _cross(self, copies: list[int]) -> None:
         """Boundaries are across."""

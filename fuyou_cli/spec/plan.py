@@ -159,7 +159,7 @@ class Plan:
     slot_classes: tuple[SlotClass, ...]
     boundary_slots: tuple[Span, ...]  # in flight to and from the ssd
     upload_slots: tuple[Span, ...]  # what one micro-batch takes to a device with memory of its own, where it rests unpinned
-    download_slots: tuple[Span, ...]  # and what it brings back
+    download_slots: tuple[Span, ...]  # and what it brings back where only the host can put it in its place
     lookahead: int
     io: IoPlan
     arena_size: int
@@ -171,3 +171,4 @@ class Plan:
     commit_every: int | None = None  # steps between commits; None: where the run ends alone
     store_mode: StoreMode = "in_place"  # what a step is made durable by: other extents, or its gradients
     keep: int = 1  # committed states that are there whole at any time
+    batch_slots: tuple[Span, ...] = ()  # what stages hand on of the whole batch, to a device with memory of its own

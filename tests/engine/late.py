@@ -31,6 +31,7 @@ class _LateCopies:
         self.waiting.append((event, source, target))
         return event
 
+    @torch.no_grad()
     def run_until(self, event: _LateCopy | None) -> None:
         while self.waiting and not (event and event.made):
             made, source, target = self.waiting.pop(0)

@@ -114,8 +114,8 @@ class _Heard(PastEvent):
 
 
 def test_neighbours_cross_while_a_micro_batch_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next one's upload is asked for before a micro-batch computes, and nobody waits for its result before the next one
-    does. All of it from and to pinned memory."""
+    """The next one's upload is asked for before a micro-batch computes, and in forward the input's way back to where it is kept;
+    nobody waits for its result before the next one computes. All of it from and to pinned memory."""
     subject = Subject(llama(), Shape(batch=3, micro=1))
     device = _Told()
     monkeypatch.setattr(rigs, "open_device", lambda kind: device)
@@ -134,7 +134,8 @@ def test_neighbours_cross_while_a_micro_batch_computes(tmp_path: Path, monkeypat
         assert device.hosts and all(rig.memory.holds(host) for host in device.hosts)
     hook.remove()
     assert visits["forward", block] == [
-        "up", "up", "computes", "down", "up", "computes", "down", "arrived", "computes", "down", "arrived", "arrived",
+        "up", "up", "down", "computes", "down", "up", "down", "computes", "down", "arrived", "arrived",
+        "down", "computes", "down", "arrived", "arrived", "arrived", "arrived",
     ]  # fmt: skip
     assert visits["backward", block] == [
         "up", "up", "up", "up", "computes", "down", "up", "up", "computes", "down", "arrived",
@@ -223,4 +224,5 @@ def test_a_step_stays_within_what_is_charged(
         with live:
             rig.step(ids, labels, 1, last=True)
         rig.executor.drain()
-    assert 0.8 * charged <= live.peak <= charged
+    # The host has most in the head, and the device in a block: of a cut head, that is not at once.
+    assert (0.7 if vocabulary else 0.8) * charged <= live.peak <= charged

@@ -29,9 +29,9 @@ SLOW = replace(HARDWARE, device="cuda", h2d=2e9, d2h=1e9, matmul_flops=1e8, adam
 
 
 def _hidden_by_nothing(spec: ModelSpec, hardware: HardwareProfile, made: Plan, visit: Visit) -> float:
-    """Seconds of a visit beside its compute: one micro-batch in, one out."""
+    """Seconds of a visit beside its compute: one micro-batch in, one out. An input that is kept goes back beside compute."""
     costs = Costs.of(spec, hardware, made)
-    up, down = crossing(spec.stages[visit.stage], visit.phase)
+    up, down = crossing(spec.stages[visit.stage], visit.phase, stash=False)
     one = costs.boundary / costs.micro_batches
     kept = kept_bytes(spec.stages[visit.stage], made.stages[visit.stage].kept)
     return (up * one + kept * visit.take) / hardware.h2d + (down * one + kept * visit.stash) / hardware.d2h

@@ -111,6 +111,7 @@ class CopyEngine:
             self._asked.notify()
         return copying.event
 
+    @torch.no_grad()
     def _run(self) -> None:
         while (queue := self._next()) is not None:
             copying = queue[0]
