@@ -76,7 +76,7 @@ class WholeBatches:
         size = math.prod(shape) * dtype.itemsize
         for number, span in enumerate(self._spans):
             lent = self._lent[number]
-            if 0 < size <= span.size and (lent is None or lent() is None):
+            if span.size < 2 * size <= 2 * span.size and (lent is None or lent() is None):  # not for what all rows share
                 view = self._memory.arena.view(span.offset, size)
                 self._lent[number] = weakref.ref(view)  # the tensor's memory holds it, and nobody else
                 return torch.frombuffer(view, dtype=dtype).view(shape)

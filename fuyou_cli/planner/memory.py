@@ -123,8 +123,8 @@ def _crossing_slots(arena: Room, model: ModelSpec, wishes: Wishes) -> tuple[tupl
 
 
 def _batch_slots(arena: Room, model: ModelSpec, wishes: Wishes) -> tuple[Span, ...]:
-    """A device with memory of its own copies to and from what stages hand on: in and out of one stage take turns, and the model's
-    own forward holds the embedding's."""
+    """A device with memory of its own copies to and from what stages hand on: in and out of one stage take turns, and the
+    model's own forward holds the embedding's."""
     if wishes.device == "cpu":
         return ()
     return tuple(arena.take(batch_boundary(model, wishes)) for _ in range(3))
@@ -217,9 +217,10 @@ class ComputeMemory:
 
 
 def compute_memory(model: ModelSpec, wishes: Wishes) -> ComputeMemory:
-    """Two whole-batch boundaries (in and out, or their gradients) and what the model's own forward holds between stages, of which
-    a device with memory of its own has three in the arena; and the hungriest stage, but on such a device. A cut head has the
-    last hidden state, its gradient in float32 and at the end in the compute dtype, and maximum, sum and target of every token."""
+    """Two whole-batch boundaries (in and out, or their gradients) and what the model's own forward holds between stages; of
+    these a device with memory of its own has three in the arena. And the hungriest stage, but not on such a device. A cut head
+    has the last hidden state, its gradient in float32 and at the end in the compute dtype, and maximum, sum and target of every
+    token."""
     numerics = wishes.numerics
     tokens = numerics.batch_size * numerics.max_seq_len
     boundary, hidden = batch_boundary(model, wishes), 4 * model.hidden_size * tokens

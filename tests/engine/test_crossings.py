@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuyou_cli.core import heap
 from fuyou_cli.core.errors import NumericsError
 from fuyou_cli.engine.devices.cpu import PastEvent
 from fuyou_cli.engine.executor import StepAbandoned
+from fuyou_cli.engine.host_memory import HostMemory
 from fuyou_cli.planner.memory import compute_memory
 from fuyou_cli.planner.schedule import Visit
+from fuyou_cli.spec.plan import Span
 from fuyou_cli.swap.native import ffi
 
 from . import rig as rigs
@@ -87,12 +90,12 @@ class _Told(LateDevice):
     def __init__(self) -> None:
         super().__init__()
         self.log: list[str] = []
-        self.hosts: list[torch.Tensor] = []
+        self.hosts: list[int] = []  # addresses: what holds a tensor keeps its place
 
     def upload(self, host: torch.Tensor, device: torch.Tensor, **how: Any) -> PastEvent:
         if host.dim() == 3:
             self.log.append("up")
-            self.hosts.append(host)
+            self.hosts.append(host.data_ptr())
         return super().upload(host, device, **how)
 
     def download(self, device: torch.Tensor, host: torch.Tensor, **how: Any) -> PastEvent:
@@ -100,7 +103,7 @@ class _Told(LateDevice):
         if host.dim() != 3:
             return event
         self.log.append("down")
-        self.hosts.append(host)
+        self.hosts.append(host.data_ptr())
         return _Heard(event, self.log)
 
 
@@ -114,7 +117,7 @@ class _Heard(PastEvent):
 
 
 def test_neighbours_cross_while_a_micro_batch_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next one's upload is asked for before a micro-batch computes, and in forward the input's way back to where it is kept;
+    """The next one's upload is asked for before a micro-batch computes, and in forward its own input sent to where it is kept;
     nobody waits for its result before the next one computes. All of it from and to pinned memory."""
     subject = Subject(llama(), Shape(batch=3, micro=1))
     device = _Told()
@@ -131,7 +134,8 @@ def test_neighbours_cross_while_a_micro_batch_computes(tmp_path: Path, monkeypat
         rig.executor.after_visit = after
         rig.run(1)
         block = next(stage.index for stage in subject.spec.stages if stage.name.endswith("layers.1"))
-        assert device.hosts and all(rig.memory.holds(host) for host in device.hosts)
+        begin = int(ffi.cast("uintptr_t", rig.memory.arena._base))
+        assert device.hosts and all(begin <= host < begin + rig.memory.arena.size for host in device.hosts)
     hook.remove()
     assert visits["forward", block] == [
         "up", "up", "down", "computes", "down", "up", "down", "computes", "down", "arrived", "arrived",
@@ -141,6 +145,38 @@ def test_neighbours_cross_while_a_micro_batch_computes(tmp_path: Path, monkeypat
         "up", "up", "up", "up", "computes", "down", "up", "up", "computes", "down", "arrived",
         "computes", "down", "arrived", "arrived",
     ]  # fmt: skip
+
+
+class _HostCopies(TorchDispatchMode):
+    """Bytes of the arena that this thread copies itself; those of an emulated device are made on threads of its own."""
+
+    def __init__(self, memory: HostMemory) -> None:
+        super().__init__()
+        self._memory, self.bytes = memory, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and any(self._memory.holds(tensor) for tensor in args[:2]):
+            self.bytes += args[0].numel() * args[0].element_size()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("way", [dict(home="cpu"), dict(home="cpu", kept="all"), dict()], ids=["RAM", "kept", "ssd"])
+def test_the_launching_thread_copies_ids_and_nothing_else(way: dict[str, Any], tmp_path: Path) -> None:
+    """Inputs go up from where they are, results and what is kept for backward come down to where they are wanted."""
+    subject = Subject(llama(), Shape(batch=6))
+    ids = 8 * subject.shape.batch * subject.shape.tokens
+    with Rig(subject, tmp_path, device="emulated", **way) as rig, _HostCopies(rig.memory) as copies:
+        visits: list[tuple[str, int]] = []
+
+        def after(visit: Visit) -> None:
+            visits.append((subject.spec.stages[visit.stage].kind, copies.bytes))
+            copies.bytes = 0
+
+        rig.executor.after_visit = after
+        rig.run(STEPS)
+    assert {kind for kind, _ in visits} == {"embedding", "block", "norm", "head"}
+    for kind, copied in visits:
+        assert copied == (ids if kind in ("embedding", "head") else 0), kind
 
 
 def test_next_weights_go_up_behind_the_first_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,6 +207,7 @@ def test_what_is_too_wide_for_a_slot_crosses_as_well(tmp_path: Path, monkeypatch
         for slot in crossings._up:
             slot.memory = slot.memory[:64]
         crossings._down[:] = [memory[:64] for memory in crossings._down]
+        crossings._batches._spans = tuple(Span(offset=span.offset, size=64) for span in crossings._batches._spans)
         assert rig.run(STEPS) == losses
         assert unequal(rig.weights(), weights) == []
 

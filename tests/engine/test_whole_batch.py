@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from fuyou_cli.cli.probe import process_bytes
+from fuyou_cli.engine.crossings import WholeBatches
+from fuyou_cli.engine.host_memory import HostMemory
 from fuyou_cli.engine.whole_batch import whole_batch
+from fuyou_cli.spec.plan import Span
+from fuyou_cli.swap.arena import Arena
 
 MiB = 1 << 20
 
@@ -27,3 +31,20 @@ def test_its_pages_go_back_with_the_last_view() -> None:
     assert process_bytes() - before >= 63 * MiB
     del view
     assert process_bytes() - before <= 8 * MiB
+
+
+def test_a_span_is_lent_again_when_its_last_view_is_gone() -> None:
+    shape, size = (4, 8), 4 * 8 * 4
+    with Arena(2 * MiB) as arena:
+        memory = HostMemory(arena)
+        batches = WholeBatches(memory, (Span(offset=0, size=size), Span(offset=4096, size=size)))
+        first, second = (batches.lend(shape, torch.float32) for _ in range(2))
+        assert memory.holds(first) and memory.holds(second) and first.data_ptr() != second.data_ptr()
+        row, place = first[2], first.data_ptr()
+        del first
+        assert not memory.holds(batches.lend(shape, torch.float32))  # a view of each is somewhere
+        del row
+        assert not memory.holds(batches.lend((1, 8), torch.float32))  # of one row: it would keep a whole span
+        assert not memory.holds(batches.lend((8, 8), torch.float32))
+        assert batches.lend(shape, torch.float32).data_ptr() == place
+        del second

@@ -47,10 +47,10 @@ def _predicted(
 
 
 SPEC = model(LEAF, *[BLOCK] * BLOCKS, NORM, LEAF)
-# Forward: the embedding's output, both of each block's and the norm's. Head: in and its gradient back. Backward: input
-# and the output's gradient in, the input's gradient back; the embedding's gradient in.
+# Forward: the embedding's output, both of each block's and the norm's, and the input back to where it is kept. Head: in and its
+# gradient back. Backward: input and the output's gradient in, the input's gradient back; the embedding's gradient in.
 BOUNDARIES_IN = (BLOCKS + 1) + 1 + 2 * (BLOCKS + 1) + 1
-BOUNDARIES_BACK = 1 + (BLOCKS + 1) + 1 + (BLOCKS + 1)
+BOUNDARIES_BACK = 1 + 2 * (BLOCKS + 1) + 1 + (BLOCKS + 1)
 
 
 @pytest.mark.parametrize(
