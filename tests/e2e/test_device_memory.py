@@ -92,3 +92,20 @@ def test_what_to_do_depends_on_what_is_there(
     with pytest.raises(RuntimeError, match=r"^another$"), named(device, plan, limit, lambda: "here"):
         raise RuntimeError("another")
     device.close()
+
+
+def test_what_cannot_be_pinned_is_said_once_and_changes_nothing(
+    new_project: NewProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _ = train(new_project("pinned", EMULATED))
+    monkeypatch.setattr(EmulatedDevice, "_register", lambda self, address, size: False)
+    said: list[str] = []
+    prepared = prepared_run(new_project("not", EMULATED))
+    with Run(prepared, memory_now=probe.process_bytes, free_space=probe.free_space, announce=said.append) as run:
+        run.load(lambda count: None)
+        run.train(lambda report: None)
+        assert run.losses == expected
+    size = gib(prepared.plan.arena_size)
+    assert [text.partition(":")[2].partition(":")[0].strip() for text in said if "pinned" in text] == [
+        f"{size} of {size} of host memory could not be pinned"
+    ]
