@@ -393,3 +393,56 @@ def test_a_cut_vocabulary_is_said_and_its_pieces_are_one_line(
         text = printed()
         assert max(map(len, text.splitlines())) <= width
         assert "in pieces of 1,000 tokens of the vocabulary" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+@pytest.mark.parametrize("case", ["cpu", "gpu", "described", "assumed", "long", "not fitting"])
+def test_the_answer_comes_first(
+    printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room, width: int, case: str
+) -> None:
+    """Verdict, step, bottleneck, wear and what to change first: five lines of 100 columns, then the rest."""
+    changes: dict[str, dict[str, object]] = {
+        "gpu": {"room": replace(room, gpu=24 * GiB)},
+        "described": {
+            "hardware": replace(hardware, measured="described", name="here", sources=("store read and write: an assumption",))
+        },
+        "assumed": {"hardware": replace(hardware, measured="assumed")},
+        "long": {"facts": RunFacts(steps=100_000, command="fuyou finetune r.yaml")},
+        "not fitting": {"plan": replace(plan, cpu_budget=GiB)},
+    }
+    given: dict[str, object] = {"plan": plan, "hardware": hardware, "room": room, "facts": RunFacts(notes=("no data",))}
+    given |= changes.get(case, {})
+    console, printed = printer(width)
+    show_plan(console, given["plan"], model, given["hardware"], given["room"], verbose=False, facts=given["facts"])  # type: ignore[arg-type]
+    lines = printed().splitlines()
+    assert max(map(len, lines)) <= width
+    if width >= 100:
+        assert lines[0].startswith("does not fit: train needs" if case == "not fitting" else "fits: RAM 1.84 GiB of 2.00 GiB")
+        assert [line.split()[0] for line in lines[1:5]] == ["step", "bottleneck", "wear", "first"]
+        assert "88.4 s" in lines[1] and "92.7 tokens/s" in lines[1] and "compute, 95% of the step" in lines[2]
+        assert "written in 1" in lines[3] and lines[5] == ""
+    assert lines[lines.index("Plan") - 1] == "" and ("not built yet" not in printed())
+    assert (lines[-1] == "  - no data") == (case != "long")
+
+
+def test_rates_are_a_table_with_v_or_where_they_decide(
+    printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room
+) -> None:
+    """A described machine whose store is assumed: the table is shown where the store is what a step takes longest for."""
+    there = replace(
+        hardware, measured="described", name="there", sources=("compute: measured there", "read and write: an assumption")
+    )
+
+    def shown(bottleneck: str, *, verbose: bool) -> str:
+        seconds = {"compute": 40.0, "update": 1.0, "ssd read": 10.0, "ssd write": 10.0, bottleneck: 84.0}
+        predicted = replace(plan.predicted, seconds=seconds, bottleneck=bottleneck)
+        console, printed = printer(100)
+        show_plan(console, replace(plan, predicted=predicted), model, there, room, verbose=verbose, facts=RunFacts())
+        return printed()
+
+    assert "Rates of this machine" in shown("compute", verbose=True)
+    quiet, decides = shown("compute", verbose=False), shown("ssd read", verbose=False)
+    assert "assumption" not in quiet
+    table = decides[decides.index("Rates that decide, and are assumptions") :].split("\n\n")[0]
+    assert "store read, write" in table and "AdamW" not in table and "compute" not in table
+    assert "measure that machine: store read, write" in decides.splitlines()[4]
