@@ -23,6 +23,7 @@ from proof.nursery import Child, Nursery
 from fuyou_cli.core.errors import Interrupted
 
 ROOT = Path(__file__).resolve().parents[2]
+HANGS = 280.0  # seconds after which a run is given up: nothing is judged by it
 END, PAD = "<|end|>", "<|pad|>"
 PLACES = ["harbour", "mill", "station", "bakery", "tower", "garden", "market", "bridge"]
 ROWS = [f"The road from the {a} to the {b} takes {len(a) * len(b)} minutes on foot." for a in PLACES for b in PLACES]
@@ -64,6 +65,19 @@ def _write_tokenizer(directory: Path) -> int:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=END, pad_token=PAD, model_max_length=64)
     tokenizer.save_pretrained(directory)
     return len(tokenizer)
+
+
+_DOING = """
+import os
+from pathlib import Path
+from fuyou_cli.training.jsonl import JsonlLog
+logged = JsonlLog.step
+def log_and_do(log, report):
+    logged(log, report)
+    if report.step == {step}:
+        {action}
+JsonlLog.step = log_and_do
+"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -129,14 +143,19 @@ class Project:
 
     def fuyou_with_free(self, free: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
         """The same on a machine whose disks say that `free` bytes are left."""
-        program = (
-            "import sys\nfrom fuyou_cli.cli import probe\n"
-            f"probe.free_space = lambda path: {free}\n"
-            "from fuyou_cli.cli.app import main\nmain(sys.argv[1:])"
-        )
+        return self.fuyou_changed(f"from fuyou_cli.cli import probe\nprobe.free_space = lambda path: {free}\n", *arguments)
+
+    def fuyou_doing(self, action: str, step: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        """The same in a process that does `action` (a statement; `os` and `Path` are there) as soon as `step` is in its log,
+        before it goes on: where a test that watches the log from outside may come too late."""
+        return self.fuyou_changed(_DOING.format(step=step, action=action), *arguments)
+
+    def fuyou_changed(self, change: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        """The same in a process of its own, which runs the program `change` first."""
+        program = f"import sys\n{change}\nfrom fuyou_cli.cli.app import main\nmain(sys.argv[1:])"
         return subprocess.run(
             [sys.executable, "-c", program, *map(str, arguments)], cwd=self.folder, env=self.environment(),
-            capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=120, check=False,
+            capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False,
         )  # fmt: skip
 
     def losses(self) -> dict[int, float]:
@@ -154,7 +173,7 @@ class Project:
         return found
 
 
-def ended(child: Child, within: float = 120) -> subprocess.CompletedProcess[str]:
+def ended(child: Child, within: float = HANGS) -> subprocess.CompletedProcess[str]:
     """Its exit code and what it wrote; killed where it takes longer than so many seconds."""
     if not child.is_over(within):
         child.kill()

@@ -26,7 +26,6 @@ from .conftest import Project
 from .running import STEPS, exported, interrupt, manifest_of, prepared_run, store_of, train
 from .test_stopping import RAM
 
-pytestmark = pytest.mark.timeout(90)
 NewProject = Callable[..., Project]
 
 UNCLIPPED = {"train.clip_grad_norm": None}

@@ -57,7 +57,6 @@ def test_what_is_kept_already_is_not_written_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pad", ["<|end|>", "!"], ids=["a special token", "a token of ordinary text"])
-@pytest.mark.timeout(120)
 def test_the_export_has_the_tokenizer_of_the_run(
     pad: str, new_project: Callable[..., Project], materials: Path, tmp_path: Path
 ) -> None:
@@ -82,7 +81,6 @@ def test_the_export_has_the_tokenizer_of_the_run(
     assert config["model_type"] == "gpt2"
 
 
-@pytest.mark.timeout(120)
 def test_a_store_without_kept_files_is_exported_from_the_models_folder(new_project: Callable[..., Project]) -> None:
     project = new_project(changes={"train.max_steps": 3, "export.at_end": False})
     assert project.fuyou("finetune", project.recipe).returncode == 0

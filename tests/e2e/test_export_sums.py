@@ -14,8 +14,6 @@ from fuyou_cli.training.exporting import export_store
 from .conftest import Project
 from .running import exported, manifest_of, store_of
 
-pytestmark = pytest.mark.timeout(90)
-
 
 def _flip(file: Path, byte: int) -> None:
     content = bytearray(file.read_bytes())

@@ -16,7 +16,6 @@ from fuyou_cli.core.units import MiB
 
 from .conftest import Project
 
-pytestmark = pytest.mark.timeout(180)
 SPARE = 128 * MiB  # that a budget lacks to hold everything
 OFTEN = 0.004  # seconds between looks
 

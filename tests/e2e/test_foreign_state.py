@@ -27,7 +27,6 @@ from fuyou_cli.training.run import Run
 from .conftest import Project
 from .running import STEPS, manifest_of, prepared_run, store_of, train
 
-pytestmark = pytest.mark.timeout(60)
 NewProject = Callable[..., Project]
 
 

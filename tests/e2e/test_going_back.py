@@ -24,7 +24,6 @@ from .conftest import ROOT, Project
 from .running import STEPS, interrupt, manifest_of, prepared_run, store_of, train
 from .test_commits import Died, _dies_at, _flip, _run
 
-pytestmark = pytest.mark.timeout(90)
 NewProject = Callable[..., Project]
 REDO = {"checkpoint.mode": "redo", "train.max_steps": STEPS}
 

@@ -52,7 +52,6 @@ def _least(project: Project, **train: Any) -> float:
     return float(found[1])
 
 
-@pytest.mark.timeout(120)
 def test_auto_cuts_it_and_plans_with_less_than_half_the_memory(project: Project) -> None:
     prepared = _planned(project)
     assert prepared.plan.numerics.vocabulary_rows == 32_064
@@ -64,7 +63,6 @@ def test_auto_cuts_it_and_plans_with_less_than_half_the_memory(project: Project)
     assert _least(project) < 0.5 * _least(project, head_chunk_vocab=0)
 
 
-@pytest.mark.timeout(120)
 def test_the_parameters_are_counted_once(project: Project) -> None:
     whole, cut = (_planned(project, head_chunk_vocab=rows).model for rows in (0, "auto"))
     assert whole.parameters == cut.parameters == 1_235_814_400

@@ -26,7 +26,6 @@ from .conftest import Project
 from .running import STEPS, exported, manifest_of, prepared_run, store_of, train
 from .test_stopping import RAM
 
-pytestmark = pytest.mark.timeout(90)
 NewProject = Callable[..., Project]
 SKIP = {"train.max_steps": STEPS, "train.skip_nonfinite": 2}
 UNCLIPPED = {"train.max_steps": STEPS, "train.clip_grad_norm": None, "offload.defer_updates": 0}

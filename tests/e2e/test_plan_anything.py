@@ -29,7 +29,6 @@ def _only_a_configuration(new_project: NewProject, tmp_path: Path, name: str, ch
     return new_project(changes={**missing, "dataset.max_seq_len": 512, **changes})
 
 
-@pytest.mark.timeout(120)
 def test_a_dense_model(new_project: NewProject, tmp_path: Path) -> None:
     project = _only_a_configuration(new_project, tmp_path, "llama-3.2-1b", {"offload.max_memory.cpu": "3GiB"})
     shown = project.fuyou_with_free(PLENTY, "plan", "recipe.yaml", "--json", "--dry-run")
@@ -41,7 +40,6 @@ def test_a_dense_model(new_project: NewProject, tmp_path: Path) -> None:
     assert not project.out.exists()
 
 
-@pytest.mark.timeout(120)
 def test_a_mixture(new_project: NewProject, tmp_path: Path) -> None:
     project = _only_a_configuration(new_project, tmp_path, "qwen3-30b-a3b", {"offload.max_memory.cpu": "16GiB"})
     shown = project.fuyou_with_free(PLENTY, "plan", "recipe.yaml", "--dry-run")

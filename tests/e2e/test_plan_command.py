@@ -211,7 +211,6 @@ def test_a_change_that_is_pasted_gives_the_plan_that_was_shown(
         assert {key: figures[key] for key in change["figures"]} == change["figures"], change["overrides"]
 
 
-@pytest.mark.timeout(120)
 def test_the_very_plan_is_run(new_project: NewProject, command: Callable[[Project], Command]) -> None:
     project = new_project(changes={"train.max_steps": 2, "export.at_end": False})
     fuyou = command(project)
@@ -384,7 +383,6 @@ def test_a_budget_above_the_machine_does_not_fit(new_project: NewProject, comman
     assert fuyou("plan", "recipe.yaml", "--hardware", small, many)[0] == 3
 
 
-@pytest.mark.timeout(120)
 def test_a_saved_run_is_planned_from_where_it_stands(stopped: Project, command: Callable[[Project], Command]) -> None:
     """Hours, bytes and wear of the steps that are left, with the numbers that it began with; its state is looked at alone."""
     saved, kept = manifest_of(stopped), (store_of(stopped) / manifests.NAME).read_bytes()

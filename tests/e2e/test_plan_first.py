@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
-
 from .conftest import Project
 
 NewProject = Callable[..., Project]
@@ -18,7 +16,6 @@ def _said(project: Project) -> str:
     return " ".join(done.stderr.split())
 
 
-@pytest.mark.timeout(120)
 def test_the_plan_comes_before_the_data(new_project: NewProject) -> None:
     """With the batch that hides the store, as `fuyou plan` says it."""
     said = _said(new_project(changes={"train.max_steps": 2, "export.at_end": False}))
@@ -27,7 +24,6 @@ def test_the_plan_comes_before_the_data(new_project: NewProject) -> None:
     assert "2 steps take" in said[: said.index(TOKENISING)]
 
 
-@pytest.mark.timeout(120)
 def test_what_the_data_decides_is_said_once_it_is_known(new_project: NewProject) -> None:
     epochs = {"train.max_steps": None, "train.epochs": 1, "train.batch_size": 32, "train.micro_batch_size": 16}
     said = _said(new_project(changes={**epochs, "lr_scheduler.warmup_steps": 0, "export.at_end": False}))
@@ -37,7 +33,6 @@ def test_what_the_data_decides_is_said_once_it_is_known(new_project: NewProject)
     assert "2 steps take" in after and "the run's 2 steps write" in after
 
 
-@pytest.mark.timeout(120)
 def test_the_plan_of_a_saved_run_comes_once_nothing_refuses_it(stopped: Project) -> None:
     said = _said(stopped)
     assert said.count(PLAN) == 1 and said.index(TOKENISING) < said.index(PLAN) < said.index("resuming after step")

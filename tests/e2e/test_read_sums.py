@@ -15,8 +15,6 @@ from .conftest import Project
 from .running import STEPS, manifest_of, train
 from .test_commits import _flip
 
-pytestmark = pytest.mark.timeout(90)
-
 STEP = 3
 ON_SSD = {"offload.boundaries": "ssd", "offload.gradients": "ssd", "train.max_steps": STEPS}
 TENSORS = ("weights", "remainder", "momentum", "variance", "gradients", "boundary")

@@ -16,7 +16,6 @@ from .conftest import Project
 from .running import STEPS, manifest_of, prepared_run, train
 from .test_stopping import RAM
 
-pytestmark = pytest.mark.timeout(60)
 NewProject = Callable[..., Project]
 UNCLIPPED = {"train.clip_grad_norm": None}
 

@@ -48,7 +48,6 @@ def _changes(project_folder: Path, place: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.timeout(120)
 def test_stopped_anywhere_and_resumed_is_the_same_run(place: str, new_project: Callable[..., Project], tmp_path: Path) -> None:
     whole = new_project("whole", _changes(tmp_path / "whole", place))
     broken = new_project("broken", _changes(tmp_path / "broken", place))
@@ -68,7 +67,6 @@ def test_stopped_anywhere_and_resumed_is_the_same_run(place: str, new_project: C
 
 
 @pytest.mark.parametrize("place", ["clipped, vocabulary cut", "unclipped, vocabulary cut"])
-@pytest.mark.timeout(60)
 def test_stopped_in_a_cut_head(place: str, new_project: Callable[..., Project], tmp_path: Path) -> None:
     """Nothing has been updated yet: gradients of a tied head's pieces rest until the embedding has added its own."""
     expected, store = train(new_project("whole", _changes(tmp_path / "whole", place)))
@@ -120,14 +118,12 @@ def _digest(project: Project) -> dict[str, bytes]:
     ],
     ids=str,
 )
-@pytest.mark.timeout(60)
 def test_changed_recipe_is_refused_by_name(changes: dict[str, Any], named: str, stopped: Project) -> None:
     message = _refusal(stopped, changes)
     assert named in message
     assert "checkpoint.resume=never" in message
 
 
-@pytest.mark.timeout(60)
 def test_changed_model_data_or_disks_are_refused_by_name(stopped: Project) -> None:
     rows = stopped.folder / "rows.jsonl"
     rows.write_text((stopped.materials / "rows.jsonl").read_text() + json.dumps({"text": "One more row."}) + "\n")
@@ -141,7 +137,6 @@ def test_changed_model_data_or_disks_are_refused_by_name(stopped: Project) -> No
     assert "offload.dir" in _refusal(stopped, {"offload.dir": one_more})
 
 
-@pytest.mark.timeout(60)
 def test_changed_configuration_of_the_same_shapes_is_refused(stopped: Project) -> None:
     other = stopped.folder / "model"
     shutil.copytree(stopped.materials / "model", other)
@@ -153,7 +148,6 @@ def test_changed_configuration_of_the_same_shapes_is_refused(stopped: Project) -
     assert "the model's configuration (model.name_or_path) changed" in message and "weights" not in message
 
 
-@pytest.mark.timeout(60)
 def test_other_weights_of_the_same_shapes_are_refused_before_the_plan_is_shown(stopped: Project) -> None:
     """A base model and one that was trained from it, say: what is saved goes on from one of them only."""
     other = stopped.folder / "model"
@@ -171,7 +165,6 @@ def test_other_weights_of_the_same_shapes_are_refused_before_the_plan_is_shown(s
     assert _digest(stopped) == kept
 
 
-@pytest.mark.timeout(60)
 def test_a_state_without_a_mark_is_nobodys(stopped: Project) -> None:
     stopped.write_recipe({"train.max_steps": STEPS})
     saved = manifest_of(stopped)
@@ -182,7 +175,6 @@ def test_a_state_without_a_mark_is_nobodys(stopped: Project) -> None:
         check_unchanged_run(replace(saved, fingerprints=without), marks, total_steps=STEPS)
 
 
-@pytest.mark.timeout(60)
 def test_another_torch_between_stop_and_resume_is_told(stopped: Project) -> None:
     saved = manifest_of(stopped)
     manifests.write(store_of(stopped), replace(saved, libraries={**saved.libraries, "torch": "2.9.0"}))
@@ -194,7 +186,6 @@ def test_another_torch_between_stop_and_resume_is_told(stopped: Project) -> None
     assert "may differ" not in again.stderr
 
 
-@pytest.mark.timeout(60)
 def test_placement_may_change_between_stop_and_resume(
     stopped: Project, new_project: Callable[..., Project], tmp_path: Path
 ) -> None:
@@ -207,7 +198,6 @@ def test_placement_may_change_between_stop_and_resume(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.timeout(60)
 def test_another_share_may_be_deferred_after_a_stop(new_project: Callable[..., Project], tmp_path: Path) -> None:
     unclipped = {"train.max_steps": STEPS, "train.clip_grad_norm": None}
     expected, store = train(new_project("whole", unclipped))
@@ -226,7 +216,6 @@ class Killed(BaseException):
     """Stands for whatever ends a run without a word."""
 
 
-@pytest.mark.timeout(60)
 def test_starting_over_gives_the_old_state_up_first(stopped: Project, new_project: Callable[..., Project]) -> None:
     """Killed while a new run's weights are loaded over the old ones: nobody may take the rest for the old run."""
 
@@ -244,7 +233,6 @@ def test_starting_over_gives_the_old_state_up_first(stopped: Project, new_projec
     assert losses == train(new_project("whole", {"train.max_steps": STEPS}))[0]
 
 
-@pytest.mark.timeout(60)
 def test_a_damaged_manifest_is_refused(stopped: Project) -> None:
     """Where the one before it is damaged as well; else that one is gone on from."""
     manifest, before = (store_of(stopped) / name for name in (manifests.NAME, manifests.BEFORE))
@@ -259,7 +247,6 @@ def test_a_damaged_manifest_is_refused(stopped: Project) -> None:
 
 @pytest.mark.parametrize("compute", ["bfloat16", "float32"])
 @pytest.mark.parametrize("rows", [0, 100])
-@pytest.mark.timeout(60)
 def test_a_float32_checkpoint_survives_to_the_bit(
     rows: int, compute: str, new_project: Callable[..., Project], tmp_path: Path
 ) -> None:
@@ -275,7 +262,6 @@ def test_a_float32_checkpoint_survives_to_the_bit(
     assert all(torch.equal(weights[name], original[name]) for name in original)
 
 
-@pytest.mark.timeout(60)
 def test_the_export_computes_what_the_store_holds(new_project: Callable[..., Project], tmp_path: Path) -> None:
     """Logits of from_pretrained's model are those of the skeleton with the store's weights put in by hand."""
     from transformers import AutoModelForCausalLM
@@ -307,7 +293,6 @@ def test_the_export_computes_what_the_store_holds(new_project: Callable[..., Pro
     assert torch.equal(exported(input_ids=ids).logits, plain(input_ids=ids).logits)
 
 
-@pytest.mark.timeout(60)
 def test_a_run_at_a_constant_rate_may_be_made_longer(new_project: Callable[..., Project]) -> None:
     constant = {"lr_scheduler.name": "constant", "lr_scheduler.warmup_steps": 0}
     project = new_project("longer", {"train.max_steps": 2, **constant})
@@ -317,7 +302,6 @@ def test_a_run_at_a_constant_rate_may_be_made_longer(new_project: Callable[..., 
     assert longer == train(new_project("whole", {"train.max_steps": 4, **constant}))[0]
 
 
-@pytest.mark.timeout(60)
 def test_a_run_named_by_its_folder_goes_on_there(stopped: Project, new_project: Callable[..., Project]) -> None:
     folder = next(iter(stopped.folder.rglob(manifests.NAME))).parent
     elsewhere = {"offload.dir": str(stopped.folder / "elsewhere"), "checkpoint.resume": str(folder)}
@@ -328,7 +312,6 @@ def test_a_run_named_by_its_folder_goes_on_there(stopped: Project, new_project: 
     assert losses == train(new_project("whole", {"train.max_steps": STEPS}))[0]
 
 
-@pytest.mark.timeout(60)
 def test_exports_keep_the_names_of_the_checkpoint(new_project: Callable[..., Project], tmp_path: Path) -> None:
     """Hub files of GPT-2 lack the prefix of the model class."""
     project = new_project("names", {"train.max_steps": 2})

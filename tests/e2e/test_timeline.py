@@ -13,8 +13,6 @@ from fuyou_cli.training.run import Run
 from .conftest import Project
 from .running import STEPS, prepared_run
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
 def test_every_byte_is_on_the_timeline(new_project: Callable[..., Project], clip: float | None) -> None:

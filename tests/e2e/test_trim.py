@@ -12,7 +12,6 @@ from fuyou_cli.training.run import Run
 from .conftest import Project
 from .running import prepared_run
 
-pytestmark = pytest.mark.timeout(60)
 STEPS = 2
 
 

@@ -16,8 +16,6 @@ from .conftest import Project
 from .running import manifest_of, store_of, train
 from .test_commits import _flip
 
-pytestmark = pytest.mark.timeout(90)
-
 
 def test_a_whole_store(stopped: Project) -> None:
     done = stopped.fuyou("verify", stopped.out / "store")

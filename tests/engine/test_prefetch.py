@@ -75,7 +75,6 @@ def expected(subject: Subject, tmp_path_factory: pytest.TempPathFactory) -> dict
     return outcomes
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("updates", "held", "awaited"),
     [
@@ -113,7 +112,6 @@ def test_the_next_stage_is_fetched_while_one_is_waited_for(
         assert unequal(rig.weights(), weights) == []
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
 def test_weights_are_fetched_as_far_ahead_as_slots_are_free(
     device: Any, subject: Subject, expected: dict[float | None, Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -142,7 +140,6 @@ SUBJECTS: dict[str, tuple[Any, Shape]] = {
 }
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(("updates", "device"), [("clipped", "cpu"), ("at once", "emulated"), ("half deferred", "cpu")])
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_the_fewest_slots_are_enough(name: str, updates: str, device: Any, tmp_path: Path) -> None:
@@ -161,7 +158,6 @@ def test_the_fewest_slots_are_enough(name: str, updates: str, device: Any, tmp_p
         assert unequal(rig.weights(), weights) == []
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
 def test_a_deferred_update_begins_inside_the_visit_before(device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of one micro-batch: weights that arrive in the middle of a stage's forward are updated before its end."""

@@ -127,7 +127,6 @@ def large(request: pytest.FixtureRequest) -> Subject:
 
 @CLIPS
 @pytest.mark.parametrize("lookahead", [1, 2, 4])
-@pytest.mark.timeout(60)
 def test_the_fewest_slots_are_enough(lookahead: int, clip: float | None, large: Subject, tmp_path: Path) -> None:
     """One slot of gradients for all: what is read ahead must not take the one that is needed first. (Much scratch, so that
     a step takes more memory than loading.)"""

@@ -24,8 +24,6 @@ from fuyou_cli.training import companions, losses, parts
 from fuyou_cli.training import manifest as manifests
 from fuyou_cli.training.saver import Saver
 
-pytestmark = pytest.mark.timeout(20)  # a pipe that is waited for
-
 PRECIOUS = b"my thesis"
 SOMEBODY = 12345  # a user
 

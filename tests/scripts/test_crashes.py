@@ -16,8 +16,6 @@ from proof.crashes import Place, placed
 
 from fuyou_cli.training import manifest as manifests
 
-pytestmark = pytest.mark.timeout(240)
-
 STEPS = 12
 
 

@@ -18,8 +18,6 @@ from proof.steady import Sample
 
 from fuyou_cli.core.units import MiB
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:

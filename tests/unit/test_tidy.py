@@ -256,7 +256,6 @@ def test_annotations_are_postponed() -> None:
 # ---- in a process of its own -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("command", [["--help"], ["finetune", "--help"], ["recipes", "ls"]], ids=str)
 def test_light_commands_load_nothing_heavy(command: list[str]) -> None:
     program = (
