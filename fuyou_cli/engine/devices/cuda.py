@@ -175,12 +175,12 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch_device)
 
     def close(self) -> None:
-        with suppress(RuntimeError):  # a context that has failed says so again: what failed is told already
-            self.synchronize()
         for staging in self._staging:
             staging.close()
         for bulk in self._bulk:
             bulk.close()
+        with suppress(RuntimeError):  # a context that has failed says so again: what failed is told already
+            torch.cuda.synchronize(self.torch_device)
         self._staging.clear()
         self._bulk.clear()
         self._host.close()
