@@ -24,6 +24,7 @@ from ..planner.memory import COPY_ALIGN
 from ..spec.plan import Plan, Span
 from .devices.base import Device, Event
 from .host_memory import HostMemory
+from .host_work import HostWork
 from .whole_batch import whole_batch
 
 Source = Callable[[], list[torch.Tensor]]  # what a micro-batch computes with, in host memory; asked for once
@@ -43,8 +44,8 @@ class _Slot:
 class Crossings:
     """Of one executor: one visit's `into` and `back` at a time."""
 
-    def __init__(self, *, plan: Plan, memory: HostMemory, device: Device, waiting: Waiting) -> None:
-        self.memory, self.device, self._waiting = memory, device, waiting
+    def __init__(self, *, plan: Plan, memory: HostMemory, device: Device, waiting: Waiting, host_work: HostWork) -> None:
+        self.memory, self.device, self._waiting, self._host_work = memory, device, waiting, host_work
         self._up = [_Slot(memory.tensor(span, torch.uint8)) for span in plan.upload_slots]
         self._down = [memory.tensor(span, torch.uint8) for span in plan.download_slots]
         self._batches = WholeBatches(memory, plan.batch_slots)
@@ -52,7 +53,7 @@ class Crossings:
     def into(self, sources: Iterable[Source], beside: Callable[[int], None] = lambda number: None) -> Arriving:
         """Inputs of a visit's micro-batches, in order; the first is on its way. `beside` hears of each one behind its upload,
         on a device with memory of its own."""
-        return Arriving(iter(sources), beside, self.memory, self.device, self._up, self._waiting)
+        return Arriving(iter(sources), beside, self.memory, self.device, self._up, self._waiting, self._host_work)
 
     def back(self) -> Leaving:
         """The way of a visit's results to the host."""
@@ -94,9 +95,10 @@ class Arriving:
         device: Device,
         slots: list[_Slot],
         waiting: Waiting,
+        host_work: HostWork,
     ) -> None:
         self._sources, self._beside, self._memory, self._device, self._slots = sources, beside, memory, device, slots
-        self._waiting = waiting
+        self._waiting, self._host_work = waiting, host_work
         self._number = 0
         self._ahead: list[tuple[torch.Tensor, Event]] = self._begin() if device.separate else []
 
@@ -135,6 +137,7 @@ class Arriving:
         for tensor in tensors:
             size = tensor.numel() * tensor.element_size()
             if not self._memory.holds(tensor) and end + size <= slot.memory.numel():
+                self._host_work.copied("inputs staged", tensor)
                 tensor = slot.memory[end : end + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
                 end = align_up(end + size, COPY_ALIGN)
             pinned.append(tensor)

@@ -67,6 +67,7 @@ def forward_in_pieces(executor: Executor, pieces: Sequence[int], call: Call, ids
                 if y is None:
                     y = executor.crossings.whole((flat_ids.numel(), *part.shape[1:]), part.dtype)
                 leaving.place(part, partial(y.index_copy_, 0, place))
+                executor.host_work.copied("results placed", part)
             leaving.settle()
         executor.leave(visit, begin)
         executor.between()
@@ -106,7 +107,9 @@ def backward_in_pieces(executor: Executor, pieces: Sequence[int], call: Call, id
         def source(stage: int, rows: slice) -> list[torch.Tensor]:
             flat_ids = ids[rows].reshape(-1)
             here, _ = _inside(executor, stage, flat_ids)
-            return [flat_ids[here], grad_y[rows].reshape(-1, grad_y.shape[-1])[here]]
+            picked = grad_y[rows].reshape(-1, grad_y.shape[-1])[here]
+            executor.host_work.copied("inputs gathered", picked)
+            return [flat_ids[here], picked]
 
         arriving = executor.inputs(partial(source, stage, rows) for rows in parts)
         for _ in parts:

@@ -106,7 +106,7 @@ class Executor:
         self.outputs = KeptOutputs(
             model=model, plan=plan, boundaries=self.boundaries, memory=memory, device=device, waiting=waiting
         )
-        self.crossings = Crossings(plan=plan, memory=memory, device=device, waiting=waiting)
+        self.crossings = Crossings(plan=plan, memory=memory, device=device, waiting=waiting, host_work=self.host_work)
         self.weights = ComputeWeights(model=model, plan=plan, memory=memory, device=device, waiting=waiting)
         self.head = Head(anatomy.model)
         self.between_micro_batches: Callable[[], None] = lambda: None

@@ -15,7 +15,6 @@ import torch
 
 from ..core.errors import UsageError
 from .head import Part, TokenLoss, pieces
-from .whole_batch import whole_batch
 
 if TYPE_CHECKING:
     from .executor import Executor
@@ -94,17 +93,19 @@ def _in_pieces(
     if end is not None and int(targets.max()) >= end[1]:
         raise UsageError(f"the data holds a label outside of the model's vocabulary of {end[1]} tokens")
     tokens = TokenLoss.of(targets.to(executor.device.torch_device))
+    executor.host_work.copied("inputs staged", targets)
     for stage in heads:
         _fold_piece(executor, stage, hidden, tokens)
     loss = tokens.mean(normaliser)
     executor.check_loss(loss, heads[-1])
     # Summed in float32 whatever the dtypes: a rounding per piece would make the result depend on their number.
-    gradient = whole_batch(tuple(hidden.shape), torch.float32).zero_()
+    gradient = executor.crossings.whole(tuple(hidden.shape), torch.float32).zero_()
+    is_result = gradient.dtype == hidden.dtype
+    executor.host_work.filled("results placed" if is_result else "results on new pages", gradient)
+    result = gradient if is_result else executor.crossings.whole(tuple(hidden.shape), hidden.dtype)
     for stage in reversed(heads):
-        _differentiate_piece(executor, stage, hidden, tokens, gradient, normaliser=normaliser)
-    if gradient.dtype == hidden.dtype:
-        return loss, gradient
-    return loss, executor.crossings.whole(tuple(hidden.shape), hidden.dtype).copy_(gradient)
+        _differentiate_piece(executor, stage, hidden, tokens, gradient, result, normaliser=normaliser)
+    return loss, result
 
 
 def _fold_piece(executor: Executor, stage: int, hidden: torch.Tensor, tokens: TokenLoss) -> None:
@@ -124,10 +125,12 @@ def _differentiate_piece(
     hidden: torch.Tensor,
     tokens: TokenLoss,
     gradient: torch.Tensor,
+    result: torch.Tensor,
     *,
     normaliser: int,
 ) -> None:
-    """The piece's logits again, its own gradients, and its share of the hidden state's (added to `gradient`)."""
+    """The piece's logits again, its own gradients, and its share of the hidden state's, added to `gradient`; the last of all
+    puts the sum in `result`."""
     visit, flat = executor.enter("head", stage)
     assert visit.owner is not None
     total = executor.sums.open(visit.owner)
@@ -142,10 +145,14 @@ def _differentiate_piece(
             executor.differentiate(logits, slope, [piece, *parameters], total)
             del logits, slope
             assert piece.grad is not None
-            leaving.place(piece.grad, gradient[part.rows][part.cut].add_)
+            total_here = gradient[part.rows][part.cut]
+            executor.host_work.added(total_here, piece.grad)
+            leaving.place(piece.grad, total_here.add_)
             piece.grad = None
             executor.between()
     leaving.settle()
+    if result is not gradient and _first_row(executor, stage) == 0:
+        executor.host_work.moved("results placed", gradient, result.copy_(gradient))
     if visit.rest:
         executor.sums.rest(visit.owner, total)
     else:

@@ -4,7 +4,8 @@ Matrix products and attention go at the rate measured on a stage of this kind (`
 gradients' sum is a part of; a backward that is given outputs lies between the rates without any and with all of them. Beside
 these compute moves bytes that no product hides. Boundaries and what norms make of them go to pages that are new to the process,
 which the kernel clears first; outputs that are kept, the embedding's gradients, and all gradients once more as they are looked
-at (for the norm, and whether they are finite), to pages that are there.
+at (for the norm, and whether they are finite), to pages that are there. A device with memory of its own is fed by a thread that
+moves some bytes itself (`host_work`): a GPU computes meanwhile, and the longer of the two is what a visit takes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from ..spec.hardware import HardwareProfile, StageRate
 from ..spec.model import ITEM_SIZE, STATE_SIZES, ModelSpec, StageSpec
 from ..spec.plan import Numerics, Plan, StagePlan
+from .host_work import host_work
 from .schedule import Visit
 from .wishes import Wishes
 
@@ -35,7 +37,7 @@ class Costs:
     model: ModelSpec
     hardware: HardwareProfile
     numerics: Numerics
-    on_host: bool  # compute runs on the host's cores
+    device: str
     update_threads: int = 1
     _known: dict[Hashable, float] = field(
         default_factory=dict, init=False, compare=False, repr=False
@@ -57,7 +59,7 @@ class Costs:
             model=model,
             hardware=hardware.lasting() if run.sustained else hardware,
             numerics=run.numerics,
-            on_host=run.device != "cuda",
+            device=run.device,
             update_threads=update_threads,
         )
 
@@ -75,8 +77,22 @@ class Costs:
         in forward and seen where they are in backward."""
         key = (visit.phase, visit.stage, visit.owner, visit.flops, visit.stash, visit.sum_gradients, kept)
         if key not in self._known:
-            self._known[key] = self._products(visit) + (self._moving(visit, kept) if self.on_host else 0.0)
+            self._known[key] = self._visit_seconds(visit, kept)
         return self._known[key]
+
+    def _visit_seconds(self, visit: Visit, kept: int) -> float:
+        products = self._products(visit)
+        if self.device == "cpu":
+            return products + self._moving(visit, kept)
+        feeding = self._feeding(visit)
+        return max(products, feeding) if self.device == "cuda" else products + self._moving(visit, 0) + feeding
+
+    def _feeding(self, visit: Visit) -> float:
+        """Seconds for what the launching thread moves beside a device with memory of its own."""
+        work = host_work(self.model, self.numerics, visit)
+        there = self.hardware.host_copy or self._memory_rate
+        anew = work.pop("results on new pages", 0)
+        return sum(work.values()) / there + anew / (self.hardware.host_fresh or there)
 
     def _moving(self, visit: Visit, kept: int) -> float:
         """Seconds for what compute moves through the host's memory beside its products."""
@@ -134,18 +150,20 @@ class Costs:
         stage = self.model.stages[visit.stage]
         whole = self.boundary
         first_piece = stage.vocabulary is None or stage.vocabulary[0] == 0
-        moved = float(whole * 2 * visit.stash)  # the copy that is kept
+        here = self.device == "cpu"  # elsewhere a device copies
+        moved = float(whole * 2 * visit.stash * here)  # the copy that is kept
         if stage.kind == "embedding":
             moved += (3 if visit.phase == "backward" else 2) * whole * first_piece
         elif stage.kind == "norm":
             moved += _NORM_PASSES["backward" if visit.phase == "backward" else "forward"] * whole
-        elif self.micro_batches > 1:
+        elif self.micro_batches > 1 and here:
             moved += 2 * whole  # outputs of micro-batches gathered
         return moved
 
     def _gradients_moved(self, visit: Visit) -> float:
         """Bytes. Of the embedding and the norm: a gradient is made in the compute dtype by every micro-batch and added to the
-        one sum. A block's or a head's rate was measured with that (`engine.alone`). Each sum is looked at once."""
+        one sum. A block's or a head's rate was measured with that (`engine.alone`). Each sum is looked at once: elsewhere by
+        the device, beside its compute."""
         if not visit.sum_gradients:
             return 0.0
         stage = self.model.stages[visit.stage]
@@ -154,4 +172,4 @@ class Costs:
         # An embedding's are of rows: of few of the table's, so that all micro-batches count as one.
         times = {"embedding": 1, "norm": self.micro_batches}.get(stage.kind, 0)
         summed = params * times * (ITEM_SIZE[self.model.compute_dtype] + 2 * item)
-        return float(summed + params * item)
+        return float(summed + params * item * (self.device == "cpu"))

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from fuyou_cli.engine.host_work import HostWork
+from fuyou_cli.planner.host_work import host_work
 from fuyou_cli.swap import kernels
 
-from .families import llama
+from .families import gpt2, llama
 from .rig import Rig, Shape, Subject
 
 
@@ -61,3 +62,36 @@ def test_the_launching_thread_sums_nothing(mode: Any, subject: Subject, tmp_path
             total = kernels.checksum(rig.memory.arena.view(rig._window.offset, extent.size))
             assert records[stage.index].gradients_sum == (total if mode == "redo" else None)
         rig.executor.drain()
+
+
+# ---- as a plan charges it --------------------------------------------------------------------------------------------
+
+
+def _by_place(rig: Rig, work: dict[int, Any]) -> dict[tuple[str, str], dict[str, int]]:
+    """By phase and stage; pieces of an embedding together, for what is in which depends on the ids."""
+    found: dict[tuple[str, str], dict[str, int]] = {}
+    for visit in rig.executor.schedule.visits:
+        stage = rig.spec.stages[visit.stage]
+        place = found.setdefault((visit.phase, "embedding" if stage.kind == "embedding" else stage.name), {})
+        for kind, size in work[visit.index].items():
+            place[kind] = place.get(kind, 0) + size
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "tied", "gpt2"])
+@pytest.mark.parametrize("vocabulary", [0, 40])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
+def test_the_plan_charges_what_the_launching_thread_does(
+    family: str, vocabulary: int, dtype: Any, clip: float | None, tmp_path: Path
+) -> None:
+    """Visit by visit, byte by byte."""
+    config = gpt2() if family == "gpt2" else llama(tie_word_embeddings=family == "tied")
+    subject = Subject(config, Shape(dtype=dtype, vocabulary=vocabulary))
+    with Rig(subject, tmp_path, device="emulated", clip=clip) as rig:
+        counted = dict[int, Any]()
+        rig.executor.after_visit = lambda visit: counted.__setitem__(visit.index, rig.executor.host_work.take())
+        rig.run(2)
+        charged = {visit.index: host_work(rig.spec, subject.numerics, visit) for visit in rig.executor.schedule.visits}
+        assert _by_place(rig, counted) == _by_place(rig, charged)
+        assert rig.executor.host_work.take() == {}

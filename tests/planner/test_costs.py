@@ -8,13 +8,14 @@ from itertools import chain, combinations
 import pytest
 
 from fuyou_cli.planner.costs import Costs
+from fuyou_cli.planner.host_work import host_work
 from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.schedule import Visit, plan_schedule
 from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.hardware import HardwareProfile, StageRate
 from fuyou_cli.spec.plan import Numerics
 
-from .models import HARDWARE, OPERATORS, model
+from .models import HARDWARE, OPERATORS, cut, model
 
 WHOLE, GIVEN = 4e3, 3.9e3  # FLOP/s of backward; with outputs given back what is no product weighs more
 PARAMS, BLOCK = 1 << 12, 1
@@ -95,3 +96,32 @@ def test_memory_that_nobody_measured_goes_at_the_updates_rate() -> None:
     hardware = replace(machine(given=GIVEN, copy=0.0, fresh=0.0), adamw=((1, 1e6),))
     more = seconds(hardware, "forward", size=100, kept=EVERY) - seconds(machine(given=GIVEN), "forward")
     assert more == pytest.approx((4 * WHOLE_BATCH + 2 * MICRO_BATCHES * 100) / 1e6)
+
+
+def test_what_feeds_a_device_is_charged_where_it_takes_longer_than_compute() -> None:
+    """Bytes of the launching thread per visit: ids and targets, nothing of a block."""
+    none = ((),) * len(SPEC.stages)
+    wishes = Wishes(
+        numerics=NUMERICS, model_name="test", device="cuda", clip_grad_norm=None, cpu_budget=1 << 40, kept=none
+    )  # fmt: skip
+    ids = 2 * 8 * 4 * 64.0  # read and written
+    for copy, compared in ((1e30, 0.0), (1e-6, 1e6), (4.0, 0.25)):
+        hardware = machine(given=GIVEN, copy=copy)
+        chosen = plan(SPEC, hardware, wishes)
+        costs, without = (Costs.of(SPEC, one, chosen) for one in (hardware, machine(given=GIVEN)))
+        for visit in plan_schedule(SPEC, chosen).visits:
+            fed = ids * compared if SPEC.stages[visit.stage].kind == "embedding" or visit.phase == "head" else 0.0
+            assert costs.compute_seconds(visit) == pytest.approx(max(without.compute_seconds(visit), fed)), visit
+
+
+def test_sums_of_a_cut_head_are_charged() -> None:
+    """A float32 is read and written for each value that a piece brings, zeros first; and read at the end."""
+    spec = cut(SPEC, PARAMS // 2, PARAMS // 2)
+    values = 4 * 64 * 1024
+    wishes = Wishes(numerics=NUMERICS, model_name="test", device="cuda", clip_grad_norm=None, cpu_budget=1 << 40)
+    visits = [visit for visit in plan_schedule(spec, plan(spec, HARDWARE, wishes)).visits if visit.phase == "head"]
+    work = [host_work(spec, NUMERICS, visit) for visit in visits]
+    assert work == [
+        {"added": values * (4 + 4 + 2), "results on new pages": values * 4},
+        {"added": values * (4 + 4 + 2), "results placed": values * (4 + 2)},
+    ]

@@ -164,7 +164,7 @@ def test_lookahead_keeps_what_is_needed_again_soon(lookahead: int) -> None:
 def test_seconds_are_bytes_over_rates() -> None:
     spec, chosen = _all_ssd(clip=1.0, tied=False)
     schedule = plan_schedule(spec, chosen)
-    costs = Costs(model=spec, hardware=HARDWARE, numerics=chosen.numerics, on_host=True)
+    costs = Costs(model=spec, hardware=HARDWARE, numerics=chosen.numerics, device="cpu")
     seconds = busy_seconds(costs, schedule, stages=chosen.stages, device="cpu")
     assert seconds["ssd read"] == schedule.traffic.read_total / HARDWARE.store_read_mixed
     beside = schedule.traffic.read_total / HARDWARE.store_read_mixed * HARDWARE.store_write_mixed  # written meanwhile
