@@ -48,8 +48,9 @@ SHAPES = {
     "125m": Shape(vocabulary=32000, hidden=768, intermediate=2048, layers=11, heads=12, kv_heads=12),
     "350m": Shape(vocabulary=32000, hidden=1024, intermediate=2816, layers=22, heads=16, kv_heads=16),
     "1.1b": Shape(vocabulary=32000, hidden=2048, intermediate=5632, layers=22, heads=32, kv_heads=4),
-    # Eight of Llama-8B's 32 layers, and a quarter of its vocabulary: 2.0 B parameters.
+    # Eight and four of Llama-8B's 32 layers, and a quarter of its vocabulary: 2.0 and 1.1 B parameters.
     "llama8b-8": Shape(vocabulary=32768, hidden=4096, intermediate=14336, layers=8, heads=32, kv_heads=8),
+    "llama8b-4": Shape(vocabulary=32768, hidden=4096, intermediate=14336, layers=4, heads=32, kv_heads=8),
 }
 
 

@@ -59,12 +59,15 @@ def is_mark(event: Mapping[str, Any]) -> bool:
     return MARK in str(event.get("name", "")) or CUDA_MARK in str(event.get("name", ""))
 
 
-def clock_offset(trace: Sequence[Mapping[str, Any]], marked_at: float) -> float:
-    """What to add to the trace's seconds to have the host's: the first mark was made at `marked_at`. Raises ValueError."""
-    marks = [event["ts"] for event in trace if event.get("ph") == "X" and is_mark(event)]
-    if not marks:
-        raise ValueError("the trace has no mark to set its clock by")
-    return marked_at - min(marks) / 1e6
+def clock_offset(trace: Sequence[Mapping[str, Any]], marked_at: float) -> tuple[float, str]:
+    """What to add to the trace's seconds to have the host's, and what says so: the first mark was made at `marked_at`. Without
+    a mark the first event is taken for it: shares are right then, stacks may be another moment's. Raises ValueError."""
+    whole = [event for event in trace if event.get("ph") == "X"]
+    if not whole:
+        raise ValueError("the trace has no event")
+    marks = [event["ts"] for event in whole if is_mark(event)]
+    first = min(marks or (event["ts"] for event in whole))
+    return marked_at - first / 1e6, "its mark" if marks else "its first event, as it has no mark"
 
 
 def merged(found: Iterable[Interval], window: tuple[float, float]) -> list[Interval]:
@@ -126,12 +129,13 @@ def summary(
     count: int = 10,
 ) -> dict[str, Any]:
     """Busy shares and the `count` longest gaps of a window, as plain data."""
-    offset = clock_offset(trace, marked_at)
+    offset, clock = clock_offset(trace, marked_at)
     compute = intervals(trace, COMPUTE if on_gpu else ON_CPU, offset)
     copies = intervals(trace, COPIES, offset)
     gaps = longest_gaps(compute, window, count)
     return {
         "seconds": window[1] - window[0],
+        "clock": clock,
         "events": len(compute),
         "busy": busy_share(compute, window),
         "copies": busy_share(copies, window),

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 
-from proof.report import Row, missing, reported
+from proof.report import Row, holds, missing, reported
 
 from fuyou_cli.cli import probe
-from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.core.units import MiB, gib
 
 SPARE = 1.3  # times its size must be available: a machine that swaps measures its drive
@@ -21,42 +20,34 @@ def pin(size: int, device_name: str) -> Row:
     available = probe.memory_available()
     if available < SPARE * size:
         return missing(what, "pinned", f"skipped: {gib(available)} of memory are available")
+    import torch
+
     from fuyou_cli.engine.devices import open_device
     from fuyou_cli.engine.host_memory import HostMemory
     from fuyou_cli.swap.arena import Arena
 
-    device = open_device(device_name)
-    try:
-        with Arena(size) as arena:
-            memory = HostMemory(arena)
+    with Arena(size) as arena:
+        memory = HostMemory(arena)
+        began = time.perf_counter()
+        memory.take()
+        touched = time.perf_counter() - began
+        whole = torch.frombuffer(arena.view(0, arena.size), dtype=torch.uint8)
+        device = open_device(device_name)
+        try:
             began = time.perf_counter()
-            memory.take()
-            touched = time.perf_counter() - began
-            whole = _tensor(arena)
-            began = time.perf_counter()
-            try:
-                unpinned = device.pin(whole) or 0
-            except FuyouError as error:
-                return missing(what, "pinned", str(error))
+            unpinned = device.pin(whole)
             seconds = time.perf_counter() - began
             up, down = _rates(device, whole)
+        finally:
             device.close()
             del whole
-    finally:
-        device.close()
     if unpinned:
-        return missing(what, "pinned", f"{gib(unpinned)} of it could not be")
+        return holds(what, "pinned", "in part", False, note=f"{gib(unpinned)} of it could not be")
     told = "nothing: this device pins nothing" if device_name != "cuda" else f"{size / seconds / 1e9:.1f} GB/s"
     note = f"{told}; pages touched in {touched:.2f} s; copies up {up / 1e9:.1f}, down {down / 1e9:.1f} GB/s"
     return reported(
         what, f"{seconds:.3f} s", note=note, values={"seconds": seconds, "touched": touched, "up": up, "down": down}
     )
-
-
-def _tensor(arena):  # type: ignore[no-untyped-def]
-    import torch
-
-    return torch.frombuffer(arena.view(0, arena.size), dtype=torch.uint8)
 
 
 def _rates(device, host) -> tuple[float, float]:  # type: ignore[no-untyped-def]

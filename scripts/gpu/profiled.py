@@ -110,7 +110,7 @@ class Profiler:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "trace.json")
             self.profile.export_chrome_trace(str(path))
-            trace = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
+            trace = json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)["traceEvents"]
         found = summary(trace, samples, marked_at=self.marked_at, window=window, on_gpu=on_gpu)
         found |= {"steps": self.options.last - self.options.first + 1, "samples": len(samples)}
         self.options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -183,8 +183,8 @@ def _run_stage(check: Check, outcome: Outcome) -> None:
             code = None
         finally:
             end_group(child)
-    outcome.seconds = time.monotonic() - begun
-    outcome.rows, outcome.values = read_record(record)
+            outcome.seconds = time.monotonic() - begun
+            outcome.rows, outcome.values = read_record(record)
     outcome.state = _state(code, outcome.rows)
     if outcome.state != "passed" and code != 0:
         outcome.end = end_of(output)

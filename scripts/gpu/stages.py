@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -34,7 +35,7 @@ class Scale:
 
     length: int
     micro: int | None
-    block: str  # shape of eight layers of Llama-8B
+    blocks: tuple[tuple[str, str, int], ...]  # shapes of Llama-8B's layers, in words, and the disk that a run of it takes
     small: str  # shape of 1 B
     steps: int
     few: int  # rows of a step: 8k tokens
@@ -45,13 +46,15 @@ class Scale:
     fixed: tuple[tuple[str, object], ...] = ()  # of the recipe's offload section
 
 
+# A checkpoint of 2 bytes a parameter, a store of 24 (two extents), and what else is written.
+BLOCKS = (("llama8b-8", "eight layers", 56 * 10**9), ("llama8b-4", "four layers (no disk for eight)", 33 * 10**9))
 FULL = Scale(
-    length=2048, micro=None, block="llama8b-8", small="1.1b", steps=5, few=4, many=16, gpu="24GB", pinned=(8 * GiB, 64 * GiB),
+    length=2048, micro=None, blocks=BLOCKS, small="1.1b", steps=5, few=4, many=16, gpu="24GB", pinned=(8 * GiB, 64 * GiB),
     text_rows=6000,
 )  # fmt: skip
 # The search looks at every plan of a small model, which takes longer than to run it: little is left to it.
 TOY = Scale(
-    length=64, micro=2, block="1m", small="1m", steps=4, few=2, many=4, gpu="1GB", pinned=(8 * MiB, 64 * MiB),
+    length=64, micro=2, blocks=(("1m", "a toy", 0),), small="1m", steps=4, few=2, many=4, gpu="1GB", pinned=(8 * MiB, 64 * MiB),
     text_rows=400, fixed=(("lookahead", 2), ("defer_updates", 0), ("activations", "recompute")),
 )  # fmt: skip
 
@@ -77,6 +80,15 @@ class Context:
             micro=scale.micro,
             fixed=dict(scale.fixed),
         )  # fmt: skip
+
+    @property
+    def block(self) -> tuple[str, str]:
+        """The shape that runs are of, and its words: the first that the disk has room for, and then always that one."""
+        blocks = self.scale.blocks
+        made = [block for block in blocks if (self.work / "models" / block[0]).exists()]
+        free = shutil.disk_usage(self.work).free
+        fitting = [block for block in blocks if block[2] <= free]
+        return (made or fitting or blocks[-1:])[0][:2]
 
     def ours(self, what: str, case: Case, **named: Any) -> dict[str, Any] | None:
         """A run of our side, kept; None, with a line that says why, where it did not do its steps."""
@@ -119,8 +131,7 @@ def pinning(context: Context) -> None:
 
 
 def bench(context: Context) -> None:
-    scale = context.scale
-    recipe = write_recipe(context.place, Case(shape=scale.block, rows=scale.many, steps=1))
+    recipe = write_recipe(context.place, Case(shape=context.block[0], rows=context.scale.many, steps=1))
     done = _command(context, [*FUYOU, "bench", str(recipe), "--quick", "--json"])
     if done.returncode != 0:
         context.record.add(holds("bench", "exit code 0", str(done.returncode), False, note=done.stderr[-2000:]))
@@ -193,8 +204,9 @@ def many_tokens(context: Context) -> None:
 
 def _beside_memory(context: Context, rows: int) -> None:
     """Predicted beside measured beside plain PyTorch with everything on the GPU, and the same losses."""
-    case = Case(shape=context.scale.block, rows=rows, steps=context.scale.steps)
-    what = f"eight layers, {rows * context.scale.length:,} tokens a step"
+    shape, layers = context.block
+    case = Case(shape=shape, rows=rows, steps=context.scale.steps)
+    what = f"{layers}, {rows * context.scale.length:,} tokens a step"
     if (ours := context.ours(what, case)) is None:
         return
     _speed(context, what, ours)
@@ -239,8 +251,9 @@ def _micro(ours: dict[str, Any], context: Context) -> int:
 def small_memory(context: Context) -> None:
     """As on a card of 24 GB: what the run takes of the device stays below that."""
     scale = context.scale
-    case = Case(shape=scale.block, rows=scale.many, steps=scale.steps, gpu=scale.gpu)
-    what = f"eight layers, {scale.many * scale.length:,} tokens, max_memory.gpu {scale.gpu}"
+    shape, layers = context.block
+    case = Case(shape=shape, rows=scale.many, steps=scale.steps, gpu=scale.gpu)
+    what = f"{layers}, {scale.many * scale.length:,} tokens, max_memory.gpu {scale.gpu}"
     if ours := context.ours(what, case):
         _speed(context, what, ours)
         _gpu_peak(context, what, ours)
@@ -261,7 +274,11 @@ def segments(context: Context) -> None:
     scale = context.scale
     for expandable in (True, False):
         case = Case(
-            shape=scale.block, rows=scale.few, steps=scale.steps, gpu=scale.gpu, offload={"expandable_segments": expandable}
+            shape=context.block[0],
+            rows=scale.few,
+            steps=scale.steps,
+            gpu=scale.gpu,
+            offload={"expandable_segments": expandable},
         )
         how = "expandable" if expandable else "fixed"
         what = f"{how} segments, {scale.few * scale.length:,} tokens, max_memory.gpu {scale.gpu}"
@@ -285,13 +302,15 @@ def profile(context: Context) -> None:
     first, last = WARM_UP + 1, WARM_UP + 2
     script = ROOT / "scripts" / "gpu" / "profiled.py"
     words = [sys.executable, str(script), "--device", context.device, "--first", str(first), "--last", str(last)]
-    case = Case(shape=scale.block, rows=scale.many, steps=last)
-    what = f"eight layers, {scale.many * scale.length:,} tokens, profiled"
+    shape, layers = context.block
+    case = Case(shape=shape, rows=scale.many, steps=last)
+    what = f"{layers}, {scale.many * scale.length:,} tokens, profiled"
     if context.ours(what, case, words=(*words, "--out", str(out)), saves=5.0) is None:
         return
     found = json.loads(out.read_text(encoding="utf-8"))
     context.record.keep("gaps", found)
-    note = f"copies {found['copies']:.1%}; {found['events']} events in {found['seconds']:.2f} s of {found['steps']} steps"
+    note = f"copies {found['copies']:.1%}; {found['events']} events in {found['seconds']:.2f} s of {found['steps']} steps; "
+    note += f"the trace's clock is set by {found['clock']}"
     context.record.add(at_least(f"{what}: events seen", found["events"], 1))
     context.record.add(reported(f"{what}: compute busy", f"{found['busy']:.1%}", note=note))
     for number, gap in enumerate(found["gaps"], start=1):

@@ -40,10 +40,10 @@ def test_stages_end_to_end_on_the_emulated_device(tmp_path: Path) -> None:
     assert [stage["state"] for stage in found["stages"]] == ["passed"] * 3, text
     assert code == HELD
     rows = {row["what"]: row for stage in found["stages"] for row in stage["rows"]}
-    loss = rows["eight layers, 128 tokens a step: first loss, relative difference"]
+    loss = rows["a toy, 128 tokens a step: first loss, relative difference"]
     assert (loss["asked"], loss["verdict"]) == ("<= 0.002", "pass")
-    assert float(rows["eight layers, 128 tokens a step: speed, ours / plain PyTorch"]["measured"]) > 0
-    assert rows["eight layers, 128 tokens a step: step, measured / predicted"]["note"].startswith("predicted ")
+    assert float(rows["a toy, 128 tokens a step: speed, ours / plain PyTorch"]["measured"]) > 0
+    assert rows["a toy, 128 tokens a step: step, measured / predicted"]["note"].startswith("predicted ")
     busy = found["stages"][2]["values"]["gaps"]
     assert 0 < busy["busy"] <= 1 and busy["steps"] == 2 and len(busy["gaps"]) == 10
     assert any("fuyou_cli" in line or "engine/" in line for gap in busy["gaps"] for line in gap["stack"])
@@ -184,8 +184,11 @@ def test_the_trace_is_put_on_the_hosts_clock_by_its_mark() -> None:
         (1000.0, "matmul", "adam"),
     ]
     assert (found["gaps"][1]["stack"], found["gaps"][1]["seen"]) == (["streamed.py:1 wait"], "1 of 1 samples")
-    with pytest.raises(ValueError, match="no mark"):
-        gaps.summary(trace[2:], samples, marked_at=100.0, window=(101.0, 105.0), on_gpu=True)
+    assert found["clock"] == "its mark"
+    without = gaps.summary(trace[2:], samples, marked_at=100.0, window=(100.0, 104.0), on_gpu=True)
+    assert (without["busy"], without["clock"]) == (found["busy"], "its first event, as it has no mark")
+    with pytest.raises(ValueError, match="no event"):
+        gaps.summary(trace[:1], samples, marked_at=100.0, window=(101.0, 105.0), on_gpu=True)
 
 
 # ---- packs -----------------------------------------------------------------------------------------------------------
