@@ -24,18 +24,30 @@ struct waiter {
     fy_daemon *daemon;
     fy_ticket ticket;
     int error;
-    _Atomic bool about_to;
+    _Atomic bool out;
 };
 
 static void *wait_thread(void *argument)
 {
     struct waiter *waiter = argument;
     fy_result result;
-    atomic_store(&waiter->about_to, true);
     waiter->error = fy_wait(waiter->daemon, waiter->ticket, WAIT_NS, &result);
+    atomic_store(&waiter->out, true);
     if (waiter->error != 0)
         CHECK_EQUAL(result.failure.error, waiter->error);
     return NULL;
+}
+
+/* Whether each waits or has waited. Those that are out are counted first: nobody is counted twice. */
+static bool all_have_come(fy_daemon *daemon, struct waiter *waiters)
+{
+    uint32_t come = 0;
+    for (uint32_t i = 0; i < WAITERS; i++)
+        come += atomic_load(&waiters[i].out);
+    fy__lock(daemon);
+    come += daemon->waiters;
+    fy__unlock(daemon);
+    return come == WAITERS;
 }
 
 static void stop_in_the_middle(uint32_t backend, fy_arena *arena, fy_store *store, useconds_t after_us)
@@ -60,14 +72,12 @@ static void stop_in_the_middle(uint32_t backend, fy_arena *arena, fy_store *stor
     pthread_t threads[WAITERS];
     for (uint32_t i = 0; i < WAITERS; i++) {
         waiters[i].daemon = daemon;
-        atomic_init(&waiters[i].about_to, false);
+        atomic_init(&waiters[i].out, false);
         CHECK_EQUAL(pthread_create(&threads[i], NULL, wait_thread, &waiters[i]), 0);
     }
-    for (uint32_t i = 0; i < WAITERS; i++) {
-        while (!atomic_load(&waiters[i].about_to))
-            CHECK_EQUAL(usleep(100), 0);
-    }
-    CHECK_EQUAL(usleep(20000 + after_us), 0); /* no call may begin once stop has: let them get into the wait */
+    while (!all_have_come(daemon, waiters))
+        CHECK_EQUAL(usleep(100), 0); /* no call may begin once stop has */
+    CHECK_EQUAL(usleep(after_us), 0);
     CHECK_EQUAL(fy_daemon_stop(daemon), 0);
     for (uint32_t i = 0; i < WAITERS; i++) {
         CHECK_EQUAL(pthread_join(threads[i], NULL), 0);

@@ -31,7 +31,7 @@ QUICK = [
 def _quickstart(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "fuyou_cli", "quickstart", *overrides], cwd=folder, env=_environment(folder),
-        capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=280, check=False,
+        capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False,
     )  # fmt: skip
 
 
@@ -79,7 +79,6 @@ def _small_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model.make_checkpoint(folder / "outputs" / "quickstart" / "model", seed=1)
 
 
-@pytest.mark.timeout(580)
 def test_the_second_time_shows_its_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _small_model(tmp_path, monkeypatch)
     first = _quickstart(tmp_path, *QUICK)
@@ -105,7 +104,6 @@ def test_the_second_time_shows_its_own_run(tmp_path: Path, monkeypatch: pytest.M
     assert "offload.max_memory.ssd allows 1 MB" in third.stderr
 
 
-@pytest.mark.timeout(580)
 def test_stopped_and_started_again_it_goes_on_in_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _small_model(tmp_path, monkeypatch)
     out = tmp_path / "people" / "here"
@@ -116,12 +114,11 @@ def test_stopped_and_started_again_it_goes_on_in_another_folder(tmp_path: Path, 
         [sys.executable, "-m", "fuyou_cli", "quickstart", *overrides], cwd=tmp_path, env=_environment(tmp_path),
         stderr=subprocess.PIPE, text=True, start_new_session=True,
     ) as started:  # fmt: skip
-        deadline = time.monotonic() + 200
         while not ((out / "log.jsonl").exists() and '"step":2,' in (out / "log.jsonl").read_text()):
-            assert started.poll() is None and time.monotonic() < deadline
+            assert started.poll() is None
             time.sleep(0.01)
         os.killpg(started.pid, signal.SIGINT)  # as a terminal does: to everyone in the foreground
-        _, said = started.communicate(timeout=100)
+        _, said = started.communicate()
     assert started.returncode == 130, said
     again = _quickstart(tmp_path, *overrides)
     assert again.returncode == 0, again.stderr
