@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuyou_cli.engine.devices.base import CopyLog
+from fuyou_cli.engine.devices import open_device
+from fuyou_cli.engine.devices.base import CopyLog, Device
 from fuyou_cli.engine.devices.cpu import PastEvent
 from fuyou_cli.engine.devices.emulated import ComputeClock, CopyEngine, CopyEvent, EmulatedDevice
+from fuyou_cli.engine.devices.pieces import PIECE as LARGE_PIECE
 from fuyou_cli.engine.devices.pieces import in_pieces
 from fuyou_cli.planner.schedule import Visit
 
@@ -145,3 +148,59 @@ def test_weights_go_up_behind_the_last_reader_of_their_place(tmp_path: Path, mon
     behind = [(visits, point) for visits, point in device.seen if point is not None]
     assert len(behind) >= 8 and len(device.seen) - len(behind) == 2  # each place's first
     assert all(point < visits for visits, point in behind)
+
+
+# ---- on a real GPU -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu() -> Iterator[Device]:
+    device = open_device("cuda")
+    yield device
+    device.close()
+
+
+def _pinned(size: int, value: int) -> torch.Tensor:
+    return torch.full((size,), value, dtype=torch.uint8, pin_memory=True)
+
+
+@pytest.mark.gpu
+def test_large_and_small_copies_are_whole_on_a_gpu(gpu: Device) -> None:
+    size = 5 * LARGE_PIECE // 2 + 17
+    large, small = torch.randint(0, 255, (size,), dtype=torch.uint8).pin_memory(), _pinned(4096, 7)
+    there, here = gpu.empty(size), gpu.empty(4096)
+    back, small_back = _pinned(size, 0), _pinned(4096, 0)
+    up = gpu.upload(large, there, bulk=True)
+    gpu.upload(small, here).wait()
+    up.wait()
+    events = [gpu.download(there, back, bulk=True), gpu.download(here, small_back)]
+    for event in events:
+        event.synchronize()
+        assert event.done()
+    assert torch.equal(back, large) and torch.equal(small_back, small)
+    moved = gpu.copies()
+    assert sum(copy.bytes for copy in moved) == 2 * (size + 4096)
+    assert max(copy.bytes for copy in moved) <= LARGE_PIECE // 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bulk", [True, False])
+def test_an_upload_waits_for_its_targets_last_reader_on_a_gpu(bulk: bool, gpu: Device) -> None:
+    host, place = _pinned(4096, 1), gpu.empty(4096)
+    read = gpu.computed()
+    torch.cuda._sleep(2_000_000_000)  # about a second of compute
+    later = gpu.computed()
+    gpu.upload(host, place, after=read, bulk=bulk).synchronize()
+    assert not later.done()
+    gpu.upload(host, place, bulk=bulk).synchronize()  # behind all that was submitted
+    assert later.done()
+
+
+@pytest.mark.gpu
+def test_a_boundary_does_not_wait_for_a_large_copy_on_a_gpu(gpu: Device) -> None:
+    large, small = _pinned(40 * LARGE_PIECE, 1), _pinned(4096, 2)
+    there, here = gpu.empty(large.numel()), gpu.empty(4096)
+    event = gpu.upload(large, there, bulk=True)
+    gpu.upload(small, here).synchronize()
+    assert not event.done()  # of 40 pieces, no more than one was before it
+    event.synchronize()
