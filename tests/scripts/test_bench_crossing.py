@@ -1,5 +1,5 @@
-"""scripts/bench_crossing.py: what it says of made-up figures, and a short run: the device is never faster than its rates, and no
-copy of a block is the launching thread's. How much slower it is depends on the machine, and is the script's to say."""
+"""scripts/bench_crossing.py: what it says of made-up figures, and a short run: the device is never faster than it is told to be,
+and no copy of a block is the launching thread's. How much slower it is depends on the machine: the script says it."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def test_what_is_asked_is_judged(over: float, copied: float, verdicts: list[str]
 def test_a_short_run(tmp_path: Path) -> None:
     found = bench_crossing.measured(2, 1.0, tmp_path)
     assert found.down > found.compute  # of two micro-batches it is the gradients that are waited for
-    assert found.over > 0.95
+    assert found.period > 0.95 * found.compute
     assert found.host == []
     assert [row.verdict for row in bench_crossing.rows_of(found, 10e9)] == [REPORTED, PASS]
