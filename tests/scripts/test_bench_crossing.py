@@ -1,5 +1,5 @@
-"""scripts/bench_crossing.py: what it says of made-up figures, and a short run: the device is never faster than it is told to be,
-and no copy of a block is the launching thread's. How much slower it is depends on the machine: the script says it."""
+"""scripts/bench_crossing.py: what it says of made-up figures, and a short run: the device is never faster than it is told
+to be, and no copy of a block is the launching thread's. How much slower it is depends on the machine: the script says it."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class CopyEvent(PastEvent):
 
 @dataclass(eq=False, slots=True)
 class _Copying:
-    """A copy asked for. `begins`: when the compute before it is over; `left`: pieces still to be made."""
+    """A copy asked for. `begins`: when it could, the compute before it being over; `left`: pieces still to be made."""
 
     begins: float
     left: deque[tuple[torch.Tensor, torch.Tensor]]
@@ -98,6 +98,7 @@ class CopyEngine:
         self._urgent, self._bulk = deque[_Copying](), deque[_Copying]()
         self._asked = threading.Condition()
         self._closed = False
+        self._over = 0.0  # when the last piece is, at the rate: a thread that wakes late loses no time of the next one
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -105,7 +106,7 @@ class CopyEngine:
         if self._rate is None:  # one that takes its time is for timing: this is the launching thread's
             poison(target)
         pieces = in_pieces(source, target, self._piece) if bulk else [(source, target)]
-        copying = _Copying(begins, deque(pieces), CopyEvent(self._clock))
+        copying = _Copying(max(begins, time.monotonic()), deque(pieces), CopyEvent(self._clock))
         with self._asked:
             (self._bulk if bulk else self._urgent).append(copying)
             self._asked.notify()
@@ -116,7 +117,7 @@ class CopyEngine:
         while (queue := self._next()) is not None:
             copying = queue[0]
             try:
-                self.copy(*copying.left.popleft())
+                self._take(copying, *copying.left.popleft())
             except RuntimeError as error:  # shape or dtype mismatch: re-raised by whoever waits
                 copying.event.error = error
                 copying.left.clear()
@@ -138,13 +139,17 @@ class CopyEngine:
                     return None
                 self._asked.wait(min((queue[0].begins - now for queue in waiting), default=None))
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """One piece."""
+    def _take(self, copying: _Copying, source: torch.Tensor, target: torch.Tensor) -> None:
+        """One piece, in its time."""
         begin, size = time.monotonic(), source.numel() * source.element_size()
-        target.copy_(source)
+        self.copy(source, target)
         if self._rate is not None:
-            time.sleep(max(0.0, begin + size / self._rate - time.monotonic()))
+            self._over = max(self._over, copying.begins) + size / self._rate
+            time.sleep(max(0.0, self._over - time.monotonic()))
         self._log.add(Copy(up=self._up, begin=begin, end=time.monotonic(), bytes=size))
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        target.copy_(source)
 
     def synchronize(self) -> None:
         with self._asked:
