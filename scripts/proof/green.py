@@ -69,9 +69,15 @@ def run_tests(
         found = _read(report)
         if found is None or done.returncode not in (0, 1):
             what = f"pytest {' '.join(tests)}"
-            return Outcome(tests=0, skipped=0, seconds=0.0, failures={what: f"{done.returncode}: {done.stdout[-_TAIL:]}"})
+            return Outcome(tests=0, skipped=0, seconds=0.0, failures={what: f"{done.returncode}: {_end_of(done.stdout)}"})
         drawn = int(statistics.group(1)) if statistics else 0
         return Outcome(**{**found, "drawn": drawn, "exhausted": "Stopped because nothing left to do" in done.stdout})
+
+
+def _end_of(text: str) -> str:
+    """The end; of a process that crashed where it says how."""
+    at = text.find("Fatal Python error")
+    return text[-_TAIL:] if at < 0 else text[max(0, at - 200) : at + _TAIL]
 
 
 def _said(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
