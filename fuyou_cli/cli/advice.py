@@ -199,7 +199,7 @@ def _fewer_states(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
 def _redo(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
     """One extent of everything, where the planner may not choose it by itself."""
     checkpoint = prepared.recipe.checkpoint
-    every_step = checkpoint.mode != "snapshot" and checkpoint.commit_every_steps == 1
+    every_step = checkpoint.mode != "snapshot" and checkpoint.commit_every_steps in (1, "auto")
     if prepared.plan.store_mode == "redo" or prepared.manifest is not None or (checkpoint.mode == "auto" and every_step):
         return ()
     if checkpoint.mode == "snapshot":

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.planner.choice import Choice
+from fuyou_cli.planner.commit_interval import COMMITS
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.spec.hardware import STORE_RATES, HardwareProfile
@@ -48,11 +49,12 @@ def hides_the_store(model: ModelSpec, hardware: HardwareProfile, plan: Plan) -> 
     late for its states or for AdamW itself. So the plan's step is simulated once more with drives that take no time."""
     predicted = plan.predicted
     most = HIDDEN * predicted.step_seconds
-    if not _is_on_ssd(plan) or sum(predicted.stalls.values()) <= most:
+    waited = sum(seconds for cause, seconds in predicted.stalls.items() if cause != COMMITS)  # these are few by themselves
+    if not _is_on_ssd(plan) or waited <= most:
         return True
     at_once: dict[str, Any] = dict.fromkeys(STORE_RATES, _AT_ONCE)  # also what a drive that slows down sustains
     left = simulate(model, replace(hardware, **at_once), plan, plan_schedule(model, plan)).stalls
-    return sum(predicted.stalls.values()) - sum(left.values()) <= most
+    return waited - sum(left.values()) <= most
 
 
 def _is_on_ssd(plan: Plan) -> bool:

@@ -82,7 +82,7 @@ def _timed(prepared: Prepared, wishes: Wishes, choice: Choice) -> Plan | None:
     plan = made_of(prepared.model, prepared.hardware, wishes, choice)
     if plan is None:
         return None
-    return timed(alternative(choice, plan), prepared.model, prepared.hardware)
+    return timed(alternative(choice, plan), prepared.model, prepared.hardware, wishes)
 
 
 def _row(words: str, choice: Choice, plan: Plan | None, prepared: Prepared, wishes: Wishes) -> Row:

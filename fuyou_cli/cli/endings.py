@@ -31,7 +31,7 @@ def endings(prepared: Prepared, region: FastRegion | None) -> tuple[Ending, ...]
 
 
 def _found(prepared: Prepared, region: FastRegion | None) -> Iterator[Ending]:
-    from fuyou_cli.training.run_limits import loaded, saved_where_it_stops
+    from fuyou_cli.training.run_limits import loaded, steps_within_writes
 
     plan, recipe, saved = prepared.plan, prepared.recipe, prepared.manifest
     done = saved.step if saved is not None else 0
@@ -40,10 +40,10 @@ def _found(prepared: Prepared, region: FastRegion | None) -> Iterator[Ending]:
         within = steps_within(seconds, plan, region)
         again = "the same command goes on, for as long again"
         yield Ending(limit=f"train.max_time={format_time(seconds)}", step=done + within, again=again)
-    if most is not None and (step := plan.predicted.written_per_step):
-        left = most - (saved.written_total if saved is not None else loaded(plan)) - saved_where_it_stops(plan)
+    if most is not None and plan.predicted.written_per_step:
+        left = most - (saved.written_total if saved is not None else loaded(plan))
         limit = f"offload.ssd_write_limit={format_size(most)}"
-        yield Ending(limit=limit, step=done + max(0, left // step), again="a higher one goes on")
+        yield Ending(limit=limit, step=done + steps_within_writes(plan, left, done=done), again="a higher one goes on")
 
 
 def steps_within(seconds: float, plan: Plan, region: FastRegion | None) -> int:

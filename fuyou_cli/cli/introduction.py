@@ -43,7 +43,7 @@ class Introduction:
             return self.given(model, hardware, wishes)
         best = search(model, hardware, wishes).best
         self._choice = best.choice
-        return timed(best, model, hardware)
+        return timed(best, model, hardware, wishes)
 
     def planned(self, prepared: Prepared) -> None:
         """Shows the plan, and ends there where it does not fit. A saved run has fetched what it needs, and may be refused for

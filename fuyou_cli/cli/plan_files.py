@@ -135,6 +135,8 @@ class KeptPlan:
         try:
             _check_run(file, model, wishes)
             _check_figures(file, model, wishes)
+            if wishes.commit_every == "auto":  # also on a machine for which the planner would say another
+                wishes = replace(wishes, commit_every=file.plan.commit_every)
             return rebuilt(model, hardware, wishes, file.plan, file.pipeline)
         except UsageError as error:
             raise _refused(self.path, error) from None

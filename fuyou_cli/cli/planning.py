@@ -44,7 +44,7 @@ class Planning:
         except PlanError as error:
             self.too_small = error
             self.found = search(model, hardware, replace(wishes, cpu_budget=least_memory(model, hardware, wishes)))
-        return replace(timed(self.found.best, model, hardware), cpu_budget=wishes.cpu_budget)
+        return replace(timed(self.found.best, model, hardware, wishes), cpu_budget=wishes.cpu_budget)
 
 
 def as_chosen_before(choice: Choice) -> Choose:
@@ -53,7 +53,7 @@ def as_chosen_before(choice: Choice) -> Choose:
 
     def choose(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
         plan = made_of(model, hardware, wishes, choice) or first_that_fits(model, hardware, wishes)
-        return timed(alternative(choice, plan), model, hardware)
+        return timed(alternative(choice, plan), model, hardware, wishes)
 
     return choose
 

@@ -36,7 +36,8 @@ def host_peaks(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, plac
 def assemble(
     model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, homes: Homes, *, lookahead: int, gradient_slots: int
 ) -> Plan:
-    """The plan with these homes: every span of arena and store, and what one step takes by the closed form."""
+    """The plan with these homes: every span of arena and store, and what one step takes by the closed form; where the planner
+    is to say when it commits, nobody has yet."""
     ground = Ground(model, wishes.numerics, mode=wishes.store_mode, keep=wishes.keep)
     spans = layout(model, wishes, homes, lookahead=lookahead, gradient_slots=gradient_slots, ground=ground)
     costs = Costs.asked(model, hardware, wishes)
@@ -45,7 +46,7 @@ def assemble(
         stages=spans.stages,
         lookahead=lookahead,
         micro_batches=costs.micro_batches,
-        commit_every=wishes.commit_every,
+        commit_every=wishes.asked_interval,
     )
     return assembled(costs, wishes, spans, schedule, lookahead=lookahead, ground=ground)
 
@@ -69,7 +70,7 @@ def assembled(costs: Costs, wishes: Wishes, placed: Layout, schedule: Schedule, 
         arena_size=placed.arena_size,
         store_size=placed.store_size,
         cpu_budget=wishes.cpu_budget,
-        commit_every=wishes.commit_every,
+        commit_every=wishes.asked_interval,
         store_mode=wishes.store_mode,
         keep=wishes.keep,
         memory=_memory_lines(costs.model, costs.hardware, wishes, placed),

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ITEM_SIZE, ModelSpec
 from ..spec.plan import Plan
-from .schedule import plan_schedule
-from .simulate import simulate
+from .commit_interval import timed_plan
 from .wishes import Wishes
 
 Choose = Callable[[ModelSpec, HardwareProfile, Wishes], Plan]
@@ -64,6 +63,6 @@ def fast_region(model: ModelSpec, hardware: HardwareProfile, plan: Plan) -> Fast
 
     def step(sustained: bool) -> float:
         other = replace(plan, sustained=sustained)
-        return simulate(model, hardware, other, plan_schedule(model, other)).step_seconds
+        return timed_plan(model, hardware, other, chosen=False).predicted.step_seconds
 
     return FastRegion(size=hardware.burst_bytes, steps=hardware.burst_bytes / written, first=step(False), later=step(True))

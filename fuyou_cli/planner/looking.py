@@ -33,11 +33,12 @@ class Alternative:
     plan: Plan
     bound: float  # that its step cannot beat
     estimate: float
-    timeline: Timeline | None  # None: ruled out by its bound, or not come to
+    commits: float = 0.0  # of these, by commits that are more than a step apart
+    timeline: Timeline | None  # without such commits; None: ruled out by its bound, or not come to
 
     @property
     def seconds(self) -> float:
-        return self.timeline.step_seconds if self.timeline is not None else max(self.bound, self.estimate)
+        return max(self.bound, self.estimate) if self.timeline is None else self.timeline.step_seconds + self.commits
 
 
 @dataclass(slots=True)
@@ -87,9 +88,7 @@ class Looking:
         self.placed += stages
         self._plans[id(found)] = found
         if self._fits(found.plan):
-            self.pool[id(found)] = Alternative(
-                choice=choice, plan=found.plan, bound=found.bound, estimate=found.estimate, timeline=None
-            )
+            self.pool[id(found)] = _alternative(choice, found)
 
     def _fits(self, plan: Plan) -> bool:
         return not self.with_room or self.placing.wishes.has_room_for(plan, self.placing.hardware)
@@ -113,7 +112,7 @@ class Looking:
                 continue
             self._plans[id(found)] = found
             if self._fits(found.plan):
-                yield Alternative(choice=choice, plan=found.plan, bound=found.bound, estimate=found.estimate, timeline=None)
+                yield _alternative(choice, found)
 
     # ---- simulating ----------------------------------------------------------------------------------------------------
 
@@ -197,6 +196,12 @@ class Looking:
     def others(self, best: Alternative) -> tuple[Alternative, ...]:
         seen = [found for found in self.pool.values() if found is not best]
         return tuple(sorted(seen, key=lambda found: (found.timeline is None, found.seconds, found.choice)))
+
+
+def _alternative(choice: Choice, found: Placed) -> Alternative:
+    return Alternative(
+        choice=choice, plan=found.plan, bound=found.bound, estimate=found.estimate, commits=found.commits, timeline=None
+    )
 
 
 def _asked(found: Alternative) -> tuple[int, int, float, Choice]:

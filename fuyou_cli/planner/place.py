@@ -19,6 +19,7 @@ from .assemble import assembled, host_peaks
 from .bound import lower_bound, phase_estimate
 from .boundary_layout import Kept, every_operator
 from .choice import NONE_KEPT, NONE_PICKED, Choice, pipelines
+from .commit_interval import guessed_interval, with_interval
 from .costs import Costs
 from .defer import deferrals
 from .device_memory import with_homes_on_device
@@ -27,7 +28,7 @@ from .ground import Ground
 from .items import KINDS, Item, passed_slots, set_of, single_tensors, traffic_items
 from .memory import Homes, Layout, layout
 from .picks import MOST_TENSORS, Slots, Tensor, best_first, nearest
-from .schedule import expand
+from .schedule import Schedule, expand, recommitted
 from .wishes import Wishes
 
 
@@ -55,6 +56,7 @@ class Placed:
     plan: Plan
     bound: float  # that the step cannot beat
     estimate: float
+    commits: float  # seconds of both that commits take, where they are more than a step apart
 
 
 class Placing:
@@ -133,20 +135,38 @@ class Placing:
         return filling
 
     def _assembled(self, asked: Wishes, spans: Layout, choice: Choice) -> Placed:
+        at_most_one = asked.commit_every in (None, 1)  # step between two commits
+        plain = asked if at_most_one else replace(asked, commit_every=None)
         schedule = expand(
             self.model,
             stages=spans.stages,
             lookahead=choice.lookahead,
             micro_batches=self.costs.micro_batches,
-            commit_every=asked.commit_every,
+            commit_every=plain.asked_interval,
         )
         spans = replace(spans, stages=with_homes_on_device(self.model, asked, schedule, spans.stages))
-        plan = assembled(self.costs, asked, spans, schedule, lookahead=choice.lookahead, ground=self._ground)
+        plan = assembled(self.costs, plain, spans, schedule, lookahead=choice.lookahead, ground=self._ground)
+        found = self._bounded(plan, schedule)
+        return found if at_most_one else self._committing(asked, found, schedule)
+
+    def _bounded(self, plan: Plan, schedule: Schedule) -> Placed:
         return Placed(
             plan=plan,
             bound=lower_bound(self.costs, schedule, plan),
             estimate=phase_estimate(self.costs, schedule, plan),
+            commits=0.0,
         )
+
+    def _committing(self, asked: Wishes, plain: Placed, schedule: Schedule) -> Placed:
+        """The same plan with commits, which it has none of yet."""
+        guess, commit = guessed_interval(self.costs, plain.plan, step=plain.estimate)
+        every = guess if asked.commit_every == "auto" else asked.commit_every
+        assert every is not None
+        plan = with_interval(self.costs, plain.plan, schedule, every)
+        if every == 1:
+            return self._bounded(plan, recommitted(self.model, plan.stages, schedule, 1))
+        each = commit / every
+        return Placed(plan=plan, bound=plain.bound + each, estimate=plain.estimate + each, commits=each)
 
     def _layout(self, asked: Wishes, homes: Homes, choice: Choice) -> Layout:
         return layout(

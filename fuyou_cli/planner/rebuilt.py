@@ -12,10 +12,9 @@ from ..spec.plan import Plan, StagePlan, Tier
 from ..spec.plan_file import Pipeline
 from .assemble import assemble
 from .boundary_layout import every_operator
+from .commit_interval import timed_plan
 from .defer import deferrals
 from .memory import Homes
-from .schedule import plan_schedule
-from .simulate import simulate
 from .wishes import Wishes
 
 MOST_SLOTS = 1024  # gradient slots or visits ahead: far beyond what any choice has
@@ -44,15 +43,7 @@ def rebuilt(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, plan: P
         kept=tuple(stage.kept for stage in plan.stages),
     )
     found = assemble(model, hardware, asked, homes, lookahead=plan.lookahead, gradient_slots=pipeline.gradient_slots)
-    return _timed(model, hardware, found)
-
-
-def _timed(model: ModelSpec, hardware: HardwareProfile, plan: Plan) -> Plan:
-    step = simulate(model, hardware, plan, plan_schedule(model, plan))
-    predicted = replace(
-        plan.predicted, step_seconds=step.step_seconds, forward_seconds=step.forward_seconds, stalls=step.stalls
-    )
-    return replace(plan, predicted=predicted)
+    return timed_plan(model, hardware, found, chosen=wishes.commit_every == "auto")
 
 
 def _check_homes(model: ModelSpec, wishes: Wishes, stages: tuple[StagePlan, ...]) -> None:

@@ -13,7 +13,7 @@ before its forward in the next step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..spec.model import ITEM_SIZE, ModelSpec
@@ -97,6 +97,11 @@ def expand(
     return Schedule(visits=tuple(visits), traffic=_traffic(model, stages, visits, commit_every))
 
 
+def recommitted(model: ModelSpec, stages: tuple[StagePlan, ...], schedule: Schedule, commit_every: int | None) -> Schedule:
+    """The same step with so many steps between commits: its traffic is another."""
+    return replace(schedule, traffic=_traffic(model, stages, schedule.visits, commit_every))
+
+
 def plan_schedule(model: ModelSpec, plan: Plan) -> Schedule:
     numerics = plan.numerics
     return expand(
@@ -170,7 +175,7 @@ def written_by_update(model: ModelSpec, plan: StagePlan, commit_every: int | Non
     )
 
 
-def _traffic(model: ModelSpec, stages: tuple[StagePlan, ...], visits: list[Visit], commit_every: int | None) -> Traffic:
+def _traffic(model: ModelSpec, stages: tuple[StagePlan, ...], visits: Sequence[Visit], commit_every: int | None) -> Traffic:
     read = dict.fromkeys(("weights", "states", "gradients", "boundaries"), 0)
     written = dict.fromkeys(read, 0)
     item = ITEM_SIZE[model.compute_dtype]

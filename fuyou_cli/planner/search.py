@@ -27,10 +27,9 @@ from ..spec.model import ModelSpec
 from ..spec.plan import Plan
 from .choice import Family, family
 from .closer import look_closer
+from .commit_interval import timed_plan
 from .looking import Alternative, Effort, Looking
 from .place import Placing, too_small
-from .schedule import plan_schedule
-from .simulate import simulate
 from .wishes import Wishes
 
 SMALL, SMALL_STAGES = 66_000, 30  # stages of all choices, and of a model, whose family is placed whole: a second as well
@@ -88,17 +87,12 @@ def _uncollected() -> Iterator[None]:
 
 def fastest(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
     """The best choice's plan, with what its step takes. Raises PlanError where nothing fits."""
-    return timed(search(model, hardware, wishes).best, model, hardware)
+    return timed(search(model, hardware, wishes).best, model, hardware, wishes)
 
 
-def timed(found: Alternative, model: ModelSpec, hardware: HardwareProfile) -> Plan:
-    """The plan, its figures of time simulated."""
-    plan = found.plan
-    step = found.timeline or simulate(model, hardware, plan, plan_schedule(model, plan))
-    predicted = replace(
-        plan.predicted, step_seconds=step.step_seconds, forward_seconds=step.forward_seconds, stalls=step.stalls
-    )
-    return replace(plan, predicted=predicted)
+def timed(found: Alternative, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
+    """The plan, its figures of time simulated, and its commits as far apart as those say."""
+    return timed_plan(model, hardware, found.plan, chosen=wishes.commit_every == "auto", step=found.timeline)
 
 
 def _explored(looking: Looking, choices: Family) -> bool:

@@ -43,6 +43,7 @@ class _Imagined:
         *,
         state_bytes: int,
         batch_on_device: bool,
+        commits: bool,
     ) -> None:
         self.model, self.plan, self.costs, self.machine = model, plan, costs, machine
         self.residency = Residency(model=model, plan=plan, transfers=self, runner=self)
@@ -56,6 +57,8 @@ class _Imagined:
         self.asked: list[Asked] = []
         self.after: list[tuple[int, Callable[[], None]]] = []  # downloads under way and what follows them
         self._state_bytes = state_bytes
+        if not commits and plan.commit_every != 1:
+            self.residency.commits.every = None
         self._unhidden = 0 if batch_on_device else 1  # micro-batches at either end of a visit that cross beside nothing
         self._looks = _LOOKS if len(schedule.visits) < _MANY_VISITS else _LOOKS // 2
 
@@ -98,7 +101,8 @@ class _Imagined:
 
     def update(self, record: Record) -> int:
         plan, params = self.plan.stages[record.stage], self.model.stages[record.stage].params
-        weights, states = written_by_update(self.model, plan, self.plan.commit_every)
+        is_written = self.residency.commits.is_written(record.generation + 1)
+        weights, states = written_by_update(self.model, plan, 1 if is_written else None)
         read = 0
         if plan.states == "ssd":
             read = states = self._state_bytes * params
@@ -343,14 +347,16 @@ def simulate(
     state_bytes: int | None = None,
     memory: bool = False,
     batch_on_device: bool = False,
+    commits: bool = False,
 ) -> Timeline:
-    """The last of `steps` steps. `memory`: with what is held when, which takes longer. For steps of other systems than fuyou:
+    """The last of `steps` steps. Where commits are more than a step apart it is one without, unless `commits` are to be where
+    the plan has them. `memory`: with what is held when, which takes longer. For steps of other systems than fuyou:
     `state_bytes` per parameter beside the weights, and `batch_on_device` where stages hand their results on there, so that all
     copies run beside compute."""
     costs = Costs.of(model, hardware, plan)
     machine = VirtualMachine(costs.hardware, sharing_of(costs.hardware, plan, costs))
     layout = state_bytes if state_bytes is not None else model.state_item
-    run = _Imagined(model, plan, schedule, costs, machine, state_bytes=layout, batch_on_device=batch_on_device)
+    run = _Imagined(model, plan, schedule, costs, machine, state_bytes=layout, batch_on_device=batch_on_device, commits=commits)
     ends: list[float] = []
     forward = 0.0
     before = _Before(run)

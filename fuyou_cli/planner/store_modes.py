@@ -24,7 +24,8 @@ def at_rest(model: ModelSpec, wishes: Wishes, mode: StoreMode) -> int:
 
 def redone(wishes: Wishes) -> Wishes:
     """The same run with one extent of everything and its gradients on the ssd."""
-    return replace(wishes, store_mode="redo", gradients="ssd")
+    every = 1 if wishes.commit_every == "auto" else wishes.commit_every
+    return replace(wishes, store_mode="redo", gradients="ssd", commit_every=every)
 
 
 def with_fitting_mode(model: ModelSpec, wishes: Wishes, disk: int) -> Wishes:

@@ -45,6 +45,11 @@ class Timeline:
     asked: tuple[Asked, ...]  # in order
     memory: tuple[Held, ...] = ()  # where it was asked for: whenever it changed, the first at the step's begin
 
+    @property
+    def end(self) -> float:
+        """On the clock of `work`."""
+        return self.begin + self.step_seconds
+
     def peak(self, tier: Tier) -> Held | None:
         """The first moment at which most of a tier is held; None where memory was not looked at."""
         return max(self.memory, key=lambda moment: moment.total(tier), default=None)

@@ -42,10 +42,15 @@ class Wishes:
     scratch_size: int = 0  # of the daemon's chunks, from the native library
     export_item: int = 2  # bytes per exported weight
     sustained: bool = False  # the run writes past the drives' fast regions
-    commit_every: int | None = None  # steps between commits; None: where the run ends alone
+    commit_every: int | Literal["auto"] | None = None  # steps between commits; None: where the run ends alone
     store_mode: StoreMode = "in_place"
     may_redo: bool = False  # the other mode, where this one has no room
     keep: int = 1  # committed states that are there whole at any time, where stages have places of their own
+
+    @property
+    def asked_interval(self) -> int | None:
+        """Steps between commits; None also where the planner says so, who does last of all."""
+        return None if self.commit_every == "auto" else self.commit_every
 
     def disk(self, hardware: HardwareProfile) -> int:
         """Bytes that the store may have."""

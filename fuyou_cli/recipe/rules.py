@@ -158,7 +158,7 @@ def _commits(written: Written) -> Iterator[Finding]:
     if mode != "snapshot" and written.has(key):
         yield _conflict(key, f"`{key}` but no snapshots", "add `checkpoint.mode: snapshot`")
     cleared = any(True for _ in written.matches("checkpoint.commit_every_steps")) and every is None
-    if mode == "redo" and (cleared or every not in (None, 1)):
+    if mode == "redo" and (cleared or every not in (None, 1, "auto")):
         yield _conflict(
             "checkpoint.commit_every_steps",
             "`checkpoint.mode: redo` makes every step durable by its gradients",

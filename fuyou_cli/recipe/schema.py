@@ -176,7 +176,8 @@ class OffloadSection(Section):
 
 class CheckpointSection(Section):
     mode: Literal["auto", "in_place", "redo", "snapshot"] = "auto"
-    commit_every_steps: Positive | None = 1  # null: the state is committed where a run begins, stops and ends
+    # auto: as often as that costs little; null: where a run begins, stops and ends
+    commit_every_steps: AutoPositive | None = "auto"
     snapshot_every_steps: Positive | None = None
     keep_last: Annotated[int, Field(ge=1, le=16)] = 2  # snapshots that are there whole
     resume: Text = "auto"  # auto | never | a path

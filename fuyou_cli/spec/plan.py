@@ -132,7 +132,7 @@ class Predicted:
     ssd_bytes: int  # disk taken by the store
     export_bytes: int
     read_per_step: int
-    written_per_step: int
+    written_per_step: int  # as all figures per step: on the average of the steps from one commit to the next
     read_by: dict[str, int]  # weights, states, gradients, boundaries
     written_by: dict[str, int]
     step_flops: float  # 6 N per token, N the parameters that one token is computed with
@@ -142,6 +142,7 @@ class Predicted:
     bottleneck: str
     forward_seconds: float = 0.0  # of step_seconds
     stalls: dict[str, float] = field(default_factory=dict)  # what compute waits for -> seconds per step, simulated
+    commit_seconds: float = 0.0  # that one commit adds where they are more than a step apart; each step has its share of it
 
     @property
     def cpu_peak(self) -> int:
@@ -172,3 +173,14 @@ class Plan:
     store_mode: StoreMode = "in_place"  # what a step is made durable by: other extents, or its gradients
     keep: int = 1  # committed states that are there whole at any time
     batch_slots: tuple[Span, ...] = ()  # what stages hand on of the whole batch, to a device with memory of its own
+
+    @property
+    def has_apart_commits(self) -> bool:
+        """Whether some steps are committed and others are not."""
+        return self.commit_every is not None and self.commit_every > 1
+
+    @property
+    def plain_seconds(self) -> float:
+        """Of a step without a commit."""
+        each = self.predicted.commit_seconds / self.commit_every if self.has_apart_commits and self.commit_every else 0.0
+        return self.predicted.step_seconds - each

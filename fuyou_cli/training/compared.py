@@ -7,6 +7,7 @@ from typing import Any
 from ..planner.timeline import Timeline
 from ..spec.plan import Plan
 from .report import Compared, RunReport
+from .run_limits import written_by_step
 
 _LEAST_WAIT = 1e-3  # seconds per step: a shorter wait on both sides is no line
 _RESOURCES = ("compute", "update", "ssd read", "ssd write", "h2d", "d2h")
@@ -20,7 +21,7 @@ def compared(report: RunReport, plan: Plan, step: Timeline, *, gpu_peak: int = 0
     lines = [
         _line("peak RAM", "bytes", predicted.cpu_peak, report.ram_peak),
         *([_line("peak GPU memory", "bytes", predicted.gpu_peak, gpu_peak)] if gpu_peak else []),
-        _line("step", "seconds", predicted.step_seconds, report.step_seconds),
+        _line("step", "seconds", predicted.step_seconds if report.with_commits else plan.plain_seconds, report.step_seconds),
     ]
     promised = step.under_way
     lines += [
@@ -30,7 +31,12 @@ def compared(report: RunReport, plan: Plan, step: Timeline, *, gpu_peak: int = 0
     ]
     lines += [
         _line("ssd read", "bytes", predicted.read_per_step, report.read_per_step),
-        _line("ssd written", "bytes", predicted.written_per_step, report.written_per_step),
+        _line(
+            "ssd written",
+            "bytes",
+            predicted.written_per_step if report.with_commits else written_by_step(plan),
+            report.written_per_step,
+        ),
     ]
     return (*lines, *_waits(step.stalls, report.waits))
 

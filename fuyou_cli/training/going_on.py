@@ -30,7 +30,8 @@ def saved_state(
         if manifest is not None:
             checkpoint = recipe.checkpoint
             every = checkpoint.snapshot_every_steps if checkpoint.mode == "snapshot" else checkpoint.commit_every_steps
-            check_same_mode(manifest, checkpoint.mode, keep_last=checkpoint.keep_last, commit_every=every)
+            asked = 1 if every == "auto" else every  # of redo; any other store takes any interval
+            check_same_mode(manifest, checkpoint.mode, keep_last=checkpoint.keep_last, commit_every=asked)
     except FuyouError as error:
         if must:
             raise

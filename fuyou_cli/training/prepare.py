@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from ..core.errors import PlanError, UsageError
 from ..core.paths import folder
+from ..planner.commit_interval import timed_plan
 from ..planner.lasting import Choose, planned_for
 from ..planner.place import plan as first_that_fits
-from ..planner.schedule import plan_schedule
 from ..planner.search import fastest
-from ..planner.simulate import simulate
 from ..planner.store_modes import planned_with_room
 from ..planner.wishes import Wishes, update_chunks_for, update_threads_for
 from ..spec.hardware import HardwareProfile
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 
     from ..engine.anatomy import Anatomy
     from ..engine.describe import Described, Outlined
-    from ..recipe.schema import Recipe
+    from ..recipe.schema import CheckpointSection, Recipe
     from .checkpoint.files import Checkpoint
     from .checkpoint.header import TensorEntry
     from .data import Rows, Sampler
@@ -371,8 +370,7 @@ def _fastest_micro_batch(recipe: Recipe, known: Outlined, hardware: HardwareProf
 
 def _usual_plan(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
     plan = first_that_fits(model, hardware, wishes)
-    step = simulate(model, hardware, plan, plan_schedule(model, plan))
-    return replace(plan, predicted=replace(plan.predicted, step_seconds=step.step_seconds))
+    return timed_plan(model, hardware, plan, chosen=wishes.commit_every == "auto")
 
 
 def cut(anatomy: Anatomy, numerics: Numerics) -> Anatomy:
@@ -437,11 +435,17 @@ def wishes(
         chunk_params=CHUNK_PARAMS,
         scratch_size=scratch_size(CHUNK_PARAMS, update_chunks_for(threads)),
         export_item=2 if recipe.export.dtype == "bfloat16" else 4,
-        commit_every=checkpoint.snapshot_every_steps if snapshots else checkpoint.commit_every_steps,
+        commit_every=_commit_every(checkpoint, mode),
         store_mode=mode,
-        may_redo=checkpoint.mode == "auto" and checkpoint.commit_every_steps == 1 and saved is None,
+        may_redo=checkpoint.mode == "auto" and checkpoint.commit_every_steps in (1, "auto") and saved is None,
         keep=saved.keep if saved is not None else checkpoint.keep_last if snapshots else 1,
     )
+
+
+def _commit_every(checkpoint: CheckpointSection, mode: StoreMode) -> int | Literal["auto"] | None:
+    if checkpoint.mode == "snapshot":
+        return checkpoint.snapshot_every_steps
+    return 1 if mode == "redo" and checkpoint.commit_every_steps == "auto" else checkpoint.commit_every_steps
 
 
 def _usual_budget(hardware: HardwareProfile, device: str) -> int:

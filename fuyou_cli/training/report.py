@@ -69,7 +69,7 @@ class RunReport:
     tflops: float
     ram_budget: int
     ram_peak: int
-    step_seconds: float  # median
+    step_seconds: float  # median, as the bytes of one; the mean of whole intervals where only some steps are committed
     read_per_step: int
     written_per_step: int
     written_total: int
@@ -82,3 +82,4 @@ class RunReport:
     update_cpu: float = 0.0  # CPU seconds of the update threads per step, median
     compared: tuple[Compared, ...] = ()  # with the plan, line by line
     assumed: bool = False  # the plan's rates were
+    with_commits: bool = True  # the step's seconds and bytes have their share of commits; False: of steps without one

@@ -103,7 +103,7 @@ class Steps:
     @property
     def typical(self) -> Sequence[StepReport]:
         """The latest of the settled ones; of a shorter run all but the first, which warms up, where there are others."""
-        return self._later or self._early[1:] or self._early
+        return list(self._later) or self._early[1:] or self._early
 
     @property
     def tokens_per_second(self) -> float:
@@ -126,6 +126,10 @@ def run_report(
 ) -> RunReport:
     """The run beside its plan; figures per step are medians of typical ones."""
     typical, rate = steps.typical, steps.tokens_per_second
+    averaged = _whole_intervals(typical, plan)
+    plain = [step for step in typical if not _commits(step, plan)] or typical
+    middle = _mean if averaged else _median
+    steps_seen = averaged or plain
     return RunReport(
         steps=steps.count,
         settled=steps.settled,
@@ -137,18 +141,37 @@ def run_report(
         tflops=6.0 * parameters * rate / 1e12,
         ram_budget=plan.cpu_budget,
         ram_peak=ram_peak,
-        step_seconds=_median([step.seconds for step in typical]),
-        read_per_step=round(_median([step.read_bytes for step in typical])),
-        written_per_step=round(_median([step.written_bytes for step in typical])),
+        step_seconds=middle([step.seconds for step in steps_seen]),
+        read_per_step=round(middle([step.read_bytes for step in steps_seen])),
+        written_per_step=round(middle([step.written_bytes for step in steps_seen])),
         written_total=written_total,
         stalls=steps.stalls,
         timeline=steps.last.timeline if steps.last else (),
         timeline_stalls=steps.last.stalls if steps.last else {},
         output_dir=str(Path(output_dir).expanduser()),
-        busy=_medians([step.busy for step in typical]),
-        waits=_medians([step.stalls for step in typical]),
+        busy=_medians([step.busy for step in plain]),
+        waits=_medians([step.stalls for step in plain]),
+        with_commits=bool(averaged) or not plan.has_apart_commits,
         update_cpu=_median([step.update_cpu_seconds for step in typical]),
     )
+
+
+def _whole_intervals(steps: Sequence[StepReport], plan: Plan) -> Sequence[StepReport]:
+    """The latest, as many as make whole intervals between commits; none where every step is alike, or there are too few."""
+    if plan.commit_every is None or not plan.has_apart_commits:
+        return ()
+    return steps[len(steps) % plan.commit_every :] if len(steps) >= plan.commit_every else ()
+
+
+def _commits(step: StepReport, plan: Plan) -> bool:
+    """Whether some update in it writes for a commit what others do not."""
+    late = any(stage.deferred for stage in plan.stages) and step.step > 1
+    every = plan.commit_every or 1
+    return plan.has_apart_commits and (step.step % every == 0 or (late and (step.step - 1) % every == 0))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values)
 
 
 def _median(values: Sequence[float]) -> float:

@@ -218,7 +218,7 @@ class Run:
             self.saver.began = self._first_steps.committed
             self.saver.begin_training()
             self.executor.skipped = self.standing.skipped
-            self._limits.begin(self._written)
+            self._limits.begin(self.step, self._written)
             limit = None
             while self.step < self.prepared.total_steps:
                 limit = self._limit_reached()

@@ -25,7 +25,7 @@ from . import given, policy
 
 UNCLIPPED = "train.clip_grad_norm=null"  # the paper does not clip; the default is 1.0
 CLIPPED = "train.clip_grad_norm=1.0"
-COMMITTED = "checkpoint.commit_every_steps=1"  # the default; the paper's runs cannot be gone on from
+COMMITTED = "checkpoint.commit_every_steps=1"  # no kill costs more; the paper's runs cannot be gone on from
 RECOMPUTED = "offload.activations=recompute"
 SHARE = 0.85  # asked of the device's rate at 175B
 USEFUL_FLOPS = 6  # per parameter and token, where nothing is computed again

@@ -142,7 +142,7 @@ def placed(best: Candidate, wishes: Wishes, choice: Choice, name: str) -> Candid
     plan = made_of(prepared.model, prepared.hardware, wishes, choice)
     if plan is None or not wishes.has_room_for(plan, prepared.hardware):
         return None
-    step = timed(alternative(choice, plan), prepared.model, prepared.hardware)
+    step = timed(alternative(choice, plan), prepared.model, prepared.hardware, wishes)
     return Candidate(name=name, prepared=replace(prepared, plan=step), choice=choice)
 
 

@@ -61,7 +61,13 @@ _IO_URING = {_BACKEND: "io_uring"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "in_place, on the ssd, clipped": {},
     "in_place, on the ssd, half deferred": {**UNCLIPPED, "offload.defer_updates": 0.5},
-    "in_place, in RAM": {**IN_RAM, **UNCLIPPED},
+    "in_place, in RAM": {**IN_RAM, **UNCLIPPED, "checkpoint.commit_every_steps": 1},
+    "in_place, in RAM, committed as planned": {
+        **IN_RAM,
+        "offload.gradients": "ssd",
+        "offload.boundaries": "ssd",
+        "train.batch_size": 48,
+    },
     "in_place, every third step": {**UNCLIPPED, "checkpoint.commit_every_steps": 3},
     "in_place, over two folders": TWO_FOLDERS,
     "redo, on the ssd, clipped": REDO,

@@ -212,9 +212,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def commit() -> str:
-    """The checkout's commit, with a plus where tracked files differ from it; empty outside a checkout."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=10", "--dirty=+", "--exclude=*"]
+def commit(checkout: Path = ROOT) -> str:
+    """A checkout's commit, with a plus where tracked files differ from it; empty outside a checkout."""
+    command = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=10", "--dirty=+", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

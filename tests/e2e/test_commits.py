@@ -29,12 +29,21 @@ from .test_stopping import RAM
 NewProject = Callable[..., Project]
 
 UNCLIPPED = {"train.clip_grad_norm": None}
+# Gradients and boundaries on the ssd: what steps write is enough for commits of all that rests in RAM to be a part of it.
+AUTO = {
+    "offload.weights": "cpu",
+    "offload.optimizer_states": "cpu",
+    "offload.gradients": "ssd",
+    "offload.boundaries": "ssd",
+    "train.batch_size": 48,
+}
 PLACES: dict[str, dict[str, Any]] = {
     "clipped": {},
     "half deferred": {**UNCLIPPED, "offload.defer_updates": 0.5},
     "every third step": {"checkpoint.commit_every_steps": 3},
     "every second step, in RAM": {**RAM, **UNCLIPPED, "checkpoint.commit_every_steps": 2},
     "at the ends alone": {**UNCLIPPED, "checkpoint.commit_every_steps": None},
+    "as the planner says, in RAM": AUTO,
     "emulated device": {**UNCLIPPED, "offload.device": "emulated"},
     "redo": {"checkpoint.mode": "redo"},
     "redo, states in RAM": {
@@ -73,8 +82,9 @@ def test_a_run_that_dies_anywhere_is_the_same_run(place: str, new_project: NewPr
     changes = {**PLACES[place], "train.max_steps": STEPS}
     expected, store = train(new_project("whole", changes))
     project = new_project("broken", changes)
-    draw, visits = random.Random(place), _visits(project)
-    every, done = changes.get("checkpoint.commit_every_steps", changes.get("checkpoint.snapshot_every_steps", 1)), 0
+    plan = prepared_run(project).plan
+    draw, visits, every, done = random.Random(place), _visits(project), plan.commit_every, 0
+    assert place != "as the planner says, in RAM" or (every is not None and 1 < every < STEPS)
     for step in range(1, STEPS + 1):
         died_in = max(step, done + 1)
         with pytest.raises(Died):

@@ -45,7 +45,7 @@ def wishes(**changes: Any) -> Wishes:
 
 def made(asked: Wishes) -> tuple[Plan, PlanFile]:
     best = search(SPEC, HARDWARE, asked).best
-    plan = timed(best, SPEC, HARDWARE)
+    plan = timed(best, SPEC, HARDWARE, asked)
     choice = best.choice
     pipeline = Pipeline(lookahead=choice.lookahead, gradient_slots=choice.gradient_slots, defer=choice.defer)
     return plan, plan_file(plan, SPEC, HARDWARE, keys={"train.batch_size": "4"}, pipeline=pipeline)
@@ -259,7 +259,7 @@ def test_a_plan_for_drives_that_slow_down_says_so() -> None:
     best = search(SPEC, slowing, asked).best
     choice = best.choice
     pipeline = Pipeline(lookahead=choice.lookahead, gradient_slots=choice.gradient_slots, defer=choice.defer)
-    text = to_text(plan_file(timed(best, SPEC, slowing), SPEC, slowing, keys={}, pipeline=pipeline))
+    text = to_text(plan_file(timed(best, SPEC, slowing, asked), SPEC, slowing, keys={}, pipeline=pipeline))
     kept = KeptPlan(Path("plan.json"), from_text(text))
     long, short = (planned_for(kept, SPEC, slowing, ASKED, steps=steps) for steps in (10**6, 1))
     assert (long.sustained, short.sustained) == (True, False) and long.stages == short.stages

@@ -184,8 +184,8 @@ def test_what_the_search_saw_is_what_the_plan_says() -> None:
     spec = model(8 << 20, *[16 << 20] * 4, 2048, 8 << 20)
     wishes = replace(_large(spec), clip_grad_norm=None)
     found = search(spec, SLOW_STORE, wishes)
-    assert timed(found.best, spec, SLOW_STORE).predicted.step_seconds == found.best.seconds
-    assert timed(replace(found.best, timeline=None), spec, SLOW_STORE).predicted.step_seconds == found.best.seconds
+    assert timed(found.best, spec, SLOW_STORE, wishes).predicted.step_seconds == found.best.seconds
+    assert timed(replace(found.best, timeline=None), spec, SLOW_STORE, wishes).predicted.step_seconds == found.best.seconds
 
 
 @examples(6)

@@ -11,7 +11,8 @@ from fuyou_cli.cli.origins import RatedBy, origins_of
 from fuyou_cli.cli.others import are_busy
 from fuyou_cli.cli.room import Room
 from fuyou_cli.core.disk import FileSystem
-from fuyou_cli.core.units import count, gb, gib
+from fuyou_cli.core.units import count, duration, gb, gib
+from fuyou_cli.planner.commit_interval import commit_costs
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec
 from fuyou_cli.spec.plan import MemoryLine, Plan, StagePlan, Tier
@@ -256,8 +257,12 @@ def _commits(plan: Plan) -> str:
     often = "every step" if plan.commit_every == 1 else f"every {plan.commit_every:,} steps"
     if plan.keep > 1:
         return f"a snapshot {often}, the last {plan.keep} kept: {1 + plan.keep} extents of {gb(once)}"
-    lost = "the step under way" if plan.commit_every == 1 else "what came after the last commit"
-    return f"{often}, in place: two extents of {gb(once)} take turns; a run that is killed loses {lost}"
+    places = f"in place: two extents of {gb(once)} take turns"
+    costs = commit_costs(plan)
+    if plan.commit_every == 1 or costs is None:
+        return f"{often}, {places}; a run that is killed loses the step under way"
+    shares = f"{100 * costs.time:.1f}% of time, {100 * costs.written:.0f}% of writes"
+    return f"{often}: {shares}; a kill costs at most {duration(costs.lost)}; {places}"
 
 
 def _disk(disk: FileSystem) -> tuple[str, str]:

@@ -11,6 +11,7 @@ from fuyou_cli.cli.origins import origins_of
 from fuyou_cli.cli.planning import Outcome
 from fuyou_cli.cli.room import Room, plan_problems
 from fuyou_cli.cli.wear import wear_of
+from fuyou_cli.planner.commit_interval import commit_costs
 from fuyou_cli.planner.lasting import FastRegion
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
@@ -61,7 +62,7 @@ def plan_json(plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Roo
         "written_by_run": None if writes is None else writes.total,
         "writes": None if writes is None else asdict(writes),
         "rated_bytes": sum(drive.rated_bytes for drive in hardware.drives) or None,
-        "commits": {"mode": plan.store_mode, "every_steps": plan.commit_every, "kept": plan.keep},
+        "commits": _commits(plan),
         "wear": None if wear is None else wear.run,
         "worn_before": None if wear is None else wear.before,
         "worn_after": None if wear is None else wear.after,
@@ -82,6 +83,17 @@ def _region(region: FastRegion, plan: Plan) -> dict[str, object]:
         "step_seconds": region.first,
         "step_seconds_later": region.later,
         "left": plan.sustained,
+    }
+
+
+def _commits(plan: Plan) -> dict[str, object]:
+    """`costs`: shares of time and of what is written, and seconds of work that a kill takes at most."""
+    costs = commit_costs(plan)
+    return {
+        "mode": plan.store_mode,
+        "every_steps": plan.commit_every,
+        "kept": plan.keep,
+        "costs": None if costs is None else asdict(costs),
     }
 
 

@@ -1,0 +1,158 @@
+"""How many steps are between two commits, where that is the planner's to say: commits that cost what they save.
+
+Where states rest on the ssd every step writes them anyway: to name them costs nothing, and every step is committed. What rests
+in RAM is written for a commit alone, within one update of each stage, and the steps around a commit are longer by what that
+takes. The interval is the least at which commits take little of the time, and little of what is written; but where steps
+hardly write anything, nearly all that a run writes are its commits, however rare they are, so that the second bound is not
+followed beyond the work that a kill may cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import ceil, floor, inf
+
+from ..spec.hardware import HardwareProfile
+from ..spec.model import ITEM_SIZE, ModelSpec
+from ..spec.plan import Plan, Span, StagePlan
+from .bound import busy_seconds
+from .costs import Costs
+from .schedule import Schedule, plan_schedule, recommitted
+from .simulate import STEPS, simulate
+from .timeline import Timeline
+
+MOST_TIME = 0.03  # of a run that its commits take
+MOST_WRITTEN = 0.3  # of what it writes
+MOST_LOST = 1800.0  # seconds of work that a kill may cost, for the sake of what is written
+COMMITS = "commits"  # of the stalls
+_SETTLING = 3  # steps, from one that commits on, until what it left to be written is written: updates run into the next
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommitCosts:
+    """What the commits of a plan take, as shares of a step's averages, and what a kill may."""
+
+    time: float
+    written: float
+    lost: float  # seconds of work, at most: what came after the last commit, whose own updates may run into the next step
+
+
+def commit_costs(plan: Plan) -> CommitCosts | None:
+    """None where no commit follows another."""
+    if plan.commit_every is None:
+        return None
+    predicted, resting = plan.predicted, 0
+    step, written = predicted.step_seconds, predicted.written_per_step
+    if plan.commit_every > 1:
+        resting = sum(at.size for stage in plan.stages for at in _in_ram(stage)) // plan.commit_every
+    return CommitCosts(
+        time=(step - plan.plain_seconds) / step if step else 0.0,
+        written=min(1.0, resting / written) if written else 0.0,
+        lost=(plan.commit_every + 1) * step,
+    )
+
+
+def least_interval(*, step: float, commit: float, written: int, resting: int) -> int:
+    """Steps. `step`: seconds of one that commits nothing, 0 where no rate is known; `commit`: what one commit adds; `written`:
+    bytes by a step without it; `resting`: bytes that it writes."""
+    if not resting:
+        return 1
+    in_time = commit * (1 - MOST_TIME) / (MOST_TIME * step) if step else 0.0
+    in_writes = resting * (1 - MOST_WRITTEN) / (MOST_WRITTEN * written) if written else inf
+    in_work = floor(MOST_LOST / step) if step else inf
+    by_writes = min(in_writes, in_work)
+    return max(1, ceil(in_time), ceil(by_writes) if by_writes < inf else 1)
+
+
+def resting_in_ram(model: ModelSpec, stages: tuple[StagePlan, ...]) -> int:
+    """Bytes that a commit writes beside what every step does: weights and states whose home is not the ssd."""
+    weights, states = ITEM_SIZE[model.compute_dtype], model.state_item
+    return sum(
+        spec.params * (weights * (stage.weights != "ssd") + states * (stage.states != "ssd"))
+        for spec, stage in zip(model.stages, stages, strict=True)
+    )
+
+
+def _in_ram(stage: StagePlan) -> Iterator[Span]:
+    """Of what a commit writes beside every step's updates, the extents."""
+    if stage.weights != "ssd":
+        yield stage.weights_at
+    if stage.states != "ssd":
+        yield from (at for at in (stage.remainder_at, stage.momentum_at, stage.variance_at) if at is not None)
+
+
+def _has_states_in_ram(plan: Plan) -> bool:
+    return any(stage.states != "ssd" and stage.momentum_at.size for stage in plan.stages)
+
+
+def guessed_interval(costs: Costs, plan: Plan, *, step: float) -> tuple[int, float]:
+    """Of a plan that commits nothing, in closed form: the interval, and what a commit adds as if nothing hid its writes."""
+    if not _has_states_in_ram(plan):
+        return 1, 0.0
+    resting, rate = resting_in_ram(costs.model, plan.stages), costs.hardware.store_write
+    commit = resting / rate if rate else 0.0
+    return least_interval(step=step, commit=commit, written=plan.predicted.written_per_step, resting=resting), commit
+
+
+def with_interval(costs: Costs, plan: Plan, schedule: Schedule, every: int | None) -> Plan:
+    """The same plan with so many steps between commits, and the traffic of a step on the average of them."""
+    schedule = recommitted(costs.model, plan.stages, schedule, every)
+    seconds = busy_seconds(costs, schedule, stages=plan.stages, device=plan.device)
+    bottleneck = max(sorted(seconds), key=lambda name: seconds[name])
+    predicted = replace(
+        plan.predicted,
+        read_per_step=schedule.traffic.read_total,
+        written_per_step=schedule.traffic.written_total,
+        read_by=schedule.traffic.read,
+        written_by=schedule.traffic.written,
+        seconds=seconds,
+        step_seconds=seconds[bottleneck],
+        bottleneck=bottleneck,
+    )
+    return replace(plan, commit_every=every, predicted=predicted)
+
+
+def timed_plan(model: ModelSpec, hardware: HardwareProfile, plan: Plan, *, chosen: bool, step: Timeline | None = None) -> Plan:
+    """The plan with figures of time that are simulated: averages of the steps from one commit to the next. `chosen`: how many
+    these are is for the planner to say, now that it knows what a step takes. `step`: the plan's, where that is known."""
+    schedule, resting = plan_schedule(model, plan), resting_in_ram(model, plan.stages)
+    if chosen and not _has_states_in_ram(plan):
+        plan, chosen = with_interval(Costs.of(model, hardware, plan), plan, schedule, 1), False
+    if not resting or (not chosen and plan.commit_every in (None, 1)):
+        return _told(plan, step or simulate(model, hardware, plan, schedule), commit=0.0)
+    if step is None or plan.commit_every == 1:
+        plain = simulate(model, hardware, replace(plan, commit_every=None), schedule)
+    else:
+        plain = step
+    commit = _seconds_of_a_commit(model, hardware, plan, schedule, plain)
+    if not chosen:
+        return _told(plan, plain, commit=commit)
+    costs = Costs.of(model, hardware, plan)
+    every = least_interval(step=plain.step_seconds, commit=commit, written=plain.written, resting=resting)
+    if every == 1:
+        plan = with_interval(costs, plan, schedule, 1)
+        each = simulate(model, hardware, plan, schedule)
+        if each.step_seconds * (1 - MOST_TIME) <= plain.step_seconds:
+            return _told(plan, each, commit=0.0)
+        every = 2  # what one commit leaves to be written is in the way of the next
+    return _told(with_interval(costs, plan, schedule, every), plain, commit=commit)
+
+
+def _told(plan: Plan, step: Timeline, *, commit: float) -> Plan:
+    each = commit / plan.commit_every if plan.commit_every else 0.0
+    predicted = replace(
+        plan.predicted,
+        step_seconds=step.step_seconds + each,
+        forward_seconds=step.forward_seconds,
+        stalls={**step.stalls, COMMITS: each} if each > 0 else step.stalls,
+        commit_seconds=commit,
+    )
+    return replace(plan, predicted=predicted)
+
+
+def _seconds_of_a_commit(model: ModelSpec, hardware: HardwareProfile, plan: Plan, schedule: Schedule, plain: Timeline) -> float:
+    """What one adds to the step that makes it and to those behind it. `plain`: a step without."""
+    once = replace(plan, commit_every=STEPS + 1)
+    after = simulate(model, hardware, once, schedule, steps=STEPS + _SETTLING, commits=True)
+    return max(0.0, after.end - plain.end - _SETTLING * plain.step_seconds)

@@ -1,0 +1,176 @@
+#!/usr/bin/env python3
+"""What plans promise on an RTX 4090: seconds of a step, tokens per second, TB written in 1,000 steps.
+
+    python scripts/plan_table.py [--beside FILE] [--checkout DIR] [--results DIR]
+    needs no GPU and no drives; a few minutes
+    trying the script itself: --quick, one plan
+
+8B, 14B, 32B and 70B (shapes of tests/engine/configs; of 32B, which is not there, the differences from 14B), 64 and 128 GiB of
+RAM, one and two gen4 drives, with clipping and without; 8 rows of 4,096 tokens a step, 1,000 steps, everything else as by
+default. `--checkout` plans with the sources of another checkout, whose C extension is built; `--beside` puts the figures of an
+earlier result below each line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from io import StringIO
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+# Whose sources are imported below.
+sys.path.insert(
+    0,
+    str(
+        Path(
+            sys.argv[sys.argv.index("--checkout") + 1] if "--checkout" in sys.argv else Path(__file__).resolve().parents[1]
+        ).resolve()
+    ),
+)
+
+from proof.report import EXIT_CODES, FAIL, ROOT, Row, commit, conclude, described, holds, missing, reported, say
+
+from fuyou_cli.cli.planning import Planning
+from fuyou_cli.cli.prepared import prepared_elsewhere
+from fuyou_cli.cli.profile import described as machine_of
+from fuyou_cli.core.errors import FuyouError
+from fuyou_cli.recipe.load import load_recipe
+from fuyou_cli.spec.plan import Plan
+
+CONFIGS = ROOT / "tests" / "engine" / "configs"
+QWEN_32B = {"hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64, "num_hidden_layers": 64}
+QWEN_32B |= {"num_key_value_heads": 8, "max_window_layers": 64}
+MODELS: dict[str, tuple[str, dict[str, int]]] = {
+    "8B": ("llama-3.1-8b", {}),
+    "14B": ("qwen3-14b", {}),
+    "32B": ("qwen3-14b", QWEN_32B),
+    "70B": ("llama-3.1-70b", {}),
+}
+RAM, DRIVES = ("64GiB", "128GiB"), ("gen4", "2xgen4")
+STEPS, ROWS, LENGTH = 1000, 8, 4096
+MOST_OF_COMPUTE = 1.15  # 8B with 128 GiB, clipped as by default
+RECIPE = """version: 1
+output_dir: {folder}/out
+model: {{name_or_path: {folder}}}
+dataset: {{train: [{{path: {folder}/none.jsonl}}], max_seq_len: {length}}}
+train: {{max_steps: {steps}, batch_size: {rows}}}
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    model: str
+    ram: str
+    drives: str
+    clipped: bool
+
+    @property
+    def words(self) -> str:
+        return f"{self.model}, {self.ram}, {self.drives}, {'clipped' if self.clipped else 'no clipping'}"
+
+    @property
+    def has_bar(self) -> bool:
+        return self.model == "8B" and self.ram == "128GiB" and self.clipped
+
+
+def cases() -> Iterator[Case]:
+    for model, ram, drives, clipped in product(MODELS, RAM, DRIVES, (True, False)):
+        yield Case(model=model, ram=ram, drives=drives, clipped=clipped)
+
+
+def planned(case: Case) -> dict[str, Any] | str:
+    """The figures of its plan, or why there is none."""
+    config, differences = MODELS[case.model]
+    overrides = [] if case.clipped else ["train.clip_grad_norm=null"]
+    with tempfile.TemporaryDirectory() as folder, redirect_stderr(StringIO()):  # no data there, of which it warns
+        content = json.loads((CONFIGS / f"{config}.json").read_text(encoding="utf-8"))
+        Path(folder, "config.json").write_text(json.dumps(content | differences), encoding="utf-8")
+        path = Path(folder, "recipe.yaml")
+        path.write_text(RECIPE.format(folder=folder, length=LENGTH, steps=STEPS, rows=ROWS), encoding="utf-8")
+        hardware = machine_of(f"rtx4090,{case.drives},{case.ram}")
+        planning = Planning()
+        try:
+            prepared = prepared_elsewhere(load_recipe(path, overrides), hardware, choose=planning)
+        except FuyouError as error:
+            return error.message
+    if planning.too_small is not None:
+        return planning.too_small.message
+    if planning.wishes is not None and not planning.wishes.has_room_for(prepared.plan, hardware):
+        return "the device or the drives have no room for it"
+    return figures(prepared.plan)
+
+
+def figures(plan: Plan) -> dict[str, Any]:
+    predicted, every = plan.predicted, plan.commit_every
+    return {
+        "step_seconds": predicted.step_seconds,
+        "tokens_per_second": ROWS * LENGTH / predicted.step_seconds,
+        "written_per_step": predicted.written_per_step,
+        "compute_seconds": predicted.seconds["compute"],
+        "stalls": predicted.stalls,
+        "commit_every": every,
+        "commit_seconds": getattr(predicted, "commit_seconds", 0.0),  # an earlier checkout's plans have none
+        "sustained": plan.sustained,
+    }
+
+
+def in_words(values: Mapping[str, Any]) -> str:
+    terabytes = values["written_per_step"] * STEPS / 1e12
+    commits = values["commit_every"]
+    often = "each step" if commits == 1 else f"every {commits} steps"
+    return (
+        f"{values['step_seconds']:7.2f} s  {values['tokens_per_second']:6,.0f} tokens/s  {terabytes:6.1f} TB  committed {often}"
+    )
+
+
+def row_of(case: Case, values: dict[str, Any] | str, before: Mapping[str, Any] | None) -> Row:
+    if isinstance(values, str):
+        return missing(case.words, "a plan", values)
+    ratio = values["step_seconds"] / values["compute_seconds"]
+    note = f"{ratio:.2f} of its compute"
+    if before:
+        note += f"; before: {' '.join(in_words(before).split())}"
+    if not case.has_bar:
+        return reported(case.words, in_words(values), note=note, values=values)
+    bar = f"<= {MOST_OF_COMPUTE} of its compute"
+    return holds(case.words, bar, in_words(values), ratio <= MOST_OF_COMPUTE, note=note, values=values)
+
+
+def kept(path: Path | None) -> dict[str, Mapping[str, Any]]:
+    """Figures of an earlier result, by line."""
+    if path is None:
+        return {}
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    return {row["what"]: row["values"] for row in rows if row["values"]}
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    options = argparse.ArgumentParser(
+        description=__doc__, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--quick", action="store_true", help="one plan: tries the script")
+    options.add_argument("--beside", type=Path, help="an earlier result of this script")
+    options.add_argument("--checkout", type=Path, default=ROOT, help="whose sources plan (default: this one)")
+    options.add_argument("--name", default="plan_table", help="of the result")
+    options.add_argument("--results", type=Path, default=ROOT / "scripts" / "results", help="where the JSON goes")
+    asked = options.parse_args(words)
+    print(shlex.join(["python", "scripts/plan_table.py", *(sys.argv[1:] if words is None else words)]))
+    print(described())
+    before, rows = kept(asked.beside), []
+    for case in list(cases())[: 1 if asked.quick else None]:
+        rows.append(row_of(case, planned(case), before.get(case.words)))
+        say(f"{case.words}: {rows[-1].measured}{' FAIL' if rows[-1].verdict == FAIL else ''}")
+    settings = {"tokens_per_step": ROWS * LENGTH, "steps": STEPS, "sources": commit(asked.checkout)}
+    return conclude(asked.name, rows, results=asked.results, settings=settings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

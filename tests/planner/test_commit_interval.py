@@ -1,0 +1,125 @@
+"""Commits of what rests in RAM: as often as they take little of the time and of what is written, and no oftener."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from drawn import examples
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from fuyou_cli.core.units import MiB
+from fuyou_cli.planner.commit_interval import (
+    MOST_LOST,
+    MOST_TIME,
+    MOST_WRITTEN,
+    commit_costs,
+    least_interval,
+    resting_in_ram,
+    timed_plan,
+)
+from fuyou_cli.planner.place import least_memory
+from fuyou_cli.planner.place import plan as first_that_fits
+from fuyou_cli.planner.schedule import plan_schedule
+from fuyou_cli.planner.simulate import STEPS, simulate
+from fuyou_cli.spec.model import ModelSpec
+from fuyou_cli.spec.plan import Plan, Tier
+from fuyou_cli.training.run_limits import RunLimits, saved_where_it_stops, steps_within_writes, written_by_step
+
+from .models import HARDWARE, models, wishes_for
+
+SLOW = replace(HARDWARE, store_read=4e8, store_write=2e8, store_read_mixed=3e8, store_write_mixed=1.5e8)
+CLOSE = 0.005  # of a run: what the steps around one commit, simulated alone, tell of many
+
+
+@examples(200)
+@given(step=st.floats(0.01, 1e4), commit=st.floats(0, 1e4), written=st.integers(0, 10**12), resting=st.integers(0, 10**12))
+def test_no_interval_is_shorter_than_its_bounds_or_longer_than_they_ask(
+    step: float, commit: float, written: int, resting: int
+) -> None:
+    def holds(every: int) -> bool:
+        in_time = commit <= MOST_TIME * (every * step + commit) * (1 + 1e-9)
+        in_writes = resting <= MOST_WRITTEN * (every * written + resting) * (1 + 1e-9)
+        return in_time and (in_writes or (every + 1) * step > MOST_LOST)
+
+    every = least_interval(step=step, commit=commit, written=written, resting=resting)
+    assert every == 1 or (holds(every) and not holds(every - 1)) or (every + 1) * step > MOST_LOST
+    assert holds(every) or not resting
+
+
+def _planned(data: st.DataObject, spec: ModelSpec, *, states: Tier | None, every: Any = "auto", **changes: Any) -> Plan:
+    """The first plan that fits, its interval found by what is simulated."""
+    wishes = replace(data.draw(wishes_for(spec, pinned=False)), commit_every=every, states=states, **changes)
+    wishes = replace(wishes, cpu_budget=least_memory(spec, SLOW, wishes) + data.draw(st.integers(0, 8)) * 8 * MiB)
+    return timed_plan(spec, SLOW, first_that_fits(spec, SLOW, wishes), chosen=every == "auto")
+
+
+def _end(spec: ModelSpec, plan: Plan, steps: int) -> float:
+    return simulate(spec, SLOW, plan, plan_schedule(spec, plan), steps=steps, commits=True).end
+
+
+@examples(25)
+@given(data=st.data(), spec=models(most=1 << 20), states=st.sampled_from([None, "cpu"]))
+def test_commits_take_no_more_than_their_share(data: st.DataObject, spec: ModelSpec, states: Tier | None) -> None:
+    """All steps of some intervals, simulated, beside as many without a commit."""
+    plan = _planned(data, spec, states=states)
+    every, costs = plan.commit_every, commit_costs(plan)
+    assert every is not None and costs is not None and costs.time <= MOST_TIME * (1 + 1e-9)
+    assume(1 < every <= 60)
+    assert costs.written <= MOST_WRITTEN * (1 + 1e-3) or costs.lost > MOST_LOST
+    steps = max(1, 40 // every) * every + STEPS
+    with_commits, without = _end(spec, plan, steps), _end(spec, replace(plan, commit_every=None), steps)
+    assert 1 - without / with_commits <= MOST_TIME + CLOSE
+
+
+@examples(12)
+@given(data=st.data(), spec=models(most=1 << 20))
+def test_states_on_the_ssd_are_committed_every_step(data: st.DataObject, spec: ModelSpec) -> None:
+    plan = _planned(data, spec, states="ssd")
+    assert plan.commit_every == 1 and plan.predicted.commit_seconds == 0
+    assert plan.predicted.written_per_step == plan_schedule(spec, plan).traffic.written_total
+
+
+@examples(12)
+@given(data=st.data(), spec=models(most=1 << 20))
+def test_figures_are_averages_of_the_steps_between_commits(data: st.DataObject, spec: ModelSpec) -> None:
+    plan = _planned(data, spec, states="cpu")
+    assert plan.commit_every is not None
+    assume(plan.has_apart_commits)
+    plain = simulate(spec, SLOW, plan, plan_schedule(spec, plan))
+    assert plain.step_seconds == pytest.approx(plan.plain_seconds, rel=1e-9)
+    assert plain.written == pytest.approx(written_by_step(plan), abs=8 * len(plan.stages))
+    each = resting_in_ram(spec, plan.stages) / plan.commit_every
+    assert plan.predicted.written_per_step == pytest.approx(plain.written + each, abs=8 * len(plan.stages))
+    longer = sum(plan.predicted.stalls.values()) - sum(plain.stalls.values())
+    assert longer == pytest.approx(plan.predicted.step_seconds - plan.plain_seconds, abs=1e-12)
+
+
+@examples(25)
+@given(
+    data=st.data(), spec=models(most=1 << 20), every=st.sampled_from([None, 1, 2, 3, 7]), done=st.integers(0, 20),
+    room=st.integers(0, 1 << 30),
+)  # fmt: skip
+def test_a_run_stops_before_the_step_that_would_write_too_much(
+    data: st.DataObject, spec: ModelSpec, every: int | None, done: int, room: int
+) -> None:
+    """As the plan says beforehand, and with what saving takes still free."""
+    plan = _planned(data, spec, states=data.draw(st.sampled_from(["cpu", "ssd"])), every=every, defer=0.0, clip_grad_norm=None)
+    plain, saved = written_by_step(plan), saved_where_it_stops(plan)
+    assume(plain > room >> 7 or saved > room >> 7)
+    recipe: Any = SimpleNamespace(train=SimpleNamespace(max_time=None), offload=SimpleNamespace(ssd_write_limit=room))
+    limits, step, total = RunLimits(recipe, plan), done, 0
+    limits.begin(step, 0)
+    while step < done + 1000 and limits.reached(seconds=0, written=total) is None:
+        step += 1
+        wrote = plain + saved * (plan.has_apart_commits and every is not None and step % every == 0)
+        total += wrote
+        took: Any = SimpleNamespace(step=step, seconds=1.0, written_bytes=wrote)
+        limits.took(took)
+    assume(step < done + 1000)  # nothing is written, so nothing stops it
+    assert step - done == steps_within_writes(plan, room, done=done)
+    is_saved = every is not None and step % every == 0
+    assert step == done or total + saved * (not is_saved) <= room
