@@ -35,7 +35,7 @@ class GradientSum:
         spec = self.stage.tensors[index]
         target = self.flat[spec.offset : spec.offset + spec.numel].view(spec.shape)
         if index in self.touched:
-            _add(target, gradient)
+            add_in_pieces(target, gradient)
         else:
             target.copy_(gradient)
             self.touched.add(index)
@@ -79,7 +79,7 @@ class GradientSum:
         self.flat[end:].zero_()
 
 
-def _add(target: torch.Tensor, gradient: torch.Tensor) -> None:
+def add_in_pieces(target: torch.Tensor, gradient: torch.Tensor) -> None:
     """In place. On the CPU torch first makes a whole copy of a gradient of another dtype, in the sum's: as large as the sum,
     and page after page of it new. Piece by piece the copy stays in the cache."""
     if gradient.dtype == target.dtype or target.device.type != "cpu" or not gradient.dim():

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..core.errors import UsageError
+from .gradients import add_in_pieces
 from .head import Part, TokenLoss, pieces
 
 if TYPE_CHECKING:
@@ -145,9 +146,9 @@ def _differentiate_piece(
             executor.differentiate(logits, slope, [piece, *parameters], total)
             del logits, slope
             assert piece.grad is not None
-            total_here = gradient[part.rows][part.cut]
-            executor.host_work.added(total_here, piece.grad)
-            leaving.place(piece.grad, total_here.add_)
+            sums = gradient[part.rows][part.cut].view(-1, gradient.shape[-1])
+            executor.host_work.added(sums, piece.grad)
+            leaving.place(piece.grad.reshape(sums.shape), partial(add_in_pieces, sums))
             piece.grad = None
             executor.between()
     leaving.settle()

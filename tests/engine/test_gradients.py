@@ -16,7 +16,7 @@ def test_pieces_add_up(shape: tuple[int, ...], dtypes: tuple[str, str], piece: i
     torch.manual_seed(3)
     total, gradient = (torch.randn(shape).to(getattr(torch, dtype)) for dtype in dtypes)
     expected = total + gradient.to(torch.float32) if dtypes[0] == "float32" else total.clone().add_(gradient)
-    gradients._add(total, gradient)
+    gradients.add_in_pieces(total, gradient)
     assert torch.equal(total, expected)
 
 
@@ -25,5 +25,5 @@ def test_a_gradient_that_is_a_view(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradients, "PIECE", 8)
     total, gradient = torch.randn(6, 10), torch.randn(10, 6).bfloat16().t()
     expected = total + gradient.float()
-    gradients._add(total, gradient)
+    gradients.add_in_pieces(total, gradient)
     assert torch.equal(total, expected)
