@@ -21,7 +21,7 @@ from proof.watch import LineCounter
 from fuyou_cli.training.jsonl import read_log
 
 SEED = 42
-SAVING = 45.0  # seconds after its last step that a run may take to save its states: tens of GB, nothing that is asked
+SAVING = 20.0  # seconds after its last step that a run may take to save its states: tens of GB, nothing that is asked
 LAST_LINES = 12  # of a failed command's output that are kept
 
 

@@ -282,7 +282,7 @@ def segments(context: Context) -> None:
         )
         how = "expandable" if expandable else "fixed"
         what = f"{how} segments, {scale.few * scale.length:,} tokens, max_memory.gpu {scale.gpu}"
-        if ours := context.ours(what, case, saves=20.0):
+        if ours := context.ours(what, case):
             _speed(context, what, ours)
             _gpu_peak(context, what, ours)
 
