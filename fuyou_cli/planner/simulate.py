@@ -252,10 +252,13 @@ class _Imagined:
             self.machine.collect(copy)
 
     def _crossing(self, visit: Visit) -> tuple[float, float]:
-        """Bytes of one micro-batch that go to the device, and back: boundaries and kept outputs."""
+        """Bytes of one micro-batch that go to the device, and back: boundaries and kept outputs. Where stages hand on their
+        results there, the copy that is kept is the only one that comes back."""
         if self.device is None:
             return 0.0, 0.0
-        return micro_batch_crossing(self.costs, visit, self.plan.stages[visit.stage])
+        up, down = micro_batch_crossing(self.costs, visit, self.plan.stages[visit.stage])
+        twice = visit.stash and not self._unhidden
+        return up, down - twice * self.costs.boundary / self.costs.micro_batches
 
     def _begin_copies(self, visit: Visit, *, up: float = 0.0, down: float = 0.0) -> list[int]:
         """Tickets, up and down: the two directions do not wait for each other."""
