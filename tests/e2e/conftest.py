@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from hooks import doing
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -65,19 +66,6 @@ def _write_tokenizer(directory: Path) -> int:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=END, pad_token=PAD, model_max_length=64)
     tokenizer.save_pretrained(directory)
     return len(tokenizer)
-
-
-_DOING = """
-import os
-from pathlib import Path
-from fuyou_cli.training.jsonl import JsonlLog
-logged = JsonlLog.step
-def log_and_do(log, report):
-    logged(log, report)
-    if report.step == {step}:
-        {action}
-JsonlLog.step = log_and_do
-"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -146,9 +134,8 @@ class Project:
         return self.fuyou_changed(f"from fuyou_cli.cli import probe\nprobe.free_space = lambda path: {free}\n", *arguments)
 
     def fuyou_doing(self, action: str, step: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        """The same in a process that does `action` (a statement; `os` and `Path` are there) as soon as `step` is in its log,
-        before it goes on: where a test that watches the log from outside may come too late."""
-        return self.fuyou_changed(_DOING.format(step=step, action=action), *arguments)
+        """The same in a process that does `action` as soon as `step` is in its log, before it goes on."""
+        return self.fuyou_changed(doing(action, step), *arguments)
 
     def fuyou_changed(self, change: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
         """The same in a process of its own, which runs the program `change` first."""
