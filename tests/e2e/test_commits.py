@@ -261,6 +261,18 @@ def test_what_commits_write_is_as_planned(every: int, new_project: NewProject) -
     assert written == per_commit * STEPS // every
 
 
+def test_an_orderly_end_between_two_commits_saves_the_state(new_project: NewProject) -> None:
+    """And what is gone on with from there ends as if nobody had stopped."""
+    changes = {**AUTO, "train.max_steps": STEPS}
+    project = new_project(changes=changes)
+    every = prepared_run(project).plan.commit_every
+    assert every is not None and every > 1
+    with pytest.raises(Interrupted, match=f"stopped after step 1 of {STEPS}"):
+        train(project, interrupt(2, "forward"))
+    assert manifest_of(project).step == 1
+    assert train(project)[0] == train(new_project("whole", changes))[0]
+
+
 def test_a_saved_run_keeps_its_kind_of_store(stopped: Project) -> None:
     for changes in ({"checkpoint.mode": "redo"}, {"checkpoint.mode": "snapshot", "checkpoint.snapshot_every_steps": 3}):
         stopped.write_recipe({"train.max_steps": STEPS, **changes})

@@ -11,6 +11,7 @@ from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fuyou_cli.planner.commit_interval import timed_plan
 from fuyou_cli.planner.place import plan as first_that_fits
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.simulate import simulate
@@ -20,6 +21,7 @@ from fuyou_cli.training.busy import busy_seconds
 from fuyou_cli.training.compared import as_records, compared
 from fuyou_cli.training.report import Busy, Compared, StepReport
 from fuyou_cli.training.reporting import Steps, run_report
+from fuyou_cli.training.run_limits import written_by_step
 
 from .models import HARDWARE
 from .test_plan_file import SPEC, wishes
@@ -72,6 +74,22 @@ def test_medians_of_the_later_steps_stand_beside_the_plan(promised: tuple[Plan, 
     assert (found["ssd written"].predicted, found["ssd written"].measured) == (plan.predicted.written_per_step, 50)
     assert found["peak RAM"].predicted == plan.predicted.cpu_peak
     assert found["  for weights of the head"].measured == found["waiting"].measured == 0.25
+
+
+def test_where_commits_are_steps_apart_both_sides_are_averages(promised: tuple[Plan, Timeline]) -> None:
+    """Of whole intervals; a run that has not come to one says what a step without a commit is."""
+    plan = first_that_fits(SPEC, HARDWARE, wishes(clip_grad_norm=None, states="cpu", commit_every=3, defer=0.0))
+    plan = timed_plan(SPEC, HARDWARE, plan, chosen=False)
+    assert plan.plain_seconds < plan.predicted.step_seconds and plan.predicted.written_per_step > written_by_step(plan)
+    steps = [
+        step(number, seconds=5.0 if number % 3 == 0 else 2.0, written_bytes=90 * (number % 3 == 0)) for number in range(1, 9)
+    ]
+    found = lines((plan, promised[1]), *steps)
+    assert (found["step"].predicted, found["step"].measured) == (plan.predicted.step_seconds, 3.0)
+    assert (found["ssd written"].predicted, found["ssd written"].measured) == (plan.predicted.written_per_step, 30)
+    early = lines((plan, promised[1]), *steps[:3])  # the first warms up
+    assert (early["step"].predicted, early["step"].measured) == (plan.plain_seconds, 2.0)
+    assert (early["ssd written"].predicted, early["ssd written"].measured) == (written_by_step(plan), 0)
 
 
 @examples(20)

@@ -29,6 +29,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     "variant",
     [
         "in_place, in RAM",
+        "in_place, in RAM, committed as planned",
         "in_place, over two folders",
         "redo, on the ssd, clipped",
         "snapshot, every second step",
