@@ -110,7 +110,7 @@ def properties(chosen: Sequence[Path], work: Path) -> list[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--collect-only"]
     done = _said([*command, "-m", "hypothesis", *map(name_of, files(chosen))], os.environ)
     if done.returncode not in (0, 5):  # 5: none
-        raise RuntimeError(f"the tests could not be collected:\n{done.stdout[-_TAIL:]}")
+        raise RuntimeError(f"the tests could not be collected (exit code {done.returncode}):\n{done.stdout[-_TAIL:]}")
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
