@@ -5,8 +5,12 @@
     the 1.1b shape with everything on the ssd: 60 GB in DIR, about an hour on two quiet cores; interrupted, it goes on
     trying the script itself: --shape 50m --turns 1
 
-Once as the disk is, and once with every flush made to take 20 ms more (scripts/proof/shim.c). Counted are a step's seconds and
-what the kernel writes for the whole run beside what the daemon does: manifests, losses, and what the file system makes of them.
+drive: everything rests on the ssd. Once as the disk is, and once with every flush made to take 20 ms more (proof/shim.c). A
+step's seconds count, and what the kernel writes for the whole run beside what the daemon does: manifests, losses, and what the
+file system makes of them.
+ram: the plan's own homes in 8 GiB, where a commit writes what rests in RAM. Three sides take turns: the defaults, no commits,
+and a commit every second step. What one commit costs comes from the third; the default's interval is several times as long as
+its run here, so its share of such a commit is added to its steps.
 """
 
 from __future__ import annotations
@@ -19,19 +23,22 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from proof.report import Row, at_most, conclude, unless_noisy
+from proof.report import Row, at_most, conclude, spread, unless_noisy, worst
+from proof.rows import LENGTH
 from proof.runs import Case, our_run
 from proof.setting import Setting, parser, run_script, size
 
-from fuyou_cli.core.units import GiB, gb
+from fuyou_cli.core.units import GiB, gb, gib
 
 RATES = (600_000_000, 600_000_000)  # bytes/s each way
 WARM_UP = 3  # steps until what waits has moved what all later steps move
 SLOWER, MORE = 0.03, 0.001
+IN_RAM, OF_NONE, OFTEN = 8 * GiB, 1.05, 2  # the budget of `ram`; a default step beside one without commits; steps
 
 
 def arguments() -> argparse.Namespace:
     options = parser(__doc__)
+    options.add_argument("parts", nargs="*", choices=("drive", "ram"), default=["drive"])
     options.add_argument("--turns", type=int, default=3)
     options.add_argument("--measured", type=int, default=3, help="steps of a run that count")
     options.add_argument("--budget", type=size, default=2 * GiB)
@@ -39,6 +46,50 @@ def arguments() -> argparse.Namespace:
 
 
 def prove(setting: Setting, options: argparse.Namespace) -> int:
+    parts = {"drive": drive, "ram": ram}
+    settings = {**setting.described(), "turns": options.turns, "measured": options.measured, "budget": options.budget}
+    codes = []
+    for part in options.parts:
+        name = f"prove_commits-{setting.shape}" + ("-ram" if part == "ram" else "")
+        codes.append(conclude(name, parts[part](setting, options), results=setting.results, settings=settings))
+    return worst(codes)
+
+
+# ---- states in RAM -------------------------------------------------------------------------------------------------
+
+
+def ram(setting: Setting, options: argparse.Namespace) -> list[Row]:
+    sides: dict[Any, list[dict[str, Any]]] = {"auto": [], None: [], OFTEN: []}
+    for turn in range(options.turns):
+        for every, runs in sides.items():
+            runs.append(our_run(setting, _in_ram(setting, options, turn, every)))
+    interval = sides["auto"][0]["plan"]["commit_every"]
+    seconds = {every: [step["seconds"] for run in runs for step in run["steps"][WARM_UP:-1]] for every, runs in sides.items()}
+    means = {every: statistics.fmean(side) for every, side in seconds.items()}
+    one = max(0.0, OFTEN * (means[OFTEN] - means[None]))  # of one commit
+    steps = len(sides["auto"][0]["steps"])
+    share = one / interval if interval is not None and interval > steps else 0.0  # a shorter one is in the steps already
+    what = f"{setting.shape}, {LENGTH} tokens a step in {gib(IN_RAM)}, clipping off: a step by default / without commits"
+    note = (
+        f"default {spread(seconds['auto'])} s, without {spread(seconds[None])} s, every {OFTEN} steps "
+        f"{spread(seconds[OFTEN])} s: a commit takes {one:.1f} s, planned every {interval} steps"
+    )
+    row = at_most(what, (means["auto"] + share) / means[None], OF_NONE, note=note, values={"seconds": list(seconds.items())})
+    return [unless_noisy(row, [run for runs in sides.values() for run in runs])]
+
+
+def _in_ram(setting: Setting, options: argparse.Namespace, turn: int, every: int | str | None) -> Case:
+    counted = options.measured + options.measured % OFTEN  # whole intervals of the side that commits often
+    return Case(
+        shape=setting.shape, budget=IN_RAM, steps=WARM_UP + counted + 1, warm_up=WARM_UP, rows=1, micro=1, throttle=RATES,
+        turn=turn, timed=True, commit_every=every,
+    )  # fmt: skip
+
+
+# ---- everything on the drive ---------------------------------------------------------------------------------------
+
+
+def drive(setting: Setting, options: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     for late in (False, True):
         sides: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
@@ -46,8 +97,7 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
             for commits in (False, True):
                 sides[commits].append(our_run(setting, _case(setting, options, turn, commits=commits, late=late)))
         rows += _compared(setting.shape, sides[True], sides[False], late=late)
-    settings = {**setting.described(), "turns": options.turns, "measured": options.measured, "budget": options.budget}
-    return conclude(f"prove_commits-{setting.shape}", rows, results=setting.results, settings=settings)
+    return rows
 
 
 def _case(setting: Setting, options: argparse.Namespace, turn: int, *, commits: bool, late: bool) -> Case:

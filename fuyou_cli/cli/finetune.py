@@ -200,6 +200,7 @@ def _promises(prepared: Prepared) -> dict[str, object]:
         "predicted_written_by": plan.predicted.written_by,
         "deferred_weights": sum(s.weights_at.size for s in plan.stages if s.deferred and s.weights == "ssd"),
         "predicted_step_seconds": plan.predicted.step_seconds,
+        "commit_every": plan.commit_every,
         "choice": placed_in_words(plan, prepared.model),
     }
 

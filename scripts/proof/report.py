@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import textwrap
@@ -70,6 +71,11 @@ def unless_noisy(row: Row, results: Sequence[Mapping[str, object]]) -> Row:
 def unless_recorded(row: Row, *, recorded: bool) -> Row:
     """The row, but neither pass nor FAIL where the other side is a figure of another day: the ratio alone says little."""
     return replace(row, verdict=REPORTED) if recorded else row
+
+
+def spread(values: Sequence[float]) -> str:
+    """The median, the least and the greatest."""
+    return f"{statistics.median(values):.2f} ({min(values):.2f}..{max(values):.2f}, n={len(values)})"
 
 
 def in_words(row: Row) -> str:

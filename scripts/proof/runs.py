@@ -60,7 +60,7 @@ class Case:
     overrides: tuple[str, ...] = ()  # key=value, over the recipe
     plan: str = ""  # the text of a plan file to run, instead of the plan that is best
     profiles: Mapping[str, str] = field(default_factory=dict)  # files that the run finds, as `kept_profiles` gives them
-    commit_every: int | None = None  # steps; None: where the run begins and ends, as nobody beside it commits at all
+    commit_every: int | str | None = "auto"  # steps, as in a recipe; None: where the run begins and ends
     late_flush: bool = False  # every flush takes 20 ms more
     export: bool = False
     limit: int | None = None  # of the memory group; None: no limit
@@ -85,7 +85,7 @@ class Case:
         words += [f"plan {hashlib.sha256(self.plan.encode()).hexdigest()[:8]}"] if self.plan else []
         words += [f"inside {gib(self.limit)}"] if self.limit is not None else []
         words += [f"disk {self.throttle[0] / 1e9:g}+{self.throttle[1] / 1e9:g} GB/s"] if self.throttle else []
-        words += [f"commits every {self.commit_every}"] if self.commit_every is not None else []
+        words += [f"commits {self.commit_every or 'never'}"]
         words += ["flushes 20 ms late"] if self.late_flush else []
         words += ["exported"] if self.export else []
         words += [f"watched {'m' * self.watch_memory}{'c' * self.watch_counters}"]
