@@ -103,6 +103,7 @@ def write_recipe(place: Place, case: Case) -> Path:
             "dir": str(place.work / "store"),
             "max_memory": {"gpu": case.gpu or "auto"},
             **place.fixed,
+            **({"defer_updates": "auto"} if case.clip is not None else {}),  # clipping leaves no choice of it
             **tiers,
             **case.offload,
         },

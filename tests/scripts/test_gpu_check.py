@@ -17,7 +17,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from gpu import gaps, pack, runner, stages
+from gpu.record import Record
+from gpu.runs import Case, write_recipe
 from proof.report import FAILED, HELD, NOT_SHOWN, ROOT
+
+from fuyou_cli.recipe.load import load_recipe
 
 COMMAND = [sys.executable, str(ROOT / "scripts" / "gpu_check"), "--device", "emulated"]
 
@@ -115,6 +119,19 @@ def test_an_unknown_stage_is_one_clear_error(tmp_path: Path) -> None:
 def test_the_exit_code_says_whether_all_passed(states: list[runner.State], code: int) -> None:
     outcomes = [runner.Outcome(stage=stages.STAGES[0], state=state) for state in states]
     assert runner.code_of(outcomes) == code
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("device", ["cuda", "emulated"])
+def test_recipes_are_ones_that_fuyou_takes(tmp_path: Path, device: str, clip: float | None) -> None:
+    record = Record(tmp_path / "records" / "x.json")
+    context = stages.Context(work=tmp_path, device=device, record=record)
+    for shape in ("1m", context.scale.small):  # nothing is drawn: the checkpoint counts as made
+        (tmp_path / "models" / shape).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "models" / shape / "made").touch()
+    case = Case(shape=context.scale.small, rows=4, steps=3, clip=clip, on_ssd=True, gpu="24GB")
+    loaded = load_recipe(write_recipe(context.place, case), [])
+    assert (loaded.recipe.train.clip_grad_norm, loaded.recipe.offload.device) == (clip, device)
 
 
 # ---- gaps ------------------------------------------------------------------------------------------------------------
