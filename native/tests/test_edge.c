@@ -84,7 +84,7 @@ static void options_refused(fy_arena *arena, fy_store *store)
         case 7: options.block_size = 1000; break;
         case 8: options.scratch_offset = 64; break;
         case 9: options.scratch_size = fy_scratch_size(16384, 1); break;
-        default: options.flags = 2; break;
+        default: options.flags = 4; break;
         }
         fy_daemon *daemon = NULL;
         fy_failure why;
