@@ -81,8 +81,11 @@ class Family:
 
     def smallest(self) -> Iterator[Choice]:
         """Nothing kept or deferred, from what takes most memory to what takes least."""
-        for pipeline in reversed(self.pipelines):
-            yield _choice(pipeline, self.states[0], self.defer[0], self.activations[0], self.swap[0])
+        yield from map(self.bare, reversed(self.pipelines))
+
+    def bare(self, pipeline: tuple[int, int]) -> Choice:
+        """Nothing kept or deferred that is open, and RAM filled in the usual order."""
+        return _choice(pipeline, self.states[0], self.defer[0], self.activations[0], self.swap[0])
 
     def lines(self, choice: Choice) -> Iterator[Choice]:
         """The choices that differ in one knob."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Literal
 
 from ..spec.plan import Plan
@@ -15,6 +16,7 @@ from .timeline import Timeline
 
 MOST_PLACED = 6_000  # stages of choices that one search places at most: a second on an old core, with the simulations
 MOST_VISITS = 5_800  # of all steps that one search simulates at most
+SHORTER = 0.2  # of both, that a search after another takes at most
 GAIN = 1e-3  # of the step: a choice that asks for more must be faster by more
 _LEAST = 4  # simulations, however large the model is
 _PATIENCE = 5_000  # visits simulated in a row that find nothing better,
@@ -41,6 +43,10 @@ class Alternative:
         return max(self.bound, self.estimate) if self.timeline is None else self.timeline.step_seconds + self.commits
 
 
+def _any(choice: Choice, plan: Plan) -> bool:
+    return True
+
+
 @dataclass(slots=True)
 class Looking:
     """What was seen so far; a choice is placed once, and a plan simulated once."""
@@ -49,22 +55,24 @@ class Looking:
     pipelines: tuple[tuple[int, int], ...]
     with_room: bool  # only plans that disk and device have room for
     effort: Effort
+    allows: Callable[[Choice, Plan], bool] = _any  # what it does not is passed over
+    share: float = 1.0  # of what a search places and simulates at most
     placed: int = 0
     visits: int = 0
     in_vain: int = 0  # of the visits, since the best was found
     best: Alternative | None = None  # the fastest
     pool: dict[int, Alternative] = field(default_factory=dict)  # by the identity of the plan
-    _plans: dict[int, Placed] = field(default_factory=dict)
-    _tried: set[Choice] = field(default_factory=set)
-    _looked_around: set[Choice] = field(default_factory=set)
-    _simulations: int = 0
-    _values: dict[tuple[str, object], int] = field(default_factory=dict)  # of knobs: how often they were simulated
-    _longer: dict[tuple[int, int], list[float]] = field(default_factory=dict)  # by pipeline: steps beside their estimates
+    _plans: dict[int, Placed] = field(default_factory=dict, init=False)
+    _tried: set[Choice] = field(default_factory=set, init=False)
+    _looked_around: set[Choice] = field(default_factory=set, init=False)
+    _simulations: int = field(default=0, init=False)
+    _values: dict[tuple[str, object], int] = field(default_factory=dict, init=False)  # of knobs: how often simulated
+    _longer: dict[tuple[int, int], list[float]] = field(default_factory=dict, init=False)  # by pipeline: steps / estimates
 
     # ---- placing -------------------------------------------------------------------------------------------------------
 
     def _may_place(self) -> bool:
-        return self.effort != "limited" or self.placed + len(self.placing.model.stages) <= MOST_PLACED
+        return self.effort != "limited" or self.placed + len(self.placing.model.stages) <= self.share * MOST_PLACED
 
     def place(self, choices: Iterable[Choice]) -> None:
         for choice in choices:
@@ -87,11 +95,30 @@ class Looking:
             return
         self.placed += stages
         self._plans[id(found)] = found
-        if self._fits(found.plan):
+        if self._fits(choice, found.plan):
             self.pool[id(found)] = _alternative(choice, found)
 
-    def _fits(self, plan: Plan) -> bool:
-        return not self.with_room or self.placing.wishes.has_room_for(plan, self.placing.hardware)
+    def _fits(self, choice: Choice, plan: Plan) -> bool:
+        has_room = not self.with_room or self.placing.wishes.has_room_for(plan, self.placing.hardware)
+        return has_room and self.allows(choice, plan)
+
+    def among(self, allows: Callable[[Choice, Plan], bool]) -> Looking:
+        """A shorter search, of what is allowed alone, that knows what this one has seen."""
+        other = replace(self, allows=allows, share=SHORTER, pool={}, best=None, placed=0, visits=0, in_vain=0)
+        other.learn_from(self)
+        return other
+
+    def learn_from(self, other: Looking) -> None:
+        """Takes over what another search with the same placing has seen, as far as it is allowed here."""
+        for key, found in other.pool.items():
+            known = self.pool.get(key)
+            if not self._fits(found.choice, found.plan) or (known is not None and known.timeline is not None):
+                continue
+            self.pool[key] = found
+            if key in other._plans:  # not what was picked (`closer`)
+                self._plans[key] = other._plans[key]
+            if found.timeline is not None and (self.best is None or found.seconds < self.best.seconds):
+                self.best = found
 
     def look_around(self, choices: Family) -> bool:
         """Places what differs in one knob from the best simulated choice around which nobody looked yet; whether there is
@@ -111,7 +138,7 @@ class Looking:
             if found is None or id(found) in self._plans:
                 continue
             self._plans[id(found)] = found
-            if self._fits(found.plan):
+            if self._fits(choice, found.plan):
                 yield _alternative(choice, found)
 
     # ---- simulating ----------------------------------------------------------------------------------------------------
@@ -164,7 +191,7 @@ class Looking:
     def may_simulate(self) -> bool:
         """Whether one more simulation is within what a search may take."""
         one = self._one
-        return self.effort == "exhaustive" or self.visits + one <= max(MOST_VISITS, _LEAST * one)
+        return self.effort == "exhaustive" or self.visits + one <= self.share * max(MOST_VISITS, _LEAST * one)
 
     def simulated(self, found: Alternative) -> Alternative:
         schedule = plan_schedule(self.placing.model, found.plan)
@@ -186,12 +213,13 @@ class Looking:
 
     # ---- the end -------------------------------------------------------------------------------------------------------
 
-    def cheapest(self) -> Alternative:
-        """Of those about as fast as the fastest, the one that asks for least."""
+    def cheapest(self, *, at_most: float = inf) -> Alternative:
+        """Of those about as fast as the fastest, and not slower than `at_most` (seconds), the one that asks for least."""
         assert self.best is not None
-        limit = self.best.seconds * (1 + GAIN)
-        alike = [found for found in self.pool.values() if found.timeline is not None and found.seconds <= limit]
-        return min(alike, key=_asked)
+        return min(self.simulated_within(min(self.best.seconds * (1 + GAIN), at_most)), key=asked_for)
+
+    def simulated_within(self, seconds: float) -> list[Alternative]:
+        return [found for found in self.pool.values() if found.timeline is not None and found.seconds <= seconds]
 
     def others(self, best: Alternative) -> tuple[Alternative, ...]:
         seen = [found for found in self.pool.values() if found is not best]
@@ -204,6 +232,6 @@ def _alternative(choice: Choice, found: Placed) -> Alternative:
     )
 
 
-def _asked(found: Alternative) -> tuple[int, int, float, Choice]:
+def asked_for(found: Alternative) -> tuple[int, int, float, Choice]:
     predicted = found.plan.predicted
     return predicted.written_per_step, predicted.cpu_peak, found.seconds, found.choice

@@ -1,4 +1,4 @@
-"""`search(...)`: the fastest plan of a family of choices, by simulation.
+"""`search(...)`: the fastest plan of a family of choices, by simulation, that is worth what it writes.
 
 Placing a choice is cheap beside simulating it, and says two things of it: a bound that its step cannot beat, and an estimate.
 The likeliest is simulated first. What simulations show to be better than all before is looked at from all sides: every other
@@ -11,6 +11,8 @@ How near that comes to the best of the whole family: of a small one every choice
 that their bounds do not rule out; then it is the best, and `complete` says so. A search as limited as that of a large family
 finds, of the small ones of tests/planner/test_search.py, a step at most `NEAR` longer than the best. Of a hundred stages a few
 dozen choices are placed and eight simulated: nobody knows what the best is.
+
+Where the fastest choice spends drives for little, those that do not are searched in the same way (`sparing`).
 
 Choices fill RAM in a fixed order. Of a model of few tensors the sets of them that fit are looked at as well (`closer`).
 """
@@ -30,6 +32,7 @@ from .closer import look_closer
 from .commit_interval import timed_plan
 from .looking import Alternative, Effort, Looking
 from .place import Placing, too_small
+from .sparing import Sparing, balanced, spared
 from .wishes import Wishes
 
 SMALL, SMALL_STAGES = 66_000, 30  # stages of all choices, and of a model, whose family is placed whole: a second as well
@@ -41,6 +44,7 @@ class Found:
     """What a search saw."""
 
     best: Alternative
+    fastest: Alternative  # whatever it writes: what `offload.wear: ignore` takes
     others: tuple[Alternative, ...]  # simulated ones first, then by bound
     complete: bool  # no choice of the family is better
     placed: int  # stages of all choices placed
@@ -61,14 +65,9 @@ def search(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, *, effor
     for with_room in (True, False):  # what overflows disk or device is refused by name, by who knows what is there already
         looking = Looking(placing=placing, pipelines=choices.pipelines, with_room=with_room, effort=effort)
         with _uncollected():
-            complete = _explored(looking, choices)
+            complete = _looked(looking, choices)
             if looking.best is not None:
-                look_closer(looking, choices)
-        if looking.best is not None:
-            best = looking.cheapest()
-            return Found(
-                best=best, others=looking.others(best), complete=complete, placed=looking.placed, visits=looking.visits
-            )
+                return _found(looking, choices, complete=complete)
     raise too_small(model, hardware, wishes)
 
 
@@ -93,6 +92,28 @@ def fastest(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan
 def timed(found: Alternative, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
     """The plan, its figures of time simulated, and its commits as far apart as those say."""
     return timed_plan(model, hardware, found.plan, chosen=wishes.commit_every == "auto", step=found.timeline)
+
+
+def _found(every: Looking, choices: Family, *, complete: bool) -> Found:
+    """The fastest of all, or what is taken instead of it to spare the drives."""
+    fastest, policy = every.cheapest(), every.placing.wishes.wear
+    best, placed, visits = fastest, every.placed, every.visits
+    sparing = Sparing(every.placing, choices, fastest)
+    if policy == "balanced" or (policy == "spare" and sparing.spends(fastest.choice, fastest.plan)):
+        frugal = every.among(sparing.allows)
+        complete = _looked(frugal, sparing.family) and complete
+        best = (spared if policy == "spare" else balanced)(every, frugal)
+        every.learn_from(frugal)
+        placed, visits = placed + frugal.placed, visits + frugal.visits
+    return Found(best=best, fastest=fastest, others=every.others(best), complete=complete, placed=placed, visits=visits)
+
+
+def _looked(looking: Looking, choices: Family) -> bool:
+    """At the family, and closer at what came out best; whether none of it can be better than the best."""
+    complete = _explored(looking, choices)
+    if looking.best is not None:
+        look_closer(looking, choices)
+    return complete
 
 
 def _explored(looking: Looking, choices: Family) -> bool:

@@ -9,6 +9,8 @@ from ..spec.hardware import HardwareProfile
 from ..spec.plan import Numerics, Plan, StoreMode, Tier
 from .boundary_layout import Kept
 
+WearPolicy = Literal["spare", "balanced", "ignore"]
+
 MOST_UPDATE_THREADS = 64  # that the daemon can have
 NEARLY_BEST = 0.9  # of AdamW's best rate: more threads than that takes only wait for memory
 _CHUNKS_ON_THE_WAY = 5  # being read or written while every update thread has one
@@ -46,6 +48,7 @@ class Wishes:
     store_mode: StoreMode = "in_place"
     may_redo: bool = False  # the other mode, where this one has no room
     keep: int = 1  # committed states that are there whole at any time, where stages have places of their own
+    wear: WearPolicy = "ignore"  # what drives are spent for (`sparing`)
 
     @property
     def asked_interval(self) -> int | None:

@@ -169,6 +169,7 @@ class OffloadSection(Section):
     defer_updates: AutoShare = "auto"
     io: IoSection = IoSection()
     verify_reads: bool = True  # what is read while training is compared with what was written
+    wear: Literal["spare", "balanced", "ignore"] = "spare"  # whether drives are written to for a little speed
     ssd_write_limit: Size | None = None
     expandable_segments: bool = True  # of torch's allocator on a GPU, unless PYTORCH_ALLOC_CONF says
     measure: bool = True  # a machine nobody has measured is measured before it is planned with; else rates are assumed

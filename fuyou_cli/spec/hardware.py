@@ -27,6 +27,11 @@ _NOT_RATES = (
     "measured", "others_cores", "sources", "steady_bytes", "device_free", "memlock", "memlock_why",
 )  # fmt: skip
 
+# What writing costs beside time (`offload.wear: balanced`): assumptions, not anybody's figures, in one money.
+DRIVE_PRICE = 85.0  # a TB of capacity
+HOUR_PRICE = 0.60  # an hour of the machine and of who waits for it
+USUAL_ENDURANCE = 600  # times that a drive may be written whole, where its maker's rating is not known
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageRate:
@@ -134,6 +139,14 @@ class HardwareProfile:
             store_read_mixed=self.sustained_read_mixed or self.store_read_mixed,
             store_write_mixed=self.sustained_write_mixed or self.store_write_mixed,
         )
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """How much time a byte written to the store is worth: its share of the drives' price over that of an hour."""
+        terabyte = 10**12
+        lives = [drive.rated_bytes / drive.capacity for drive in self.drives if drive.rated_bytes and drive.capacity]
+        endurance = sum(lives) / len(lives) if lives else USUAL_ENDURANCE
+        return DRIVE_PRICE / terabyte / endurance / (HOUR_PRICE / 3600)
 
     @property
     def slows_down(self) -> bool:

@@ -439,6 +439,7 @@ def wishes(
         store_mode=mode,
         may_redo=checkpoint.mode == "auto" and checkpoint.commit_every_steps in (1, "auto") and saved is None,
         keep=saved.keep if saved is not None else checkpoint.keep_last if snapshots else 1,
+        wear=offload.wear,
     )
 
 

@@ -1,0 +1,103 @@
+"""What drives are spent for (`offload.wear`): a plan that writes more has to be worth it.
+
+A plan *spends* drives where it writes more than it must:
+
+- more bytes of boundaries, and of the outputs of operators that rest with them, than the plan of the same pipeline that keeps
+  no outputs and fills RAM in the usual order. Boundaries that have no room there are necessary; outputs that are swapped to the
+  ssd are not, nor boundaries that went there because outputs or states took their place;
+- or in all over `ALIKE` more bytes than such a plan with as little in flight as can be: states, weights and gradients that
+  rest on the ssd so that outputs have RAM, or updates that wait for the next forward.
+
+`spare` takes the fastest plan that does not spend, if it is at most `WORTH` slower than the fastest of all. Else spending is
+worth it, and of the plans that are at most `WORTH` slower than the fastest of all, and faster by as much than all that do not
+spend, it takes the one that writes least.
+`balanced` takes the plan with the least sum of its seconds and of what it writes at the price of a byte in seconds
+(`HardwareProfile.seconds_per_byte`). Of drives for consumers nearly nothing is worth that.
+`ignore` takes the fastest. The other two never write more than it.
+
+Drives whose endurance nobody knows are spared like others: they wear too. Steps are compared at the rates that the run is
+planned for: those that last, unless the whole run is known to end before the fast region does (`lasting`).
+
+`rtx4090,2xgen4,128GiB`, 64 rows of 4,096 tokens one by one, no clipping, at rates that last; seconds and GB written per step:
+
+               ignore         spare
+    8B     102.1   156    101.4    80     boundaries stay in RAM, for which `ignore` has outputs there
+    14B    185.8   277    186.9   226
+    70B    884.8 1,186    884.8 1,186     nothing to spare: boundaries have no room in RAM
+
+At the first rates outputs on the ssd bring 8B more than a twentieth (94.8 s and 387 GB): `spare` swaps fewer of them (95.9 s
+and 284 GB) in a run that is known to end within the region. With commits as far apart as the planner says, bytes and seconds
+are compared as they are guessed while it searches; the figures above are of the plans that come of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..spec.plan import Plan
+from .choice import Choice, Family
+from .looking import Alternative, Looking, asked_for
+from .place import Placing
+
+WORTH = 0.05  # of the step, that spending drives has to save
+ALIKE = 0.05  # of the bytes that must be written: no more than that is no matter
+
+
+class Sparing:
+    """Which plans of a family spend drives, beside the fastest of it."""
+
+    def __init__(self, placing: Placing, choices: Family, fastest: Alternative) -> None:
+        self.family = replace(choices, swap=choices.swap[:1])  # of what does not spend
+        self._placing, self._fastest = placing, fastest
+        self._bare: dict[tuple[int, int], Plan | None] = {}
+
+    def spends(self, choice: Choice, plan: Plan) -> bool:
+        alike, least = self._without_outputs(choice.lookahead, choice.gradient_slots), self._without_outputs(*self._smallest)
+        boundaries, written = plan.predicted.written_by["boundaries"], plan.predicted.written_per_step
+        if alike is not None and boundaries > alike.predicted.written_by["boundaries"]:
+            return True
+        return least is not None and written > least.predicted.written_per_step * (1 + ALIKE)
+
+    def allows(self, choice: Choice, plan: Plan) -> bool:
+        """What neither spends nor writes more than the fastest."""
+        most = self._fastest.plan.predicted.written_per_step
+        return plan.predicted.written_per_step <= most and not self.spends(choice, plan)
+
+    @property
+    def _smallest(self) -> tuple[int, int]:
+        return self.family.pipelines[0]
+
+    def _without_outputs(self, lookahead: int, slots: int) -> Plan | None:
+        """None where it does not fit: then nothing else with this pipeline does but tensors that were picked."""
+        pipeline = (lookahead, slots)
+        if pipeline not in self._bare:
+            found = self._placing.placed(self.family.bare(pipeline))
+            self._bare[pipeline] = None if found is None else found.plan
+        return self._bare[pipeline]
+
+
+def spared(every: Looking, frugal: Looking) -> Alternative:
+    """`spare`, of what a search saw of all plans, and one of those that do not spend."""
+    assert every.best is not None
+    fastest, limit = every.cheapest(), every.best.seconds * (1 + WORTH)
+    if frugal.best is not None:
+        if frugal.best.seconds <= limit:
+            return frugal.cheapest(at_most=limit)
+        limit = min(limit, frugal.best.seconds / (1 + WORTH))
+    return min((fastest, *_no_more_written(every.simulated_within(limit), fastest)), key=asked_for)
+
+
+def balanced(every: Looking, frugal: Looking) -> Alternative:
+    """`balanced`, of the same."""
+    price, fastest = every.placing.hardware.seconds_per_byte, every.cheapest()
+    seen = [*every.simulated_within(float("inf")), *frugal.simulated_within(float("inf"))]
+
+    def cost(found: Alternative) -> tuple[float, tuple[int, int, float, Choice]]:
+        return found.seconds + price * found.plan.predicted.written_per_step, asked_for(found)
+
+    return min((fastest, *_no_more_written(seen, fastest)), key=cost)
+
+
+def _no_more_written(seen: list[Alternative], fastest: Alternative) -> list[Alternative]:
+    most = fastest.plan.predicted.written_per_step
+    return [found for found in seen if found.plan.predicted.written_per_step <= most]
