@@ -160,6 +160,7 @@ def candidates(prepared: Prepared, *, fits: bool) -> Iterator[Kind]:
         Kind(steps=spilt, numerics=True, steadily=False),
         *less,
         Kind(steps=_rarer_commits(prepared), numerics=False),
+        Kind(steps=_sparing(prepared), numerics=False),
         Kind(steps=_recompute(prepared), numerics=False),
         Kind(steps=(("train.clip_grad_norm=null",),) if recipe.train.clip_grad_norm is not None else (), numerics=True),
         Kind(steps=(("precision.grad_accum=bfloat16",),) if bfloat16_sums else (), numerics=True),
@@ -215,6 +216,10 @@ def _rarer_commits(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
     if every is None or not resting or plan.store_mode == "redo":
         return ()
     return tuple((f"checkpoint.{key}_every_steps={factor * every}",) for factor in (10, 100))
+
+
+def _sparing(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
+    return (("offload.wear=spare",),) if prepared.recipe.offload.wear != "spare" else ()
 
 
 def _recompute(prepared: Prepared) -> tuple[tuple[str, ...], ...]:

@@ -89,7 +89,8 @@ def _row(words: str, choice: Choice, plan: Plan | None, prepared: Prepared, wish
     if plan is None:
         return Row(words=words, choice=choice, plan=None, slower=0.0, why="takes more RAM than there is")
     slower = plan.predicted.step_seconds / prepared.plan.predicted.step_seconds - 1
-    why = _too_large(plan, prepared, wishes) or (where_time_goes(plan, prepared.plan) if slower > _LITTLE else "")
+    why = _too_large(plan, prepared, wishes) or _spends(slower, plan, prepared, wishes)
+    why = why or (where_time_goes(plan, prepared.plan) if slower > _LITTLE else "")
     return Row(words=words, choice=choice, plan=plan, slower=slower, why=why)
 
 
@@ -101,6 +102,12 @@ def _too_large(plan: Plan, prepared: Prepared, wishes: Wishes) -> str:
     if device is not None and plan.predicted.gpu_peak > device:
         return f"takes {gib(plan.predicted.gpu_peak)} of GPU memory, {gib(device)} are there"
     return f"takes {gb(plan.store_size)} of disk, the store can have {gb(disk)}"
+
+
+def _spends(slower: float, plan: Plan, prepared: Prepared, wishes: Wishes) -> str:
+    """What a faster plan was not worth."""
+    more = plan.predicted.written_per_step - prepared.plan.predicted.written_per_step
+    return f"writes {gb(more)} more a step (offload.wear)" if slower < -_LITTLE and more > 0 and wishes.wear != "ignore" else ""
 
 
 def where_time_goes(plan: Plan, best: Plan) -> str:

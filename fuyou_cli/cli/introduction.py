@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.core.errors import PlanError
 from fuyou_cli.core.units import gib
-from fuyou_cli.planner.choice import Choice
 from fuyou_cli.planner.lasting import Choose
-from fuyou_cli.planner.search import search, timed
+from fuyou_cli.planner.search import Found, search, timed
 from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
@@ -20,6 +19,7 @@ from fuyou_cli.spec.plan import Plan
 from .console import status_console, write_status
 from .prepared import command_of, facts_of
 from .room import check_export, plan_problems, room_of
+from .wear import spared_of
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
@@ -34,16 +34,16 @@ class Introduction:
 
     loaded: LoadedRecipe
     given: Choose | None = None
-    _choice: Choice | None = None  # of the latest search
+    _search: tuple[Found, Wishes] | None = None  # the latest one
     _shown: Prepared | None = None
 
     def choose(self, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
-        """The fastest plan, its choice remembered."""
+        """The best plan, what was seen on the way to it remembered."""
         if self.given is not None:
             return self.given(model, hardware, wishes)
-        best = search(model, hardware, wishes).best
-        self._choice = best.choice
-        return timed(best, model, hardware, wishes)
+        found = search(model, hardware, wishes)
+        self._search = found, wishes
+        return timed(found.best, model, hardware, wishes)
 
     def planned(self, prepared: Prepared) -> None:
         """Shows the plan, and ends there where it does not fit. A saved run has fetched what it needs, and may be refused for
@@ -94,7 +94,9 @@ class Introduction:
         self._shown, room = prepared, room_of(prepared)
         plan, model, hardware = prepared.plan, prepared.model, prepared.hardware
         even = None if plan_problems(plan, room) else self._break_even(prepared)
-        facts = replace(facts_of(self.loaded, prepared), command="", even=even, advice=self.changes)  # it runs already
+        spared = None if self._search is None else spared_of(self._search[0], plan, model, hardware, self._search[1])
+        facts = replace(facts_of(self.loaded, prepared), even=even, spared=spared)
+        facts = replace(facts, command="", advice=self.changes)  # it runs already
         show_plan(status_console(), plan, model, hardware, room, verbose=False, facts=facts)
 
     def _break_even(self, prepared: Prepared) -> BreakEven | None:
@@ -102,9 +104,9 @@ class Introduction:
         from .break_even import break_even
         from .planning import Elsewise
 
-        if self._choice is None or prepared.manifest is not None:
+        if self._search is None or prepared.manifest is not None:
             return None
-        return break_even(Elsewise(loaded=self.loaded, prepared=prepared, described=False), self._choice)
+        return break_even(Elsewise(loaded=self.loaded, prepared=prepared, described=False), self._search[0].best.choice)
 
     def _show_length(self, prepared: Prepared) -> None:
         from .render.plan import show_length

@@ -130,6 +130,7 @@ def _facts(loaded: LoadedRecipe, options: PlanOptions, outcome: Outcome, plannin
     if options.verbose or options.json_output:
         facts = replace(facts, step=_step_with_memory(outcome.prepared))
     elsewise: Elsewise = Elsewise(loaded=loaded, prepared=outcome.prepared, described=described)
+    facts = replace(facts, spared=planning.spared(outcome.prepared))
     if not outcome.problems and planning.found is not None:
         facts = replace(facts, even=break_even(elsewise, planning.found.best.choice))
     if not outcome.passes:

@@ -20,7 +20,7 @@ from fuyou_cli.spec.plan import Plan
 
 from .prepared import on_described
 from .room import Room, plan_problems, room_of
-from .wear import Wear, wear_of, writes_of
+from .wear import Spared, Wear, spared_of, wear_of, writes_of
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
@@ -45,6 +45,12 @@ class Planning:
             self.too_small = error
             self.found = search(model, hardware, replace(wishes, cpu_budget=least_memory(model, hardware, wishes)))
         return replace(timed(self.found.best, model, hardware, wishes), cpu_budget=wishes.cpu_budget)
+
+    def spared(self, prepared: Prepared) -> Spared | None:
+        """What its latest plan, which is that of `prepared`, does not write for the drives' sake."""
+        if self.found is None or self.wishes is None or self.too_small is not None:
+            return None
+        return spared_of(self.found, prepared.plan, prepared.model, prepared.hardware, self.wishes)
 
 
 def as_chosen_before(choice: Choice) -> Choose:

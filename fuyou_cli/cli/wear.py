@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fuyou_cli.planner.search import Found, timed
+from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.hardware import HardwareProfile
+from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan
 
 from .room import Room
@@ -74,3 +77,45 @@ def wear_of(hardware: HardwareProfile, writes: Writes | None) -> Wear | None:
         before=worst.used_bytes / worst.rated_bytes,
         after=(worst.used_bytes + each) / worst.rated_bytes,
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spared:
+    """What `offload.wear` kept from being written, and what that would have brought."""
+
+    instead: str  # of what it would have been, in words
+    per_step: int  # bytes
+    faster: float  # a step of the fastest plan, as a share of its seconds
+    each: int  # bytes that 1,000 of its steps write to each drive
+    rated: bool  # whether anybody knows what a drive is rated for
+
+
+def spared_of(found: Found, plan: Plan, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Spared | None:
+    """Beside `plan`, which was made of what a search found; None where the fastest plan is that one, or no faster."""
+    if found.fastest is found.best:
+        return None
+    fastest, chosen = timed(found.fastest, model, hardware, wishes).predicted, plan.predicted
+    faster, more = chosen.step_seconds / fastest.step_seconds - 1, fastest.written_per_step - chosen.written_per_step
+    if faster <= 0 or more <= 0:
+        return None
+    return Spared(
+        instead=_instead(found.fastest.plan, plan),
+        per_step=more,
+        faster=faster,
+        each=round(1000 * fastest.written_per_step / max(1, len(hardware.drives))),
+        rated=any(drive.rated_bytes for drive in hardware.drives),
+    )
+
+
+def _instead(fastest: Plan, plan: Plan) -> str:
+    """What most of the bytes would have been."""
+    if _swapping(fastest) > _swapping(plan):
+        return "outputs are recomputed instead of swapped"
+    now, then = plan.predicted.written_by, fastest.predicted.written_by
+    most = max(sorted(then), key=lambda kind: then[kind] - now.get(kind, 0))
+    return f"{most} stay in RAM"
+
+
+def _swapping(plan: Plan) -> int:
+    """Operators whose outputs go to the ssd, of all stages."""
+    return sum(len(stage.kept) for stage in plan.stages if stage.boundary == "ssd")

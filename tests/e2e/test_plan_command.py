@@ -271,6 +271,7 @@ def test_how_long_the_epochs_are(new_project: NewProject, command: Callable[[Pro
 def test_how_reads_are_checked_is_no_part_of_a_plan(new_project: NewProject) -> None:
     recipe = new_project().recipe
     assert recipe_keys(load_recipe(recipe, ["offload.verify_reads=false"]).recipe) == recipe_keys(load_recipe(recipe).recipe)
+    assert recipe_keys(load_recipe(recipe, ["offload.wear=ignore"]).recipe)["offload.wear"] == '"ignore"'
 
 
 @pytest.mark.parametrize("content", ["model: {name_or_path: m}\n", '{"text": "a row"}\n'])

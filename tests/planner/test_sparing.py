@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from fuyou_cli.cli.prepared import prepared_elsewhere
 from fuyou_cli.cli.profile import described
+from fuyou_cli.cli.render.wear import spared_rows
+from fuyou_cli.cli.wear import spared_of
 from fuyou_cli.core.units import MiB
 from fuyou_cli.planner.boundary_layout import kept_bytes
 from fuyou_cli.planner.choice import family
@@ -21,7 +23,7 @@ from fuyou_cli.planner.looking import GAIN
 from fuyou_cli.planner.place import Placing, least_memory
 from fuyou_cli.planner.place import plan as first_that_fits
 from fuyou_cli.planner.schedule import plan_schedule
-from fuyou_cli.planner.search import search
+from fuyou_cli.planner.search import fastest, search, timed
 from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.planner.sparing import WORTH, Sparing
 from fuyou_cli.planner.wishes import WearPolicy, Wishes
@@ -179,3 +181,22 @@ def test_a_length_that_nobody_knows_is_planned_for_the_rates_that_last(
     asked = replace(wishes, sustained=False)
     lengths = {steps: planned_for(first_that_fits, model, hardware, asked, steps=steps).sustained for steps in (0, 1, 1000)}
     assert lengths == {0: True, 1: False, 1000: True}
+
+
+def test_what_was_not_done_is_said(seen: tuple[ModelSpec, HardwareProfile, Wishes]) -> None:
+    """With the figures of the very plan that `ignore` takes."""
+    model, hardware, wishes = seen
+    asked = replace(wishes, clip_grad_norm=1.0, sustained=False)
+    found = search(model, hardware, asked)
+    said = spared_of(found, timed(found.best, model, hardware, asked), model, hardware, asked)
+    other = fastest(model, hardware, replace(asked, wear="ignore"))
+    chosen = timed(found.best, model, hardware, asked).predicted
+    assert said is not None and said.rated
+    assert said.per_step == other.predicted.written_per_step - chosen.written_per_step > 0
+    assert said.each == 500 * other.predicted.written_per_step  # 1,000 steps, two drives
+    assert 0 < said.faster == chosen.step_seconds / other.predicted.step_seconds - 1 < WORTH
+    ((_, words),) = spared_rows(said)
+    assert f"{said.faster:.1%} faster" in words and "to each drive in 1,000 steps (offload.wear=ignore)" in words
+    assert "is not known" in spared_rows(replace(said, rated=False))[0][1]
+    ignoring = search(model, hardware, replace(asked, wear="ignore"))
+    assert spared_of(ignoring, other, model, hardware, asked) is None and spared_rows(None) == []

@@ -9,6 +9,7 @@ from fuyou_cli.cli.break_even import BreakEven
 from fuyou_cli.cli.compare import Comparison
 from fuyou_cli.cli.endings import Ending
 from fuyou_cli.cli.planning import Outcome
+from fuyou_cli.cli.wear import Spared
 from fuyou_cli.planner.lasting import FastRegion
 from fuyou_cli.planner.timeline import Timeline
 
@@ -31,6 +32,7 @@ class RunFacts:
     region: FastRegion | None = None  # of the drives; None where they are not known to slow down
     endings: tuple[Ending, ...] = ()  # before the last step, by limits of the recipe
     step: Timeline | None = None  # with its memory; None where nobody asked for that
+    spared: Spared | None = None  # by `offload.wear`
     notes: tuple[str, ...] = ()  # what was noticed while it was planned
 
     @property

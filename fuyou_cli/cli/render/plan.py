@@ -23,7 +23,7 @@ from .memory import TIER_TITLE, show_memory, show_phase_peaks
 from .options import show_changes, show_comparison
 from .step import WIDE, length, show_step
 from .theme import Symbols, column, heading, memory_unit, pairs, percent, rate, ruled, say, show, symbols, tera
-from .wear import warn_of_wear, warn_of_worn, wear_in_full
+from .wear import spared_rows, warn_of_wear, warn_of_worn, wear_in_full
 
 POLICY_WIDTH = 96  # columns from which the policy column is shown
 
@@ -239,7 +239,8 @@ def _traffic(console: Console, plan: Plan, hardware: HardwareProfile, room: Room
     content.add_section()
     content.add_row("total", gb(predicted.read_per_step), gb(predicted.written_per_step), style="bold")
     show(console, content, indent=2)
-    pairs(console, [("commits", _commits(plan)), ("wear", wear_in_full(plan, hardware, room, facts)), *map(_disk, room.disks)])
+    worn = [("wear", wear_in_full(plan, hardware, room, facts)), *spared_rows(facts.spared)]
+    pairs(console, [("commits", _commits(plan)), *worn, *map(_disk, room.disks)])
 
 
 def _commits(plan: Plan) -> str:

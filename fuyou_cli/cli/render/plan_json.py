@@ -64,6 +64,7 @@ def plan_json(plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Roo
         "rated_bytes": sum(drive.rated_bytes for drive in hardware.drives) or None,
         "commits": _commits(plan),
         "wear": None if wear is None else wear.run,
+        "spared": None if facts.spared is None else asdict(facts.spared),
         "worn_before": None if wear is None else wear.before,
         "worn_after": None if wear is None else wear.after,
         "break_even": _break_even(facts.even),

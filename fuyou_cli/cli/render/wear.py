@@ -7,7 +7,7 @@ from rich.text import Text
 
 from fuyou_cli.cli.drives import nearly_worn
 from fuyou_cli.cli.room import Room
-from fuyou_cli.cli.wear import WORN, Wear, Writes, wear_of, writes_of
+from fuyou_cli.cli.wear import WORN, Spared, Wear, Writes, wear_of, writes_of
 from fuyou_cli.core.units import gb
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.plan import Plan
@@ -33,6 +33,18 @@ def wear_in_full(plan: Plan, hardware: HardwareProfile, room: Room, facts: RunFa
         said += f", {' + '.join(names)} {gb(sum(beside.values()))}"
     wear = wear_of(hardware, writes)
     return f"{said} (1 TB = 1e12 bytes, as drives are rated)" if wear is None else said + _share_of_rating(hardware, wear)
+
+
+def spared_rows(spared: Spared | None) -> list[tuple[str, str]]:
+    """What was not done to spare the drives, and what it would have brought."""
+    if spared is None:
+        return []
+    said = (
+        f"{gb(spared.per_step)} a step: {spared.instead}; writing them would be {spared.faster:.1%} faster and write "
+        f"{gb(spared.each)} to each drive in 1,000 steps (offload.wear=ignore)"
+    )
+    unknown = "" if spared.rated else "; what its drives are rated for is not known, they are spared all the same"
+    return [("spared", said + unknown)]
 
 
 def wear_in_brief(plan: Plan, hardware: HardwareProfile, room: Room, facts: RunFacts) -> str:
