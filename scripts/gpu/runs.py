@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -23,6 +25,8 @@ from fuyou_cli.training.jsonl import read_log
 SEED = 42
 SAVING = 20.0  # seconds after its last step that a run may take to save its states: tens of GB, nothing that is asked
 LAST_LINES = 12  # of a failed command's output that are kept
+STACK_LINES = 120  # of one that was ended: what all of its threads were doing
+TO_TELL = 2.0  # seconds that it has to say so
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,8 +43,8 @@ class Place:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Profiles of the machine are those measured here, and stay here."""
-        return {"XDG_CACHE_HOME": str(self.work / "profiles")}
+        """Profiles of the machine are those measured here, and stay here. What is ended tells its threads' stacks."""
+        return {"XDG_CACHE_HOME": str(self.work / "profiles"), "PYTHONFAULTHANDLER": "1"}
 
     def model(self, shape: str) -> Path:
         """The checkpoint of `shape` with random weights, made once."""
@@ -130,6 +134,8 @@ def finetune(place: Place, case: Case, *, words: Sequence[str] = (), saves: floa
                 last = last or time.monotonic()
                 cut = time.monotonic() - last > saves
             late = time.monotonic() > place.until
+            if late:
+                end_with_stacks(child)
             if cut or late:
                 child.kill()
                 break
@@ -147,6 +153,8 @@ def finetune(place: Place, case: Case, *, words: Sequence[str] = (), saves: floa
     if len(steps) != case.steps or not (child.returncode == 0 or cut or late):
         how = "ended by the stage's limit" if late else f"exit code {child.returncode}"
         result["failed"] = f"{how}, {len(steps)} of {case.steps} steps:\n{end_of(output)}"
+        if late:
+            result["stacks"] = end_of(output, STACK_LINES)
     return result
 
 
@@ -174,8 +182,19 @@ def in_memory(place: Place, case: Case, *, micro: int) -> dict[str, Any]:
     return result
 
 
-def end_of(output: Path) -> str:
-    return "\n".join(output.read_text(errors="replace").strip().splitlines()[-LAST_LINES:])
+def end_of(output: Path, lines: int = LAST_LINES) -> str:
+    return "\n".join(output.read_text(errors="replace").strip().splitlines()[-lines:])
+
+
+def end_with_stacks(child: subprocess.Popen[bytes]) -> None:
+    """Python's faulthandler writes what every thread is doing, also where one is inside a driver that does not return."""
+    resource.prlimit(child.pid, resource.RLIMIT_CORE, (0, 0))  # it has tens of GB of memory
+    child.send_signal(signal.SIGABRT)
+    try:
+        child.wait(TO_TELL)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
 
 
 def settled(result: Mapping[str, Any], warm_up: int, name: str = "seconds") -> float:

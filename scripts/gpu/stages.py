@@ -9,11 +9,11 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 from proof.report import ROOT, at_least, at_most, holds, missing, reported
 from proof.runs import FUYOU, child_environment
@@ -22,10 +22,11 @@ from fuyou_cli.core.units import GiB, MiB, gib, parse_size
 
 from .pinning import pin
 from .record import Record
-from .runs import Case, Place, end_of, finetune, in_memory, settled, write_recipe
+from .runs import STACK_LINES, Case, Place, end_of, end_with_stacks, finetune, in_memory, settled, write_recipe
 
 SAME_LOSS = 2e-3  # relative, of the first step: the same rows and weights, bf16 on both sides
 TO_END = 4.0  # seconds before its limit at which a stage ends what it runs
+HANGS = 40  # seconds after which a test on a GPU has failed, and the others go on
 WARM_UP = 2  # steps: the second runs the first update that was deferred
 
 
@@ -163,17 +164,24 @@ def tests_blocking(context: Context) -> None:
 def _tests(context: Context, what: str, **environment: str) -> None:
     files = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("tests/**/test_*.py")) if _of_gpu(path)]
     chosen = ["-m", "gpu"] if context.device == "cuda" else ["-m", "not gpu", "-k", "emulated"]
-    report, output = context.work / "tests.xml", context.work / "tests.txt"
-    report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *chosen, *files]
-    with output.open("wb") as file:
-        code = subprocess.run(
-            command, env=child_environment() | environment, stdout=file, stderr=subprocess.STDOUT, check=False, cwd=ROOT
-        ).returncode
-    counts, failed = _counted(report)
-    context.record.keep(what, {"exit": code, **counts, "failed": failed, "end": end_of(output)})
+    output = context.work / "tests.txt"
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *chosen, *files]
+    command += [f"--timeout={HANGS}"] if context.device == "cuda" else []  # by a signal: it tells the stacks of all threads
+    everything = child_environment() | environment
+    with (
+        output.open("wb") as file,
+        subprocess.Popen(command, env=everything, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT) as child,
+    ):
+        try:
+            code = child.wait(max(1.0, context.until - time.monotonic()) if context.until < math.inf else None)
+            how = ""
+        except subprocess.TimeoutExpired:
+            end_with_stacks(child)
+            code, how = child.returncode, "ended by the stage's limit"
+    counts, failed = counted(output.read_text(errors="replace"))
+    context.record.keep(what, {"exit": code, **counts, "failed": failed, "end": end_of(output, STACK_LINES)})
     text = ", ".join(f"{number} {name}" for name, number in counts.items())
-    note = "; ".join(failed) if failed else "" if code == 0 else end_of(output)
+    note = "; ".join(filter(None, (how, *failed))) or ("" if code == 0 else end_of(output))
     context.record.add(holds(what, "all pass", text or "none ran", code == 0 and counts.get("passed", 0) > 0, note=note))
 
 
@@ -181,14 +189,17 @@ def _of_gpu(path: Path) -> bool:
     return re.search(r"\bmark\.gpu\b", path.read_text(encoding="utf-8")) is not None
 
 
-def _counted(report: Path) -> tuple[dict[str, int], list[str]]:
-    """How many tests passed, failed and were skipped, and the names of those that failed."""
-    if not report.exists():
-        return {}, []
-    cases = list(ElementTree.parse(report).getroot().iter("testcase"))
-    failed = [str(one.get("name")) for one in cases if one.find("failure") is not None or one.find("error") is not None]
-    skipped = sum(one.find("skipped") is not None for one in cases)
-    return {"passed": len(cases) - len(failed) - skipped, "failed": len(failed), "skipped": skipped}, failed
+def counted(output: str) -> tuple[dict[str, int], list[str]]:
+    """Of what `pytest -v` wrote, which need not have come to its end: how many tests passed, failed and were skipped; the names
+    of those that failed, and of one that had begun."""
+    begun = re.findall(
+        r"^(\S+::.*?)(?: (PASSED|FAILED|ERROR|SKIPPED)\b.*| Fatal Python error.*| *)$", output, flags=re.MULTILINE
+    )
+    verdicts = Counter(verdict for _, verdict in begun)
+    bad = [(name.partition("::")[2], verdict) for name, verdict in begun if verdict not in ("PASSED", "SKIPPED")]
+    failed = [name if verdict else f"{name} did not end" for name, verdict in bad]
+    counts = {"passed": verdicts["PASSED"], "failed": len(failed), "skipped": verdicts["SKIPPED"]}
+    return (counts, failed) if begun else ({}, [])
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------

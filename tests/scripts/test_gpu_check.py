@@ -134,6 +134,24 @@ def test_recipes_are_ones_that_fuyou_takes(tmp_path: Path, device: str, clip: fl
     assert (loaded.recipe.train.clip_grad_norm, loaded.recipe.offload.device) == (clip, device)
 
 
+def test_a_test_that_hangs_is_named_with_its_stacks_and_what_passed_before_it_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a lock, or in a driver that does not return: Python's own handlers would not run there."""
+    folder = tmp_path / "tests"
+    folder.mkdir()
+    lines = ["import ctypes, pytest", "", "def test_emulated_first(): pass", "", "@pytest.mark.parametrize('x', ['a b, c'])"]
+    lines += ["def test_emulated_hangs(x):", "    ctypes.PyDLL(None).sleep(600)", "", "# mark.gpu"]
+    (folder / "test_it.py").write_text("\n".join(lines))
+    monkeypatch.setattr(stages, "ROOT", tmp_path)
+    record = Record(tmp_path / "records" / "tests.json")
+    stages.tests(stages.Context(work=tmp_path, device="emulated", record=record, until=time.monotonic() + 8))
+    (row,), kept = record.rows, record.values["gpu tests"]
+    assert (row.verdict, row.measured) == ("FAIL", "1 passed, 1 failed, 0 skipped")
+    assert row.note == "ended by the stage's limit; test_emulated_hangs[a b, c] did not end"
+    assert "in test_emulated_hangs" in kept["end"]
+
+
 # ---- gaps ------------------------------------------------------------------------------------------------------------
 
 
