@@ -35,8 +35,9 @@ def measure_copies(device: Device, *, repeats: int, size: int = COPIED) -> tuple
     """Bytes/s to the device and back, each alone, then each while the other is under way."""
     import torch
 
-    pinned = device.torch_device.type == "cuda"
-    hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+    hosts = [torch.zeros(size, dtype=torch.uint8) for _ in range(2)]
+    for host in hosts:  # as a run pins its arena; what torch pins itself would stay pinned after a run has measured
+        device.pin(host)
     there = [device.empty(size) for _ in range(2)]
     piece = size // PIECES
 

@@ -8,9 +8,8 @@ half when one is over, because the launching thread may stand in a wait or in a 
 
 from __future__ import annotations
 
-import queue
-import threading
 from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -48,22 +47,12 @@ class CudaEvent:
 class BulkEvent:
     """The end of a copy in pieces. Until the last of them is with the device, only the host can wait for it."""
 
-    def __init__(self) -> None:
-        self._handed_on = threading.Event()
-        self._end: CudaEvent | None = None
-        self._error: RuntimeError | None = None
-
-    def hand_on(self, end: CudaEvent | None, error: RuntimeError | None = None) -> None:
-        self._end, self._error = end, error
-        self._handed_on.set()
+    def __init__(self, handed_on: Future[CudaEvent]) -> None:
+        self._handed_on = handed_on
 
     def handed_on(self) -> CudaEvent:
-        """Its last piece's event, once there is one."""
-        self._handed_on.wait()
-        if self._error is not None:
-            raise self._error
-        assert self._end is not None
-        return self._end
+        """Its last piece's event, once there is one. Raises what the thread that hands on has raised."""
+        return self._handed_on.result()
 
     def wait(self) -> None:
         self.handed_on().wait()
@@ -72,7 +61,7 @@ class BulkEvent:
         self.handed_on().synchronize()
 
     def done(self) -> bool:
-        return self._handed_on.is_set() and self.handed_on().done()
+        return self._handed_on.done() and self.handed_on().done()
 
 
 class CudaCopies:
@@ -108,32 +97,24 @@ class BulkCopies:
     def __init__(self, device: torch.device, copies: CudaCopies, *, up: bool) -> None:
         self._device, self._copies, self._up = device, copies, up
         self.stream = torch.cuda.Stream(device)
-        self._asked: queue.SimpleQueue[tuple[torch.Tensor, torch.Tensor, CudaEvent, BulkEvent] | None] = queue.SimpleQueue()
+        self._under_way: deque[CudaEvent] = deque()
         self._newest: BulkEvent | None = None
-        self._thread = threading.Thread(target=self._run, name=f"bulk-{'up' if up else 'down'}", daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"bulk-{'up' if up else 'down'}")
 
     def submit(self, source: torch.Tensor, target: torch.Tensor, after: CudaEvent) -> BulkEvent:
         """A copy (both 1-D) that runs after `after`."""
-        event = self._newest = BulkEvent()
-        self._asked.put((source, target, after, event))
-        return event
+        self._newest = BulkEvent(self._thread.submit(self._hand_on, source, target, after))
+        return self._newest
 
-    def _run(self) -> None:
-        under_way: deque[CudaEvent] = deque()
-        while (asked := self._asked.get()) is not None:
-            source, target, after, event = asked
-            try:
-                torch.cuda.set_device(self._device)
-                after.before(self.stream)
-                for piece in in_pieces(source, target, PIECE // _HALVES):
-                    while len(under_way) >= _HALVES:
-                        under_way.popleft().synchronize()  # sync: on this thread, which does nothing else
-                    under_way.append(self._copies.make(*piece, self.stream, up=self._up, blocking=True))
-                event.hand_on(under_way[-1])
-            except RuntimeError as error:  # re-raised by whoever waits
-                under_way.clear()
-                event.hand_on(None, error)
+    def _hand_on(self, source: torch.Tensor, target: torch.Tensor, after: CudaEvent) -> CudaEvent:
+        """All pieces, as those before them end; the end of the last one."""
+        torch.cuda.set_device(self._device)
+        after.before(self.stream)
+        for piece in in_pieces(source, target, PIECE // _HALVES):
+            while len(self._under_way) >= _HALVES:
+                self._under_way.popleft().synchronize()  # sync: on this thread, which does nothing else
+            self._under_way.append(self._copies.make(*piece, self.stream, up=self._up, blocking=True))
+        return self._under_way[-1]
 
     def hand_on(self) -> None:
         """Returns when everything asked for is with the device."""
@@ -141,5 +122,4 @@ class BulkCopies:
             self._newest.handed_on()
 
     def close(self) -> None:
-        self._asked.put(None)
-        self._thread.join()
+        self._thread.shutdown()

@@ -299,3 +299,4 @@ class EmulatedDevice(CpuDevice):
         self._up.close()
         self._down.close()
         self._summing.shutdown()
+        self._host.close()

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import queue
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -27,11 +26,13 @@ class PinnedMemory:
         self._register, self._unregister = register, unregister  # (address, bytes) and (address)
         self._asked: list[tuple[int, int]] = []  # (first address, one past the last)
         self._pieces: list[tuple[int, int]] = []
+        self._held: list[torch.Tensor] = []  # what is registered must not be unmapped
 
     def pin(self, host: torch.Tensor) -> int:
         """Bytes of `host` that could not be registered."""
         begin, end = _extent(host)
         self._asked.append((begin, end))
+        self._held.append(host)
         whole = end - begin
         size, left = whole, whole
         while left and size * _PARTS >= whole:
@@ -57,6 +58,7 @@ class PinnedMemory:
             self._unregister(begin)
         self._asked.clear()
         self._pieces.clear()
+        self._held.clear()
 
 
 class Staging:
@@ -66,15 +68,11 @@ class Staging:
     def __init__(self, name: str, buffers: list[torch.Tensor], *, up: bool) -> None:
         self._buffers, self._up = buffers, up
         self._under_way: deque[tuple[Event, torch.Tensor, torch.Tensor]] = deque()  # in the order of the buffers' turns
-        self._work: queue.SimpleQueue[tuple[torch.Tensor, torch.Tensor, Copy, StagedCopy] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     def submit(self, source: torch.Tensor, target: torch.Tensor, copy: Copy) -> StagedCopy:
         """`copy` makes the pieces between a buffer and the device."""
-        event = StagedCopy()
-        self._work.put((source, target, copy, event))
-        return event
+        return StagedCopy(self._thread.submit(self._stage, source, target, copy))
 
     def synchronize(self) -> None:
         """Everything asked for so far has been copied."""
@@ -82,18 +80,7 @@ class Staging:
         self.submit(nothing, nothing, lambda source, target: _never()).synchronize()
 
     def close(self) -> None:
-        self._work.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (item := self._work.get()) is not None:
-            source, target, copy, event = item
-            try:
-                event.last = self._stage(source, target, copy)
-            except RuntimeError as error:  # raised again by whoever waits
-                event.error = error
-                self._under_way.clear()
-            event.staged.set()
+        self._thread.shutdown()
 
     def _stage(self, source: torch.Tensor, target: torch.Tensor, copy: Copy) -> Event | None:
         last: Event | None = None
@@ -123,28 +110,19 @@ class Staging:
 class StagedCopy:
     """A copy in pieces. `last`: what the last piece's copy to the device is over with."""
 
-    def __init__(self) -> None:
-        self.staged = threading.Event()
-        self.last: Event | None = None
-        self.error: RuntimeError | None = None
+    def __init__(self, last: Future[Event | None]) -> None:
+        self._last = last
 
     def wait(self) -> None:
-        self._until_staged()
-        if self.last is not None:
-            self.last.wait()
+        if (last := self._last.result()) is not None:
+            last.wait()
 
     def synchronize(self) -> None:
-        self._until_staged()
-        if self.last is not None:
-            self.last.synchronize()
+        if (last := self._last.result()) is not None:
+            last.synchronize()
 
     def done(self) -> bool:
-        return self.staged.is_set() and (self.last is None or self.last.done())
-
-    def _until_staged(self) -> None:
-        self.staged.wait()
-        if self.error is not None:
-            raise self.error
+        return self._last.done() and ((last := self._last.result()) is None or last.done())
 
 
 def _never() -> Event:
