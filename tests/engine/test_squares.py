@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuyou_cli.engine.devices.base import Event, Run, Squares
 from fuyou_cli.engine.devices.cpu import PastEvent
@@ -78,6 +79,30 @@ def test_the_library_and_the_lanes_agree() -> None:
     ours, _ = kernels.sum_squares(flat.numpy().data, "float32")
     (lanes,) = squares_in_lanes(flat, [(0, flat.numel())], torch.empty(1 << 17, dtype=torch.float64)).tolist()
     assert lanes == pytest.approx(ours, rel=1e-13)
+
+
+class _Launches(TorchDispatchMode):
+    """Counts operators that a GPU has a kernel for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.seen += name.endswith("_") or name in ("zeros", "clone")
+        return func(*args, **(kwargs or {}))
+
+
+def test_few_launches_for_a_block() -> None:
+    """Each takes the launching thread microseconds, while the device has nothing else to do. A block of Llama-8B: one for every
+    two million values, and what is left of folding."""
+    sizes = [4096 * 4096] * 2 + [1024 * 4096] * 2 + [14336 * 4096] * 3 + [4096] * 2
+    runs = [(sum(sizes[:number]), size) for number, size in enumerate(sizes)]
+    flat, lanes = torch.empty(sum(sizes), device="meta"), torch.empty(1 << 21, dtype=torch.float64, device="meta")
+    with _Launches() as launches:
+        squares_in_lanes(flat, runs, lanes)
+    assert sum(sizes) // (1 << 21) < launches.seen < 2 * sum(sizes) // (1 << 21) + 4
 
 
 # ---- in a step -------------------------------------------------------------------------------------------------------

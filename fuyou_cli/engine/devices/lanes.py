@@ -14,17 +14,26 @@ import torch
 from ...planner.device import square_lanes
 from .base import Run
 
+FEW = 1 << 11  # lanes of a run that are folded together with those of the others: each launch takes the host microseconds
+
 
 def squares_in_lanes(flat: torch.Tensor, runs: Sequence[Run], lanes: torch.Tensor) -> torch.Tensor:
     """(runs,) float64 on the device of `flat`. `lanes`: float64 to compute in, `square_lanes` of the longest run or more."""
-    found = torch.empty(len(runs), dtype=torch.float64, device=flat.device)
-    for number, (first, count) in enumerate(runs):
+    few = torch.zeros(len(runs), FEW, dtype=torch.float64, device=flat.device)
+    for of_run, (first, count) in zip(few, runs, strict=True):
         width = square_lanes(count)
-        sums = lanes[:width].zero_()
+        sums = lanes[:width].zero_() if width > FEW else of_run[:width]
         for values in flat[first : first + count].split(width):
-            sums[: values.numel()].addcmul_(values, values)
-        while width > 1:
-            width //= 2
-            sums[:width].add_(sums[width : 2 * width])
-        found[number].copy_(sums[0])
-    return found
+            (sums if values.numel() == width else sums[: values.numel()]).addcmul_(values, values)
+        if width > FEW:
+            of_run.copy_(_folded(sums, FEW))
+    return _folded(few, 1).flatten().contiguous()
+
+
+def _folded(sums: torch.Tensor, width: int) -> torch.Tensor:
+    """The last dimension in halves, down to `width`, in place. Lanes of no value are zeros, which change no sum of squares."""
+    left = sums.shape[-1]
+    while left > width:
+        left //= 2
+        sums[..., :left].add_(sums[..., left : 2 * left])
+    return sums[..., :left]
