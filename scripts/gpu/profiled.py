@@ -124,6 +124,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("words", nargs="+", help="of fuyou finetune")
     options = parser.parse_args()
+    from fuyou_cli.cli.before_torch import settle_libraries
+
+    settle_libraries(device=options.device)  # as the command does, before torch is loaded
     Profiler(options).watch()
     from fuyou_cli.cli.app import main as fuyou
 
