@@ -21,9 +21,14 @@ if TYPE_CHECKING:
 _PLAIN_WIDTH = 100  # columns when the output is not a terminal
 
 
-def write_result(text: str, *, lead: str = "") -> None:
-    """A line on stdout: what the command was asked for. `lead` stands before it and may have a style (`styled`)."""
-    print(lead + one_line(text), file=sys.stdout)
+def write_result(text: str, *, lead: str = "", hang: int = 0) -> None:
+    """A line on stdout: what the command was asked for. `lead` stands before it and may have a style (`styled`); where it takes
+    `hang` columns, the text breaks between words and each of its lines begins there."""
+    text = one_line(text)
+    if hang:
+        lines = textwrap.wrap(text, max(_width(sys.stdout) - hang, 20), break_long_words=False, break_on_hyphens=False)
+        text = ("\n" + " " * hang).join(lines)
+    print(lead + text, file=sys.stdout)
 
 
 def write_document(text: str) -> None:

@@ -23,7 +23,7 @@ from .console import styled, write_json, write_result
 
 Status = Literal["ok", "note", "problem"]
 _COLOUR = {"ok": "32", "note": "33", "problem": "1;31"}
-_OLDEST = {"torch": (2, 10), "transformers": (5, 0)}
+_OLDEST = {"torch": (2, 10), "transformers": (5, 17)}
 _ROOM = 10 * 10**9  # bytes of disk below which even a small run is tight
 _LEAST_MEMORY = 768 * MiB  # interpreter, torch and the slots of a small model
 _IN_MEMORY = ("tmpfs", "ramfs")
@@ -51,9 +51,10 @@ def run_doctor(directory: Path | None, *, json_output: bool) -> bool:
     width = max(len(check.name) for check in checks)
     for check in checks:
         status = styled(f"{check.status:<7}", _COLOUR[check.status], sys.stdout)
-        write_result(f"  {check.name:<{width}}  {check.found}", lead=status)
+        begin = width + 11
+        write_result(check.found, lead=f"{status}  {check.name:<{width}}  ", hang=begin)
         if check.advice:
-            write_result(f"{'':<{width + 11}}-> {check.advice}")
+            write_result(check.advice, lead=f"{'->':>{begin + 2}} ", hang=begin + 3)
     return fine
 
 
@@ -62,7 +63,7 @@ def examine(folder: Path) -> list[Check]:
     about: tuple[Callable[[], Iterator[Check]], ...] = (
         _python,
         lambda: _package("torch", "pip install 'torch>=2.10'"),
-        lambda: _package("transformers", "pip install 'transformers>=5'"),
+        lambda: _package("transformers", "pip install 'transformers>=5.17,<5.24'"),
         _gpu,
         _extension,
         _io_uring,

@@ -239,6 +239,20 @@ def test_doctor_as_lines_and_as_json(fuyou, tmp_path):
     assert all(check["advice"] for check in problems)
 
 
+@pytest.mark.parametrize("columns", [80, 100])
+def test_doctor_breaks_between_words(columns, monkeypatch, capsys):
+    check = doctor.Check(name="memlock", status="note", found="some words " * 20, advice="what to do " * 20)
+    monkeypatch.setattr(doctor, "examine", lambda folder: [check])
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert doctor.run_doctor(None, json_output=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns and " ".join(" ".join(lines).split()) == (
+        "note memlock " + "some words " * 20 + "-> " + ("what to do " * 20).strip()
+    )
+    begins = {len(line) - len(line.lstrip()) for line in lines[1:]}
+    assert begins == {18, 21}
+
+
 def test_doctor_names_a_folder_in_memory(fuyou):
     if not Path("/dev/shm").is_dir():
         pytest.skip("no /dev/shm")
