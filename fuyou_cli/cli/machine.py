@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.units import MiB, in_steps
@@ -84,6 +85,17 @@ def is_measured(*directories: Path, device: str) -> bool:
     profile = _kept(profile_path(*directories, device=device), said=False)
     name, _ = _device_facts(device)
     return profile is not None and (name is None or profile.device_name == name)
+
+
+def why_not_kept(*directories: Path, device: str) -> str | None:
+    """Why what is measured here could not be kept; None where it can be."""
+    folder = profile_path(*directories, device=device).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return f"{folder}: {error.strerror}"
 
 
 def _with_wear(kept: tuple[Drive, ...], now: tuple[Drive, ...]) -> tuple[Drive, ...]:

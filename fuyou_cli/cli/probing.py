@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ from fuyou_cli.core.units import duration, gb
 
 from .console import write_status
 from .errors import USAGE
-from .machine import is_measured
+from .machine import is_measured, why_not_kept
 from .scratch import remove_left
 
 if TYPE_CHECKING:
@@ -30,7 +31,11 @@ def probe_once(loaded: LoadedRecipe, device: str) -> None:
     """Quickly, where no profile is kept of this machine and the recipe's drives; kept for the plans to come. What cannot be
     measured is said, and left to assumed rates."""
     directories = loaded.recipe.offload_directories(os.environ)
-    if is_measured(*directories, device="cpu" if device == "emulated" else device):
+    device = "cpu" if device == "emulated" else device
+    if is_measured(*directories, device=device):
+        return
+    if why := why_not_kept(*directories, device=device):
+        write_status(f"note: rates are assumed: measured ones could not be kept ({why}); XDG_CACHE_HOME names another folder")
         return
     write_status("measuring this machine, once: about a minute, and at most 2 GB written (offload.measure=false: assume rates)")
     ways = [["bench", "--json", str(loaded.path), *loaded.overrides]]
@@ -79,9 +84,9 @@ def _measured(arguments: list[str], directories: Iterable[Path]) -> _Bench:
     except OSError as error:
         return _Bench(reason=str(error))
     try:
-        return _Bench(found=json.loads(out)) if code == 0 else _Bench(reason=_reason(err), refused=code == USAGE)
+        return _Bench(found=json.loads(out)) if code == 0 else _Bench(reason=_reason(err, code), refused=code == USAGE)
     except ValueError:
-        return _Bench(reason=_reason(err))
+        return _Bench(reason=_reason(err, code))
 
 
 def _run(command: list[str], environment: dict[str, str], directories: Iterable[Path]) -> tuple[int, str, str]:
@@ -108,7 +113,11 @@ def _end(child: subprocess.Popen[str]) -> None:
         child.wait()
 
 
-def _reason(text: str) -> str:
-    """The first line of an error."""
+def _reason(text: str, code: int) -> str:
+    """The first line of an error, or what is known of an end without a word."""
     lines = [line for line in text.splitlines() if line.startswith("error: ")]
-    return lines[0].removeprefix("error: ") if lines else "fuyou bench failed"
+    if lines:
+        return lines[0].removeprefix("error: ")
+    if code == -signal.SIGKILL:
+        return "`fuyou bench` was killed, as a rule because memory ran out"
+    return f"`fuyou bench` was ended by signal {-code}" if code < 0 else f"`fuyou bench` failed, exit code {code}"

@@ -84,6 +84,19 @@ def test_a_bench_that_takes_too_long(script: str, left: set[str], tmp_path: Path
 
 
 @pytest.mark.parametrize(
+    ("code", "err", "said"),
+    [
+        (-9, "", "`fuyou bench` was killed, as a rule because memory ran out"),
+        (-11, "", "`fuyou bench` was ended by signal 11"),
+        (1, "warning: x\n", "`fuyou bench` failed, exit code 1"),
+        (1, "error: no room\n  help: make some\n", "no room"),
+    ],
+)
+def test_why_nothing_was_measured(code: int, err: str, said: str) -> None:
+    assert probing._reason(err, code) == said
+
+
+@pytest.mark.parametrize(
     ("first", "ways"),
     [(_Bench(found={"seconds": 1.0, "written_bytes": 2}), 1), (_Bench(reason="too long"), 1), (_Bench(refused=True), 2)],
 )
@@ -97,8 +110,20 @@ def test_the_machine_alone_is_measured_where_the_model_was_refused(
         asked.append(arguments)
         return first if len(asked) == 1 else _Bench(found={"seconds": 1.0, "written_bytes": 2})
 
-    monkeypatch.setattr(probing, "is_measured", lambda *directories, device: False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(probing, "_measured", measured)
     recipe = SimpleNamespace(offload_directories=lambda environment: (tmp_path,))
     probing.probe_once(SimpleNamespace(recipe=recipe, path="recipe.yaml", overrides=[]), "cpu")  # type: ignore[arg-type]
     assert len(asked) == ways and asked[0][2] == "recipe.yaml" and asked[-1][2] == ("recipe.yaml" if ways == 1 else "--dir")
+
+
+def test_nothing_is_measured_that_could_not_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(probing, "_measured", lambda *_: pytest.fail("it was measured"))
+    recipe = SimpleNamespace(offload_directories=lambda environment: (tmp_path,))
+    probing.probe_once(SimpleNamespace(recipe=recipe, path="recipe.yaml", overrides=[]), "cpu")  # type: ignore[arg-type]
+    said = capsys.readouterr().err
+    assert said.startswith("note: rates are assumed: ") and f"{tmp_path}/file/fuyou: Not a directory" in said
