@@ -101,11 +101,12 @@ def loaded(plan: Plan) -> int:
 
 
 def written_by_step(plan: Plan) -> int:
-    """Bytes by one that is not committed, where some are and others are not; else by any."""
+    """Bytes by one that is not committed, where some are and others are not; else by any. Averages are rounded down, stage by
+    stage: nothing is left where a commit alone writes."""
     predicted = plan.predicted
     if not plan.has_apart_commits or plan.commit_every is None:
         return predicted.written_per_step
-    return predicted.written_per_step - saved_where_it_stops(plan) // plan.commit_every
+    return max(0, predicted.written_per_step - saved_where_it_stops(plan) // plan.commit_every)
 
 
 def steps_within_writes(plan: Plan, room: int, *, done: int) -> int:

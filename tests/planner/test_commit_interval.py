@@ -98,6 +98,16 @@ def test_figures_are_averages_of_the_steps_between_commits(data: st.DataObject, 
     assert longer == pytest.approx(plan.predicted.step_seconds - plan.plain_seconds, abs=1e-12)
 
 
+@examples(12)
+@given(data=st.data(), spec=models(most=1 << 20))
+def test_steps_between_commits_write_nothing_where_all_rests_in_ram(data: st.DataObject, spec: ModelSpec) -> None:
+    """Averages are rounded stage by stage: what is left of them is no negative number."""
+    wishes = replace(data.draw(wishes_for(spec, pinned=False)), commit_every=428, cpu_budget=1 << 36)
+    plan = timed_plan(spec, SLOW, first_that_fits(spec, SLOW, wishes), chosen=False)
+    assume(simulate(spec, SLOW, plan, plan_schedule(spec, plan)).written == 0)
+    assert written_by_step(plan) == 0 < plan.predicted.written_per_step
+
+
 @examples(25)
 @given(
     data=st.data(), spec=models(most=1 << 20), every=st.sampled_from([None, 1, 2, 3, 7]), done=st.integers(0, 20),

@@ -90,6 +90,26 @@ def test_limits_that_stop_the_run_are_said_with_their_step(
     ]
 
 
+@pytest.mark.parametrize(
+    ("steps", "done", "said"),
+    [
+        (None, None, "every 100 steps: 0.0% of time, 0% of writes; a kill costs at most 2h 28m"),
+        (1000, None, "every 100 steps: 0.0% of time, 0% of writes; a kill costs at most 2h 28m"),
+        (100, 60, "every 100 steps: 0.0% of time, 0% of writes; a kill costs at most 58m 56s"),
+        (8, None, "where the run ends alone, sooner than the 100 steps between two; a kill costs at most 11m 47s"),
+        (199, 190, "where the run ends alone, sooner than the 100 steps between two; a kill costs at most 13m 16s"),
+    ],
+)
+def test_a_kill_costs_no_more_than_the_run(
+    printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room,
+    steps: int | None, done: int | None, said: str,
+) -> None:  # fmt: skip
+    console, printed = printer(100)
+    shown = replace(plan, commit_every=100)
+    show_plan(console, shown, model, hardware, room, verbose=False, facts=RunFacts(steps=steps, done=done))
+    assert f"commits {said}; in place: " in " ".join(printed().split())
+
+
 def test_steps_within_a_time(plan: Plan) -> None:
     assert steps_within(3600, plan, None) == 40  # at 88.4 s
     slows = FastRegion(size=1, steps=10.0, first=60.0, later=120.0)

@@ -12,7 +12,7 @@ from fuyou_cli.cli.others import are_busy
 from fuyou_cli.cli.room import Room
 from fuyou_cli.core.disk import FileSystem
 from fuyou_cli.core.units import count, duration, gb, gib
-from fuyou_cli.planner.commit_interval import commit_costs
+from fuyou_cli.planner.commit_interval import CommitCosts, commit_costs
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec
 from fuyou_cli.spec.plan import MemoryLine, Plan, StagePlan, Tier
@@ -21,7 +21,7 @@ from .answer import assumptions_that_decide, show_answer
 from .facts import RunFacts
 from .memory import TIER_TITLE, show_memory, show_phase_peaks
 from .options import show_changes, show_comparison
-from .step import WIDE, length, show_step
+from .step import WIDE, length, run_seconds, show_step
 from .theme import Symbols, column, heading, memory_unit, pairs, percent, rate, ruled, say, show, symbols, tera
 from .wear import spared_rows, warn_of_wear, warn_of_worn, wear_in_full
 
@@ -240,10 +240,10 @@ def _traffic(console: Console, plan: Plan, hardware: HardwareProfile, room: Room
     content.add_row("total", gb(predicted.read_per_step), gb(predicted.written_per_step), style="bold")
     show(console, content, indent=2)
     worn = [("wear", wear_in_full(plan, hardware, room, facts)), *spared_rows(facts.spared)]
-    pairs(console, [("commits", _commits(plan)), *worn, *map(_disk, room.disks)])
+    pairs(console, [("commits", _commits(plan, facts)), *worn, *map(_disk, room.disks)])
 
 
-def _commits(plan: Plan) -> str:
+def _commits(plan: Plan, facts: RunFacts) -> str:
     """How often the run's state is made durable, by what, and what that takes of the disk."""
     rings = {stage.ring.offset: stage.ring for stage in plan.stages if stage.ring.size}.values()
     once, spare = (sum(getattr(ring, key) * ring.size for ring in rings) for key in ("stages", "spares"))
@@ -262,8 +262,16 @@ def _commits(plan: Plan) -> str:
     costs = commit_costs(plan)
     if plan.commit_every == 1 or costs is None:
         return f"{often}, {places}; a run that is killed loses the step under way"
+    run = None if facts.left is None else run_seconds(plan, facts.left, facts.region)
+    if facts.steps is not None and facts.steps // plan.commit_every == (facts.done or 0) // plan.commit_every:
+        return f"where the run ends alone, sooner than the {often.removeprefix('every ')} between two; {_kill(costs, run)}; {places}"
     shares = f"{100 * costs.time:.1f}% of time, {100 * costs.written:.0f}% of writes"
-    return f"{often}: {shares}; a kill costs at most {duration(costs.lost)}; {places}"
+    return f"{often}: {shares}; {_kill(costs, run)}; {places}"
+
+
+def _kill(costs: CommitCosts, run: float | None) -> str:
+    """What it costs at most. `run`: seconds of all steps, where their number is known."""
+    return f"a kill costs at most {duration(costs.lost if run is None else min(costs.lost, run))}"
 
 
 def _disk(disk: FileSystem) -> tuple[str, str]:
