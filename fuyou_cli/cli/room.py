@@ -167,17 +167,18 @@ def plan_problems(plan: Plan, room: Room) -> list[str]:
         worst, *others = sorted(over, key=lambda phase: -over[phase])
         needs = f"{worst} needs {gib(over[worst])} of RAM, {gib(over[worst] - plan.cpu_budget)} more than its budget"
         problems.append(needs + (f" (over it too: {', '.join(others)})" if others else ""))
-    if room.ram_total is not None and predicted.cpu_peak > room.ram_total:
+    allowed = min(predicted.cpu_peak, plan.cpu_budget)  # beyond the budget it is the budget that is too small
+    if room.ram_total is not None and allowed > room.ram_total:
         problems.append(
             f"the run takes {gib(predicted.cpu_peak)} of RAM, it can never have more than {gib(room.ram_total)}: "
             "offload.max_memory.cpu allows more than there is"
         )
-    elif room.ram is not None and predicted.cpu_peak > CLEARLY * room.ram:
+    elif room.ram is not None and allowed > CLEARLY * room.ram:
         problems.append(
             f"the run takes {gib(predicted.cpu_peak)} of RAM, the machine has {gib(room.ram)} for it: "
             "offload.max_memory.cpu allows more than there is"
         )
-    if plan.device == "cuda" and room.pinnable is not None and plan.arena_size > room.pinnable:
+    if plan.device == "cuda" and room.pinnable is not None and min(plan.arena_size, plan.cpu_budget) > room.pinnable:
         problems.append(
             f"{gib(plan.arena_size)} of RAM are pinned for the GPU, which can have {gib(room.pinnable)} ({room.pinnable_why}): "
             "offload.max_memory.cpu allows more"

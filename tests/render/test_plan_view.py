@@ -334,6 +334,9 @@ def test_a_plan_that_takes_more_than_there_is(plan: Plan, room: Room) -> None:
     assert plan_problems(plan, replace(room, ram=peak, ram_total=peak)) == []
     (problem,) = plan_problems(plan, replace(room, ram=peak, ram_total=int(peak / 1.04)))  # a control group, say
     assert problem.startswith("the run takes 1.84 GiB of RAM, it can never have more than 1.77 GiB")
+    small = replace(plan, cpu_budget=peak // 2)  # nothing that max_memory.cpu allows is too much
+    (problem,) = plan_problems(small, replace(room, ram=peak, ram_total=int(peak / 1.04), pinnable=peak // 2))
+    assert "more than its budget" in problem
     bound = replace(room, pinnable=plan.arena_size - 1, pinnable_why="WSL lets half of RAM be pinned")
     (problem,) = plan_problems(replace(plan, device="cuda"), bound)
     assert "pinned for the GPU" in problem and "(WSL lets half of RAM be pinned)" in problem
@@ -465,4 +468,17 @@ def test_rates_are_a_table_with_v_or_where_they_decide(
     assert "assumption" not in quiet
     table = decides[decides.index("Rates that decide, and are assumptions") :].split("\n\n")[0]
     assert "store read, write" in table and "AdamW" not in table and "compute" not in table
-    assert "measure that machine: store read, write" in decides.splitlines()[4]
+    assert "measure that machine: the rates that decide are assumptions (store read, write" in decides.splitlines()[4]
+
+
+def test_what_to_do_first_where_rates_are_doubtful_or_nothing_is_left(
+    printer: Printer, plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room
+) -> None:
+    def first(hardware: HardwareProfile, facts: RunFacts) -> str:
+        console, printed = printer(200)
+        show_plan(console, plan, model, hardware, room, verbose=False, facts=facts)
+        return " ".join(printed().splitlines()[4].split())
+
+    busy = first(replace(hardware, others_cores=50.0), RunFacts(folder=Path("/nvme")))
+    assert busy.startswith("first measure again on an idle machine: `fuyou bench --dir /nvme` (others used 50.0 cores")
+    assert first(hardware, RunFacts(steps=8, done=8)) == "first nothing: no step is left to do"
