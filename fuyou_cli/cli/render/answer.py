@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fuyou_cli.cli.origins import RatedBy, origins_of
+from fuyou_cli.cli.others import are_busy
 from fuyou_cli.cli.room import Room, plan_problems
 from fuyou_cli.cli.wear import wear_of
 from fuyou_cli.core.printable import one_line
@@ -97,6 +98,8 @@ def first_change(plan: Plan, hardware: HardwareProfile, facts: RunFacts, *, fits
         return "less per step, or more memory or disk"
     if facts.refusal:
         return f"another model; this one cannot be trained yet: {facts.refusal}"
+    if facts.left == 0:
+        return "nothing: no step is left to do"
     if any("a run would be refused" in note for note in facts.notes):
         return f"{_faster(plan, hardware, facts)}; a run would still be refused, see the notes below"
     run = f". Run: {facts.command}" if facts.command else ""
@@ -108,7 +111,10 @@ def _faster(plan: Plan, hardware: HardwareProfile, facts: RunFacts) -> str:
     if hardware.measured == "assumed":
         return f"measure: `fuyou bench --dir {facts.folder}`"
     if rates := assumptions_that_decide(plan, hardware):
-        return f"measure that machine: {' and '.join(rate.what for rate in rates)} decide and are assumptions"
+        return f"measure that machine: the rates that decide are assumptions ({'; '.join(rate.what for rate in rates)})"
+    if are_busy(hardware.others_cores):
+        others = f"others used {hardware.others_cores:.1f} cores while it was measured"
+        return f"measure again on an idle machine: `fuyou bench --dir {facts.folder}` ({others})"
     if even is not None and even.below and even.tokens is not None:
         return f"train.batch_size={even.batch}: compute hides the store from {even.tokens:,} tokens per step on"
     if plan.predicted.bottleneck in ("compute", "cpu"):

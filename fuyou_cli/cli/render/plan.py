@@ -264,7 +264,8 @@ def _commits(plan: Plan, facts: RunFacts) -> str:
         return f"{often}, {places}; a run that is killed loses the step under way"
     run = None if facts.left is None else run_seconds(plan, facts.left, facts.region)
     if facts.steps is not None and facts.steps // plan.commit_every == (facts.done or 0) // plan.commit_every:
-        return f"where the run ends alone, sooner than the {often.removeprefix('every ')} between two; {_kill(costs, run)}; {places}"
+        between = f"sooner than the {plan.commit_every:,} steps between two"
+        return f"where the run ends alone, {between}; {_kill(costs, run)}; {places}"
     shares = f"{100 * costs.time:.1f}% of time, {100 * costs.written:.0f}% of writes"
     return f"{often}: {shares}; {_kill(costs, run)}; {places}"
 

@@ -128,7 +128,7 @@ def _drives(plan: Plan, steps: int | None, region: FastRegion | None) -> list[tu
     both = f"a step takes {brief(region.first)} at first, then {brief(region.later)}"
     if not region.size:
         return [("drives", f"{both}: how much they take before they slow down is not known")]
-    lasts = f"their fast region of {gb(region.size)} takes {_some(region.steps)}, {brief(region.steps * region.first)}"
+    lasts = f"the fast region of {gb(region.size)} takes {_some(region.steps)}, {brief(region.steps * region.first)}"
     if plan.sustained:
         longer = "" if steps else "; how long the run is nobody knows yet: it is planned as one that goes on after that"
         return [("drives", f"{both}: {lasts}; what idle time frees of it is not counted{longer}")]

@@ -288,7 +288,8 @@ def _serve(request: dict[str, Any], *, scratch: Path, workers: int) -> None:
     if done.returncode == -bounded.OVERDUE:
         raise UsageError(
             f"{bounded.said(at)} takes more than {bounded.TEMPLATE_SECONDS:g} s over this conversation",
-            hint="mend the template (tokenizer.chat_template names another), or leave the row out",
+            hint="mend the template (tokenizer.chat_template names another), or leave the row out; a conversation of thousands "
+            "of turns takes a fraction of that with {% generation %} marks in the template, or dataset.loss_on: last_assistant",
         )
     if done.returncode < 0:
         raise FuyouError(
