@@ -60,7 +60,7 @@ def _items_of(ground: Ground, wishes: Wishes, homes: Homes, plan: StagePlan, sta
     rests = int(plan.deferred) + int(model.has_two_users(index))
     boundary = ground.boundary_size(index, homes.kept[index])
     uses = 2 if stage.kind in ("block", "norm") else 1  # in forward and in backward; what is visited twice in a row is kept
-    # Where the planner says when to commit, the order is that of frequent commits: choices that put states first have the other.
+    # Where the planner says when to commit the order is that of frequent commits; choices that put states first have the other.
     every = 1 if wishes.commit_every == "auto" else wishes.commit_every
     spared = 1.0 - (1.0 / every if every else 0.0)  # writes: commits have theirs from RAM as well
     options: tuple[tuple[str, tuple[int, ...], float, bool], ...] = (
