@@ -68,7 +68,7 @@ def test_a_saved_run_keeps_its_numbers_and_its_store(stopped: Project, monkeypat
 
 def test_states_in_ram_are_committed_less_often(new_project: NewProject, command: Callable[[Project], Command]) -> None:
     in_ram = {f"offload.{what}": "cpu" for what in ("weights", "optimizer_states", "gradients", "boundaries")}
-    project = new_project(changes={**HERE, **in_ram, "train.max_steps": 1000})
+    project = new_project(changes={**HERE, **in_ram, "train.max_steps": 1000, "checkpoint.commit_every_steps": 1})
     drives = [{"model": "small", "capacity": "1TB", "rated_bytes": "1GB"}]
     (project.folder / "machine.yaml").write_text(yaml.safe_dump({"parts": "1xgen4,64GiB", "drives": drives}))
     fuyou = command(project)
