@@ -3,9 +3,10 @@ inputs of the next are on their way up and the results of the one before on thei
 
 Such copies need pinned memory. The arena is: boundaries rest there, and what the model's own forward hands from stage to stage
 is there as well, in spans of the plan that take turns (`WholeBatches`). So inputs go up from where they are, results come down
-to where they are wanted, and the host copies nothing. What an operator of the model's own made between two stages is not in the
-arena, and passes through the plan's upload slots. Of a visit's copies only the first upload and the last download have no
-compute to run beside: its result is whole when the visit ends. On device cpu nothing is copied and nothing kept alive.
+to where they are wanted, and the host copies nothing. What pieces of a vocabulary compute together goes up again for
+the next piece. What an operator of the model's own made between two stages is not in the arena, and passes through the plan's
+upload slots. Of a visit's copies only the first upload and the last download have no compute to run beside: its result is whole
+when the visit ends. On device cpu nothing is copied and nothing kept alive.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from .whole_batch import whole_batch
 
 Source = Callable[[], list[torch.Tensor]]  # what a micro-batch computes with, in host memory; asked for once
 Waiting = Callable[[str], AbstractContextManager[None]]  # inside, compute waits for what is named
-Place = Callable[[torch.Tensor], object]  # takes a result in host memory, which is lent to it
 Shape = tuple[int, ...]
 
 
@@ -47,7 +47,6 @@ class Crossings:
     def __init__(self, *, plan: Plan, memory: HostMemory, device: Device, waiting: Waiting, host_work: HostWork) -> None:
         self.memory, self.device, self._waiting, self._host_work = memory, device, waiting, host_work
         self._up = [_Slot(memory.tensor(span, torch.uint8)) for span in plan.upload_slots]
-        self._down = [memory.tensor(span, torch.uint8) for span in plan.download_slots]
         self._batches = WholeBatches(memory, plan.batch_slots)
 
     def into(self, sources: Iterable[Source], beside: Callable[[int], None] = lambda number: None) -> Arriving:
@@ -57,7 +56,12 @@ class Crossings:
 
     def back(self) -> Leaving:
         """The way of a visit's results to the host."""
-        return Leaving(self.device, self._down, self._waiting)
+        return Leaving(self.device, self._waiting)
+
+    def begun(self, host: torch.Tensor) -> torch.Tensor:
+        """What a visit is the first to compute for these rows of a whole batch, anything yet: on the device, to be `put` there.
+        On device cpu that place itself."""
+        return self.device.empty_like(host) if self.device.separate else host
 
     def whole(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         """A tensor of the whole batch in host memory, zeros or anything: where a device copies to, if the plan has such a place
@@ -146,60 +150,42 @@ class Arriving:
 
 @dataclass(frozen=True, slots=True)
 class _Return:
-    """A result on its way to `host`, and who takes it from there. `part`: the device's memory is not used for something else
-    meanwhile."""
+    """A result on its way to the host. `part`: the device's memory is not used for something else meanwhile."""
 
     part: torch.Tensor
-    host: torch.Tensor
     event: Event
-    place: Place | None
 
 
 class Leaving:
     """What leaves the device in one visit, micro-batch by micro-batch: in its place while the next one computes."""
 
-    def __init__(self, device: Device, slots: list[torch.Tensor], waiting: Waiting) -> None:
-        self._device, self._slots, self._waiting = device, slots, waiting
-        self._number = 0
+    def __init__(self, device: Device, waiting: Waiting) -> None:
+        self._device, self._waiting = device, waiting
         self._beside: list[_Return] = []  # of the micro-batch under way
         self._under_way: list[list[_Return]] = []  # of micro-batches
 
     def put(self, part: torch.Tensor, host: torch.Tensor) -> None:
-        """`part`, the micro-batch's result on the device, goes to `host`, which is contiguous. Its compute is submitted; nobody
-        writes into it any more."""
-        if not self._device.separate:
+        """`part`, the micro-batch's result on the device, goes to `host`, which is contiguous, in its dtype. Its compute is
+        submitted; nobody writes into it any more. On device cpu it may be there already."""
+        if self._device.separate:
+            self._submit(part.detach().to(host.dtype).contiguous(), host)
+        elif part.data_ptr() != host.data_ptr():
             host.copy_(part)
-            return
-        self._submit(part.detach().contiguous(), host, None)
-
-    def place(self, part: torch.Tensor, place: Place) -> None:
-        """The same to a place that only the host can reach: through a slot."""
-        if not self._device.separate:
-            place(part)
-            return
-        while len(self._under_way) >= len(self._slots):
-            self._arrive()
-        part = part.detach().contiguous()
-        size = part.numel() * part.element_size()
-        slot = self._slots[self._number % len(self._slots)]
-        self._number += 1
-        host = slot[:size].view(part.dtype).view(part.shape) if size <= slot.numel() else torch.empty_like(part, device="cpu")
-        self._submit(part, host, place)
 
     def keep(self, part: torch.Tensor, host: torch.Tensor) -> None:
         """`part`, on the device, is copied to `host` while the micro-batch computes with it, and writes nothing into it."""
         part = part.contiguous()
-        self._beside.append(_Return(part, host, self._device.download(part, host), None))
+        self._beside.append(_Return(part, self._device.download(part, host)))
 
     def settle(self) -> None:
         """Everything is in its place."""
         while self._under_way:
             self._arrive()
 
-    def _submit(self, part: torch.Tensor, host: torch.Tensor, place: Place | None) -> None:
+    def _submit(self, part: torch.Tensor, host: torch.Tensor) -> None:
         """The last of a micro-batch. The host waits for the one before it, so that what is launched ahead is bounded, and with
         it the device's memory."""
-        self._under_way.append([*self._beside, _Return(part, host, self._device.download(part, host), place)])
+        self._under_way.append([*self._beside, _Return(part, self._device.download(part, host))])
         self._beside.clear()
         while len(self._under_way) > 1:
             self._arrive()
@@ -208,8 +194,6 @@ class Leaving:
         for oldest in self._under_way.pop(0):
             with self._waiting(BOUNDARIES_ACROSS):
                 oldest.event.synchronize()  # sync: the results of the micro-batch before this one, or at the end the last
-            if oldest.place is not None:
-                oldest.place(oldest.host)
 
 
 class Gathering:

@@ -30,14 +30,7 @@ def embedding_backward(
     """Adds the gradients of one embedding to `total`. ids: (batch, tokens) int64; grad_y: (batch, tokens, width)."""
     assert total is not None
     if executor.looks_up(call.stage) and grad_y.shape[0] == ids.shape[0]:
-        parts = executor.micro_batches(ids.shape[0])
-
-        def source(rows: slice) -> list[torch.Tensor]:
-            return [ids[rows].reshape(-1), grad_y[rows].reshape(-1, grad_y.shape[-1])]
-
-        arriving = executor.inputs(partial(source, rows) for rows in parts)
-        for _ in parts:
-            chosen, grad = arriving.take()
+        for chosen, grad in _by_token(executor, ids, grad_y):
             _add_rows(executor, call, chosen, grad, total, first=0)
             executor.between()
         return
@@ -53,44 +46,44 @@ def embedding_backward(
 def forward_in_pieces(executor: Executor, pieces: Sequence[int], call: Call, ids: torch.Tensor) -> torch.Tensor:
     """The embedding of the whole batch, each piece's rows put where its ids are. ids: (batch, tokens) int64; the result
     (batch, tokens, width) is that of the whole embedding to the bit. Raises UsageError for an id of no piece."""
-    flat_ids = ids.reshape(-1)
+    end = _rows_of(executor, pieces[-1])[1]
+    if int(ids.min()) < 0 or int(ids.max()) >= end:
+        raise UsageError(f"the data holds a token id outside of the model's vocabulary of {end} tokens")
     y: torch.Tensor | None = None
-    found = 0
     for stage in pieces:
-        visit, flat = executor.enter("forward", stage)
-        begin = time.monotonic()
-        here, first = _inside(executor, stage, flat_ids)
-        found += here.numel()
-        leaving = executor.crossings.back()
-        with executor.installed(stage, flat, trainable=False):
-            for place, part in _looked_up(executor, stage, call, here, flat_ids[here] - first):
-                if y is None:
-                    y = executor.crossings.whole((flat_ids.numel(), *part.shape[1:]), part.dtype)
-                leaving.place(part, partial(y.index_copy_, 0, place))
-                executor.host_work.copied("results placed", part)
-            leaving.settle()
-        executor.leave(visit, begin)
-        executor.between()
-    if y is None or found != flat_ids.numel():
-        end = executor.model.stages[pieces[-1]].vocabulary
-        raise UsageError(f"the data holds a token id outside of the model's vocabulary of {end and end[1]} tokens")
-    return y.view(*ids.shape, *y.shape[1:])
+        y = _look_up(executor, stage, call, ids, y)
+    assert y is not None
+    return y
 
 
-def _looked_up(
-    executor: Executor, stage: int, call: Call, here: torch.Tensor, ids: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Places among `here`, and the rows `ids` of one piece that belong there: (tokens, width), on the device. On one with
-    memory of its own no more at once than a micro-batch has tokens."""
-    numerics, module = executor.plan.numerics, executor.stages[stage].module
+def _look_up(executor: Executor, stage: int, call: Call, ids: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+    """Puts the rows of one piece in their places in `y`, on the device: there go up those of the pieces before, if any."""
+    visit, flat = executor.enter("forward", stage)
+    begin = time.monotonic()
+    module, before = executor.stages[stage].module, y
     assert isinstance(module, torch.nn.Embedding)
-    at_once = numerics.micro_batch_size * numerics.max_seq_len if executor.device.separate else max(1, ids.numel())
-    arriving = executor.inputs(partial(lambda part: [part], part) for part in ids.split(at_once) if part.numel())
-    for place in here.split(at_once):
-        if place.numel():
-            with torch.no_grad(), padding_at(module, None):
-                part = call.run(*arriving.take())
-            yield place, part
+    parts = executor.micro_batches(ids.shape[0])
+    arriving = executor.inputs(
+        partial(lambda rows: [ids[rows]] if before is None else [ids[rows], before[rows]], rows) for rows in parts
+    )
+    leaving = executor.crossings.back()
+    with torch.no_grad(), padding_at(module, None), executor.installed(stage, flat, trainable=False):
+        for rows in parts:
+            part_ids, *found = arriving.take()
+            chosen = part_ids.reshape(-1)
+            here, first = _inside(executor, stage, chosen)
+            looked_up = call.run(chosen[here] - first)
+            if y is None:
+                y = executor.crossings.whole((*ids.shape, looked_up.shape[-1]), looked_up.dtype)
+            found = found or [executor.crossings.begun(y[rows])]
+            found[0].view(-1, y.shape[-1]).index_copy_(0, here, looked_up)
+            leaving.put(found[0], y[rows])
+            del found, looked_up
+            executor.between()
+    leaving.settle()
+    executor.leave(visit, begin)
+    assert y is not None
+    return y
 
 
 def backward_in_pieces(executor: Executor, pieces: Sequence[int], call: Call, ids: torch.Tensor, grad_y: torch.Tensor) -> None:
@@ -102,23 +95,24 @@ def backward_in_pieces(executor: Executor, pieces: Sequence[int], call: Call, id
         total = executor.sums.open(stage, resume=visit.resume)
         begin = time.monotonic()
         assert total is not None
-        parts = executor.micro_batches(ids.shape[0])
-
-        def source(stage: int, rows: slice) -> list[torch.Tensor]:
-            flat_ids = ids[rows].reshape(-1)
-            here, _ = _inside(executor, stage, flat_ids)
-            picked = grad_y[rows].reshape(-1, grad_y.shape[-1])[here]
-            executor.host_work.copied("inputs gathered", picked)
-            return [flat_ids[here], picked]
-
-        arriving = executor.inputs(partial(source, stage, rows) for rows in parts)
-        for _ in parts:
-            chosen, grad = arriving.take()
-            if chosen.numel():
-                _add_rows(executor, call, chosen, grad, total, first=_rows_of(executor, stage)[0])
+        for chosen, grad in _by_token(executor, ids, grad_y):
+            here, first = _inside(executor, stage, chosen)
+            if here.numel():
+                _add_rows(executor, call, chosen[here], grad[here], total, first=first)
             executor.between()
         executor.sums.close(stage, total)
         executor.leave(visit, begin)
+
+
+def _by_token(executor: Executor, ids: torch.Tensor, grad_y: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """(tokens,) and (tokens, width) of each micro-batch, on the device."""
+    parts = executor.micro_batches(ids.shape[0])
+    width = grad_y.shape[-1]
+    arriving = executor.inputs(
+        partial(lambda rows: [ids[rows].reshape(-1), grad_y[rows].reshape(-1, width)], rows) for rows in parts
+    )
+    for _ in parts:
+        yield arriving.take()
 
 
 def _add_rows(executor: Executor, call: Call, ids: torch.Tensor, grad: torch.Tensor, total: GradientSum, *, first: int) -> None:
@@ -132,9 +126,9 @@ def _add_rows(executor: Executor, call: Call, ids: torch.Tensor, grad: torch.Ten
 
 
 def _inside(executor: Executor, stage: int, ids: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Positions of the ids that are rows of the piece, and its first row."""
+    """Positions of the ids, on the device, that are rows of the piece, and its first row."""
     first, end = _rows_of(executor, stage)
-    return ((ids >= first) & (ids < end)).nonzero().view(-1), first
+    return ((ids >= first) & (ids < end)).nonzero().view(-1), first  # sync: how many there are
 
 
 def _rows_of(executor: Executor, stage: int) -> tuple[int, int]:

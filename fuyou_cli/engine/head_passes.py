@@ -100,9 +100,8 @@ def _in_pieces(
     loss = tokens.mean(normaliser)
     executor.check_loss(loss, heads[-1])
     # Summed in float32 whatever the dtypes: a rounding per piece would make the result depend on their number.
-    gradient = executor.crossings.whole(tuple(hidden.shape), torch.float32).zero_()
+    gradient = executor.crossings.whole(tuple(hidden.shape), torch.float32)
     is_result = gradient.dtype == hidden.dtype
-    executor.host_work.filled("results placed" if is_result else "results on new pages", gradient)
     result = gradient if is_result else executor.crossings.whole(tuple(hidden.shape), hidden.dtype)
     for stage in reversed(heads):
         _differentiate_piece(executor, stage, hidden, tokens, gradient, result, normaliser=normaliser)
@@ -114,9 +113,13 @@ def _fold_piece(executor: Executor, stage: int, hidden: torch.Tensor, tokens: To
     visit, flat = executor.enter("logits", stage)
     begin = time.monotonic()
     with torch.no_grad(), executor.head.stubbed(), executor.installed(visit.owner, flat, trainable=False):
-        for part, piece in _parts(executor, hidden):
-            tokens.fold(part, executor.head.logits(piece), first=_first_row(executor, stage))
-            executor.between()
+        parts = executor.micro_batches(hidden.shape[0])
+        arriving = executor.inputs(partial(lambda rows: [hidden[rows]], rows) for rows in parts)
+        for rows in parts:
+            (batch,) = arriving.take()
+            for part, piece in _chunks(executor, rows, batch):
+                tokens.fold(part, executor.head.logits(piece), first=_first_row(executor, stage))
+                executor.between()
     executor.leave(visit, begin)
 
 
@@ -130,30 +133,36 @@ def _differentiate_piece(
     *,
     normaliser: int,
 ) -> None:
-    """The piece's logits again, its own gradients, and its share of the hidden state's, added to `gradient`; the last of all
-    puts the sum in `result`."""
+    """The piece's logits again, its own gradients, and its share of the hidden state's, added to `gradient` on the device: its
+    rows go up, from the second piece on, and come down. The last of all puts the sum in `result` instead."""
     visit, flat = executor.enter("head", stage)
     assert visit.owner is not None
     total = executor.sums.open(visit.owner)
     begin = time.monotonic()
+    begins, target = stage == executor.model.stages[-1].index, result if _first_row(executor, stage) == 0 else gradient
+    batch = executor.micro_batches(hidden.shape[0])
+    arriving = executor.inputs(
+        partial(lambda rows: [hidden[rows]] if begins else [hidden[rows], gradient[rows]], rows) for rows in batch
+    )
     leaving = executor.crossings.back()
     with executor.head.stubbed(), executor.installed(visit.owner, flat, trainable=True) as parameters:
-        for part, piece in _parts(executor, hidden):
-            piece.requires_grad_(True)
-            with torch.enable_grad():
-                logits = executor.head.logits(piece)
-            slope = tokens.gradient(part, logits, first=_first_row(executor, stage), normaliser=normaliser)
-            executor.differentiate(logits, slope, [piece, *parameters], total)
-            del logits, slope
-            assert piece.grad is not None
-            sums = gradient[part.rows][part.cut].view(-1, gradient.shape[-1])
-            executor.host_work.added(sums, piece.grad)
-            leaving.place(piece.grad.reshape(sums.shape), partial(add_in_pieces, sums))
-            piece.grad = None
-            executor.between()
+        for rows in batch:
+            states, *sums = arriving.take()
+            sums = sums or [executor.crossings.begun(gradient[rows]).zero_()]
+            for part, piece in _chunks(executor, rows, states):
+                piece.requires_grad_(True)
+                with torch.enable_grad():
+                    logits = executor.head.logits(piece)
+                slope = tokens.gradient(part, logits, first=_first_row(executor, stage), normaliser=normaliser)
+                executor.differentiate(logits, slope, [piece, *parameters], total)
+                del logits, slope
+                assert piece.grad is not None
+                _add(sums[0][part.cut], piece.grad)
+                piece.grad = None
+                executor.between()
+            leaving.put(sums[0], target[rows])
+            del states, sums, piece
     leaving.settle()
-    if result is not gradient and _first_row(executor, stage) == 0:
-        executor.host_work.moved("results placed", gradient, result.copy_(gradient))
     if visit.rest:
         executor.sums.rest(visit.owner, total)
     else:
@@ -161,14 +170,16 @@ def _differentiate_piece(
     executor.leave(visit, begin)
 
 
-def _parts(executor: Executor, hidden: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
-    """The last hidden state on the device, micro-batch by micro-batch and chunk by chunk: leaves of their own."""
-    parts = executor.micro_batches(hidden.shape[0])
-    arriving = executor.inputs(partial(lambda rows: [hidden[rows]], rows) for rows in parts)
-    for rows in parts:
-        (batch,) = arriving.take()
-        for cut in pieces(batch.shape[0], batch.shape[1], executor.plan.numerics.head_chunk_tokens):
-            yield Part(rows, cut), batch[cut].detach()
+def _chunks(executor: Executor, rows: slice, batch: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
+    """A micro-batch of the last hidden state, on the device, chunk by chunk: leaves of their own."""
+    for cut in pieces(batch.shape[0], batch.shape[1], executor.plan.numerics.head_chunk_tokens):
+        yield Part(rows, cut), batch[cut].detach()
+
+
+def _add(sums: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Whole rows, or a part of one: by token."""
+    flat = sums.view(-1, sums.shape[-1])
+    add_in_pieces(flat, gradient.reshape(flat.shape))
 
 
 def _first_row(executor: Executor, stage: int) -> int:

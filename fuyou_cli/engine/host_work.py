@@ -20,18 +20,6 @@ class HostWork:
         """As many bytes as `tensor` has were read and written."""
         self._add(kind, 2 * _bytes(tensor))
 
-    def filled(self, kind: HostWorkKind, tensor: torch.Tensor) -> None:
-        """It was written."""
-        self._add(kind, _bytes(tensor))
-
-    def moved(self, kind: HostWorkKind, source: torch.Tensor, target: torch.Tensor) -> None:
-        """One was read, the other written, maybe in another dtype."""
-        self._add(kind, _bytes(source) + _bytes(target))
-
-    def added(self, total: torch.Tensor, values: torch.Tensor) -> None:
-        """`values` were added to `total`, which was read and written."""
-        self._add("added", 2 * _bytes(total) + _bytes(values))
-
     def read(self, tensor: torch.Tensor) -> None:
         """Its values were looked at once."""
         self._add("looked at", _bytes(tensor))

@@ -63,7 +63,6 @@ def assembled(costs: Costs, wishes: Wishes, placed: Layout, schedule: Schedule, 
         slot_classes=placed.slot_classes,
         boundary_slots=placed.boundary_slots,
         upload_slots=placed.upload_slots,
-        download_slots=placed.download_slots,
         batch_slots=placed.batch_slots,
         lookahead=lookahead,
         io=placed.io,
@@ -141,7 +140,7 @@ def _memory_lines(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, p
     policies = ("with kept outputs", "with kept outputs") if swapped else ("recompute the rest", "recompute")
     add("boundaries", "cpu", in_ram + slots, in_ram + on_ssd, policies[0])
     add("boundaries", "ssd", on_ssd, in_ram + on_ssd, policies[1])
-    crossing = sum(span.size for span in (*placed.upload_slots, *placed.download_slots, *placed.batch_slots))
+    crossing = sum(span.size for span in (*placed.upload_slots, *placed.batch_slots))
     add("crossing", "cpu", crossing, 0, "the batch between stages, to and from the device")
     add("compute", "cpu", compute_memory(model, wishes).total, 0, "activations of one micro-batch")
     add("update chunks", "cpu", placed.io.scratch.size, 0, "read, AdamW, write")

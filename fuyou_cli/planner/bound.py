@@ -90,7 +90,7 @@ def _beside_copies(costs: Costs, visits: Sequence[Visit], plan: Plan) -> tuple[f
 def micro_batch_crossing(costs: Costs, visit: Visit, stage: StagePlan) -> tuple[float, float]:
     """Bytes of one micro-batch that a visit takes to a device with memory of its own, and brings back: boundaries and kept
     outputs."""
-    up, down = crossing(costs.model.stages[visit.stage], visit.phase, stash=visit.stash)
+    up, down = crossing(costs.model, visit.stage, visit.phase, stash=visit.stash)
     size = costs.boundary / costs.micro_batches
     kept = kept_bytes(costs.model.stages[visit.stage], stage.kept)
     return up * size + kept * visit.take, down * size + kept * visit.stash
@@ -185,7 +185,7 @@ def copied_bytes(model: ModelSpec, schedule: Schedule, *, stages: tuple[StagePla
     params = [stage.params for stage in model.stages]
     shared = sum(params[stage.index] for stage in model.stages if model.has_two_users(stage.index))  # rest in between
     boundary = model.boundary_bytes_per_token * numerics.batch_size * numerics.max_seq_len
-    moved = [crossing(model.stages[visit.stage], visit.phase, stash=visit.stash) for visit in schedule.visits]
+    moved = [crossing(model, visit.stage, visit.phase, stash=visit.stash) for visit in schedule.visits]
     to_device = _uploaded_weights(model, schedule, stages) + gradient * shared + boundary * sum(into for into, _ in moved)
     to_host = gradient * (sum(params) + shared) + boundary * sum(back for _, back in moved)
     micro_batches = -(-numerics.batch_size // numerics.micro_batch_size)

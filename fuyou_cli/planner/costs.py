@@ -90,9 +90,7 @@ class Costs:
     def _feeding(self, visit: Visit) -> float:
         """Seconds for what the launching thread moves beside a device with memory of its own."""
         work = host_work(self.model, self.numerics, visit)
-        there = self.hardware.host_copy or self._memory_rate
-        anew = work.pop("results on new pages", 0)
-        return sum(work.values()) / there + anew / (self.hardware.host_fresh or there)
+        return sum(work.values()) / (self.hardware.host_copy or self._memory_rate)
 
     def _moving(self, visit: Visit, kept: int) -> float:
         """Seconds for what compute moves through the host's memory beside its products."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..spec.model import ModelSpec, StageSpec
+from ..spec.model import ITEM_SIZE, ModelSpec
 from ..spec.plan import StagePlan
 
 # What compute waits for, by the same names on paper and in a run.
@@ -61,12 +61,16 @@ class DeviceSide:
         return there.ticket
 
 
-def crossing(stage: StageSpec, phase: str, *, stash: bool) -> tuple[int, int]:
-    """Boundaries of the whole batch that a visit takes to the device and brings back. The ids of an embedding are small;
-    its pieces share one boundary, counted with the first. `stash`: the input is kept for backward, copied from the device."""
+def crossing(model: ModelSpec, index: int, phase: str, *, stash: bool) -> tuple[int, int]:
+    """Boundaries of the whole batch that a visit of stage `index` takes to the device and brings back. The ids of an embedding
+    are small. Pieces of a vocabulary go on with the rows that the ones before computed: what a cut head sums in float32, in the
+    compute dtype at the end. `stash`: the input is kept for backward, copied from the device."""
+    stage = model.stages[index]
+    first_piece = stage.vocabulary is None or stage.vocabulary[0] == 0
     if stage.kind == "embedding":
-        if stage.vocabulary is not None and stage.vocabulary[0] > 0:
-            return 0, 0
-        return (0, 1) if phase == "forward" else (1, 0)
+        return (int(not first_piece), 1) if phase == "forward" else (1, 0)
+    if phase == "head" and model.head_is_cut:
+        sums = ITEM_SIZE["float32"] // ITEM_SIZE[model.compute_dtype]
+        return 1 + sums * (index != model.stages[-1].index), 1 if first_piece else sums
     # backward: the input and the output's gradient in, the input's gradient back
     return {"forward": (1, 1 + stash), "logits": (1, 0), "head": (1, 1), "backward": (2, 1)}[phase]

@@ -9,7 +9,7 @@ from ..spec.plan import StagePlan
 from .bound import uploads
 from .boundary_layout import kept_bytes
 from .device import WEIGHTS_ON_DEVICE, square_lanes
-from .memory import HEAD_BYTES_PER_TOKEN, micro_boundary
+from .memory import HEAD_BYTES_PER_TOKEN, micro_boundary, micro_sums
 from .schedule import Schedule
 from .wishes import Wishes
 
@@ -50,10 +50,13 @@ def _pass_peak(model: ModelSpec, wishes: Wishes, stage: StagePlan) -> int:
     """Beside what a pass allocates for one micro-batch: that of its neighbours which crosses meanwhile. In backward the next
     one's boundary, gradient and kept outputs arrive, and the gradient of the one before is on its way back. In forward there is
     the input, which is not among what the stage allocates, and the next one's; input and output of the one before, and kept
-    outputs of both, on their way back."""
+    outputs of both, on their way back. A cut head has the sums of all three, and this one's and the next one's input."""
     spec = model.stages[stage.stage]
+    one = wishes.numerics.batch_size <= wishes.numerics.micro_batch_size
     kept, boundary = kept_bytes(spec, stage.kept), micro_boundary(model, wishes)
-    if wishes.numerics.batch_size <= wishes.numerics.micro_batch_size:
+    if spec.kind == "head" and model.head_is_cut:
+        return spec.backward_peak + 2 * boundary + micro_sums(model, wishes) * (1 if one else 3)
+    if one:
         return max(spec.backward_peak, spec.forward_peak + kept) + boundary
     return max(spec.backward_peak + 3 * boundary + kept, spec.forward_peak + 4 * boundary + 2 * kept)
 

@@ -19,6 +19,7 @@ from .wishes import Wishes
 
 ARENA_UNIT = 2 * MiB  # hugepages round what is touched to this
 COPY_ALIGN = 64  # of tensors that cross together
+_SUM = ITEM_SIZE["float32"]  # of a value of what a cut head sums
 HEAD_BYTES_PER_TOKEN = 8 + 4 * 4  # of a cut head on the device: target, maximum, sum, the target's logit, one of them anew
 # What comes on top of the libraries once they are warm: kernels for other shapes and their workspaces, the log, the display,
 # batches, and what the kernel holds for the process. Measured: CHANGELOG.md.
@@ -43,7 +44,6 @@ class Layout:
     slot_classes: tuple[SlotClass, ...]
     boundary_slots: tuple[Span, ...]
     upload_slots: tuple[Span, ...]
-    download_slots: tuple[Span, ...]
     batch_slots: tuple[Span, ...]
     io: IoPlan
     arena_size: int
@@ -69,7 +69,7 @@ def layout(
     slots = min(lookahead + 2, on_ssd + 1) if on_ssd else 0
     largest = max((boundaries[i] for i, tier in enumerate(homes.boundaries) if tier == "ssd"), default=0)
     boundary_slots = tuple(arena.take(largest) for _ in range(slots))
-    up, down = _crossing_slots(arena, model, wishes)
+    up = _upload_slots(arena, model, wishes)
     batches = _batch_slots(arena, model, wishes)
     scratch = arena.take(wishes.scratch_size)
     stages = tuple(
@@ -81,7 +81,6 @@ def layout(
         slot_classes=slot_classes,
         boundary_slots=boundary_slots,
         upload_slots=up,
-        download_slots=down,
         batch_slots=batches,
         io=IoPlan(
             backend=wishes.io_backend,  # type: ignore[arg-type]
@@ -108,26 +107,33 @@ def batch_boundary(model: ModelSpec, wishes: Wishes) -> int:
     return model.boundary_bytes_per_token * wishes.numerics.batch_size * wishes.numerics.max_seq_len
 
 
-def _crossing_slots(arena: Room, model: ModelSpec, wishes: Wishes) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+def micro_sums(model: ModelSpec, wishes: Wishes) -> int:
+    """Bytes of one micro-batch's gradient of the last hidden state, as pieces of a cut head sum it: float32."""
+    return _SUM * model.hidden_size * wishes.numerics.micro_batch_size * wishes.numerics.max_seq_len
+
+
+def _upload_slots(arena: Room, model: ModelSpec, wishes: Wishes) -> tuple[Span, ...]:
     """Copies that run beside compute need pinned memory. The arena is pinned; ids, targets and what the model's own operators
-    make between stages are not, and pass through these on their way up: one is filled while the other is copied. Down pass
-    results that only the host can put in their places: those of pieces of a vocabulary."""
+    make between stages are not, and pass through these on their way up: one is filled while the other is copied."""
     if wishes.device == "cpu":
-        return (), ()
+        return ()
     numerics = wishes.numerics
     at_once = min(2, -(-numerics.batch_size // numerics.micro_batch_size))
     size = micro_boundary(model, wishes)
     ids = align_up(size, COPY_ALIGN) + 8 * numerics.micro_batch_size * numerics.max_seq_len
-    cut = any(stage.vocabulary is not None for stage in model.stages)
-    return tuple(arena.take(ids) for _ in range(at_once)), tuple(arena.take(size) for _ in range(at_once * cut))
+    return tuple(arena.take(ids) for _ in range(at_once))
 
 
 def _batch_slots(arena: Room, model: ModelSpec, wishes: Wishes) -> tuple[Span, ...]:
     """A device with memory of its own copies to and from what stages hand on: in and out of one stage take turns, and the
-    model's own forward holds the embedding's."""
+    model's own forward holds the embedding's. The sums of a cut head are one of these in float32, and else larger."""
     if wishes.device == "cpu":
         return ()
-    return tuple(arena.take(batch_boundary(model, wishes)) for _ in range(3))
+    sums = _SUM * model.hidden_size * wishes.numerics.batch_size * wishes.numerics.max_seq_len
+    spans = [arena.take(batch_boundary(model, wishes)) for _ in range(3)]
+    if model.head_is_cut and model.compute_dtype != "float32":
+        spans.append(arena.take(sums))
+    return tuple(spans)
 
 
 def _slot_class(
@@ -219,14 +225,14 @@ class ComputeMemory:
 def compute_memory(model: ModelSpec, wishes: Wishes) -> ComputeMemory:
     """Two whole-batch boundaries (in and out, or their gradients) and what the model's own forward holds between stages; of
     these a device with memory of its own has three in the arena. And the hungriest stage, but not on such a device. A cut head
-    has the last hidden state, its gradient in float32 and at the end in the compute dtype, and maximum, sum and target of every
-    token."""
+    has the last hidden state, its gradient in float32 (in the arena as well) and at the end in the compute dtype, and maximum,
+    sum and target of every token."""
     numerics = wishes.numerics
     tokens = numerics.batch_size * numerics.max_seq_len
-    boundary, hidden = batch_boundary(model, wishes), 4 * model.hidden_size * tokens
+    boundary, hidden = batch_boundary(model, wishes), _SUM * model.hidden_size * tokens
     between = model.choreography_bytes_per_token * tokens
     if wishes.device != "cpu":
-        boundary, between = 0, max(0, between - boundary)
+        boundary, hidden, between = 0, 0, max(0, between - boundary)
     if numerics.batch_size <= numerics.micro_batch_size:  # else ours are in memory of their own (engine/whole_batch.py)
         boundary, hidden = held(boundary), held(hidden)
     whole = held(between)

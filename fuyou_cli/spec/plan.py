@@ -160,7 +160,6 @@ class Plan:
     slot_classes: tuple[SlotClass, ...]
     boundary_slots: tuple[Span, ...]  # in flight to and from the ssd
     upload_slots: tuple[Span, ...]  # what one micro-batch takes to a device with memory of its own, where it rests unpinned
-    download_slots: tuple[Span, ...]  # and what it brings back where only the host can put it in its place
     lookahead: int
     io: IoPlan
     arena_size: int

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fuyou_cli.core import heap
 from fuyou_cli.core.errors import NumericsError
@@ -147,36 +148,53 @@ def test_neighbours_cross_while_a_micro_batch_computes(tmp_path: Path, monkeypat
     ]  # fmt: skip
 
 
-class _HostCopies(TorchDispatchMode):
-    """Bytes of the arena that this thread copies itself; those of an emulated device are made on threads of its own."""
+class _HostWork(TorchDispatchMode):
+    """Bytes that this thread itself puts in the arena, or computes from what is there; what an emulated device copies is copied
+    on threads of its own. Left out is what looks at shapes alone, and NaN in the targets of copies."""
+
+    _ASIDE = (torch.ops.aten.fill_, torch.ops.aten.empty_like, torch.ops.aten.new_zeros)
 
     def __init__(self, memory: HostMemory) -> None:
         super().__init__()
         self._memory, self.bytes = memory, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.copy_.default and any(self._memory.holds(tensor) for tensor in args[:2]):
-            self.bytes += args[0].numel() * args[0].element_size()
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if (
+            not func.is_view
+            and func.overloadpacket not in self._ASIDE
+            and isinstance(out, torch.Tensor)
+            and any(map(self._in_arena, tree_leaves((args, kwargs))))
+        ):
+            self.bytes += out.numel() * out.element_size()
+        return out
+
+    def _in_arena(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and self._memory.holds(value)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("vocabulary", [0, 40])
 @pytest.mark.parametrize("way", [dict(home="cpu"), dict(home="cpu", kept="all"), dict()], ids=["RAM", "kept", "ssd"])
-def test_the_launching_thread_copies_ids_and_nothing_else(way: dict[str, Any], tmp_path: Path) -> None:
-    """Inputs go up from where they are, results and what is kept for backward come down to where they are wanted."""
-    subject = Subject(llama(), Shape(batch=6))
+def test_the_launching_thread_copies_ids_and_nothing_else(
+    way: dict[str, Any], vocabulary: int, dtype: Any, tmp_path: Path
+) -> None:
+    """Inputs go up from where they are, results and what is kept for backward come down to where they are wanted. On the device
+    pieces of a vocabulary pick the embedding's rows, and sum the gradient of the last hidden state."""
+    subject = Subject(llama(), Shape(batch=6, vocabulary=vocabulary, dtype=dtype))
     ids = 8 * subject.shape.batch * subject.shape.tokens
-    with Rig(subject, tmp_path, device="emulated", **way) as rig, _HostCopies(rig.memory) as copies:
-        visits: list[tuple[str, int]] = []
+    with Rig(subject, tmp_path, device="emulated", **way) as rig, _HostWork(rig.memory) as work:
+        visits: list[tuple[str, str, int]] = []
 
         def after(visit: Visit) -> None:
-            visits.append((subject.spec.stages[visit.stage].kind, copies.bytes))
-            copies.bytes = 0
+            visits.append((subject.spec.stages[visit.stage].kind, visit.phase, work.bytes))
+            work.bytes = 0
 
         rig.executor.after_visit = after
         rig.run(STEPS)
-    assert {kind for kind, _ in visits} == {"embedding", "block", "norm", "head"}
-    for kind, copied in visits:
-        assert copied == (ids if kind in ("embedding", "head") else 0), kind
+    assert {kind for kind, _, _ in visits} == {"embedding", "block", "norm", "head"}
+    for kind, phase, done in visits:  # a cut head's targets stay on the device, and do not come from the arena
+        assert done == (ids if kind == "embedding" or (kind == "head" and not vocabulary) else 0), (kind, phase)
 
 
 def test_next_weights_go_up_behind_the_first_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +224,6 @@ def test_what_is_too_wide_for_a_slot_crosses_as_well(tmp_path: Path, monkeypatch
         crossings = rig.executor.crossings
         for slot in crossings._up:
             slot.memory = slot.memory[:64]
-        crossings._down[:] = [memory[:64] for memory in crossings._down]
         crossings._batches._spans = tuple(Span(offset=span.offset, size=64) for span in crossings._batches._spans)
         assert rig.run(STEPS) == losses
         assert unequal(rig.weights(), weights) == []

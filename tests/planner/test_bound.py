@@ -112,16 +112,17 @@ def test_weights_stay_on_the_device_as_far_as_it_has_room(blocks_at_home: int, d
 
 
 def test_gradients_of_tied_pieces_cross_twice() -> None:
-    """Down after the head's part, up and down again with the embedding's; a piece of a cut head takes its input twice."""
+    """Down after the head's part, up and down again with the embedding's; a piece of a cut head takes its input twice. What
+    pieces compute together goes on: the embedding's output, and its gradient once more each; sums of float32."""
     pieces = 2
     spec = cut(model(LEAF, *[BLOCK] * BLOCKS, NORM, LEAF, tied=True), *[LEAF // pieces] * pieces)
     seconds = _predicted(spec).seconds
     parameters = LEAF + BLOCKS * BLOCK + NORM
-    back = 2 * (parameters + LEAF) + (BOUNDARIES_BACK + pieces - 1) * BOUNDARY
+    back = 2 * (parameters + LEAF) + (BOUNDARIES_BACK + (1 + 2) * (pieces - 1)) * BOUNDARY
     assert seconds["d2h"] == back / RATED.d2h
     # up: both pieces in forward and for the logits; the last is there still for its gradient, the first is as well
     weights = 2 * (2 * LEAF + 2 * BLOCKS * BLOCK + NORM)
-    into = weights + 2 * NORM + 2 * LEAF + (BOUNDARIES_IN + 2 * pieces - 1) * BOUNDARY
+    into = weights + 2 * NORM + 2 * LEAF + (BOUNDARIES_IN + 2 * pieces - 1 + (2 + 2) * (pieces - 1)) * BOUNDARY
     assert seconds["h2d"] == into / RATED.h2d
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import chain, combinations
+from typing import Any
 
 import pytest
 
 from fuyou_cli.planner.costs import Costs
+from fuyou_cli.planner.device import crossing
 from fuyou_cli.planner.host_work import host_work
 from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.schedule import Visit, plan_schedule
@@ -114,14 +116,18 @@ def test_what_feeds_a_device_is_charged_where_it_takes_longer_than_compute() -> 
             assert costs.compute_seconds(visit) == pytest.approx(max(without.compute_seconds(visit), fed)), visit
 
 
-def test_sums_of_a_cut_head_are_charged() -> None:
-    """A float32 is read and written for each value that a piece brings, zeros first; and read at the end."""
-    spec = cut(SPEC, PARAMS // 2, PARAMS // 2)
-    values = 4 * 64 * 1024
-    wishes = Wishes(numerics=NUMERICS, model_name="test", device="cuda", clip_grad_norm=None, cpu_budget=1 << 40)
-    visits = [visit for visit in plan_schedule(spec, plan(spec, HARDWARE, wishes)).visits if visit.phase == "head"]
-    work = [host_work(spec, NUMERICS, visit) for visit in visits]
-    assert work == [
-        {"added": values * (4 + 4 + 2), "results on new pages": values * 4},
-        {"added": values * (4 + 4 + 2), "results placed": values * (4 + 2)},
-    ]
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_sums_of_a_cut_head_cross_and_the_launching_thread_adds_nothing(dtype: Any) -> None:
+    """Float32, as wide as one boundary or two; the first piece needs none, and the last one's leave in the compute dtype."""
+    spec = replace(
+        cut(SPEC, *[PARAMS // 4] * 3), compute_dtype=dtype, boundary_bytes_per_token=1024 * (2 if dtype == "bfloat16" else 4)
+    )
+    wide = 2 if dtype == "bfloat16" else 1
+    numerics = replace(NUMERICS, compute_dtype=dtype)
+    wishes = Wishes(numerics=numerics, model_name="test", device="cuda", clip_grad_norm=None, cpu_budget=1 << 40)
+    made = plan(spec, HARDWARE, wishes)
+    visits = [visit for visit in plan_schedule(spec, made).visits if visit.phase == "head"]
+    assert [host_work(spec, wishes.numerics, visit) for visit in visits] == [{}] * 3
+    found = [crossing(spec, visit.stage, visit.phase, stash=visit.stash) for visit in visits]
+    assert found == [(1, wide), (1 + wide, wide), (1 + wide, 1)]
+    assert any(span.size >= 4 * 1024 * 4 * 64 for span in made.batch_slots)  # where they rest

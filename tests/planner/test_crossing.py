@@ -32,7 +32,7 @@ def _hidden_by_nothing(spec: ModelSpec, hardware: HardwareProfile, made: Plan, v
     """Seconds of a visit beside its compute: one micro-batch in, one out. An input that is kept goes back beside compute,
     where there is any (not `bare`)."""
     costs = Costs.of(spec, hardware, made)
-    up, down = crossing(spec.stages[visit.stage], visit.phase, stash=bare and visit.stash)
+    up, down = crossing(spec, visit.stage, visit.phase, stash=bare and visit.stash)
     one = costs.boundary / costs.micro_batches
     kept = kept_bytes(spec.stages[visit.stage], made.stages[visit.stage].kept)
     return (up * one + kept * visit.take) / hardware.h2d + (down * one + kept * visit.stash) / hardware.d2h

@@ -47,7 +47,7 @@ def planned(draw: st.DrawFn) -> tuple[ModelSpec, Wishes, Plan]:
 
 def in_arena(chosen: Plan) -> list[Span]:
     spans = [span for slots in chosen.slot_classes for span in (*slots.weight_slots, *slots.gradient_slots)]
-    spans += [*chosen.boundary_slots, *chosen.upload_slots, *chosen.download_slots, chosen.io.scratch]
+    spans += [*chosen.boundary_slots, *chosen.upload_slots, *chosen.batch_slots, chosen.io.scratch]
     for stage in chosen.stages:
         homes = (stage.weights_ram, stage.remainder_ram, stage.momentum_ram, stage.variance_ram)
         spans += [span for span in (*homes, stage.gradients_ram, stage.boundary_ram) if span is not None]

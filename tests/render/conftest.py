@@ -170,7 +170,6 @@ def plan(model: ModelSpec) -> Plan:
         slot_classes=(),
         boundary_slots=(),
         upload_slots=(),
-        download_slots=(),
         lookahead=2,
         io=IoPlan(
             backend="io_uring",
