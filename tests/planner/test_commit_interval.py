@@ -32,7 +32,7 @@ from fuyou_cli.training.run_limits import RunLimits, saved_where_it_stops, steps
 from .models import HARDWARE, models, wishes_for
 
 SLOW = replace(HARDWARE, store_read=4e8, store_write=2e8, store_read_mixed=3e8, store_write_mixed=1.5e8)
-CLOSE = 0.005  # of a run: what the steps around one commit, simulated alone, tell of many
+ALLOWED = 0.03  # of a run: all that its commits may take
 
 
 @examples(200)
@@ -72,7 +72,7 @@ def test_commits_take_no_more_than_their_share(data: st.DataObject, spec: ModelS
     assert costs.written <= MOST_WRITTEN * (1 + 1e-3) or costs.lost > MOST_LOST
     steps = max(1, 40 // every) * every + STEPS
     with_commits, without = _end(spec, plan, steps), _end(spec, replace(plan, commit_every=None), steps)
-    assert 1 - without / with_commits <= MOST_TIME + CLOSE
+    assert 1 - without / with_commits <= ALLOWED
 
 
 @examples(12)
