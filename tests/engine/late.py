@@ -1,6 +1,7 @@
-"""Emulated devices whose copies are as late, or as early, as they may be: each is made when somebody waits for it, or for one
-behind it in the same direction (large copies and others are in no order), and not a moment earlier; or the moment it is asked
-for. Who forgets to wait, or changes a
+"""Emulated devices whose copies are as late, or as early, as they may be, and one whose compute is late.
+
+Each copy is made when somebody waits for it, or for one behind it in the same direction (large copies and others are in no
+order), and not a moment earlier; or the moment it is asked for. Who forgets to wait, or changes a
 source too early, computes with NaN or with what came later beside the one; who asks for a copy to where another's result has
 not been taken yet, with what came later beside the other. Every time."""
 
@@ -17,6 +18,8 @@ from fuyou_cli.engine.devices.cpu import PastEvent, squares_of
 from fuyou_cli.engine.devices.emulated import EmulatedDevice, poison
 
 from . import rig as rigs
+
+ASKED = 20  # times that the host asks in vain whether something is over
 
 
 class _LateCopies:
@@ -109,3 +112,89 @@ def make_late(monkeypatch: pytest.MonkeyPatch, device: type[EmulatedDevice] = La
     """From now on an emulated device is a late one, or another of this file; how to ask for it."""
     monkeypatch.setattr(rigs, "open_device", lambda kind: device())
     return {"device": "emulated"}
+
+
+class LaggingDevice(EmulatedDevice):
+    """Its compute lags behind: that it waits for an upload says nothing to the host. What goes up has to stay as it is until
+    the host has waited for that upload, or for a result of compute behind it; who changes it before is named."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.under_way: list[_Lagging] = []
+
+    def upload(self, host: torch.Tensor, device: torch.Tensor, *, after: Event | None = None, bulk: bool = False) -> PastEvent:
+        device.copy_(host)
+        self.under_way.append(_Lagging(self, host, bulk))
+        return self.under_way[-1]
+
+    def download(self, device: torch.Tensor, host: torch.Tensor, *, bulk: bool = False) -> PastEvent:
+        # behind compute, and so behind uploads that compute has waited for: these may come from where it goes
+        self.over([upload for upload in self.under_way if upload.waited and upload.overlaps(host)])
+        host.copy_(device)
+        return _Behind(self)
+
+    def squares(self, flat: torch.Tensor, runs: Sequence[Run], lanes: torch.Tensor) -> Squares:
+        return _SquaresBehind(self, squares_of(flat, runs))
+
+    def synchronize(self) -> None:
+        self.over(self.under_way)
+
+    def over(self, uploads: Sequence[_Lagging]) -> None:
+        for upload in list(uploads):
+            if upload in self.under_way:
+                self.under_way.remove(upload)
+                assert torch.equal(upload.source, upload.before), f"what went up was changed meanwhile: {upload.source.shape}"
+
+
+class _Seen(PastEvent):
+    """What the host sees late: when it asks often, or waits."""
+
+    asked = 0
+
+    def done(self) -> bool:
+        self.asked += 1
+        if self.asked > ASKED:
+            self.synchronize()
+        return self.asked > ASKED
+
+
+class _Lagging(_Seen):
+    def __init__(self, device: LaggingDevice, host: torch.Tensor, bulk: bool) -> None:
+        self._device, self.bulk, self.waited = device, bulk, False
+        self.source = host.detach().as_strided((host.numel(),), (1,)).view(torch.uint8)
+        self.before = self.source.clone()
+
+    def overlaps(self, host: torch.Tensor) -> bool:
+        begin, end = host.data_ptr(), host.data_ptr() + host.numel() * host.element_size()
+        return begin < self.source.data_ptr() + self.source.numel() and self.source.data_ptr() < end
+
+    def wait(self) -> None:
+        self.waited = True
+
+    def synchronize(self) -> None:
+        uploads = self._device.under_way
+        if self in uploads:  # those of its kind before it are over as well
+            self._device.over([upload for upload in uploads[: uploads.index(self) + 1] if upload.bulk == self.bulk])
+        self.asked = ASKED + 1
+
+
+class _Behind(_Seen):
+    def __init__(self, device: LaggingDevice) -> None:
+        self._device = device
+        self._before = [upload for upload in device.under_way if upload.waited]
+
+    def synchronize(self) -> None:
+        self._device.over(self._before)
+        self.asked = ASKED + 1
+
+
+class _SquaresBehind:
+    def __init__(self, device: LaggingDevice, values: list[float]) -> None:
+        self._behind, self._values = _Behind(device), values
+
+    def done(self) -> bool:
+        return self._behind.done()
+
+    def values(self) -> list[float]:
+        self._behind.synchronize()
+        return self._values

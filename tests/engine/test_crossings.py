@@ -24,7 +24,7 @@ from fuyou_cli.swap.native import ffi
 
 from . import rig as rigs
 from .families import FAMILIES, gpt2, llama, opt
-from .late import EarlyDevice, LateDevice, make_late
+from .late import EarlyDevice, LaggingDevice, LateDevice, make_late
 from .rig import Rig, Shape, Subject, unequal
 from .test_compute_memory import LLAMA, _OutsideOf
 
@@ -60,10 +60,21 @@ def _outcome(subject: Subject, folder: Path, **way: Any) -> Outcome:
 def test_late_and_early_copies_change_no_bit(name: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = SUBJECTS[name]()
     losses, weights = _outcome(subject, tmp_path / "cpu", **WAYS[way])
-    for device in (LateDevice, EarlyDevice):
+    for device in (LateDevice, EarlyDevice, LaggingDevice):
         found = _outcome(subject, tmp_path / device.__name__, **WAYS[way], **make_late(monkeypatch, device))
         assert found[0] == losses, device
         assert unequal(found[1], weights) == [], device
+
+
+def test_a_source_that_does_not_stay_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that writes into what goes up, when it is only compute that has waited for the copy."""
+    with Rig(Subject(llama(), Shape()), tmp_path, home="cpu", clip=None, **make_late(monkeypatch, LaggingDevice)) as rig:
+        host = rig.memory.tensor(Span(offset=0, size=64), torch.uint8)
+        event = rig.executor.device.upload(host, torch.zeros(64, dtype=torch.uint8))
+        event.wait()
+        host.add_(1)
+        with pytest.raises(AssertionError, match="changed meanwhile"):
+            rig.executor.device.synchronize()
 
 
 @pytest.mark.parametrize("direction", ["upload", "download"])
