@@ -218,10 +218,10 @@ def test_the_very_plan_is_run(new_project: NewProject, command: Callable[[Projec
     assert code == 0 and "fuyou finetune RECIPE --plan plan.json" in err
     stale = fuyou("finetune", "recipe.yaml", "train.batch_size=8", "--plan", "plan.json")
     assert stale[0] == 2 and "plan.json: train.batch_size was 4, is 8 in the recipe" in stale[2]
-    sized = "offload.max_memory.cpu=1GiB"
+    sized = "offload.max_memory.cpu=3GiB"  # this process counts, and holds what tests before this one loaded
     assert fuyou("plan", "recipe.yaml", sized, "--dry-run", "-o", "sized.json")[0] == 0
     text = (project.folder / "sized.json").read_text()
-    (project.folder / "edited.json").write_text(text.replace(f'"cpu_budget": {1 << 30}', f'"cpu_budget": {1 << 40}'))
+    (project.folder / "edited.json").write_text(text.replace(f'"cpu_budget": {3 << 30}', f'"cpu_budget": {1 << 40}'))
     edited = fuyou("finetune", "recipe.yaml", sized, "--plan", "edited.json")
     assert edited[0] == 2 and "edited.json: plan.cpu_budget: 1099511627776, offload.max_memory.cpu says" in edited[2]
     done = project.fuyou("finetune", "recipe.yaml", "logging.every_steps=2", "--plan", "plan.json")
