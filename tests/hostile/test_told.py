@@ -10,4 +10,4 @@ from fuyou_cli.core.errors import UsageError
 
 def test_what_is_quoted_cannot_drive_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert report(UsageError("a\x1b[2J\x07\r\udc80é\nb\tc", hint="d\x9b")) == 2
-    assert capsys.readouterr().err == "error: a\\x1b[2J\\x07\\r\\udc80é\nb\\tc\n  help: d\\x9b\n"
+    assert capsys.readouterr().err == "error: a\\x1b[2J\\x07\\r\\udc80é\n  b\\tc\n  help: d\\x9b\n"
