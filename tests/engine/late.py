@@ -121,6 +121,7 @@ class LaggingDevice(EmulatedDevice):
     def __init__(self) -> None:
         super().__init__()
         self.under_way: list[_Lagging] = []
+        self.uploads = 0  # so far
 
     def upload(self, host: torch.Tensor, device: torch.Tensor, *, after: Event | None = None, bulk: bool = False) -> PastEvent:
         device.copy_(host)
@@ -161,6 +162,7 @@ class _Seen(PastEvent):
 class _Lagging(_Seen):
     def __init__(self, device: LaggingDevice, host: torch.Tensor, bulk: bool) -> None:
         self._device, self.bulk, self.waited = device, bulk, False
+        self._number = device.uploads = device.uploads + 1
         self.source = host.detach().as_strided((host.numel(),), (1,)).view(torch.uint8)
         self.before = self.source.clone()
 
@@ -172,9 +174,9 @@ class _Lagging(_Seen):
         self.waited = True
 
     def synchronize(self) -> None:
+        # Those of its kind before it are over as well, also where a download into its source has settled itself already.
         uploads = self._device.under_way
-        if self in uploads:  # those of its kind before it are over as well
-            self._device.over([upload for upload in uploads[: uploads.index(self) + 1] if upload.bulk == self.bulk])
+        self._device.over([upload for upload in uploads if upload._number <= self._number and upload.bulk == self.bulk])
         self.asked = ASKED + 1
 
 

@@ -82,7 +82,7 @@ def test_no_outputs_are_swapped_to_the_drives_of_the_case_seen(seen: tuple[Model
     assert spared.best.seconds <= spared.fastest.seconds * (1 + WORTH)
     at_first = search(model, hardware, replace(wishes, wear="ignore", sustained=False))
     assert swapped(model, at_first.best.plan) > 180 * 10**9
-    assert at_first.best.seconds < 95
+    assert at_first.best.seconds < 96  # 94.1 seen, and a cut embedding's rows that cross once per piece since
     assert 160 < lasting_step(model, hardware, at_first.best.plan) < 170
 
 
