@@ -18,20 +18,9 @@ class HostWork:
 
     def copied(self, kind: HostWorkKind, tensor: torch.Tensor) -> None:
         """As many bytes as `tensor` has were read and written."""
-        self._add(kind, 2 * _bytes(tensor))
-
-    def read(self, tensor: torch.Tensor) -> None:
-        """Its values were looked at once."""
-        self._add("looked at", _bytes(tensor))
+        self.seen[kind] = self.seen.get(kind, 0) + 2 * tensor.numel() * tensor.element_size()
 
     def take(self) -> dict[HostWorkKind, int]:
         """What was done since the last call."""
         seen, self.seen = self.seen, {}
         return seen
-
-    def _add(self, kind: HostWorkKind, size: int) -> None:
-        self.seen[kind] = self.seen.get(kind, 0) + size
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -14,10 +14,7 @@ from ..spec.model import ModelSpec, StageSpec
 from ..spec.plan import Numerics
 from .schedule import Visit
 
-HostWorkKind = Literal[
-    "inputs staged",  # copied to pinned memory, from where they go up
-    "looked at",  # read once: squares, checksums
-]
+HostWorkKind = Literal["inputs staged"]  # copied to pinned memory, from where they go up
 
 _ID = 8  # bytes of a token's id, or of what it is to predict
 
