@@ -29,10 +29,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof.report import EXIT_CODES, PASS, ROOT, Row, conclude, described, holds, say, unless_noisy
 
-from fuyou_cli.cli.planning import Planning
+from fuyou_cli.advice.planning import Planning
 from fuyou_cli.cli.prepared import prepared_elsewhere
-from fuyou_cli.cli.profile import described as machine_of
 from fuyou_cli.core.errors import FuyouError
+from fuyou_cli.machine.profile import described as machine_of
 from fuyou_cli.planner.search import search
 from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.recipe.load import load_recipe

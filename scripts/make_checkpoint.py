@@ -20,9 +20,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a checkout that is not installed
 
+from fuyou_cli.checkpoint.writer import OutTensor, write_checkpoint
 from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.core.units import count, gb, parse_size
-from fuyou_cli.training.checkpoint.writer import OutTensor, write_checkpoint
 
 DEVIATION = 0.02  # of the normal distribution that Llama's matrices start from
 POSITIONS = 2048

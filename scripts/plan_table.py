@@ -38,10 +38,10 @@ sys.path.insert(
 
 from proof.report import EXIT_CODES, FAIL, ROOT, Row, commit, conclude, described, holds, missing, reported, say
 
-from fuyou_cli.cli.planning import Planning
+from fuyou_cli.advice.planning import Planning
 from fuyou_cli.cli.prepared import prepared_elsewhere
-from fuyou_cli.cli.profile import described as machine_of
 from fuyou_cli.core.errors import FuyouError
+from fuyou_cli.machine.profile import described as machine_of
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.plan import Plan
 

@@ -30,7 +30,7 @@ from proof import green
 from proof.load import load
 from proof.report import EXIT_CODES, ROOT, Progress, Row, conclude, digest, holds, missing
 
-from fuyou_cli.cli.profile import core_count
+from fuyou_cli.machine.profile import core_count
 
 KINDS = ("runs", "loaded", "examples")
 FIRST_PIECE, PIECE_SECONDS = 100, 240.0  # examples that tell what one costs, then pieces of about this length

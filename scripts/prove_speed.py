@@ -34,8 +34,8 @@ from proof.rows import LENGTH, rows_folder
 from proof.runs import Case, InMemory, in_memory_run, needs_in_memory, our_run, write_recipe
 from proof.setting import Setting, parser, run_script, size
 
-from fuyou_cli.cli import probe
 from fuyou_cli.core.units import GiB, gb, gib
+from fuyou_cli.machine import probe
 
 PARTS = ("compute", "ssd", "deepspeed")
 RATIO_IN_MEMORY, OF_BOUND = 0.93, 1.12

@@ -34,8 +34,8 @@ from proof import report
 from rich.console import Console
 from rich.table import Table
 
-from fuyou_cli.cli.profile import described
 from fuyou_cli.core.units import gib
+from fuyou_cli.machine.profile import described
 
 WIDTH = 190
 WHOLE = {"model", "machine", "settings", "busiest"}  # columns whose words are not broken

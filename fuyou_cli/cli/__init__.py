@@ -1,1 +1,1 @@
-"""Layer 6: commands, rendering, probing the machine."""
+"""Layer 8: commands and rendering."""

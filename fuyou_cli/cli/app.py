@@ -162,7 +162,8 @@ def bench(
 
     Matrix products, layers, the drive, the update, and a training step beside it. Kept for the plans to come.
     """
-    from .allocator import settle_allocator
+    from fuyou_cli.machine.allocator import settle_allocator
+
     from .before_torch import settle_libraries
     from .bench import run_bench
 

@@ -15,14 +15,14 @@ from rich.console import Console
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.paths import folder
 from fuyou_cli.core.units import gb
+from fuyou_cli.machine import drives, probe
+from fuyou_cli.machine.background_load import Others, are_busy
+from fuyou_cli.machine.measure.profile_rates import BenchReport, device_named, measure
+from fuyou_cli.machine.profile import assumed_hardware
 from fuyou_cli.spec.hardware import merged_rates
 
-from . import drives, probe
 from .console import confirm, result_console, status_console, write_status
 from .machine import keep
-from .measure import BenchReport, device_named, measure
-from .others import Others, are_busy
-from .profile import assumed_hardware
 from .render.bench import bench_json, show_bench
 from .signals import like_ctrl_c
 
@@ -101,9 +101,8 @@ def _beside_others(report: BenchReport, cores: float) -> BenchReport:
 
 def _with_recipe(places: tuple[Path, ...], recipe: Recipe, *, quick: bool, device: str, progress: Progress) -> BenchReport:
     from fuyou_cli.engine.devices.cuda import free_memory
+    from fuyou_cli.machine.measure.stages import measure_recipe
     from fuyou_cli.training.prepare import anatomy_of
-
-    from .measure_stages import measure_recipe
 
     target = device_named(device)
     progress("the recipe's model")
@@ -116,7 +115,7 @@ def _with_recipe(places: tuple[Path, ...], recipe: Recipe, *, quick: bool, devic
 
 
 def _with_sustained(report: BenchReport, places: tuple[Path, ...], progress: Progress) -> BenchReport:
-    from .measure_sustained import measure_sustained
+    from fuyou_cli.machine.measure.sustained import measure_sustained
 
     progress("sustained writing")
     free, count = probe.striped_space(*places), _drives_of(places)
@@ -147,7 +146,7 @@ def _drives_of(places: tuple[Path, ...]) -> int:
 
 def _agreed(places: tuple[Path, ...], yes: bool) -> bool:
     """Says what sustained writing costs, and asks. Raises UsageError where there is nobody to ask."""
-    from .measure_sustained import most_written
+    from fuyou_cli.machine.measure.sustained import most_written
 
     named = ", ".join(map(str, places))
     most = most_written(probe.striped_space(*places), _drives_of(places))

@@ -16,9 +16,9 @@ from typing import Any, Literal
 from fuyou_cli import __version__
 from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.core.units import MiB, gb, gib
+from fuyou_cli.machine import drives, probe
 from fuyou_cli.spec.hardware import Drive
 
-from . import drives, probe
 from .console import styled, write_json, write_result
 
 Status = Literal["ok", "note", "problem"]

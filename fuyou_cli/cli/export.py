@@ -30,9 +30,9 @@ class _Asked:
 def run_export(source: Path, out: Path, overrides: Sequence[str], *, dtype: ExportDtype | None) -> None:
     """`dtype`, else the recipe's, else what the run computed in."""
     asked = _of_recipe(source, overrides) if _is_recipe(source) else _of_store(source, overrides)
-    from fuyou_cli.training import manifest as manifests
-    from fuyou_cli.training.at_rest import find_store
     from fuyou_cli.training.exporting import export_store
+    from fuyou_cli.training.state import manifest as manifests
+    from fuyou_cli.training.state.at_rest import find_store
 
     from .render.transfer import Transfers
 

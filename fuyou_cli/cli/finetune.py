@@ -9,16 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fuyou_cli.advice.room import check_output, export_folder
 from fuyou_cli.core.errors import FuyouError, Interrupted, PlanError
 from fuyou_cli.core.own_files import open_own
 from fuyou_cli.core.units import gb
+from fuyou_cli.machine import probe
+from fuyou_cli.machine.background_load import Others, are_busy
 
-from . import probe
 from .console import status_console, write_last_result, write_status
 from .introduction import Introduction
-from .others import Others, are_busy
 from .prepared import prepared_for
-from .room import check_output, export_folder
 from .signals import like_ctrl_c
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def _finetune(loaded: LoadedRecipe, plan_file: Path | None, *, calibrated: bool,
         "planned": introduction.planned,
     }
     if plan_file is not None:
-        from .plan_files import read_plan
+        from fuyou_cli.advice.plan_files import read_plan
 
         introduction.given = kept = read_plan(plan_file, loaded.recipe)
         options["micro_batch_size"] = kept.file.plan.numerics.micro_batch_size
@@ -80,7 +80,8 @@ def _finetune(loaded: LoadedRecipe, plan_file: Path | None, *, calibrated: bool,
 
 def _settle(loaded: LoadedRecipe) -> None:
     """Before torch loads, which nearly everything brings along."""
-    from .allocator import settle_allocator
+    from fuyou_cli.machine.allocator import settle_allocator
+
     from .before_torch import settle_libraries
 
     offload = loaded.recipe.offload
@@ -90,12 +91,11 @@ def _settle(loaded: LoadedRecipe) -> None:
 
 def _train(prepared: Prepared, *, verbose: bool) -> tuple[RunReport, Path, bool]:
     """Runs to the end and saves; the report, the store's folder, and whether somebody asked to stop before the export."""
-    from fuyou_cli.training.companions import keep_companions
+    from fuyou_cli.machine.allocator import settle_for_training, trim
     from fuyou_cli.training.compared import as_records
     from fuyou_cli.training.jsonl import JsonlLog
     from fuyou_cli.training.run import Run
-
-    from .allocator import settle_for_training, trim
+    from fuyou_cli.training.state.companions import keep_companions
 
     out = Path(prepared.recipe.output_dir).expanduser()
     with Run(
@@ -182,7 +182,7 @@ def _moved(before: Counters, after: Counters) -> dict[str, object]:
 
 def _promises(prepared: Prepared) -> dict[str, object]:
     """What this very run's plan predicts, beside which its measurements are read."""
-    from .compare import placed_in_words
+    from fuyou_cli.advice.compare import placed_in_words
 
     plan = prepared.plan
     return {
@@ -208,7 +208,7 @@ def _promises(prepared: Prepared) -> dict[str, object]:
 def _load(prepared: Prepared, run: Run) -> None:
     from rich.progress import Progress
 
-    from fuyou_cli.training.verify import size_of
+    from fuyou_cli.training.state.verify import size_of
 
     saved = prepared.manifest
     total = prepared.model.parameters if saved is None else size_of(saved)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fuyou_cli.advice.room import check_export, plan_problems, room_of
+from fuyou_cli.advice.wear import spared_of
 from fuyou_cli.core.errors import PlanError
 from fuyou_cli.core.units import gib
 from fuyou_cli.planner.lasting import Choose
@@ -18,14 +20,11 @@ from fuyou_cli.spec.plan import Plan
 
 from .console import status_console, write_status
 from .prepared import command_of, facts_of
-from .room import check_export, plan_problems, room_of
-from .wear import spared_of
 
 if TYPE_CHECKING:
+    from fuyou_cli.advice.break_even import BreakEven
     from fuyou_cli.recipe.load import LoadedRecipe
     from fuyou_cli.training.prepare import Prepared
-
-    from .break_even import BreakEven
 
 
 @dataclass(slots=True)
@@ -101,8 +100,8 @@ class Introduction:
 
     def _break_even(self, prepared: Prepared) -> BreakEven | None:
         """Nothing of a plan from a file, which was shown with it, nor of a saved run, whose batch is what it is."""
-        from .break_even import break_even
-        from .planning import Elsewise
+        from fuyou_cli.advice.break_even import break_even
+        from fuyou_cli.advice.planning import Elsewise
 
         if self._search is None or prepared.manifest is not None:
             return None

@@ -14,11 +14,11 @@ from tempfile import TemporaryFile
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.units import MiB, in_steps
+from fuyou_cli.machine import drives, probe
+from fuyou_cli.machine.profile import assumed_hardware, core_count, cpu_name, read_profile, usable_memory, write_profile
 from fuyou_cli.spec.hardware import Drive, HardwareProfile, merged_rates
 
-from . import drives, probe
 from .console import write_status
-from .profile import assumed_hardware, core_count, cpu_name, read_profile, usable_memory, write_profile
 
 PROCESS_STEP = 16 * MiB  # model, tokenizer and rows of a small model's plan add 5 to 12 MiB to the libraries
 

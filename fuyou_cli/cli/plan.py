@@ -10,18 +10,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fuyou_cli.advice.room import check_export, check_output, room_of
 from fuyou_cli.core.errors import PlanError, UsageError
 
 from .console import result_console, write_document, write_json, write_status
-from .room import check_export, check_output, room_of
 
 if TYPE_CHECKING:
+    from fuyou_cli.advice.facts import RunFacts
+    from fuyou_cli.advice.planning import Elsewise, Outcome, Planning
     from fuyou_cli.planner.timeline import Timeline
     from fuyou_cli.recipe.load import LoadedRecipe
     from fuyou_cli.training.prepare import Prepared
-
-    from .planning import Elsewise, Outcome, Planning
-    from .render.facts import RunFacts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,8 +40,9 @@ class PlanOptions:
 def run_plan(loaded: LoadedRecipe, options: PlanOptions) -> bool:
     """True when the run fits. Raises PlanError where there is no plan at all (as JSON that is said on stdout as well), and
     UsageError for options that exclude each other."""
-    from .plan_files import check_target
-    from .planning import Planning
+    from fuyou_cli.advice.plan_files import check_target
+    from fuyou_cli.advice.planning import Planning
+
     from .validate import config_of, config_text
 
     if options.calibrated and options.hardware is not None:
@@ -95,14 +95,14 @@ class _Notes:
 
 
 def _planned(loaded: LoadedRecipe, options: PlanOptions, planning: Planning, say: Callable[[str], None]) -> Outcome:
+    from fuyou_cli.advice.planning import Outcome
     from fuyou_cli.training.length import counted_rows, steps_of
     from fuyou_cli.training.replan import replanned
 
-    from .planning import Outcome
     from .prepared import prepared_elsewhere, prepared_for
 
     if options.hardware is not None:
-        from .profile import described
+        from fuyou_cli.machine.profile import described
 
         prepared = prepared_elsewhere(loaded, described(options.hardware), choose=planning, say=say)
     else:
@@ -119,10 +119,11 @@ def _planned(loaded: LoadedRecipe, options: PlanOptions, planning: Planning, say
 
 def _facts(loaded: LoadedRecipe, options: PlanOptions, outcome: Outcome, planning: Planning) -> RunFacts:
     """What is found by planning again: other batches, other choices, other recipes."""
-    from .advice import changes_that_help
-    from .break_even import break_even
-    from .compare import comparison
-    from .planning import Elsewise
+    from fuyou_cli.advice.break_even import break_even
+    from fuyou_cli.advice.changes import changes_that_help
+    from fuyou_cli.advice.compare import comparison
+    from fuyou_cli.advice.planning import Elsewise
+
     from .prepared import facts_of
 
     described = options.hardware is not None
@@ -172,7 +173,7 @@ def _show(options: PlanOptions, outcome: Outcome, facts: RunFacts, extra: dict[s
 
 
 def _write(path: Path, outcome: Outcome, planning: Planning) -> None:
-    from .plan_files import write_plan
+    from fuyou_cli.advice.plan_files import write_plan
 
     if outcome.problems:
         write_status(f"plan: {path} is not written, the run does not fit")

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fuyou_cli.core.errors import UsageError
+from fuyou_cli.machine import probe
 from fuyou_cli.spec.hardware import HardwareProfile
 
-from . import probe
 from .console import status_console, write_status
 
 if TYPE_CHECKING:
+    from fuyou_cli.advice.facts import RunFacts
     from fuyou_cli.recipe.load import LoadedRecipe
     from fuyou_cli.training.prepare import Prepared
-
-    from .render.facts import RunFacts
 
 Say = Callable[[str], None]
 
@@ -27,12 +24,12 @@ def prepared_for(
 ) -> Prepared:
     """`training.prepare.prepare` with its `options` (`planning_only`, `planned`, `choose`), on this machine. `measure`: where
     nobody has measured it yet, that is done first. `calibrated`: with rates as the latest run showed them."""
+    from fuyou_cli.advice.room import store_room
     from fuyou_cli.training.prepare import prepare, run_directories
 
     from .machine import hardware_for
     from .probing import probe_once
     from .render.transfer import Transfers
-    from .room import store_room
 
     directories = run_directories(loaded.recipe)
 
@@ -54,10 +51,11 @@ def prepared_for(
 
 def prepared_elsewhere(loaded: LoadedRecipe, hardware: HardwareProfile, *, say: Say = write_status, **options: Any) -> Prepared:
     """A plan for a described machine. Its device, memory and drives count, and nothing of this one does."""
+    from fuyou_cli.advice.room import described_store_room
+    from fuyou_cli.machine.described import on_described
     from fuyou_cli.training.prepare import prepare
 
     from .render.transfer import Transfers
-    from .room import described_store_room
 
     with Transfers(status_console()) as transfers:
         return prepare(
@@ -72,25 +70,12 @@ def prepared_elsewhere(loaded: LoadedRecipe, hardware: HardwareProfile, *, say: 
         )
 
 
-def on_described(loaded: LoadedRecipe, hardware: HardwareProfile) -> LoadedRecipe:
-    """The recipe with the described machine's device. Raises UsageError where it pins another one."""
-    offload = loaded.recipe.offload
-    if offload.device not in ("auto", hardware.device):
-        raise UsageError(
-            f"offload.device: {offload.device}, but the described machine computes on {hardware.device}",
-            hint="add offload.device=auto, or describe a machine without a GPU",
-        )
-    there = offload.model_copy(update={"device": hardware.device})
-    return replace(loaded, recipe=loaded.recipe.model_copy(update={"offload": there}))
-
-
 def facts_of(loaded: LoadedRecipe, prepared: Prepared, *, described: bool = False) -> RunFacts:
     """What the plan's screen says beside the plan."""
+    from fuyou_cli.advice.endings import endings
+    from fuyou_cli.advice.facts import RunFacts
     from fuyou_cli.planner.lasting import fast_region
     from fuyou_cli.swap.kernels import has_io_uring
-
-    from .endings import endings
-    from .render.facts import RunFacts
 
     region = fast_region(prepared.model, prepared.hardware, prepared.plan)
     return RunFacts(

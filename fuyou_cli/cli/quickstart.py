@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 from fuyou_cli.core.errors import FuyouError, OutOfSpaceError, PlanError, UsageError
 from fuyou_cli.core.paths import folder
 from fuyou_cli.core.units import GiB, duration, gib
+from fuyou_cli.machine import probe
+from fuyou_cli.machine.groups import Ended, run_limited
 
-from . import probe
 from .console import status_console, write_result, write_status
 from .errors import INTERRUPTED
-from .memory_group import Ended, run_limited
 from .probing import probe_once
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _write_corpus(path: Path) -> None:
 
 def _limit(recipe: Recipe) -> int:
     """Bytes of the memory group: the budget, resolved as the planner resolves it, or what we are held to ourselves."""
-    from .profile import usable_memory
+    from fuyou_cli.machine.profile import usable_memory
 
     asked = recipe.offload.max_memory.cpu
     budget = asked.resolve(total=probe.memory_limit(), auto=int(usable_memory() * 0.9))
@@ -146,8 +146,8 @@ def _limit(recipe: Recipe) -> int:
 def _start_over(recipe: Recipe, out: Path) -> list[str]:
     """The override for a store that cannot be gone on from: of a quickstart that ended. One that was stopped or killed is
     resumed."""
-    from fuyou_cli.training import manifest as manifests
     from fuyou_cli.training.prepare import run_directories
+    from fuyou_cli.training.state import manifest as manifests
 
     store = run_directories(recipe)[0]
     if recipe.checkpoint.resume == "never":
@@ -188,9 +188,9 @@ def _samples(model: Path) -> list[str]:
 def _done(recipe: Recipe, out: Path) -> Done:
     """The last run in the log, which is appended to: nothing before its "plan" counts."""
     from fuyou_cli.training import losses
-    from fuyou_cli.training import manifest as manifests
     from fuyou_cli.training.jsonl import read_log
     from fuyou_cli.training.prepare import run_directories
+    from fuyou_cli.training.state import manifest as manifests
 
     records: list[dict[str, Any]] = list(read_log(out / "log.jsonl"))
     begin = max(number for number, record in enumerate(records) if record["event"] == "plan")

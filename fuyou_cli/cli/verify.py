@@ -11,16 +11,16 @@ from fuyou_cli.core.units import gb
 from .console import status_console, write_document, write_result, write_status
 
 if TYPE_CHECKING:
-    from fuyou_cli.training.at_rest import Verified
+    from fuyou_cli.training.state.at_rest import Verified
 
 
 def run_verify(source: Path, *, json_output: bool) -> bool:
     """Whether the newest state is whole."""
     from rich.progress import Progress
 
-    from fuyou_cli.training import manifest as manifests
-    from fuyou_cli.training.at_rest import find_store, verify_store
-    from fuyou_cli.training.verify import size_of
+    from fuyou_cli.training.state import manifest as manifests
+    from fuyou_cli.training.state.at_rest import find_store, verify_store
+    from fuyou_cli.training.state.verify import size_of
 
     store = find_store(source)
     newest, _ = manifests.newest(store)

@@ -1,1 +1,1 @@
-"""Layer 5: data, checkpoints in and out, the training loop and its report."""
+"""Layer 6: the run: from a recipe to a plan, the loop, its state on disk and its report."""

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..checkpoint.companions import companion_files
+from ..checkpoint.writer import OutTensor, write_checkpoint
 from ..core.errors import SwapError, UsageError
 from ..core.units import MiB, align_up
 from ..spec.model import ITEM_SIZE
 from ..swap.arena import Arena
 from ..swap.daemon import Segment, SwapDaemon, Update
 from ..swap.kernels import CHECKSUM_BLOCK, adamw, checksum, join
-from .at_rest import at_rest
-from .checkpoint.companions import companion_files
-from .checkpoint.writer import OutTensor, write_checkpoint
-from .companions import kept_companions
-from .manifest import Manifest, StoredExtent, StoredStage, StoredTensor
-from .verify import MODULUS, not_as_named
+from .state.at_rest import at_rest
+from .state.companions import kept_companions
+from .state.manifest import Manifest, StoredExtent, StoredStage, StoredTensor
+from .state.verify import MODULUS, not_as_named
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -13,25 +13,25 @@ from typing import TYPE_CHECKING, Any
 from ..core.errors import FuyouError
 from ..core.paths import expanded, folder
 from ..core.units import MiB
-from .data.sampler import Sampler
+from ..data.sampler import Sampler
 
 if TYPE_CHECKING:
+    from ..data import Rows
     from ..recipe.schema import Recipe
-    from .data import Rows
 
 COUNTED = 64 * MiB  # of files: tokenising more for a plan would take minutes
 
 
 def tokenised_rows(recipe: Recipe, tokenizer_dir: Path, *, cache: Path | None = None) -> Rows:
     """The recipe's data as rows of tokens: made once in `cache` (default: the run's own), found again by what it depends on."""
-    from .data import prepare
+    from ..data import prepare
 
     return prepare(**_asked(recipe, tokenizer_dir), cache_dir=cache or _cache(recipe))
 
 
 def counted_rows(recipe: Recipe, tokenizer_dir: Path, say: Callable[[str], None]) -> int | None:
     """Rows of an epoch, for a plan. None where they cannot be known before a run, which is said."""
-    from .data import MissingDataError, find, size_of
+    from ..data import MissingDataError, find, size_of
 
     try:
         large = size_of(recipe.dataset) > COUNTED

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from ..core.errors import UsageError
 
 if TYPE_CHECKING:
+    from ..data import DataSummary
     from ..engine.anatomy import Anatomy
     from ..recipe.schema import Recipe
     from ..spec.hardware import HardwareProfile
-    from .data import DataSummary
 
 _PLANNED_OF_A_GPU = 0.95
 _POSITION_OFFSET = 2  # rows that a table of positions may have beyond its positions (OPT's padding)

@@ -10,9 +10,9 @@ from ..core.units import MiB
 from ..spec.hardware import HardwareProfile
 from ..spec.model import Dtype
 from ..spec.plan import Numerics
-from .believable import MOST_THREADS
-from .manifest import Manifest
 from .micro_batches import usual_size
+from .state.manifest import Manifest
+from .state.validate import MOST_THREADS
 
 if TYPE_CHECKING:
     from ..engine.anatomy import Anatomy

@@ -20,27 +20,28 @@ from ..planner.wishes import Wishes, update_chunks_for, update_threads_for
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
 from ..spec.plan import Numerics, Plan, StoreMode, Tier
-from . import fingerprints, libraries
-from .going_on import planned_from, saved_state, steps_left
+from . import libraries
 from .length import sampler_of, steps_of, tokenised_rows
 from .limits import check_positions, check_tokens, gpu_limit
-from .manifest import Manifest
 from .micro_batches import fastest_size, likely_sizes
 from .numerics import numerics_of
 from .rates import learning_rate
-from .saved import check_unchanged_run
 from .sources import Hub, Progress
-from .storage import run_name
+from .state import fingerprints
+from .state.manifest import Manifest
+from .state.resume import planned_from, saved_state, steps_left
+from .state.saved import check_unchanged_run
+from .state.storage import run_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ..checkpoint.files import Checkpoint
+    from ..checkpoint.header import TensorEntry
+    from ..data import Rows, Sampler
     from ..engine.anatomy import Anatomy
     from ..engine.describe import Described, Outlined
     from ..recipe.schema import CheckpointSection, Recipe
-    from .checkpoint.files import Checkpoint
-    from .checkpoint.header import TensorEntry
-    from .data import Rows, Sampler
 
 _KEPT: dict[str, Literal["all", "none"] | None] = {"auto": None, "swap": "all", "recompute": "none"}
 CHUNK_PARAMS = 1 << 19
@@ -245,7 +246,7 @@ def _with_weights_and_rows(
 
 def _look_at_data(recipe: Recipe, say: Callable[[str], None], *, needed: bool) -> None:
     """Says which files are taken. A plan can be made without data (of a shipped recipe, say): then it is a note."""
-    from .data import MissingDataError, look
+    from ..data import MissingDataError, look
 
     try:
         sources = look(recipe.dataset)
@@ -316,9 +317,9 @@ class _Weights:
 
 def _weights(hub: Hub, anatomy: Anatomy, saved: Manifest | None, say: Callable[[str], None]) -> _Weights:
     """A run that goes on reads none of them: where they are gone, what its manifest says of them stands."""
-    from .checkpoint.files import open_checkpoint
-    from .checkpoint.mark import weights_mark
-    from .checkpoint.matched import entries_for
+    from ..checkpoint.files import open_checkpoint
+    from ..checkpoint.mark import weights_mark
+    from ..checkpoint.matched import entries_for
 
     model_dir = hub.model(need_weights=saved is None)
     try:

@@ -8,10 +8,10 @@ from ..planner.lasting import Choose
 from ..planner.store_modes import planned_with_room
 from ..recipe.schema import Recipe
 from ..spec.plan import Numerics
-from .going_on import steps_left
 from .length import steps_of
 from .numerics import numerics_of
 from .prepare import Prepared, cut, described_at, wishes, within
+from .state.resume import steps_left
 
 
 def replanned(before: Prepared, recipe: Recipe, *, choose: Choose) -> Prepared:

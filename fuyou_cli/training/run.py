@@ -21,6 +21,7 @@ from ..core.errors import (
 )
 from ..core.own_files import own_folder
 from ..core.patience import Patience
+from ..data import collate
 from ..engine.devices import open_device
 from ..engine.executor import Executor, StepAbandoned, StepOutcome
 from ..engine.host_memory import HostMemory
@@ -30,23 +31,23 @@ from ..spec.plan import Span
 from ..swap.arena import Arena
 from ..swap.daemon import Counters, DaemonOptions, SwapDaemon
 from ..swap.store import Store
-from . import device_memory, random_states
-from . import manifest as manifests
+from . import device_memory
 from .busy import busy_seconds
-from .data import collate
 from .first_steps import FirstSteps
 from .limits import gpu_most
 from .memory_watch import MemoryWatch
-from .parts import write_parts
 from .prepare import Prepared
 from .rates import learning_rate
 from .report import RunReport, StepReport
 from .reporting import Steps, run_report, settling_steps, timeline
 from .run_limits import RunLimits, check_loading
-from .saved import check_same_store, check_unchanged
-from .saver import Saver, Standing
+from .state import manifest as manifests
+from .state import random_states
+from .state.parts import write_parts
+from .state.saved import check_same_store, check_unchanged
+from .state.saver import Saver, Standing
+from .state.storage import STORE_FILE, StageFiles, check_space, check_stages
 from .stopping import StopRequests
-from .storage import STORE_FILE, StageFiles, check_space, check_stages
 from .trimming import Trimming
 
 

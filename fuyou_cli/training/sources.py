@@ -37,7 +37,7 @@ class Hub:
         return self._resolve(named or str(model_dir), tokenizer_only=True)
 
     def _resolve(self, name: str, **options: Any) -> Path:
-        from .checkpoint.hub import Download, resolve
+        from ..checkpoint.hub import Download, resolve
 
         def announce(download: Download) -> None:
             self._say(f"downloading {download.name}: {download.files} files, {download.total:,} bytes")

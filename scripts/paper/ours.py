@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
 
-from fuyou_cli.cli.planning import Elsewise, Outcome, Planning
+from fuyou_cli.advice.planning import Elsewise, Outcome, Planning
+from fuyou_cli.advice.room import room_of
 from fuyou_cli.cli.prepared import prepared_elsewhere
-from fuyou_cli.cli.profile import described
-from fuyou_cli.cli.room import room_of
 from fuyou_cli.core.errors import PlanError
+from fuyou_cli.machine.profile import described
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.hardware import HardwareProfile
 

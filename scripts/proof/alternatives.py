@@ -21,8 +21,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fuyou_cli.cli.plan_files import write_plan
-from fuyou_cli.cli.planning import Elsewise, Planning, alternative
+from fuyou_cli.advice.plan_files import write_plan
+from fuyou_cli.advice.planning import Elsewise, Planning, alternative
 from fuyou_cli.cli.prepared import prepared_for
 from fuyou_cli.core.errors import PlanError
 from fuyou_cli.core.units import MiB

@@ -25,17 +25,17 @@ from typing import Any, BinaryIO
 
 import yaml
 
-from fuyou_cli.cli.drives import io_uring_refusal
 from fuyou_cli.core.units import MiB
+from fuyou_cli.machine.drives import io_uring_refusal
 from fuyou_cli.spec.plan import Span
 from fuyou_cli.swap.kernels import has_io_uring
 from fuyou_cli.training import losses as loss_files
-from fuyou_cli.training import manifest as manifests
-from fuyou_cli.training.at_rest import at_rest
-from fuyou_cli.training.manifest import Manifest
-from fuyou_cli.training.parts import part_size
-from fuyou_cli.training.storage import STORE_FILE
-from fuyou_cli.training.verify import Damage, damages
+from fuyou_cli.training.state import manifest as manifests
+from fuyou_cli.training.state.at_rest import at_rest
+from fuyou_cli.training.state.manifest import Manifest
+from fuyou_cli.training.state.parts import part_size
+from fuyou_cli.training.state.storage import STORE_FILE
+from fuyou_cli.training.state.verify import Damage, damages
 
 from .nursery import Child, Ended, Nursery
 from .rows import model_folder, own_text

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from fuyou_cli.training import manifest as manifests
+from fuyou_cli.training.state import manifest as manifests
 
 from .crashes import ANY_LENGTH, Ending, Lost, Place, digests, ending, store_of
 from .nursery import Ended

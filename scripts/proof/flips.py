@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.training import manifest as manifests
-from fuyou_cli.training.at_rest import Verified, verify_store
-from fuyou_cli.training.manifest import Manifest, StoredExtent
+from fuyou_cli.training.state import manifest as manifests
+from fuyou_cli.training.state.at_rest import Verified, verify_store
+from fuyou_cli.training.state.manifest import Manifest, StoredExtent
 
 from .crashes import (
     REDO,

@@ -30,12 +30,12 @@ import transformers.models.llama.modeling_llama
 from make_checkpoint import SHAPES
 
 import fuyou_cli
+from fuyou_cli.checkpoint.names import architecture_renames
 from fuyou_cli.cli import app
 from fuyou_cli.engine.describe import describe
 from fuyou_cli.engine.skeleton import build
 from fuyou_cli.swap.arena import Arena
 from fuyou_cli.swap.daemon import SwapDaemon
-from fuyou_cli.training.checkpoint.names import architecture_renames
 
 _NO_END = 70  # the command returned instead of ending the process
 

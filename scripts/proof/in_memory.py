@@ -105,7 +105,7 @@ def train(options: argparse.Namespace) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from fuyou_cli.training.data import Rows, Sampler, collate
+    from fuyou_cli.data import Rows, Sampler, collate
 
     if options.threads:
         torch.set_num_threads(options.threads)

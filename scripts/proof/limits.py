@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from fuyou_cli.cli import probe
+from fuyou_cli.machine import probe
 
 ROOT = Path("/")
 REMOVAL_SECONDS = 3.0  # how long the kernel may take to let go of a group whose processes have ended

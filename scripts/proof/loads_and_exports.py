@@ -7,7 +7,7 @@ import shutil
 import time
 from pathlib import Path
 
-from fuyou_cli.training import manifest as manifests
+from fuyou_cli.training.state import manifest as manifests
 
 from .crashes import Lost, Place, Tally, compare, digests, finished, first_store_byte, killed, reference, step_of, store_of
 from .shim import namings

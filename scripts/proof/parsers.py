@@ -15,16 +15,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from fuyou_cli.checkpoint.files import INDEX_NAME, SINGLE_NAME
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.json_files import find_text
 from fuyou_cli.spec import plan_file
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Numerics, Plan
-from fuyou_cli.training import manifest as manifests
-from fuyou_cli.training.checkpoint.files import INDEX_NAME, SINGLE_NAME
-from fuyou_cli.training.manifest import Manifest, StoredExtent, StoredStage, StoredTensor
-from fuyou_cli.training.parts import PART_FILE, read_part
+from fuyou_cli.training.state import manifest as manifests
+from fuyou_cli.training.state.manifest import Manifest, StoredExtent, StoredStage, StoredTensor
+from fuyou_cli.training.state.parts import PART_FILE, read_part
 
 from .examples import example
 
@@ -138,7 +138,7 @@ def _planned(folder: Path) -> object:
 
 
 def _profile_bytes() -> list[bytes]:
-    from fuyou_cli.cli.profile import write_profile
+    from fuyou_cli.machine.profile import write_profile
 
     with TemporaryDirectory() as folder:
         path = Path(folder) / "profile.json"
@@ -147,13 +147,13 @@ def _profile_bytes() -> list[bytes]:
 
 
 def _profiled(folder: Path) -> object:
-    from fuyou_cli.cli.profile import read_profile
+    from fuyou_cli.machine.profile import read_profile
 
     return read_profile(folder / "profile.json")
 
 
 def _described(folder: Path) -> object:
-    from fuyou_cli.cli.profile import described
+    from fuyou_cli.machine.profile import described
 
     return described(folder / "machine.yaml")
 
@@ -207,13 +207,13 @@ def framed(table: bytes, size: int = 8) -> bytes:
 
 
 def _header(folder: Path) -> object:
-    from fuyou_cli.training.checkpoint.header import parse_file
+    from fuyou_cli.checkpoint.header import parse_file
 
     return parse_file(folder / SINGLE_NAME)
 
 
 def _index(folder: Path) -> object:
-    from fuyou_cli.training.checkpoint.files import open_checkpoint
+    from fuyou_cli.checkpoint.files import open_checkpoint
 
     return open_checkpoint(folder)
 
@@ -233,7 +233,7 @@ _CONFIG: dict[str, Any] = {
 
 def _config(folder: Path) -> object:
     """As an export does."""
-    from fuyou_cli.training.checkpoint.companions import companion_files
+    from fuyou_cli.checkpoint.companions import companion_files
 
     return companion_files(folder, dtype="bfloat16")
 
@@ -256,7 +256,7 @@ _ROWS = (
 
 
 def _understood(place: str, row: dict[str, Any]) -> object:
-    from fuyou_cli.training.data.formats import RowError, choose_format, read_example
+    from fuyou_cli.data.formats import RowError, choose_format, read_example
 
     try:
         return read_example(row, choose_format("auto", frozenset(row), {}), {})
@@ -265,7 +265,7 @@ def _understood(place: str, row: dict[str, Any]) -> object:
 
 
 def _rows(folder: Path) -> object:
-    from fuyou_cli.training.data.json_rows import json_object
+    from fuyou_cli.data.json_rows import json_object
 
     text = (folder / "rows.jsonl").read_bytes().decode(errors="replace")
     lines = [(f"rows.jsonl:{number}", line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
@@ -273,7 +273,7 @@ def _rows(folder: Path) -> object:
 
 
 def _array(folder: Path) -> object:
-    from fuyou_cli.training.data.json_rows import json_array
+    from fuyou_cli.data.json_rows import json_array
 
     return [_understood(place, row) for place, row in json_array(folder / "rows.json")]
 
@@ -282,7 +282,7 @@ def _table(name: str) -> Callable[[Path], object]:
     """As the worker reads it, with the datasets library."""
 
     def read(folder: Path) -> object:
-        from fuyou_cli.training.data.reading import read_rows
+        from fuyou_cli.data.reading import read_rows
 
         return [_understood(place, row) for place, row in read_rows(folder / name)]
 
@@ -311,8 +311,8 @@ _GENERATION = b'{"eos_token_id": [0, 2], "transformers_version": "5.0.0"}'
 
 
 def _tokenised(folder: Path) -> object:
-    from fuyou_cli.training.data.formats import Chat, RowError, Text
-    from fuyou_cli.training.data.tokenise import Tokeniser, load_tokenizer
+    from fuyou_cli.data.formats import Chat, RowError, Text
+    from fuyou_cli.data.tokenise import Tokeniser, load_tokenizer
 
     tokeniser = Tokeniser(load_tokenizer(folder, chat_template=None, pad_token=None), directory=folder)
     try:

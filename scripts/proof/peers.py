@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fuyou_cli.cli.others import Others
+from fuyou_cli.machine.background_load import Others
 
 from .report import digest
 from .rows import LENGTH

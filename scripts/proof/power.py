@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fuyou_cli.training import manifest as manifests
-from fuyou_cli.training.storage import STORE_FILE
+from fuyou_cli.training.state import manifest as manifests
+from fuyou_cli.training.state.storage import STORE_FILE
 
 from .crashes import Ending, Lost, Place, check_went_on, compare, ending, finished, named_steps
 from .disk import Left, rebuild

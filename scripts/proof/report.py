@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from fuyou_cli import __version__
-from fuyou_cli.cli import probe
-from fuyou_cli.cli.profile import core_count, cpu_name
+from fuyou_cli.machine import probe
+from fuyou_cli.machine.profile import core_count, cpu_name
 
 ROOT = Path(__file__).resolve().parents[2]
 _SOURCES = {".py", ".c", ".h", ".txt", ".cmake", ".map"}

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fuyou_cli.training import manifest as manifests
+from fuyou_cli.training.state import manifest as manifests
 
 from . import flips
 from .crashes import ANY_LENGTH, IN_RAM, Lost, Place, compare, digests, finished, store_of

@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from fuyou_cli.data import prepare
 from fuyou_cli.recipe.load import load_recipe
-from fuyou_cli.training.data import prepare
 
 from .report import ROOT, say
 

@@ -17,9 +17,9 @@ from typing import Any, BinaryIO
 
 import yaml
 
-from fuyou_cli.cli.others import Others
 from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.core.units import GiB, gib
+from fuyou_cli.machine.background_load import Others
 from fuyou_cli.training.jsonl import read_log
 
 from . import watch
@@ -325,7 +325,7 @@ def child_environment() -> dict[str, str]:
 
 def exported_parameters(folder: Path) -> int:
     """Parameters of an exported model as its safetensors headers tell; 0 where there is none."""
-    from fuyou_cli.training.checkpoint.files import open_checkpoint
+    from fuyou_cli.checkpoint.files import open_checkpoint
 
     try:
         return sum(entry.numel for entry in open_checkpoint(folder).entries.values())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fuyou_cli.core.units import MiB
-from fuyou_cli.training import manifest as manifests
+from fuyou_cli.training.state import manifest as manifests
 
 from .crashes import Lost, Place
 

@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuyou_cli.cli import measure, measure_stages, measure_store, measure_sustained
 from fuyou_cli.core.units import MiB
+from fuyou_cli.machine.measure import profile_rates as measure
+from fuyou_cli.machine.measure import stages as measure_stages
+from fuyou_cli.machine.measure import store as measure_store
+from fuyou_cli.machine.measure import sustained as measure_sustained
 
 ROOT = Path(__file__).resolve().parents[2]
 

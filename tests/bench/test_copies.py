@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuyou_cli.cli.measure_copies import LEAST, at_once, measure_copies
 from fuyou_cli.engine.devices import open_device
+from fuyou_cli.machine.measure.copies import LEAST, at_once, measure_copies
 
 RATES = st.floats(1.0, 100.0)
 SHARES = st.floats(0.2, 1.0)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from fuyou_cli.cli.origins import origins_of
-from fuyou_cli.cli.profile import described, write_profile
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.units import GiB, parse_rate
+from fuyou_cli.machine.origins import origins_of
+from fuyou_cli.machine.profile import described, write_profile
 from fuyou_cli.recipe.shipped import shipped_hardware, shipped_recipes
 from fuyou_cli.spec.hardware import Drive, StageRate
 

@@ -15,14 +15,16 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from fuyou_cli.cli import measure_store, measure_update, profile
 from fuyou_cli.cli.bench import run_bench
-from fuyou_cli.cli.measure import BenchReport, Rate, rate_of
-from fuyou_cli.cli.measure_update import measure_adamw, measure_shared
-from fuyou_cli.cli.profile import read_profile
 from fuyou_cli.cli.render.bench import bench_json, show_bench
 from fuyou_cli.core.errors import OutOfSpaceError, UsageError
 from fuyou_cli.core.units import MiB, gib
+from fuyou_cli.machine import profile
+from fuyou_cli.machine.measure import store as measure_store
+from fuyou_cli.machine.measure import update as measure_update
+from fuyou_cli.machine.measure.profile_rates import BenchReport, Rate, rate_of
+from fuyou_cli.machine.measure.update import measure_adamw, measure_shared
+from fuyou_cli.machine.profile import read_profile
 from fuyou_cli.swap.daemon import SwapDaemon
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from fuyou_cli.cli import others
 from fuyou_cli.cli.bench import _beside_others
-from fuyou_cli.cli.measure import BenchReport
-from fuyou_cli.cli.profile import assumed_hardware
+from fuyou_cli.machine import background_load as others
+from fuyou_cli.machine.measure.profile_rates import BenchReport
+from fuyou_cli.machine.profile import assumed_hardware
 
 
 def stat(root: Path, *ticks: int) -> None:

@@ -12,16 +12,17 @@ import torch
 import transformers
 from rich.console import Console
 
-from fuyou_cli.cli import measure_stages, measure_sustained
 from fuyou_cli.cli.bench import run_bench
 from fuyou_cli.cli.machine import hardware_for
-from fuyou_cli.cli.measure import DTYPES, Rate, rate_of
-from fuyou_cli.cli.measure_stages import Stages, affordable_tokens, measure_layers, measure_recipe, shape_of
 from fuyou_cli.core.units import GiB
 from fuyou_cli.engine.anatomy import Anatomy, dissect
 from fuyou_cli.engine.inspect import inspect
 from fuyou_cli.engine.skeleton import build
 from fuyou_cli.engine.vocabulary import cut_vocabulary
+from fuyou_cli.machine.measure import stages as measure_stages
+from fuyou_cli.machine.measure import sustained as measure_sustained
+from fuyou_cli.machine.measure.profile_rates import DTYPES, Rate, rate_of
+from fuyou_cli.machine.measure.stages import Stages, affordable_tokens, measure_layers, measure_recipe, shape_of
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.model import Dtype, ModelSpec
 from fuyou_cli.spec.plan import Numerics

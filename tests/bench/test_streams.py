@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fuyou_cli.cli.measure_store import new_store
-from fuyou_cli.cli.store_streams import REQUEST, Course, Look, Stream, run_streams
+from fuyou_cli.machine.measure.store import new_store
+from fuyou_cli.machine.measure.streams import REQUEST, Course, Look, Stream, run_streams
 
 OFTEN = 0.005
 

@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from fuyou_cli.cli import bench, machine, measure_sustained
-from fuyou_cli.cli.measure import BenchReport
-from fuyou_cli.cli.measure_store import new_store
-from fuyou_cli.cli.measure_sustained import burst_windows, most_written, settled
-from fuyou_cli.cli.measure_sustained import measure_sustained as measured
-from fuyou_cli.cli.profile import assumed_hardware
-from fuyou_cli.cli.store_streams import Pace
+from fuyou_cli.cli import bench, machine
 from fuyou_cli.core.errors import OutOfSpaceError, UsageError
 from fuyou_cli.core.units import GiB, MiB
+from fuyou_cli.machine.measure import sustained as measure_sustained
+from fuyou_cli.machine.measure.profile_rates import BenchReport
+from fuyou_cli.machine.measure.store import new_store
+from fuyou_cli.machine.measure.streams import Pace
+from fuyou_cli.machine.measure.sustained import burst_windows, most_written, settled
+from fuyou_cli.machine.measure.sustained import measure_sustained as measured
+from fuyou_cli.machine.profile import assumed_hardware
 from fuyou_cli.spec.hardware import HardwareProfile
 
 FAST, SLOW = [6.9, 6.8, 7.0, 6.9, 6.9, 6.7], [1.4, 1.5, 1.35, 1.4]

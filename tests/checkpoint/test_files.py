@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from fuyou_cli.checkpoint.files import INDEX_NAME, SINGLE_NAME, open_checkpoint
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.training.checkpoint.files import INDEX_NAME, SINGLE_NAME, open_checkpoint
 
 from .tiny_models import write_file
 

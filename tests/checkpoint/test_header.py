@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from fuyou_cli.checkpoint.header import HEADER_LIMIT, parse_file
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.training.checkpoint.header import HEADER_LIMIT, parse_file
 
 from .tiny_models import safetensors_bytes, write_file
 

@@ -12,10 +12,10 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from fuyou_cli.checkpoint import hub
+from fuyou_cli.checkpoint.files import INDEX_NAME, SINGLE_NAME, open_checkpoint
+from fuyou_cli.checkpoint.hub import Download, resolve
 from fuyou_cli.core.errors import OutOfSpaceError, UsageError
-from fuyou_cli.training.checkpoint import hub
-from fuyou_cli.training.checkpoint.files import INDEX_NAME, SINGLE_NAME, open_checkpoint
-from fuyou_cli.training.checkpoint.hub import Download, resolve
 
 from .tiny_models import write_file
 

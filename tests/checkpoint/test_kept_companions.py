@@ -13,8 +13,8 @@ from typing import Any, cast
 
 import pytest
 
-from fuyou_cli.training.checkpoint.companions import companion_files
-from fuyou_cli.training.companions import keep_companions, kept_companions, written_companions
+from fuyou_cli.checkpoint.companions import companion_files
+from fuyou_cli.training.state.companions import keep_companions, kept_companions, written_companions
 
 OLD = {"config.json": '{"age": "old"}', "tokenizer.json": "old", "LICENSE": "old", "merges.txt": "old"}
 NEW = {"config.json": '{"age": "new"}', "tokenizer.json": "new", "LICENSE": "new", "vocab.txt": "new"}

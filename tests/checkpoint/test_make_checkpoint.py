@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from fuyou_cli.training.checkpoint.files import open_checkpoint
+from fuyou_cli.checkpoint.files import open_checkpoint
 
 from .tiny_models import assert_same_bits, loaded, matched_entries, read_all
 

@@ -9,12 +9,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from fuyou_cli.checkpoint.files import SINGLE_NAME, open_checkpoint
+from fuyou_cli.checkpoint.header import TensorEntry
+from fuyou_cli.checkpoint.matched import entries_for
+from fuyou_cli.checkpoint.names import match, tied_copies, tied_names
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.skeleton import build
-from fuyou_cli.training.checkpoint.files import SINGLE_NAME, open_checkpoint
-from fuyou_cli.training.checkpoint.header import TensorEntry
-from fuyou_cli.training.checkpoint.matched import entries_for
-from fuyou_cli.training.checkpoint.names import match, tied_copies, tied_names
 
 from .tiny_models import assert_same_bits, loaded, make_model, matched_entries, on_meta, read_all
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from fuyou_cli.checkpoint import reader as reader_module
+from fuyou_cli.checkpoint.header import parse_file
+from fuyou_cli.checkpoint.reader import TensorReader
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.training.checkpoint import reader as reader_module
-from fuyou_cli.training.checkpoint.header import parse_file
-from fuyou_cli.training.checkpoint.reader import TensorReader
 
 from .tiny_models import assert_same_bits, read_all, same_bits
 
@@ -114,8 +114,8 @@ MEMORY_PROGRAM = """
 import json, os, resource, struct, sys
 from pathlib import Path
 import torch
-from fuyou_cli.training.checkpoint.header import parse_file
-from fuyou_cli.training.checkpoint.reader import TensorReader
+from fuyou_cli.checkpoint.header import parse_file
+from fuyou_cli.checkpoint.reader import TensorReader
 
 path, elements = Path(sys.argv[1]), 48 << 20
 table = json.dumps({"w": {"dtype": "F32", "shape": [elements], "data_offsets": [0, 4 * elements]}}).encode()

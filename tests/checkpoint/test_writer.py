@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from fuyou_cli.checkpoint import placement, writer
+from fuyou_cli.checkpoint.companions import companion_files
+from fuyou_cli.checkpoint.files import INDEX_NAME, SINGLE_NAME, open_checkpoint
+from fuyou_cli.checkpoint.writer import OutTensor, write_checkpoint
 from fuyou_cli.core.errors import FuyouError, OutOfSpaceError, UsageError
-from fuyou_cli.training.checkpoint import placement, writer
-from fuyou_cli.training.checkpoint.companions import companion_files
-from fuyou_cli.training.checkpoint.files import INDEX_NAME, SINGLE_NAME, open_checkpoint
-from fuyou_cli.training.checkpoint.writer import OutTensor, write_checkpoint
 
 from .tiny_models import CONFIGS, assert_same_bits, loaded, make_model, matched_entries, out_tensors, read_all, reading
 
@@ -277,7 +277,7 @@ def test_refuses_an_impossible_shard_size(tmp_path: Path, size: int) -> None:
 MEMORY_PROGRAM = """
 import resource, sys
 from pathlib import Path
-from fuyou_cli.training.checkpoint.writer import OutTensor, write_checkpoint
+from fuyou_cli.checkpoint.writer import OutTensor, write_checkpoint
 
 zeros = bytes(16 << 20)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

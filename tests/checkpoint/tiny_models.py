@@ -11,11 +11,11 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from fuyou_cli.training.checkpoint.files import open_checkpoint
-from fuyou_cli.training.checkpoint.header import TensorEntry
-from fuyou_cli.training.checkpoint.matched import entries_for
-from fuyou_cli.training.checkpoint.reader import TensorReader
-from fuyou_cli.training.checkpoint.writer import OutTensor
+from fuyou_cli.checkpoint.files import open_checkpoint
+from fuyou_cli.checkpoint.header import TensorEntry
+from fuyou_cli.checkpoint.matched import entries_for
+from fuyou_cli.checkpoint.reader import TensorReader
+from fuyou_cli.checkpoint.writer import OutTensor
 
 _COMMON = {
     "vocab_size": 96,

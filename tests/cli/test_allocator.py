@@ -12,7 +12,7 @@ import pytest
 _HOLE = """
 import ctypes, sys
 from fuyou_cli.cli import allocator
-from fuyou_cli.cli.probe import process_bytes
+from fuyou_cli.machine.probe import process_bytes
 C = allocator._C
 C.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
 MiB = 1 << 20

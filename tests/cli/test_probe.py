@@ -12,9 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from fuyou_cli.cli import doctor, drives, probe
-from fuyou_cli.cli.endurance import rated_bytes
-from fuyou_cli.cli.profile import assumed_hardware, core_count
+from fuyou_cli.cli import doctor
+from fuyou_cli.machine import drives, probe
+from fuyou_cli.machine.endurance import rated_bytes
+from fuyou_cli.machine.profile import assumed_hardware, core_count
 
 from .conftest import environment
 

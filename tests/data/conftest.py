@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from fuyou_cli.training.data import Rows
-from fuyou_cli.training.data.worker import build
+from fuyou_cli.data import Rows
+from fuyou_cli.data.worker import build
 
 SAMPLE_TEXT = [
     "The ferry leaves the northern harbour at nine and reaches the island before noon.",

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.training.data import Rows
-from fuyou_cli.training.data.formats import RowError, choose_format
+from fuyou_cli.data import Rows
+from fuyou_cli.data.formats import RowError, choose_format
 
 from .conftest import CHATML_UNMARKED
 

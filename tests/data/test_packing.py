@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.training.data.packing import Counts, Row, Sample, concat, has_loss, lay_out
+from fuyou_cli.data.packing import Counts, Row, Sample, concat, has_loss, lay_out
 
 
 @some.composite

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.training.data import Rows, json_rows, worker
-from fuyou_cli.training.data.reading import PIECE_CHARS, pieces_of, read_document, read_rows
-from fuyou_cli.training.data.sources import find_sources, locate
+from fuyou_cli.data import Rows, json_rows, worker
+from fuyou_cli.data.reading import PIECE_CHARS, pieces_of, read_document, read_rows
+from fuyou_cli.data.sources import find_sources, locate
 
 from .conftest import Entry, Section
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from fuyou_cli.core.errors import FuyouError, UsageError
-from fuyou_cli.training.data import Rows, bounded, prepare
-from fuyou_cli.training.data.first_look import look
-from fuyou_cli.training.data.formats import RowError, choose_format
-from fuyou_cli.training.data.told import Told, reason
+from fuyou_cli.data import Rows, bounded, prepare
+from fuyou_cli.data.first_look import look
+from fuyou_cli.data.formats import RowError, choose_format
+from fuyou_cli.data.told import Told, reason
 
 from .conftest import CHATML, CHATML_UNMARKED, Entry, Section
 

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.training.data import NO_LOSS, Rows, Sampler, collate, prepare
+from fuyou_cli.data import NO_LOSS, Rows, Sampler, collate, prepare
 
 from .conftest import Entry, Section
 
@@ -143,7 +143,7 @@ def test_the_workers_memory_does_not_grow_with_the_data(packing: str | bool, tok
 def peak_of_worker(request: dict[str, Any], cache: Path) -> int:
     """Bytes of RAM the worker had at most."""
     environment = os.environ | {"HF_DATASETS_CACHE": str(cache / "datasets"), "USE_TORCH": "0", "RAYON_NUM_THREADS": "2"}
-    command = [sys.executable, "-m", "fuyou_cli.training.data.worker"]
+    command = [sys.executable, "-m", "fuyou_cli.data.worker"]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
     )
@@ -159,7 +159,7 @@ def peak_of_worker(request: dict[str, Any], cache: Path) -> int:
 
 def test_the_trainer_side_imports_no_heavy_library() -> None:
     heavy = "('torch', 'datasets', 'transformers', 'tokenizers')"
-    check = f"import sys, fuyou_cli.training.data; print([name for name in {heavy} if name in sys.modules])"
+    check = f"import sys, fuyou_cli.data; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -256,7 +256,7 @@ def test_another_library_makes_the_same_rows_the_same_data(
     file = write("text.jsonl", [{"text": f"{n} apples"} for n in range(9)])
     section = Section(train=[Entry(path=str(file))])
     rows = prepared(section, tokenizer_dir, tmp_path / "store")
-    monkeypatch.setattr("fuyou_cli.training.data.rows.version", lambda name: "99.9")
+    monkeypatch.setattr("fuyou_cli.data.rows.version", lambda name: "99.9")
     again = prepared(section, tokenizer_dir, tmp_path / "store")
     assert again.fingerprint != rows.fingerprint and again.summary.digest == rows.summary.digest
     other = write("other.jsonl", [{"text": f"{n} pears"} for n in range(9)])

@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from fuyou_cli.cli import probe
-from fuyou_cli.cli.profile import assumed_hardware
+from fuyou_cli.machine import probe
+from fuyou_cli.machine.profile import assumed_hardware
 from fuyou_cli.recipe.load import load_recipe
-from fuyou_cli.training import manifest as manifests
 from fuyou_cli.training.exporting import export_store
 from fuyou_cli.training.prepare import Prepared, prepare
 from fuyou_cli.training.run import Run
+from fuyou_cli.training.state import manifest as manifests
 
 from .conftest import Project
 

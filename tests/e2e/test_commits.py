@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from fuyou_cli.cli import probe
 from fuyou_cli.core.errors import Interrupted, SwapError, UsageError
+from fuyou_cli.machine import probe
 from fuyou_cli.swap.kernels import checksum
 from fuyou_cli.training import losses as loss_files
-from fuyou_cli.training import manifest as manifests
-from fuyou_cli.training.commits import Commits
-from fuyou_cli.training.manifest import Manifest, StoredExtent
 from fuyou_cli.training.run import Run
+from fuyou_cli.training.state import manifest as manifests
+from fuyou_cli.training.state.commits import Commits
+from fuyou_cli.training.state.manifest import Manifest, StoredExtent
 
 from .conftest import Project
 from .running import STEPS, exported, interrupt, manifest_of, prepared_run, store_of, train

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fuyou_cli.cli import errors, probe
+from fuyou_cli.cli import errors
 from fuyou_cli.core.errors import DeviceMemoryError
 from fuyou_cli.core.units import gib
 from fuyou_cli.engine.devices.emulated import EmulatedDevice
+from fuyou_cli.machine import probe
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.device_memory import named
 from fuyou_cli.training.run import Run

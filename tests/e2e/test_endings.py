@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuyou_cli.cli import probe
 from fuyou_cli.cli.finetune import run_finetune
 from fuyou_cli.core.errors import Interrupted, NumericsError, OutOfSpaceError
+from fuyou_cli.machine import probe
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.jsonl import JsonlLog, read_log
 from fuyou_cli.training.report import StepReport
@@ -245,8 +245,8 @@ def test_asked_to_stop_after_the_last_step_the_export_waits_for_another_time(
     new_project: NewProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project = new_project(changes={"train.max_steps": STEPS})
-    monkeypatch.setattr("fuyou_cli.cli.allocator.settle_allocator", lambda: None)  # of this process
-    monkeypatch.setattr("fuyou_cli.cli.allocator.settle_for_training", lambda: None)
+    monkeypatch.setattr("fuyou_cli.machine.allocator.settle_allocator", lambda: None)  # of this process
+    monkeypatch.setattr("fuyou_cli.machine.allocator.settle_for_training", lambda: None)
     step = JsonlLog.step
 
     def step_and_stop(log: JsonlLog, report: StepReport) -> None:

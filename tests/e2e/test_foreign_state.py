@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from fuyou_cli.cli import probe
 from fuyou_cli.cli.clean import read_store
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.machine import probe
 from fuyou_cli.recipe.load import load_recipe
-from fuyou_cli.training import folder_names, saved
-from fuyou_cli.training import manifest as manifests
 from fuyou_cli.training import run as runs
-from fuyou_cli.training.companions import keep_companions
-from fuyou_cli.training.manifest import Manifest, StoredStage
 from fuyou_cli.training.prepare import run_directories
 from fuyou_cli.training.run import Run
+from fuyou_cli.training.state import folder_names, saved
+from fuyou_cli.training.state import manifest as manifests
+from fuyou_cli.training.state.companions import keep_companions
+from fuyou_cli.training.state.manifest import Manifest, StoredStage
 
 from .conftest import Project
 from .running import STEPS, manifest_of, prepared_run, store_of, train

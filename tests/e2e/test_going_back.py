@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from fuyou_cli.core.errors import SwapError, UsageError
-from fuyou_cli.training import manifest as manifests
-from fuyou_cli.training import verify
-from fuyou_cli.training.at_rest import verify_store
 from fuyou_cli.training.report import StepReport
+from fuyou_cli.training.state import manifest as manifests
+from fuyou_cli.training.state import verify
+from fuyou_cli.training.state.at_rest import verify_store
 
 from .conftest import ROOT, Project
 from .running import STEPS, interrupt, manifest_of, prepared_run, store_of, train

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fuyou_cli.cli.profile import assumed_hardware
 from fuyou_cli.core.errors import PlanError
+from fuyou_cli.machine.profile import assumed_hardware
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.prepare import Prepared, prepare
 

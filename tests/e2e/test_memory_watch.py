@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from fuyou_cli.cli import probe
+from fuyou_cli.machine import probe
 from fuyou_cli.training.run import MemoryWatch
 
 

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from fuyou_cli.cli import probe
 from fuyou_cli.cli.finetune import run_finetune
 from fuyou_cli.core.errors import Interrupted, NumericsError
 from fuyou_cli.engine import executor as executors
 from fuyou_cli.engine.gradients import GradientSum
+from fuyou_cli.machine import probe
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.model import StageSpec
-from fuyou_cli.training import manifest as manifests
 from fuyou_cli.training.jsonl import read_log
 from fuyou_cli.training.report import StepReport
 from fuyou_cli.training.run import Run
+from fuyou_cli.training.state import manifest as manifests
 
 from .conftest import Project
 from .running import STEPS, exported, manifest_of, prepared_run, store_of, train
@@ -136,8 +136,8 @@ def test_without_clipping_the_run_is_back_at_its_last_commit(new_project: NewPro
 
 def test_a_skipped_step_is_in_the_log(new_project: NewProject, monkeypatch: pytest.MonkeyPatch) -> None:
     project = new_project(changes={**SKIP, "export.at_end": False})
-    monkeypatch.setattr("fuyou_cli.cli.allocator.settle_allocator", lambda: None)  # of this process
-    monkeypatch.setattr("fuyou_cli.cli.allocator.settle_for_training", lambda: None)
+    monkeypatch.setattr("fuyou_cli.machine.allocator.settle_allocator", lambda: None)  # of this process
+    monkeypatch.setattr("fuyou_cli.machine.allocator.settle_for_training", lambda: None)
     norm = executors.squared_norm
 
     def refused(stage: Any, squares: list[float], host: torch.Tensor, **options: Any) -> float:

@@ -9,9 +9,9 @@ import pytest
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.recipe.load import load_recipe
-from fuyou_cli.training import manifest as manifests
 from fuyou_cli.training.prepare import run_directories
-from fuyou_cli.training.saved import find_saved
+from fuyou_cli.training.state import manifest as manifests
+from fuyou_cli.training.state.saved import find_saved
 
 from .conftest import Project
 

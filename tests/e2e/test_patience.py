@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from fuyou_cli.cli import probe
-from fuyou_cli.training.at_rest import verify_store
+from fuyou_cli.machine import probe
 from fuyou_cli.training.exporting import export_store
 from fuyou_cli.training.run import Run
+from fuyou_cli.training.state.at_rest import verify_store
 
 from .conftest import Project
 from .running import prepared_run, store_of

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from fuyou_cli.cli.advice import candidates
+from fuyou_cli.advice.changes import candidates
 
 from .conftest import Project
 from .running import manifest_of

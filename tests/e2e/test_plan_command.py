@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import yaml
 
+from fuyou_cli.advice.plan_files import recipe_keys
 from fuyou_cli.cli.app import main
 from fuyou_cli.cli.machine import keep
-from fuyou_cli.cli.plan_files import recipe_keys
 from fuyou_cli.cli.probing import _measured
-from fuyou_cli.cli.profile import assumed_hardware
 from fuyou_cli.core.units import GiB
+from fuyou_cli.machine.profile import assumed_hardware
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training import length
-from fuyou_cli.training import manifest as manifests
+from fuyou_cli.training.state import manifest as manifests
 
 from .conftest import Project
 from .running import STEPS, manifest_of, store_of

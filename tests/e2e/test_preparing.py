@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from checkpoint.test_hub import Hub
 
-from fuyou_cli.cli.profile import assumed_hardware
 from fuyou_cli.core.errors import PlanError, UsageError
+from fuyou_cli.machine.profile import assumed_hardware
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.prepare import Prepared, prepare
 
@@ -175,7 +175,7 @@ def test_a_warm_up_longer_than_the_epochs_are_is_refused(new_project: Callable[.
 
 def test_the_order_of_the_rows_is_in_the_plan(new_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch) -> None:
     plain = prepared(new_project("plain"))
-    monkeypatch.setattr("fuyou_cli.training.data.Sampler.PEAK_BYTES", 24 + 1_000_000)
+    monkeypatch.setattr("fuyou_cli.data.Sampler.PEAK_BYTES", 24 + 1_000_000)
     larger = prepared(new_project("larger"))
     assert larger.plan.predicted.cpu_peak - plain.plan.predicted.cpu_peak == 64 * 1_000_000
 

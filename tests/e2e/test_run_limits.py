@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from fuyou_cli.cli import probe
 from fuyou_cli.core.errors import Interrupted, UsageError
+from fuyou_cli.machine import probe
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.run_limits import loaded
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fuyou_cli.cli import probe
 from fuyou_cli.core.errors import FuyouError, Interrupted, UsageError
+from fuyou_cli.machine import probe
 from fuyou_cli.swap.store import Store
-from fuyou_cli.training import manifest as manifests
 from fuyou_cli.training.exporting import export_store
 from fuyou_cli.training.run import Run
-from fuyou_cli.training.saved import check_unchanged_run
-from fuyou_cli.training.storage import STORE_FILE
+from fuyou_cli.training.state import manifest as manifests
+from fuyou_cli.training.state.saved import check_unchanged_run
+from fuyou_cli.training.state.storage import STORE_FILE
 
 from .conftest import Project
 from .running import STEPS, exported, interrupt, manifest_of, prepared_run, store_of, train

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from fuyou_cli.cli import probe
-from fuyou_cli.cli import room as room_module
-from fuyou_cli.cli.profile import assumed_hardware, described
-from fuyou_cli.cli.room import described_store_room, plan_problems, room_of, store_room
+from fuyou_cli.advice import room as room_module
+from fuyou_cli.advice.room import described_store_room, plan_problems, room_of, store_room
+from fuyou_cli.machine import probe
+from fuyou_cli.machine.profile import assumed_hardware, described
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.prepare import Prepared, prepare, run_directories
-from fuyou_cli.training.storage import STORE_FILE
+from fuyou_cli.training.state.storage import STORE_FILE
 
 from .conftest import Project
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from fuyou_cli.cli import probe
+from fuyou_cli.machine import probe
 from fuyou_cli.training.run import Run
 
 from .conftest import Project

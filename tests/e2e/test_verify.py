@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fuyou_cli.core.errors import FuyouError
-from fuyou_cli.training.at_rest import verify_store
 from fuyou_cli.training.run import Run
+from fuyou_cli.training.state.at_rest import verify_store
 
 from .conftest import Project
 from .running import manifest_of, store_of, train

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from fuyou_cli.cli.described import profile_from
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.plain_files import read_plain
+from fuyou_cli.data.rows import _read_template
+from fuyou_cli.data.sources import MissingDataError, locate
+from fuyou_cli.machine.described import profile_from
 from fuyou_cli.recipe.diagnostics import RecipeErrors
 from fuyou_cli.recipe.load import load_recipe
-from fuyou_cli.training.data.rows import _read_template
-from fuyou_cli.training.data.sources import MissingDataError, locate
 
 from .conftest import Run
 

@@ -24,9 +24,9 @@ from fuyou_cli.cli.clean import read_store
 from fuyou_cli.core import json_files
 from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.training import losses
-from fuyou_cli.training import manifest as manifests
-from fuyou_cli.training.manifest import DueUpdate
-from fuyou_cli.training.parts import PART_FILE, lacking, part_size, read_part
+from fuyou_cli.training.state import manifest as manifests
+from fuyou_cli.training.state.manifest import DueUpdate
+from fuyou_cli.training.state.parts import PART_FILE, lacking, part_size, read_part
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -222,7 +222,7 @@ def test_a_manifest_that_is_no_file(tmp_path: Path) -> None:
 def test_states_of_generators_that_none_takes() -> None:
     import torch
 
-    from fuyou_cli.training import random_states
+    from fuyou_cli.training.state import random_states
 
     cpu = torch.device("cpu")
     good = random_states.capture(cpu)

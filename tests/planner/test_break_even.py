@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import pytest
 
-from fuyou_cli.cli.break_even import HIDDEN, MOST_PLANS, fewest, hides_the_store, most_below
+from fuyou_cli.advice.break_even import HIDDEN, MOST_PLANS, fewest, hides_the_store, most_below
 from fuyou_cli.planner.search import fastest
 from fuyou_cli.spec.hardware import BURST_RATES, SUSTAINED_RATES
 

@@ -14,7 +14,7 @@ from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuyou_cli.cli.plan_files import KeptPlan
+from fuyou_cli.advice.plan_files import KeptPlan
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.units import MiB
 from fuyou_cli.planner.lasting import planned_for

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuyou_cli.cli.compare import _too_large
+from fuyou_cli.advice.compare import _too_large
 from fuyou_cli.planner.search import fastest
 from fuyou_cli.planner.wishes import MOST_UPDATE_THREADS, NEARLY_BEST, update_chunks_for, update_threads_for
 from fuyou_cli.spec.hardware import HardwareProfile

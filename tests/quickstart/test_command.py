@@ -16,8 +16,8 @@ import pytest
 from hooks import doing
 
 from fuyou_cli.cli import quickstart
-from fuyou_cli.cli.memory_group import Ended
 from fuyou_cli.core.errors import FuyouError
+from fuyou_cli.machine.groups import Ended
 from fuyou_cli.training.quickstart import make_model
 from fuyou_cli.training.quickstart.make_corpus import corpus_text
 

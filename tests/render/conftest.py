@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fuyou_cli.cli.room import Room
+from fuyou_cli.advice.room import Room
 from fuyou_cli.core.disk import FileSystem
 from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.spec.hardware import HardwareProfile

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fuyou_cli.cli.endings import Ending, steps_within
-from fuyou_cli.cli.render.facts import RunFacts
+from fuyou_cli.advice.endings import Ending, steps_within
+from fuyou_cli.advice.facts import RunFacts
+from fuyou_cli.advice.room import Room, plan_problems
+from fuyou_cli.advice.wear import Wear, Writes, wear_of, writes_of
 from fuyou_cli.cli.render.plan import show_plan
 from fuyou_cli.cli.render.plan_json import plan_json
-from fuyou_cli.cli.room import Room, plan_problems
-from fuyou_cli.cli.wear import Wear, Writes, wear_of, writes_of
 from fuyou_cli.core.units import GiB, MiB, gb
 from fuyou_cli.planner.lasting import FastRegion
 from fuyou_cli.spec.hardware import Drive, HardwareProfile

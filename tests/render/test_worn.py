@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from fuyou_cli.cli.render.facts import RunFacts
+from fuyou_cli.advice.facts import RunFacts
+from fuyou_cli.advice.room import Room
 from fuyou_cli.cli.render.plan import show_plan
-from fuyou_cli.cli.room import Room
 from fuyou_cli.spec.hardware import Drive, HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan

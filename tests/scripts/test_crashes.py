@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 from proof import crashes, flips, loads_and_exports
 from proof.crashes import Place, placed
 
-from fuyou_cli.training import manifest as manifests
+from fuyou_cli.training.state import manifest as manifests
 
 STEPS = 12
 

@@ -9,7 +9,7 @@ import pytest
 
 from fuyou_cli.core.disk import Wanted, file_systems, store_files
 from fuyou_cli.core.errors import OutOfSpaceError
-from fuyou_cli.training.storage import check_space
+from fuyou_cli.training.state.storage import check_space
 
 MB = 10**6
 

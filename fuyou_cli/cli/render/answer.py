@@ -5,16 +5,16 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from fuyou_cli.cli.origins import RatedBy, origins_of
-from fuyou_cli.cli.others import are_busy
-from fuyou_cli.cli.room import Room, plan_problems
-from fuyou_cli.cli.wear import wear_of
+from fuyou_cli.advice.facts import RunFacts
+from fuyou_cli.advice.room import Room, plan_problems
+from fuyou_cli.advice.wear import wear_of
 from fuyou_cli.core.printable import one_line
 from fuyou_cli.core.units import brief, gib
+from fuyou_cli.machine.background_load import are_busy
+from fuyou_cli.machine.origins import RatedBy, origins_of
 from fuyou_cli.spec.hardware import SUSTAINED_RATES, HardwareProfile
 from fuyou_cli.spec.plan import Plan
 
-from .facts import RunFacts
 from .step import run_seconds, tokens_per_second
 from .theme import Symbols, pairs, percent, say
 from .wear import wear_in_brief, written

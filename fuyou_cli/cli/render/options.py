@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from fuyou_cli.cli.compare import Comparison, Row
-from fuyou_cli.cli.planning import Outcome
+from fuyou_cli.advice.compare import Comparison, Row
+from fuyou_cli.advice.planning import Outcome
 from fuyou_cli.core.units import brief, gb, gib
 from fuyou_cli.spec.plan import Plan
 

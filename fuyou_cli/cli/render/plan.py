@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from fuyou_cli.cli.origins import RatedBy, origins_of
-from fuyou_cli.cli.others import are_busy
-from fuyou_cli.cli.room import Room
+from fuyou_cli.advice.facts import RunFacts
+from fuyou_cli.advice.room import Room
 from fuyou_cli.core.disk import FileSystem
 from fuyou_cli.core.units import count, duration, gb, gib
+from fuyou_cli.machine.background_load import are_busy
+from fuyou_cli.machine.origins import RatedBy, origins_of
 from fuyou_cli.planner.commit_interval import CommitCosts, commit_costs
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec
 from fuyou_cli.spec.plan import MemoryLine, Plan, StagePlan, Tier
 
 from .answer import assumptions_that_decide, show_answer
-from .facts import RunFacts
 from .memory import TIER_TITLE, show_memory, show_phase_peaks
 from .options import show_changes, show_comparison
 from .step import WIDE, length, run_seconds, show_step

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from fuyou_cli.cli.break_even import BreakEven
-from fuyou_cli.cli.compare import Comparison, Row
-from fuyou_cli.cli.origins import origins_of
-from fuyou_cli.cli.planning import Outcome
-from fuyou_cli.cli.room import Room, plan_problems
-from fuyou_cli.cli.wear import wear_of
+from fuyou_cli.advice.break_even import BreakEven
+from fuyou_cli.advice.compare import Comparison, Row
+from fuyou_cli.advice.facts import RunFacts
+from fuyou_cli.advice.planning import Outcome
+from fuyou_cli.advice.room import Room, plan_problems
+from fuyou_cli.advice.wear import wear_of
+from fuyou_cli.machine.origins import origins_of
 from fuyou_cli.planner.commit_interval import commit_costs
 from fuyou_cli.planner.lasting import FastRegion
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan
 
-from .facts import RunFacts
 from .memory import memory_json, with_evaluation
 from .step import run_seconds
 from .wear import written

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from fuyou_cli.cli.break_even import BreakEven
+from fuyou_cli.advice.break_even import BreakEven
 from fuyou_cli.core.units import brief, count, gb
 from fuyou_cli.planner.lasting import FastRegion
 from fuyou_cli.spec.hardware import HardwareProfile

@@ -5,14 +5,14 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from fuyou_cli.cli.drives import nearly_worn
-from fuyou_cli.cli.room import Room
-from fuyou_cli.cli.wear import WORN, Spared, Wear, Writes, wear_of, writes_of
+from fuyou_cli.advice.facts import RunFacts
+from fuyou_cli.advice.room import Room
+from fuyou_cli.advice.wear import WORN, Spared, Wear, Writes, wear_of, writes_of
 from fuyou_cli.core.units import gb
+from fuyou_cli.machine.drives import nearly_worn
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.plan import Plan
 
-from .facts import RunFacts
 from .theme import say
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ...data import Batch
     from ...recipe.schema import Recipe
-    from ..data import Batch
 
 
 def in_memory_losses(recipe: Recipe, steps: int, *, micro_batch_size: int, threads: int, total_steps: int) -> Iterator[float]:
@@ -75,7 +75,7 @@ def _accumulate(model: Any, masters: dict[str, Any], batch: Batch, micro_batch_s
 
 
 def _batches(recipe: Recipe, steps: int) -> Iterator[Batch]:
-    from ..data import Sampler, collate
+    from ...data import Sampler, collate
     from ..length import tokenised_rows
 
     rows = tokenised_rows(recipe, Path(recipe.model.name_or_path))

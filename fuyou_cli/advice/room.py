@@ -1,0 +1,200 @@
+"""What a run may take of the device and the disks, beside what its plan wants. Nothing is written or measured."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fuyou_cli.core.disk import FileSystem, Wanted, existing, file_systems, store_files, taken
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.paths import folder
+from fuyou_cli.core.units import gb, gib
+from fuyou_cli.machine import probe
+from fuyou_cli.planner.phases import phase_peaks
+from fuyou_cli.spec.plan import Plan
+from fuyou_cli.training.limits import gpu_limit
+
+if TYPE_CHECKING:
+    from fuyou_cli.recipe.schema import Recipe
+    from fuyou_cli.spec.hardware import HardwareProfile
+    from fuyou_cli.training.prepare import Prepared
+
+
+CLEARLY = 1.05  # of what is free, which comes and goes; of what a machine or a control group has at most, nothing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """Limits in bytes; None where there is no such limit."""
+
+    gpu: int | None
+    ssd: int | None  # offload.max_memory.ssd: of the store
+    store: int  # that it could have on its disks: free or its own already, and allowed
+    disks: tuple[FileSystem, ...]  # where store and export go
+    ram: int | None = None  # that this process can have now, whatever its budget says
+    ram_total: int | None = None  # that it could ever have: of the machine or its control group
+    pinnable: int | None = None  # of host memory, by the driver of a GPU
+    pinnable_why: str = ""
+
+
+def room_of(prepared: Prepared, *, described: bool = False) -> Room:
+    """Of this machine's disks; of a described one's drives, on which nothing is yet."""
+    if described:
+        return _described_room(prepared)
+    from fuyou_cli.training.state.storage import STORE_FILE
+
+    recipe, plan = prepared.recipe, prepared.plan
+    paths = [directory / STORE_FILE for directory in prepared.directories]
+    files = store_files(paths, plan.store_size)
+    if recipe.export.at_end:
+        model = export_folder(recipe, prepared.model_dir)
+        files.append(Wanted(what="the exported model", path=model, size=plan.predicted.export_bytes))
+    return Room(
+        gpu=gpu_limit(recipe, prepared.hardware),
+        ssd=_ssd_limit(recipe, paths),
+        store=store_room(recipe, prepared.hardware, *_places(prepared)),
+        ram=prepared.hardware.ram_available,
+        ram_total=prepared.hardware.ram_total,
+        pinnable=prepared.hardware.pinnable or None,
+        pinnable_why=prepared.hardware.pinnable_why,
+        disks=tuple(file_systems(files, probe.free_space)),
+    )
+
+
+def _places(prepared: Prepared) -> tuple[tuple[Path, ...], Path, int]:
+    return prepared.directories, prepared.model_dir, prepared.plan.predicted.export_bytes
+
+
+def store_room(
+    recipe: Recipe, hardware: HardwareProfile, directories: tuple[Path, ...], model_dir: Path, export_bytes: int
+) -> int:
+    """Bytes that the run's store may have: free on its disks or its own already, what an export to the same disk takes left
+    out, and allowed. Files are striped, so that the fullest disk counts for all."""
+    from fuyou_cli.training.state.storage import STORE_FILE
+
+    paths = [directory / STORE_FILE for directory in directories]
+    systems = [existing(path).stat().st_dev for path in paths]
+    exported = existing(export_folder(recipe, model_dir)).stat().st_dev if recipe.export.at_end else None
+    shares = []
+    for path, system in zip(paths, systems, strict=True):
+        held = sum(taken(other) for other, on in zip(paths, systems, strict=True) if on == system)
+        there = probe.free_space(path.parent) + held - (export_bytes if system == exported else 0)
+        shares.append(there // systems.count(system))
+    there, limit = max(0, min(shares) * len(paths)), _ssd_limit(recipe, paths)
+    return there if limit is None else min(there, limit)
+
+
+def described_store_room(
+    recipe: Recipe, hardware: HardwareProfile, directories: tuple[Path, ...], model_dir: Path, export_bytes: int
+) -> int:
+    """The same of a described machine's drives, which the export goes to as well."""
+    there = max(0, hardware.disk_free - (export_bytes if recipe.export.at_end else 0))
+    limit = _described_ssd_limit(recipe, hardware)
+    return there if limit is None else min(there, limit)
+
+
+def _described_ssd_limit(recipe: Recipe, hardware: HardwareProfile) -> int | None:
+    limit = recipe.offload.max_memory.ssd
+    there = sum(drive.capacity for drive in hardware.drives) or hardware.disk_free
+    return None if limit.is_auto else limit.resolve(total=there, auto=0)
+
+
+def _described_room(prepared: Prepared) -> Room:
+    recipe, plan, hardware = prepared.recipe, prepared.plan, prepared.hardware
+    export = plan.predicted.export_bytes if recipe.export.at_end else 0
+    drives = FileSystem(
+        folders=(Path(hardware.name or "the described drives"),),
+        what=("the store", "the exported model") if export else ("the store",),
+        wanted=plan.store_size + export,
+        held=0,
+        free=hardware.disk_free,
+        device=0,
+    )
+    return Room(
+        gpu=gpu_limit(recipe, hardware),
+        ssd=_described_ssd_limit(recipe, hardware),
+        store=described_store_room(recipe, hardware, *_places(prepared)),
+        ram=hardware.ram_available,
+        ram_total=hardware.ram_total,
+        pinnable=hardware.pinnable or None,
+        pinnable_why=hardware.pinnable_why,
+        disks=(drives,),
+    )
+
+
+def export_folder(recipe: Recipe, model_dir: Path) -> Path:
+    """`model` below the output directory, never the folder the run started from."""
+    out = Path(recipe.output_dir).expanduser() / "model"
+    return out.with_name("model-finetuned") if out.resolve() == model_dir.resolve() else out
+
+
+def check_output(recipe: Recipe) -> None:
+    """Raises UsageError unless `output_dir` is a folder that can be written to, or can become one."""
+    out = folder(recipe.output_dir, key="output_dir")
+    there = existing(out)
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(f"output_dir: {there} cannot be written to", hint="choose another output_dir, or change its mode")
+    for name in ("log.jsonl", "timeline.svg"):
+        path = out / name
+        if path.is_symlink() or (path.exists() and not path.is_file()):  # a pipe that nobody reads would be waited for
+            what = "a folder" if path.is_dir() and not path.is_symlink() else "no plain file"
+            raise UsageError(f"output_dir: {path} is {what}", hint="move it away, or choose another output_dir")
+
+
+def check_export(recipe: Recipe, model_dir: Path) -> None:
+    """Raises UsageError where the export at the end would find something that is not ours to replace."""
+    from fuyou_cli.checkpoint.placement import refuse_foreign
+
+    if not recipe.export.at_end:
+        return
+    try:
+        refuse_foreign(export_folder(recipe, model_dir))
+    except UsageError as error:
+        hint = "move that away, choose another output_dir, or set export.at_end=false"
+        raise UsageError(f"output_dir: {error.message}", hint=hint) from error
+
+
+def plan_problems(plan: Plan, room: Room) -> list[str]:
+    """Why the plan does not fit, one sentence each; empty when it fits."""
+    predicted, problems = plan.predicted, []
+    over = {phase: peak for phase, peak in phase_peaks(plan).items() if peak > plan.cpu_budget}
+    if over:
+        worst, *others = sorted(over, key=lambda phase: -over[phase])
+        needs = f"{worst} needs {gib(over[worst])} of RAM, {gib(over[worst] - plan.cpu_budget)} more than its budget"
+        problems.append(needs + (f" (over it too: {', '.join(others)})" if others else ""))
+    allowed = min(predicted.cpu_peak, plan.cpu_budget)  # beyond the budget it is the budget that is too small
+    if room.ram_total is not None and allowed > room.ram_total:
+        problems.append(
+            f"the run takes {gib(predicted.cpu_peak)} of RAM, it can never have more than {gib(room.ram_total)}: "
+            "offload.max_memory.cpu allows more than there is"
+        )
+    elif room.ram is not None and allowed > CLEARLY * room.ram:
+        problems.append(
+            f"the run takes {gib(predicted.cpu_peak)} of RAM, the machine has {gib(room.ram)} for it: "
+            "offload.max_memory.cpu allows more than there is"
+        )
+    if plan.device == "cuda" and room.pinnable is not None and min(plan.arena_size, plan.cpu_budget) > room.pinnable:
+        problems.append(
+            f"{gib(plan.arena_size)} of RAM are pinned for the GPU, which can have {gib(room.pinnable)} ({room.pinnable_why}): "
+            "offload.max_memory.cpu allows more"
+        )
+    if room.gpu is not None and predicted.gpu_peak > room.gpu:
+        problems.append(
+            f"the step needs {gib(predicted.gpu_peak)} of GPU memory, offload.max_memory.gpu leaves {gib(room.gpu)}"
+        )
+    if room.ssd is not None and predicted.ssd_bytes > room.ssd:
+        problems.append(f"the store takes {gb(predicted.ssd_bytes)}, offload.max_memory.ssd allows {gb(room.ssd)}")
+    return problems + [disk.problem for disk in room.disks if disk.problem]
+
+
+def _ssd_limit(recipe: Recipe, paths: Sequence[Path]) -> int | None:
+    """A share is of the file systems the store is on, each counted once."""
+    asked = recipe.offload.max_memory.ssd
+    if asked.is_auto:
+        return None
+    places = {existing(path).stat().st_dev: existing(path) for path in paths}
+    return asked.resolve(total=sum(shutil.disk_usage(place).total for place in places.values()), auto=0)

@@ -1,0 +1,1 @@
+"""Layer 6: what this machine is and how fast: probed, measured, kept, described."""

@@ -1,0 +1,1 @@
+"""Measures the rates that a plan is made with."""

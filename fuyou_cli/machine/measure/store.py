@@ -1,0 +1,234 @@
+"""Measures the store through the daemon's own interface: reading, writing, and both at once."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Literal
+
+from fuyou_cli.core.errors import OutOfSpaceError
+from fuyou_cli.core.units import GiB, MiB, align_up, gb, gib
+from fuyou_cli.swap.arena import Arena
+from fuyou_cli.swap.daemon import DaemonOptions, SwapDaemon
+from fuyou_cli.swap.store import Store
+
+from ..scratch import made_in, remove
+from .profile_rates import Rate, rate_of
+from .streams import IN_FLIGHT, REQUEST, Course, Direction, Stream, run_streams
+
+QUICK_SPAN, FULL_SPAN = 320 * MiB, 4 * GiB
+LEAST_SPAN = 2 * IN_FLIGHT * REQUEST  # in either half of it each request under way has a place of its own
+SPARE_DISK = GiB // 2  # never taken
+LOST_QUICK_SECONDS, LOST_FULL_SECONDS = 0.3, 3.0  # of compute alone and of compute beside reads, a turn each
+_TURNS = 4
+
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """How much of one kind is moved at a time."""
+
+    spans: float
+    seconds: float  # at most: on a slow drive less is moved
+
+    def bytes(self, span: int) -> int:
+        return align_up(int(self.spans * span), REQUEST)
+
+
+@dataclass(frozen=True, slots=True)
+class _Effort:
+    alone: _Pass
+    mixed: _Pass
+    repeats: int
+
+
+# One long pass of each kind rather than several short ones, between which a drive that is held at a rate saves up again.
+QUICK = _Effort(alone=_Pass(1.6, 1.0), mixed=_Pass(2.8, 1.6), repeats=1)
+FULL = _Effort(alone=_Pass(1.0, 20.0), mixed=_Pass(1.0, 20.0), repeats=3)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreRates:
+    read: Rate
+    write: Rate
+    read_mixed: Rate  # while writing
+    write_mixed: Rate  # while reading
+    notes: tuple[str, ...]
+    written_bytes: int
+    io_cpu: float  # seconds that compute loses per byte moved; at least the core time of who moves it
+
+    @property
+    def rates(self) -> tuple[Rate, Rate, Rate, Rate]:
+        return self.read, self.write, self.read_mixed, self.write_mixed
+
+
+def measure_store(*directories: Path, quick: bool, free: int, step: Step | None = None) -> StoreRates:
+    """Rates of a store striped over `directories`, which have `free` bytes left in all. The first pass over new files is not
+    counted.
+
+    Quick writes at most 5.4 spans of 320 MiB: 1.9 GB. `step`: some work of compute on the same cores, for what transfers take
+    from it. Raises UsageError or OutOfSpaceError when nothing can be measured there.
+    """
+    wanted = QUICK_SPAN if quick else FULL_SPAN
+    span = min(wanted, (free - SPARE_DISK) // REQUEST * REQUEST)
+    named = ", ".join(map(str, directories))
+    if span < LEAST_SPAN:
+        raise OutOfSpaceError(
+            f"{named} has {gb(free)} free: too little to measure",
+            hint=f"free {gib(SPARE_DISK + LEAST_SPAN)}, or name another directory",
+        )
+    notes = [f"only {gib(span)} instead of {gib(wanted)} of files: {named} is short of space"] * (span < wanted)
+    if quick:
+        notes.append("bursts: a drive may write slower once its fast cache is full (fuyou bench --sustained measures that)")
+    with new_store(directories, span) as (daemon, store):
+        rates = _measured(daemon, store, span, effort=QUICK if quick else FULL, notes=notes)
+        if step is None:
+            return rates
+        lost = compute_lost(daemon, span, step, seconds=LOST_QUICK_SECONDS if quick else LOST_FULL_SECONDS)
+        return replace(rates, io_cpu=max(rates.io_cpu, lost))
+
+
+def compute_lost(daemon: SwapDaemon, span: int, step: Step, *, seconds: float) -> float:
+    """Seconds of compute that a byte takes which is read meanwhile. The threads that move bytes need little time, but compute's
+    threads wait for the one that they interrupt."""
+    alone = beside = moved = beside_seconds = 0.0
+    step()
+    for _ in range(_TURNS):
+        alone += _pace(step, seconds)
+        with _reading(daemon, span):
+            before, begin = _moved(daemon), time.perf_counter()
+            beside += _pace(step, seconds)
+            moved += _moved(daemon) - before
+            beside_seconds += time.perf_counter() - begin
+    rate = moved / beside_seconds
+    return max(0.0, 1 - beside / alone) / rate if rate and alone else 0.0
+
+
+def _pace(step: Step, seconds: float) -> float:
+    """Steps per second."""
+    done, begin = 0, time.perf_counter()
+    while not done or time.perf_counter() - begin < seconds:
+        step()
+        done += 1
+    return done / (time.perf_counter() - begin)
+
+
+@contextmanager
+def _reading(daemon: SwapDaemon, span: int) -> Iterator[None]:
+    """Inside, [0, span) of the store is read again and again, in requests so large that they take no time of Python's."""
+    over, size = threading.Event(), min(IN_FLIGHT * REQUEST, span // 2)
+
+    def read() -> None:
+        under_way: deque[int] = deque()
+        for turn in count():
+            if over.is_set():
+                break
+            begin = turn * size % (span - size) // REQUEST * REQUEST
+            under_way.append(daemon.read(turn % 2 * IN_FLIGHT * REQUEST, begin, size))
+            if len(under_way) == 2:
+                daemon.wait(under_way.popleft())
+        for ticket in under_way:
+            daemon.wait(ticket)
+
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read)
+        try:
+            yield
+        finally:
+            over.set()
+        reading.result()
+
+
+@contextmanager
+def new_store(directories: Sequence[Path], size: int) -> Iterator[tuple[SwapDaemon, Store]]:
+    """A store of `size` bytes striped over folders of its own in `directories`, its daemon, and an arena of two streams'
+    requests that holds random bytes; all of it is gone at the end. Raises UsageError where nothing can be written."""
+    folders: list[Path] = []
+    try:
+        for directory in directories:
+            folders.append(made_in(directory))
+        with (
+            Arena(2 * IN_FLIGHT * REQUEST) as arena,
+            Store.open([folder / "store.bin" for folder in folders], stripe=MiB, size=size, create=True) as store,
+            SwapDaemon(arena, store, DaemonOptions(block_size=MiB, update_threads=0)) as daemon,
+        ):
+            _fill(arena)
+            yield daemon, store
+    finally:
+        for folder in folders:
+            remove(folder)
+
+
+def _measured(daemon: SwapDaemon, store: Store, span: int, *, effort: _Effort, notes: list[str]) -> StoreRates:
+    if not store.direct:
+        notes.append("this file system knows no direct I/O: the figures include the page cache")
+    # Files that were never written are slower: this pass does not count.
+    filled = _alone(daemon, "write", span, _Pass(1.0, effort.alone.seconds)).finished
+    if filled < span:
+        span = max(filled, LEAST_SPAN)
+        notes.append(f"the drive is slow: passes over {gib(span)}")
+    reads, writes, mixed = [], [], []
+    moved, used = _moved(daemon), _others_time()
+    for _ in range(effort.repeats):
+        reads.append(_alone(daemon, "read", span, effort.alone))
+        writes.append(_alone(daemon, "write", span, effort.alone))
+        mixed.append(_at_once(daemon, span, effort.mixed))
+    io_cpu = (_others_time() - used) / max(1, _moved(daemon) - moved)
+    store.sync()
+    note = f"{daemon.backend}, {'O_DIRECT' if store.direct else 'buffered'}, files of {gib(span)}"
+    return StoreRates(
+        read=_rate("store read", reads, "reading", note),
+        write=_rate("store write", writes, "writing", note),
+        read_mixed=_rate("store read while writing", mixed, "reading", note),
+        write_mixed=_rate("store write while reading", mixed, "writing", note),
+        notes=tuple(notes),
+        written_bytes=daemon.counters().written_bytes,
+        io_cpu=io_cpu,
+    )
+
+
+def _others_time() -> float:
+    """Core time of every thread, the kernel's for them included, but of this one, which only looks on."""
+    return time.process_time() - time.thread_time()
+
+
+def _moved(daemon: SwapDaemon) -> int:
+    counters = daemon.counters()
+    return counters.read_bytes + counters.written_bytes
+
+
+def _alone(daemon: SwapDaemon, kind: Direction, span: int, much: _Pass) -> Course:
+    return run_streams(daemon, [Stream(kind=kind, first=0, size=span, slot=0, total=much.bytes(span))], much.seconds)
+
+
+def _at_once(daemon: SwapDaemon, span: int, much: _Pass) -> Course:
+    """Reading one half while writing the other; both end when the first is through."""
+    half = align_up(span // 2, REQUEST)
+    streams = [
+        Stream(kind="read", first=span - half, size=half, slot=IN_FLIGHT, total=much.bytes(span)),
+        Stream(kind="write", first=0, size=half, slot=0, total=much.bytes(span)),
+    ]
+    return run_streams(daemon, streams, much.seconds)
+
+
+def _rate(name: str, courses: list[Course], direction: Literal["reading", "writing"], note: str) -> Rate:
+    """Of all that was moved while it counted. A window that no request ended in is too short to have a rate."""
+    windows = [rate for course in courses for window in course.windows if (rate := getattr(window, direction))]
+    settled = statistics.median(getattr(course.settled, direction) for course in courses)
+    return replace(rate_of(name, "B/s", [*windows, settled], note), value=settled, repeats=len(courses))
+
+
+def _fill(arena: Arena) -> None:
+    """Bytes that do not compress: a drive that compresses must not look faster than it is."""
+    import torch
+
+    torch.frombuffer(arena.view(0, arena.size), dtype=torch.int64).random_()

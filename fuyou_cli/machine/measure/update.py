@@ -1,0 +1,137 @@
+"""Measures the update: AdamW on more and more threads, and beside a training step, as a run on device cpu has it."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from fuyou_cli.core.units import GiB
+from fuyou_cli.swap.arena import Arena
+
+from .profile_rates import Rate, each, rate_of
+
+ADAMW_BYTES_PER_PARAMETER = 26  # bfloat16: 14 read, 12 written
+ADAMW_PARAMETERS = 1 << 23  # per thread: 117 MB, larger than the caches
+ADAMW_PASSES = 4  # one repeat
+ADAMW_MEMORY = GiB // 2  # all threads together, more on a machine that has it
+ADAMW_MOST_MEMORY = 2 * GiB
+ARENA_PER_PARAMETER = 14
+
+Share = Callable[[], object]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shared:
+    """Of their rates alone, what one update thread and a training step keep when both run: 1.0 is all."""
+
+    compute: float
+    adamw: float
+    rates: tuple[Rate, ...]
+
+
+def measure_adamw(cores: int, *, repeats: int, available: int = 0) -> tuple[tuple[int, Rate], ...]:
+    """Threads and their bytes/s together, for 1, 2, 4, ... threads: of the update's own kernel (bfloat16: 26 bytes per
+    parameter). A machine with much memory `available` is measured on more of them."""
+    memory = max(ADAMW_MEMORY, min(ADAMW_MOST_MEMORY, available // 16))
+    each_needs = ADAMW_PARAMETERS * ARENA_PER_PARAMETER
+    counts = [count for count in _powers_of_two(cores) if count == 1 or count * each_needs <= memory]
+    rates = []
+    with Arena(counts[-1] * each_needs) as arena, ThreadPoolExecutor(counts[-1]) as pool:
+        shares = [_share(arena.view, number) for number in range(counts[-1])]
+        for count in counts:
+            taken = _passes(pool, shares[:count], repeats)
+            amount = float(ADAMW_PASSES) * count * ADAMW_PARAMETERS * ADAMW_BYTES_PER_PARAMETER
+            rates.append((count, rate_of(f"AdamW, {count} thread{'s' * (count > 1)}", "B/s", each(amount, taken))))
+        shares.clear()
+    return tuple(rates)
+
+
+def _passes(pool: ThreadPoolExecutor, shares: list[Share], repeats: int) -> list[float]:
+    """Seconds of each repeat; a first pass is not counted."""
+
+    def work() -> None:
+        for done in [pool.submit(share) for share in shares]:
+            done.result()
+
+    work()
+    taken = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        for _ in range(ADAMW_PASSES):
+            work()
+        taken.append(time.perf_counter() - begin)
+    return taken
+
+
+def measure_shared(step: Callable[[], object], flops: float, *, seconds: float, note: str) -> Shared:
+    """Two loops, of training steps of `flops` each and of updates on one thread: each alone, then both, for about `seconds`
+    each. Their threads compete as they do in a run on device cpu."""
+    amount = float(ADAMW_PARAMETERS * ADAMW_BYTES_PER_PARAMETER)
+    with Arena(ADAMW_PARAMETERS * ARENA_PER_PARAMETER) as arena:
+        share = _share(arena.view, 0)
+        for warm in (step, share):
+            warm()
+        steps = each(flops, _loop(step, seconds))
+        updates = each(amount, _loop(share, seconds / 2))
+        beside: list[float] = []
+        over = threading.Event()
+        updating = threading.Thread(target=lambda: beside.extend(_loop(share, seconds, over)))
+        updating.start()
+        try:
+            steps_beside = each(flops, _loop(step, seconds))
+        finally:
+            over.set()
+            updating.join()
+    updates_beside = each(amount, beside)
+    rates = (
+        rate_of("training step", "FLOP/s", steps, note),
+        rate_of("training step, AdamW beside", "FLOP/s", steps_beside, note),
+        rate_of("AdamW, a training step beside", "B/s", updates_beside),
+    )
+    return Shared(compute=_kept(steps_beside, steps), adamw=_kept(updates_beside, updates), rates=rates)
+
+
+def _kept(beside: list[float], alone: list[float]) -> float:
+    return min(1.0, statistics.harmonic_mean(beside) / statistics.harmonic_mean(alone))
+
+
+def _loop(action: Callable[[], object], seconds: float, over: threading.Event | None = None) -> list[float]:
+    """Seconds of each turn until `over`, or about `seconds` have passed; one at least."""
+    taken: list[float] = []
+    end = time.perf_counter() + seconds
+    while not taken or (time.perf_counter() < end if over is None else not over.is_set()):
+        begin = time.perf_counter()
+        action()
+        taken.append(time.perf_counter() - begin)
+    return taken
+
+
+def _share(view: Callable[[int, int], memoryview], number: int) -> Share:
+    """One thread's update over its own part of the arena, gradients filled."""
+    import torch
+
+    from fuyou_cli.swap import kernels
+    from fuyou_cli.swap.requests import Segment, Update
+
+    count = ADAMW_PARAMETERS
+    base, places = number * count * ARENA_PER_PARAMETER, {}
+    for name, item in (("momentum", 4), ("variance", 4), ("weights", 2), ("remainder", 2), ("gradients", 2)):
+        places[name] = view(base, count * item)
+        base += count * item
+    torch.frombuffer(places["gradients"], dtype=torch.bfloat16).fill_(0.5)
+    update = Update(
+        params=count, weights_dtype="bfloat16", gradients_dtype="bfloat16", weights=0, lr=1e-3, beta1=0.9, beta2=0.95,
+        epsilon=1e-8, step=1, segments=(Segment(first=0, count=count, weight_decay=0.1),),
+    )  # fmt: skip
+    return lambda: kernels.adamw(update, **places)
+
+
+def _powers_of_two(most: int) -> Iterator[int]:
+    count = 1
+    while count <= most:
+        yield count
+        count *= 2

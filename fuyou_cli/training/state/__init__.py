@@ -1,0 +1,1 @@
+"""What of a run is kept on disk: store, manifest, commits, resuming."""

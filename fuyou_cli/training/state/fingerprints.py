@@ -1,0 +1,46 @@
+"""Digests of what a resumed run must agree on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...checkpoint.companions import own_code
+from ...checkpoint.files import read_json
+from ...spec.model import ModelSpec
+
+if TYPE_CHECKING:
+    from ...recipe.schema import Recipe
+
+
+def of(
+    recipe: Recipe, model_dir: Path, model: ModelSpec, *, device: str, weights_mark: str, data: str, total_steps: int
+) -> dict[str, str]:
+    """By name; `saved` has the words for each. `weights_mark`, `data`: digests already."""
+    config = read_json(model_dir / "config.json")  # as it is: libraries add their defaults
+    described: dict[str, Any] = {
+        "model": [
+            [[s.name, s.params, [[t.name, list(t.shape)] for t in s.tensors]] for s in model.stages],
+            {key: value for key, value in config.items() if not key.startswith("_") and key != "transformers_version"},
+        ],
+        "attention": recipe.model.attn_implementation,
+        "optimizer": recipe.optimizer.model_dump(mode="json"),
+        "schedule": [recipe.lr_scheduler.model_dump(mode="json"), _schedule_length(recipe, total_steps)],
+        "clipping": recipe.train.clip_grad_norm,
+        "shuffle": recipe.dataset.shuffle,
+        "device": device,
+    }
+    if recipe.model.trust_remote_code and "auto_map" in config:
+        described["code"] = own_code(model_dir)
+    digests = {
+        name: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest() for name, value in described.items()
+    }
+    return {**digests, "weights": weights_mark, "data": data}
+
+
+def _schedule_length(recipe: Recipe, total_steps: int) -> int | None:
+    """The number of steps where the learning rate of a step depends on it: a run may be made longer at a constant rate."""
+    schedule = recipe.lr_scheduler
+    return None if schedule.name == "constant" and not schedule.warmup_ratio else total_steps

@@ -1,0 +1,63 @@
+"""The states of every generator that a model's own code may draw from, as data for a manifest.
+
+fuyou's own randomness needs none of them: dropout and shuffles are functions of (seed, step, stage, micro-batch).
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...core.errors import UsageError
+
+
+def seed(number: int) -> None:
+    """All of them, torch's of every device included."""
+    random.seed(number)
+    np.random.seed(number % (1 << 32))
+    torch.manual_seed(number)
+
+
+def capture(device: torch.device) -> dict[str, Any]:
+    """Python's, NumPy's, torch's, and the device's where it has its own."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    found: dict[str, Any] = {
+        "python": [version, list(words), gauss],
+        "numpy": [kind, _hex(torch.from_numpy(np.asarray(keys))), int(position), int(has_gauss), float(cached)],
+        "torch": _hex(torch.get_rng_state()),
+    }
+    if device.type == "cuda":
+        found["device"] = _hex(torch.cuda.get_rng_state(device))
+    return found
+
+
+def restore(states: dict[str, Any], device: torch.device) -> None:
+    """As they were captured. A device that had none, or has none now, keeps its own. Raises UsageError where a generator does
+    not take its state: what it may hold is the libraries' to say."""
+    if not states:
+        return
+    try:
+        version, words, gauss = states["python"]
+        random.setstate((version, tuple(words), gauss))
+        kind, keys, position, has_gauss, cached = states["numpy"]
+        np.random.set_state((kind, np.frombuffer(bytes.fromhex(keys), dtype=np.uint32), position, has_gauss, cached))
+        torch.set_rng_state(_bytes(states["torch"]))
+        if device.type == "cuda" and "device" in states:
+            torch.cuda.set_rng_state(_bytes(states["device"]), device)
+    except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        raise UsageError(
+            f"the store's states of random generators cannot be gone on from: {error}",
+            hint="start over with checkpoint.resume=never",
+        ) from error
+
+
+def _hex(values: torch.Tensor) -> str:
+    return values.numpy().tobytes().hex()
+
+
+def _bytes(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)

@@ -1,0 +1,303 @@
+"""What of a run is on stable storage: committed beside the steps, saved where it stops, and gone on from.
+
+A generation is committed once every stage has come to it (the residency ledger says when) and its step is over. The manifest is
+made here, in the thread that steps; flushing and naming is `commits`' thread's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...core.errors import OutOfSpaceError, SwapError
+from ...core.own_files import open_own
+from ...core.patience import SILENT, Patience
+from ...core.units import align_up
+from ...engine.devices.base import Device
+from ...engine.host_memory import PAGE, HostMemory
+from ...engine.updates import Optimizer, Scalars
+from ...planner.residency import Residency
+from ...spec.plan import Span
+from ...swap.daemon import SwapDaemon
+from ...swap.store import Store
+from .. import libraries
+from .. import losses as loss_files
+from ..prepare import Prepared
+from . import folder_names, random_states
+from . import manifest as manifests
+from .commits import Commits
+from .companions import written_companions
+from .manifest import DueUpdate, Manifest, State
+from .parts import NEW_PART, PART_FILE
+from .storage import StageFiles
+from .verify import Damage, Progress, damages
+
+_SPARE_FILE, _SPARE_BYTES = folder_names.SPARE, 4 << 20  # disk for the last manifest and its losses when the disk is full
+_SPARE_PER_STEP = 8  # a loss
+
+
+@dataclass(slots=True)
+class Standing:
+    """Where a run stands: after `step` whole steps."""
+
+    run: str  # its name in manifest and part files
+    step: int = 0
+    losses: list[float] = field(default_factory=list)
+    written_before: int = 0  # bytes that earlier processes wrote
+    skipped: int = 0  # steps that updated nothing: AdamW counts the others
+    skipped_in_row: int = 0  # of these, the last ones
+    random: dict[str, Any] = field(default_factory=dict)  # states of generators after the last step
+
+    @classmethod
+    def of(cls, saved: Manifest | None) -> Standing:
+        """Of a new run, or a saved one."""
+        if saved is None:
+            return cls(run=os.urandom(8).hex())
+        standing = cls(run=saved.run)
+        standing.goes_on_from(saved)
+        return standing
+
+    def goes_on_from(self, saved: Manifest) -> None:
+        """All but the losses."""
+        self.step, self.written_before, self.random = saved.step, saved.written_total, saved.random
+        self.skipped, self.skipped_in_row = saved.skipped, saved.skipped_in_row
+
+    def is_over(self, *, skipped: bool) -> None:
+        """One step more. `skipped`: it updated nothing."""
+        self.step += 1
+        self.skipped += skipped
+        self.skipped_in_row = self.skipped_in_row + 1 if skipped else 0
+
+
+class Saver:
+    """Keeps the state of one run. `say` hears what became of a damaged state."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        standing: Standing,
+        *,
+        files: StageFiles,
+        residency: Residency,
+        store: Store,
+        daemon: SwapDaemon,
+        memory: HostMemory,
+        device: Device,
+        say: Callable[[str], None],
+        patience: Patience = SILENT,
+    ) -> None:
+        self.prepared, self.standing, self.files, self.residency = prepared, standing, files, residency
+        self.daemon, self.memory, self.device, self.say = daemon, memory, device, say
+        self.paths = store.paths
+        self.folder = store.paths[0].parent
+        self.saved_bytes = 0  # that saving wrote, beside the steps
+        self.began: Callable[[Manifest], None] = lambda manifest: None  # hears of every commit
+        self._complete = -1  # the newest generation that every stage has come to
+        self.commits = Commits(flush=store.sync, name=self._name, durable=prepared.manifest, patience=patience)
+
+    def close(self) -> None:
+        self.commits.close()
+
+    @property
+    def saved_step(self) -> int | None:
+        """The last one that is committed, whatever became of those behind it; None where there is none."""
+        last = self.commits.seen()
+        return None if last is None else last.step
+
+    # ---- beside the steps ----------------------------------------------------------------------------------------
+
+    def complete(self, generation: int) -> None:
+        """Every stage has come to it. Updates may be over before their step is."""
+        self._complete = generation
+        if generation <= self.standing.step:
+            self._begin()
+
+    def durable(self, stage: int) -> int:
+        saved = self.commits.durable()
+        return -1 if saved is None else saved.stages[stage].turn
+
+    def blocked(self) -> None:
+        """Stages that share places wait for each other: what they have come to is committed, the others' gradients with it."""
+        records = self.residency.records
+        if self.files.plan.store_mode != "redo" or self.commits.is_busy:
+            return
+        if all(record.gradient_write is None for record in records) and self._is_news():
+            self.commits.begin(self._manifest("committed"))
+
+    def _is_news(self) -> bool:
+        """Whether a stage has come further than the last manifest says."""
+        newest = self.commits.newest
+        if newest is None or newest.step < self.standing.step:
+            return True
+        together = zip(newest.stages, self.residency.records, strict=True)
+        return any(stage.generation < record.generation for stage, record in together)
+
+    def step_is_over(self) -> None:
+        """`standing` says so."""
+        self.standing.random = random_states.capture(self.device.torch_device)
+        if self._complete == self.standing.step:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Every stage rests at the generation of the last step."""
+        assert self._complete == self.standing.step, (self._complete, self.standing.step)
+        if self._is_news():
+            manifest = self._manifest("committed")
+            self.commits.begin(manifest)
+            self.began(manifest)
+
+    # ---- where a run begins and ends -----------------------------------------------------------------------------
+
+    def give_up_what_was(self) -> None:
+        """The store is about to be filled anew: from now on nothing in it can be gone on from."""
+        self._name(self._manifest("loading"))
+
+    def begin_training(self) -> None:
+        """What was loaded is committed too: a run that is killed from here on goes on without its checkpoint."""
+        self.standing.random = random_states.capture(self.device.torch_device)  # first: whatever fails next is saved with it
+        self._set_room_aside()
+        loss_files.check(self.folder)
+        if self.commits.newest is None:
+            self._complete = self.standing.step
+            self._begin()
+
+    def save(self) -> None:
+        """The last step is committed when this returns. All stages are drained."""
+        self._complete = self.standing.step
+        if self._is_news():
+            self.saved_bytes += self.files.save_resident(self.residency.records)
+            self._begin()
+        self.commits.finish()
+        self._give_room()
+
+    def restore(self, saved: Manifest, progress: Progress) -> None:
+        """The newest committed state that is whole: `saved`, or the one before. `progress` hears of bytes read."""
+        found = self._intact(saved, progress)
+        if found != saved or manifests.newest(self.folder)[1]:  # the next commit keeps what has this name, and that is damaged
+            manifests.go_back(self.folder, found)
+        saved = found
+        self.files.restore(saved.stages, self.residency.records)
+        standing = self.standing
+        standing.goes_on_from(saved)
+        standing.losses, note = loss_files.read(self.folder, saved.step)
+        if note:
+            self.say(f"note: {note}")
+        self.commits.restart(saved)
+        self.residency.commits.base = saved.step
+        if saved.due is not None:  # a step that was durable by its gradients is gone on with
+            pending = [index for index, stage in enumerate(saved.stages) if stage.gradients is not None]
+            self.residency.update_again(pending, _scalars(saved.due))
+        random_states.restore(saved.random, self.device.torch_device)
+
+    def _intact(self, saved: Manifest, progress: Progress) -> Manifest:
+        """Every extent is read and compared with its sum before anything is computed on it."""
+        damage = self._first_damage(saved, progress)
+        if damage is None:
+            return saved
+        for older in manifests.before(self.folder, saved):
+            if self._first_damage(older) is None:
+                self.say(f"the state after step {saved.step} is damaged: {damage}")
+                self.say(f"going back to the state after step {older.step}, which is whole")
+                return older
+        raise SwapError(
+            f"the state after step {saved.step} in {self.folder} is damaged, and no older one is whole: {damage}",
+            hint="put a copy of the folder back, or start over with checkpoint.resume=never",
+        )
+
+    def _first_damage(self, saved: Manifest, progress: Progress = lambda size: None) -> Damage | None:
+        return next(damages(saved, self.daemon, self.memory.arena, self._window(), progress=progress), None)
+
+    def _window(self) -> Span:
+        """The larger part of the arena beside the update chunks, which are the daemon's: nothing is in it before a state is
+        restored."""
+        scratch, size = self.files.plan.io.scratch, self.memory.arena.size
+        behind = align_up(scratch.offset + scratch.size, PAGE)
+        parts = (Span(offset=0, size=scratch.offset), Span(offset=behind, size=max(0, size - behind)))
+        return max(parts, key=lambda part: part.size)
+
+    # ---- manifests -----------------------------------------------------------------------------------------------
+
+    @property
+    def spare(self) -> Path:
+        return self.folder / _SPARE_FILE
+
+    def _set_room_aside(self) -> None:
+        """Without this a full disk, which ends a run by its log, would keep it from being saved. Where there is no room for
+        it the run goes on without."""
+        with suppress(OSError), os.fdopen(open_own(self.spare, anew=True), "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, _SPARE_BYTES + _SPARE_PER_STEP * self.prepared.total_steps)
+
+    def _manifest(self, state: State) -> Manifest:
+        """What the store holds after the last step; nothing yet where it is `loading`."""
+        prepared, standing, plan, model = self.prepared, self.standing, self.files.plan, self.files.model
+        names = (loss_files.NAME, *manifests.beside(plan.keep))
+        beside = [self.spare, *(self.folder / name for name in names), *(path.with_name(NEW_PART) for path in self.paths)]
+        is_whole = state == "committed"
+        stages = self.files.describe(self.residency.records, prepared.stored_as, step=standing.step) if is_whole else ()
+        is_due = any(stage.gradients is not None for stage in stages)
+        return Manifest(
+            run=standing.run,
+            files=tuple(str(path) for path in self.paths),
+            parts=tuple(str(path.with_name(PART_FILE)) for path in self.paths),
+            companions=tuple(str(path) for path in (*written_companions(self.folder), *beside)),
+            stripe=plan.io.stripe,
+            store_size=plan.store_size,
+            state=state,
+            step=standing.step,
+            written_total=standing.written_before + self.daemon.counters().written_bytes,
+            model_dir=str(prepared.model_dir.resolve()),
+            architecture=model.architecture,
+            compute_dtype=model.compute_dtype,
+            numerics=plan.numerics,
+            fingerprints=prepared.fingerprints,
+            libraries=libraries.versions(),
+            random=standing.random,
+            mode=plan.store_mode,
+            keep=plan.keep,
+            due=_due(self.residency.due) if is_due else None,
+            stages=stages,
+            skipped=standing.skipped,
+            skipped_in_row=standing.skipped_in_row,
+        )
+
+    def _give_room(self) -> None:
+        with suppress(OSError):  # what is not needed any more is no reason not to commit
+            self.spare.unlink()
+
+    def _name(self, manifest: Manifest) -> None:
+        """On a full disk with the room that was set aside for it. In the thread of commits."""
+        try:
+            self._write(manifest)
+        except OutOfSpaceError:
+            self._give_room()
+            self._write(manifest)
+
+    def _write(self, manifest: Manifest) -> None:
+        """Losses first, which the manifest counts."""
+        last = self.commits.last
+        known = 0 if last is None else last.step
+        loss_files.write(self.folder, self.standing.losses[known : manifest.step], first=known)
+        manifests.write(self.folder, manifest, keep=last is not None)
+
+
+def _due(scalars: Scalars) -> DueUpdate:
+    optimizer = scalars.optimizer
+    return DueUpdate(
+        lr=scalars.lr,
+        gradient_scale=scalars.gradient_scale,
+        step=scalars.step,
+        skipped=scalars.skipped,
+        beta1=optimizer.beta1,
+        beta2=optimizer.beta2,
+        epsilon=optimizer.epsilon,
+        weight_decay=optimizer.weight_decay,
+    )
+
+
+def _scalars(due: DueUpdate) -> Scalars:
+    optimizer = Optimizer(lr=due.lr, beta1=due.beta1, beta2=due.beta2, epsilon=due.epsilon, weight_decay=due.weight_decay)
+    return Scalars(optimizer=optimizer, lr=due.lr, step=due.step, gradient_scale=due.gradient_scale, skipped=due.skipped)

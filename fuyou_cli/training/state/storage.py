@@ -1,0 +1,279 @@
+"""A run's store on disk: opening it, filling it from a checkpoint, and saving everything that rests in RAM.
+
+Loading streams tensor by tensor: each is read into a weight slot (or the stage's home in RAM) and the stage is written
+to its extent; peak memory is one slot and one piece, whatever the model's size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...checkpoint.header import TensorEntry
+from ...checkpoint.reader import TensorReader
+from ...core.disk import file_systems, store_files
+from ...core.errors import OutOfSpaceError, UsageError
+from ...engine.host_memory import HostMemory
+from ...engine.skeleton import TORCH_DTYPE
+from ...engine.updates import Sums
+from ...planner.residency import Record
+from ...spec.model import Dtype, ModelSpec, StageSpec
+from ...spec.plan import Plan, Span, StagePlan, StateTensor
+from ...swap.daemon import SwapDaemon
+from ...swap.kernels import checksum, split, sum_squares
+from . import folder_names
+from .manifest import NAME, TENSORS, Manifest, StoredExtent, StoredStage, StoredTensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+STORE_FILE = folder_names.STORE
+_PIECE = 1 << 22  # elements of a float32 checkpoint split at a time
+
+
+def store_paths(directories: Sequence[Path], run: str) -> list[Path]:
+    """One file per directory, in a folder named after the run."""
+    return [directory / run / STORE_FILE for directory in directories]
+
+
+def run_name(output_dir: Path) -> str:
+    """A folder name for a run's store: readable, and different for different output directories."""
+    digest = hashlib.sha256(str(output_dir.resolve()).encode()).hexdigest()[:8]
+    return f"{output_dir.resolve().name}-{digest}"
+
+
+def check_space(paths: Sequence[Path], size: int, free_space: Callable[[Path], int]) -> None:
+    """Raises OutOfSpaceError before anything is written when the store would not fit its disks."""
+    for disk in file_systems(store_files(paths, size), free_space):
+        if disk.problem:
+            raise OutOfSpaceError(
+                disk.problem, hint="free some space, or name another directory in offload.dir; several are striped"
+            )
+
+
+def check_stages(saved: Manifest, model: ModelSpec, plan: Plan) -> None:
+    """Raises UsageError where a manifest has other stages than the model, or has them elsewhere than the plan. Before the store
+    is opened, which may make it longer."""
+    _check_stages(saved.stages, model, plan, of=str(Path(saved.files[0]).with_name(NAME)))
+
+
+def _check_stages(stored: Sequence[StoredStage], model: ModelSpec, plan: Plan, *, of: str) -> None:
+    wanted = [(stage.name, stage.params) for stage in model.stages]
+    if [(stage.name, stage.params) for stage in stored] != wanted:
+        raise UsageError(
+            f"{of}: its {len(stored)} stages are not the {len(wanted)} of this model, or not of their sizes",
+            hint="name the model that the run was of, or start over with checkpoint.resume=never",
+        )
+    for stage_plan, stage in zip(plan.stages, stored, strict=True):
+        _check_place(stage_plan, stage)
+
+
+class StageFiles:
+    """Moves whole stages between arena and store, outside of training."""
+
+    def __init__(self, *, model: ModelSpec, plan: Plan, daemon: SwapDaemon, memory: HostMemory) -> None:
+        self.model, self.plan, self.daemon, self.memory = model, plan, daemon, memory
+        self.dtype = TORCH_DTYPE[model.compute_dtype]
+
+    def load(self, entries: Mapping[str, TensorEntry], records: Sequence[Record], progress: Callable[[int], None]) -> None:
+        """Generation 0 of every stage from a checkpoint's tensors. `progress` hears parameters loaded."""
+        with TensorReader() as reader:
+            for stage, plan, record in zip(self.model.stages, self.plan.stages, records, strict=True):
+                if stage.params:
+                    self._load_stage(stage, plan, record, entries, reader)
+                    progress(stage.trainable)
+
+    def _load_stage(
+        self,
+        stage: StageSpec,
+        plan: StagePlan,
+        record: Record,
+        entries: Mapping[str, TensorEntry],
+        reader: TensorReader,
+    ) -> None:
+        slot = plan.weights_ram or self.plan.slot_classes[plan.slot_class].weight_slots[0]
+        flat = self.memory.tensor(slot, self.dtype, stage.params)
+        flat.zero_()
+        exact = all(_fits(entries[tensor.name].dtype, self.model.compute_dtype) for tensor in stage.tensors)
+        remainder = None if exact else self._remainder_span(plan)
+        if remainder is not None:
+            self.memory.tensor(remainder, torch.int16, stage.params).zero_()
+        for tensor in stage.tensors:
+            view = flat[tensor.offset : tensor.offset + tensor.numel].view(tensor.shape)
+            entry = entries[tensor.name]
+            if remainder is None:
+                reader.read_into(entry, view, first_element=tensor.first)
+                _check_finite(entry, view, self.model.compute_dtype)
+            else:
+                rest = self.memory.tensor(remainder, torch.int16, stage.params)
+                rest = rest[tensor.offset : tensor.offset + tensor.numel]
+                _read_split(reader, entry, view.view(-1), rest, first=tensor.first)
+        record.generation, record.turn, record.zero_moments, record.zero_remainder = 0, 0, True, remainder is None
+        record.sums = Sums(
+            weights=self._written(slot, plan.extent("weights", 0), stage.index),
+            remainder=None if remainder is None else self._written(remainder, plan.extent("remainder", 0), stage.index),
+        )
+
+    def _remainder_span(self, plan: StagePlan) -> Span:
+        """Where a stage's remainder is put together while loading: its home, or a gradient slot (never smaller)."""
+        if plan.remainder_ram is not None:
+            return plan.remainder_ram
+        slots = self.plan.slot_classes[plan.slot_class]
+        candidates = slots.gradient_slots or slots.weight_slots[1:]
+        spare = candidates[0] if candidates else plan.gradients_ram
+        if spare is None:
+            raise UsageError(
+                "a float32 checkpoint trained in bfloat16 needs its remainders in RAM here",
+                hint="set offload.optimizer_states=cpu, or convert the checkpoint to bfloat16",
+            )
+        return spare
+
+    def _written(self, span: Span, extent: Span | None, label: int) -> int:
+        """Writes what a span holds; its sum."""
+        assert extent is not None
+        self.daemon.wait(self.daemon.write(span.offset, extent.offset, extent.size, label=label))
+        return checksum(self.memory.arena.view(span.offset, extent.size))
+
+    def save_resident(self, records: Sequence[Record]) -> int:
+        """Writes what rests in RAM alone to the extents of its generation; the bytes written."""
+        written = 0
+        for plan, record in zip(self.plan.stages, records, strict=True):
+            for name, ram, extent in _resting_in_ram(plan, record):
+                if getattr(record.sums, name) is None:  # else the last update wrote it too
+                    record.sums = replace(record.sums, **{name: self._written(ram, extent, record.stage)})
+                    written += extent.size
+        return written
+
+    def restore(self, stored: Sequence[StoredStage], records: Sequence[Record]) -> None:
+        """Generations as saved; what rests in RAM is read back."""
+        _check_stages(stored, self.model, self.plan, of="the saved state")
+        for plan, record, stage in zip(self.plan.stages, records, stored, strict=True):
+            record.generation, record.turn, record.sums = stage.generation, stage.turn, _sums(stage)
+            record.zero_moments, record.zero_remainder = stage.zero_moments, stage.zero_remainder
+            record.gradients_sum = None if stage.gradients is None else stage.gradients.sum
+            self._expect(stage)
+            for _, ram, extent in _resting_in_ram(plan, record):
+                self.daemon.wait(self.daemon.read(ram.offset, extent.offset, extent.size, label=record.stage))
+
+    def _expect(self, stage: StoredStage) -> None:
+        """From now on its extents are compared when they are read."""
+        if self.daemon.written is not None:
+            for _, extent in stage.extents():
+                self.daemon.written.expect(Span(offset=extent.offset, size=extent.size), extent.sum)
+
+    def describe(self, records: Sequence[Record], stored_as: Mapping[str, str], *, step: int) -> tuple[StoredStage, ...]:
+        """Every stage as it rests in its extents now; one that has not come to `step` with the gradients of its update.
+        `stored_as`: names of the model's tensors in the checkpoint it came from."""
+        together = zip(self.model.stages, self.plan.stages, records, strict=True)
+        return tuple(_stored(stage, plan, record, stored_as, step=step) for stage, plan, record in together)
+
+
+def _resting_in_ram(plan: StagePlan, record: Record) -> Iterator[tuple[str, Span, Span]]:
+    """What of a stage rests in RAM and is not simply zero: its name, where, and the extent of the record's generation."""
+    for name in _at_rest(record):
+        ram, extent = getattr(plan, f"{name}_ram"), plan.extent(name, record.turn)
+        if ram is not None and extent is not None:
+            yield name, ram, extent
+
+
+def _at_rest(record: Record) -> Iterator[StateTensor]:
+    """The tensors of a stage whose values are not simply zero."""
+    yield "weights"
+    if not record.zero_remainder:
+        yield "remainder"
+    if not record.zero_moments:
+        yield "momentum"
+        yield "variance"
+
+
+def _check_place(plan: StagePlan, stage: StoredStage) -> None:
+    """Raises UsageError where the plan does not have the stage where it was saved."""
+    wanted = {name: plan.extent(name, stage.turn) for name in TENSORS} | {"gradients": plan.gradients_extent}
+    if all(wanted[name] == Span(offset=extent.offset, size=extent.size) for name, extent in stage.extents()):
+        return
+    raise UsageError(
+        f"the saved {stage.name} does not lie where this run would have it",
+        hint="the store was made by another version: start over with checkpoint.resume=never",
+    )
+
+
+def _sums(stage: StoredStage) -> Sums:
+    return Sums(**{name: None if (at := getattr(stage, name)) is None else at.sum for name in TENSORS})
+
+
+def _stored(stage: StageSpec, plan: StagePlan, record: Record, stored_as: Mapping[str, str], *, step: int) -> StoredStage:
+    found: dict[str, StoredExtent | None] = {**dict.fromkeys(TENSORS), "gradients": None}
+    for name in _at_rest(record) if stage.params else ():
+        if (extent := plan.extent(name, record.turn)) is not None:
+            found[name] = _summed(extent, getattr(record.sums, name))
+    if stage.params and record.generation < step:
+        assert plan.gradients_extent is not None and record.generation == step - 1, (stage.name, record.generation, step)
+        found["gradients"] = _summed(plan.gradients_extent, record.gradients_sum)
+    return StoredStage(
+        name=stage.name,
+        params=stage.params,
+        generation=record.generation,
+        turn=record.turn,
+        zero_moments=record.zero_moments,
+        zero_remainder=record.zero_remainder,
+        **found,
+        tensors=tuple(
+            StoredTensor(
+                name=t.name,
+                stored_as=stored_as[t.name],
+                shape=t.model_shape,
+                offset=t.offset,
+                first=t.first,
+                count=t.numel,
+                decay=t.decay,
+            )
+            for t in stage.tensors
+        ),
+    )
+
+
+def _summed(extent: Span, total: int | None) -> StoredExtent:
+    assert total is not None, extent
+    return StoredExtent(offset=extent.offset, size=extent.size, sum=total)
+
+
+def _fits(stored: str, compute: str) -> bool:
+    """Whether a checkpoint's values need no remainder beside weights of the compute dtype."""
+    return compute == "float32" or stored == "bfloat16"
+
+
+def _check_finite(entry: TensorEntry, values: torch.Tensor, dtype: Dtype) -> None:
+    """One pass over what was just read. Later it would be found as a loss that is not finite, and lr would be blamed."""
+    nonfinite = sum_squares(values.view(-1).view(torch.uint8).numpy().data, dtype)[1]
+    if nonfinite:
+        raise _damaged(entry, nonfinite, "not finite")
+
+
+def _damaged(entry: TensorEntry, count: int, what: str) -> UsageError:
+    values = "1 value" if count == 1 else f"{count:,} values"
+    return UsageError(
+        f"{entry.file}: {values} of {entry.name} {'is' if count == 1 else 'are'} {what}",
+        hint="the checkpoint is damaged: fetch it again, or take an earlier one",
+    )
+
+
+def _read_split(
+    reader: TensorReader, entry: TensorEntry, weights: torch.Tensor, remainder: torch.Tensor, *, first: int
+) -> None:
+    """Elements of a tensor wider than bfloat16, from `first` on, become weights and remainder, piece by piece."""
+    piece = torch.empty(min(_PIECE, weights.numel()), dtype=torch.float32)
+    for begin in range(0, weights.numel(), _PIECE):
+        count = min(_PIECE, weights.numel() - begin)
+        reader.read_into(entry, piece[:count], first_element=first + begin)
+        nonfinite = split(
+            piece[:count].numpy().data,
+            weights[begin : begin + count].view(torch.int16).numpy().data,
+            remainder[begin : begin + count].numpy().data,
+        )
+        if nonfinite:
+            raise _damaged(entry, nonfinite, "not finite in bfloat16")
