@@ -5,7 +5,7 @@ from __future__ import annotations
 from .units import MiB
 
 MAPPED = 24 * MiB  # larger blocks are mapped on their own and go back to the system whole; smaller ones share the heap
-HOLES = 1.0  # of what is alive in the heap: what its holes take beside that at most (measured, CHANGELOG.md)
+HOLES = 1.0  # of what is alive in the heap: what its holes take beside that at most (measured, scripts/results/TRIED.md)
 HELD = 0.5  # the same of what is only held, a whole batch at a time
 BESIDE = 0.1  # of what is mapped on its own: what a product of matrices takes while it works on it
 

@@ -10,7 +10,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 # Larger blocks are mapped on their own and go back to the system when freed. Before training nearly all are, so that the
 # heap starts it small and whole: building the model's skeleton alone left 1.4 GiB of holes, whose pages activations then
 # touched one after the other. In training at 4 MiB every activation would be: least memory, but a step then spends a tenth
-# of its CPU time faulting pages in (CHANGELOG.md, tried).
+# of its CPU time faulting pages in (scripts/results/TRIED.md).
 _MMAP_THRESHOLD_BEFORE = 1 << 20
 _TRIM_THRESHOLD = 64 << 20
 _PLUG = MAPPED - (256 << 10)  # too small to be mapped itself, also with what malloc takes beyond a block at the heap's end

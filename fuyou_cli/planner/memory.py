@@ -22,7 +22,7 @@ COPY_ALIGN = 64  # of tensors that cross together
 _SUM = ITEM_SIZE["float32"]  # of a value of what a cut head sums
 HEAD_BYTES_PER_TOKEN = 8 + 4 * 4  # of a cut head on the device: target, maximum, sum, the target's logit, one of them anew
 # What comes on top of the libraries once they are warm: kernels for other shapes and their workspaces, the log, the display,
-# batches, and what the kernel holds for the process. Measured: CHANGELOG.md.
+# batches, and what the kernel holds for the process. Measured: scripts/results/TRIED.md.
 BASE_SLACK = 24 * MiB
 
 

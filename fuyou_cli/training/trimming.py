@@ -43,7 +43,7 @@ class Trimming:
 
     def between_visits(self, before: Visit, after: Visit) -> None:
         """The next visit may find no hole that it can use, and then takes all it needs beside what there is, unless it is like
-        the one before. (To count on that without looking at what was reached got a run killed: CHANGELOG.md, tried.)"""
+        the one before. (To count on that without looking at what was reached got a run killed: scripts/results/TRIED.md.)"""
         reached = self._reached()
         if self._shape(before) == self._shape(after):
             room = reached <= self._most_alike
