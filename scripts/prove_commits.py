@@ -9,8 +9,8 @@ drive: everything rests on the ssd. Once as the disk is, and once with every flu
 step's seconds count, and what the kernel writes for the whole run beside what the daemon does: manifests, losses, and what the
 file system makes of them.
 ram: the plan's own homes in 8 GiB, where a commit writes what rests in RAM. Three sides take turns: the defaults, no commits,
-and a commit every second step. What one commit costs comes from the third; the default's interval is several times as long as
-its run here, so its share of such a commit is added to its steps.
+and a commit every second step, each planned for the machine as `fuyou bench` measured it on that disk. What one commit costs
+comes from the third side. The default's interval is longer than its run here, so its share of such a commit is added.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof.report import Row, at_most, conclude, spread, unless_noisy, worst
 from proof.rows import LENGTH
-from proof.runs import Case, our_run
-from proof.setting import Setting, parser, run_script, size
+from proof.runs import Case, on_measured_machine, our_run
+from proof.setting import RunFailed, Setting, parser, run_script, size
 
 from fuyou_cli.core.units import GiB, gb, gib
 
@@ -62,20 +63,31 @@ def ram(setting: Setting, options: argparse.Namespace) -> list[Row]:
     sides: dict[Any, list[dict[str, Any]]] = {"auto": [], None: [], OFTEN: []}
     for turn in range(options.turns):
         for every, runs in sides.items():
-            runs.append(our_run(setting, _in_ram(setting, options, turn, every)))
+            runs.append(our_run(setting, on_measured_machine(setting, _in_ram(setting, options, turn, every))))
     interval = sides["auto"][0]["plan"]["commit_every"]
+    if interval is not None and 1 < interval <= len(sides["auto"][0]["steps"]):
+        raise RunFailed(
+            f"the default commits every {interval} steps here, within its run: what one costs cannot be added to it"
+        )
     seconds = {every: [step["seconds"] for run in runs for step in run["steps"][WARM_UP:-1]] for every, runs in sides.items()}
-    means = {every: statistics.fmean(side) for every, side in seconds.items()}
-    one = max(0.0, OFTEN * (means[OFTEN] - means[None]))  # of one commit
-    steps = len(sides["auto"][0]["steps"])
-    share = one / interval if interval is not None and interval > steps else 0.0  # a shorter one is in the steps already
+    typical = {every: statistics.median(_of_intervals(side, every)) for every, side in seconds.items()}
+    one = max(0.0, OFTEN * (typical[OFTEN] - typical[None]))  # of one commit
+    share = one / interval if interval not in (None, 1) else 0.0
     what = f"{setting.shape}, {LENGTH} tokens a step in {gib(IN_RAM)}, clipping off: a step by default / without commits"
     note = (
         f"default {spread(seconds['auto'])} s, without {spread(seconds[None])} s, every {OFTEN} steps "
         f"{spread(seconds[OFTEN])} s: a commit takes {one:.1f} s, planned every {interval} steps"
     )
-    row = at_most(what, (means["auto"] + share) / means[None], OF_NONE, note=note, values={"seconds": list(seconds.items())})
+    row = at_most(
+        what, (typical["auto"] + share) / typical[None], OF_NONE, note=note, values={"seconds": list(seconds.items())}
+    )
     return [unless_noisy(row, [run for runs in sides.values() for run in runs])]
+
+
+def _of_intervals(steps: Sequence[float], every: int | str | None) -> list[float]:
+    """Seconds of a step: of a side that commits within its run, the means from one commit to the next."""
+    each = every if isinstance(every, int) else 1
+    return [statistics.fmean(steps[at : at + each]) for at in range(0, len(steps), each)]
 
 
 def _in_ram(setting: Setting, options: argparse.Namespace, turn: int, every: int | str | None) -> Case:

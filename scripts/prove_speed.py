@@ -31,7 +31,7 @@ from proof.fio import mix
 from proof.peers import RECORDED, deepspeed_run
 from proof.report import Row, at_least, at_most, conclude, missing, reported, say, spread, unless_noisy, unless_recorded, worst
 from proof.rows import LENGTH, rows_folder
-from proof.runs import Case, InMemory, in_memory_run, needs_in_memory, our_run, write_recipe
+from proof.runs import Case, InMemory, in_memory_run, needs_in_memory, on_measured_machine, our_run, write_recipe
 from proof.setting import Setting, parser, run_script, size
 
 from fuyou_cli.core.units import GiB, gb, gib
@@ -259,7 +259,7 @@ def deepspeed(setting: Setting, options: argparse.Namespace) -> list[Row]:
             for budget in [budget for rows_, budget in FASTER if rows_ == batch]:
                 for clip in clippings(options):
                     case = ssd_case(setting, options, turn=turn, budget=budget, rows=batch, micro=micro, clip=clip)
-                    mine.setdefault((budget, clip), []).append(our_run(setting, case))
+                    mine.setdefault((budget, clip), []).append(our_run(setting, on_measured_machine(setting, case)))
         peer = peer_of(setting, options, batch, theirs, why)
         for (budget, clip), results in mine.items():
             clipping = "" if clip is None else ", ours with clipping"

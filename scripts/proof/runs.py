@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -81,6 +81,7 @@ class Case:
         words += ["all on ssd"] if self.all_on_ssd else []
         words += [self.compute] if self.compute != "bfloat16" else []
         words += ["profiled"] if self.profiled else []
+        words += ["on a measured machine"] if self.profiles else []
         words += [*self.overrides]
         words += [f"plan {hashlib.sha256(self.plan.encode()).hexdigest()[:8]}"] if self.plan else []
         words += [f"inside {gib(self.limit)}"] if self.limit is not None else []
@@ -254,6 +255,20 @@ def _own_cache(setting: Setting, profiles: Mapping[str, str]) -> dict[str, str]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
     return {"XDG_CACHE_HOME": str(folder)}
+
+
+def on_measured_machine(setting: Setting, case: Case) -> Case:
+    """The case on this machine as `fuyou bench RECIPE` finds it, once for all runs with these limits: what a user has whose
+    first command measured the machine."""
+
+    def once() -> dict[str, Any]:
+        recipe = write_recipe(setting, case)
+        with limited(setting.work, memory=case.limit, throttle=case.throttle) as (held, _):
+            return {"profiles": kept_profiles(profile(setting, recipe, held))}
+
+    limits = f"disk {case.throttle}" if case.throttle else "no limits"
+    found = setting.measure(f"machine as measured for {case.shape}, {case.rows}x{LENGTH} by {case.micro}, {limits}", once)
+    return replace(case, profiles=found["profiles"])
 
 
 def kept_profiles(environment: Mapping[str, str]) -> dict[str, str]:
