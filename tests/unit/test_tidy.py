@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,12 +23,32 @@ LAYERS = {
 PURE = [name for name, layer in LAYERS.items() if layer <= 2]  # neither torch nor the extension, not even inside
 NATIVE = "fuyou_cli._native"
 TERMINAL = {"rich", "typer"}
-MOST_LINES, MOST_FUNCTION_LINES = 500, 70
+MOST_LINES, MOST_FUNCTION_LINES, MEDIAN_FUNCTION_LINES = 400, 50, 8
 BANNED_IMPORTS = {"pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 BANNED_CALLS = {
     "eval", "exec", "compile", "__import__", "os.system", "os.popen", "subprocess.getoutput",
     "subprocess.getstatusoutput", "torch.load", "torch.save", "yaml.load", "yaml.unsafe_load",
     "tempfile.mktemp",
+}  # fmt: skip
+
+# What still is as it should not be: `test_exceptions_are_still_needed` makes these lists shrink.
+CIRCULAR = {
+    "engine.embedding_passes", "engine.executor", "engine.head_passes",
+    "machine.measure.copies", "machine.measure.memory", "machine.measure.profile_rates", "machine.measure.stages",
+    "machine.measure.store", "machine.measure.update",
+    "training.prepare", "training.state.companions", "training.state.folder_names", "training.state.manifest",
+    "training.state.resume", "training.state.saved", "training.state.storage", "training.state.validate",
+}  # fmt: skip
+SHARED_NAMES = {
+    "bench", "commits", "companions", "device_memory", "errors", "host_work", "machine", "memory", "plan", "sample", "sources",
+    "store", "timeline", "validate", "verify", "wear",
+}  # fmt: skip
+LONG_FILES = {
+    "engine/executor", "machine/measure/stages", "planner/residency", "planner/simulate", "training/prepare", "training/run",
+}  # fmt: skip
+LONG_FUNCTIONS = {
+    "engine/executor: __init__", "engine/updates: build_update", "machine/measure/profile_rates: measure",
+    "training/prepare: prepare",
 }  # fmt: skip
 
 
@@ -48,6 +70,18 @@ class Source:
     @property
     def name(self) -> str:
         return str(self.path.relative_to(ROOT))
+
+    @property
+    def module(self) -> str:
+        """The full name it is imported by; a package's own file has the package's."""
+        parts = self.path.relative_to(ROOT).with_suffix("").parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    @property
+    def functions(self) -> list[tuple[str, int]]:
+        """Name and number of lines of each, also of those inside others."""
+        nodes = [node for node in ast.walk(self.tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        return [(node.name, (node.end_lineno or node.lineno) - node.lineno + 1) for node in nodes]
 
     @property
     def layer(self) -> str:
@@ -140,6 +174,49 @@ def test_imports_only_go_down(layer: str) -> None:
     assert any(True for source in in_layer(layer) for _ in imports(source))
 
 
+def test_no_circles() -> None:
+    assert circular() - CIRCULAR == set()
+
+
+def circular() -> set[str]:
+    """Modules that import themselves by way of others."""
+    graph = imported_modules()
+    return {name.removeprefix("fuyou_cli.") for name in graph if name in reached(graph, graph[name])}
+
+
+@cache
+def imported_modules() -> dict[str, set[str]]:
+    """Each module of the package and those it imports, also inside functions and under TYPE_CHECKING."""
+    known = {source.module for source in sources()} - {"fuyou_cli"}
+
+    def found(name: str) -> str:
+        """The module that an imported name is, or is in."""
+        while name and name not in known:
+            name = name.rpartition(".")[0]
+        return name
+
+    return {
+        source.module: {found(one.module) for one in imports(source)} - {"", source.module}
+        for source in sources()
+        if source.module in known
+    }
+
+
+def reached(graph: Mapping[str, set[str]], begin: set[str]) -> set[str]:
+    seen: set[str] = set()
+    waiting = list(begin)
+    while waiting:
+        if (name := waiting.pop()) not in seen:
+            seen.add(name)
+            waiting += graph[name]
+    return seen
+
+
+def test_a_circle_is_found() -> None:
+    graph = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": set(), "e": {"a"}}
+    assert {name for name in graph if name in reached(graph, graph[name])} == {"a", "b", "c"}
+
+
 @pytest.mark.parametrize("layer", [name for name in LAYERS if name != "swap"])
 def test_only_swap_sees_the_extension(layer: str) -> None:
     found = [f"{s.name}:{i.line}" for s in in_layer(layer) for i in imports(s) if i.module.startswith(NATIVE)]
@@ -224,15 +301,36 @@ def _catches_all(node: ast.ExceptHandler) -> bool:
 
 
 def test_short_files_and_functions() -> None:
-    long_files = [source.name for source in sources() if len(source.text.splitlines()) > MOST_LINES]
-    long_functions = [
-        f"{source.name}:{node.lineno}: {node.name}"
-        for source in sources()
-        for node in ast.walk(source.tree)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        and (node.end_lineno or node.lineno) - node.lineno >= MOST_FUNCTION_LINES
-    ]
-    assert long_files + long_functions == []
+    assert long_files() - LONG_FILES == set()
+    assert long_functions() - LONG_FUNCTIONS == set()
+    lengths = [lines for source in sources() for _, lines in source.functions]
+    assert statistics.median(lengths) <= MEDIAN_FUNCTION_LINES
+
+
+def long_files() -> set[str]:
+    return {place(source) for source in sources() if len(source.text.splitlines()) > MOST_LINES}
+
+
+def long_functions() -> set[str]:
+    return {
+        f"{place(source)}: {name}" for source in sources() for name, lines in source.functions if lines > MOST_FUNCTION_LINES
+    }
+
+
+def place(source: Source) -> str:
+    return str(source.path.relative_to(PACKAGE).with_suffix(""))
+
+
+def test_no_file_name_twice() -> None:
+    """A name says which file is meant, wherever it is spoken of."""
+    assert shared_names() - SHARED_NAMES == set()
+
+
+def shared_names() -> set[str]:
+    folders = defaultdict(list)
+    for source in sources():
+        folders[source.path.stem].append(source.path.parent)
+    return {name for name, found in folders.items() if len(found) > 1} - {"__init__"}
 
 
 def test_nothing_is_left_for_later() -> None:
