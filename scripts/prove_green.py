@@ -4,11 +4,12 @@
     python scripts/prove_green.py --work DIR
     hours on two cores; stopped at any point, the same command goes on; trying it: tests/unit --runs 2 --loaded 1 --examples 200
 
-Every test file runs `--runs` times, each time in a process of its own with another beside it (`--side`), the next run of the
-same file as a rule; then `--loaded` times while more processes than cores compute, touch memory and write and flush files.
-Every property draws `--examples` examples, in pieces with a seed each, the fastest property first. The native tests count as
-two files, one per sanitizer, where `scripts/test` has built them. Files and folders may be named; `--only` picks parts. What
-has run is kept for the code, the helpers of the tests and the test file: a change of these runs it again.
+Every test file runs `--runs` times, then `--loaded` times while more processes than cores compute, touch memory and write and
+flush files. Short files of one folder share a process of about a minute; beside it runs another (`--side`), as a rule the next
+run of the same files. Each file's outcome is kept by itself, for the code, the helpers of the tests and the file: a change of
+these runs it again. Every property draws `--examples` examples, in pieces with a seed each, the fastest property first. The
+native tests count as two files, one per sanitizer, where `scripts/test` has built them. Files and folders may be named;
+`--only` picks parts. The runs take a little more than 13 times the processor time of `scripts/test`.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof import green
 from proof.load import load
-from proof.report import EXIT_CODES, ROOT, Progress, Row, conclude, digest, holds, missing
+from proof.report import EXIT_CODES, ROOT, Progress, Row, conclude, digest, holds, missing, say
 
 from fuyou_cli.machine.profile import core_count
 
 KINDS = ("runs", "loaded", "examples")
+BATCH_SECONDS, UNKNOWN_SECONDS = 60.0, 15.0  # of the files of one process; of a file that has not run yet
 FIRST_PIECE, PIECE_SECONDS = 100, 240.0  # examples that tell what one costs, then pieces of about this length
 NATIVE = [f"native ({sanitizer} sanitizer)" for sanitizer in green.SANITIZERS]
 
@@ -70,7 +72,12 @@ class Session:
     def outcomes(self, kind: str, name: str) -> list[dict[str, Any]]:
         """Of the runs, or pieces, that are over."""
         begin, end = f"{kind} ", f" of {name} [{self.tested[name.partition('::')[0]]}]"
-        return [record["value"] for key, record in self.progress.kept.items() if key.startswith(begin) and key.endswith(end)]
+        kept = list(self.progress.kept.items())  # others add to it meanwhile
+        return [record["value"] for key, record in kept if key.startswith(begin) and key.endswith(end)]
+
+    def seconds(self, name: str) -> float:
+        """What a file takes, as its runs so far say."""
+        return max((run["seconds"] for run in self.outcomes("runs", name)), default=UNKNOWN_SECONDS)
 
     def side_by_side(self, jobs: Iterable[Callable[[], object]]) -> None:
         """Begins one after the other, as many at a time as `--side` says, until the time is over."""
@@ -92,18 +99,43 @@ class Session:
 # ---- runs ----------------------------------------------------------------------------------------------------------
 
 
-def once(session: Session, name: str) -> dict[str, Any]:
-    if name in NATIVE:
-        return green.native_tests(green.SANITIZERS[NATIVE.index(name)], session.work).kept()
-    words = ["-m", session.options.deselect] if session.options.deselect else []
-    return green.run_tests([name], work=session.work, words=words).kept()
+def batches(session: Session, names: Sequence[str]) -> list[list[str]]:
+    """Divides the files into processes: neighbours of one folder, as many as take about a minute together."""
+    made: list[list[str]] = []
+    folder, left = "", 0.0
+    for name in names:
+        seconds = session.seconds(name)
+        if name.rpartition("/")[0] != folder or seconds > left or name in NATIVE:
+            made.append([])
+            folder, left = name.rpartition("/")[0], BATCH_SECONDS
+        made[-1].append(name)
+        left -= seconds
+    return made
 
 
 def run_all(session: Session, kind: str, names: Sequence[str], times: int) -> None:
-    def job(name: str, number: int) -> Callable[[], object]:
-        return lambda: session.progress.measure(session.key(kind, name, number), lambda: once(session, name))
+    """Runs every file so often. The first runs tell what a file takes, and so who shares its process later."""
+    together = min(times, session.options.side)
+    for numbers in (range(1, together + 1), range(together + 1, times + 1)):
+        jobs = [(batch, number) for batch in batches(session, names) for number in numbers]
+        session.side_by_side((lambda job=job: run_batch(session, kind, *job)) for job in jobs)
 
-    session.side_by_side(job(name, number) for name in names for number in range(1, times + 1))
+
+def run_batch(session: Session, kind: str, batch: Sequence[str], number: int) -> None:
+    """Runs those of the files whose outcome of this number is not kept yet."""
+    left = [name for name in batch if session.key(kind, name, number) not in session.progress.kept]
+    if not left:
+        return
+    say(f"{kind} {number}: {', '.join(left)}")
+    if left[0] in NATIVE:
+        outcomes = {left[0]: green.native_tests(green.SANITIZERS[NATIVE.index(left[0])], session.work)}
+    else:
+        words = ["-m", session.options.deselect] if session.options.deselect else []
+        outcomes = green.run_files(left, work=session.work, words=words)
+    for name, outcome in outcomes.items():
+        session.progress.keep(session.key(kind, name, number), outcome.kept())
+        if outcome.failures:
+            say(f"{kind} {number} of {name}: FAILED {', '.join(outcome.failures)}")
 
 
 def judged(session: Session, kind: str, names: Sequence[str], times: int) -> list[Row]:

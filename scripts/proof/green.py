@@ -1,4 +1,4 @@
-"""One pytest process, or one of the native tests: what passed, what failed and how it said so."""
+"""Runs test files, properties or the native tests in a process of their own, and says what passed, what failed and how."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
 
 from .report import ROOT
 
 HANGS = 1500  # seconds after which a test is given up: on a machine that does other things as well
 SANITIZERS = ("address", "thread")
 _FIRST = ("e2e", "swap", "scripts", "quickstart", "bench", "cli", "engine", "hostile", "data")  # most threads and processes
+_ENDS = (0, 1, 5)  # pytest's: all passed, some failed, none was chosen
 _TAIL = 3000  # characters that are kept of a failure
 _STATISTICS = re.compile(r"(\d+) passing(?: test cases| examples)?, (\d+) failing")
 
@@ -58,20 +60,60 @@ def name_of(path: Path) -> str:
 def run_tests(
     tests: Sequence[str], *, work: Path, words: Sequence[str] = (), environment: Mapping[str, str] | None = None
 ) -> Outcome:
-    """These files or tests in a pytest process of their own, with folders of their own."""
+    """Runs files or tests in a pytest process of their own, with folders of their own."""
+    done, cases = _pytest(tests, work, words, environment or {})
+    if cases is None:
+        return _not_reported(tests, done)
+    statistics = _STATISTICS.search(done.stdout)
+    drawn = int(statistics.group(1)) if statistics else 0
+    return replace(_outcome(cases), drawn=drawn, exhausted="Stopped because nothing left to do" in done.stdout)
+
+
+def run_files(names: Sequence[str], *, work: Path, words: Sequence[str] = ()) -> dict[str, Outcome]:
+    """Runs test files in one process; the outcome of each. A process that never reports fails all of them."""
+    done, cases = _pytest(names, work, ["--continue-on-collection-errors", *words], {})
+    if cases is None:
+        return dict.fromkeys(names, _not_reported(names, done))
+    return {name: _outcome([case for case in cases if _is_of(case, name)]) for name in names}
+
+
+def _pytest(
+    tests: Sequence[str], work: Path, words: Sequence[str], environment: Mapping[str, str]
+) -> tuple[subprocess.CompletedProcess[str], list[Element] | None]:
+    """The process, and the tests that its report names; None where it ended otherwise than pytest does, or wrote none."""
     with tempfile.TemporaryDirectory(prefix="tests-", dir=work) as folder:
         report = Path(folder) / "report.xml"
         options = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", f"--timeout={HANGS}", f"--junitxml={report}"]
         command = [sys.executable, "-m", "pytest", *options, f"--basetemp={folder}/tmp", *words, *tests]
-        own = {"HYPOTHESIS_STORAGE_DIRECTORY": str(work / "hypothesis"), **(environment or {})}
+        own = {"HYPOTHESIS_STORAGE_DIRECTORY": str(work / "hypothesis"), **environment}
         done = _said(command, {**os.environ, **own})
-        statistics = _STATISTICS.search(done.stdout)
-        found = _read(report)
-        if found is None or done.returncode not in (0, 1):
-            what = f"pytest {' '.join(tests)}"
-            return Outcome(tests=0, skipped=0, seconds=0.0, failures={what: f"{done.returncode}: {_end_of(done.stdout)}"})
-        drawn = int(statistics.group(1)) if statistics else 0
-        return Outcome(**{**found, "drawn": drawn, "exhausted": "Stopped because nothing left to do" in done.stdout})
+        try:
+            cases = [*ElementTree.parse(report).iter("testcase")] if done.returncode in _ENDS else None
+        except (OSError, ElementTree.ParseError):
+            cases = None
+        return done, cases
+
+
+def _is_of(case: Element, name: str) -> bool:
+    """Whether the test, or the error in importing its file, is of that file."""
+    module = name.removesuffix(".py").replace("/", ".")
+    return f"{case.get('classname')}.{case.get('name')}.".lstrip(".").startswith(f"{module}.")
+
+
+def _outcome(cases: Sequence[Element]) -> Outcome:
+    failures = {
+        f"{case.get('classname')}::{case.get('name')}": (bad.text or bad.get("message") or "")[-_TAIL:]
+        for case in cases
+        for bad in (*case.findall("failure"), *case.findall("error"))
+    }
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    seconds = sum(float(case.get("time") or 0) for case in cases)
+    return Outcome(tests=len(cases), skipped=skipped, seconds=round(seconds, 3), failures=failures)
+
+
+def _not_reported(tests: Sequence[str], done: subprocess.CompletedProcess[str]) -> Outcome:
+    said = f"{done.returncode}: {_end_of(done.stdout)}"
+    return Outcome(tests=0, skipped=0, seconds=0.0, failures={f"pytest {' '.join(tests)}": said})
 
 
 def _end_of(text: str) -> str:
@@ -85,24 +127,6 @@ def _said(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.
         command, cwd=ROOT, env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, errors="replace",
     )  # fmt: skip
-
-
-def _read(report: Path) -> dict[str, Any] | None:
-    """What pytest's report says; None where it wrote none."""
-    try:
-        suite = ElementTree.parse(report).getroot()[0]
-    except (OSError, ElementTree.ParseError):
-        return None
-    failures = {}
-    for case in suite.iter("testcase"):
-        for bad in (*case.findall("failure"), *case.findall("error")):
-            failures[f"{case.get('classname')}::{case.get('name')}"] = (bad.text or bad.get("message") or "")[-_TAIL:]
-    return {
-        "tests": int(suite.get("tests", 0)),
-        "skipped": int(suite.get("skipped", 0)),
-        "seconds": float(suite.get("time", 0)),
-        "failures": failures,
-    }
 
 
 def properties(chosen: Sequence[Path], work: Path) -> list[str]:
@@ -134,15 +158,10 @@ def native_tests(sanitizer: str, work: Path) -> Outcome:
         done = _said([*plain, *ctest, "--output-junit", str(report)], {**os.environ, "PATH": _path()})
         if not report.is_file():
             return Outcome(tests=0, skipped=0, seconds=0.0, failures={"ctest": done.stdout[-_TAIL:]})
-        suite = ElementTree.parse(report).getroot()
-        cases = [*suite.iter("testcase")]
-        bad = {
-            str(case.get("name")): (case.findtext("system-out") or "")[-_TAIL:]
-            for case in cases
-            if case.get("status") == "fail"
-        }
-        seconds = sum(float(case.get("time") or 0) for case in cases)
-        return Outcome(tests=len(cases), skipped=int(suite.get("skipped", 0)), seconds=seconds, failures=bad)
+        cases = [*ElementTree.parse(report).iter("testcase")]
+        failed = [case for case in cases if case.get("status") == "fail"]
+        bad = {str(case.get("name")): (case.findtext("system-out") or "")[-_TAIL:] for case in failed}
+        return replace(_outcome(cases), failures=bad)
 
 
 def _path() -> str:

@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -109,7 +110,7 @@ class Progress:
     is the same."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.code = path, code()
+        self.path, self.code, self._lock = path, code(), threading.Lock()
         self.kept: dict[str, dict[str, Any]] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
@@ -136,14 +137,18 @@ class Progress:
             moved = f", the machine ran at {value['machine']:.2f} of the bench's speed" if value.get("moved") else ""
             say(f"{key}: done, but not kept: others used {value['others_cores']:.2f} cores{moved}")
             return value
+        self.keep(key, value)
+        say(f"{key}: done in {time.monotonic() - began:.0f} s")
+        return value
+
+    def keep(self, key: str, value: dict[str, Any]) -> None:
+        """Writes a finished measurement down, for this run and later ones."""
         record = {"key": key, "date": now(), "commit": commit(), "code": self.code, "value": value}
         self.kept[key] = record
-        with self.path.open("a", encoding="utf-8") as file:
+        with self._lock, self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        say(f"{key}: done in {time.monotonic() - began:.0f} s")
-        return value
 
 
 def first_line(text: object) -> str:

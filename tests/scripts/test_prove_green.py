@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
+import prove_green
 from proof import green
 from proof.load import load
+from proof.report import Progress
 
 FOUND = """
 from hypothesis import given, strategies as st
@@ -35,6 +39,59 @@ def test_what_failed_is_told_with_its_words(tmp_path: Path) -> None:
     file.write_text("import os\ndef test_ends(): os._exit(3)\n")
     assert "3: " in next(iter(green.run_tests([str(file)], work=tmp_path).failures.values()))
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("tests-")) == []
+
+
+def test_files_of_one_process_have_outcomes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(green, "ROOT", tmp_path)
+    for name, text in {
+        "a/test_one.py": FOUND,
+        "a/test_two.py": "def test_fine(): pass\n",
+        "a/test_three.py": "1 / 0\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    one, two, three = ("a/test_one.py", "a/test_two.py", "a/test_three.py")
+    found = green.run_files([one, two, three], work=tmp_path)
+    assert {name: (outcome.tests, len(outcome.failures)) for name, outcome in found.items()} == {
+        one: (3, 1),
+        two: (1, 0),
+        three: (1, 1),
+    }
+    (tmp_path / two).write_text("import os\ndef test_ends(): os._exit(3)\n")
+    assert all(
+        "3: " in next(iter(outcome.failures.values())) for outcome in green.run_files([one, two], work=tmp_path).values()
+    )
+
+
+def session(work: Path, names: list[str], **options: Any) -> prove_green.Session:
+    asked = argparse.Namespace(side=1, deselect="", **options)
+    progress = Progress(work / "progress")
+    return prove_green.Session(
+        options=asked, work=work, progress=progress, until=time.monotonic() + 60, tested=dict.fromkeys(names, "x")
+    )
+
+
+def test_short_files_share_a_process_and_are_kept_by_themselves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"tests/a/1": 50.0, "tests/a/2": 9.0, "tests/a/3": 2.0, "tests/b/1": 1.0, "tests/b/2": 100.0, "tests/b/3": 1.0}
+    ran: list[list[str]] = []
+
+    def run_files(names: list[str], **_: Any) -> dict[str, green.Outcome]:
+        ran.append(names)
+        return {name: green.Outcome(tests=1, skipped=0, seconds=seconds[name]) for name in names}
+
+    monkeypatch.setattr(prove_green.green, "run_files", run_files)
+    asked = session(tmp_path, [*seconds])
+    prove_green.run_all(asked, "runs", [*seconds], 2)
+    assert ran[:2] == [
+        ["tests/a/1", "tests/a/2", "tests/a/3"],
+        ["tests/b/1", "tests/b/2", "tests/b/3"],
+    ]  # nobody knows them yet
+    assert ran[2:] == [["tests/a/1", "tests/a/2"], ["tests/a/3"], ["tests/b/1"], ["tests/b/2"], ["tests/b/3"]]
+    (row, *_) = prove_green.judged(asked, "runs", [*seconds], 2)
+    assert (row.verdict, row.measured) == ("pass", "2 of 2")
+    again = session(tmp_path, [*seconds])
+    prove_green.run_all(again, "runs", [*seconds], 2)
+    assert len(ran) == 7
 
 
 def test_files_of_more_risk_come_first() -> None:
