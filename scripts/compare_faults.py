@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from proof import rivals
 from proof.crashes import Lost, Place, placed
 from proof.limits import LimitsUnavailable
-from proof.report import Row, conclude, holds, missing
+from proof.report import Row, holds, missing
 from proof.rivals import Outcome, Rival
 from proof.rows import model_folder
 from proof.runs import fresh
@@ -88,7 +88,7 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
             rows += [ours(place, name, model), theirs(rival, name, model)]
     held = {side: sum(row.measured == "held" for row in rows if row.what.endswith(side)) for side in ("fuyou", "DeepSpeed")}
     notes = [f"held: fuyou {held['fuyou']}, DeepSpeed {held['DeepSpeed']} of {len(options.scenarios)}"]
-    return conclude("compare_faults", rows, results=setting.results, settings={"models": "1m, odd"}, notes=notes)
+    return setting.conclude("compare_faults", rows, {"models": "1m, odd"}, notes)
 
 
 if __name__ == "__main__":

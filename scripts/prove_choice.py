@@ -30,9 +30,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from proof.report import ROOT, Row, at_most, conclude, holds, reported, say, unless_noisy
+from proof.report import ROOT, Row, at_most, holds, reported, say, unless_noisy
 from proof.runs import Case, child_environment, kept_profiles, limited, our_run, profile, write_recipe
-from proof.setting import RunFailed, Setting, parser, run_script
+from proof.setting import RunFailed, Setting, parser, run_script, spread_evenly
 
 from fuyou_cli.core.units import MiB, gib
 
@@ -59,13 +59,7 @@ def arguments() -> argparse.Namespace:
 def drawn(seed: int, count: int, shapes: list[str]) -> list[Case]:
     """The combinations of a seed. Every shape comes about equally often; one in four is float32, one clips."""
     draw = random.Random(seed)
-
-    def spread(values: list[Any]) -> list[Any]:
-        found = [values[place % len(values)] for place in range(count)]
-        draw.shuffle(found)
-        return found
-
-    columns = (spread(shapes), spread(["bfloat16"] * 3 + ["float32"]), spread([None, None, None, 1.0]), spread(list(RATES)))
+    columns = spread_evenly(draw, count, shapes, ["bfloat16"] * 3 + ["float32"], [None, None, None, 1.0], RATES)
     cases = []
     for shape, dtype, clip, rate in zip(*columns, strict=True):
         budget = int(draw.choice(BUDGETS[shape]) * (FLOAT32 if dtype == "float32" else 1)) * MiB
@@ -187,7 +181,7 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
         say(f"{found[-1].what}: {found[-1].measured}")
         rows += found
     settings = {"seed": options.seed, "combinations": options.combinations, "turns": options.turns, "text": setting.text_name}
-    return conclude(f"prove_choice-{options.seed}", rows, results=setting.results, settings=settings)
+    return setting.conclude(f"prove_choice-{options.seed}", rows, settings)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from proof.report import Row, at_most, conclude, spread, unless_noisy, worst
+from proof.report import Row, at_most, spread, unless_noisy, worst
 from proof.rows import LENGTH
 from proof.runs import Case, on_measured_machine, our_run
 from proof.setting import RunFailed, Setting, parser, run_script, size
@@ -52,7 +52,7 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
     codes = []
     for part in options.parts:
         name = f"prove_commits-{setting.shape}" + ("-ram" if part == "ram" else "")
-        codes.append(conclude(name, parts[part](setting, options), results=setting.results, settings=settings))
+        codes.append(setting.conclude(name, parts[part](setting, options), settings))
     return worst(codes)
 
 

@@ -22,18 +22,17 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable
-from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof import crashes, loads_and_exports
-from proof.crashes import VARIANTS, Lost, Place, Tally, Whole, is_unseen, no_io_uring, placed
-from proof.report import Row, conclude, holds, missing, reported
+from proof.crashes import VARIANTS, Place, Tally, is_unseen, no_io_uring, placed
+from proof.report import Row, holds, missing, reported
 from proof.runs import fresh
-from proof.setting import Setting, parser, run_script
+from proof.setting import Setting, lost_row, parser, run_script
 
 WITHIN = 0.75  # of the kills, inside a commit or an update
 EACH = 10  # kills of one run
@@ -50,47 +49,23 @@ def arguments() -> argparse.Namespace:
     return options.parse_args()
 
 
-def killer(place: Place, what: str) -> Callable[[int, int], Tally]:
-    """Of so many kills by a seed."""
-    if what == LOADS:
-        return lambda kills, seed: loads_and_exports.kill_loads(place, kills=kills, seed=seed)
-    if what == EXPORTS:
-        return lambda kills, seed: loads_and_exports.kill_exports(place, kills=kills, seed=seed)
-    name, changes, whole = f"run{KINDS.index(what)}", VARIANTS[what], list[Whole]()
-
-    def kill_runs(kills: int, seed: int) -> Tally:
-        if not whole:  # only where something is left to do
-            whole.append(crashes.reference(place, name, changes))
-        return crashes.kill_runs(place, name, changes, whole[0], kills=kills, each=EACH, seed=seed)
-
-    return kill_runs
-
-
-def measured(setting: Setting, options: argparse.Namespace, place: Place, what: str) -> dict[str, Any]:
+def killed(setting: Setting, options: argparse.Namespace, place: Place, what: str) -> dict[str, Any]:
     """Kills of one kind, some at a time."""
-    kill = killer(place, what)
+    whole = cache(lambda: crashes.reference(place, name, VARIANTS[what]))  # only where something is left to do
+    name = f"run{KINDS.index(what)}"
 
-    def some(kills: int, seed: int) -> dict[str, Any]:
-        try:
-            return asdict(kill(kills, seed))
-        except Lost as error:  # what was lost makes it a failure
-            return {"failed": str(error)}
+    def some(kills: int, seed: int) -> Tally:
+        if what in (LOADS, EXPORTS):
+            kill = loads_and_exports.kill_loads if what == LOADS else loads_and_exports.kill_exports
+            return kill(place, kills=kills, seed=seed)
+        return crashes.kill_runs(place, name, VARIANTS[what], whole(), kills=kills, each=EACH, seed=seed)
 
-    summed = asdict(Tally())
-    for number, begin in enumerate(range(0, options.kills, AT_ONCE)):
-        kills, seed = min(AT_ONCE, options.kills - begin), 1000 * options.seed + number
-        key = f"{what}, {kills} kills, seed {seed}"
-        result = setting.measure(key, lambda kills=kills, seed=seed: some(kills, seed))  # type: ignore[misc]
-        if result.get("failed"):
-            return {**summed, "failed": result["failed"]}
-        longest = max(summed["held"], result["held"])
-        summed = {**{name: summed[name] + value for name, value in result.items()}, "held": longest}
-    return summed
+    return setting.in_parts(f"{what}, kills", options.kills, AT_ONCE, options.seed, some, Tally(), longest="held")
 
 
 def judged(what: str, result: dict[str, Any], *, kills: int) -> list[Row]:
     if result.get("failed"):
-        return [holds(what, "nothing lost", "lost", False, note=str(result["failed"])[:2000], values=result)]
+        return [lost_row(what, "nothing lost", result)]
     made, runs = result["kills"], result["runs"]
     rows = [
         holds(
@@ -119,10 +94,10 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
             if refusal and is_unseen(VARIANTS.get(what, {})):
                 rows.append(missing(what, f"{options.kills} kills", refusal))
                 continue
-            rows += judged(what, measured(setting, options, place, what), kills=options.kills)
+            rows += judged(what, killed(setting, options, place, what), kills=options.kills)
     settings = {"kills": options.kills, "kinds": asked, "seed": options.seed, "each": EACH, "steps": crashes.STEPS}
     name = f"prove_crashes-{options.seed}" + ("" if len(asked) == len(KINDS) else "-some")
-    return conclude(name, rows, results=setting.results, settings={**settings, "model": "1m"})
+    return setting.conclude(name, rows, {**settings, "model": "1m"})
 
 
 if __name__ == "__main__":

@@ -18,17 +18,20 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof import faults
-from proof.crashes import Lost, Place, placed
+from proof.crashes import Place, placed
 from proof.faults import FROM_THEN_ON, KINDS, ONCE, SCENARIOS, How
-from proof.report import Row, conclude, holds
+from proof.report import Row, holds
 from proof.runs import fresh
-from proof.setting import Setting, parser, run_script
+from proof.setting import Setting, lost_row, parser, run_script
 
 ASKED = "0 hangs, 0 wrong bytes, 0 leaks, errors named"
 
@@ -42,30 +45,21 @@ def arguments() -> argparse.Namespace:
     return options.parse_args()
 
 
-def measured(setting: Setting, options: argparse.Namespace, place: Place, name: str) -> dict[tuple[str, How], dict[str, Any]]:
+def struck(setting: Setting, options: argparse.Namespace, place: Place, name: str) -> Iterator[Row]:
     """Every kind of fault in one scenario."""
-    made: list[faults.Scenario] = []
+    scenario = cache(lambda: faults.scenario(place, name))  # only where something is left to do
 
-    def once(kind: str, how: How) -> dict[str, Any]:
-        try:
-            if not made:  # only where something is left to do
-                made.append(faults.scenario(place, name))
-            return faults.sweep(place, made[0], kind, how, every=options.every, seed=options.seed).as_values()
-        except Lost as error:
-            return {"failed": str(error)}
+    def sweep(kind: str, how: How) -> dict[str, Any]:
+        return faults.sweep(place, scenario(), kind, how, every=options.every, seed=options.seed).as_values()
 
-    results: dict[tuple[str, How], dict[str, Any]] = {}
-    for kind in options.kinds:
-        for how in (ONCE, FROM_THEN_ON):
-            key = f"{name}, {kind} {how}, every {options.every}, seed {options.seed}"
-            results[kind, how] = setting.measure(key, lambda kind=kind, how=how: once(kind, how))  # type: ignore[misc]
-    return results
+    for kind, how in product(options.kinds, (ONCE, FROM_THEN_ON)):
+        key = f"{name}, {kind} {how}, every {options.every}, seed {options.seed}"
+        yield judged(f"{name}: {kind} {how}", setting.attempt(key, partial(sweep, kind, how)))
 
 
-def judged(name: str, kind: str, how: How, result: dict[str, Any]) -> Row:
-    what = f"{name}: {kind} {how}"
-    if result.get("failed"):
-        return holds(what, ASKED, "not undisturbed either", False, note=str(result["failed"])[:2000])
+def judged(what: str, result: dict[str, Any]) -> Row:
+    if result.get("failed"):  # undisturbed as well
+        return lost_row(what, ASKED, result)
     count = result["problems_count"]
     note = f"{result['survived']} ended well, {result['refused']} with an error"
     note += f", {result['unsummed']} in what has no sum" if result["unsummed"] else ""
@@ -74,18 +68,13 @@ def judged(name: str, kind: str, how: How, result: dict[str, Any]) -> Row:
 
 
 def prove(setting: Setting, options: argparse.Namespace) -> int:
-    rows: list[Row] = []
-    points = problems = 0
     work = fresh(setting.work / "faults")
     with placed(work, under=work / "faults") as place:
-        for name in options.scenarios:
-            for (kind, how), result in measured(setting, options, place, name).items():
-                rows.append(judged(name, kind, how, result))
-                points += result.get("points", 0)
-                problems += result.get("problems_count", 0)
+        rows = [row for name in options.scenarios for row in struck(setting, options, place, name)]
+    points, problems = (sum(row.values.get(name, 0) for row in rows) for name in ("points", "problems_count"))
     rows.append(holds("all of it", "0 problems", f"{points} points, {problems} problems", points > 0 and not problems))
     settings = {"every": options.every, "kinds": options.kinds, "scenarios": options.scenarios, "seed": options.seed}
-    return conclude(f"prove_faults-every-{options.every}", rows, results=setting.results, settings={**settings, "model": "1m"})
+    return setting.conclude(f"prove_faults-every-{options.every}", rows, {**settings, "model": "1m"})
 
 
 if __name__ == "__main__":

@@ -18,19 +18,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
-from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof import flips
-from proof.crashes import Lost, Place, placed
-from proof.flips import AMID_UPDATES, STORES, TWICE, Stopped
-from proof.report import Row, conclude, holds
+from proof.crashes import Place, placed
+from proof.flips import AMID_UPDATES, STORES, TWICE, Found, FoundManifests
+from proof.report import Row, holds
 from proof.runs import fresh
-from proof.setting import Setting, parser, run_script
+from proof.setting import Setting, lost_row, parser, run_script
 
 AT_ONCE = 100  # flips that are kept together
 OVER = [kind for kind in STORES if kind != AMID_UPDATES]  # stores of runs that came to their end
@@ -44,32 +43,20 @@ def arguments() -> argparse.Namespace:
     return options.parse_args()
 
 
-def measured(
+def flipped(
     setting: Setting, options: argparse.Namespace, place: Place, kind: str, flipping: str, count: int
 ) -> dict[str, Any]:
     """Flips in one store, some at a time. `flipping`: bits or manifests."""
-    stores: list[Stopped] = []
+    flip, none = {"bits": (flips.flip_bits, Found()), "manifests": (flips.flip_manifests, FoundManifests())}[flipping]
+    store = cache(
+        lambda: flips.stopped(place, f"{flipping}{[*STORES].index(kind)}", kind)
+    )  # only where something is left to do
+    what = f"{kind}, flips of {flipping}, resumed every {options.resumed_every}"
 
-    def some(many: int, seed: int) -> dict[str, Any]:
-        flip: Callable[..., flips.Found | flips.FoundManifests]
-        flip = flips.flip_bits if flipping == "bits" else flips.flip_manifests
-        try:
-            if not stores:  # only where something is left to do
-                name = f"{flipping}{[*STORES].index(kind)}"
-                stores.append(flips.stopped(place, name, kind))
-            return asdict(flip(place, stores[0], flips=many, seed=seed, resumed_every=options.resumed_every))
-        except Lost as error:
-            return {"failed": str(error)}
+    def some(many: int, seed: int) -> Found | FoundManifests:
+        return flip(place, store(), flips=many, seed=seed, resumed_every=options.resumed_every)
 
-    summed: dict[str, Any] = {"flips": 0}
-    for number, begin in enumerate(range(0, count, AT_ONCE)):
-        many, seed = min(AT_ONCE, count - begin), 1000 * options.seed + number
-        key = f"{kind}, {many} flips of {flipping}, resumed every {options.resumed_every}, seed {seed}"
-        result = setting.measure(key, lambda many=many, seed=seed: some(many, seed))  # type: ignore[misc]
-        if result.get("failed"):
-            return {**summed, "failed": result["failed"]}
-        summed = {name: summed.get(name, 0) + value for name, value in result.items()}
-    return summed
+    return setting.in_parts(what, count, AT_ONCE, options.seed, some, none)
 
 
 def shares(total: int, kinds: list[str]) -> dict[str, int]:
@@ -80,8 +67,8 @@ def shares(total: int, kinds: list[str]) -> dict[str, int]:
 def judged(kind: str, result: dict[str, Any], asked: int) -> Row:
     what, made = f"{kind}: bits flipped in extents, found and named", result["flips"]
     if result.get("failed"):
-        return holds(what, str(asked), "not", False, note=str(result["failed"])[:2000], values=result)
-    went_back, refused = result.get("went_back", 0), result.get("refused", 0)
+        return lost_row(what, str(asked), result)
+    went_back, refused = result["went_back"], result["refused"]
     note = f"started again, {went_back} went back and ended bitwise the same, {refused} had nothing to go back to and said so"
     started = went_back if kind in TWICE else went_back + refused
     return holds(what, str(asked), str(made), made == asked and started > 0, note=note, values=result)
@@ -90,8 +77,8 @@ def judged(kind: str, result: dict[str, Any], asked: int) -> Row:
 def judged_manifests(kind: str, result: dict[str, Any], asked: int) -> Row:
     what, made = f"{kind}: bits flipped in a manifest, found", result["flips"]
     if result.get("failed"):
-        return holds(what, str(asked), "not", False, note=str(result["failed"])[:2000], values=result)
-    gone_on, older = result.get("gone_on", 0), result.get("older", 0)
+        return lost_row(what, str(asked), result)
+    gone_on, older = result["gone_on"], result["older"]
     note = f"started again, {gone_on} went on from the one before, and {older} whose one before had the bit from the newest; "
     note += "all ended bitwise the same"
     return holds(what, str(asked), str(made), made == asked and gone_on > 0, note=note, values=result)
@@ -101,13 +88,13 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
     rows: list[Row] = []
     with placed(fresh(setting.work / "flips")) as place:
         for kind, count in shares(options.flips, [*STORES]).items():
-            rows.append(judged(kind, measured(setting, options, place, kind, "bits", count), count))
+            rows.append(judged(kind, flipped(setting, options, place, kind, "bits", count), count))
         for kind, count in shares(options.flips, OVER).items():
-            rows.append(judged_manifests(kind, measured(setting, options, place, kind, "manifests", count), count))
+            rows.append(judged_manifests(kind, flipped(setting, options, place, kind, "manifests", count), count))
     found = sum(int(str(row.values.get("flips", 0))) for row in rows)
     rows.append(holds("all of it", f"{2 * options.flips} found", str(found), found == 2 * options.flips))
     settings = {"flips": options.flips, "resumed_every": options.resumed_every, "seed": options.seed, "model": "1m"}
-    return conclude(f"prove_flips-{options.seed}", rows, results=setting.results, settings=settings)
+    return setting.conclude(f"prove_flips-{options.seed}", rows, settings)
 
 
 if __name__ == "__main__":

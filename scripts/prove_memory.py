@@ -19,9 +19,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from proof.report import REPORTED, Row, conclude, first_line, holds, missing, reported
+from proof.report import REPORTED, Row, first_line, holds, missing, reported
 from proof.runs import Case, our_run
-from proof.setting import Setting, parser, run_script, size
+from proof.setting import NO_PEERS, Setting, parser, run_script, size
 
 from fuyou_cli.core.units import GiB, gib
 
@@ -78,14 +78,9 @@ def predicted_rows(case: Case, result: dict) -> list[Row]:
     ok = measured <= predicted <= TIGHTNESS * measured and not result.get("failed")
     text = f"{gib(measured)}, predicted {gib(predicted)} ({predicted / max(measured, 1):.3f}x)"
     values = {
-        "measured": measured,
-        "predicted": predicted,
-        "budget": case.budget,
-        "arena": result["plan"].get("arena"),
-        "peak": peak,
-        "peak_by_phase": result["peak_by_phase"],
-        "step_seconds": [step["seconds"] for step in result["steps"]],
-    }
+        "measured": measured, "predicted": predicted, "budget": case.budget, "arena": result["plan"].get("arena"), "peak": peak,
+        "peak_by_phase": result["peak_by_phase"], "step_seconds": [step["seconds"] for step in result["steps"]],
+    }  # fmt: skip
     return [holds(what, asked, text, ok, note=note, values=values)]
 
 
@@ -110,15 +105,9 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
     rows: list[Row] = []
     for number, budget in enumerate(options.budgets):
         case = Case(
-            shape=setting.shape,
-            budget=budget,
-            steps=options.steps if number == 0 else min(options.steps, SHORT_STEPS),
-            micro=setting.micro,
-            clip=1.0,
-            export=number == 0,
-            limit=budget,
-            watch_memory=True,
-        )
+            shape=setting.shape, budget=budget, micro=setting.micro, clip=1.0, export=number == 0, limit=budget,
+            watch_memory=True, steps=options.steps if number == 0 else min(options.steps, SHORT_STEPS),
+        )  # fmt: skip
         result = our_run(setting, case)
         if number == 0:
             rows.append(whole_job(case, result))
@@ -128,15 +117,8 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
             rows.append(reported(f"{setting.shape} at {gib(budget)}: step", f"{seconds:.1f} s"))
     if not options.skip_small:
         rows += untouched_rows(setting)
-    settings = {
-        "shape": setting.shape,
-        "micro": setting.micro,
-        "budgets": options.budgets,
-        "steps": options.steps,
-        "text": setting.text_name,
-    }
-    notes = ["compares with nobody: --peers has nothing to add here"] if options.peers else []
-    return conclude(f"prove_memory-{setting.shape}", rows, results=setting.results, settings=settings, notes=notes)
+    settings = {**setting.described(), "budgets": options.budgets, "steps": options.steps}
+    return setting.conclude(f"prove_memory-{setting.shape}", rows, settings, NO_PEERS if options.peers else [])
 
 
 if __name__ == "__main__":

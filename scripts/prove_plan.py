@@ -22,9 +22,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from proof.report import Row, at_most, conclude, holds, unless_noisy
+from proof.report import Row, at_most, holds, unless_noisy
 from proof.runs import Case, our_run
-from proof.setting import SHAPES, Setting, parser, run_script
+from proof.setting import SHAPES, Setting, parser, run_script, spread_evenly
 from proof.traffic import counted
 
 from fuyou_cli.core.units import GiB, gib
@@ -47,16 +47,8 @@ def arguments() -> argparse.Namespace:
 
 def drawn(seed: int, count: int, shapes: list[str]) -> list[Case]:
     """The combinations of a seed. Each value comes about equally often."""
-    draw = random.Random(seed)
-
-    def spread(values: list) -> list:
-        """`count` of them, in random order."""
-        found = [values[place % len(values)] for place in range(count)]
-        draw.shuffle(found)
-        return found
-
-    columns = (spread(shapes), spread(["bfloat16", "bfloat16", "float32"]), spread(list(BUDGETS)), spread([True, False]),
-               spread([None, 1.0]), spread(list(RATES)), spread(list(ROWS)))  # fmt: skip
+    values = (shapes, ["bfloat16", "bfloat16", "float32"], BUDGETS, [True, False], [None, 1.0], RATES, ROWS)
+    columns = spread_evenly(random.Random(seed), count, *values)
     cases = []
     for number, (shape, dtype, budget, on_ssd, clip, rate, rows) in enumerate(zip(*columns, strict=True)):
         budget = max(budget, LEAST.get((shape, dtype), 0)) * GiB
@@ -117,7 +109,7 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
         median = statistics.median(abs(error) for error in errors)
         rows.append(at_most(f"median error of the time over {len(errors)} combinations", median, MEDIAN))
     settings = {"seed": options.seed, "combinations": options.combinations, "shapes": options.shapes, "text": setting.text_name}
-    return conclude(f"prove_plan-{options.seed}", rows, results=setting.results, settings=settings)
+    return setting.conclude(f"prove_plan-{options.seed}", rows, settings)
 
 
 if __name__ == "__main__":

@@ -18,17 +18,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof import power
-from proof.crashes import ANY_LENGTH, IN_RAM, REDO, SNAPSHOTS, TWO_FOLDERS, UNCLIPPED, Lost, Place, placed
-from proof.report import Row, conclude, holds, reported
+from proof.crashes import ANY_LENGTH, IN_RAM, REDO, SNAPSHOTS, TWO_FOLDERS, UNCLIPPED, Place, placed
+from proof.report import Row, holds, reported
 from proof.runs import fresh
-from proof.setting import Setting, parser, run_script
+from proof.setting import Setting, lost_row, parser, run_script
 
 RUNS: dict[str, tuple[dict[str, Any], int]] = {  # changes of the recipe, and the step it goes on from
     "a new run, on the ssd, clipped": ({}, 0),
@@ -48,34 +48,21 @@ def arguments() -> argparse.Namespace:
     return options.parse_args()
 
 
-def measured(setting: Setting, options: argparse.Namespace, place: Place, what: str, points: int) -> dict[str, Any]:
+def cut(setting: Setting, options: argparse.Namespace, place: Place, what: str, points: int) -> dict[str, Any]:
     """Cuts of one recorded run, some at a time."""
     changes, resumed_at = RUNS[what]
-    recording: list[power.Recording] = []
+    name = f"run{[*RUNS].index(what)}"
+    recording = cache(lambda: power.recorded(place, name, changes, steps=options.steps, resumed_at=resumed_at))
 
-    def some(count: int, seed: int) -> dict[str, Any]:
-        try:
-            if not recording:  # only where something is left to do
-                name = f"run{[*RUNS].index(what)}"
-                recording.append(power.recorded(place, name, changes, steps=options.steps, resumed_at=resumed_at))
-            return asdict(power.cut_power(place, recording[0], points=count, seed=seed))
-        except Lost as error:
-            return {"failed": str(error)}
+    def some(count: int, seed: int) -> power.Cuts:
+        return power.cut_power(place, recording(), points=count, seed=seed)
 
-    summed: dict[str, Any] = {}
-    for number, begin in enumerate(range(0, points, AT_ONCE)):
-        count, seed = min(AT_ONCE, points - begin), 1000 * options.seed + number
-        key = f"{what}, {options.steps} steps, {count} cuts, seed {seed}"
-        result = setting.measure(key, lambda count=count, seed=seed: some(count, seed))  # type: ignore[misc]
-        if result.get("failed"):
-            return {**summed, "failed": result["failed"]}
-        summed = {name: summed.get(name, 0) + value for name, value in result.items()}
-    return summed
+    return setting.in_parts(f"{what}, {options.steps} steps, cuts", points, AT_ONCE, options.seed, some, power.Cuts())
 
 
 def judged(what: str, result: dict[str, Any], points: int) -> list[Row]:
     if result.get("failed"):
-        return [holds(what, "nothing lost", "lost", False, note=str(result["failed"])[:2000], values=result)]
+        return [lost_row(what, "nothing lost", result)]
     text = (
         f"{result['written']} unflushed writes were there, {result['torn']} torn, {result['missing']} missing; "
         f"{result['names_missing']} changes of names missing; {result['newer']} disks held more than was promised, "
@@ -93,9 +80,9 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
     with placed(fresh(setting.work / "power")) as place:
         for number, what in enumerate(RUNS):
             points = options.points // len(RUNS) + (number < options.points % len(RUNS))
-            rows += judged(what, measured(setting, options, place, what, points), points)
+            rows += judged(what, cut(setting, options, place, what, points), points)
     settings = {"points": options.points, "steps": options.steps, "seed": options.seed, "model": "1m"}
-    return conclude(f"prove_power-{options.seed}", rows, results=setting.results, settings=settings)
+    return setting.conclude(f"prove_power-{options.seed}", rows, settings)
 
 
 if __name__ == "__main__":

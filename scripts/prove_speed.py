@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof.fio import mix
 from proof.peers import RECORDED, deepspeed_run
-from proof.report import Row, at_least, at_most, conclude, missing, reported, say, spread, unless_noisy, unless_recorded, worst
+from proof.report import Row, at_least, at_most, missing, reported, say, spread, unless_noisy, unless_recorded, worst
 from proof.rows import LENGTH, rows_folder
 from proof.runs import Case, InMemory, in_memory_run, needs_in_memory, on_measured_machine, our_run, write_recipe
 from proof.setting import Setting, parser, run_script, size
@@ -97,15 +97,9 @@ def compute(setting: Setting, options: argparse.Namespace) -> list[Row]:
         for turn in range(options.turns):
             warm_up = 1 if clip is None else CLIPPED_WARM_UP
             case = Case(
-                shape=shape,
-                budget=options.budget,
-                steps=warm_up + options.measured,
-                warm_up=warm_up,
-                micro=setting.micro,
-                clip=clip,
-                turn=turn,
-                timed=True,
-            )
+                shape=shape, budget=options.budget, steps=warm_up + options.measured, warm_up=warm_up, micro=setting.micro,
+                clip=clip, turn=turn, timed=True,
+            )  # fmt: skip
             mine.append(our_run(setting, case))
             peer = InMemory(shape=shape, rows=case.rows, micro=case.micro, steps=1 + options.measured, turn=turn, clip=clip)
             theirs.append(in_memory_run(setting, peer, rows_from=shared_rows(setting, case)))
@@ -168,14 +162,9 @@ def ssd_case(setting: Setting, options: argparse.Namespace, *, turn: int, **chan
 
 def compute_alone(setting: Setting, options: argparse.Namespace, case: Case, **changed: Any) -> dict[str, Any]:
     alone = InMemory(
-        shape=case.shape,
-        rows=case.rows,
-        micro=case.micro,
-        steps=1 + options.measured,
-        turn=case.turn,
-        compute_alone=True,
+        shape=case.shape, rows=case.rows, micro=case.micro, steps=1 + options.measured, turn=case.turn, compute_alone=True,
         **changed,
-    )
+    )  # fmt: skip
     return in_memory_run(setting, alone, rows_from=shared_rows(setting, case))
 
 
@@ -221,14 +210,9 @@ def bound_row(what: str, results: list[dict], alone: list[dict], *, judged: bool
         f"{writing:.2f}, compute alone {only:.2f} + update and I/O {work:.2f}); {quiet([*results, *alone])}"
     )
     values = {
-        "seconds": [step["seconds"] for step in steps],
-        "reading": reading,
-        "writing": writing,
-        "compute_alone": only,
-        "update_and_io": work,
-        "stalls": steps[-1]["stalls"],
-        "busy": steps[-1]["busy"],
-    }
+        "seconds": [step["seconds"] for step in steps], "reading": reading, "writing": writing, "compute_alone": only,
+        "update_and_io": work, "stalls": steps[-1]["stalls"], "busy": steps[-1]["busy"],
+    }  # fmt: skip
     if not judged:
         return reported(what, f"{seconds / bound:.3f}", note=note, values=values)
     return unless_noisy(at_most(what, seconds / bound, OF_BOUND, note=note, values=values), [*results, *alone])
@@ -311,16 +295,10 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
     codes = []
     for part in [part for part in PARTS if part in options.parts]:
         rows = proofs[part](setting, options)
-        settings = {
-            **setting.described(),
-            "turns": options.turns,
-            "measured": options.measured,
-            "budget": options.budget,
-            "peers": options.peers is not None,
-        }
+        settings = {name: getattr(options, name) for name in ("turns", "measured", "budget")}
+        settings = {**setting.described(), **settings, "peers": options.peers is not None}
         notes = [] if options.peers else ["no --peers: DeepSpeed is not run"] if part == "deepspeed" else []
-        name = f"prove_speed-{part}-{setting.shape}"
-        codes.append(conclude(name, rows, results=setting.results, settings=settings, notes=notes))
+        codes.append(setting.conclude(f"prove_speed-{part}-{setting.shape}", rows, settings, notes))
     return worst(codes)
 
 

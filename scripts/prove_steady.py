@@ -20,10 +20,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof import steady
-from proof.crashes import Lost, placed
-from proof.report import conclude, holds
+from proof.crashes import placed
+from proof.report import holds
 from proof.runs import fresh
-from proof.setting import Setting, parser, run_script
+from proof.setting import Setting, lost_row, parser, run_script
 
 from fuyou_cli.core.units import MiB
 
@@ -35,29 +35,21 @@ def arguments() -> argparse.Namespace:
     return options.parse_args()
 
 
-def measured(setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
-    try:
+def prove(setting: Setting, options: argparse.Namespace) -> int:
+    def measured() -> dict[str, Any]:
         with placed(fresh(setting.work / "steady")) as place:
             found = steady.samples(place, "run", steps=options.steps, every=options.every)
-    except Lost as error:
-        return {"failed": str(error)}
-    return {"samples": [asdict(sample) for sample in found], "problems": steady.growing(found)}
+        return {"samples": [asdict(sample) for sample in found], "problems": steady.growing(found)}
 
-
-def prove(setting: Setting, options: argparse.Namespace) -> int:
-    result = setting.measure(f"{options.steps} steps, every {options.every}", lambda: measured(setting, options))
+    result = setting.attempt(f"{options.steps} steps, every {options.every}", measured)
     what = f"{options.steps} steps: memory, open files, the store"
-    if result.get("failed"):
-        rows = [holds(what, "flat", "ended", False, note=str(result["failed"])[:2000])]
-    else:
-        last = result["samples"][-1]
-        text = (
-            f"{last['rss'] / MiB:.1f} MiB, {last['descriptors']} open files, {len(last['files'])} files of {last['size']:,} B"
-        )
-        problems = result["problems"]
-        rows = [holds(what, "flat", text, not problems, note="; ".join(problems), values=result)]
     settings = {"steps": options.steps, "every": options.every, "model": "1m"}
-    return conclude("prove_steady", rows, results=setting.results, settings=settings)
+    if result.get("failed"):
+        return setting.conclude("prove_steady", [lost_row(what, "flat", result)], settings)
+    last, problems = result["samples"][-1], result["problems"]
+    text = f"{last['rss'] / MiB:.1f} MiB, {last['descriptors']} open files, {len(last['files'])} files of {last['size']:,} B"
+    row = holds(what, "flat", text, not problems, note="; ".join(problems), values=result)
+    return setting.conclude("prove_steady", [row], settings)
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from proof.report import Row, at_most, conclude, holds, missing, reported
+from proof.report import Row, at_most, holds, missing, reported
 from proof.rows import LENGTH
 from proof.runs import Case, our_run
-from proof.setting import Setting, parser, run_script, size
+from proof.setting import NO_PEERS, Setting, parser, run_script, size
 from proof.traffic import counted
 
 from fuyou_cli.core.units import GiB, gb, gib
@@ -84,15 +84,9 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
         clipping = "clipping on" if clip is not None else "clipping off"
         for all_on_ssd in (True, False):
             case = Case(
-                shape=setting.shape,
-                budget=options.budget,
-                steps=max(4, options.steps),
-                rows=options.rows,
-                micro=setting.micro,
-                clip=clip,
-                all_on_ssd=all_on_ssd,
-                watch_counters=True,
-            )
+                shape=setting.shape, budget=options.budget, steps=max(4, options.steps), rows=options.rows, micro=setting.micro,
+                clip=clip, all_on_ssd=all_on_ssd, watch_counters=True,
+            )  # fmt: skip
             what = f"{clipping}, {'all on ssd' if all_on_ssd else gib(options.budget)}"
             result = our_run(setting, case)
             if not any(result["kernel_whole"]):
@@ -105,16 +99,8 @@ def prove(setting: Setting, options: argparse.Namespace) -> int:
             read_by, written_by = result["plan"]["predicted_read_by"], result["plan"]["predicted_written_by"]
             text = "; ".join(f"{kind} {gb(read_by.get(kind, 0))} + {gb(written_by.get(kind, 0))}" for kind in sorted(read_by))
             rows.append(reported(f"{what}: the plan's bytes, read + written", "see below", note=text))
-    settings = {
-        "shape": setting.shape,
-        "micro": setting.micro,
-        "budget": options.budget,
-        "steps": options.steps,
-        "rows": options.rows,
-        "text": setting.text_name,
-    }
-    notes = ["compares with nobody: --peers has nothing to add here"] if options.peers else []
-    return conclude(f"prove_traffic-{setting.shape}", rows, results=setting.results, settings=settings, notes=notes)
+    settings = {**setting.described(), "budget": options.budget, "steps": options.steps, "rows": options.rows}
+    return setting.conclude(f"prove_traffic-{setting.shape}", rows, settings, NO_PEERS if options.peers else [])
 
 
 if __name__ == "__main__":

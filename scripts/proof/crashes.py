@@ -40,6 +40,7 @@ from fuyou_cli.training.state.verify import Damage, damages
 from .nursery import Child, Ended, Nursery
 from .rows import model_folder, own_text
 from .runs import child_environment
+from .setting import Lost
 from .shim import Call, Trace, build, namings, preloaded
 
 STEPS = 60
@@ -80,10 +81,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 _MANIFEST_WRITTEN = ".manifest.new"  # before it is renamed
 # Said where the newest state is not whole.
 _FELL_BACK = ("going back to the state after step", "; going on from the state after step")
-
-
-class Lost(Exception):
-    """A proof has failed: what is left of a run is not what it should be."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

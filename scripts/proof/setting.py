@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import random
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,19 @@ from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.core.units import parse_size
 
 from .limits import LimitsUnavailable
-from .report import EXIT_CODES, ROOT, Progress
+from .report import EXIT_CODES, ROOT, Progress, Row, conclude, holds
 from .rows import model_folder, text_file
 
+NO_PEERS = ["compares with nobody: --peers has nothing to add here"]
 SHAPES = ("1m", "50m", "125m", "350m", "1.1b")
 
 
 class RunFailed(Exception):
     """A run that the proof needs did not end well; the text has the end of its output."""
+
+
+class Lost(Exception):
+    """A proof has failed: what is left of a run is not what it should be."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,20 +53,64 @@ class Setting:
         return {"shape": self.shape, "micro": self.micro, "text": self.text_name}
 
     def measure(self, key: str, once: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Measured now, or kept from before: with this text and no other."""
+        """Measures now, or takes what is kept from before: with this text and no other."""
         return self.progress.measure(f"{key}, {self.text_name}", once)
+
+    def attempt(self, key: str, once: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The same of something that may raise Lost: then `failed` says what was lost."""
+
+        def unless_lost() -> dict[str, Any]:
+            try:
+                return once()
+            except Lost as error:
+                return {"failed": str(error)}
+
+        return self.measure(key, unless_lost)
+
+    def in_parts(
+        self, what: str, total: int, at_once: int, seed: int, some: Callable[[int, int], Any], zero: Any, longest: str = ""
+    ) -> dict[str, Any]:
+        """Does `total` of something, some at a time with a seed each; every part is kept. The sums of the parts' values
+        (dataclasses, `zero` is that of no part), of `longest` the largest; with `failed` where a part has lost something."""
+        summed: dict[str, Any] = asdict(zero)
+        for number, begin in enumerate(range(0, total, at_once)):
+            count, own = min(at_once, total - begin), 1000 * seed + number
+            result = self.attempt(f"{what}, {count} of them, seed {own}", partial(_as_values, some, count, own))
+            if result.get("failed"):
+                return {**summed, "failed": result["failed"]}
+            most = max(summed.get(longest, 0), result.get(longest, 0))
+            summed = {name: most if name == longest else value + result[name] for name, value in summed.items()}
+        return summed
+
+    def conclude(self, name: str, rows: Sequence[Row], settings: dict[str, object], notes: Sequence[str] = ()) -> int:
+        return conclude(name, rows, results=self.results, settings=settings, notes=notes)
+
+
+def _as_values(some: Callable[[int, int], Any], count: int, seed: int) -> dict[str, Any]:
+    return asdict(some(count, seed))
+
+
+def lost_row(what: str, asked: str, result: dict[str, Any]) -> Row:
+    """The line of something that has `failed`."""
+    return holds(what, asked, "lost", False, note=str(result["failed"])[:2000], values=result)
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        description=description, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = plain_parser(description)
     made.add_argument("--work", type=Path, help="folder for models, stores, progress (1.1b: 40 GB; default: temporary)")
     made.add_argument("--shape", choices=SHAPES, default="1.1b", help="of the model; smaller ones try the script")
     made.add_argument("--micro", type=int, default=4, help="rows computed at once where a step has 16")
     made.add_argument("--data", type=Path, help="text to train on, e.g. GSM8K's train.jsonl (default: made here)")
     made.add_argument("--peers", type=Path, help="folder of the reference loops (ds_train.py ...)")
     made.add_argument("--state", type=Path, help="progress file; a rerun skips what is in it (default: in --work)")
+    return made
+
+
+def plain_parser(description: str) -> argparse.ArgumentParser:
+    """With what all scripts have."""
+    made = argparse.ArgumentParser(
+        description=description, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made.add_argument("--results", type=Path, default=ROOT / "scripts" / "results", help="where the JSON goes")
     return made
 
@@ -94,6 +145,14 @@ def _setting(options: argparse.Namespace) -> Iterator[Setting]:
             progress=Progress(state),
             results=options.results,
         )
+
+
+def spread_evenly(draw: random.Random, count: int, *columns: Sequence[Any]) -> list[list[Any]]:
+    """Of each column `count` values in random order, each of them about equally often."""
+    found = [[values[place % len(values)] for place in range(count)] for values in columns]
+    for values in found:
+        draw.shuffle(values)
+    return found
 
 
 def size(text: str) -> int:
