@@ -13,21 +13,17 @@ for it, others had its core, and a line that is too long for that is not judged.
 
 from __future__ import annotations
 
-import argparse
-import shlex
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass
-from io import StringIO
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from proof.report import EXIT_CODES, PASS, ROOT, Row, conclude, described, holds, say, unless_noisy
+from proof.on_paper import known_config, recipe_of
+from proof.report import PASS, Row, conclude, holds, plain_parser, say, show_command, unless_noisy
 
 from fuyou_cli.advice.planning import Planning
 from fuyou_cli.cli.prepared import prepared_elsewhere
@@ -35,7 +31,6 @@ from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.machine.profile import described as machine_of
 from fuyou_cli.planner.search import search
 from fuyou_cli.planner.wishes import Wishes
-from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan
@@ -43,15 +38,8 @@ from fuyou_cli.spec.plan import Plan
 BAR = 2.0  # seconds
 BUSY = 0.9  # of a search's seconds that the processor works for it, at least, where nobody else has its core
 MACHINE = "rtx4090,12xp5510,512GiB,2xgold5320"
-CONFIGS = ROOT / "tests" / "engine" / "configs"
 LARGE, SMALL = "llama-3.1-405b", "olmo-2-13b"
 UNCLIPPED, RECOMPUTED = "train.clip_grad_norm=null", "offload.activations=recompute"
-RECIPE = """version: 1
-output_dir: {folder}/out
-model: {{name_or_path: {folder}}}
-dataset: {{train: [{{path: {folder}/none.jsonl}}], max_seq_len: 1024}}
-train: {{max_steps: 1000, batch_size: 32, micro_batch_size: 1}}
-"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,11 +95,9 @@ def asked_of(case: Case, hardware: HardwareProfile) -> tuple[ModelSpec, Hardware
         asked.append((model, hardware, wishes))
         return planning(model, hardware, wishes)
 
-    with tempfile.TemporaryDirectory() as folder, redirect_stderr(StringIO()):  # no data there, of which it warns
-        Path(folder, "config.json").write_bytes((CONFIGS / f"{case.model}.json").read_bytes())
-        path = Path(folder, "recipe.yaml")
-        path.write_text(RECIPE.format(folder=folder))
-        prepared_elsewhere(load_recipe(path, case.settings), hardware, choose=choose)
+    train = {"max_steps": 1000, "batch_size": 32, "micro_batch_size": 1}
+    with recipe_of(known_config(case.model), length=1024, train=train, overrides=case.settings) as loaded:
+        prepared_elsewhere(loaded, hardware, choose=choose)
     if planning.too_small is not None:
         raise planning.too_small
     return asked[-1]
@@ -145,16 +131,12 @@ def judge(found: Timed) -> Row:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    options = argparse.ArgumentParser(
-        description=__doc__, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    options = plain_parser(__doc__)
     options.add_argument("--quick", action="store_true", help="13B alone, one search each: tries the script")
     options.add_argument("--times", type=int, default=3, help="searches of a variant (default: 3)")
-    options.add_argument("--results", type=Path, default=ROOT / "scripts" / "results", help="where the JSON goes")
     asked = options.parse_args(words)
     cases, times = (QUICK, 1) if asked.quick else (WHOLE, max(1, asked.times))
-    print(shlex.join(["python", "scripts/bench_search.py", *(sys.argv[1:] if words is None else words)]))
-    print(described())
+    show_command("scripts/bench_search.py", words)
     try:
         hardware = machine_of(MACHINE)
         rows = [timed(case, hardware, times) for case in cases]

@@ -12,9 +12,7 @@ of a new kind is kept in the corpus, which is run first; the same seed and corpu
 
 from __future__ import annotations
 
-import argparse
 import resource
-import shlex
 import sys
 import tempfile
 import time
@@ -27,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof.fuzz import Crashed, Tally, fuzz, name_of
 from proof.parsers import HEAVY, LIGHT, Parser
-from proof.report import EXIT_CODES, ROOT, Row, conclude, described, holds, reported, say
+from proof.report import ROOT, Row, conclude, holds, plain_parser, reported, say, show_command
 
 _MEMORY = Path("/dev/shm")  # a file on a disk takes ten times as long to write as to read
 PARSERS = {parser.name: parser for parser in (*LIGHT, *HEAVY)}
@@ -79,19 +77,15 @@ def _saved(error: Crashed, corpus: Path) -> Path:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    options = argparse.ArgumentParser(
-        description=__doc__, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    options = plain_parser(__doc__)
     options.add_argument("--runs", type=int, default=1_000_000, help="executions of all parsers (default: %(default)s)")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--corpus", type=Path, default=ROOT / "tests" / "corpus", help="inputs kept (default: tests/corpus)")
     options.add_argument(
         "--parsers", nargs="+", choices=PARSERS, default=list(PARSERS), metavar="NAME", help=", ".join(PARSERS)
     )
-    options.add_argument("--results", type=Path, default=ROOT / "scripts" / "results", help="where the JSON goes")
     asked = options.parse_args(words)
-    print(shlex.join(["python", "scripts/fuzz_parsers.py", *(sys.argv[1:] if words is None else words)]))
-    print(described())
+    show_command("scripts/fuzz_parsers.py", words)
     found = []
     for one in rows([PARSERS[name] for name in asked.parsers], runs=asked.runs, seed=asked.seed, corpus=asked.corpus.resolve()):
         say(f"{one.what}: {one.measured}; {one.note}")

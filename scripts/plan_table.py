@@ -13,39 +13,26 @@ earlier result below each line.
 
 from __future__ import annotations
 
-import argparse
 import json
-import shlex
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import redirect_stderr
 from dataclasses import dataclass
-from io import StringIO
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 # Whose sources are imported below.
-sys.path.insert(
-    0,
-    str(
-        Path(
-            sys.argv[sys.argv.index("--checkout") + 1] if "--checkout" in sys.argv else Path(__file__).resolve().parents[1]
-        ).resolve()
-    ),
-)
+sys.path.insert(0, sys.argv[sys.argv.index("--checkout") + 1] if "--checkout" in sys.argv else str(Path(__file__).parents[1]))
 
-from proof.report import EXIT_CODES, FAIL, ROOT, Row, commit, conclude, described, holds, missing, reported, say
+from proof.on_paper import known_config, recipe_of
+from proof.report import FAIL, ROOT, Row, commit, conclude, holds, missing, plain_parser, reported, say, show_command
 
 from fuyou_cli.advice.planning import Planning
 from fuyou_cli.cli.prepared import prepared_elsewhere
 from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.machine.profile import described as machine_of
-from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.plan import Plan
 
-CONFIGS = ROOT / "tests" / "engine" / "configs"
 QWEN_32B = {"hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64, "num_hidden_layers": 64}
 QWEN_32B |= {"num_key_value_heads": 8, "max_window_layers": 64}
 MODELS: dict[str, tuple[str, dict[str, int]]] = {
@@ -57,12 +44,6 @@ MODELS: dict[str, tuple[str, dict[str, int]]] = {
 RAM, DRIVES = ("64GiB", "128GiB"), ("gen4", "2xgen4")
 STEPS, ROWS, LENGTH = 1000, 8, 4096
 MOST_OF_COMPUTE = 1.15  # 8B with 128 GiB, clipped as by default
-RECIPE = """version: 1
-output_dir: {folder}/out
-model: {{name_or_path: {folder}}}
-dataset: {{train: [{{path: {folder}/none.jsonl}}], max_seq_len: {length}}}
-train: {{max_steps: {steps}, batch_size: {rows}}}
-"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,17 +69,13 @@ def cases() -> Iterator[Case]:
 
 def planned(case: Case) -> dict[str, Any] | str:
     """The figures of its plan, or why there is none."""
-    config, differences = MODELS[case.model]
+    name, differences = MODELS[case.model]
     overrides = [] if case.clipped else ["train.clip_grad_norm=null"]
-    with tempfile.TemporaryDirectory() as folder, redirect_stderr(StringIO()):  # no data there, of which it warns
-        content = json.loads((CONFIGS / f"{config}.json").read_text(encoding="utf-8"))
-        Path(folder, "config.json").write_text(json.dumps(content | differences), encoding="utf-8")
-        path = Path(folder, "recipe.yaml")
-        path.write_text(RECIPE.format(folder=folder, length=LENGTH, steps=STEPS, rows=ROWS), encoding="utf-8")
-        hardware = machine_of(f"rtx4090,{case.drives},{case.ram}")
-        planning = Planning()
+    hardware, planning = machine_of(f"rtx4090,{case.drives},{case.ram}"), Planning()
+    train = {"max_steps": STEPS, "batch_size": ROWS}
+    with recipe_of(known_config(name) | differences, length=LENGTH, train=train, overrides=overrides) as loaded:
         try:
-            prepared = prepared_elsewhere(load_recipe(path, overrides), hardware, choose=planning)
+            prepared = prepared_elsewhere(loaded, hardware, choose=planning)
         except FuyouError as error:
             return error.message
     if planning.too_small is not None:
@@ -153,17 +130,13 @@ def kept(path: Path | None) -> dict[str, Mapping[str, Any]]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    options = argparse.ArgumentParser(
-        description=__doc__, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    options = plain_parser(__doc__)
     options.add_argument("--quick", action="store_true", help="one plan: tries the script")
     options.add_argument("--beside", type=Path, help="an earlier result of this script")
     options.add_argument("--checkout", type=Path, default=ROOT, help="whose sources plan (default: this one)")
     options.add_argument("--name", default="plan_table", help="of the result")
-    options.add_argument("--results", type=Path, default=ROOT / "scripts" / "results", help="where the JSON goes")
     asked = options.parse_args(words)
-    print(shlex.join(["python", "scripts/plan_table.py", *(sys.argv[1:] if words is None else words)]))
-    print(described())
+    show_command("scripts/plan_table.py", words)
     before, rows = kept(asked.beside), []
     for case in list(cases())[: 1 if asked.quick else None]:
         rows.append(row_of(case, planned(case), before.get(case.words)))

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof import green
 from proof.load import load
-from proof.report import EXIT_CODES, ROOT, Progress, Row, conclude, digest, holds, missing, say
+from proof.report import ROOT, Progress, Row, conclude, digest, holds, missing, plain_parser, say
 
 from fuyou_cli.machine.profile import core_count
 
@@ -40,7 +40,7 @@ NATIVE = [f"native ({sanitizer} sanitizer)" for sanitizer in green.SANITIZERS]
 
 
 def arguments() -> argparse.Namespace:
-    made = argparse.ArgumentParser(description=__doc__, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = plain_parser(__doc__)
     made.add_argument("tests", nargs="*", type=Path, help="files or folders of tests (default: all, and the native ones)")
     made.add_argument("--runs", type=int, default=10, help="of every file")
     made.add_argument("--loaded", type=int, default=3, help="of every file on a busy machine")
@@ -52,7 +52,6 @@ def arguments() -> argparse.Namespace:
         "--seconds", type=float, default=float("inf"), help="begin nothing new after this long, and say how far it is"
     )
     made.add_argument("--work", type=Path, help="folder for progress and what the tests write (default: temporary)")
-    made.add_argument("--results", type=Path, default=ROOT / "scripts" / "results", help="where the JSON goes")
     return made.parse_args()
 
 

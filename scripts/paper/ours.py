@@ -3,22 +3,20 @@ command's own code with everything that the recipe leaves out as it is by defaul
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
-from io import StringIO
-from pathlib import Path
+
+from proof.on_paper import recipe_of
 
 from fuyou_cli.advice.planning import Elsewise, Outcome, Planning
 from fuyou_cli.advice.room import room_of
 from fuyou_cli.cli.prepared import prepared_elsewhere
 from fuyou_cli.core.errors import PlanError
 from fuyou_cli.machine.profile import described
-from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.hardware import HardwareProfile
 
 from . import given, policy
@@ -32,13 +30,6 @@ USEFUL_FLOPS = 6  # per parameter and token, where nothing is computed again
 PAPER_RAM = 768  # GiB
 LARGE = ("175B", 32, 256)  # model, batch and GiB of it
 CONSUMER_MODELS, CONSUMER_RAM, CONSUMER_BATCHES = ("13B", "70B"), (64, 128), (32, 64, 128, 256, 512)
-_RECIPE = """version: 1
-output_dir: {folder}/out
-model: {{name_or_path: {folder}}}
-dataset: {{train: [{{path: {folder}/none.jsonl}}], max_seq_len: {length}}}
-train: {{max_steps: 1000, batch_size: {batch}}}
-checkpoint: {{commit_every_steps: null}}  # as there
-"""
 
 
 def counted(model: str, tokens: float) -> float:
@@ -193,12 +184,10 @@ def planned(cases: Sequence[Case], say: Callable[[str], None]) -> Iterator[Ours]
 
 def plan_of(case: Case) -> Ours:
     """What `fuyou plan` chooses, and the same with clipping, and with commits."""
-    with tempfile.TemporaryDirectory() as folder, redirect_stderr(StringIO()):
-        policy.config_of(case.model).save_pretrained(folder)
-        path = Path(folder, "recipe.yaml")
-        path.write_text(_RECIPE.format(folder=folder, batch=case.batch, length=given.LENGTH))
-        loaded = load_recipe(path, case.settings)
-        named = {"model": case.model, "where": case.where, "batch": case.batch, "settings": case.settings, "paper": case.paper}
+    named = {"model": case.model, "where": case.where, "batch": case.batch, "settings": case.settings, "paper": case.paper}
+    config, train = json.loads(policy.config_of(case.model).to_json_string()), {"max_steps": 1000, "batch_size": case.batch}
+    uncommitted = {"commit_every_steps": None}  # as there
+    with recipe_of(config, length=given.LENGTH, train=train, overrides=case.settings, checkpoint=uncommitted) as loaded:
         try:
             prepared = prepared_elsewhere(loaded, case.hardware, choose=Planning())
         except PlanError as error:

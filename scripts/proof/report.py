@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import importlib.util
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -230,6 +232,21 @@ def commit(checkout: Path = ROOT) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
+
+
+def plain_parser(description: str | None) -> argparse.ArgumentParser:
+    """With what all scripts have."""
+    made = argparse.ArgumentParser(
+        description=description, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--results", type=Path, default=ROOT / "scripts" / "results", help="where the JSON goes")
+    return made
+
+
+def show_command(script: str, words: Sequence[str] | None = None) -> None:
+    """Prints how the script was started, where and when."""
+    print(shlex.join(["python", script, *(sys.argv[1:] if words is None else words)]))
+    print(described())
 
 
 def described() -> str:

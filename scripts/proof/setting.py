@@ -13,11 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.core.units import parse_size
 
-from .limits import LimitsUnavailable
-from .report import EXIT_CODES, ROOT, Progress, Row, conclude, holds
+from .report import Progress, Row, conclude, holds, plain_parser
 from .rows import model_folder, text_file
 
 NO_PEERS = ["compares with nobody: --peers has nothing to add here"]
@@ -104,28 +102,6 @@ def parser(description: str) -> argparse.ArgumentParser:
     made.add_argument("--peers", type=Path, help="folder of the reference loops (ds_train.py ...)")
     made.add_argument("--state", type=Path, help="progress file; a rerun skips what is in it (default: in --work)")
     return made
-
-
-def plain_parser(description: str) -> argparse.ArgumentParser:
-    """With what all scripts have."""
-    made = argparse.ArgumentParser(
-        description=description, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    made.add_argument("--results", type=Path, default=ROOT / "scripts" / "results", help="where the JSON goes")
-    return made
-
-
-def run_script(options: argparse.Namespace, prove: Callable[[Setting, argparse.Namespace], int]) -> int:
-    """Calls `prove(setting, options)` with everything set up; errors for people end the script with their words."""
-    try:
-        with _setting(options) as setting:
-            return prove(setting, options)
-    except (FuyouError, RunFailed, LimitsUnavailable) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; what was finished is kept with --work or --state", file=sys.stderr)
-        return 130
 
 
 @contextmanager
