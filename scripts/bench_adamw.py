@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import statistics
 import sys
 import time
@@ -32,6 +31,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from proof.report import Row, at_least, commit, described, exit_code, in_words, missing, now, unless_noisy
+
+from fuyou_cli.machine.background_load import Others
 
 QUIET_CORES = 0.15
 ENOUGH = 3  # quiet samples of a side, for its median to mean something
@@ -179,26 +180,13 @@ def one_pass_sides(threads: int, params: int) -> tuple[Memory, dict[str, Step]]:
     return memory, sides
 
 
-def cpu_clock() -> tuple[float, float]:
-    """Busy seconds of the whole machine and of this process."""
-    ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    user, nice, system, _, _, irq, softirq, _ = ticks
-    mine = resource.getrusage(resource.RUSAGE_SELF)
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK"), mine.ru_utime + mine.ru_stime
-
-
 def sample(step: Step) -> tuple[float, float]:
     """Seconds per step and the cores that others used meanwhile."""
-    machine, mine = cpu_clock()
-    begin = time.perf_counter()
-    steps = 0
+    others, begin, steps = Others(), time.perf_counter(), 0
     while steps < 2 or time.perf_counter() - begin < SAMPLE_SECONDS:
         step()
         steps += 1
-    seconds = time.perf_counter() - begin
-    machine_after, mine_after = cpu_clock()
-    others = max(0.0, (machine_after - machine) - (mine_after - mine)) / seconds
-    return seconds / steps, others
+    return (time.perf_counter() - begin) / steps, others.cores()
 
 
 def measure(sides: dict[str, Step], good: int, max_seconds: float) -> dict[str, list[tuple[float, float]]]:

@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from proof.report import Row, at_least, at_most, commit, described, exit_code, in_words, missing, now, unless_noisy
 
 from fuyou_cli.core.units import MiB, parse_size
+from fuyou_cli.machine.background_load import Others
 from fuyou_cli.swap.arena import Arena
 from fuyou_cli.swap.daemon import DaemonOptions, SwapDaemon
 from fuyou_cli.swap.store import Store
@@ -155,28 +156,19 @@ def describe(name: str, samples: list[Sample]) -> str:
     )
 
 
-def busy_others() -> tuple[float, float]:
-    """CPU-seconds of the whole machine but this process and its children so far, and the time."""
-    ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:4]]  # user nice system
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    own = sum(usage.ru_utime + usage.ru_stime for usage in usages)
-    return sum(ticks) / os.sysconf("SC_CLK_TCK") - own, time.perf_counter()
-
-
 def take_pair(mode: str, daemon: SwapDaemon, path: Path, size: int, args: argparse.Namespace, turn: int) -> Pair:
     """Both sides once; who begins alternates."""
     with_fio = shutil.which("fio") is not None
     taken: dict[str, Sample | None] = {"fuyou": None, "fio": None}
-    busy, begin = busy_others()
+    others = Others()
     for side in ("fuyou", "fio") if turn % 2 else ("fio", "fuyou"):
         if side == "fuyou":
             taken[side] = ours(daemon, mode, size, OUTSTANDING)
         elif with_fio:
             taken[side] = fio(path, mode, size, parse_size(args.block), args.depth)
-    busy_after, end = busy_others()
     mine = taken["fuyou"]
     assert mine is not None
-    return Pair(mine=mine, theirs=taken["fio"], others=max(0.0, busy_after - busy) / (end - begin))
+    return Pair(mine=mine, theirs=taken["fio"], others=others.cores())
 
 
 def compare(mode: str, daemon: SwapDaemon, path: Path, size: int, args: argparse.Namespace) -> list[Row]:

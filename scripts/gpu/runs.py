@@ -7,24 +7,19 @@ import resource
 import signal
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-from proof.report import ROOT, say
-from proof.rows import own_text, rows_folder
-from proof.runs import FUYOU, STEP_FIELDS, fresh, started
+from proof.rows import model_folder, own_text, rows_folder
+from proof.runs import FUYOU, STEP_FIELDS, InMemory, end_of, fresh, recipe_in, started
 from proof.watch import LineCounter
 
 from fuyou_cli.training.jsonl import read_log
 
-SEED = 42
 SAVING = 20.0  # seconds after its last step that a run may take to save its states: tens of GB, nothing that is asked
-LAST_LINES = 12  # of a failed command's output that are kept
 STACK_LINES = 120  # of one that was ended: what all of its threads were doing
 TO_TELL = 2.0  # seconds that it has to say so
 
@@ -48,14 +43,7 @@ class Place:
 
     def model(self, shape: str) -> Path:
         """The checkpoint of `shape` with random weights, made once."""
-        folder, text = self.work / "models" / shape, self.text()
-        if not (folder / "made").exists():
-            say(f"making the {shape} checkpoint")
-            script = ROOT / "scripts" / "make_checkpoint.py"
-            words = ["--shape", shape, "--out", str(folder), "--tokenizer-text", str(text), "--repeat"]
-            subprocess.run([sys.executable, str(script), *words], check=True, stdout=subprocess.DEVNULL)
-            (folder / "made").touch()
-        return folder
+        return model_folder(self.work, shape, self.text(), "--repeat")
 
     def text(self) -> Path:
         path = self.work / "text.jsonl"
@@ -82,41 +70,15 @@ def write_recipe(place: Place, case: Case) -> Path:
     out, model = fresh(place.work / "run"), place.model(case.shape)
     fresh(place.work / "store")
     tiers = {key: "ssd" for key in ("weights", "gradients", "optimizer_states") if case.on_ssd}
-    recipe = {
-        "version": 1,
-        "output_dir": str(out),
-        "seed": SEED,
-        "model": {"name_or_path": str(model)},
-        "dataset": {
-            "train": [{"path": str(place.text()), "format": "prompt_completion"}],
-            "max_seq_len": place.length,
-            "packing": "concat",
-            "loss_on": "all",
-            "cache_dir": str(place.work / "rows"),
-        },
-        "optimizer": {"lr": 1e-4, "betas": [0.9, 0.999], "weight_decay": 0.01},
-        "lr_scheduler": {"name": "constant", "warmup_steps": 0},
-        "train": {
-            "max_steps": case.steps,
-            "batch_size": case.rows,
-            "micro_batch_size": place.micro or "auto",
-            "clip_grad_norm": case.clip,
-        },
-        "offload": {
-            "device": place.device,
-            "dir": str(place.work / "store"),
-            "max_memory": {"gpu": case.gpu or "auto"},
-            **place.fixed,
-            **({"defer_updates": "auto"} if case.clip is not None else {}),  # clipping leaves no choice of it
-            **tiers,
-            **case.offload,
-        },
-        "checkpoint": {"resume": "never", "commit_every_steps": None},
-        "export": {"at_end": False},
-    }
-    path = out / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
-    return path
+    offload = {
+        "device": place.device, "dir": str(place.work / "store"), "max_memory": {"gpu": case.gpu or "auto"}, **place.fixed,
+        **({"defer_updates": "auto"} if case.clip is not None else {}),  # clipping leaves no choice of it
+        **tiers, **case.offload,
+    }  # fmt: skip
+    return recipe_in(
+        out, model, place.work / "rows", case, place.length, commit_every=None, offload=offload, export={"at_end": False},
+        entry={"path": str(place.text()), "format": "prompt_completion"}, train={"micro_batch_size": place.micro or "auto"},
+    )  # fmt: skip
 
 
 def finetune(place: Place, case: Case, *, words: Sequence[str] = (), saves: float = SAVING) -> dict[str, Any]:
@@ -164,11 +126,11 @@ def in_memory(place: Place, case: Case, *, micro: int) -> dict[str, Any]:
     out.unlink(missing_ok=True)
     rows = rows_folder(place.work / "run" / "recipe.yaml")
     device = "cuda" if place.device == "cuda" else "cpu"
-    command = [sys.executable, str(ROOT / "scripts" / "proof" / "in_memory.py"), "--model", str(place.model(case.shape))]
-    command += ["--rows", str(rows), "--batch", str(case.rows), "--micro", str(micro), "--steps", str(case.steps)]
-    command += ["--length", str(place.length), "--seed", str(SEED), "--device", device, "--float32-gradients"]
-    command += ["--clip", str(case.clip)] if case.clip is not None else []
-    with output.open("wb") as file, started([*command, "--out", str(out)], None, file) as child:
+    side = InMemory(
+        shape=case.shape, rows=case.rows, micro=micro, steps=case.steps, turn=0, clip=case.clip, length=place.length
+    )
+    command = [*side.command(model=place.model(case.shape), rows=rows, out=out), "--device", device, "--float32-gradients"]
+    with output.open("wb") as file, started(command, None, file) as child:
         try:
             child.wait(max(1.0, place.until - time.monotonic()))
             how = f"exit code {child.returncode}"
@@ -180,10 +142,6 @@ def in_memory(place: Place, case: Case, *, micro: int) -> dict[str, Any]:
         result["failed"] = f"{how}, {len(steps)} of {case.steps} steps:\n{end_of(output)}"
         result["too_large"] = "OutOfMemoryError" in result["failed"]
     return result
-
-
-def end_of(output: Path, lines: int = LAST_LINES) -> str:
-    return "\n".join(output.read_text(errors="replace").strip().splitlines()[-lines:])
 
 
 def end_with_stacks(child: subprocess.Popen[bytes]) -> None:

@@ -10,12 +10,13 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from fuyou_cli.machine import probe
+from fuyou_cli.machine.probe import OwnGroup
 
 ROOT = Path("/")
 REMOVAL_SECONDS = 3.0  # how long the kernel may take to let go of a group whose processes have ended
@@ -25,16 +26,6 @@ CONTROLLERS = {"memory": {1: "memory", 2: "memory"}, "disk": {1: "blkio", 2: "io
 
 class LimitsUnavailable(Exception):
     """This machine or user cannot set a limit; the text says which and what would help."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hierarchy:
-    """One mounted tree of control groups."""
-
-    version: int
-    controllers: frozenset[str]
-    top: Path
-    own: Path  # the folder of this process's group in it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,55 +40,21 @@ class DiskRates:
 # ---- what is mounted ----------------------------------------------------------------------------------------------
 
 
-def hierarchies(root: Path = ROOT) -> list[Hierarchy]:
-    """Every tree of control groups that this process sees, in the order they were mounted."""
-    own = own_groups((root / "proc/self/cgroup").read_text())
-    found = []
-    for mount in probe.mounts(root):
-        top = root / mount.point.relative_to("/")
-        if mount.kind == "cgroup2":
-            found.append(
-                Hierarchy(
-                    version=2,
-                    controllers=frozenset(_words(top / "cgroup.controllers")),
-                    top=top,
-                    own=_inside(top, mount.root, own.get("", "/")),
-                )
-            )
-        elif mount.kind == "cgroup":
-            controllers = frozenset(mount.options.split(",")) & own.keys()
-            paths = [own[name] for name in sorted(controllers)] or ["/"]
-            found.append(Hierarchy(version=1, controllers=controllers, top=top, own=_inside(top, mount.root, paths[0])))
-    return found
-
-
-def own_groups(text: str) -> dict[str, str]:
-    """Controller -> path, of /proc/self/cgroup; version 2's line is under the empty name."""
-    groups = {}
-    for line in text.splitlines():
-        number, controllers, path = ([*line.split(":", 2), "", ""])[:3]
-        if number == "0" and not controllers:
-            groups[""] = path
-        for controller in filter(None, controllers.split(",")):
-            groups[controller] = path
-    return groups
-
-
-def hierarchy_for(kind: str, found: Sequence[Hierarchy]) -> Hierarchy:
-    """The tree that controls `kind` (memory or disk): each controller is in one tree only, also where both versions are
-    mounted. Raises LimitsUnavailable."""
-    for hierarchy in found:
-        if CONTROLLERS[kind][hierarchy.version] in hierarchy.controllers:
-            return hierarchy
+def tree_for(kind: str, root: Path = ROOT) -> OwnGroup:
+    """This process's group in the tree that controls `kind` (memory or disk): each controller is in one tree only, also where
+    both versions are mounted. Raises LimitsUnavailable."""
+    for version, controller in CONTROLLERS[kind].items():
+        for own in probe.own_groups(controller, root):
+            if own.version == version and (version == 1 or controller in _words(own.top / "cgroup.controllers")):
+                return own
     raise LimitsUnavailable(f"no control group tree for {kind} is mounted under /sys/fs/cgroup")
 
 
-def parents(hierarchy: Hierarchy) -> list[Path]:
+def parents(tree: OwnGroup) -> list[Path]:
     """Where a group may be made, best first: at the top, where nothing above limits it; on version 2 also below this
     process's own group, which is what a delegated user has."""
-    if hierarchy.version == 1 or hierarchy.own == hierarchy.top:
-        return [hierarchy.top]
-    return [hierarchy.top, hierarchy.own]
+    is_inside = tree.version == 2 and tree.folder != tree.top and tree.folder.is_dir() and ".." not in tree.folder.parts
+    return [tree.top, tree.folder] if is_inside else [tree.top]
 
 
 def device_of(path: Path, root: Path = ROOT) -> str:
@@ -224,8 +181,7 @@ def group(
 
 
 def _open_group(made: dict[Path, Path], *, with_disk: bool, name: str, root: Path) -> Group:
-    found = hierarchies(root)
-    trees = {kind: hierarchy_for(kind, found) for kind in (("memory", "disk") if with_disk else ("memory",))}
+    trees = {kind: tree_for(kind, root) for kind in (("memory", "disk") if with_disk else ("memory",))}
     for tree in trees.values():
         if tree.top not in made:
             wanted = {CONTROLLERS[kind][tree.version] for kind, other in trees.items() if other.top == tree.top}
@@ -234,7 +190,7 @@ def _open_group(made: dict[Path, Path], *, with_disk: bool, name: str, root: Pat
     return Group(places["memory"], places.get("disk"))
 
 
-def _make(tree: Hierarchy, controllers: set[str], name: str) -> Path:
+def _make(tree: OwnGroup, controllers: set[str], name: str) -> Path:
     """The folder of a new group that has `controllers`, at the first place that allows it."""
     refusals = []
     for parent in parents(tree):
@@ -262,13 +218,6 @@ def _remove(folder: Path) -> None:
             if error.errno != errno.EBUSY or time.monotonic() > until:
                 raise
             time.sleep(0.05)
-
-
-def _inside(top: Path, mounted: str, path: str) -> Path:
-    """A group's folder: a container may see its group's path from outside while its folder is mounted at the top."""
-    inside = path.removeprefix(mounted) if mounted != "/" else path
-    folder = top / inside.strip("/")
-    return folder if ".." not in Path(inside).parts and folder.is_dir() else top
 
 
 def _words(path: Path) -> list[str]:

@@ -61,14 +61,14 @@ def own_text(rows: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def model_folder(work: Path, shape: str, text: Path) -> Path:
-    """The checkpoint of `shape` with a tokenizer of `text`, made once per work folder."""
+def model_folder(work: Path, shape: str, text: Path, *words: str) -> Path:
+    """The checkpoint of `shape` with a tokenizer of `text`, made once per work folder. `words`: more for make_checkpoint."""
     folder = work / "models" / shape
     if (folder / "made").exists():
         return folder
     say(f"making the {shape} checkpoint")
     script = ROOT / "scripts" / "make_checkpoint.py"
-    command = [sys.executable, str(script), "--shape", shape, "--out", str(folder), "--tokenizer-text", str(text)]
+    command = [sys.executable, str(script), "--shape", shape, "--out", str(folder), "--tokenizer-text", str(text), *words]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     (folder / "made").touch()
     return folder

@@ -38,6 +38,7 @@ MOVED = 0.08  # by how much the machine's own speed may change from a bench to t
 TRIES = 3  # until a bench and its run found the same machine
 BENCHES = 5  # until one is quiet
 BENCHED_SECONDS = 40.0  # at the end of a bench: the recipe's own block and head
+LAST_LINES = 12  # of a failed command's output that are kept
 STEP_FIELDS = (
     "step", "loss", "grad_norm", "seconds", "batch_tokens", "ram_peak", "read_bytes", "written_bytes",
     "update_cpu_seconds", "io_cpu_seconds", "stalls", "busy",
@@ -103,41 +104,43 @@ def write_recipe(setting: Setting, case: Case) -> Path:
     placement = {key: "ssd" for key in ("weights", "gradients", "optimizer_states", "boundaries") if case.all_on_ssd}
     # A run watched for memory tokenises inside its own limit; the others share their rows with the other side.
     rows = out / "data" if case.watch_memory else setting.work / "rows"
+    offload = {
+        "device": "cpu", "dir": str(setting.work / "store"), "max_memory": {"cpu": f"{case.budget}B"}, **placement,
+        "measure": False,  # a case that is to be measured asks for it (`profiled`), under the limits of its run
+    }  # fmt: skip
+    return recipe_in(
+        out, setting.model(case.shape), rows, case, LENGTH, entry=setting.entry, commit_every=case.commit_every,
+        train={"micro_batch_size": case.micro or "auto", "threads": THREADS}, precision={"compute": case.compute},
+        offload=offload, export={"at_end": case.export},
+    )  # fmt: skip
+
+
+def recipe_in(
+    out: Path, model: Path, cache: Path, case: Any, length: int, *, entry: Mapping[str, object], commit_every: int | str | None,
+    train: Mapping[str, object], **sections: Mapping[str, object],
+) -> Path:  # fmt: skip
+    """Writes the recipe of a case (its rows, steps and clipping) to `out`: what all runs of the proofs have in common."""
+    dataset = {"train": [dict(entry)], "max_seq_len": length, "packing": "concat", "loss_on": "all", "cache_dir": str(cache)}
     recipe = {
         "version": 1,
         "output_dir": str(out),
         "seed": SEED,
-        "model": {"name_or_path": str(setting.model(case.shape))},
-        "dataset": {
-            "train": [setting.entry],
-            "max_seq_len": LENGTH,
-            "packing": "concat",
-            "loss_on": "all",
-            "cache_dir": str(rows),
-        },
+        "model": {"name_or_path": str(model)},
+        "dataset": dataset,
         "optimizer": {"lr": 1e-4, "betas": [0.9, 0.999], "weight_decay": 0.01},
         "lr_scheduler": {"name": "constant", "warmup_steps": 0},
-        "train": {
-            "max_steps": case.steps,
-            "batch_size": case.rows,
-            "micro_batch_size": case.micro or "auto",
-            "threads": THREADS,
-            "clip_grad_norm": case.clip,
-        },
-        "precision": {"compute": case.compute},
-        "offload": {
-            "device": "cpu",
-            "dir": str(setting.work / "store"),
-            "max_memory": {"cpu": f"{case.budget}B"},
-            "measure": False,  # a case that is to be measured asks for it (`profiled`), under the limits of its run
-            **placement,
-        },
-        "checkpoint": {"resume": "never", "commit_every_steps": case.commit_every},
-        "export": {"at_end": case.export},
+        "train": {"max_steps": case.steps, "batch_size": case.rows, "clip_grad_norm": case.clip, **train},
+        "checkpoint": {"resume": "never", "commit_every_steps": commit_every},
+        **sections,
     }
     path = out / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
     return path
+
+
+def end_of(output: Path, lines: int = LAST_LINES) -> str:
+    """The end of what a command wrote."""
+    return "\n".join(output.read_text(errors="replace").strip().splitlines()[-lines:])
 
 
 def fresh(folder: Path) -> Path:
@@ -226,8 +229,7 @@ def _one_run(setting: Setting, case: Case, pace: Pace | None = None) -> dict[str
         "others_cores": cores,
     }
     if child.returncode != 0 or len(steps) != case.steps:
-        end = output.read_text(errors="replace").strip().splitlines()[-12:]
-        result["failed"] = f"exit code {child.returncode}, {len(steps)} steps, {kills} killed:\n" + "\n".join(end)
+        result["failed"] = f"exit code {child.returncode}, {len(steps)} steps, {kills} killed:\n{end_of(output)}"
     result["noisy"] = case.timed and cores > NOISE_CORES
     if pace is not None:
         during_bench = pace.speed(benched - BENCHED_SECONDS, benched)
@@ -363,6 +365,7 @@ class InMemory:
     clip: float | None = None
     compute_alone: bool = False
     checkpointing: bool = True
+    length: int = LENGTH
 
     @property
     def key(self) -> str:
@@ -376,7 +379,7 @@ class InMemory:
     def command(self, *, model: Path, rows: Path, out: Path) -> list[str]:
         command = [sys.executable, str(ROOT / "scripts" / "proof" / "in_memory.py"), "--model", str(model)]
         command += ["--rows", str(rows), "--batch", str(self.rows), "--micro", str(self.micro), "--steps", str(self.steps)]
-        command += ["--threads", str(THREADS), "--seed", str(SEED), "--length", str(LENGTH), "--out", str(out)]
+        command += ["--threads", str(THREADS), "--seed", str(SEED), "--length", str(self.length), "--out", str(out)]
         command += ["--compute-alone"] if self.compute_alone else []
         command += [] if self.checkpointing else ["--no-checkpointing"]
         command += ["--clip", str(self.clip)] if self.clip is not None else []
@@ -404,9 +407,8 @@ def _in_memory_run(setting: Setting, case: InMemory, rows: Path) -> dict[str, An
     done = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     result: dict[str, Any] = {"warm_up": 1, "steps": done, "others_cores": cores, "noisy": cores > NOISE_CORES}
     if child.returncode != 0 or len(done) != case.steps:
-        end = output.read_text(errors="replace").strip().splitlines()[-6:]
         hint = "; it was killed, probably for memory: try a smaller --shape" if child.returncode == -9 else ""
-        result["failed"] = f"exit code {child.returncode}{hint}:\n" + "\n".join(end)
+        result["failed"] = f"exit code {child.returncode}{hint}:\n{end_of(output)}"
     return result
 
 

@@ -14,7 +14,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from proof import limits, watch
-from proof.limits import DiskRates, Hierarchy, LimitsUnavailable
+from proof.limits import DiskRates, LimitsUnavailable
+
+from fuyou_cli.machine.probe import OwnGroup
 
 MiB = 1 << 20
 HYBRID_MOUNTS = """\
@@ -53,40 +55,32 @@ def unified(root: Path, own: str = "/user.slice/run.scope") -> Path:
 
 def test_both_versions_mounted_each_controller_is_found_where_it_is(tmp_path: Path) -> None:
     root = hybrid(tmp_path)
-    found = limits.hierarchies(root)
-    memory, disk = limits.hierarchy_for("memory", found), limits.hierarchy_for("disk", found)
+    memory, disk = limits.tree_for("memory", root), limits.tree_for("disk", root)
     assert (memory.version, memory.top) == (1, root / "sys/fs/cgroup/memory")
-    assert memory.own == root / "sys/fs/cgroup/memory/session/one"
+    assert memory.folder == root / "sys/fs/cgroup/memory/session/one"
     assert (disk.version, disk.top) == (1, root / "sys/fs/cgroup/blkio")
 
 
 def test_version_two_alone_serves_both(tmp_path: Path) -> None:
     root = unified(tmp_path)
-    found = limits.hierarchies(root)
-    memory, disk = limits.hierarchy_for("memory", found), limits.hierarchy_for("disk", found)
+    memory, disk = limits.tree_for("memory", root), limits.tree_for("disk", root)
     assert memory == disk
-    assert (memory.version, memory.own) == (2, root / "sys/fs/cgroup/user.slice/run.scope")
+    assert (memory.version, memory.folder) == (2, root / "sys/fs/cgroup/user.slice/run.scope")
 
 
 def test_without_a_tree_the_missing_controller_is_named(tmp_path: Path) -> None:
     root = machine(tmp_path, "22 1 8:1 / / rw - ext4 /dev/sda1 rw\n", "", {})
     with pytest.raises(LimitsUnavailable, match="disk"):
-        limits.hierarchy_for("disk", limits.hierarchies(root))
+        limits.tree_for("disk", root)
 
 
 def test_groups_go_to_the_top_and_on_version_two_else_below_our_own(tmp_path: Path) -> None:
     top, own = tmp_path, tmp_path / "own"
-    old = Hierarchy(version=1, controllers=frozenset({"memory"}), top=top, own=own)
-    new = Hierarchy(version=2, controllers=frozenset({"memory"}), top=top, own=own)
-    assert limits.parents(old) == [top]
-    assert limits.parents(new) == [top, own]
-    assert limits.parents(Hierarchy(version=2, controllers=frozenset(), top=top, own=top)) == [top]
-
-
-def test_a_path_from_outside_a_container_means_the_top_of_the_mount(tmp_path: Path) -> None:
-    mounts = "30 22 0:30 /docker/abc /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n"
-    root = machine(tmp_path, mounts, "4:memory:/docker/abc\n", {"sys/fs/cgroup/memory/tasks": ""})
-    assert limits.hierarchies(root)[0].own == root / "sys/fs/cgroup/memory"
+    own.mkdir()
+    assert limits.parents(OwnGroup(version=1, top=top, folder=own)) == [top]
+    assert limits.parents(OwnGroup(version=2, top=top, folder=own)) == [top, own]
+    assert limits.parents(OwnGroup(version=2, top=top, folder=top)) == [top]
+    assert limits.parents(OwnGroup(version=2, top=top, folder=top / "unseen")) == [top]
 
 
 def test_version_two_asks_for_controllers_that_children_lack(tmp_path: Path) -> None:
