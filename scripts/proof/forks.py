@@ -1,6 +1,7 @@
 """Run by `nursery.py`: imports what a run imports, then runs `fuyou WORDS` in a forked child for every line it is sent.
 
-A line is a request as JSON: `words`, the `folder` to run in, its `environment`, and the files `out` and `err` of its output.
+A line is a request as JSON: `words`, a program to run `first`, the `folder` to run in, its `environment`, and the files `out`
+and `err` of its output.
 Answered with the child's number and, when it is over, its exit code. What a command that is over still has of threads, arenas,
 daemons and open files below the folder `under` (where it says one) is told on its output, and the memory it has grown by.
 """
@@ -76,6 +77,7 @@ def _run(request: dict[str, Any]) -> int:
     _become(request)
     code, before = _NO_END, _anonymous_kib()
     try:
+        exec(request["first"], {})
         app.main(request["words"])
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)

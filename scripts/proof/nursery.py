@@ -86,7 +86,10 @@ class Nursery:
         if self._parent.stdout.readline() != b"ready\n":
             raise RuntimeError("the process that runs are forked from did not start")
 
-    def begin(self, words: Sequence[str], *, folder: Path | None = None, environment: Mapping[str, str] | None = None) -> Child:
+    def begin(
+        self, words: Sequence[str], *, folder: Path | None = None, environment: Mapping[str, str] | None = None, first: str = ""
+    ) -> Child:
+        """Starts `fuyou WORDS`; before it, in its process, the program `first` runs."""
         assert self._parent.stdin is not None
         if self._child is not None and not self._child.waited:
             self._child.kill()
@@ -96,6 +99,7 @@ class Nursery:
             path.write_bytes(b"")
         request = {
             "words": [*words],
+            "first": first,
             "folder": str(folder or self._folder),
             "environment": self._environment if environment is None else {**environment},
             "out": str(out),

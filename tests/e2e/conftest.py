@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -124,26 +125,20 @@ class Project:
         """`fuyou ARGUMENTS` to its end."""
         return ended(self.begin(*arguments))
 
-    def begin(self, *arguments: str | Path) -> Child:
-        """`fuyou ARGUMENTS` in a process of its own with nothing to read. One at a time."""
+    def begin(self, *arguments: str | Path, first: str = "") -> Child:
+        """`fuyou ARGUMENTS` in a process of its own with nothing to read, after the program `first`. One at a time."""
         assert self.nursery is not None
-        return self.nursery().begin([*map(str, arguments)], folder=self.folder, environment=self.environment())
+        words, environment = [*map(str, arguments)], self.environment()
+        return self.nursery().begin(words, folder=self.folder, environment=environment, first=first)
 
     def fuyou_with_free(self, free: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
         """The same on a machine whose disks say that `free` bytes are left."""
-        return self.fuyou_changed(f"from fuyou_cli.cli import probe\nprobe.free_space = lambda path: {free}\n", *arguments)
+        first = f"from fuyou_cli.machine import probe\nprobe.free_space = lambda path: {free}\n"
+        return ended(self.begin(*arguments, first=first))
 
     def fuyou_doing(self, action: str, step: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
         """The same in a process that does `action` as soon as `step` is in its log, before it goes on."""
-        return self.fuyou_changed(doing(action, step), *arguments)
-
-    def fuyou_changed(self, change: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        """The same in a process of its own, which runs the program `change` first."""
-        program = f"import sys\n{change}\nfrom fuyou_cli.cli.app import main\nmain(sys.argv[1:])"
-        return subprocess.run(
-            [sys.executable, "-c", program, *map(str, arguments)], cwd=self.folder, env=self.environment(),
-            capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False,
-        )  # fmt: skip
+        return ended(self.begin(*arguments, first=doing(action, step)))
 
     def losses(self) -> dict[int, float]:
         """Step -> loss of the log; of a step logged twice the later record."""
@@ -191,12 +186,61 @@ def new_project(tmp_path: Path, materials: Path, nursery: Callable[[], Nursery])
     return make
 
 
-@pytest.fixture
-def stopped(new_project: Callable[..., Project]) -> Project:
-    """A project whose run was stopped in step 3."""
-    from .running import STEPS, interrupt, train  # which speaks of this file's Project
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Whole:
+    """What a run left that nobody stopped. Others look at it too: it stays as it is."""
 
-    project = new_project("stopped", {"train.max_steps": STEPS})
-    with pytest.raises(Interrupted):
-        train(project, interrupt(3, "forward"))
-    return project
+    losses: list[float]
+    store: Path
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory, materials: Path) -> Callable[..., Whole]:
+    """whole({dotted key: value}) is a run of six steps that nobody stopped, made once for all tests of this process."""
+    from .running import STEPS, train  # which speaks of this file's Project
+
+    made: dict[str, Whole] = {}
+
+    def once(changes: Mapping[str, Any] | None = None) -> Whole:
+        everything = {"train.max_steps": STEPS, **(changes or {})}
+        key = json.dumps(everything, sort_keys=True)
+        if key not in made:
+            project = Project(folder=tmp_path_factory.mktemp("whole"), materials=materials)
+            project.write_recipe(everything)
+            losses, store = train(project)
+            made[key] = Whole(losses=losses, store=store)
+        return made[key]
+
+    return once
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory, materials: Path) -> Callable[[str, Callable[[Project], None]], Path]:
+    """made_once(name, make) is the folder of a project as `make` left it: made once, put back for every test that asks."""
+    copies: dict[str, tuple[Path, Path]] = {}
+
+    def put_back(name: str, make: Callable[[Project], None]) -> Path:
+        if name not in copies:
+            folder = tmp_path_factory.mktemp(name)
+            make(Project(folder=folder, materials=materials))
+            copies[name] = folder, folder.with_name(f"{folder.name}-kept")
+            folder.rename(copies[name][1])
+        folder, kept = copies[name]
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(kept, folder, symlinks=True)
+        return folder
+
+    return put_back
+
+
+@pytest.fixture
+def stopped(made_once: Callable[..., Path], materials: Path, nursery: Callable[[], Nursery]) -> Project:
+    """A project whose run was stopped in step 3."""
+    from .running import STEPS, interrupt, train
+
+    def make(project: Project) -> None:
+        project.write_recipe({"train.max_steps": STEPS})
+        with pytest.raises(Interrupted):
+            train(project, interrupt(3, "forward"))
+
+    return Project(folder=made_once("stopped", make), materials=materials, nursery=nursery)

@@ -15,6 +15,7 @@ import torch
 
 from fuyou_cli.core.errors import Interrupted, SwapError, UsageError
 from fuyou_cli.machine import probe
+from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.swap.kernels import checksum
 from fuyou_cli.training import losses as loss_files
 from fuyou_cli.training.run import Run
@@ -22,7 +23,7 @@ from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.commits import Commits
 from fuyou_cli.training.state.manifest import Manifest, StoredExtent
 
-from .conftest import Project
+from .conftest import Project, Whole
 from .running import STEPS, exported, interrupt, manifest_of, prepared_run, store_of, train
 from .test_stopping import RAM
 
@@ -70,20 +71,16 @@ def _dies_at(step: int, visit: int) -> Callable[[Run], None]:
     return look
 
 
-def _visits(project: Project) -> int:
-    prepared = prepared_run(project)
-    from fuyou_cli.planner.schedule import plan_schedule
-
-    return len(plan_schedule(prepared.model, prepared.plan).visits)
-
-
 @pytest.mark.parametrize("place", PLACES)
-def test_a_run_that_dies_anywhere_is_the_same_run(place: str, new_project: NewProject, tmp_path: Path) -> None:
+def test_a_run_that_dies_anywhere_is_the_same_run(
+    place: str, new_project: NewProject, tmp_path: Path, whole: Callable[..., Whole]
+) -> None:
     changes = {**PLACES[place], "train.max_steps": STEPS}
-    expected, store = train(new_project("whole", changes))
+    expected = whole(changes)
     project = new_project("broken", changes)
-    plan = prepared_run(project).plan
-    draw, visits, every, done = random.Random(place), _visits(project), plan.commit_every, 0
+    prepared = prepared_run(project)
+    visits, every, done = len(plan_schedule(prepared.model, prepared.plan).visits), prepared.plan.commit_every, 0
+    draw = random.Random(place)
     assert place != "as the planner says, in RAM" or (every is not None and 1 < every < STEPS)
     for step in range(1, STEPS + 1):
         died_in = max(step, done + 1)
@@ -95,8 +92,8 @@ def test_a_run_that_dies_anywhere_is_the_same_run(place: str, new_project: NewPr
         else:  # what a step's end leaves to the next forward is not committed before that is over
             assert done % every == 0 and done >= died_in - 2 - (every - 1)
     losses, resumed = train(project)
-    assert losses == expected
-    ours, theirs = exported(resumed, tmp_path / "ours"), exported(store, tmp_path / "theirs")
+    assert losses == expected.losses
+    ours, theirs = exported(resumed, tmp_path / "ours"), exported(expected.store, tmp_path / "theirs")
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
@@ -105,17 +102,17 @@ def _run(project: Project, **options: Any) -> Run:
     return Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space, **options)
 
 
-def test_the_same_states_are_on_the_store(new_project: NewProject) -> None:
+def test_the_same_states_are_on_the_store(new_project: NewProject, whole: Callable[..., Whole]) -> None:
     """Weights, remainders, moments: sums of all extents, after dying twice and after never."""
-    whole, broken = (new_project(name, {"train.max_steps": 4}) for name in ("whole", "broken"))
-    train(whole)
+    broken = new_project("broken", {"train.max_steps": STEPS})
     for step in (2, 4):
         with pytest.raises(Died):
             train(broken, _dies_at(step, 3))
-    train(broken)
+    _, store = train(broken)
     ours, theirs = (
-        [(name, extent.sum) for stage in manifest_of(project).stages for name, extent in stage.extents()]
-        for project in (broken, whole)
+        [(name, extent.sum) for stage in found.stages for name, extent in stage.extents()]
+        for folder in (store, whole().store)
+        if (found := manifests.read(folder)) is not None
     )
     assert ours == theirs and {name for name, _ in ours} == set(manifests.TENSORS)
 
@@ -132,7 +129,7 @@ def _flip(file: Path, byte: int) -> None:
 
 @pytest.mark.parametrize("tensor", manifests.TENSORS)
 def test_a_flipped_bit_is_found_and_the_step_before_goes_on(
-    tensor: str, stopped: Project, new_project: NewProject, tmp_path: Path
+    tensor: str, stopped: Project, tmp_path: Path, whole: Callable[..., Whole]
 ) -> None:
     saved = manifest_of(stopped)
     extent = next(getattr(stage, tensor) for stage in saved.stages if stage.params)
@@ -146,9 +143,9 @@ def test_a_flipped_bit_is_found_and_the_step_before_goes_on(
     said = " ".join(heard)
     assert f"the state after step {saved.step} is damaged: {tensor} of " in said and saved.files[0] in said
     assert f"going back to the state after step {saved.step - 1}, which is whole" in said
-    expected, whole = train(new_project("whole", {"train.max_steps": STEPS}))
-    assert losses == expected
-    ours, theirs = exported(store, tmp_path / "ours"), exported(whole, tmp_path / "theirs")
+    expected = whole()
+    assert losses == expected.losses
+    ours, theirs = exported(store, tmp_path / "ours"), exported(expected.store, tmp_path / "theirs")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -165,8 +162,8 @@ def test_where_no_state_is_whole_nothing_is_computed(stopped: Project) -> None:
     assert manifest_of(stopped) == saved
 
 
-def test_the_manifest_before_stands_in_for_a_damaged_one(stopped: Project, new_project: NewProject) -> None:
-    expected = train(new_project("whole", {"train.max_steps": STEPS}))[0]
+def test_the_manifest_before_stands_in_for_a_damaged_one(stopped: Project, whole: Callable[..., Whole]) -> None:
+    expected = whole().losses
     saved = manifest_of(stopped)
     path = store_of(stopped) / manifests.NAME
     path.write_bytes(path.read_bytes().replace(b'"step": 2', b'"step": 3'))
@@ -175,8 +172,8 @@ def test_the_manifest_before_stands_in_for_a_damaged_one(stopped: Project, new_p
     assert train(stopped)[0] == expected
 
 
-def test_losses_that_are_gone_hinder_nothing(stopped: Project, new_project: NewProject) -> None:
-    expected, _ = train(new_project("whole", {"train.max_steps": STEPS}))
+def test_losses_that_are_gone_hinder_nothing(stopped: Project, whole: Callable[..., Whole]) -> None:
+    expected = whole().losses
     (store_of(stopped) / loss_files.NAME).unlink()
     heard: list[str] = []
     with _run(stopped, announce=heard.append) as run:
@@ -187,11 +184,11 @@ def test_losses_that_are_gone_hinder_nothing(stopped: Project, new_project: NewP
 
 
 def test_what_a_commit_could_not_write_ends_the_run_at_the_one_before(
-    new_project: NewProject, monkeypatch: pytest.MonkeyPatch
+    new_project: NewProject, monkeypatch: pytest.MonkeyPatch, whole: Callable[..., Whole]
 ) -> None:
     """The flush of one commit fails, once: it is not tried again, for a second one would seem to work."""
     project = new_project(changes={"train.max_steps": STEPS})
-    expected = train(new_project("whole", {"train.max_steps": STEPS}))[0]
+    expected = whole().losses
     with _run(project) as run:
         run.load(lambda count: None)
         flush, flushed = run.store.sync, list[int]()
@@ -261,7 +258,7 @@ def test_what_commits_write_is_as_planned(every: int, new_project: NewProject) -
     assert written == per_commit * STEPS // every
 
 
-def test_an_orderly_end_between_two_commits_saves_the_state(new_project: NewProject) -> None:
+def test_an_orderly_end_between_two_commits_saves_the_state(new_project: NewProject, whole: Callable[..., Whole]) -> None:
     """And what is gone on with from there ends as if nobody had stopped."""
     changes = {**AUTO, "train.max_steps": STEPS}
     project = new_project(changes=changes)
@@ -270,7 +267,7 @@ def test_an_orderly_end_between_two_commits_saves_the_state(new_project: NewProj
     with pytest.raises(Interrupted, match=f"stopped after step 1 of {STEPS}"):
         train(project, interrupt(2, "forward"))
     assert manifest_of(project).step == 1
-    assert train(project)[0] == train(new_project("whole", changes))[0]
+    assert train(project)[0] == whole(changes).losses
 
 
 def test_a_saved_run_keeps_its_kind_of_store(stopped: Project) -> None:
@@ -281,10 +278,10 @@ def test_a_saved_run_keeps_its_kind_of_store(stopped: Project) -> None:
 
 
 @pytest.mark.parametrize("damaged", [1, 2])
-def test_the_last_snapshots_can_be_gone_back_to(damaged: int, new_project: NewProject) -> None:
+def test_the_last_snapshots_can_be_gone_back_to(damaged: int, new_project: NewProject, whole: Callable[..., Whole]) -> None:
     """Of three places two hold snapshots: with the newest damaged the one before goes on, with both nothing does."""
     snapshots = {"checkpoint.mode": "snapshot", "checkpoint.snapshot_every_steps": 2, "train.max_steps": STEPS}
-    expected, _ = train(new_project("whole", snapshots))
+    expected = whole(snapshots).losses
     project = new_project("broken", snapshots)
     with pytest.raises(Died):
         train(project, _dies_at(6, 5))
@@ -337,7 +334,7 @@ def _pending(manifest: Manifest) -> list[bool]:
     return [stage.gradients is not None for stage in manifest.stages if stage.params]
 
 
-def test_redo_has_everything_once(new_project: NewProject) -> None:
+def test_redo_has_everything_once(new_project: NewProject, whole: Callable[..., Whole]) -> None:
     """The store's durable part; and a step dies with some of its stages updated, the others by their gradients."""
     twice, once = (new_project(mode, {"checkpoint.mode": mode}) for mode in ("in_place", "redo"))
     plans = [prepared_run(project).plan for project in (twice, once)]
@@ -347,7 +344,7 @@ def test_redo_has_everything_once(new_project: NewProject) -> None:
         sizes.append(sum((ring.stages + ring.spares) * ring.size for ring in rings))
     assert sizes[1] < sizes[0]
     assert any(ring.stages > ring.spares for ring in rings)  # see _dies_amid_updates
-    expected = train(new_project("whole", {"train.max_steps": STEPS}))[0]
+    expected = whole().losses
     for partly in (False, True, True, False):
         with pytest.raises(Died):
             train(once, _dies_amid_updates(partly=partly))

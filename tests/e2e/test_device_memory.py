@@ -17,7 +17,7 @@ from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.device_memory import named
 from fuyou_cli.training.run import Run
 
-from .conftest import Project
+from .conftest import Project, Whole
 from .running import STEPS, prepared_run, train
 
 MiB = 1 << 20
@@ -26,7 +26,7 @@ EMULATED = {"train.max_steps": STEPS, "offload.device": "emulated"}
 
 
 def test_a_step_that_runs_out_names_the_key_and_is_gone_on_from(
-    new_project: NewProject, capsys: pytest.CaptureFixture[str]
+    new_project: NewProject, capsys: pytest.CaptureFixture[str], whole: Callable[..., Whole]
 ) -> None:
     project = new_project(changes={**EMULATED, "offload.max_memory.gpu": "64MiB"})
     planned = gib(prepared_run(project).plan.predicted.gpu_peak)
@@ -45,7 +45,7 @@ def test_a_step_that_runs_out_names_the_key_and_is_gone_on_from(
     assert "micro_batch_size" not in str(ended.value.hint)  # a saved run has its size
     assert errors.report(ended.value) == 4 and "offload.max_memory.gpu" in capsys.readouterr().err
     project.write_recipe({**EMULATED, "offload.max_memory.gpu": "128MiB"})
-    assert train(project)[0] == train(new_project("whole", EMULATED))[0]
+    assert train(project)[0] == whole(EMULATED).losses
 
 
 def test_a_run_does_not_open_beyond_its_limit(new_project: NewProject) -> None:
@@ -96,9 +96,9 @@ def test_what_to_do_depends_on_what_is_there(
 
 
 def test_what_cannot_be_pinned_is_said_once_and_changes_nothing(
-    new_project: NewProject, monkeypatch: pytest.MonkeyPatch
+    new_project: NewProject, monkeypatch: pytest.MonkeyPatch, whole: Callable[..., Whole]
 ) -> None:
-    expected, _ = train(new_project("pinned", EMULATED))
+    expected = whole(EMULATED).losses
     monkeypatch.setattr(EmulatedDevice, "_register", lambda self, address, size: False)
     said: list[str] = []
     prepared = prepared_run(new_project("not", EMULATED))

@@ -21,7 +21,7 @@ from fuyou_cli.training.jsonl import JsonlLog, read_log
 from fuyou_cli.training.report import StepReport
 from fuyou_cli.training.run import Run
 
-from .conftest import HANGS, Project, ended
+from .conftest import HANGS, Project, Whole, ended
 from .running import STEPS, exported, interrupt, manifest_of, prepared_run, store_of, train
 
 NewProject = Callable[..., Project]
@@ -46,9 +46,8 @@ def _text(path: Path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def test_a_reader_that_is_gone_does_not_end_the_run(new_project: NewProject) -> None:
-    whole, unread = new_project("whole"), new_project("unread")
-    train(whole)
+def test_a_reader_that_is_gone_does_not_end_the_run(new_project: NewProject, whole: Callable[..., Whole]) -> None:
+    unread = new_project("unread")
     with subprocess.Popen(
         unread.command("finetune", unread.recipe), cwd=unread.folder, env=unread.environment(),
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -60,12 +59,14 @@ def test_a_reader_that_is_gone_does_not_end_the_run(new_project: NewProject) -> 
         assert process.wait() == 0
     assert sorted(unread.losses()) == list(range(1, STEPS + 1))
     assert (unread.out / "timeline.svg").exists()
-    ours, theirs = unread.exported(), exported(store_of(whole), whole.folder / "export")
+    ours, theirs = unread.exported(), exported(whole().store, unread.folder / "export")
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.parametrize("changes", [{}, UNCLIPPED], ids=["clipped", "unclipped"])
-def test_a_log_on_a_full_disk_saves_the_step_and_is_named(changes: dict[str, object], new_project: NewProject) -> None:
+def test_a_log_on_a_full_disk_saves_the_step_and_is_named(
+    changes: dict[str, object], new_project: NewProject, whole: Callable[..., Whole]
+) -> None:
     project = new_project(changes={"train.max_steps": STEPS, **changes})
     log = JsonlLog(project.out / "log.jsonl")
 
@@ -84,10 +85,10 @@ def test_a_log_on_a_full_disk_saves_the_step_and_is_named(changes: dict[str, obj
     assert "the state after step 4 is saved" in str(ended.value.hint)
     assert not (store_of(project) / "spare").exists()
     losses, _ = train(project)
-    assert losses == train(new_project("whole", {"train.max_steps": STEPS, **changes}))[0]
+    assert losses == whole(changes).losses
 
 
-def test_any_error_between_micro_batches_saves_the_step_before(new_project: NewProject) -> None:
+def test_any_error_between_micro_batches_saves_the_step_before(new_project: NewProject, whole: Callable[..., Whole]) -> None:
     project = new_project(changes={"train.max_steps": STEPS})
 
     def fail(run: Run) -> None:
@@ -97,7 +98,7 @@ def test_any_error_between_micro_batches_saves_the_step_before(new_project: NewP
     with pytest.raises(RuntimeError) as ended:
         train(project, fail)
     assert "the state after step 3 is saved" in ended.value.__notes__[0]
-    assert train(project)[0] == train(new_project("whole", {"train.max_steps": STEPS}))[0]
+    assert train(project)[0] == whole().losses
 
 
 @pytest.mark.parametrize("signals", [[signal.SIGHUP], [signal.SIGINT, signal.SIGTERM, signal.SIGTERM]], ids=len)
@@ -124,7 +125,9 @@ def test_nohup_keeps_its_meaning(new_project: NewProject) -> None:
 
 
 @pytest.mark.parametrize("presses", [2, 3])
-def test_a_step_whose_updates_have_begun_warns_before_it_is_given_up(presses: int, new_project: NewProject) -> None:
+def test_a_step_whose_updates_have_begun_warns_before_it_is_given_up(
+    presses: int, new_project: NewProject, whole: Callable[..., Whole]
+) -> None:
     """The first signal of `interrupt`, then others in the same micro-batch."""
     project, heard = new_project(changes=UNCLIPPED), list[str]()
     with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space, announce=heard.append) as run:
@@ -142,11 +145,13 @@ def test_a_step_whose_updates_have_begun_warns_before_it_is_given_up(presses: in
             run.train(lambda report: None)
     assert "updates have begun" in heard[0] and "gives up this step" in heard[0]
     assert ended.value.exit_code == 130 and "the state after step 2 is saved" in str(ended.value.hint)
-    assert train(project)[0] == train(new_project("whole", UNCLIPPED))[0]
+    assert train(project)[0] == whole(UNCLIPPED).losses
 
 
 @pytest.mark.parametrize(("every", "code"), [(1, 130), (None, 1)])
-def test_a_second_signal_stops_at_once(every: int | None, code: int, new_project: NewProject) -> None:
+def test_a_second_signal_stops_at_once(
+    every: int | None, code: int, new_project: NewProject, whole: Callable[..., Whole]
+) -> None:
     """In the middle of a backward that could still be given up at the next micro-batch."""
     changes = {"train.max_steps": STEPS, "checkpoint.commit_every_steps": every}
     project, heard = new_project(changes=changes), list[str]()
@@ -171,7 +176,7 @@ def test_a_second_signal_stops_at_once(every: int | None, code: int, new_project
     assert saved == (3 if every else 0)
     known = f"the state after step {saved} is saved" if saved else "no step is saved: the same command starts again"
     assert ended.value.exit_code == code and known in str(ended.value.hint)
-    assert train(project)[0] == train(new_project("whole", changes))[0]
+    assert train(project)[0] == whole(changes).losses
 
 
 def test_a_terminal_that_closes_asks_once(new_project: NewProject) -> None:

@@ -24,7 +24,7 @@ from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.companions import keep_companions
 from fuyou_cli.training.state.manifest import Manifest, StoredStage
 
-from .conftest import Project
+from .conftest import Project, Whole
 from .running import STEPS, manifest_of, prepared_run, store_of, train
 
 NewProject = Callable[..., Project]
@@ -155,10 +155,10 @@ def test_stages_of_the_state_before_are_looked_at_as_well(stopped: Project, tmp_
 
 
 def test_a_run_killed_before_its_part_file_owns_what_its_manifest_names(
-    new_project: NewProject, monkeypatch: pytest.MonkeyPatch
+    new_project: NewProject, monkeypatch: pytest.MonkeyPatch, whole: Callable[..., Whole]
 ) -> None:
     """Also where a file system says of room that was set aside that it holds data."""
-    expected = train(new_project("whole", {"train.max_steps": STEPS}))[0]
+    expected = whole().losses
     monkeypatch.setattr(saved, "_holds_data", lambda file: True)
     project = new_project("killed", {"train.max_steps": STEPS})
     with monkeypatch.context() as killed, _run(project) as run, pytest.raises(_Killed):

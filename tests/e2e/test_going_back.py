@@ -20,7 +20,7 @@ from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state import verify
 from fuyou_cli.training.state.at_rest import verify_store
 
-from .conftest import ROOT, Project
+from .conftest import ROOT, Project, Whole
 from .running import STEPS, interrupt, manifest_of, prepared_run, store_of, train
 from .test_commits import Died, _dies_at, _flip, _run
 
@@ -44,9 +44,11 @@ def _damage_manifest(store: Path) -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, REDO], ids=["in_place", "redo"])
-def test_verify_tells_of_a_damaged_manifest_and_the_run_goes_on(changes: dict[str, Any], new_project: NewProject) -> None:
+def test_verify_tells_of_a_damaged_manifest_and_the_run_goes_on(
+    changes: dict[str, Any], new_project: NewProject, whole: Callable[..., Whole]
+) -> None:
     """In redo the one before is of the same step, and it is as whole."""
-    expected, _ = train(new_project("whole", {"train.max_steps": STEPS}))
+    expected = whole().losses
     project = _stopped(new_project("stopped", {"train.max_steps": STEPS, **changes}))
     store = store_of(project)
     _damage_manifest(store)
@@ -61,8 +63,8 @@ def test_verify_tells_of_a_damaged_manifest_and_the_run_goes_on(changes: dict[st
     assert (store / manifests.DAMAGED).exists()
 
 
-def test_in_redo_the_state_before_is_gone_back_to(new_project: NewProject) -> None:
-    expected, _ = train(new_project("whole", {"train.max_steps": STEPS}))
+def test_in_redo_the_state_before_is_gone_back_to(new_project: NewProject, whole: Callable[..., Whole]) -> None:
+    expected = whole().losses
     project = _stopped(new_project("stopped", REDO))
     states = verify_store(store_of(project))
     assert [(state.manifest.step, state.damages) for state in states] == [(2, ()), (2, ())]
@@ -92,8 +94,10 @@ def test_a_manifest_that_cannot_be_read_now_is_not_gone_back_behind(new_project:
     assert manifest_of(project).step == 2
 
 
-def test_what_is_read_wrong_once_is_read_again(new_project: NewProject, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, _ = train(new_project("whole", {"train.max_steps": STEPS}))
+def test_what_is_read_wrong_once_is_read_again(
+    new_project: NewProject, monkeypatch: pytest.MonkeyPatch, whole: Callable[..., Whole]
+) -> None:
+    expected = whole().losses
     project = _stopped(new_project("stopped", {"train.max_steps": STEPS}))
     calls: list[int] = []
 
@@ -107,12 +111,12 @@ def test_what_is_read_wrong_once_is_read_again(new_project: NewProject, monkeypa
     assert len(calls) > 5
 
 
-def test_as_many_snapshots_as_asked_can_be_gone_back_to(new_project: NewProject) -> None:
+def test_as_many_snapshots_as_asked_can_be_gone_back_to(new_project: NewProject, whole: Callable[..., Whole]) -> None:
     snapshots = {
         "checkpoint.mode": "snapshot", "checkpoint.snapshot_every_steps": 1, "checkpoint.keep_last": 4,
         "train.max_steps": STEPS,
     }  # fmt: skip
-    expected, _ = train(new_project("whole", snapshots))
+    expected = whole(snapshots).losses
     project = new_project("broken", snapshots)
     with pytest.raises(Died):
         train(project, _dies_at(6, 5))
@@ -134,7 +138,9 @@ def test_as_many_snapshots_as_asked_can_be_gone_back_to(new_project: NewProject)
 
 
 @pytest.mark.parametrize("every", [None, 3])
-def test_a_redo_store_takes_no_steps_that_nothing_names(every: int | None, new_project: NewProject) -> None:
+def test_a_redo_store_takes_no_steps_that_nothing_names(
+    every: int | None, new_project: NewProject, whole: Callable[..., Whole]
+) -> None:
     """It has everything once: whatever is written between two commits is written over the last one."""
     project = new_project("redo", REDO)
     with pytest.raises(Died):
@@ -143,7 +149,7 @@ def test_a_redo_store_takes_no_steps_that_nothing_names(every: int | None, new_p
     with pytest.raises(UsageError, match=r"checkpoint\.commit_every_steps: the saved run has redo"):
         prepared_run(project)
     project.write_recipe({"train.max_steps": STEPS})
-    assert train(project)[0] == train(new_project("whole", {"train.max_steps": STEPS}))[0]
+    assert train(project)[0] == whole().losses
 
 
 def test_another_kind_of_device_is_named(new_project: NewProject) -> None:
@@ -166,8 +172,10 @@ def test_a_folder_whose_run_is_still_loading_is_none_to_go_on_from(new_project: 
         train(project)
 
 
-def test_the_weights_it_began_with_are_not_needed_any_more(new_project: NewProject, tmp_path: Path) -> None:
-    expected, _ = train(new_project("whole", {"train.max_steps": STEPS}))
+def test_the_weights_it_began_with_are_not_needed_any_more(
+    new_project: NewProject, tmp_path: Path, whole: Callable[..., Whole]
+) -> None:
+    expected = whole().losses
     own = tmp_path / "own"
     project = new_project("stopped", {"train.max_steps": STEPS, "model.name_or_path": str(own)})
     shutil.copytree(project.materials / "model", own)

@@ -22,7 +22,7 @@ from fuyou_cli.training.report import StepReport
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.state import manifest as manifests
 
-from .conftest import Project
+from .conftest import Project, Whole
 from .running import STEPS, exported, manifest_of, prepared_run, store_of, train
 from .test_stopping import RAM
 
@@ -115,7 +115,7 @@ def test_more_in_a_row_than_may_be_skipped_end_the_run(new_project: NewProject) 
     assert len(_poisoned(project, {5})) == STEPS
 
 
-def test_without_clipping_the_run_is_back_at_its_last_commit(new_project: NewProject) -> None:
+def test_without_clipping_the_run_is_back_at_its_last_commit(new_project: NewProject, whole: Callable[..., Whole]) -> None:
     project = new_project(changes=UNCLIPPED)
     with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
         run.load(lambda count: None)
@@ -131,7 +131,7 @@ def test_without_clipping_the_run_is_back_at_its_last_commit(new_project: NewPro
             run.train(lambda report: None)
     assert ended.value.changed and manifest_of(project).step == 3
     assert "updates of the step had begun, so the run is back at its last commit, after step 3" in str(ended.value.hint)
-    assert train(project)[0] == train(new_project("whole", UNCLIPPED))[0]
+    assert train(project)[0] == whole(UNCLIPPED).losses
 
 
 def test_a_skipped_step_is_in_the_log(new_project: NewProject, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from fuyou_cli.core.errors import SwapError
 from fuyou_cli.spec.plan import Span
 from fuyou_cli.training.run import Run
 
-from .conftest import Project
+from .conftest import Project, Whole
 from .running import STEPS, manifest_of, train
 from .test_commits import _flip
 
@@ -39,8 +39,10 @@ def _at_rest(run: Run, tensor: str) -> Span | None:
 
 
 @pytest.mark.parametrize("tensor", TENSORS)
-def test_a_flipped_bit_ends_the_run_and_the_next_one_is_whole(tensor: str, new_project: Callable[..., Project]) -> None:
-    expected = train(new_project("whole", ON_SSD))[0]
+def test_a_flipped_bit_ends_the_run_and_the_next_one_is_whole(
+    tensor: str, new_project: Callable[..., Project], whole: Callable[..., Whole]
+) -> None:
+    expected = whole(ON_SSD).losses
     project, flipped = new_project("flipped", ON_SSD), list[int]()
 
     def flip(run: Run) -> None:

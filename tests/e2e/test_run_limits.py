@@ -12,7 +12,7 @@ from fuyou_cli.machine import probe
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.run_limits import loaded
 
-from .conftest import Project
+from .conftest import Project, Whole
 from .running import STEPS, manifest_of, prepared_run, train
 from .test_stopping import RAM
 
@@ -21,7 +21,7 @@ UNCLIPPED = {"train.clip_grad_norm": None}
 IN_RAM = {**RAM, **UNCLIPPED, "checkpoint.commit_every_steps": 1}
 
 
-def test_a_run_ends_before_the_step_that_its_time_does_not_hold(new_project: NewProject) -> None:
+def test_a_run_ends_before_the_step_that_its_time_does_not_hold(new_project: NewProject, whole: Callable[..., Whole]) -> None:
     project, heard = new_project(changes={"train.max_steps": STEPS, "train.max_time": "1h30m"}), list[str]()
     with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space, announce=heard.append) as run:
         run.load(lambda count: None)
@@ -36,11 +36,13 @@ def test_a_run_ends_before_the_step_that_its_time_does_not_hold(new_project: New
     assert heard[-1].startswith("train.max_time=1h30m: ") and "the last step took" in heard[-1]
     assert max(len(line) for said in heard for line in said.splitlines()) <= 80
     assert manifest_of(project).step == 3
-    assert train(project)[0] == train(new_project("whole", {"train.max_steps": STEPS}))[0]  # of one process: it begins anew
+    assert train(project)[0] == whole().losses  # of one process: it begins anew
 
 
 @pytest.mark.parametrize("changes", [{}, UNCLIPPED, IN_RAM], ids=["clipped", "unclipped", "in RAM"])
-def test_a_run_never_writes_more_than_its_limit(changes: dict[str, Any], new_project: NewProject) -> None:
+def test_a_run_never_writes_more_than_its_limit(
+    changes: dict[str, Any], new_project: NewProject, whole: Callable[..., Whole]
+) -> None:
     changes = {**changes, "train.max_steps": STEPS}
     project = new_project(changes=changes)
     plan = prepared_run(project).plan
@@ -65,4 +67,4 @@ def test_a_run_never_writes_more_than_its_limit(changes: dict[str, Any], new_pro
     again = manifest_of(project)
     assert again == saved or (again.step == saved.step + 1 and again.written_total <= limit)
     project.write_recipe(changes)
-    assert train(project)[0] == train(new_project("whole", changes))[0]
+    assert train(project)[0] == whole(changes).losses

@@ -19,7 +19,7 @@ from fuyou_cli.training.prepare import run_directories
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.state.parts import PART_FILE
 
-from .conftest import Project
+from .conftest import Project, Whole
 from .running import STEPS, exported, interrupt, manifest_of, prepared_run, store_of, train
 
 NewProject = Callable[..., Project]
@@ -30,18 +30,15 @@ def _striped(folder: Path, *names: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def striped(new_project: NewProject, tmp_path: Path) -> Project:
+def striped(made_once: Callable[..., Path], materials: Path) -> Project:
     """A project on two drives, `a` and `b`, stopped in step 3."""
-    project = new_project("striped", _striped(tmp_path / "striped", "a", "b"))
-    with pytest.raises(Interrupted):
-        train(project, interrupt(3, "forward"))
-    return project
 
+    def make(project: Project) -> None:
+        project.write_recipe(_striped(project.folder, "a", "b"))
+        with pytest.raises(Interrupted):
+            train(project, interrupt(3, "forward"))
 
-@pytest.fixture
-def whole(new_project: NewProject) -> list[float]:
-    """The losses of a run nobody stopped."""
-    return train(new_project("whole", {"train.max_steps": STEPS}))[0]
+    return Project(folder=made_once("striped", make), materials=materials)
 
 
 def _folder(project: Project, drive: str) -> Path:
@@ -49,7 +46,7 @@ def _folder(project: Project, drive: str) -> Path:
     return found
 
 
-def test_a_missing_drive_is_refused_and_costs_nothing(striped: Project, whole: list[float]) -> None:
+def test_a_missing_drive_is_refused_and_costs_nothing(striped: Project, whole: Callable[..., Whole]) -> None:
     away = striped.folder / "away"
     (striped.folder / "b").rename(away)
     with pytest.raises(UsageError, match=r"store\.bin is missing"):
@@ -59,12 +56,12 @@ def test_a_missing_drive_is_refused_and_costs_nothing(striped: Project, whole: l
         train(striped)
     (striped.folder / "b").rmdir()
     away.rename(striped.folder / "b")
-    assert train(striped)[0] == whole
+    assert train(striped)[0] == whole().losses
 
 
 @pytest.mark.parametrize("drive", ["a", "b"])
 def test_a_drive_that_goes_during_a_run_is_named_and_costs_a_step(
-    drive: str, new_project: NewProject, tmp_path: Path, whole: list[float]
+    drive: str, new_project: NewProject, tmp_path: Path, whole: Callable[..., Whole]
 ) -> None:
     """Unmounted or removed: what is open goes on to take what is written, and nobody would find it again."""
     project = new_project("striped", _striped(tmp_path / "striped", "a", "b"))
@@ -81,7 +78,7 @@ def test_a_drive_that_goes_during_a_run_is_named_and_costs_a_step(
     assert f"/{drive}/" in said and (between or ("store.bin: Stale file handle" in said and "put it back" in hint))
     away.rename(there)
     assert 2 <= manifest_of(project).step <= 3
-    assert train(project)[0] == whole
+    assert train(project)[0] == whole().losses
 
 
 def test_a_file_cut_short_is_refused(striped: Project) -> None:
@@ -92,23 +89,25 @@ def test_a_file_cut_short_is_refused(striped: Project) -> None:
 
 
 @pytest.mark.parametrize("order", [("b", "a"), ("b",), ("c", "b")], ids=str)
-def test_folders_of_a_saved_run_are_not_taken_by_another(order: tuple[str, ...], striped: Project, whole: list[float]) -> None:
+def test_folders_of_a_saved_run_are_not_taken_by_another(
+    order: tuple[str, ...], striped: Project, whole: Callable[..., Whole]
+) -> None:
     """Named in another order, or without the first one, which has the manifest."""
     striped.write_recipe(_striped(striped.folder, *order))
     with pytest.raises(UsageError, match="of a saved run after step 2"):
         train(striped)
     striped.write_recipe(_striped(striped.folder, "a", "b"))
-    assert train(striped)[0] == whole
+    assert train(striped)[0] == whole().losses
 
 
-def test_starting_over_elsewhere_leaves_no_state_that_lies(striped: Project, whole: list[float]) -> None:
+def test_starting_over_elsewhere_leaves_no_state_that_lies(striped: Project, whole: Callable[..., Whole]) -> None:
     striped.write_recipe({**_striped(striped.folder, "b", "a"), "checkpoint.resume": "never"})
-    assert train(striped)[0] == whole
+    assert train(striped)[0] == whole().losses
     striped.write_recipe({**_striped(striped.folder, "a", "b")})
     with pytest.raises(UsageError, match="of a saved run"):
         train(striped)
     striped.write_recipe({**_striped(striped.folder, "b", "a")})
-    assert train(striped)[0] == whole
+    assert train(striped)[0] == whole().losses
 
 
 def test_a_folder_of_another_run_is_refused(striped: Project) -> None:
@@ -132,7 +131,7 @@ def test_the_manifest_is_looked_at_again_under_the_lock(stopped: Project) -> Non
         Run(prepared, memory_now=probe.process_bytes, free_space=probe.free_space)
 
 
-def test_interrupted_while_loading_starts_again(new_project: NewProject, whole: list[float]) -> None:
+def test_interrupted_while_loading_starts_again(new_project: NewProject, whole: Callable[..., Whole]) -> None:
     project = new_project("loading", {"train.max_steps": STEPS})
 
     def press(count: int) -> None:
@@ -144,10 +143,10 @@ def test_interrupted_while_loading_starts_again(new_project: NewProject, whole: 
     ):
         run.load(press)
     assert stopped.value.message == "stopped while loading" and "nothing was trained yet" in str(stopped.value.hint)
-    assert train(project)[0] == whole
+    assert train(project)[0] == whole().losses
 
 
-def test_interrupted_while_a_saved_state_is_read_loses_nothing(stopped: Project, whole: list[float]) -> None:
+def test_interrupted_while_a_saved_state_is_read_loses_nothing(stopped: Project, whole: Callable[..., Whole]) -> None:
     with Run(prepared_run(stopped), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
         restore = run.files.restore
 
@@ -159,11 +158,11 @@ def test_interrupted_while_a_saved_state_is_read_loses_nothing(stopped: Project,
         with pytest.raises(Interrupted, match="stopped while loading") as ended:
             run.load(lambda count: None)
     assert "the state after step 2 is saved" in str(ended.value.hint) and ended.value.exit_code == 130
-    assert train(stopped)[0] == whole
+    assert train(stopped)[0] == whole().losses
 
 
 @pytest.mark.parametrize(("asked_before", "presses"), [(False, 1), (False, 2), (True, 1)])
-def test_interrupted_while_saving(asked_before: bool, presses: int, stopped: Project, whole: list[float]) -> None:
+def test_interrupted_while_saving(asked_before: bool, presses: int, stopped: Project, whole: Callable[..., Whole]) -> None:
     """The first time is announced and waits; the second gives up what is being saved, not what was saved before."""
     heard: list[str] = []
     prepared = prepared_run(stopped)
@@ -192,7 +191,7 @@ def test_interrupted_while_saving(asked_before: bool, presses: int, stopped: Pro
     assert heard[0].startswith("stopping at the next micro-batch" if asked_before else "saving the state;")
     assert "interrupting once more gives up" in heard[0] and len(heard) == 1
     assert max(len(line) for said in heard for line in said.splitlines()) <= 80
-    assert train(stopped)[0] == whole
+    assert train(stopped)[0] == whole().losses
 
 
 def _stop_in(run: Run, step: int) -> None:
@@ -203,7 +202,7 @@ def _stop_in(run: Run, step: int) -> None:
 
 
 def test_a_gradient_that_is_not_finite_saves_the_step_before(
-    new_project: NewProject, whole: list[float], tmp_path: Path
+    new_project: NewProject, whole: Callable[..., Whole], tmp_path: Path
 ) -> None:
     project = new_project("poisoned", {"train.max_steps": STEPS})
     with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
@@ -220,20 +219,20 @@ def test_a_gradient_that_is_not_finite_saves_the_step_before(
             run.train(lambda report: None)
     assert "after step 3 is saved" in str(ended.value.hint)
     losses, store = train(project)
-    assert losses == whole
+    assert losses == whole().losses
     assert exported(store, tmp_path / "out")
 
 
-def test_a_copy_of_the_run_can_be_put_back(striped: Project, whole: list[float]) -> None:
+def test_a_copy_of_the_run_can_be_put_back(striped: Project, whole: Callable[..., Whole]) -> None:
     """A folder restored byte for byte is the same run."""
     copy = striped.folder / "copy"
     shutil.copytree(_folder(striped, "b"), copy)
     shutil.rmtree(_folder(striped, "b"))
     shutil.copytree(copy, striped.folder / "b" / _folder(striped, "a").name)
-    assert train(striped)[0] == whole
+    assert train(striped)[0] == whole().losses
 
 
-def test_a_file_that_no_run_claims_is_not_written_over(new_project: NewProject, whole: list[float]) -> None:
+def test_a_file_that_no_run_claims_is_not_written_over(new_project: NewProject, whole: Callable[..., Whole]) -> None:
     project = new_project("foreign", {"train.max_steps": STEPS})
     (directory,) = run_directories(load_recipe(project.recipe).recipe)
     directory.mkdir(parents=True)
@@ -244,7 +243,7 @@ def test_a_file_that_no_run_claims_is_not_written_over(new_project: NewProject, 
     (directory / "store.bin").unlink()
     with (directory / "store.bin").open("wb") as left:  # by a run that was killed before its first write
         os.posix_fallocate(left.fileno(), 0, 1 << 20)
-    assert train(project)[0] == whole
+    assert train(project)[0] == whole().losses
 
 
 @pytest.mark.parametrize("resume", ["auto", "never"])
@@ -277,7 +276,7 @@ def test_a_running_run_is_not_said_to_be_broken(new_project: NewProject, tmp_pat
     assert seen == ["stop that run first (Ctrl-C saves it)"] * 2
 
 
-def test_a_saved_run_that_was_moved_does_not_begin_anew_unasked(new_project: NewProject, whole: list[float]) -> None:
+def test_a_saved_run_that_was_moved_does_not_begin_anew_unasked(new_project: NewProject, whole: Callable[..., Whole]) -> None:
     project = new_project("moved", {"train.max_steps": STEPS})
     with pytest.raises(Interrupted):
         train(project, interrupt(3, "forward"))
@@ -288,10 +287,10 @@ def test_a_saved_run_that_was_moved_does_not_begin_anew_unasked(new_project: New
         train(project)
     away.rename(project.out)
     project.write_recipe({"train.max_steps": STEPS})
-    assert train(project)[0] == whole
+    assert train(project)[0] == whole().losses
     project.out.rename(away)
     project.write_recipe({"train.max_steps": STEPS, "output_dir": str(away), "checkpoint.resume": "never"})
-    assert train(project)[0] == whole
+    assert train(project)[0] == whole().losses
 
 
 def test_what_has_the_name_of_the_losses_is_found_before_a_step_is_computed(new_project: NewProject) -> None:
@@ -307,7 +306,9 @@ def test_what_has_the_name_of_the_losses_is_found_before_a_step_is_computed(new_
     assert not steps
 
 
-def test_a_run_that_fails_before_its_first_step_is_the_same_run_afterwards(new_project: NewProject, whole: list[float]) -> None:
+def test_a_run_that_fails_before_its_first_step_is_the_same_run_afterwards(
+    new_project: NewProject, whole: Callable[..., Whole]
+) -> None:
     project = new_project("new", {"train.max_steps": STEPS})
 
     def stand_in_the_way(count: int) -> None:
@@ -323,7 +324,7 @@ def test_a_run_that_fails_before_its_first_step_is_the_same_run_afterwards(new_p
         run.load(stand_in_the_way)
         run.train(lambda report: None)
     next(project.folder.rglob("losses.bin")).unlink()
-    assert train(project)[0] == whole
+    assert train(project)[0] == whole().losses
 
 
 CODE = """

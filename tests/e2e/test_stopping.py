@@ -22,7 +22,7 @@ from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.saved import check_unchanged_run
 from fuyou_cli.training.state.storage import STORE_FILE
 
-from .conftest import Project
+from .conftest import Project, Whole
 from .running import STEPS, exported, interrupt, manifest_of, prepared_run, store_of, train
 
 RAM = {f"offload.{kind}": "cpu" for kind in ("weights", "optimizer_states", "gradients", "boundaries")}
@@ -48,10 +48,11 @@ def _changes(project_folder: Path, place: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_stopped_anywhere_and_resumed_is_the_same_run(place: str, new_project: Callable[..., Project], tmp_path: Path) -> None:
-    whole = new_project("whole", _changes(tmp_path / "whole", place))
+def test_stopped_anywhere_and_resumed_is_the_same_run(
+    place: str, new_project: Callable[..., Project], whole: Callable[..., Whole], tmp_path: Path
+) -> None:
+    expected = whole(_changes(tmp_path / "whole", place))
     broken = new_project("broken", _changes(tmp_path / "broken", place))
-    expected, store = train(whole)
     for step, phase in ((1, "forward"), (2, "backward"), (4, "forward"), (5, "backward")):
         with pytest.raises(Interrupted, match=rf"stopped after step \d of {STEPS}") as stopped:
             train(broken, interrupt(step, phase))
@@ -59,25 +60,27 @@ def test_stopped_anywhere_and_resumed_is_the_same_run(place: str, new_project: C
         done = manifest_of(broken).step
         # an unclipped step whose backward has begun is finished, every other one is given up
         assert done == (step if phase == "backward" and "unclipped" in place else step - 1)
-    losses, resumed_store = train(broken)
-    assert losses == expected
-    ours, theirs = exported(resumed_store, tmp_path / "ours"), exported(store, tmp_path / "theirs")
+    losses, resumed = train(broken)
+    assert losses == expected.losses
+    ours, theirs = exported(resumed, tmp_path / "ours"), exported(expected.store, tmp_path / "theirs")
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
 @pytest.mark.parametrize("place", ["clipped, vocabulary cut", "unclipped, vocabulary cut"])
-def test_stopped_in_a_cut_head(place: str, new_project: Callable[..., Project], tmp_path: Path) -> None:
+def test_stopped_in_a_cut_head(
+    place: str, new_project: Callable[..., Project], whole: Callable[..., Whole], tmp_path: Path
+) -> None:
     """Nothing has been updated yet: gradients of a tied head's pieces rest until the embedding has added its own."""
-    expected, store = train(new_project("whole", _changes(tmp_path / "whole", place)))
+    expected = whole(_changes(tmp_path, place))
     broken = new_project("broken", _changes(tmp_path / "broken", place))
     for step, phase in ((2, "logits"), (3, "head")):
         with pytest.raises(Interrupted):
             train(broken, interrupt(step, phase))
         assert manifest_of(broken).step == step - 1
     losses, resumed = train(broken)
-    assert losses == expected
-    ours, theirs = exported(resumed, tmp_path / "ours"), exported(store, tmp_path / "theirs")
+    assert losses == expected.losses
+    ours, theirs = exported(resumed, tmp_path / "ours"), exported(expected.store, tmp_path / "theirs")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -186,29 +189,27 @@ def test_another_torch_between_stop_and_resume_is_told(stopped: Project) -> None
     assert "may differ" not in again.stderr
 
 
-def test_placement_may_change_between_stop_and_resume(
-    stopped: Project, new_project: Callable[..., Project], tmp_path: Path
-) -> None:
-    whole = new_project("whole", {"train.max_steps": STEPS})
-    expected, store = train(whole)
+def test_placement_may_change_between_stop_and_resume(stopped: Project, tmp_path: Path, whole: Callable[..., Whole]) -> None:
     stopped.write_recipe({"train.max_steps": STEPS, **RAM, "offload.lookahead": 4, "offload.io.backend": "threads"})
     losses, resumed = train(stopped)
-    assert losses == expected
-    ours, theirs = exported(resumed, tmp_path / "ours"), exported(store, tmp_path / "theirs")
+    assert losses == whole().losses
+    ours, theirs = exported(resumed, tmp_path / "ours"), exported(whole().store, tmp_path / "theirs")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_another_share_may_be_deferred_after_a_stop(new_project: Callable[..., Project], tmp_path: Path) -> None:
+def test_another_share_may_be_deferred_after_a_stop(
+    new_project: Callable[..., Project], tmp_path: Path, whole: Callable[..., Whole]
+) -> None:
     unclipped = {"train.max_steps": STEPS, "train.clip_grad_norm": None}
-    expected, store = train(new_project("whole", unclipped))
     project = new_project("shares", {**unclipped, "offload.defer_updates": 0.7})
     for step, share in ((2, 0.3), (4, 1), (5, 0)):
         with pytest.raises(Interrupted):
             train(project, interrupt(step, "forward"))
         project.write_recipe({**unclipped, "offload.defer_updates": share})
     losses, resumed = train(project)
-    assert losses == expected
-    ours, theirs = exported(resumed, tmp_path / "ours"), exported(store, tmp_path / "theirs")
+    expected = whole(unclipped)
+    assert losses == expected.losses
+    ours, theirs = exported(resumed, tmp_path / "ours"), exported(expected.store, tmp_path / "theirs")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -216,7 +217,7 @@ class Killed(BaseException):
     """Stands for whatever ends a run without a word."""
 
 
-def test_starting_over_gives_the_old_state_up_first(stopped: Project, new_project: Callable[..., Project]) -> None:
+def test_starting_over_gives_the_old_state_up_first(stopped: Project, whole: Callable[..., Whole]) -> None:
     """Killed while a new run's weights are loaded over the old ones: nobody may take the rest for the old run."""
 
     def die(count: int) -> None:
@@ -230,7 +231,7 @@ def test_starting_over_gives_the_old_state_up_first(stopped: Project, new_projec
         run.load(die)
     stopped.write_recipe({"train.max_steps": STEPS})
     losses, _ = train(stopped)
-    assert losses == train(new_project("whole", {"train.max_steps": STEPS}))[0]
+    assert losses == whole().losses
 
 
 def test_a_damaged_manifest_is_refused(stopped: Project) -> None:
@@ -302,14 +303,14 @@ def test_a_run_at_a_constant_rate_may_be_made_longer(new_project: Callable[..., 
     assert longer == train(new_project("whole", {"train.max_steps": 4, **constant}))[0]
 
 
-def test_a_run_named_by_its_folder_goes_on_there(stopped: Project, new_project: Callable[..., Project]) -> None:
+def test_a_run_named_by_its_folder_goes_on_there(stopped: Project, whole: Callable[..., Whole]) -> None:
     folder = next(iter(stopped.folder.rglob(manifests.NAME))).parent
     elsewhere = {"offload.dir": str(stopped.folder / "elsewhere"), "checkpoint.resume": str(folder)}
     stopped.write_recipe({"train.max_steps": STEPS, **elsewhere})
     losses, store = train(stopped)
     assert store == folder
     assert not (stopped.folder / "elsewhere").exists()
-    assert losses == train(new_project("whole", {"train.max_steps": STEPS}))[0]
+    assert losses == whole().losses
 
 
 def test_exports_keep_the_names_of_the_checkpoint(new_project: Callable[..., Project], tmp_path: Path) -> None:
