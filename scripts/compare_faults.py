@@ -22,13 +22,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof import rivals
-from proof.crashes import Lost, Place, placed
 from proof.limits import LimitsUnavailable
+from proof.place import Place, placed
 from proof.report import Row, holds, missing
 from proof.rivals import Outcome, Rival
 from proof.rows import model_folder
 from proof.runs import fresh
-from proof.setting import Setting, parser, run_script
+from proof.setting import Lost, Setting, parser, run_script
 
 SCENARIOS: dict[str, tuple[str, Callable[..., Outcome], Callable[[Rival, Path], Outcome]]] = {
     "resumed after half": ("the same losses", rivals.our_resume, rivals.their_resume),

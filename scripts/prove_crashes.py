@@ -29,7 +29,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof import crashes, loads_and_exports
-from proof.crashes import VARIANTS, Place, Tally, is_unseen, no_io_uring, placed
+from proof.crashes import VARIANTS, Tally, is_unseen, no_io_uring
+from proof.place import Place, placed
 from proof.report import Row, holds, missing, reported
 from proof.runs import fresh
 from proof.setting import Setting, lost_row, parser, run_script

@@ -27,8 +27,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof import faults
-from proof.crashes import Place, placed
 from proof.faults import FROM_THEN_ON, KINDS, ONCE, SCENARIOS, How
+from proof.place import Place, placed
 from proof.report import Row, holds
 from proof.runs import fresh
 from proof.setting import Setting, lost_row, parser, run_script

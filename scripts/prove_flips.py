@@ -25,8 +25,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof import flips
-from proof.crashes import Place, placed
 from proof.flips import AMID_UPDATES, STORES, TWICE, Found, FoundManifests
+from proof.place import Place, placed
 from proof.report import Row, holds
 from proof.runs import fresh
 from proof.setting import Setting, lost_row, parser, run_script

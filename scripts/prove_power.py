@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof import power
-from proof.crashes import ANY_LENGTH, IN_RAM, REDO, SNAPSHOTS, TWO_FOLDERS, UNCLIPPED, Place, placed
+from proof.place import ANY_LENGTH, IN_RAM, REDO, SNAPSHOTS, TWO_FOLDERS, UNCLIPPED, Place, placed
 from proof.report import Row, holds, reported
 from proof.runs import fresh
 from proof.setting import Setting, lost_row, parser, run_script

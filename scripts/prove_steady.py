@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof import steady
-from proof.crashes import placed
+from proof.place import placed
 from proof.report import holds
 from proof.runs import fresh
 from proof.setting import Setting, lost_row, parser, run_script

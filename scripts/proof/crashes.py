@@ -18,12 +18,9 @@ import random
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
-
-import yaml
 
 from fuyou_cli.core.units import MiB
 from fuyou_cli.machine.drives import io_uring_refusal
@@ -37,26 +34,15 @@ from fuyou_cli.training.state.parts import part_size
 from fuyou_cli.training.state.storage import STORE_FILE
 from fuyou_cli.training.state.verify import Damage, damages
 
-from .nursery import Child, Ended, Nursery
-from .rows import model_folder, own_text
-from .runs import child_environment
+from .nursery import Child, Ended
+from .place import IN_RAM, REDO, SNAPSHOTS, STEPS, TWO_FOLDERS, UNCLIPPED, Place
 from .setting import Lost
-from .shim import Call, Trace, build, namings, preloaded
+from .shim import Call, Trace, namings
 
-STEPS = 60
-_ROWS = 48
 _PATIENCE = 120.0  # seconds for one run
 _LOOKS = (0, 1, 1, 1, 1, 2, 2, 3, 5)  # times that a run is seen within a commit or an update before it is killed; one is drawn
 _LOOK, _LOOKED_AT = 0.001, 300  # seconds from one look to the next; the last calls of a trace, which are soon read
 _WINDOW = 8 * MiB  # of memory, to read extents with
-IN_RAM = {f"offload.{kind}": "cpu" for kind in ("weights", "optimizer_states", "gradients", "boundaries")}
-UNCLIPPED = {"train.clip_grad_norm": None}
-ANY_LENGTH = {"lr_scheduler.name": "constant", "lr_scheduler.warmup_steps": 0}  # a stopped run may be made longer
-TWO_FOLDERS = {"offload.dir": ["{folder}/first", "{folder}/second"]}  # {folder}: the recipe's own
-# Two layers have a spare place each, and no update waits for another. Of a vocabulary that is cut into many stages some do, and
-# a step is durable by its gradients while others have been updated: what redo is about.
-REDO = {"checkpoint.mode": "redo", "train.head_chunk_vocab": 512}
-SNAPSHOTS = {"checkpoint.mode": "snapshot", "checkpoint.snapshot_every_steps": 2}
 _BACKEND = "offload.io.backend"
 _IO_URING = {_BACKEND: "io_uring"}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -78,7 +64,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "redo, io_uring": {**REDO, **_IO_URING},
     "snapshot, io_uring": {**SNAPSHOTS, **_IO_URING},
 }
-_MANIFEST_WRITTEN = ".manifest.new"  # before it is renamed
 # Said where the newest state is not whole.
 _FELL_BACK = ("going back to the state after step", "; going on from the state after step")
 
@@ -111,75 +96,6 @@ class Tally:
     runs: int = 0
     held: float = 0.0  # seconds that a killed run's store was still locked, at most; looked at without a trace
     steps: list[int] = field(default_factory=list)  # that were committed when a run was killed
-
-
-class Place:
-    """A folder with a tiny model and a recipe, and a nursery whose children have the shim in them."""
-
-    def __init__(self, folder: Path, nursery: Nursery, environment: Mapping[str, str], model: Path, text: Path) -> None:
-        self.folder, self.nursery, self.model, self.text = folder, nursery, model, text
-        self.environment = dict(environment)
-        self.traces = 0
-
-    def recipe(self, name: str, changes: Mapping[str, Any], *, steps: int = STEPS) -> Path:
-        """Written to a folder of its own, which `{folder}` in a list of folders stands for."""
-        folder = self.folder / name
-        folder.mkdir(parents=True, exist_ok=True)
-        content: dict[str, Any] = {
-            "output_dir": str(folder / "out"),
-            "model": {"name_or_path": str(self.model)},
-            "dataset": {
-                "train": [{"path": str(self.text), "format": "prompt_completion"}], "max_seq_len": 32, "overlong": "split",
-                "cache_dir": str(self.folder / "rows"),
-            },
-            "optimizer": {"lr": 1e-3},
-            "train": {"max_steps": steps, "batch_size": 4, "micro_batch_size": 2, "threads": 1, "clip_grad_norm": 0.5},
-            "offload": {
-                "device": "cpu", "max_memory": {"cpu": "4GiB"}, "weights": "ssd", "optimizer_states": "ssd",
-                "gradients": "ssd", "boundaries": "ssd", "io": {"backend": "threads"}, "measure": False,
-            },
-            "export": {"dtype": "float32"},
-        }  # fmt: skip
-        for key, value in changes.items():
-            *sections, last = key.split(".")
-            target = content
-            for section in sections:
-                target = target.setdefault(section, {})
-            is_list = isinstance(value, list)
-            target[last] = [text.replace("{folder}", str(folder)) for text in value] if is_list else value
-        path = folder / "recipe.yaml"
-        path.write_text(yaml.safe_dump(content), encoding="utf-8")
-        return path
-
-    def trace(self, root: Path) -> Trace:
-        self.traces += 1
-        return Trace(self.folder / f"trace{self.traces % 4}", root)
-
-    @property
-    def manifests(self) -> Path:
-        """All that the last run wrote into manifests."""
-        return self.folder / "manifests"
-
-    def begin(self, *words: str | Path, trace: Trace | None = None, fault: str = "", kept: Path | None = None) -> Child:
-        seen: dict[str, str] = {}
-        if trace is not None:
-            of = "" if kept is not None else _MANIFEST_WRITTEN
-            seen = trace.environment(fault=fault, kept=kept or self.manifests, kept_of=of)
-        return self.nursery.begin([*map(str, words)], folder=self.folder, environment={**self.environment, **seen})
-
-
-@contextmanager
-def placed(folder: Path, *, under: Path | None = None) -> Iterator[Place]:
-    """Where tiny runs are killed. What they leave open below `under` is told."""
-    folder.mkdir(parents=True, exist_ok=True)
-    text = folder / "text.jsonl"
-    if not text.exists():
-        text.write_text(own_text(_ROWS), encoding="utf-8")
-    model = model_folder(folder, "1m", text)
-    environment = {**child_environment(), "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
-    library = build(folder)
-    with Nursery(folder=folder, environment=preloaded(environment, library), under=under) as nursery:
-        yield Place(folder, nursery, environment, model, text)
 
 
 def is_unseen(changes: Mapping[str, Any]) -> bool:

@@ -19,8 +19,10 @@ from typing import Any, Literal
 
 from fuyou_cli.training.state import manifest as manifests
 
-from .crashes import ANY_LENGTH, Ending, Lost, Place, digests, ending, store_of
+from .crashes import Ending, digests, ending, store_of
 from .nursery import Ended
+from .place import ANY_LENGTH, Place
+from .setting import Lost
 from .shim import Call, Trace, namings
 
 How = Literal["once", "from then on"]

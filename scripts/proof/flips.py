@@ -21,21 +21,10 @@ from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.at_rest import Verified, verify_store
 from fuyou_cli.training.state.manifest import Manifest, StoredExtent
 
-from .crashes import (
-    REDO,
-    SNAPSHOTS,
-    TWO_FOLDERS,
-    Ending,
-    Lost,
-    Place,
-    check_went_on,
-    compare,
-    damaged,
-    ending,
-    finished,
-    store_of,
-)
+from .crashes import Ending, check_went_on, compare, damaged, ending, finished, store_of
 from .nursery import Ended
+from .place import REDO, SNAPSHOTS, TWO_FOLDERS, Place
+from .setting import Lost
 
 _STEPS = 3
 _TRIES = 50  # of a run that is to be killed between a step's gradients and its updates

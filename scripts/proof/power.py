@@ -17,8 +17,10 @@ from typing import Any
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.storage import STORE_FILE
 
-from .crashes import Ending, Lost, Place, check_went_on, compare, ending, finished, named_steps
+from .crashes import Ending, check_went_on, compare, ending, finished, named_steps
 from .disk import Left, rebuild
+from .place import Place
+from .setting import Lost
 from .shim import Call, namings
 
 _PATIENCE = 120.0  # seconds for the recorded run

@@ -12,7 +12,8 @@ from pathlib import Path
 from fuyou_cli.core.units import MiB
 from fuyou_cli.training.state import manifest as manifests
 
-from .crashes import Lost, Place
+from .place import Place
+from .setting import Lost
 
 _LOSS = 8  # bytes a step: the store keeps every loss
 _DIGITS = 4096  # bytes by which a manifest's numbers may grow

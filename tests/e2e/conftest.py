@@ -21,6 +21,7 @@ from hooks import doing
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from proof.nursery import Child, Nursery
+from proof.place import with_keys
 
 from fuyou_cli.core.errors import Interrupted
 
@@ -104,13 +105,7 @@ class Project:
             },
             "export": {"dtype": "float32"},
         }  # fmt: skip
-        for key, value in (changes or {}).items():
-            *sections, last = key.split(".")
-            target = content
-            for section in sections:
-                target = target.setdefault(section, {})
-            target[last] = value
-        self.recipe.write_text(yaml.safe_dump(content))
+        self.recipe.write_text(yaml.safe_dump(with_keys(content, changes or {})))
         return self.recipe
 
     def command(self, *arguments: str | Path) -> list[str]:

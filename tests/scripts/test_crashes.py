@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from proof import crashes, flips, loads_and_exports
-from proof.crashes import Place, placed
+from proof.place import Place, placed
 
 from fuyou_cli.training.state import manifest as manifests
 

@@ -12,8 +12,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from proof import faults, flips, power, steady
-from proof.crashes import SNAPSHOTS, TWO_FOLDERS, Lost, Place, placed
 from proof.faults import FROM_THEN_ON, ONCE, Scenario
+from proof.place import SNAPSHOTS, TWO_FOLDERS, Place, placed
+from proof.setting import Lost
 from proof.steady import Sample
 
 from fuyou_cli.core.units import MiB

@@ -1,0 +1,105 @@
+"""Where the proofs' tiny runs are: a model of a million parameters, recipes that differ by a few keys, and processes that have
+the shim in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .nursery import Child, Nursery
+from .rows import model_folder, own_text
+from .runs import child_environment
+from .shim import Trace, build, preloaded
+
+STEPS = 60
+_ROWS = 48
+_MANIFEST_WRITTEN = ".manifest.new"  # before it is renamed
+IN_RAM = {f"offload.{kind}": "cpu" for kind in ("weights", "optimizer_states", "gradients", "boundaries")}
+UNCLIPPED = {"train.clip_grad_norm": None}
+ANY_LENGTH = {"lr_scheduler.name": "constant", "lr_scheduler.warmup_steps": 0}  # a stopped run may be made longer
+TWO_FOLDERS = {"offload.dir": ["{folder}/first", "{folder}/second"]}  # {folder}: the recipe's own
+# Two layers have a spare place each, and no update waits for another. Of a vocabulary that is cut into many stages some do, and
+# a step is durable by its gradients while others have been updated: what redo is about.
+REDO = {"checkpoint.mode": "redo", "train.head_chunk_vocab": 512}
+SNAPSHOTS = {"checkpoint.mode": "snapshot", "checkpoint.snapshot_every_steps": 2}
+
+
+def with_keys(content: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe with dotted keys replaced."""
+    for key, value in changes.items():
+        *sections, last = key.split(".")
+        target = content
+        for section in sections:
+            target = target.setdefault(section, {})
+        target[last] = value
+    return content
+
+
+class Place:
+    """A folder with a tiny model and a recipe, and a nursery whose children have the shim in them."""
+
+    def __init__(self, folder: Path, nursery: Nursery, environment: Mapping[str, str], model: Path, text: Path) -> None:
+        self.folder, self.nursery, self.model, self.text = folder, nursery, model, text
+        self.environment = dict(environment)
+        self.traces = 0
+
+    def recipe(self, name: str, changes: Mapping[str, Any], *, steps: int = STEPS) -> Path:
+        """Written to a folder of its own, which `{folder}` in a list of folders stands for."""
+        folder = self.folder / name
+        folder.mkdir(parents=True, exist_ok=True)
+        content: dict[str, Any] = {
+            "output_dir": str(folder / "out"),
+            "model": {"name_or_path": str(self.model)},
+            "dataset": {
+                "train": [{"path": str(self.text), "format": "prompt_completion"}], "max_seq_len": 32, "overlong": "split",
+                "cache_dir": str(self.folder / "rows"),
+            },
+            "optimizer": {"lr": 1e-3},
+            "train": {"max_steps": steps, "batch_size": 4, "micro_batch_size": 2, "threads": 1, "clip_grad_norm": 0.5},
+            "offload": {
+                "device": "cpu", "max_memory": {"cpu": "4GiB"}, "weights": "ssd", "optimizer_states": "ssd",
+                "gradients": "ssd", "boundaries": "ssd", "io": {"backend": "threads"}, "measure": False,
+            },
+            "export": {"dtype": "float32"},
+        }  # fmt: skip
+        here = {
+            key: [text.replace("{folder}", str(folder)) for text in value] if isinstance(value, list) else value
+            for key, value in changes.items()
+        }
+        path = folder / "recipe.yaml"
+        path.write_text(yaml.safe_dump(with_keys(content, here)), encoding="utf-8")
+        return path
+
+    def trace(self, root: Path) -> Trace:
+        self.traces += 1
+        return Trace(self.folder / f"trace{self.traces % 4}", root)
+
+    @property
+    def manifests(self) -> Path:
+        """All that the last run wrote into manifests."""
+        return self.folder / "manifests"
+
+    def begin(self, *words: str | Path, trace: Trace | None = None, fault: str = "", kept: Path | None = None) -> Child:
+        seen: dict[str, str] = {}
+        if trace is not None:
+            of = "" if kept is not None else _MANIFEST_WRITTEN
+            seen = trace.environment(fault=fault, kept=kept or self.manifests, kept_of=of)
+        return self.nursery.begin([*map(str, words)], folder=self.folder, environment={**self.environment, **seen})
+
+
+@contextmanager
+def placed(folder: Path, *, under: Path | None = None) -> Iterator[Place]:
+    """Where tiny runs are killed. What they leave open below `under` is told."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = folder / "text.jsonl"
+    if not text.exists():
+        text.write_text(own_text(_ROWS), encoding="utf-8")
+    model = model_folder(folder, "1m", text)
+    environment = {**child_environment(), "XDG_CACHE_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    library = build(folder)
+    with Nursery(folder=folder, environment=preloaded(environment, library), under=under) as nursery:
+        yield Place(folder, nursery, environment, model, text)
