@@ -31,7 +31,7 @@ from proof.fio import mix
 from proof.peers import RECORDED, deepspeed_run
 from proof.report import Row, at_least, at_most, missing, reported, say, spread, unless_noisy, unless_recorded, worst
 from proof.rows import LENGTH, rows_folder
-from proof.runs import Case, InMemory, in_memory_run, needs_in_memory, on_measured_machine, our_run, write_recipe
+from proof.runs import Case, InMemory, in_memory_run, on_measured_machine, our_run, write_recipe
 from proof.setting import Setting, parser, run_script, size
 
 from fuyou_cli.core.units import GiB, gb, gib
@@ -132,7 +132,8 @@ def compute_rows(shape: str, clip: float | None, mine: list[dict], theirs: list[
 
 def shape_for_memory(shape: str) -> tuple[str, str]:
     """The shape that plain PyTorch can hold here, for both sides, and a word where it is a smaller one."""
-    needed, free = needs_in_memory(int(PARAMETERS[shape])), probe.memory_available()
+    # Weights, gradients, masters and moments take 18 bytes a parameter; the rest is room for activations.
+    needed, free = 18 * int(PARAMETERS[shape]) + 3 * GiB // 2, probe.memory_available()
     if needed <= free or PARAMETERS[shape] <= PARAMETERS[FALL_BACK]:
         return shape, ""
     note = f"{shape} in memory needs {gib(needed)}, {gib(free)} are free: {FALL_BACK} on both sides"

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import yaml
 
 from fuyou_cli.core.errors import FuyouError
-from fuyou_cli.core.units import GiB, gib
+from fuyou_cli.core.units import gib
 from fuyou_cli.machine.background_load import Others
 from fuyou_cli.training.jsonl import read_log
 
@@ -410,8 +410,3 @@ def _in_memory_run(setting: Setting, case: InMemory, rows: Path) -> dict[str, An
         hint = "; it was killed, probably for memory: try a smaller --shape" if child.returncode == -9 else ""
         result["failed"] = f"exit code {child.returncode}{hint}:\n{end_of(output)}"
     return result
-
-
-def needs_in_memory(parameters: int) -> int:
-    """Bytes plain PyTorch takes: 18 per parameter (weights, gradients, masters, moments) and room for activations."""
-    return 18 * parameters + 3 * GiB // 2
