@@ -13,8 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.core.units import parse_size
 
+from .limits import LimitsUnavailable
 from .report import Progress, Row, conclude, holds, plain_parser
 from .rows import model_folder, text_file
 
@@ -102,6 +104,19 @@ def parser(description: str) -> argparse.ArgumentParser:
     made.add_argument("--peers", type=Path, help="folder of the reference loops (ds_train.py ...)")
     made.add_argument("--state", type=Path, help="progress file; a rerun skips what is in it (default: in --work)")
     return made
+
+
+def run_script(options: argparse.Namespace, prove: Callable[[Setting, argparse.Namespace], int]) -> int:
+    """Calls `prove(setting, options)` with everything set up; errors for people end the script with their words."""
+    try:
+        with _setting(options) as setting:
+            return prove(setting, options)
+    except (FuyouError, RunFailed, LimitsUnavailable) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; what was finished is kept with --work or --state", file=sys.stderr)
+        return 130
 
 
 @contextmanager
