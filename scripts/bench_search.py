@@ -28,7 +28,7 @@ from proof.report import PASS, Row, conclude, holds, plain_parser, say, show_com
 from fuyou_cli.advice.planning import Planning
 from fuyou_cli.cli.prepared import prepared_elsewhere
 from fuyou_cli.core.errors import FuyouError
-from fuyou_cli.machine.profile import described as machine_of
+from fuyou_cli.machine.described import described as machine_of
 from fuyou_cli.planner.search import search
 from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.hardware import HardwareProfile

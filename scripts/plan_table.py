@@ -30,7 +30,7 @@ from proof.report import FAIL, ROOT, Row, commit, conclude, holds, missing, plai
 from fuyou_cli.advice.planning import Planning
 from fuyou_cli.cli.prepared import prepared_elsewhere
 from fuyou_cli.core.errors import FuyouError
-from fuyou_cli.machine.profile import described as machine_of
+from fuyou_cli.machine.described import described as machine_of
 from fuyou_cli.spec.plan import Plan
 
 QWEN_32B = {"hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64, "num_hidden_layers": 64}

@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fuyou_cli.core.units import gib
-from fuyou_cli.machine.profile import described
+from fuyou_cli.machine.described import described
 
 WIDTH = 190
 WHOLE = {"model", "machine", "settings", "busiest"}  # columns whose words are not broken

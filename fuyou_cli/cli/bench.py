@@ -19,10 +19,10 @@ from fuyou_cli.machine import drives, probe
 from fuyou_cli.machine.background_load import Others, are_busy
 from fuyou_cli.machine.measure.profile_rates import BenchReport, device_named, measure
 from fuyou_cli.machine.profile import assumed_hardware
+from fuyou_cli.machine.profile_store import keep
 from fuyou_cli.spec.hardware import merged_rates
 
 from .console import confirm, result_console, status_console, write_status
-from .machine import keep
 from .render.bench import bench_json, show_bench
 from .signals import like_ctrl_c
 
@@ -68,7 +68,7 @@ def run_bench(
             )  # fmt: skip
     else:
         report = _measured(places, recipe, quick=quick, device=chosen, sustained=sustained, progress=lambda _: None)
-    report = replace(report, profile=keep(report.profile, *places))
+    report = replace(report, profile=keep(report.profile, *places, say=write_status))
     if json_output:
         out.file.write(json.dumps(bench_json(report), indent=2) + "\n")
     else:

@@ -271,7 +271,7 @@ def _drives(place: Path, sysfs: Path = Path("/sys")) -> Iterator[Check]:
     if not devices:
         yield Check(name="drive", status="ok", found="unknown: the file system hides it")
     for device in devices:
-        (drive,) = drives.described((device,), ask=True)
+        drive = drives.drive_at(device)
         share = drive.used_bytes / drive.rated_bytes if drive.rated_bytes else 0.0
         used = max(share, drive.percent_used / 100)
         turns = bool(drive.model) and drives.is_hard_disk(device)  # virtual ones, which have no model, are mostly called so

@@ -129,12 +129,11 @@ def _train(prepared: Prepared, *, verbose: bool) -> tuple[RunReport, Path, bool]
 def _beside_plan(prepared: Prepared, report: RunReport, others_cores: float, *, gpu_peak: int) -> RunReport:
     """With the plan's step simulated once more, for what it says of every resource. What that shows of the machine is kept
     for the plans to come that ask for it, unless others used some of it meanwhile."""
+    from fuyou_cli.machine.profile_store import keep_corrected
     from fuyou_cli.planner.schedule import plan_schedule
     from fuyou_cli.planner.simulate import simulate
     from fuyou_cli.training.compared import compared
     from fuyou_cli.training.corrected import corrected
-
-    from .machine import keep_corrected
 
     if not report.steps:
         return report
@@ -147,7 +146,7 @@ def _beside_plan(prepared: Prepared, report: RunReport, others_cores: float, *, 
     else:
         shown = corrected(hardware, model, plan, step, report)
     if shown is not None:
-        keep_corrected(shown, *prepared.directories, instead_of=hardware)
+        keep_corrected(shown, *prepared.directories, instead_of=hardware, say=write_status)
     assumed = hardware.measured == "assumed"
     return replace(report, compared=compared(report, plan, step, gpu_peak=gpu_peak), assumed=assumed)
 

@@ -102,7 +102,7 @@ def _planned(loaded: LoadedRecipe, options: PlanOptions, planning: Planning, say
     from .prepared import prepared_elsewhere, prepared_for
 
     if options.hardware is not None:
-        from fuyou_cli.machine.profile import described
+        from fuyou_cli.machine.described import described
 
         prepared = prepared_elsewhere(loaded, described(options.hardware), choose=planning, say=say)
     else:

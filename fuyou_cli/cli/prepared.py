@@ -25,9 +25,9 @@ def prepared_for(
     """`training.prepare.prepare` with its `options` (`planning_only`, `planned`, `choose`), on this machine. `measure`: where
     nobody has measured it yet, that is done first. `calibrated`: with rates as the latest run showed them."""
     from fuyou_cli.advice.room import store_room
+    from fuyou_cli.machine.profile_store import hardware_for
     from fuyou_cli.training.prepare import prepare, run_directories
 
-    from .machine import hardware_for
     from .probing import probe_once
     from .render.transfer import Transfers
 
@@ -36,7 +36,7 @@ def prepared_for(
     def look(device: str) -> HardwareProfile:
         if measure and loaded.recipe.offload.measure:
             probe_once(loaded, device)
-        return hardware_for(*directories, device=device, calibrated=calibrated)
+        return hardware_for(*directories, device=device, say=write_status, calibrated=calibrated)
 
     with Transfers(status_console()) as transfers:
         return prepare(

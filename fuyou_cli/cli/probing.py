@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.core.units import duration, gb
+from fuyou_cli.machine.profile_store import is_measured, why_not_kept
 from fuyou_cli.machine.scratch import remove_left
 
 from .console import write_status
 from .errors import USAGE
-from .machine import is_measured, why_not_kept
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe

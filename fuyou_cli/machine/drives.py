@@ -5,12 +5,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import json
 import mmap
 import os
-import shutil
 import struct
-import subprocess
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -29,8 +26,6 @@ _NVME_UNIT = 512_000  # bytes: the log counts in 1000 blocks of 512
 _SECTOR = 512  # bytes: what /sys counts in, whatever the drive's own are
 _DEEPEST = 8  # layers of partitions and volumes
 NEARLY_WORN = 0.9  # of a drive's endurance
-_SMARTCTL_SECONDS = 5.0
-_LBAS_WRITTEN = 241  # the ATA attribute "Total LBAs Written"
 _GET_LOG_PAGE, _SMART_LOG, _SMART_BYTES = 0x02, 0x02, 512
 
 
@@ -116,14 +111,9 @@ def is_hard_disk(device: Path) -> bool:
         return False
 
 
-def block_device(folder: Path, sysfs: Path = Path("/sys")) -> Path | None:
-    """The whole drive under a folder, as its folder in /sys: through partitions and device-mapper layers; the first of
-    several. None where the file system has no drive of its own (tmpfs, overlay, network)."""
-    return next(iter(block_devices(folder, sysfs)), None)
-
-
 def block_devices(folder: Path, sysfs: Path = Path("/sys")) -> list[Path]:
-    """Every whole drive under a folder: those of a RAID, or of a volume over several."""
+    """Lists every whole drive under a folder, as its folder in /sys: through partitions, RAIDs and volumes. None where the
+    file system has no drive of its own (tmpfs, overlay, network)."""
     number = existing(folder).stat().st_dev
     return list(dict.fromkeys(_whole_drives(sysfs / "dev/block" / f"{os.major(number)}:{os.minor(number)}", _DEEPEST)))
 
@@ -139,22 +129,16 @@ def _whole_drives(device: Path, depth: int) -> list[Path]:
     return [drive for layer in below for drive in _whole_drives(layer, depth - 1)] if below else [device]
 
 
-def drives_under(*folders: Path, sysfs: Path = Path("/sys"), ask: bool = False) -> tuple[Drive, ...]:
-    """The drives under some folders, each once, with what is known of their endurance. `ask`: smartctl too, which may take a
-    second."""
-    devices = dict.fromkeys(device for folder in folders for device in block_devices(folder, sysfs))
-    return described(devices, ask=ask)
+def drives_under(*folders: Path, sysfs: Path = Path("/sys")) -> tuple[Drive, ...]:
+    """Lists the drives under some folders, each once, with what is known of their endurance."""
+    return tuple(drive_at(device) for device in dict.fromkeys(d for folder in folders for d in block_devices(folder, sysfs)))
 
 
-def described(devices: Iterable[Path], *, ask: bool) -> tuple[Drive, ...]:
-    """What is known of whole drives, given as their folders in /sys; `ask` as in `drives_under`."""
-    return tuple(_drive(device, ask=ask) for device in devices)
-
-
-def _drive(device: Path, *, ask: bool) -> Drive:
+def drive_at(device: Path) -> Drive:
+    """Returns what is known of a whole drive, given as its folder in /sys."""
     model = drive_model(device) or ""
     capacity = _sectors(device) * _SECTOR
-    wear = nvme_wear(device) or (_smartctl(device) if ask else None)
+    wear = nvme_wear(device)
     return Drive(
         model=model,
         capacity=capacity,
@@ -220,31 +204,3 @@ def nvme_wear(device: Path, dev: Path = Path("/dev")) -> Wear | None:
 def parse_smart(log: bytes) -> Wear:
     """The SMART log page of the NVMe specification: units of 1000 blocks of 512 bytes."""
     return Wear(percent_used=log[5], written=int.from_bytes(log[48:64], "little") * _NVME_UNIT)
-
-
-def _smartctl(device: Path) -> Wear | None:
-    """What smartctl tells an ordinary user; it mostly tells only root, and that is no error."""
-    program = shutil.which("smartctl")
-    if program is None:
-        return None
-    try:
-        done = subprocess.run(
-            [program, "--json", "--all", f"/dev/{device.name}"],
-            capture_output=True, text=True, timeout=_SMARTCTL_SECONDS, stdin=subprocess.DEVNULL, check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return parse_smartctl(done.stdout)
-
-
-def parse_smartctl(text: str) -> Wear | None:
-    """The JSON of smartctl: an NVMe drive's log, or the attributes of a SATA drive. None where it tells neither."""
-    try:
-        report = json.loads(text)
-        if log := report.get("nvme_smart_health_information_log"):
-            return Wear(percent_used=int(log["percentage_used"]), written=int(log["data_units_written"]) * _NVME_UNIT)
-        table = report.get("ata_smart_attributes", {}).get("table", [])
-        lbas = [int(row["raw"]["value"]) for row in table if row["id"] == _LBAS_WRITTEN]
-        return Wear(percent_used=0, written=lbas[0] * int(report["logical_block_size"])) if lbas else None
-    except (ValueError, LookupError, TypeError, AttributeError):
-        return None

@@ -4,7 +4,6 @@ can be tried on a copy of somebody else's /proc and /sys."""
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -51,22 +50,12 @@ def physical_memory(root: Path = ROOT) -> int:
 
 
 def pinnable(root: Path = ROOT) -> tuple[int, str]:
-    """Bytes of host memory that a GPU's driver may be given to hold in place, and what sets that limit.
-
-    RLIMIT_MEMLOCK (`memlock`) is not among the limits: the driver locks pages by itself, and does not ask for it."""
+    """Returns the bytes of host memory that a GPU's driver may be given to hold in place, and what sets that limit. That is not
+    RLIMIT_MEMLOCK: the driver locks pages by itself, and does not ask for it."""
     limits = [(group.limit, f"the control group {group.path} allows no more") for group in cgroup_limits(root)]
     whole = physical_memory(root)
     limits.append((whole // 2, "WSL lets half of RAM be pinned") if is_wsl(root) else (whole, "all of RAM"))
     return min(limits, key=lambda limit: limit[0])
-
-
-def memlock(root: Path = ROOT) -> tuple[int, str]:
-    """RLIMIT_MEMLOCK in bytes, and why no plan goes by it."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    whole = physical_memory(root)
-    if limit == resource.RLIM_INFINITY or limit >= whole:
-        return whole, "all of RAM"
-    return limit, "bounds nothing here: a GPU's driver does not ask for it, and I/O works with memory that is not registered"
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:

@@ -1,26 +1,23 @@
-"""Hardware profiles that are not measured: assumed for this machine, or read from a file. Imports neither torch nor the
-native extension."""
+"""What is known of this machine without measuring: its memory, cores and drives, with assumed rates."""
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
-from dataclasses import asdict
 from math import ceil
 from pathlib import Path
 
-from fuyou_cli.core.errors import UsageError
-from fuyou_cli.core.json_files import read_object
 from fuyou_cli.core.units import GiB, MiB, in_steps
-from fuyou_cli.spec.hardware import HardwareProfile, wrong_rates
+from fuyou_cli.spec.hardware import HardwareProfile
 
 from . import drives, probe
-from .typed_data import Reading
 
-SCHEMA_VERSION = 2
-_LARGEST_FILE = 16 << 20  # bytes
+FILE_KEYS = (
+    "schema_version",
+    "memlock",
+    "memlock_why",
+)  # of profiles in files, beside the profile's: earlier versions' as well
 
 # What `assumed_hardware` takes for granted: a plain server with one NVMe drive.
 ASSUMED_FLOPS_PER_CORE = 40e9
@@ -34,14 +31,14 @@ ASSUMED_GPU_PROCESS = 2 * GiB  # more, for the libraries of CUDA
 
 
 def core_count() -> int:
-    """Cores this process may run on, or as many as its control groups give it the time of: more threads than that would be
-    stopped in the middle of each other's work."""
+    """Counts the cores this process may run on, or as many as its control groups give it the time of: more threads than that
+    would be stopped in the middle of each other's work."""
     allowed, quota = len(os.sched_getaffinity(0)), probe.cpu_quota()
     return allowed if quota is None else max(1, min(allowed, ceil(quota)))
 
 
 def cpu_name() -> str:
-    """The processor's name for people."""
+    """Returns the processor's name for people."""
     try:
         text = Path("/proc/cpuinfo").read_text(errors="replace")
     except OSError:
@@ -51,8 +48,8 @@ def cpu_name() -> str:
 
 
 def usable_memory() -> int:
-    """Bytes this process may have in all: what is free and what it holds already, within its control groups' limits. In steps,
-    so that a little more or less of it makes the same plan."""
+    """Returns the bytes this process may have in all: what is free and what it holds already, within its control groups'
+    limits. In steps, so that a little more or less of it makes the same plan."""
     most = probe.memory_limit()
     return in_steps(min(probe.memory_available() + probe.process_bytes(), most), most)
 
@@ -63,12 +60,11 @@ def assumed_hardware(
     device_name: str | None = None,
     device_memory: int = 0,
 ) -> HardwareProfile:
-    """This machine's memory and disk with assumed rates: for planning without measuring. `measured` says so."""
+    """Returns this machine's memory and disk with assumed rates, for planning without measuring. `measured` says so."""
     cores = core_count()
     on_gpu = device == "cuda"
     places = directories or (Path(),)
     pinnable, why = probe.pinnable()
-    memlock, memlock_why = probe.memlock()
     return HardwareProfile(
         device=device,
         device_name=device_name or cpu_name(),
@@ -89,46 +85,7 @@ def assumed_hardware(
         measured="assumed",
         pinnable=pinnable,
         pinnable_why=why,
-        memlock=memlock,
-        memlock_why=memlock_why,
         drives=drives.drives_under(*places),
         name=platform.node(),
+        sources=("assumption, not measured",),
     )
-
-
-def described(text: str | Path) -> HardwareProfile:
-    """A machine one does not have, for planning: shipped parts by name (`rtx4090,2xgen4,128GiB`), or a file. Raises
-    UsageError with everything that is wrong, and what is shipped where a name is unknown."""
-    from .described import profile_from
-
-    return profile_from(text, process_bytes=(ASSUMED_PROCESS, ASSUMED_PROCESS + ASSUMED_GPU_PROCESS))
-
-
-def write_profile(profile: HardwareProfile, path: Path) -> None:
-    """The profile as JSON, for planning elsewhere or later."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    whole = path.with_name(f"{path.name}.{os.getpid()}")  # nobody ever reads half of one
-    try:
-        whole.write_text(json.dumps({"schema_version": SCHEMA_VERSION, **asdict(profile)}, indent=2) + "\n")
-        whole.replace(path)
-    except OSError:
-        whole.unlink(missing_ok=True)
-        raise
-
-
-def read_profile(path: Path) -> HardwareProfile:
-    """A profile written by `write_profile` or by hand. Raises UsageError naming what is missing or wrong."""
-    try:
-        data = read_object(path, limit=_LARGEST_FILE)
-    except UsageError as error:
-        raise UsageError(f"cannot read the hardware profile {error.message}", hint="make one: fuyou bench") from None
-    if data.pop("schema_version", None) != SCHEMA_VERSION:
-        raise UsageError(f"{path} is not a hardware profile of version {SCHEMA_VERSION}", hint="make one: fuyou bench")
-    reading = Reading(written=False)
-    values = reading.fields_of(HardwareProfile, data)
-    if reading.problems:
-        raise UsageError(f"{path}: {'; '.join(reading.problems)}", hint="make a new one: fuyou bench")
-    profile = HardwareProfile(**values)
-    if wrong := wrong_rates(profile, sizes=False):  # a disk may have been full
-        raise UsageError(f"{path}: {'; '.join(wrong)}", hint="make a new one: fuyou bench")
-    return profile

@@ -7,12 +7,13 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from .marks import Path, show_path
+from ..core.typed import reason, show_path, show_value
+from .marks import Path
 from .rules import broken_rules
 from .schema import Recipe
 from .suggest import suggest_choice, suggest_key
 from .unbuilt import is_built, unbuilt_keys
-from .view import Finding, Written, show_value
+from .view import Finding, Written
 
 _NEEDED = {"model": "model.name_or_path", "dataset": "dataset.train"}  # a section that is missing lacks this key
 _EXAMPLES = {
@@ -20,22 +21,9 @@ _EXAMPLES = {
     "model.name_or_path": "write the folder of a model, or its hub id",
     "dataset.train": "write a list of files: `train: [{path: data.jsonl}]`",
 }
-_EXPECTED = {
-    "int_type": "a whole number",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "string_type": "text",
-    "model_type": "a section: keys, indented below it",
-    "dict_type": "a section: keys, indented below it",
-    "tuple_type": "a list",
-    "finite_number": "a finite number",
-}
-_BOUNDS = {
-    "greater_than": ("above", "gt"),
-    "greater_than_equal": ("at least", "ge"),
-    "less_than": ("below", "lt"),
-    "less_than_equal": ("at most", "le"),
-}
+_OUT_OF_RANGE = {
+    "greater_than", "greater_than_equal", "less_than", "less_than_equal", "too_short", "too_long", "string_too_short",
+}  # fmt: skip
 
 
 def check(data: dict[str, Any], *, ignore: frozenset[Path] = frozenset()) -> tuple[Recipe | None, list[Finding]]:
@@ -54,8 +42,7 @@ def check(data: dict[str, Any], *, ignore: frozenset[Path] = frozenset()) -> tup
 
 def _finding(detail: ErrorDetails) -> Finding:
     path: Path = tuple(part for part in detail["loc"] if part != "[key]")
-    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
-    shown = show_path(path)
+    kind, shown = detail["type"], show_path(path)
     if kind == "extra_forbidden":
         dotted = ".".join(part for part in path if isinstance(part, str))
         return Finding(
@@ -68,30 +55,14 @@ def _finding(detail: ErrorDetails) -> Finding:
     if kind == "missing":
         return _missing(path)
     if kind == "literal_error":
-        return _choice(path, value, str(context["expected"]))
-    if kind in _EXPECTED:
-        return Finding(
-            path=path,
-            code="wrong-type",
-            message=f"`{shown}`: expected {_EXPECTED[kind]}, got {show_value(value)}",
-            help=_type_help(kind, value),
-        )
-    if kind in _BOUNDS:
-        word, bound = _BOUNDS[kind]
-        message = f"`{shown}`: must be {word} {show_value(context[bound])}, got {show_value(value)}"
-        return Finding(path=path, code="out-of-range", message=message)
-    if kind in ("too_short", "string_too_short"):
-        return Finding(path=path, code="out-of-range", message=f"`{shown}` is empty")
-    if kind == "too_long":
-        message = f"`{shown}`: expected {context['max_length']} values, got {show_value(context['actual_length'])}"
-        return Finding(path=path, code="out-of-range", message=message)
-    got = "" if isinstance(value, (list, dict)) else f", got {show_value(value)}"
-    return Finding(
-        path=path,
-        code=kind.replace("_", "-"),
-        message=f"`{shown}`: {detail['msg']}{got}",
-        help=_type_help(kind, value),
-    )
+        return _choice(path, detail["input"], str(detail["ctx"]["expected"]))
+    return Finding(path=path, code=_code(kind), message=f"`{shown}`: {reason(detail)}", help=_type_help(kind, detail["input"]))
+
+
+def _code(kind: str) -> str:
+    if kind.endswith("_type") or kind == "finite_number":
+        return "wrong-type"
+    return "out-of-range" if kind in _OUT_OF_RANGE else kind.replace("_", "-")
 
 
 def _missing(path: Path) -> Finding:

@@ -15,10 +15,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ..core.disk import remedy
 from ..core.plain_files import read_plain
+from ..core.typed import show_path
 from . import marks
 from .check import check
 from .diagnostics import Diagnostic, Place, RecipeErrors
-from .marks import Source, scan, show_path, syntax_error
+from .marks import Source, scan, syntax_error
 from .overrides import Override, apply_override, first_line, parse_overrides
 from .schema import Recipe
 from .view import Finding

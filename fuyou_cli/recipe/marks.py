@@ -13,6 +13,7 @@ from functools import cached_property
 
 import yaml
 
+from ..core.typed import show_path
 from .diagnostics import COMMAND_LINE, Diagnostic, Place
 
 Path = tuple[str | int, ...]
@@ -204,13 +205,3 @@ def _value_place(source: Source, node: yaml.Node, key: Place | None) -> Place:
     if key is not None and (block or empty):
         return key
     return source.place(node.start_mark, node.end_mark)
-
-
-def show_path(path: Path) -> str:
-    """`dataset.train[0].path`."""
-    text = ""
-    for part in path:
-        # A key that YAML reads as a number is one all the same: of a float or a bool there are no entries.
-        entry = isinstance(part, int) and not isinstance(part, bool)
-        text += f"[{part}]" if entry else f".{part}" if text else str(part)
-    return text

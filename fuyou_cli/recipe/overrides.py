@@ -15,8 +15,9 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ..core.typed import show_path
 from .diagnostics import COMMAND_LINE, Diagnostic, Place
-from .marks import Path, Source, scan, show_path, syntax_error
+from .marks import Path, Source, scan, syntax_error
 
 _KEY = re.compile(r"[A-Za-z_][\w-]*(?:\.[\w-]+|\[\d{1,6}\])*")
 _PART = re.compile(r"[\w-]+")

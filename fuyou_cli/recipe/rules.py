@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .view import Finding, Written, default_of, show_value
+from ..core.typed import show_value
+from .view import Finding, Written, default_of
 
 _SENSIBLE = 1 << 31
 _TIERS = ("weights", "gradients", "optimizer_states", "boundaries")

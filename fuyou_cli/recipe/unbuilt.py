@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ..core.typed import show_value
 from .marks import Path
-from .view import Finding, Written, show_value
+from .view import Finding, Written
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,8 +9,6 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from fuyou_cli.core.printable import one_line
-
 from .fields import Section
 from .marks import Path
 from .schema import Recipe
@@ -73,20 +71,3 @@ def default_of(dotted: str) -> Any:
         value = None if field.default is PydanticUndefined else field.default
         section = section_in(field.annotation)
     return value
-
-
-def show_value(value: Any) -> str:
-    """Short enough for one line, whatever it is."""
-    if isinstance(value, dict):
-        return "a section"
-    if isinstance(value, (list, tuple)):
-        return "a list"
-    if value is None:
-        return "nothing"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int) and value.bit_length() > 128:  # str() of a huge one is refused by Python
-        return "a very large number"
-    text = f"'{value}'" if isinstance(value, str) else str(value)
-    text = one_line(text[:61])
-    return text if len(text) <= 60 else f"{text[:57]}..."

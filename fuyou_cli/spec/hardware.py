@@ -9,12 +9,37 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import log
-from typing import Literal
+from typing import Annotated, Any, Literal
 
+from pydantic import BeforeValidator, Field
+
+from ..core.units import LARGEST_RATE, LARGEST_SIZE, parse_rate, parse_size
 from .model import Dtype
 
 RatedKind = Literal["block", "head"]
+
+
+def _size(value: Any) -> Any:
+    return parse_size(value) if isinstance(value, str) else value
+
+
+def _rate(value: Any, unit: str) -> Any:
+    return parse_rate(value, unit) if isinstance(value, str) else value
+
+
+def _pairs(value: Any) -> Any:
+    return tuple(value.items()) if isinstance(value, dict) else value
+
+
+# As a profile is read from a file: also with units, as people write them.
+Count = Annotated[int, Field(le=LARGEST_SIZE)]
+Size = Annotated[int, Field(le=LARGEST_SIZE), BeforeValidator(_size)]
+Number = Annotated[float, Field(le=LARGEST_RATE)]
+Bandwidth = Annotated[float, Field(le=LARGEST_RATE), BeforeValidator(partial(_rate, unit="B/s"))]
+Flops = Annotated[float, Field(le=LARGEST_RATE), BeforeValidator(partial(_rate, unit="FLOP/s"))]
+ThreadRates = Annotated[tuple[tuple[Count, Bandwidth], ...], BeforeValidator(_pairs)]  # threads, ascending -> of all together
 
 # Of the drives: at first, and once their fast regions are full.
 BURST_RATES = ("store_read", "store_write", "store_read_mixed", "store_write_mixed")
@@ -24,7 +49,7 @@ STORE_RATES = (*BURST_RATES, *SUSTAINED_RATES)
 # What a digest leaves out: how much is there now, and what things are called. The rest is rates.
 _NOT_RATES = (
     "ram_total", "ram_available", "process_bytes", "device_memory", "disk_free", "pinnable", "pinnable_why", "drives", "name",
-    "measured", "others_cores", "sources", "steady_bytes", "device_free", "memlock", "memlock_why",
+    "measured", "others_cores", "sources", "steady_bytes", "device_free",
 )  # fmt: skip
 
 # What writing costs beside time (`offload.wear: balanced`): assumptions, not anybody's figures, in one money.
@@ -44,12 +69,12 @@ class StageRate:
 
     kind: RatedKind
     dtype: Dtype
-    hidden: int
-    params: int
-    tokens: int
-    forward: float  # FLOP/s
-    backward: float
-    given: float = 0.0  # 0: not measured, then as `backward`
+    hidden: Count
+    params: Count
+    tokens: Count
+    forward: Flops
+    backward: Flops
+    given: Flops = 0.0  # 0: not measured, then as `backward`
 
     @property
     def shape(self) -> tuple[str, str, int, int, int]:
@@ -62,10 +87,10 @@ class Drive:
     """One drive under the store's folder."""
 
     model: str
-    capacity: int
-    rated_bytes: int = 0  # that its maker warrants to be written over its life
-    used_bytes: int = 0  # of those, written so far
-    percent_used: int = 0  # of its endurance, as it says itself: may exceed 100; 0: it says nothing, or is new
+    capacity: Size
+    rated_bytes: Size = 0  # that its maker warrants to be written over its life
+    used_bytes: Size = 0  # of those, written so far
+    percent_used: Count = 0  # of its endurance, as it says itself: may exceed 100; 0: it says nothing, or is new
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,43 +99,46 @@ class HardwareProfile:
 
     device: str  # cpu | emulated | cuda
     device_name: str
-    cores: int
-    ram_total: int  # of the machine, or what its control group allows where that is less
-    ram_available: int  # what this process may use: cgroup limit or free memory, whichever is less
-    process_bytes: int  # anonymous + kernel memory of this process before the arena exists, libraries loaded
-    device_memory: int  # 0 on device cpu
-    disk_free: int
-    matmul_flops: float  # in the compute dtype, all threads: where no stage's rate is known
-    store_read: float
-    store_write: float
-    store_read_mixed: float  # while writing
-    store_write_mixed: float  # while reading
-    adamw: tuple[tuple[int, float], ...]  # update threads, ascending -> bytes/s of all of them together
-    h2d: float
-    d2h: float
+    cores: Count
+    ram_total: Size  # of the machine, or what its control group allows where that is less
+    ram_available: Size  # what this process may use: cgroup limit or free memory, whichever is less
+    process_bytes: Size  # anonymous + kernel memory of this process before the arena exists, libraries loaded
+    device_memory: Size  # 0 on device cpu
+    disk_free: Size
+    matmul_flops: Flops  # in the compute dtype, all threads: where no stage's rate is known
+    store_read: Bandwidth
+    store_write: Bandwidth
+    store_read_mixed: Bandwidth  # while writing
+    store_write_mixed: Bandwidth  # while reading
+    adamw: ThreadRates
+    h2d: Bandwidth
+    d2h: Bandwidth
     measured: str  # ISO date, "assumed", or "described"
-    others_cores: float = 0.0  # that others used while it was measured
+    others_cores: Number = 0.0  # that others used while it was measured
     stage_rates: tuple[StageRate, ...] = ()
-    shared_compute: float = 1.0  # of their rates, what compute and one update thread keep while both run: less on device cpu
-    shared_adamw: float = 1.0
-    host_copy: float = 0.0  # bytes read and written per second, copying on all threads of compute between pages that are there
-    host_fresh: float = 0.0  # the same where the target's pages are new
-    io_cpu: float = 0.0  # seconds that compute on all cores loses per byte that the store moves
-    h2d_mixed: float = 0.0  # while copying back
-    d2h_mixed: float = 0.0
-    sustained_write: float = 0.0  # once a drive's fast region is full
-    sustained_read_mixed: float = 0.0
-    sustained_write_mixed: float = 0.0
-    burst_bytes: int = 0  # written at `store_write` before it fell to `sustained_write`; 0: not known, or there is no fall
-    steady_bytes: int = 0  # written without any fall: so much that there is none
-    device_free: int = 0  # of device_memory, what others have not taken; 0: not known
-    pinnable: int = 0  # host memory that may be registered with a device
+    shared_compute: Number = 1.0  # of their rates, what compute and one update thread keep while both run: less on device cpu
+    shared_adamw: Number = 1.0
+    host_copy: Bandwidth = 0.0  # read and written, copying on all threads of compute between pages that are there
+    host_fresh: Bandwidth = 0.0  # the same where the target's pages are new
+    io_cpu: Number = 0.0  # seconds that compute on all cores loses per byte that the store moves
+    h2d_mixed: Bandwidth = 0.0  # while copying back
+    d2h_mixed: Bandwidth = 0.0
+    sustained_write: Bandwidth = 0.0  # once a drive's fast region is full
+    sustained_read_mixed: Bandwidth = 0.0
+    sustained_write_mixed: Bandwidth = 0.0
+    burst_bytes: Size = 0  # written at `store_write` before it fell to `sustained_write`; 0: not known, or there is no fall
+    steady_bytes: Size = 0  # written without any fall: so much that there is none
+    device_free: Size = 0  # of device_memory, what others have not taken; 0: not known
+    pinnable: Size = 0  # host memory that may be registered with a device
     pinnable_why: str = ""
-    memlock: int = 0  # that may be locked by RLIMIT_MEMLOCK, which bounds nothing: `memlock_why`; 0: not known
-    memlock_why: str = ""
     drives: tuple[Drive, ...] = ()
     name: str = ""
-    sources: tuple[str, ...] = ()  # where the figures come from, for people
+    sources: tuple[str, ...] = ()  # whose figures these are: "<keys>: <source>", or one source of all
+
+    def source_of(self, key: str) -> str:
+        """Says whose figure a rate is: the first of `sources` that is about it."""
+        parted = (source.partition(": ") for source in self.sources)
+        return next((text or keys for keys, _, text in parted if not text or key in keys.split(", ")), "nobody says")
 
     @property
     def adamw_bytes(self) -> float:

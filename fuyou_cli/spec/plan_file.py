@@ -15,10 +15,10 @@ from typing import Any
 
 from ..core.errors import UsageError
 from ..core.json_files import parsed
+from ..core.typed import from_json
 from .hardware import HardwareProfile, wrong_rates
 from .model import ModelSpec
 from .plan import Plan
-from .strict import made
 
 MARK = "fuyou_plan"  # a plan file's first key
 FORMAT = 3
@@ -27,8 +27,7 @@ LARGEST = 64 << 20  # bytes of a file: 500 stages take one
 # How much of a machine there is, and what it is called: not what a plan's seconds come from.
 _LEFT_OUT: dict[str, Any] = {
     "ram_total": 0, "ram_available": 0, "disk_free": 0, "device_memory": 0, "pinnable": 0, "pinnable_why": "", "drives": (),
-    "name": "", "measured": "", "others_cores": 0.0, "sources": (), "steady_bytes": 0, "device_free": 0, "memlock": 0,
-    "memlock_why": "",
+    "name": "", "measured": "", "others_cores": 0.0, "sources": (), "steady_bytes": 0, "device_free": 0,
 }  # fmt: skip
 
 
@@ -124,7 +123,7 @@ def from_text(text: str) -> PlanFile:
         if unknown := next((key for key in rates if key in _LEFT_OUT), None):
             raise UsageError(f"hardware.{unknown}: unknown key")
         data["hardware"] = {**rates, **{key: list(value) if value == () else value for key, value in _LEFT_OUT.items()}}
-    file: PlanFile = made(PlanFile, data)
+    file = from_json(PlanFile, data)
     _check_digests(file)
     return file
 

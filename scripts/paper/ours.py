@@ -16,7 +16,7 @@ from fuyou_cli.advice.planning import Elsewise, Outcome, Planning
 from fuyou_cli.advice.room import room_of
 from fuyou_cli.cli.prepared import prepared_elsewhere
 from fuyou_cli.core.errors import PlanError
-from fuyou_cli.machine.profile import described
+from fuyou_cli.machine.described import described
 from fuyou_cli.spec.hardware import HardwareProfile
 
 from . import given, policy

@@ -138,7 +138,7 @@ def _planned(folder: Path) -> object:
 
 
 def _profile_bytes() -> list[bytes]:
-    from fuyou_cli.machine.profile import write_profile
+    from fuyou_cli.machine.profile_store import write_profile
 
     with TemporaryDirectory() as folder:
         path = Path(folder) / "profile.json"
@@ -147,13 +147,13 @@ def _profile_bytes() -> list[bytes]:
 
 
 def _profiled(folder: Path) -> object:
-    from fuyou_cli.machine.profile import read_profile
+    from fuyou_cli.machine.profile_store import read_profile
 
     return read_profile(folder / "profile.json")
 
 
 def _described(folder: Path) -> object:
-    from fuyou_cli.machine.profile import described
+    from fuyou_cli.machine.described import described
 
     return described(folder / "machine.yaml")
 

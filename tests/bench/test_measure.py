@@ -24,7 +24,7 @@ from fuyou_cli.machine.measure import store as measure_store
 from fuyou_cli.machine.measure import update as measure_update
 from fuyou_cli.machine.measure.profile_rates import BenchReport, Rate, rate_of
 from fuyou_cli.machine.measure.update import measure_adamw, measure_shared
-from fuyou_cli.machine.profile import read_profile
+from fuyou_cli.machine.profile_store import read_profile
 from fuyou_cli.swap.daemon import SwapDaemon
 
 
@@ -190,7 +190,6 @@ def test_the_table_fits(report: BenchReport, width: int, encoding: str) -> None:
     text = raw.getvalue().decode(encoding)
     assert max(map(len, text.splitlines())) <= width
     assert f"at most {gib(report.profile.pinnable)}: {report.profile.pinnable_why}" in " ".join(text.split())
-    assert f"{gib(report.profile.memlock)}: {report.profile.memlock_why}" in " ".join(text.split())
     assert text.isascii() == (encoding == "ascii")
     rows = {name: line for name in ("matmul", "store read", "store write") for line in text.splitlines()
             if line.startswith(f"  {name} ") and "to" in line}  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,11 +13,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuyou_cli.cli import machine
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.machine import probe, profile
+from fuyou_cli.machine import profile_store as store
 from fuyou_cli.spec.hardware import Drive, StageRate
+
+NOTES: list[str] = []
+hardware_for, keep, keep_corrected = (
+    partial(function, say=NOTES.append) for function in (store.hardware_for, store.keep, store.keep_corrected)
+)
 
 
 def rate(tokens: int, forward: float = 1e12) -> StageRate:
@@ -52,122 +58,112 @@ def test_a_profile_survives_the_disk(tmp_path: Path) -> None:
         sources=("here",),
     )
     path = tmp_path / "profiles" / "here.json"
-    profile.write_profile(found, path)
-    assert profile.read_profile(path) == found
+    store.write_profile(found, path)
+    assert store.read_profile(path) == found
     data = json.loads(path.read_text())
-    wrong = {**data, "cores": "two", "speed": 1, "h2d": "1GB/s", "adamw": [[1]], "drives": [{"model": "x"}], "d2h": True}
+    wrong = {**data, "cores": "two", "speed": 1, "h2d": "fast", "adamw": [[1]], "drives": [{"model": "x"}], "d2h": True}
     wrong["stage_rates"] = [{**data["stage_rates"][0], "kind": "norm", "forward": -1.0}]
     path.write_text(json.dumps(wrong))
     with pytest.raises(UsageError) as error:
-        profile.read_profile(path)
-    for key in ("speed: unknown", "cores: ", "h2d: ", "adamw[0]: ", "drives[0].capacity: missing", "d2h: ",
+        store.read_profile(path)
+    for key in ("speed: unknown", "cores: ", "h2d: ", "adamw[0]", "drives[0].capacity: missing", "d2h: ",
                 "stage_rates[0].kind: ", "stage_rates[0].forward: "):  # fmt: skip
         assert key in error.value.message, key
     path.write_text(json.dumps({**data, "store_read_mixed": 0, "stage_rates": [{**data["stage_rates"][0], "backward": 0}]}))
     with pytest.raises(UsageError) as error:  # no machine is that slow: such a profile would have planned nothing
-        profile.read_profile(path)
+        store.read_profile(path)
     for key in ("store_read_mixed: more than 0", "stage_rates[0].backward: more than 0"):
         assert key in error.value.message, key
     path.write_text(json.dumps({**data, "disk_free": 0, "ram_total": 0}))  # how much there was then, on a full disk say
-    assert profile.read_profile(path).disk_free == 0
+    assert store.read_profile(path).disk_free == 0
     for text in ("{", "[]", '{"schema_version": 99}'):
         path.write_text(text)
         with pytest.raises(UsageError, match="profile"):
-            profile.read_profile(path)
+            store.read_profile(path)
     with pytest.raises(UsageError, match="cannot read"):
-        profile.read_profile(tmp_path / "none.json")
+        store.read_profile(tmp_path / "none.json")
 
 
 def test_a_kept_profile_is_this_machines_and_this_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert machine.hardware_for(tmp_path, device="cpu").measured == "assumed"
+    assert hardware_for(tmp_path, device="cpu").measured == "assumed"
     facts = replace(profile.assumed_hardware(tmp_path), measured="2026-01-02", store_read=2.5e9, ram_total=1, cores=99)
-    machine.keep(facts, tmp_path)
+    keep(facts, tmp_path)
     for device in ("cpu", "emulated"):  # an emulated device computes on the processor
-        found = machine.hardware_for(tmp_path, device=device)
+        found = hardware_for(tmp_path, device=device)
         assert (found.measured, found.store_read, found.device) == ("2026-01-02", 2.5e9, device)
         assert found.ram_total > 64 * MiB and found.cores == profile.core_count()  # as they are now
     for module, name, value in (
-        (machine.platform, "node", lambda: "another-host"),
-        (machine, "cpu_name", lambda: "another processor"),
-        (machine, "core_count", lambda: profile.core_count() + 1),
+        (store.platform, "node", lambda: "another-host"),
+        (store, "cpu_name", lambda: "another processor"),
+        (store, "core_count", lambda: profile.core_count() + 1),
     ):
         with monkeypatch.context() as elsewhere:
             elsewhere.setattr(module, name, value)
-            assert machine.hardware_for(tmp_path, device="cpu").measured == "assumed", name
-    assert machine.profile_path(tmp_path, tmp_path / "b", device="cpu") == machine.profile_path(tmp_path, device="cpu")
-    assert machine.profile_path(tmp_path, Path("/proc"), device="cpu") != machine.profile_path(tmp_path, device="cpu")
-    assert machine.profile_path(tmp_path, device="cuda") != machine.profile_path(tmp_path, device="cpu")
+            assert hardware_for(tmp_path, device="cpu").measured == "assumed", name
+    assert store.profile_path(tmp_path, tmp_path / "b", device="cpu") == store.profile_path(tmp_path, device="cpu")
+    assert store.profile_path(tmp_path, Path("/proc"), device="cpu") != store.profile_path(tmp_path, device="cpu")
+    assert store.profile_path(tmp_path, device="cuda") != store.profile_path(tmp_path, device="cpu")
 
 
 @given(now=st.integers(0, 8 * GiB), measured=st.integers(0, 4 * GiB))
 def test_a_process_as_plans_take_it_is_no_smaller_and_little_larger(now: int, measured: int) -> None:
-    taken = machine.steady_process(now, measured=measured)
-    least = measured + machine.PROCESS_STEP
-    assert now <= taken < max(least, now) + machine.PROCESS_STEP
+    taken = store.steady_process(now, measured=measured)
+    least = measured + store.PROCESS_STEP
+    assert now <= taken < max(least, now) + store.PROCESS_STEP
 
 
 def test_processes_of_nearly_one_size_plan_alike() -> None:
     measured, usual = 272 * MiB, 280 * MiB
-    assert len({machine.steady_process(usual + off * MiB, measured=measured) for off in range(-4, 5)}) == 1
+    assert len({store.steady_process(usual + off * MiB, measured=measured) for off in range(-4, 5)}) == 1
 
 
 def test_measurements_of_one_machine_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     base = replace(profile.assumed_hardware(tmp_path), measured="2026-01-02")
-    machine.keep(replace(base, stage_rates=(rate(512), rate(1024)), sustained_write=5e8, burst_bytes=9), tmp_path)
-    again = machine.keep(replace(base, stage_rates=(rate(512, 2e12), rate(2048)), store_read=7e9), tmp_path)
+    keep(replace(base, stage_rates=(rate(512), rate(1024)), sustained_write=5e8, burst_bytes=9), tmp_path)
+    again = keep(replace(base, stage_rates=(rate(512, 2e12), rate(2048)), store_read=7e9), tmp_path)
     assert again.stage_rates == (rate(512, 2e12), rate(1024), rate(2048))
     assert (again.store_read, again.sustained_write, again.burst_bytes) == (7e9, 5e8, 9)
-    assert machine.hardware_for(tmp_path, device="cpu").stage_rates == again.stage_rates
-    newer = machine.keep(replace(base, sustained_write=6e8), tmp_path)
+    assert hardware_for(tmp_path, device="cpu").stage_rates == again.stage_rates
+    newer = keep(replace(base, sustained_write=6e8), tmp_path)
     assert (newer.sustained_write, newer.burst_bytes) == (6e8, 0)  # measured together, replaced together
-    other = machine.keep(replace(base, device_name="another processor"), tmp_path)
+    other = keep(replace(base, device_name="another processor"), tmp_path)
     assert other.stage_rates == () and other.sustained_write == 0.0
 
 
-def test_rates_of_runs_are_for_plans_that_ask_for_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rates_of_runs_are_for_plans_that_ask_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     base = replace(profile.assumed_hardware(tmp_path), measured="2026-01-02", store_read=2e9)
-    machine.keep(base, tmp_path)
-    assert machine.hardware_for(tmp_path, device="cpu", calibrated=True).store_read == 2e9
-    assert "--calibrated: no run" in capsys.readouterr().err
-    machine.keep_corrected(replace(base, store_read=1e9), tmp_path, instead_of=replace(base, store_read=3e9))
-    assert machine.hardware_for(tmp_path, device="cpu", calibrated=True).store_read == 2e9  # planned with other rates
-    machine.keep_corrected(replace(base, store_read=1e9), tmp_path, instead_of=base)
-    assert machine.hardware_for(tmp_path, device="cpu").store_read == 2e9
-    found = machine.hardware_for(tmp_path, device="cpu", calibrated=True)
+    keep(base, tmp_path)
+    assert hardware_for(tmp_path, device="cpu", calibrated=True).store_read == 2e9
+    assert "--calibrated: no run" in NOTES[-1]
+    keep_corrected(replace(base, store_read=1e9), tmp_path, instead_of=replace(base, store_read=3e9))
+    assert hardware_for(tmp_path, device="cpu", calibrated=True).store_read == 2e9  # planned with other rates
+    keep_corrected(replace(base, store_read=1e9), tmp_path, instead_of=base)
+    assert hardware_for(tmp_path, device="cpu").store_read == 2e9
+    found = hardware_for(tmp_path, device="cpu", calibrated=True)
     assert found.store_read == 1e9 and found.measured.startswith("2026-01-02, corrected by a run of ")
-    machine.keep_corrected(found, tmp_path, instead_of=found)  # of a run that was planned with these
-    assert machine.hardware_for(tmp_path, device="cpu", calibrated=True).measured.count("corrected") == 1
-    machine.keep(base, tmp_path)  # measured anew: what was corrected is no more
-    assert machine.hardware_for(tmp_path, device="cpu", calibrated=True).store_read == 2e9
+    keep_corrected(found, tmp_path, instead_of=found)  # of a run that was planned with these
+    assert hardware_for(tmp_path, device="cpu", calibrated=True).measured.count("corrected") == 1
+    keep(base, tmp_path)  # measured anew: what was corrected is no more
+    assert hardware_for(tmp_path, device="cpu", calibrated=True).store_read == 2e9
 
 
 def test_a_process_grows_by_no_correction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run's process is planned with more than was measured, its rows say; that is none of the rates it shows."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(probe, "process_bytes", lambda root=None: 280 * MiB)
-    machine.keep(replace(profile.assumed_hardware(tmp_path), measured="2026-01-02", process_bytes=272 * MiB), tmp_path)
+    keep(replace(profile.assumed_hardware(tmp_path), measured="2026-01-02", process_bytes=272 * MiB), tmp_path)
     planned = []
     for run in range(3):
-        found = machine.hardware_for(tmp_path, device="cpu", calibrated=run > 0)
+        found = hardware_for(tmp_path, device="cpu", calibrated=run > 0)
         planned.append(found.process_bytes)
         shown = replace(found, store_read=1e9 + run, process_bytes=found.process_bytes + 40 * MiB)
-        machine.keep_corrected(shown, tmp_path, instead_of=found)
-        kept = machine.corrected_path(machine.profile_path(tmp_path, device="cpu"))
-        assert (profile.read_profile(kept).store_read, profile.read_profile(kept).process_bytes) == (1e9 + run, 272 * MiB)
+        keep_corrected(shown, tmp_path, instead_of=found)
+        kept = store.corrected_path(store.profile_path(tmp_path, device="cpu"))
+        assert (store.read_profile(kept).store_read, store.read_profile(kept).process_bytes) == (1e9 + run, 272 * MiB)
     assert planned == [288 * MiB] * 3
-
-
-def test_how_worn_drives_were_when_they_were_asked() -> None:
-    """A plan does not ask them again, but for what is free to ask."""
-    asked = Drive(model="a", capacity=1, used_bytes=7, percent_used=95)
-    now = Drive(model="a", capacity=1, used_bytes=9)
-    assert machine._with_wear((asked,), (now,)) == (replace(asked, used_bytes=9),)
-    assert machine._with_wear((replace(asked, model="b"),), (now,)) == (now,)
 
 
 def test_what_is_free_of_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,30 +177,28 @@ def test_what_is_free_of_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("memory_allocated", lambda: GiB),  # by others in the process: not to be had
     ):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
-    found = machine.hardware_for(tmp_path, device="cuda")
+    found = hardware_for(tmp_path, device="cuda")
     assert (found.device_free, found.device_memory) == (21 * GiB, 24 * GiB)
     free["free"] += 3 * MiB
-    assert machine.hardware_for(tmp_path, device="cuda").device_free == 21 * GiB
+    assert hardware_for(tmp_path, device="cuda").device_free == 21 * GiB
     free["free"] = 7 * GiB
-    less = machine.hardware_for(tmp_path, device="cuda")
+    less = hardware_for(tmp_path, device="cuda")
     assert less.device_free == 8 * GiB and less.digest() == found.digest()
     free["free"], free["own"] = 1, 0
-    assert machine.hardware_for(tmp_path, device="cuda").device_free == 1  # full is not unknown
-    assert machine.hardware_for(tmp_path, device="cpu").device_free == 0
+    assert hardware_for(tmp_path, device="cuda").device_free == 1  # full is not unknown
+    assert hardware_for(tmp_path, device="cpu").device_free == 0
 
 
 @pytest.mark.parametrize("left", ["", '{"schema_version": 1, "dev', '{"schema_version": 1, "cores": 2}'])
-def test_a_damaged_kept_profile_stands_in_nobodys_way(
-    left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_kept_profile_stands_in_nobodys_way(left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    path = machine.profile_path(tmp_path, device="cpu")
+    path = store.profile_path(tmp_path, device="cpu")
     path.parent.mkdir(parents=True)
     path.write_text(left)
-    assert machine.hardware_for(tmp_path, device="cpu").measured == "assumed"
-    assert str(path) in capsys.readouterr().err
-    machine.keep(replace(profile.assumed_hardware(tmp_path), measured="2026-01-02"), tmp_path)
-    assert machine.hardware_for(tmp_path, device="cpu").measured == "2026-01-02"
+    assert hardware_for(tmp_path, device="cpu").measured == "assumed"
+    assert str(path) in NOTES[-1]
+    keep(replace(profile.assumed_hardware(tmp_path), measured="2026-01-02"), tmp_path)
+    assert hardware_for(tmp_path, device="cpu").measured == "2026-01-02"
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
@@ -214,5 +208,5 @@ def test_shares_are_of_what_the_control_group_allows(monkeypatch: pytest.MonkeyP
     assert profile.assumed_hardware().ram_total <= whole
     limit = probe.CgroupMemory(version=2, path=Path("/"), limit=whole // 8, in_use=0)
     monkeypatch.setattr(probe, "cgroup_limits", lambda root=None: [limit])
-    for found in (profile.assumed_hardware(), machine.hardware_for(Path(), device="cpu")):
+    for found in (profile.assumed_hardware(), hardware_for(Path(), device="cpu")):
         assert found.ram_available <= found.ram_total == whole // 8

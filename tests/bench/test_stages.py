@@ -13,7 +13,6 @@ import transformers
 from rich.console import Console
 
 from fuyou_cli.cli.bench import run_bench
-from fuyou_cli.cli.machine import hardware_for
 from fuyou_cli.core.units import GiB
 from fuyou_cli.engine.anatomy import Anatomy, dissect
 from fuyou_cli.engine.inspect import inspect
@@ -23,6 +22,7 @@ from fuyou_cli.machine.measure import stages as measure_stages
 from fuyou_cli.machine.measure import sustained as measure_sustained
 from fuyou_cli.machine.measure.profile_rates import DTYPES, Rate, rate_of
 from fuyou_cli.machine.measure.stages import Stages, affordable_tokens, measure_layers, measure_recipe, shape_of
+from fuyou_cli.machine.profile_store import hardware_for
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.model import Dtype, ModelSpec
 from fuyou_cli.spec.plan import Numerics
@@ -169,7 +169,7 @@ def test_a_bench_of_a_recipe_is_kept_for_its_plans(tmp_path: Path, small: Path, 
     assert report is not None and list((tmp_path / "store").iterdir()) == []
     data = json.loads((tmp_path / "shown").read_text())
     assert data["written_bytes"] > 8 * 16 * 2**20
-    kept = hardware_for(tmp_path / "store", device="cpu")
+    kept = hardware_for(tmp_path / "store", device="cpu", say=print)
     own = [rate for rate in kept.stage_rates if rate.hidden == 64]
     assert [(rate.kind, rate.dtype, rate.tokens) for rate in own] == [("block", "float32", 64), ("head", "float32", 64)]
     assert kept.sustained_write > 0 and kept.sustained_write_mixed > 0 and kept.sustained_read_mixed > 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fuyou_cli.cli import bench, machine
+from fuyou_cli.cli import bench
 from fuyou_cli.core.errors import OutOfSpaceError, UsageError
 from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.machine.measure import sustained as measure_sustained
@@ -19,6 +19,7 @@ from fuyou_cli.machine.measure.streams import Pace
 from fuyou_cli.machine.measure.sustained import burst_windows, most_written, settled
 from fuyou_cli.machine.measure.sustained import measure_sustained as measured
 from fuyou_cli.machine.profile import assumed_hardware
+from fuyou_cli.machine.profile_store import keep
 from fuyou_cli.spec.hardware import HardwareProfile
 
 FAST, SLOW = [6.9, 6.8, 7.0, 6.9, 6.9, 6.7], [1.4, 1.5, 1.35, 1.4]
@@ -124,7 +125,7 @@ def test_what_is_kept_of_drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         monkeypatch.setattr(bench.probe, "striped_space", lambda *places: free_for(12))
         monkeypatch.setattr(bench, "_drives_of", lambda places: 1)
         report = BenchReport(profile=profile, rates=(), notes=(), quick=True, seconds=1.0, written_bytes=0)
-        return machine.keep(bench._with_sustained(report, (tmp_path,), lambda _: None).profile, tmp_path)
+        return keep(bench._with_sustained(report, (tmp_path,), lambda _: None).profile, tmp_path, say=print)
 
     nothing = kept([6.9] * 12, most=100)
     assert (nothing.sustained_write, nothing.steady_bytes, nothing.slows_down) == (0.0, 0, False)
@@ -134,7 +135,7 @@ def test_what_is_kept_of_drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     steady = kept([6.9] * 12, most=12)
     assert (steady.sustained_write, steady.steady_bytes, steady.slows_down) == (0.0, 12 * MiB, False)
     assert steady.digest() == nothing.digest()
-    assert machine.keep(profile, tmp_path).steady_bytes == 12 * MiB
+    assert keep(profile, tmp_path, say=print).steady_bytes == 12 * MiB
 
 
 def test_a_store_over_two_folders(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from fuyou_cli.cli import doctor
 from fuyou_cli.machine import drives, probe
 from fuyou_cli.machine.endurance import rated_bytes
-from fuyou_cli.machine.profile import assumed_hardware, core_count
+from fuyou_cli.machine.profile import core_count
 
 from .conftest import environment
 
@@ -116,19 +116,6 @@ def test_cores_are_what_a_quota_gives_the_time_of(files, quota, cores, tmp_path,
     assert core_count() == cores
 
 
-def test_a_limit_of_locked_memory_is_told_and_bounds_nothing(tmp_path, monkeypatch):
-    root = tree(tmp_path, {"proc/meminfo": MEMINFO})
-    whole = (16 * GIB, "all of RAM")
-    for limit, (size, why) in ((8 << 20, (8 << 20, "bounds nothing")), (-1, whole), (1 << 62, whole)):
-        monkeypatch.setattr("resource.getrlimit", lambda what, limit=limit: (limit, limit))
-        found, said = probe.memlock(root)
-        assert found == size and why in said
-        assert probe.pinnable(root) == (16 * GIB, "all of RAM")
-        facts = assumed_hardware(tmp_path)
-        assert (facts.memlock, facts.memlock_why) == probe.memlock()
-        assert replace(facts, memlock=1, memlock_why="").digest() == facts.digest()
-
-
 def test_a_system_without_any_of_these_files(tmp_path):
     assert probe.memory_limit(tmp_path) == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert probe.mount_of(tmp_path, tmp_path) is None
@@ -203,7 +190,7 @@ def test_a_partition_leads_to_its_drive(tmp_path):
     link = tmp_path / "sys" / "dev" / "block" / f"{os.major(number)}:{os.minor(number)}"
     link.parent.mkdir(parents=True)
     link.symlink_to(drive / "nvme0n1p2")
-    device = drives.block_device(tmp_path, tmp_path / "sys")
+    (device,) = drives.block_devices(tmp_path, tmp_path / "sys")
     assert device == drive
     assert drives.drive_model(device) == "Some Drive 2TB"
     assert drives.nvme_wear(device, tmp_path) is None
@@ -339,15 +326,10 @@ def _with_drive(folder, files):
 
 
 def test_doctor_on_a_worn_drive_and_on_a_hard_disk(tmp_path, monkeypatch):
-    program = tree(tmp_path / "bin", {"smartctl": ""}) / "smartctl"
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     sysfs = _with_drive(tmp_path, {"device/model": "Samsung SSD 870 QVO 1TB\n", "size": "1953525168\n"})
 
     def check(blocks):
-        row = {"id": 241, "raw": {"value": blocks}}
-        log = {"logical_block_size": 512, "ata_smart_attributes": {"table": [row]}}
-        program.write_text(f"#!/bin/sh\necho '{json.dumps(log)}'\n")
+        monkeypatch.setattr(drives, "nvme_wear", lambda device: drives.Wear(percent_used=0, written=512 * blocks))
         (found,) = doctor._drives(tmp_path, sysfs)
         return found
 
@@ -382,7 +364,6 @@ def test_every_drive_of_a_raid(tmp_path):
     assert [(drive.model, drive.capacity, drive.rated_bytes) for drive in found] == [
         ("Samsung SSD 990 PRO 2TB", 2_000_398_934_016, 1200 * 10**12), ("Nobody knows", 4096, 0), ("", 8192, 0),
     ]  # fmt: skip
-    assert drives.block_device(tmp_path, sysfs) == sysfs / "devices" / "nvme0n1"
     assert drives.drives_under(tmp_path, sysfs=tmp_path / "no sysfs") == ()
 
 
@@ -399,17 +380,6 @@ def test_what_a_drive_is_rated_for(model, capacity, rated):
     assert rated_bytes(model, capacity) == rated * 10**12
 
 
-def test_what_smartctl_tells():
-    nvme = {"nvme_smart_health_information_log": {"percentage_used": 3, "data_units_written": 2_000_000}}
-    assert drives.parse_smartctl(json.dumps(nvme)) == drives.Wear(percent_used=3, written=1_024_000_000_000)
-    rows = [{"id": 9, "raw": {"value": 7}}, {"id": 241, "raw": {"value": 1000}}]
-    sata = {"logical_block_size": 512, "ata_smart_attributes": {"table": rows}}
-    assert drives.parse_smartctl(json.dumps(sata)) == drives.Wear(percent_used=0, written=512_000)
-    for text in ("", "{", "[]", "7", '{"smartctl": {"exit_status": 2}}', '{"nvme_smart_health_information_log": {"x": 1}}',
-                 '{"ata_smart_attributes": {"table": [{"id": 241}]}}'):  # fmt: skip
-        assert drives.parse_smartctl(text) is None, text
-
-
 @pytest.mark.parametrize(("status", "wear"), [(0, drives.Wear(percent_used=0, written=0)), (2, None)])
 def test_a_drives_no_is_no_empty_log(status, wear, tmp_path, monkeypatch):
     """The ioctl of a command that the drive refuses succeeds, with the drive's own status."""
@@ -420,36 +390,13 @@ def test_a_drives_no_is_no_empty_log(status, wear, tmp_path, monkeypatch):
 
 def test_how_worn_a_drive_says_it_is(tmp_path, monkeypatch):
     """Kept of one whose rating nobody knows, and said by doctor."""
-    log = {"nvme_smart_health_information_log": {"percentage_used": 95, "data_units_written": 7}}
-    program = tree(tmp_path / "bin", {"smartctl": f"#!/bin/sh\necho '{json.dumps(log)}'\n"}) / "smartctl"
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setattr(drives, "nvme_wear", lambda device: drives.Wear(percent_used=95, written=7 * 512_000))
     sysfs = _with_drive(tmp_path, {"device/model": "No Name\n", "size": "8\n"})
-    (drive,) = drives.drives_under(tmp_path, sysfs=sysfs, ask=True)
+    (drive,) = drives.drives_under(tmp_path, sysfs=sysfs)
     assert (drive.rated_bytes, drive.percent_used, drive.used_bytes) == (0, 95, 7 * 512_000)
     assert drives.nearly_worn((drive, replace(drive, percent_used=89))) == ["No Name says that 95 % of its endurance is used"]
     (check,) = doctor._drives(tmp_path, sysfs)
     assert check.status == "note" and "95% of its endurance used" in check.found
-
-
-def test_a_drive_that_tells_nothing_is_no_error(tmp_path, monkeypatch):
-    """smartctl that fails, prints nonsense, or is not there."""
-    device = tree(tmp_path / "sys" / "devices" / "sda", {"device/model": "x\n", "size": "8\n"})
-    program = tmp_path / "bin" / "smartctl"
-    program.parent.mkdir()
-    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    number = tmp_path.stat().st_dev
-    link = tmp_path / "sys" / "dev" / "block" / f"{os.major(number)}:{os.minor(number)}"
-    link.parent.mkdir(parents=True)
-    link.symlink_to(device)
-    table = '{"logical_block_size": 512, "ata_smart_attributes": {"table": [{"id": 241, "raw": {"value": 3}}]}}'
-    for script, used in ((f"echo '{table}'; exit 4", 1536), ("echo no; exit 2", 0), ("kill -9 $$", 0)):
-        program.write_text(f"#!/bin/sh\n{script}\n")
-        program.chmod(0o755)
-        (drive,) = drives.drives_under(tmp_path, sysfs=tmp_path / "sys", ask=True)
-        assert drive.used_bytes == used
-    (drive,) = drives.drives_under(tmp_path, sysfs=tmp_path / "sys")
-    assert drive.used_bytes == 0  # not asked
 
 
 def test_what_may_be_pinned(tmp_path):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fuyou_cli.core.units import GiB
-from fuyou_cli.machine.profile import described
+from fuyou_cli.machine.described import described
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.plan import Numerics
 from fuyou_cli.training.limits import gpu_limit, gpu_most

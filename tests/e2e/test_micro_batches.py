@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuyou_cli.machine.profile import assumed_hardware, described
+from fuyou_cli.machine.described import described
+from fuyou_cli.machine.profile import assumed_hardware
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.plan import Numerics
 from fuyou_cli.training.micro_batches import MOST_TOKENS, fastest_size, larger_sizes, smaller_sizes, usual_size

@@ -15,10 +15,10 @@ import yaml
 
 from fuyou_cli.advice.plan_files import recipe_keys
 from fuyou_cli.cli.app import main
-from fuyou_cli.cli.machine import keep
 from fuyou_cli.cli.probing import _measured
 from fuyou_cli.core.units import GiB
 from fuyou_cli.machine.profile import assumed_hardware
+from fuyou_cli.machine.profile_store import keep
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training import length
 from fuyou_cli.training.state import manifest as manifests
@@ -113,7 +113,7 @@ def test_two_processes_make_the_same_plan_file(new_project: NewProject, monkeypa
     """On this machine: what differs between two processes, their own size above all, is in neither file."""
     project = new_project()
     monkeypatch.setenv("XDG_CACHE_HOME", project.environment()["XDG_CACHE_HOME"])
-    keep(replace(assumed_hardware(project.folder), measured="2026-01-02", process_bytes=GiB), project.folder)
+    keep(replace(assumed_hardware(project.folder), measured="2026-01-02", process_bytes=GiB), project.folder, say=print)
     files = [project.folder / name for name in ("first.json", "second.json")]
     for file in files:
         assert project.fuyou("plan", project.recipe, "-o", file).returncode == 0

@@ -14,7 +14,8 @@ import pytest
 from fuyou_cli.advice import room as room_module
 from fuyou_cli.advice.room import described_store_room, plan_problems, room_of, store_room
 from fuyou_cli.machine import probe
-from fuyou_cli.machine.profile import assumed_hardware, described
+from fuyou_cli.machine.described import described
+from fuyou_cli.machine.profile import assumed_hardware
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.prepare import Prepared, prepare, run_directories
 from fuyou_cli.training.state.storage import STORE_FILE

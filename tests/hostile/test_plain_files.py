@@ -13,7 +13,7 @@ from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.plain_files import read_plain
 from fuyou_cli.data.rows import _read_template
 from fuyou_cli.data.sources import MissingDataError, locate
-from fuyou_cli.machine.described import profile_from
+from fuyou_cli.machine.described import described
 from fuyou_cli.recipe.diagnostics import RecipeErrors
 from fuyou_cli.recipe.load import load_recipe
 
@@ -40,7 +40,7 @@ def places(tmp_path: Path) -> dict[str, Path]:
 def test_each_reader_says_what_is_there(places: dict[str, Path]) -> None:
     for what, path in places.items():
         says = f"it is {what}, not a plain file"
-        for read in (load_recipe, lambda path: profile_from(path, process_bytes=(1, 1)), _read_template):
+        for read in (load_recipe, described, _read_template):
             with pytest.raises(UsageError) as refused:
                 read(path)
             assert says in refused.value.message and str(path) in refused.value.message

@@ -15,7 +15,7 @@ from fuyou_cli.advice.wear import spared_of
 from fuyou_cli.cli.prepared import prepared_elsewhere
 from fuyou_cli.cli.render.wear import spared_rows
 from fuyou_cli.core.units import MiB
-from fuyou_cli.machine.profile import described
+from fuyou_cli.machine.described import described
 from fuyou_cli.planner.boundary_layout import kept_bytes
 from fuyou_cli.planner.choice import family
 from fuyou_cli.planner.lasting import planned_for

@@ -24,7 +24,7 @@ from paper.policy import Reproduced
 from proof import report
 from rich.console import Console
 
-from fuyou_cli.machine.profile import described
+from fuyou_cli.machine.described import described
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 SOLVER = {"MEDIAN", "WORST", "CLOSE", "BATCHES"}  # bars, how closely a rate is looked for, and what is only printed

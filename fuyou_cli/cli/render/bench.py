@@ -33,7 +33,6 @@ def show_bench(console: Console, report: BenchReport) -> None:
             ("device", device),
             ("host", dot.join([*facts, f"{gb(profile.disk_free)} of disk free"])),
             *([("pinned", f"at most {gib(profile.pinnable)}: {profile.pinnable_why}")] if profile.pinnable else []),
-            *([("memlock", f"{gib(profile.memlock)}: {profile.memlock_why}")] if profile.memlock else []),
             *_drives(profile),
             ("process", f"{gib(profile.process_bytes)} with torch and transformers loaded, before any of the model"),
         ],

@@ -127,7 +127,7 @@ def measure(
         shared_compute=shared.compute if shared else 1.0,
         shared_adamw=shared.adamw if shared else 1.0,
         stage_rates=merged_rates((), layers.stage_rates),
-        drives=drives.drives_under(*directories, ask=True),
+        drives=drives.drives_under(*directories),
         measured=date.today().isoformat(),
         sources=(f"fuyou bench, {'quick' if quick else 'full'}",),
     )

@@ -21,12 +21,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
+from pydantic import Field
+
 from ...core.disk import failed_writing, sync_directory
 from ...core.errors import FuyouError, UsageError
 from ...core.json_files import find_text, has_too_many_values, object_in
 from ...core.own_files import open_own
+from ...core.typed import from_json
 from ...spec.plan import Numerics, StateTensor, StoreMode
-from ...spec.strict import AtMost, made
 from .validate import MOST_KEPT, why_not
 
 State = Literal["loading", "committed"]
@@ -69,7 +71,7 @@ class StoredExtent:
 
     offset: int
     size: int
-    sum: Annotated[int, AtMost(_LARGEST_SUM)]
+    sum: Annotated[int, Field(le=_LARGEST_SUM)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -298,7 +300,7 @@ def _parsed(path: Path, text: str) -> Manifest:
     if not is_sealed:
         raise DamagedManifest(f"{path} is damaged: its digest is not that of its content", hint=_START_OVER)
     try:
-        found: Manifest = made(Manifest, content)
+        found = from_json(Manifest, content)
     except UsageError as error:
         raise DamagedManifest(f"{path} is damaged: {error.message}", hint=_START_OVER) from None
     if wrong := why_not(found):

@@ -13,7 +13,7 @@ from ...core.errors import UsageError
 from ...core.json_files import find_object
 from ...core.own_files import open_own
 from ...core.paths import is_file
-from ...spec.strict import made
+from ...core.typed import from_json
 from . import manifest as manifests
 from .manifest import Manifest
 from .validate import is_plain
@@ -82,7 +82,7 @@ def read_part(directory: Path) -> Part | None:
         content = find_object(directory / PART_FILE, limit=_LARGEST, names=True)
         if content is None or content.pop("fuyou_part", None) != _VERSION:
             return None
-        part: Part = made(Part, content)
+        part = from_json(Part, content)
     except UsageError:
         return None
     return part if part.index < part.count and is_plain(part.first) else None

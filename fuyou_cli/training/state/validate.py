@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from ...checkpoint.header import METADATA, NAME_LIMIT
 from ...core.json_files import shown
+from ...core.typed import LARGEST
 from ...spec.model import ITEM_SIZE
-from ...spec.strict import LARGEST
 
 if TYPE_CHECKING:
     from ...spec.plan import Numerics

@@ -1,0 +1,227 @@
+"""Profiles of this machine as `fuyou bench` measured them and runs corrected them: where they are kept, and what plans use."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.json_files import read_object
+from fuyou_cli.core.typed import WrongData, from_json
+from fuyou_cli.core.units import MiB, in_steps
+from fuyou_cli.spec.hardware import HardwareProfile, merged_rates, wrong_rates
+
+from . import drives, probe
+from .profile import FILE_KEYS, assumed_hardware, core_count, cpu_name, usable_memory
+
+SCHEMA_VERSION = 2
+PROCESS_STEP = 16 * MiB  # model, tokenizer and rows of a small model's plan add 5 to 12 MiB to the libraries
+_LARGEST_FILE = 16 << 20  # bytes
+
+Say = Callable[[str], None]
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def write_profile(profile: HardwareProfile, path: Path) -> None:
+    """Writes the profile as JSON, for planning elsewhere or later."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = path.with_name(f"{path.name}.{os.getpid()}")  # nobody ever reads half of one
+    try:
+        whole.write_text(json.dumps({"schema_version": SCHEMA_VERSION, **asdict(profile)}, indent=2) + "\n")
+        whole.replace(path)
+    except OSError:
+        whole.unlink(missing_ok=True)
+        raise
+
+
+def read_profile(path: Path) -> HardwareProfile:
+    """Reads what `write_profile` or a person wrote. Raises UsageError naming everything that is missing or wrong."""
+    try:
+        data = read_object(path, limit=_LARGEST_FILE)
+    except UsageError as error:
+        raise UsageError(f"cannot read the hardware profile {error.message}", hint="make one: fuyou bench") from None
+    if data.pop("schema_version", None) != SCHEMA_VERSION:
+        raise UsageError(f"{path} is not a hardware profile of version {SCHEMA_VERSION}", hint="make one: fuyou bench")
+    try:
+        profile = from_json(HardwareProfile, {key: data[key] for key in data if key not in FILE_KEYS}, defaults=True)
+        wrong: tuple[str, ...] = tuple(wrong_rates(profile, sizes=False))  # a disk may have been full
+    except WrongData as error:
+        wrong = error.problems
+    if wrong:
+        raise UsageError(f"{path}: {'; '.join(wrong)}", hint="make a new one: fuyou bench")
+    return profile
+
+
+# ---- kept between runs -----------------------------------------------------------------------------------------------
+
+
+def profile_path(*directories: Path, device: str) -> Path:
+    """Names the file that keeps the profile of this machine's `device` with the drives behind `directories`.
+
+    Machines may share a home folder, and a number of a drive means nothing on another one: whatever a rate depends on is
+    in the name."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fuyou"
+    drives_there = sorted({probe.existing(directory).stat().st_dev for directory in directories})
+    computes_on = "cpu" if device == "emulated" else device
+    about = (platform.node(), cpu_name(), core_count(), computes_on, *drives_there)
+    return base / f"profile-{hashlib.sha256(repr(about).encode()).hexdigest()[:12]}.json"
+
+
+def corrected_path(profile: Path) -> Path:
+    """Names the file beside the measured `profile` that keeps rates as runs showed them."""
+    return profile.with_name(f"runs-{profile.name}")
+
+
+def hardware_for(*directories: Path, device: str, say: Say, calibrated: bool = False) -> HardwareProfile:
+    """Returns the kept profile of this machine, with memory and disk as they are now, for a store striped over `directories`.
+    Without one, rates are assumed and the profile says so (`fuyou bench` measures them). `calibrated`: rates as the latest
+    run showed them."""
+    path = profile_path(*directories, device=device)
+    name, memory = _device_facts(device)
+    profile = _kept(corrected_path(path)) if calibrated else None
+    if calibrated and profile is None:
+        _note(say, "--calibrated: no run has shown this machine's rates since it was last measured: nothing is corrected")
+    profile = profile or _kept(path, say)
+    if profile is None or (name is not None and profile.device_name != name):  # another card than was measured
+        profile = assumed_hardware(*directories, device=device, device_name=name, device_memory=memory)
+        profile = replace(profile, process_bytes=0)  # known, if nothing else is
+    device_free = _device_free(device, memory or profile.device_memory)  # its driver is part of the process from here on
+    pinnable, why = probe.pinnable()
+    return replace(
+        profile,
+        device=device,
+        device_free=device_free,
+        cores=core_count(),
+        ram_total=probe.memory_limit(),
+        ram_available=usable_memory(),
+        process_bytes=steady_process(probe.process_bytes(), measured=profile.process_bytes),
+        disk_free=probe.striped_space(*directories),
+        pinnable=pinnable,
+        pinnable_why=why,
+        drives=drives.drives_under(*directories),
+    )
+
+
+def steady_process(now: int, *, measured: int) -> int:
+    """Rounds the bytes of a process up, so that every plan of a run takes the same: two processes that did the same differ by
+    one or two MiB, and a plan file made twice is to be the same file. `measured`: what a process of `fuyou bench` had loaded, 0
+    where none has run."""
+    start = measured + PROCESS_STEP  # so that no edge of the steps is near what a plan's process has
+    return start + max(0, -(-(now - start) // PROCESS_STEP)) * PROCESS_STEP
+
+
+def is_measured(*directories: Path, device: str) -> bool:
+    """Tells whether `hardware_for` would know this machine by a kept profile."""
+    profile = _kept(profile_path(*directories, device=device))
+    name, _ = _device_facts(device)
+    return profile is not None and (name is None or profile.device_name == name)
+
+
+def why_not_kept(*directories: Path, device: str) -> str | None:
+    """Tells why what is measured here could not be kept; None where it can be."""
+    folder = profile_path(*directories, device=device).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return f"{folder}: {error.strerror}"
+
+
+def _kept(path: Path, say: Say | None = None) -> HardwareProfile | None:
+    """Reads what `fuyou bench` left there. It is advice: what cannot be read is told to `say`, and stands in nobody's way."""
+    try:
+        return read_profile(path) if path.exists() else None
+    except UsageError as error:
+        if say is not None:
+            _note(say, f"{error.message}; rates are assumed (`fuyou bench` replaces it)")
+        return None
+
+
+@cache
+def _note(say: Say, text: str) -> None:
+    """Says it once, however often a run looks at the machine."""
+    say(f"note: {text}")
+
+
+def keep(profile: HardwareProfile, *directories: Path, say: Say) -> HardwareProfile:
+    """Keeps a measured profile for the plans to come, with what earlier measurements of the same machine know beside it: rates
+    of other stages, and those of sustained writing. Returns what is kept."""
+    path = profile_path(*directories, device=profile.device)
+    before = _kept(path)  # what cannot be read is replaced now
+    if before is not None and before.device_name == profile.device_name:
+        profile = _joined(before, profile)
+    _write(profile, path, say)
+    with suppress(OSError):
+        corrected_path(path).unlink()  # corrected what was measured before
+    return profile
+
+
+def keep_corrected(profile: HardwareProfile, *directories: Path, instead_of: HardwareProfile, say: Say) -> None:
+    """Keeps rates as a run showed them, for plans that ask for them: `instead_of` those that the run was planned with, unless
+    the machine was measured anew meanwhile."""
+    path = profile_path(*directories, device=profile.device)
+    known = [found for found in map(_kept, (path, corrected_path(path))) if found is not None]
+    if instead_of.digest() not in {found.digest() for found in known}:
+        return
+    today = datetime.date.today().isoformat()
+    measured = f"{profile.measured.partition(',')[0]}, corrected by a run of {today}"
+    # A run's process is what was measured and more: kept, the next run's would be larger by as much again.
+    corrected = replace(profile, measured=measured, process_bytes=known[0].process_bytes)
+    _write(corrected, corrected_path(path), say)
+
+
+def _write(profile: HardwareProfile, path: Path, say: Say) -> None:
+    try:
+        write_profile(profile, path)
+    except OSError as error:
+        say(f"note: the profile could not be kept in {path}: {error.strerror}")
+
+
+def _joined(before: HardwareProfile, found: HardwareProfile) -> HardwareProfile:
+    joined = replace(found, stage_rates=merged_rates(before.stage_rates, found.stage_rates))
+    if found.sustained_write or found.steady_bytes:
+        return joined
+    return replace(
+        joined,
+        sustained_write=before.sustained_write,
+        sustained_read_mixed=before.sustained_read_mixed,
+        sustained_write_mixed=before.sustained_write_mixed,
+        burst_bytes=before.burst_bytes,
+        steady_bytes=before.steady_bytes,
+    )
+
+
+def _device_facts(device: str) -> tuple[str | None, int]:
+    if device != "cuda":
+        return None, 0
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UsageError(
+            "offload.device: cuda, but no CUDA device is usable by this torch build",
+            hint="run `fuyou doctor`, or set offload.device=cpu",
+        )
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return properties.name, properties.total_memory
+
+
+def _device_free(device: str, memory: int) -> int:
+    """Returns the bytes of the device's `memory` that this process may have, in steps as of the host's. CUDA is asked and not
+    NVML: the context that is made for it takes some of both memories, which a plan has to know of."""
+    if device != "cuda":
+        return 0
+    from fuyou_cli.engine.devices.cuda import free_memory
+
+    return max(1, in_steps(min(free_memory(), memory), memory))  # 0 would be: not known
