@@ -17,10 +17,9 @@ from fuyou_cli.core.paths import folder
 from fuyou_cli.core.units import gb
 from fuyou_cli.machine import drives, probe
 from fuyou_cli.machine.background_load import Others, are_busy
-from fuyou_cli.machine.measure.profile_rates import BenchReport, device_named, measure
+from fuyou_cli.machine.measure.whole import BenchReport, device_named, measure
 from fuyou_cli.machine.profile import assumed_hardware
 from fuyou_cli.machine.profile_store import keep
-from fuyou_cli.spec.hardware import merged_rates
 
 from .console import confirm, result_console, status_console, write_status
 from .render.bench import bench_json, show_bench
@@ -101,7 +100,7 @@ def _beside_others(report: BenchReport, cores: float) -> BenchReport:
 
 def _with_recipe(places: tuple[Path, ...], recipe: Recipe, *, quick: bool, device: str, progress: Progress) -> BenchReport:
     from fuyou_cli.engine.devices.cuda import free_memory
-    from fuyou_cli.machine.measure.stages import measure_recipe
+    from fuyou_cli.machine.measure.recipe_stages import measure_recipe
     from fuyou_cli.training.prepare import anatomy_of
 
     target = device_named(device)
@@ -109,9 +108,7 @@ def _with_recipe(places: tuple[Path, ...], recipe: Recipe, *, quick: bool, devic
     anatomy, sizes = anatomy_of(recipe, assumed_hardware(*places, device=target.type), say=write_status)
     report = measure(*places, quick=quick, device=device, progress=progress)
     free = free_memory() if target.type == "cuda" else probe.memory_available()
-    stages = measure_recipe(anatomy, sizes, target, quick=quick, free=free, progress=progress)
-    profile = replace(report.profile, stage_rates=merged_rates(report.profile.stage_rates, stages.stage_rates))
-    return replace(report, profile=profile, rates=(*report.rates, *stages.rates), notes=(*report.notes, *stages.notes))
+    return report.with_found(measure_recipe(anatomy, sizes, target, quick=quick, free=free, progress=progress))
 
 
 def _with_sustained(report: BenchReport, places: tuple[Path, ...], progress: Progress) -> BenchReport:
@@ -119,24 +116,7 @@ def _with_sustained(report: BenchReport, places: tuple[Path, ...], progress: Pro
 
     progress("sustained writing")
     free, count = probe.striped_space(*places), _drives_of(places)
-    found = measure_sustained(*places, free=free, count=count, progress=progress)
-    profile, rates = replace(report.profile, steady_bytes=found.steady_bytes), report.rates
-    if fallen := found.fallen:
-        profile = replace(
-            profile,
-            sustained_write=fallen.write.value,
-            sustained_read_mixed=fallen.read_mixed.value,
-            sustained_write_mixed=fallen.write_mixed.value,
-            burst_bytes=fallen.burst_bytes,
-        )
-        rates = (*rates, fallen.write, fallen.read_mixed, fallen.write_mixed)
-    return replace(
-        report,
-        profile=profile,
-        rates=rates,
-        notes=(*report.notes, *found.notes),
-        written_bytes=report.written_bytes + found.written_bytes,
-    )
+    return report.with_found(measure_sustained(*places, free=free, count=count, progress=progress))
 
 
 def _drives_of(places: tuple[Path, ...]) -> int:

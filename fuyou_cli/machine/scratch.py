@@ -6,32 +6,31 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from fuyou_cli.core.errors import UsageError
 
-
-def _prefix(pid: int) -> str:
-    return f"fuyou-bench-{pid}-"
+_PREFIX = "fuyou-bench-{}-"  # with the number of the process
 
 
-def made_in(directory: Path) -> Path:
-    """A new folder of this process there. Raises UsageError where nothing can be written."""
+@contextmanager
+def scratch_folder(directory: Path) -> Iterator[Path]:
+    """Makes a folder of this process there, which is gone at the end. Raises UsageError where nothing can be written."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=_prefix(os.getpid()), dir=directory))
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX.format(os.getpid()), dir=directory))
     except OSError as error:
         raise UsageError(f"cannot write to {directory}: {error.strerror}", hint="name another directory") from error
-
-
-def remove(folder: Path) -> None:
-    """One that `made_in` made, by this process."""
-    shutil.rmtree(folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
 
 
 def remove_left(directories: Iterable[Path], pid: int) -> None:
-    """What the process `pid`, which has ended, left there."""
+    """Removes what the process `pid`, which has ended, left there."""
     for directory in directories:
-        for left in directory.glob(f"{_prefix(pid)}*"):
+        for left in directory.glob(f"{_PREFIX.format(pid)}*"):
             shutil.rmtree(left, ignore_errors=True)

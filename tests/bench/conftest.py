@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from fuyou_cli.core.units import MiB
-from fuyou_cli.machine.measure import profile_rates as measure
+from fuyou_cli.machine.measure import recipe_stages
 from fuyou_cli.machine.measure import stages as measure_stages
 from fuyou_cli.machine.measure import store as measure_store
 from fuyou_cli.machine.measure import sustained as measure_sustained
+from fuyou_cli.machine.measure import whole as measure
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,8 +30,8 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(measure_stages, "WIDTHS", (256,))
     monkeypatch.setattr(measure_stages, "QUICK_PAIR", 0.05)
     monkeypatch.setattr(measure_stages, "QUICK_SECONDS", 100.0)  # nothing is left out, however busy the machine
-    monkeypatch.setattr(measure_stages, "RECIPE_QUICK_PAIR", 0.5)
-    monkeypatch.setattr(measure_stages, "RECIPE_SECONDS", {"block": 0.5, "head": 0.5})
+    monkeypatch.setattr(recipe_stages, "QUICK_PAIR", 0.5)
+    monkeypatch.setattr(recipe_stages, "SECONDS", {"block": 0.5, "head": 0.5})
     monkeypatch.setattr(measure, "MATMUL_SECONDS", 0.01)
     monkeypatch.setattr(measure, "REPEAT_SECONDS", 0.1)
     monkeypatch.setattr(measure, "SHARED_WIDTH", 256)

@@ -33,10 +33,10 @@ def test_an_emulated_device_is_measured() -> None:
     """A copy thread each way: at once none is faster than alone."""
     device = open_device("emulated")
     try:
-        rates = measure_copies(device, repeats=3, size=32 << 20)
+        found = measure_copies(device, repeats=3, size=32 << 20)
     finally:
         device.close()
-    assert [rate.unit for rate in rates] == ["B/s"] * 4 and all(rate.repeats == 3 for rate in rates)
-    up, down, up_mixed, down_mixed = (rate.value for rate in rates)
+    assert [rate.unit for rate in found.rates] == ["B/s"] * 4 and all(rate.repeats == 3 for rate in found.rates)
+    up, down, up_mixed, down_mixed = (found.figures[key] for key in ("h2d", "d2h", "h2d_mixed", "d2h_mixed"))
     assert min(up, down) > 1e7
     assert up_mixed <= up and down_mixed <= down

@@ -22,8 +22,9 @@ from fuyou_cli.core.units import MiB, gib
 from fuyou_cli.machine import profile
 from fuyou_cli.machine.measure import store as measure_store
 from fuyou_cli.machine.measure import update as measure_update
-from fuyou_cli.machine.measure.profile_rates import BenchReport, Rate, rate_of
+from fuyou_cli.machine.measure.rates import Rate, rate_of
 from fuyou_cli.machine.measure.update import measure_adamw, measure_shared
+from fuyou_cli.machine.measure.whole import BenchReport
 from fuyou_cli.machine.profile_store import read_profile
 from fuyou_cli.swap.daemon import SwapDaemon
 
@@ -38,13 +39,13 @@ def test_the_median_and_its_range() -> None:
 
 
 def test_a_short_disk_is_measured_on_less(tmp_path: Path) -> None:
-    rates = measure_store.measure_store(tmp_path, quick=True, free=measure_store.SPARE_DISK + 65 * MiB)
-    for rate in rates.rates:
+    found = measure_store.measure_store(tmp_path, quick=True, free=measure_store.SPARE_DISK + 65 * MiB)
+    for rate in found.rates:
         check(rate)
         assert 1e4 < rate.value < 1e11  # bytes per second, of a drive that others use as well
-    assert rates.read.value != rates.write.value  # measured one by one
-    assert 64 * MiB < rates.written_bytes <= 5.5 * 64 * MiB
-    assert any("64 MiB instead of 320 MiB" in note for note in rates.notes)
+    assert found.figures["store_read"] != found.figures["store_write"]  # measured one by one
+    assert 64 * MiB < found.written_bytes <= 5.5 * 64 * MiB
+    assert any("64 MiB instead of 320 MiB" in note for note in found.notes)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -100,9 +101,10 @@ def test_files_go_when_measuring_fails(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_adamw_is_measured_per_thread_count() -> None:
-    rates = measure_adamw(3, repeats=2)
-    assert [(threads, rate.name) for threads, rate in rates] == [(1, "AdamW, 1 thread"), (2, "AdamW, 2 threads")]
-    for _, rate in rates:
+    found = measure_adamw(3, repeats=2)
+    assert [rate.name for rate in found.rates] == ["AdamW, 1 thread", "AdamW, 2 threads"]
+    assert found.figures["adamw"] == tuple((number, rate.value) for number, rate in enumerate(found.rates, start=1))
+    for rate in found.rates:
         check(rate)
         assert 1e7 < rate.value < 1e12  # bytes, not gigabytes, on a machine that others use as well
 
@@ -115,7 +117,7 @@ def test_what_runs_at_once_is_counted_on_both_sides() -> None:
         time.sleep(0.02)
 
     shared = measure_shared(step, 4e9, seconds=0.2, note="sleeps")
-    assert len(turns) >= 3 and 0 < shared.compute <= 1.0 and 0 < shared.adamw <= 1.0
+    assert len(turns) >= 3 and all(0 < share <= 1.0 for share in shared.figures.values()) and len(shared.figures) == 2
     alone, beside, update = shared.rates
     for rate in shared.rates:
         check(rate)

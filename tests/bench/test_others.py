@@ -12,7 +12,7 @@ import pytest
 
 from fuyou_cli.cli.bench import _beside_others
 from fuyou_cli.machine import background_load as others
-from fuyou_cli.machine.measure.profile_rates import BenchReport
+from fuyou_cli.machine.measure.whole import BenchReport
 from fuyou_cli.machine.profile import assumed_hardware
 
 

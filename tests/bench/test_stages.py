@@ -18,10 +18,12 @@ from fuyou_cli.engine.anatomy import Anatomy, dissect
 from fuyou_cli.engine.inspect import inspect
 from fuyou_cli.engine.skeleton import build
 from fuyou_cli.engine.vocabulary import cut_vocabulary
+from fuyou_cli.machine.measure import recipe_stages
 from fuyou_cli.machine.measure import stages as measure_stages
 from fuyou_cli.machine.measure import sustained as measure_sustained
-from fuyou_cli.machine.measure.profile_rates import DTYPES, Rate, rate_of
-from fuyou_cli.machine.measure.stages import Stages, affordable_tokens, measure_layers, measure_recipe, shape_of
+from fuyou_cli.machine.measure.rates import DTYPES, Found, Rate, rate_of
+from fuyou_cli.machine.measure.recipe_stages import measure_recipe
+from fuyou_cli.machine.measure.stages import affordable_tokens, measure_layers, shape_of
 from fuyou_cli.machine.profile_store import hardware_for
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.model import Dtype, ModelSpec
@@ -43,8 +45,8 @@ def tied_gemma() -> Anatomy:
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(measure_stages, "RECIPE_SECONDS", {"block": 0.5, "head": 0.5})
-    monkeypatch.setattr(measure_stages, "RECIPE_QUICK_PAIR", 0.5)
+    monkeypatch.setattr(recipe_stages, "SECONDS", {"block": 0.5, "head": 0.5})
+    monkeypatch.setattr(recipe_stages, "QUICK_PAIR", 0.5)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -58,7 +60,7 @@ def inspected(anatomy: Anatomy) -> ModelSpec:
     )  # fmt: skip
 
 
-def measured(anatomy: Anatomy, *, free: int = GiB) -> Stages:
+def measured(anatomy: Anatomy, *, free: int = GiB) -> Found:
     return measure_recipe(anatomy, [NUMERICS], torch.device("cpu"), quick=True, free=free)
 
 
@@ -94,7 +96,7 @@ def size_of_block(anatomy: Anatomy, rows: int) -> int:
 def test_micro_batches_of_several_sizes_take_turns(fitting: list[int]) -> None:
     anatomy = tied_gemma()
     sizes = [replace(NUMERICS, micro_batch_size=rows, head_chunk_tokens=0) for rows in (2, 1, 4)]
-    free = round(1.01 * sum(size_of_block(anatomy, rows) for rows in fitting) / measure_stages.USABLE)
+    free = round(1.01 * sum(size_of_block(anatomy, rows) for rows in fitting) / recipe_stages.USABLE)
     found = measure_recipe(anatomy, sizes, torch.device("cpu"), quick=True, free=free)
     assert [rate.tokens for rate in found.stage_rates if rate.kind == "block"] == [96 * rows for rows in fitting]
     assert [rate.tokens for rate in found.stage_rates if rate.kind == "head"][:2] == [192, 96] and found.notes == ()
@@ -102,8 +104,8 @@ def test_micro_batches_of_several_sizes_take_turns(fitting: list[int]) -> None:
 
 
 def test_fewer_tokens_where_there_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure_stages, "RECIPE_QUICK_PAIR", 0.0)
-    monkeypatch.setattr(measure_stages, "LEAST_TOKENS", 16)
+    monkeypatch.setattr(recipe_stages, "QUICK_PAIR", 0.0)
+    monkeypatch.setattr(recipe_stages, "LEAST_TOKENS", 16)
     found = measured(tied_gemma())
     assert [rate.tokens for rate in found.stage_rates] == [16, 16]
     assert len(found.notes) == 2 and "measured on 16 tokens: 192 would" in found.notes[0] and "64 would" in found.notes[1]
@@ -113,7 +115,7 @@ def test_fewer_tokens_where_there_is_no_memory() -> None:
     """Whole rows as long as they fit, then parts of one."""
     anatomy = tied_gemma()
     block = next(stage for stage in inspected(anatomy).stages if stage.kind == "block")
-    found = measured(anatomy, free=int((6 * block.params + 0.9 * block.backward_peak) / measure_stages.USABLE))
+    found = measured(anatomy, free=int((6 * block.params + 0.9 * block.backward_peak) / recipe_stages.USABLE))
     assert found.stage_rates[0].tokens == 96 and "measured on 96 tokens" in found.notes[0]
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fuyou_cli.core.units import duration, gb, gib
-from fuyou_cli.machine.measure.profile_rates import BenchReport
+from fuyou_cli.machine.measure.whole import BenchReport
 from fuyou_cli.spec.hardware import HardwareProfile
 
 from .theme import Symbols, bar, column, heading, pairs, ruled, say, show, symbols

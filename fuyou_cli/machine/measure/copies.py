@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from fuyou_cli.core.units import MiB
 
-from .profile_rates import Rate, each, rate_of
+from .rates import Found, each, found, rate_of
 
 if TYPE_CHECKING:
     from fuyou_cli.engine.devices.base import Device, Event
@@ -20,8 +20,8 @@ PIECES = 8  # that a copy is submitted in, turn about with the other way's
 LEAST = 0.1  # of the rate alone: less is no rate but a copy engine that does one thing after the other
 
 
-def measure_gpu_copies(*, repeats: int) -> tuple[Rate, Rate, Rate, Rate]:
-    """Of this machine's GPU."""
+def measure_gpu_copies(*, repeats: int) -> Found:
+    """Measures copies to this machine's GPU and back."""
     from fuyou_cli.engine.devices import open_device
 
     device = open_device("cuda")
@@ -31,8 +31,8 @@ def measure_gpu_copies(*, repeats: int) -> tuple[Rate, Rate, Rate, Rate]:
         device.close()
 
 
-def measure_copies(device: Device, *, repeats: int, size: int = COPIED) -> tuple[Rate, Rate, Rate, Rate]:
-    """Bytes/s to the device and back, each alone, then each while the other is under way."""
+def measure_copies(device: Device, *, repeats: int, size: int = COPIED) -> Found:
+    """Measures bytes/s to the device and back, each alone, then each while the other is under way."""
     import torch
 
     hosts = [torch.zeros(size, dtype=torch.uint8) for _ in range(2)]
@@ -54,16 +54,16 @@ def measure_copies(device: Device, *, repeats: int, size: int = COPIED) -> tuple
     alone = [each(float(size), [_seconds(way)[0] for _ in range(repeats)]) for way in (up, down)]
     middle = statistics.median(alone[0]), statistics.median(alone[1])
     both = [at_once(size, _seconds(up, down), middle) for _ in range(repeats)]
-    return (
-        rate_of("host to GPU", "B/s", alone[0], "pinned"),
-        rate_of("GPU to host", "B/s", alone[1], "pinned"),
-        rate_of("host to GPU while copying back", "B/s", [rates[0] for rates in both], "pinned"),
-        rate_of("GPU to host while copying there", "B/s", [rates[1] for rates in both], "pinned"),
+    return found(
+        h2d=rate_of("host to GPU", "B/s", alone[0], "pinned"),
+        d2h=rate_of("GPU to host", "B/s", alone[1], "pinned"),
+        h2d_mixed=rate_of("host to GPU while copying back", "B/s", [rates[0] for rates in both], "pinned"),
+        d2h_mixed=rate_of("GPU to host while copying there", "B/s", [rates[1] for rates in both], "pinned"),
     )
 
 
 def _seconds(*ways: Callable[[int], Event]) -> list[float]:
-    """When the last piece of each way had arrived, all of them submitted turn about."""
+    """Times the arrival of the last piece of each way, all of them submitted turn about."""
     begin = time.perf_counter()
     last = [[way(number) for way in ways] for number in range(PIECES)][-1]
     ends: dict[int, float] = {}
@@ -75,8 +75,8 @@ def _seconds(*ways: Callable[[int], Event]) -> list[float]:
 
 
 def at_once(size: int, ends: Sequence[float], alone: tuple[float, float]) -> tuple[float, float]:
-    """Bytes/s of two copies of `size` that began together and ended after these seconds, while both were under way: what the
-    slower one had left when the other was done, it copied at its rate alone. Neither is faster than alone."""
+    """Computes bytes/s, while both were under way, of two copies of `size` that began together and ended after these seconds:
+    what the slower one had left when the other was done, it copied at its rate alone. Neither is faster than alone."""
     first = min(ends)
     slow = [(size - (end - first) * rate) / first for end, rate in zip(ends, alone, strict=True)]
     return min(alone[0], max(LEAST * alone[0], slow[0])), min(alone[1], max(LEAST * alone[1], slow[1]))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fuyou_cli.core.units import MiB
 
-from .profile_rates import Rate, each, rate_of
+from .rates import Found, Rate, each, found, rate_of
 
 if TYPE_CHECKING:
     import torch
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 COPIED = 64 * MiB  # of one copy: larger than the caches
 
 
-def measure_memory(*, repeats: int, size: int = COPIED) -> tuple[Rate, Rate]:
-    """Bytes read and written per second: where the target's pages are there, and where the kernel has yet to clear each of
-    them, as of a whole batch's tensor, which every visit makes anew."""
+def measure_memory(*, repeats: int, size: int = COPIED) -> Found:
+    """Measures bytes read and written per second: where the target's pages are there, and where the kernel has yet to clear
+    each of them, as of a whole batch's tensor, which every visit makes anew."""
     import torch
 
     from fuyou_cli.engine.whole_batch import whole_batch
@@ -31,7 +31,7 @@ def measure_memory(*, repeats: int, size: int = COPIED) -> tuple[Rate, Rate]:
         return rate_of(name, "B/s", each(2.0 * size, taken), note)
 
     new = rate("copy to new pages", lambda: whole_batch((size,), torch.uint8))
-    return rate("copy", lambda: there), new
+    return found(host_copy=rate("copy", lambda: there), host_fresh=new)
 
 
 def _copy_seconds(source: torch.Tensor, target: torch.Tensor) -> float:

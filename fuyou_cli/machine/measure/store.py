@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -20,8 +20,8 @@ from fuyou_cli.swap.arena import Arena
 from fuyou_cli.swap.daemon import DaemonOptions, SwapDaemon
 from fuyou_cli.swap.store import Store
 
-from ..scratch import made_in, remove
-from .profile_rates import Rate, rate_of
+from ..scratch import scratch_folder
+from .rates import Found, Rate, found, rate_of
 from .streams import IN_FLIGHT, REQUEST, Course, Direction, Stream, run_streams
 
 QUICK_SPAN, FULL_SPAN = 320 * MiB, 4 * GiB
@@ -56,23 +56,8 @@ QUICK = _Effort(alone=_Pass(1.6, 1.0), mixed=_Pass(2.8, 1.6), repeats=1)
 FULL = _Effort(alone=_Pass(1.0, 20.0), mixed=_Pass(1.0, 20.0), repeats=3)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoreRates:
-    read: Rate
-    write: Rate
-    read_mixed: Rate  # while writing
-    write_mixed: Rate  # while reading
-    notes: tuple[str, ...]
-    written_bytes: int
-    io_cpu: float  # seconds that compute loses per byte moved; at least the core time of who moves it
-
-    @property
-    def rates(self) -> tuple[Rate, Rate, Rate, Rate]:
-        return self.read, self.write, self.read_mixed, self.write_mixed
-
-
-def measure_store(*directories: Path, quick: bool, free: int, step: Step | None = None) -> StoreRates:
-    """Rates of a store striped over `directories`, which have `free` bytes left in all. The first pass over new files is not
+def measure_store(*directories: Path, quick: bool, free: int, step: Step | None = None) -> Found:
+    """Measures a store striped over `directories`, which have `free` bytes left in all. The first pass over new files is not
     counted.
 
     Quick writes at most 5.4 spans of 320 MiB: 1.9 GB. `step`: some work of compute on the same cores, for what transfers take
@@ -94,12 +79,12 @@ def measure_store(*directories: Path, quick: bool, free: int, step: Step | None 
         if step is None:
             return rates
         lost = compute_lost(daemon, span, step, seconds=LOST_QUICK_SECONDS if quick else LOST_FULL_SECONDS)
-        return replace(rates, io_cpu=max(rates.io_cpu, lost))
+        return rates + Found(figures={"io_cpu": max(rates.figures["io_cpu"], lost)})
 
 
 def compute_lost(daemon: SwapDaemon, span: int, step: Step, *, seconds: float) -> float:
-    """Seconds of compute that a byte takes which is read meanwhile. The threads that move bytes need little time, but compute's
-    threads wait for the one that they interrupt."""
+    """Measures the seconds of compute that a byte takes which is read meanwhile. The threads that move bytes need little time,
+    but compute's threads wait for the one that they interrupt."""
     alone = beside = moved = beside_seconds = 0.0
     step()
     for _ in range(_TURNS):
@@ -114,7 +99,7 @@ def compute_lost(daemon: SwapDaemon, span: int, step: Step, *, seconds: float) -
 
 
 def _pace(step: Step, seconds: float) -> float:
-    """Steps per second."""
+    """Measures steps per second."""
     done, begin = 0, time.perf_counter()
     while not done or time.perf_counter() - begin < seconds:
         step()
@@ -124,7 +109,7 @@ def _pace(step: Step, seconds: float) -> float:
 
 @contextmanager
 def _reading(daemon: SwapDaemon, span: int) -> Iterator[None]:
-    """Inside, [0, span) of the store is read again and again, in requests so large that they take no time of Python's."""
+    """Reads [0, span) of the store again and again meanwhile, in requests so large that they take no time of Python's."""
     over, size = threading.Event(), min(IN_FLIGHT * REQUEST, span // 2)
 
     def read() -> None:
@@ -150,25 +135,19 @@ def _reading(daemon: SwapDaemon, span: int) -> Iterator[None]:
 
 @contextmanager
 def new_store(directories: Sequence[Path], size: int) -> Iterator[tuple[SwapDaemon, Store]]:
-    """A store of `size` bytes striped over folders of its own in `directories`, its daemon, and an arena of two streams'
+    """Opens a store of `size` bytes striped over folders of its own in `directories`, its daemon, and an arena of two streams'
     requests that holds random bytes; all of it is gone at the end. Raises UsageError where nothing can be written."""
-    folders: list[Path] = []
-    try:
-        for directory in directories:
-            folders.append(made_in(directory))
-        with (
-            Arena(2 * IN_FLIGHT * REQUEST) as arena,
-            Store.open([folder / "store.bin" for folder in folders], stripe=MiB, size=size, create=True) as store,
-            SwapDaemon(arena, store, DaemonOptions(block_size=MiB, update_threads=0)) as daemon,
-        ):
-            _fill(arena)
-            yield daemon, store
-    finally:
-        for folder in folders:
-            remove(folder)
+    with ExitStack() as stack:
+        folders = [stack.enter_context(scratch_folder(directory)) for directory in directories]
+        arena = stack.enter_context(Arena(2 * IN_FLIGHT * REQUEST))
+        paths = [folder / "store.bin" for folder in folders]
+        store = stack.enter_context(Store.open(paths, stripe=MiB, size=size, create=True))
+        daemon = stack.enter_context(SwapDaemon(arena, store, DaemonOptions(block_size=MiB, update_threads=0)))
+        _fill(arena)
+        yield daemon, store
 
 
-def _measured(daemon: SwapDaemon, store: Store, span: int, *, effort: _Effort, notes: list[str]) -> StoreRates:
+def _measured(daemon: SwapDaemon, store: Store, span: int, *, effort: _Effort, notes: list[str]) -> Found:
     if not store.direct:
         notes.append("this file system knows no direct I/O: the figures include the page cache")
     # Files that were never written are slower: this pass does not count.
@@ -185,19 +164,18 @@ def _measured(daemon: SwapDaemon, store: Store, span: int, *, effort: _Effort, n
     io_cpu = (_others_time() - used) / max(1, _moved(daemon) - moved)
     store.sync()
     note = f"{daemon.backend}, {'O_DIRECT' if store.direct else 'buffered'}, files of {gib(span)}"
-    return StoreRates(
-        read=_rate("store read", reads, "reading", note),
-        write=_rate("store write", writes, "writing", note),
-        read_mixed=_rate("store read while writing", mixed, "reading", note),
-        write_mixed=_rate("store write while reading", mixed, "writing", note),
-        notes=tuple(notes),
-        written_bytes=daemon.counters().written_bytes,
-        io_cpu=io_cpu,
+    rates = found(
+        store_read=_rate("store read", reads, "reading", note),
+        store_write=_rate("store write", writes, "writing", note),
+        store_read_mixed=_rate("store read while writing", mixed, "reading", note),
+        store_write_mixed=_rate("store write while reading", mixed, "writing", note),
     )
+    written = daemon.counters().written_bytes
+    return rates + Found(figures={"io_cpu": io_cpu}, notes=tuple(notes), written_bytes=written)
 
 
 def _others_time() -> float:
-    """Core time of every thread, the kernel's for them included, but of this one, which only looks on."""
+    """Returns the core time of every thread, the kernel's for them included, but of this one, which only looks on."""
     return time.process_time() - time.thread_time()
 
 
@@ -211,7 +189,7 @@ def _alone(daemon: SwapDaemon, kind: Direction, span: int, much: _Pass) -> Cours
 
 
 def _at_once(daemon: SwapDaemon, span: int, much: _Pass) -> Course:
-    """Reading one half while writing the other; both end when the first is through."""
+    """Reads one half while writing the other; both end when the first is through."""
     half = align_up(span // 2, REQUEST)
     streams = [
         Stream(kind="read", first=span - half, size=half, slot=IN_FLIGHT, total=much.bytes(span)),
@@ -221,14 +199,14 @@ def _at_once(daemon: SwapDaemon, span: int, much: _Pass) -> Course:
 
 
 def _rate(name: str, courses: list[Course], direction: Literal["reading", "writing"], note: str) -> Rate:
-    """Of all that was moved while it counted. A window that no request ended in is too short to have a rate."""
+    """Takes the rate of all that was moved while it counted. A window that no request ended in is too short to have one."""
     windows = [rate for course in courses for window in course.windows if (rate := getattr(window, direction))]
     settled = statistics.median(getattr(course.settled, direction) for course in courses)
     return replace(rate_of(name, "B/s", [*windows, settled], note), value=settled, repeats=len(courses))
 
 
 def _fill(arena: Arena) -> None:
-    """Bytes that do not compress: a drive that compresses must not look faster than it is."""
+    """Fills it with bytes that do not compress: a drive that compresses must not look faster than it is."""
     import torch
 
     torch.frombuffer(arena.view(0, arena.size), dtype=torch.int64).random_()

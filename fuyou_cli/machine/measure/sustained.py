@@ -10,14 +10,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from fuyou_cli.core.errors import OutOfSpaceError
 from fuyou_cli.core.units import GiB, gb
 from fuyou_cli.swap.daemon import SwapDaemon
 
-from .profile_rates import Rate, rate_of
+from .rates import Found, found, rate_of
 from .store import new_store
 from .streams import IN_FLIGHT, Pace, Stream, run_streams
 
@@ -31,29 +30,9 @@ LAST = 4  # windows that are compared
 MIXED_WINDOWS = 2
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fallen:
-    """Rates once writing has fallen and settled."""
-
-    write: Rate
-    read_mixed: Rate
-    write_mixed: Rate
-    burst_bytes: int  # written before it fell
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sustained:
-    """What was found: rates after a fall, or that there is none, or neither."""
-
-    fallen: Fallen | None
-    steady_bytes: int  # written without a fall, where that is enough to know that there is none; else 0
-    written_bytes: int
-    notes: tuple[str, ...]
-
-
 def most_written(free: int, count: int = 1) -> int:
-    """Bytes that are written at most where `free` are free on `count` drives: a quarter of them. Raises OutOfSpaceError when
-    that shows nothing."""
+    """Returns the bytes that are written at most where `free` are free on `count` drives: a quarter of them. Raises
+    OutOfSpaceError when that shows nothing."""
     windows = min(free // 4, count * MOST_BYTES) // WINDOW
     if windows < LEAST_WINDOWS + MIXED_WINDOWS:
         needed = 4 * (LEAST_WINDOWS + MIXED_WINDOWS) * WINDOW
@@ -61,11 +40,10 @@ def most_written(free: int, count: int = 1) -> int:
     return windows * WINDOW
 
 
-def measure_sustained(
-    *directories: Path, free: int, count: int = 1, progress: Callable[[str], None] = lambda _: None
-) -> Sustained:
-    """Rates of writing over `directories`, on `count` drives, when the drives' fast regions are full. The files are removed.
-    Raises UsageError or OutOfSpaceError."""
+def measure_sustained(*directories: Path, free: int, count: int = 1, progress: Callable[[str], None] = lambda _: None) -> Found:
+    """Measures writing over `directories`, on `count` drives, when the drives' fast regions are full. The files are removed.
+    Finds rates after a fall, or `steady_bytes`, so many written without one that there is none, or neither. Raises UsageError
+    or OutOfSpaceError."""
     size = most_written(free, count)
     with new_store(directories, size) as (daemon, store):
         begin = time.monotonic()
@@ -73,29 +51,26 @@ def measure_sustained(
         while (len(rates) + MIXED_WINDOWS) * WINDOW < size and not settled(rates) and time.monotonic() - begin < MOST_SECONDS:
             rates.append(_window(daemon, len(rates)).writing)
             progress(f"sustained writing: {gb(len(rates) * WINDOW)} at {gb(rates[-1])}/s")
-        fallen = _fallen(daemon, rates) if settled(rates) else None
+        fallen = _fallen(daemon, rates) if settled(rates) else Found()
         store.sync()
         largest = (len(rates) + MIXED_WINDOWS + 1) * WINDOW > count * MOST_BYTES  # what any drives are asked to show
         steady = len(rates) * WINDOW if largest and held(rates) else 0
         notes = [] if store.direct else ["this file system knows no direct I/O: sustained rates include the page cache"]
-        return Sustained(
-            fallen=fallen,
-            steady_bytes=steady,
-            written_bytes=daemon.counters().written_bytes,
-            notes=(*notes, *([] if fallen else [_without_fall(len(rates) * WINDOW, steady=steady > 0)])),
-        )
+        notes += [] if fallen.rates else [_without_fall(len(rates) * WINDOW, steady=steady > 0)]
+        written = daemon.counters().written_bytes
+        return fallen + Found(figures={"steady_bytes": steady}, notes=tuple(notes), written_bytes=written)
 
 
-def _fallen(daemon: SwapDaemon, rates: Sequence[float]) -> Fallen:
-    """Of windows whose rate has settled; reading and writing at once is measured now."""
+def _fallen(daemon: SwapDaemon, rates: Sequence[float]) -> Found:
+    """Rates windows that have settled; reading and writing at once is measured now."""
     mixed = [_mixed(daemon, len(rates) + number) for number in range(MIXED_WINDOWS)]
     note = f"after {gb((len(rates) - LAST) * WINDOW)}"
-    return Fallen(
-        write=rate_of("store write, sustained", "B/s", list(rates[-LAST:]), note),
-        read_mixed=rate_of("store read while writing, sustained", "B/s", [pace.reading for pace in mixed], note),
-        write_mixed=rate_of("store write while reading, sustained", "B/s", [pace.writing for pace in mixed], note),
-        burst_bytes=burst_windows(rates) * WINDOW,
+    slow = found(
+        sustained_write=rate_of("store write, sustained", "B/s", list(rates[-LAST:]), note),
+        sustained_read_mixed=rate_of("store read while writing, sustained", "B/s", [pace.reading for pace in mixed], note),
+        sustained_write_mixed=rate_of("store write while reading, sustained", "B/s", [pace.writing for pace in mixed], note),
     )
+    return slow + Found(figures={"burst_bytes": burst_windows(rates) * WINDOW})  # written before it fell
 
 
 def _without_fall(written: int, *, steady: bool) -> str:
@@ -105,7 +80,7 @@ def _without_fall(written: int, *, steady: bool) -> str:
 
 
 def settled(rates: Sequence[float]) -> bool:
-    """Whether the last windows are slower than the first ones, and alike."""
+    """Tells whether the last windows are slower than the first ones, and alike."""
     if len(rates) < LEAST_WINDOWS:
         return False
     last = rates[-LAST:]
@@ -114,12 +89,12 @@ def settled(rates: Sequence[float]) -> bool:
 
 
 def held(rates: Sequence[float]) -> bool:
-    """Whether the last windows are about as fast as the first ones."""
+    """Tells whether the last windows are about as fast as the first ones."""
     return len(rates) >= LEAST_WINDOWS and statistics.median(rates[-LAST:]) >= FALLEN * statistics.median(rates[:LAST])
 
 
 def burst_windows(rates: Sequence[float]) -> int:
-    """How many windows were written before the rate fell for good; 0 where it did not."""
+    """Counts the windows written before the rate fell for good; 0 where it did not."""
     if not settled(rates):
         return 0
     between = (statistics.median(rates[:LAST]) + statistics.median(rates[-LAST:])) / 2
@@ -131,7 +106,7 @@ def _window(daemon: SwapDaemon, number: int) -> Pace:
 
 
 def _mixed(daemon: SwapDaemon, number: int) -> Pace:
-    """Writing a new window while the first ones are read."""
+    """Writes a new window while the first ones are read."""
     streams = [
         Stream(kind="read", first=0, size=LAST * WINDOW, slot=IN_FLIGHT),
         Stream(kind="write", first=number * WINDOW, size=WINDOW, slot=0),

@@ -5,14 +5,13 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from fuyou_cli.core.units import GiB
 from fuyou_cli.swap.arena import Arena
 
-from .profile_rates import Rate, each, rate_of
+from .rates import Found, Rate, each, rate_of
 
 ADAMW_BYTES_PER_PARAMETER = 26  # bfloat16: 14 read, 12 written
 ADAMW_PARAMETERS = 1 << 23  # per thread: 117 MB, larger than the caches
@@ -24,30 +23,23 @@ ARENA_PER_PARAMETER = 14
 Share = Callable[[], object]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shared:
-    """Of their rates alone, what one update thread and a training step keep when both run: 1.0 is all."""
-
-    compute: float
-    adamw: float
-    rates: tuple[Rate, ...]
-
-
-def measure_adamw(cores: int, *, repeats: int, available: int = 0) -> tuple[tuple[int, Rate], ...]:
-    """Threads and their bytes/s together, for 1, 2, 4, ... threads: of the update's own kernel (bfloat16: 26 bytes per
-    parameter). A machine with much memory `available` is measured on more of them."""
+def measure_adamw(cores: int, *, repeats: int, available: int = 0) -> Found:
+    """Measures bytes/s of 1, 2, 4, ... threads together, of the update's own kernel (bfloat16: 26 bytes per parameter). A
+    machine with much memory `available` is measured on more of them."""
     memory = max(ADAMW_MEMORY, min(ADAMW_MOST_MEMORY, available // 16))
     each_needs = ADAMW_PARAMETERS * ARENA_PER_PARAMETER
-    counts = [count for count in _powers_of_two(cores) if count == 1 or count * each_needs <= memory]
-    rates = []
+    powers = [1 << power for power in range(max(1, cores).bit_length())]
+    counts = [count for count in powers if count == 1 or count * each_needs <= memory]
+    rates: dict[int, Rate] = {}
     with Arena(counts[-1] * each_needs) as arena, ThreadPoolExecutor(counts[-1]) as pool:
         shares = [_share(arena.view, number) for number in range(counts[-1])]
         for count in counts:
             taken = _passes(pool, shares[:count], repeats)
             amount = float(ADAMW_PASSES) * count * ADAMW_PARAMETERS * ADAMW_BYTES_PER_PARAMETER
-            rates.append((count, rate_of(f"AdamW, {count} thread{'s' * (count > 1)}", "B/s", each(amount, taken))))
+            rates[count] = rate_of(f"AdamW, {count} thread{'s' * (count > 1)}", "B/s", each(amount, taken))
         shares.clear()
-    return tuple(rates)
+    figures = {"adamw": tuple((count, rate.value) for count, rate in rates.items())}
+    return Found(figures=figures, rates=tuple(rates.values()))
 
 
 def _passes(pool: ThreadPoolExecutor, shares: list[Share], repeats: int) -> list[float]:
@@ -67,9 +59,9 @@ def _passes(pool: ThreadPoolExecutor, shares: list[Share], repeats: int) -> list
     return taken
 
 
-def measure_shared(step: Callable[[], object], flops: float, *, seconds: float, note: str) -> Shared:
-    """Two loops, of training steps of `flops` each and of updates on one thread: each alone, then both, for about `seconds`
-    each. Their threads compete as they do in a run on device cpu."""
+def measure_shared(step: Callable[[], object], flops: float, *, seconds: float, note: str) -> Found:
+    """Measures what share of their rates alone one update thread and a training step of `flops` keep when both run. Two loops:
+    each alone, then both, for about `seconds` each. Their threads compete as they do in a run on device cpu."""
     amount = float(ADAMW_PARAMETERS * ADAMW_BYTES_PER_PARAMETER)
     with Arena(ADAMW_PARAMETERS * ARENA_PER_PARAMETER) as arena:
         share = _share(arena.view, 0)
@@ -92,7 +84,8 @@ def measure_shared(step: Callable[[], object], flops: float, *, seconds: float, 
         rate_of("training step, AdamW beside", "FLOP/s", steps_beside, note),
         rate_of("AdamW, a training step beside", "B/s", updates_beside),
     )
-    return Shared(compute=_kept(steps_beside, steps), adamw=_kept(updates_beside, updates), rates=rates)
+    figures = {"shared_compute": _kept(steps_beside, steps), "shared_adamw": _kept(updates_beside, updates)}
+    return Found(figures=figures, rates=rates)
 
 
 def _kept(beside: list[float], alone: list[float]) -> float:
@@ -128,10 +121,3 @@ def _share(view: Callable[[int, int], memoryview], number: int) -> Share:
         epsilon=1e-8, step=1, segments=(Segment(first=0, count=count, weight_decay=0.1),),
     )  # fmt: skip
     return lambda: kernels.adamw(update, **places)
-
-
-def _powers_of_two(most: int) -> Iterator[int]:
-    count = 1
-    while count <= most:
-        yield count
-        count *= 2

@@ -1,0 +1,197 @@
+"""Measures the machine: arithmetic, stages of a few widths, the store, AdamW, and AdamW beside a training step.
+
+Every figure is the median of a few repeats, with the least and the greatest beside it. torch and transformers (3 s) are
+imported inside the functions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.spec.hardware import HardwareProfile, merged_rates
+from fuyou_cli.spec.model import Dtype
+
+from .. import probe
+from ..allocator import settle_for_training
+from ..drives import drives_under
+from ..profile import assumed_hardware, cpu_name
+from .rates import DTYPES, Found, Rate, each, rate_of, seconds_of
+
+if TYPE_CHECKING:
+    import torch
+
+MATMUL_SECONDS = 0.12  # of one repeat
+REPEAT_SECONDS = 1.5  # of all repeats of one thing: a busy machine gets fewer
+SHARED_QUICK_SECONDS, SHARED_FULL_SECONDS = 0.6, 4.0  # of training steps beside an update
+SHARED_WIDTH = 1024
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchReport:
+    """All that `fuyou bench` found."""
+
+    profile: HardwareProfile
+    rates: tuple[Rate, ...]
+    notes: tuple[str, ...]
+    quick: bool
+    seconds: float
+    written_bytes: int
+
+    def with_found(self, found: Found) -> BenchReport:
+        """Adds what was found: its figures replace those of the profile, rates of stages come beside those it has."""
+        stages = merged_rates(self.profile.stage_rates, found.stage_rates)
+        return replace(
+            self,
+            profile=replace(self.profile, **found.figures, stage_rates=stages),
+            rates=self.rates + found.rates,
+            notes=self.notes + found.notes,
+            written_bytes=self.written_bytes + found.written_bytes,
+        )
+
+
+def measure(*directories: Path, quick: bool, device: str = "auto", progress: Progress = lambda _: None) -> BenchReport:
+    """Measures everything. `progress` hears what is being measured. `device` is auto, cpu or cuda.
+
+    Quick: under 15 s and at most 2 GB written. Files, of one store striped over `directories`, are made in folders of their
+    own there and removed. Raises UsageError when the device or a directory cannot be used."""
+    begin = time.monotonic()
+    progress("starting torch")
+    target = device_named(device)
+    facts = replace(
+        _facts_as_in_runs(directories),
+        process_bytes=probe.process_bytes(),  # before a device's driver is part of it
+        device=target.type,
+        device_name=_device_name(target),
+        device_memory=_device_memory(target),
+        drives=drives_under(*directories),
+        measured=date.today().isoformat(),
+        sources=(f"fuyou bench, {'quick' if quick else 'full'}",),
+    )
+    settle_for_training()  # stages find their memory here as they do in a run
+    report = BenchReport(profile=facts, rates=(), notes=(), quick=quick, seconds=0.0, written_bytes=0)
+    report = report.with_found(_measured(facts, target, directories, quick=quick, progress=progress))
+    return replace(report, seconds=time.monotonic() - begin)
+
+
+def _measured(
+    facts: HardwareProfile, target: torch.device, directories: tuple[Path, ...], *, quick: bool, progress: Progress
+) -> Found:
+    from .copies import measure_gpu_copies
+    from .memory import measure_memory
+    from .stages import measure_layers
+    from .store import measure_store  # the native extension, not needed by --help
+    from .update import measure_adamw, measure_shared
+
+    repeats = 3 if quick else 7
+    progress("AdamW")
+    adamw = measure_adamw(facts.cores, repeats=repeats, available=facts.ram_available)
+    progress("memory")
+    memory = measure_memory(repeats=repeats)
+    progress("matrix multiplication")
+    matmul = {dtype: measure_matmul(target, dtype, repeats=repeats) for dtype in DTYPES}
+    progress("decoder layers and heads")
+    layers = measure_layers(target, matmul, quick=quick)
+    step = 4 / (1 / layers.stage_rates[0].forward + 3 / layers.stage_rates[0].backward)
+    shared, beside = Found(), None
+    if target.type == "cpu":
+        progress("a training step beside the update")
+        seconds = SHARED_QUICK_SECONDS if quick else SHARED_FULL_SECONDS
+        beside, flops, note = _layer_step(target, step, seconds)
+        shared = measure_shared(beside, flops, seconds=seconds, note=note)
+    progress(f"store in {', '.join(map(str, directories))}")
+    store = measure_store(*directories, quick=quick, free=facts.disk_free, step=beside)
+    copies = measure_gpu_copies(repeats=repeats) if target.type == "cuda" else Found()
+    return _arithmetic(matmul, step) + layers + shared + store + adamw + memory + copies
+
+
+def _arithmetic(matmul: dict[Dtype, Rate], step: float) -> Found:
+    """`step`: what compute really gets where no stage's rate is near: a layer's forward, recompute and backward."""
+    slow = "bfloat16 is slower than float32 here: the processor has no instructions for it"
+    return Found(
+        figures={"matmul_flops": min(matmul["bfloat16"].value, step)},
+        rates=tuple(matmul.values()),
+        notes=(slow,) if matmul["bfloat16"].value < matmul["float32"].value else (),
+    )
+
+
+def _facts_as_in_runs(directories: tuple[Path, ...]) -> HardwareProfile:
+    """Returns what is known without measuring. From here on torch computes on no more threads than a plan has cores for: it
+    counts all of them, whatever share a quota leaves."""
+    import torch
+
+    facts = assumed_hardware(*directories)
+    torch.set_num_threads(min(torch.get_num_threads(), facts.cores))
+    return facts
+
+
+def _layer_step(target: torch.device, rate: float, seconds: float) -> tuple[Callable[[], None], float, str]:
+    """Makes a bfloat16 layer's forward, recompute and backward, which updates and transfers are measured beside: the step, its
+    FLOPs and what it is. `rate`: what such a layer gets alone, about; `seconds`: for some steps."""
+    from .stages import LAYER_FLOPS, affordable_tokens, layer_alone, shape_of, small_model
+
+    tokens = affordable_tokens(LAYER_FLOPS * SHARED_WIDTH**2, rate, seconds / 4)
+    anatomy, model = small_model(SHARED_WIDTH, tokens)
+    layer = layer_alone(anatomy, model, target, "bfloat16", shape_of(tokens))
+
+    def step() -> None:
+        layer.forward()
+        layer.backward()
+
+    note = f"Llama layer {SHARED_WIDTH} wide, bfloat16, {tokens} tokens, forward + recompute + backward"
+    return step, layer.flops + layer.backward_flops, note
+
+
+def measure_matmul(device: torch.device, dtype: Dtype, *, repeats: int) -> Rate:
+    """Measures FLOP/s of square matrix products, of the largest of a few sizes that is quick enough."""
+    import torch
+
+    for size in (4096, 8192) if device.type == "cuda" else (512, 1024, 2048, 4096):
+        a = torch.rand(size, size, device=device, dtype=getattr(torch, dtype))
+        product = partial(torch.mm, a, a)
+        seconds_of(product, device)  # not counted
+        if seconds_of(product, device) * 8 > MATMUL_SECONDS:  # the next size would take eight times as long
+            break
+    taken = _times(product, device, repeats)
+    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    return rate_of(f"matmul {dtype}", "FLOP/s", each(2.0 * size**3, taken), f"{size} x {size}{threads}")
+
+
+def _times(action: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
+    """Times each repeat, after one that is not counted: fewer than `repeats` when they take long, but never none."""
+    taken: list[float] = []
+    while len(taken) <= 1 or (len(taken) <= repeats and sum(taken) < REPEAT_SECONDS):
+        taken.append(seconds_of(action, device))
+    return taken[1:]
+
+
+def device_named(name: str) -> torch.device:
+    """Finds the device that `auto`, `cpu` or `cuda` names. Raises UsageError where there is none."""
+    import torch
+    from transformers.models.llama import modeling_llama  # noqa: F401 - counted in the process's memory, as in a run
+
+    if name not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"there is no device {name!r} to measure", hint="auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError("torch finds no CUDA device here", hint="use device cpu")
+    return torch.device("cpu" if name == "cpu" or not torch.cuda.is_available() else "cuda")
+
+
+def _device_name(device: torch.device) -> str:
+    import torch
+
+    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else cpu_name()
+
+
+def _device_memory(device: torch.device) -> int:
+    import torch
+
+    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 0
