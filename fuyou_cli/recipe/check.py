@@ -1,4 +1,4 @@
-"""Plain data to `Recipe`, or everything that is wrong with it in our own words."""
+"""Makes a `Recipe` of plain data, or lists everything that is wrong with it in our own words."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ..core.typed import reason, show_path, show_value
-from .marks import Path
+from .diagnostics import Finding, Path
 from .rules import broken_rules
 from .schema import Recipe
 from .suggest import suggest_choice, suggest_key
 from .unbuilt import is_built, unbuilt_keys
-from .view import Finding, Written
+from .view import Written
 
 _NEEDED = {"model": "model.name_or_path", "dataset": "dataset.train"}  # a section that is missing lacks this key
 _EXAMPLES = {
@@ -27,7 +27,7 @@ _OUT_OF_RANGE = {
 
 
 def check(data: dict[str, Any], *, ignore: frozenset[Path] = frozenset()) -> tuple[Recipe | None, list[Finding]]:
-    """The recipe, or None and the findings. Keys at or below `ignore` were reported before and are not again."""
+    """Returns the recipe, or None and the findings. Keys at or below `ignore` were reported before and are not again."""
     findings: list[Finding] = []
     recipe = None
     try:
@@ -45,13 +45,8 @@ def _finding(detail: ErrorDetails) -> Finding:
     kind, shown = detail["type"], show_path(path)
     if kind == "extra_forbidden":
         dotted = ".".join(part for part in path if isinstance(part, str))
-        return Finding(
-            path=path,
-            code="unknown-key",
-            message=f"unknown key `{shown}`",
-            help=suggest_key(dotted, shown_section=show_path(path[:-1])),
-            at_key=True,
-        )
+        remedy = suggest_key(dotted, shown_section=show_path(path[:-1]))
+        return Finding(path=path, code="unknown-key", message=f"unknown key `{shown}`", help=remedy, at_key=True)
     if kind == "missing":
         return _missing(path)
     if kind == "literal_error":

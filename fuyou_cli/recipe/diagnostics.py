@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.printable import one_line
+from fuyou_cli.core.typed import show_path
+
+Path = tuple[str | int, ...]  # of keys, and positions in lists
 
 COMMAND_LINE = "<command line>"
 SHOWN_AT_MOST = 40  # diagnostics; a file of another program would otherwise scroll away what matters
@@ -27,22 +30,31 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Diagnostic:
-    place: Place
+class Finding:
+    """Something wrong with the key at `path`, or with the whole where that is empty."""
+
     code: str
     message: str
     help: str | None = None
-    path: str = ""  # dotted, empty when it concerns no key
+    path: Path = ()
+    at_key: bool = False  # point at the key, not at its value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Diagnostic(Finding):
+    """A finding and its place in the text."""
+
+    place: Place
 
     def as_dict(self) -> dict[str, object]:
-        """For --json: lines and columns count from 1, null where there are none."""
+        """Returns it for --json: lines and columns count from 1, null where there are none."""
         located = self.place.source is not None and self.place.file != COMMAND_LINE
         return {
             "file": self.place.file,
             "line": self.place.line + 1 if located else None,
             "column": self.place.column + 1 if located else None,
             "code": self.code,
-            "key": self.path or None,
+            "key": show_path(self.path) or None,
             "message": self.message,
             "help": self.help,
         }
@@ -92,7 +104,7 @@ def _snippet(place: Place, source: str) -> list[str]:
 
 
 def _crop(text: str, column: int) -> tuple[str, int]:
-    """A window of a long line that contains `column`, and how many characters were cut from its left."""
+    """Cuts a window of a long line that contains `column`, and how many characters were cut from its left."""
     cut = max(0, column - _LEAD) if len(text) > _WIDTH else 0
     return text[cut : cut + _WIDTH], cut
 

@@ -16,13 +16,12 @@ from omegaconf.errors import OmegaConfBaseException
 from ..core.disk import remedy
 from ..core.plain_files import read_plain
 from ..core.typed import show_path
-from . import marks
 from .check import check
-from .diagnostics import Diagnostic, Place, RecipeErrors
-from .marks import Source, scan, syntax_error
+from .diagnostics import Diagnostic, Finding, Place, RecipeErrors
+from .diagnostics import Path as Keys
+from .marks import MAX_BYTES, Source, scan, syntax_error
 from .overrides import Override, apply_override, first_line, parse_overrides
 from .schema import Recipe
-from .view import Finding
 
 _MOST_REFERENCES = 16  # `${...}`: enough for any recipe, too few to multiply a text beyond memory
 _MOST_VALUES = 20_000
@@ -69,25 +68,21 @@ def _order(diagnostic: Diagnostic, name: str) -> tuple[bool, int, int]:
 
 
 def _read(name: str) -> str:
-    """The text of the file, or a RecipeErrors that says why it is none."""
+    """Reads the text of the file. Raises RecipeErrors that says why it is none."""
     try:
-        raw = read_plain(Path(name), limit=marks.MAX_BYTES + 1)
+        raw = read_plain(Path(name), limit=MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         code = "not-found" if isinstance(error, FileNotFoundError) else "unreadable"
         raise _refused(name, code, f"cannot be read: {reason}", remedy(error)) from None
-    if len(raw) > marks.MAX_BYTES:
-        raise _refused(name, "too-large", f"this is not a recipe: more than {marks.MAX_BYTES // 1024} KiB")
+    if len(raw) > MAX_BYTES:
+        raise _refused(name, "too-large", f"this is not a recipe: more than {MAX_BYTES // 1024} KiB")
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
-        raise _refused(
-            name,
-            "encoding",
-            f"byte {raw[error.start]:#04x} in line {line} is not UTF-8",
-            "save the recipe as UTF-8 text",
-        ) from None
+        message = f"byte {raw[error.start]:#04x} in line {line} is not UTF-8"
+        raise _refused(name, "encoding", message, "save the recipe as UTF-8 text") from None
     if "\0" in text:
         raise _refused(name, "encoding", "this is a binary file, not a recipe")
     return text
@@ -98,7 +93,7 @@ def _refused(name: str, code: str, message: str, remedy: str | None = None) -> R
 
 
 def _build(source: Source) -> tuple[dict[str, Any], list[Diagnostic]]:
-    """The text as plain data, references unresolved. OmegaConf reads numbers as people write them (1e-5)."""
+    """Reads the text as plain data, references unresolved. OmegaConf reads numbers as people write them (1e-5)."""
     root = source.marks.get(())
     if root is None:
         return {}, []
@@ -121,14 +116,14 @@ def _build(source: Source) -> tuple[dict[str, Any], list[Diagnostic]]:
 
 
 def yaml_to_data(text: str) -> Any:
-    """What OmegaConf reads, None when the text is a single value. `???` and `${...}` stay as they are."""
+    """Reads YAML by OmegaConf, None when the text is a single value. `???` and `${...}` stay as they are."""
     if isinstance(yaml.compose(text, Loader=yaml.SafeLoader), yaml.ScalarNode):
         return None
     return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
 
 
 def _resolve(data: dict[str, Any]) -> tuple[dict[str, Any], list[Finding]]:
-    """`${...}` replaced by what it refers to; where that fails, None and a finding."""
+    """Replaces `${...}` by what it refers to; where that fails, by None and a finding."""
     references = _count_references(data)
     if references > _MOST_REFERENCES:
         message = f"a recipe has at most {_MOST_REFERENCES} references `${{...}}`, this one has {references}"
@@ -143,7 +138,7 @@ def _resolve(data: dict[str, Any]) -> tuple[dict[str, Any], list[Finding]]:
     return resolved, findings
 
 
-def _resolved(node: Any, path: marks.Path, findings: list[Finding], budget: list[int]) -> Any:
+def _resolved(node: Any, path: Keys, findings: list[Finding], budget: list[int]) -> Any:
     budget[0] -= 1
     if budget[0] < 0 or len(path) > _DEEPEST:
         findings.append(Finding(path=path[:1], code="reference", message=f"`{show_path(path[:1])}` contains itself"))
@@ -157,7 +152,7 @@ def _resolved(node: Any, path: marks.Path, findings: list[Finding], budget: list
     return node
 
 
-def _value(node: Any, key: Any, path: marks.Path, findings: list[Finding]) -> Any:
+def _value(node: Any, key: Any, path: Keys, findings: list[Finding]) -> Any:
     shown = show_path(path)
     try:
         if OmegaConf.is_missing(node, key):
@@ -180,17 +175,12 @@ def _count_references(value: Any) -> int:
 
 
 def _locate(finding: Finding, source: Source, overrides: list[Override]) -> Diagnostic:
-    return Diagnostic(
-        place=_place(finding, source, overrides),
-        code=finding.code.replace("_", "-"),
-        message=finding.message,
-        help=finding.help,
-        path=show_path(finding.path),
-    )
+    place = _place(finding, source, overrides)
+    return Diagnostic(place=place, code=finding.code, message=finding.message, help=finding.help, path=finding.path)
 
 
 def _place(finding: Finding, source: Source, overrides: list[Override]) -> Place:
-    """The override that wrote it, else the file's line, else the override that is nearest, else the nearest section."""
+    """Finds the override that wrote it, else the file's line, else the override that is nearest, else the nearest section."""
     path = finding.path
     for override in reversed(overrides):
         if _same(override.path, path[: len(override.path)]):
@@ -206,6 +196,6 @@ def _place(finding: Finding, source: Source, overrides: list[Override]) -> Place
     return Place(file=source.file)
 
 
-def _same(one: marks.Path, other: marks.Path) -> bool:
-    """Overrides spell list indices as keys: train.0.path."""
+def _same(one: Keys, other: Keys) -> bool:
+    """Compares paths, of which overrides spell list indices as keys: train.0.path."""
     return tuple(map(str, one)) == tuple(map(str, other))

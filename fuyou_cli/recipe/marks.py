@@ -1,7 +1,7 @@
 """Where everything in a YAML text stands, and a first look at its structure before anything is built from it.
 
-The look is over parser events, which costs no recursion: hostile nesting, anchors that multiply and tags that name
-Python objects are refused before a loader sees them.
+The look is over parser events, which costs no recursion: hostile nesting, anchors, which multiply, and tags that name Python
+objects are refused before a loader sees them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,11 @@ from functools import cached_property
 import yaml
 
 from ..core.typed import show_path
-from .diagnostics import COMMAND_LINE, Diagnostic, Place
-
-Path = tuple[str | int, ...]
+from .diagnostics import COMMAND_LINE, Diagnostic, Path, Place
 
 MAX_BYTES = 256 * 1024
 _MAX_DEPTH = 24
 _MAX_NODES = 20_000
-_MERGE = "tag:yaml.org,2002:merge"
 _STRING = "tag:yaml.org,2002:str"
 _LINE_ENDS = re.compile("\r\n|[\n\r\x85\u2028\u2029]")  # what YAML counts as the end of a line
 
@@ -45,7 +42,7 @@ class Source:
         return _LINE_ENDS.split(self.text)
 
     def place(self, start: yaml.Mark | None, end: yaml.Mark | None = None) -> Place:
-        """The part of the first line between two of the parser's marks."""
+        """Returns the part of the first line between two of the parser's marks."""
         if self.file == COMMAND_LINE:
             return Place(file=COMMAND_LINE, source=self.text)
         if start is None:
@@ -59,7 +56,7 @@ class Source:
 
 
 def scan(source: Source) -> list[Diagnostic]:
-    """Fill `source.marks`; return what makes the text unusable as a recipe, all of it where possible."""
+    """Fills `source.marks` and returns what makes the text unusable as a recipe, all of it where possible."""
     try:
         found = list(_scan_events(source))
         if found:
@@ -75,7 +72,7 @@ def scan(source: Source) -> list[Diagnostic]:
 
 
 def syntax_error(source: Source, error: yaml.YAMLError) -> Diagnostic:
-    """OmegaConf's fast loader gives no snippet, so the place is taken from the mark and drawn by us."""
+    """Makes a diagnostic of a loader's error: OmegaConf's gives no snippet, so the place is taken from the mark."""
     if isinstance(error, yaml.MarkedYAMLError):
         mark = error.problem_mark or error.context_mark
         message = ", ".join(part for part in (error.problem, error.context) if part) or "not readable as YAML"
@@ -102,45 +99,23 @@ def _syntax_help(source: Source, mark: yaml.Mark | None) -> str | None:
     return None
 
 
-@dataclass(kw_only=True)
-class _Open:
-    """A list or mapping being read: nodes so far and depth below it, aliases unfolded."""
-
-    anchor: str | None
-    nodes: int = 1
-    depth: int = 1
-
-
 def _scan_events(source: Source) -> Iterator[Diagnostic]:
-    anchors: dict[str, tuple[int, int]] = {}
-    stack = [_Open(anchor=None)]
+    nodes = depth = 0
     for event in yaml.parse(source.text, Loader=yaml.SafeLoader):
-        if not isinstance(event, (yaml.NodeEvent, yaml.CollectionEndEvent)):
+        if isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if not isinstance(event, yaml.NodeEvent):
             continue
         place = source.place(event.start_mark, event.end_mark)
-        nodes, depth = 1, 1
+        if event.anchor is not None:
+            help_ = "write `${key}`, which stands for the value of another key"
+            yield Diagnostic(place=place, code="syntax", message="a recipe has no YAML anchors and aliases", help=help_)
         tag = getattr(event, "tag", None)
         if tag not in (None, "!"):
             yield Diagnostic(place=place, code="syntax", message=f"a recipe has no YAML tags, found {tag}")
-        if isinstance(event, yaml.CollectionStartEvent):
-            if len(stack) > _MAX_DEPTH:
-                yield _too_large(place, f"nested more than {_MAX_DEPTH} deep")
-                return
-            stack.append(_Open(anchor=event.anchor))
-            continue
-        if isinstance(event, yaml.AliasEvent):
-            if any(event.anchor == collection.anchor for collection in stack):
-                yield Diagnostic(place=place, code="syntax", message=f"`*{event.anchor}` refers to itself")
-                return
-            nodes, depth = anchors.get(event.anchor, (1, 1))
-        elif isinstance(event, yaml.CollectionEndEvent):
-            closed = stack.pop()
-            nodes, depth = closed.nodes, closed.depth
-            if closed.anchor is not None:
-                anchors[closed.anchor] = (nodes, depth)
-        stack[-1].nodes += nodes
-        stack[-1].depth = max(stack[-1].depth, depth + 1)
-        if stack[-1].nodes > _MAX_NODES or len(stack) + depth > _MAX_DEPTH + 2:
+        nodes += 1
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        if depth > _MAX_DEPTH or nodes > _MAX_NODES:
             yield _too_large(place, f"more than {_MAX_NODES} values or {_MAX_DEPTH} levels")
             return
 
@@ -150,7 +125,7 @@ def _too_large(place: Place, what: str) -> Diagnostic:
 
 
 def _walk(source: Source, node: yaml.Node, path: Path, key: Place | None) -> Iterator[Diagnostic]:
-    """Record the place of `node` and of everything below it, reporting duplicate and unusable keys on the way."""
+    """Records the place of `node` and of everything below it, reporting duplicate and unusable keys on the way."""
     source.marks[path] = Mark(key=key, value=_value_place(source, node, key))
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
@@ -162,44 +137,27 @@ def _walk(source: Source, node: yaml.Node, path: Path, key: Place | None) -> Ite
 
 
 def _walk_mapping(source: Source, node: yaml.MappingNode, path: Path) -> Iterator[Diagnostic]:
-    for name, value in node.value:
-        if name.tag == _MERGE:
-            yield from _walk_merge(source, value, path)
     first: dict[str, Place] = {}
     for name, value in node.value:
         place = source.place(name.start_mark, name.end_mark)
-        if name.tag == _MERGE:
-            continue
         if not isinstance(name, yaml.ScalarNode) or name.tag != _STRING:
             shown = f"`{name.value}`" if isinstance(name, yaml.ScalarNode) else "this"
             yield Diagnostic(place=place, code="bad-key", message=f"{shown} is not a key: keys are words")
-        elif name.value in first:
+            continue
+        below = (*path, name.value)
+        if name.value in first:
             earlier = f"first written in line {first[name.value].line + 1}; keep one of them"
             yield Diagnostic(
-                place=place,
-                code="duplicate-key",
-                message=f"`{show_path((*path, name.value))}` is written twice",
+                place=place, code="duplicate-key", message=f"`{show_path(below)}` is written twice", path=below,
                 help=earlier if source.file != COMMAND_LINE else None,
-                path=show_path((*path, name.value)),
-            )
+            )  # fmt: skip
         else:
             first[name.value] = place
-            yield from _walk(source, value, (*path, name.value), place)
-
-
-def _walk_merge(source: Source, value: yaml.Node, path: Path) -> Iterator[Diagnostic]:
-    """`<<: *anchor`: the keys come from elsewhere, and so do their places. Keys written here win, so they go last."""
-    merged = value.value if isinstance(value, yaml.SequenceNode) else [value]
-    for mapping in reversed(merged):
-        if isinstance(mapping, yaml.MappingNode):
-            yield from _walk_mapping(source, mapping, path)
-        else:
-            place = source.place(value.start_mark, value.end_mark)
-            yield Diagnostic(place=place, code="syntax", message="`<<` merges sections, and this is not one")
+            yield from _walk(source, value, below, place)
 
 
 def _value_place(source: Source, node: yaml.Node, key: Place | None) -> Place:
-    """A block of lines is shown by its key, and so is a value that is not there."""
+    """Points at the key for a block of lines, and for a value that is not there."""
     block = isinstance(node, yaml.CollectionNode) and not node.flow_style
     empty = isinstance(node, yaml.ScalarNode) and node.start_mark.index == node.end_mark.index
     if key is not None and (block or empty):

@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ..core.typed import show_path
-from .diagnostics import COMMAND_LINE, Diagnostic, Place
-from .marks import Path, Source, scan, syntax_error
+from .diagnostics import COMMAND_LINE, Diagnostic, Path, Place
+from .marks import Source, scan, syntax_error
 
 _KEY = re.compile(r"[A-Za-z_][\w-]*(?:\.[\w-]+|\[\d{1,6}\])*")
 _PART = re.compile(r"[\w-]+")
@@ -35,7 +35,7 @@ class Override:
 
 
 def parse_overrides(texts: Sequence[str]) -> tuple[list[Override], list[Diagnostic]]:
-    """Those that can be read, and what is wrong with the others."""
+    """Returns those that can be read, and what is wrong with the others."""
     overrides, wrong = [], []
     for text in texts:
         found = _parse(text)
@@ -72,7 +72,7 @@ def _parse(text: str) -> Override | list[Diagnostic]:
 
 
 def _unwritten(node: yaml.Node | None, path: Path) -> Iterator[Path]:
-    """Where nothing at all stands for a value; a quoted empty text is something."""
+    """Lists where nothing at all stands for a value; a quoted empty text is something."""
     if node is None or (isinstance(node, yaml.ScalarNode) and not node.value and node.style is None):
         yield path
     elif isinstance(node, yaml.MappingNode):
@@ -101,7 +101,7 @@ def first_line(error: BaseException) -> str:
 
 
 def apply_override(data: dict[str, Any], override: Override) -> Diagnostic | None:
-    """Change `data` in place. Sections are merged, lists and values replaced, sections on the way created."""
+    """Changes `data` in place. Sections are merged, lists and values replaced, sections on the way created."""
     at: Any = data
     for depth, part in enumerate(override.path[:-1], start=1):
         if isinstance(at, dict) and at.get(str(part)) is None:

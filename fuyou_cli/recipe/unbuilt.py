@@ -6,16 +6,14 @@ Such a key is an error that names it. It is never accepted and ignored.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..core.typed import show_value
-from .marks import Path
-from .view import Finding, Written
+from .diagnostics import Finding, Path
+from .view import Written
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Unbuilt:
+class Unbuilt(NamedTuple):
     """`path` with a value for which `asks` holds needs `feature`; `instead` says what works today."""
 
     path: str  # dotted; * is each entry of a list
@@ -45,91 +43,47 @@ def _a_part(value: Any) -> bool:
     return isinstance(value, str) and not value.isalpha()
 
 
+_EVALUATION, _WANDB = "evaluation during training", "the wandb logger"
 UNBUILT: tuple[Unbuilt, ...] = (
-    Unbuilt(path="adapter", asks=_set, feature="LoRA and other adapters", instead="leave it null: full fine-tuning"),
-    Unbuilt(path="freeze", asks=_other_than([]), feature="frozen parameters", instead="leave it out: everything is trained"),
-    Unbuilt(path="eval", asks=_set, feature="evaluation during training", instead="leave the section out"),
-    Unbuilt(path="dataset.eval", asks=_set, feature="evaluation during training", instead="leave it null"),
+    Unbuilt("adapter", _set, "LoRA and other adapters", "leave it null: full fine-tuning"),
+    Unbuilt("freeze", _other_than([]), "frozen parameters", "leave it out: everything is trained"),
+    Unbuilt("eval", _set, _EVALUATION, "leave the section out"),
+    Unbuilt("dataset.eval", _set, _EVALUATION, "leave it null"),
+    Unbuilt("dataset.eval_fraction", _other_than(0), _EVALUATION, "leave it 0"),
+    Unbuilt("dataset.train.*.name", _set, "hub data sets with subsets", "use a local file"),
     Unbuilt(
-        path="dataset.eval_fraction",
-        asks=_other_than(0),
-        feature="evaluation during training",
-        instead="leave it 0",
-    ),
-    Unbuilt(path="dataset.train.*.name", asks=_set, feature="hub data sets with subsets", instead="use a local file"),
-    Unbuilt(
-        path="dataset.train.*.split",
-        asks=_a_part,
-        feature="a slice of a split",
-        instead="write the split's name, and max_samples for a part of it",
+        "dataset.train.*.split", _a_part, "a slice of a split", "write the split's name, and max_samples for a part of it"
     ),
     Unbuilt(
-        path="dataset.train.*.weight",
-        asks=_other_than(1),
-        feature="weighted mixing of data sets",
-        instead="leave it 1: entries are taken whole, one after the other",
+        "dataset.train.*.weight", _other_than(1), "weighted mixing of data sets",
+        "leave it 1: entries are taken whole, one after the other",
     ),
     Unbuilt(
-        path="dataset.train.*.format",
-        asks=_one_of("sharegpt", "tokenized"),
-        feature="this format",
-        instead="use messages, alpaca, prompt_completion or text",
+        "dataset.train.*.format", _one_of("sharegpt", "tokenized"), "this format",
+        "use messages, alpaca, prompt_completion or text",
     ),
+    Unbuilt("dataset.packing", _one_of("isolated"), "packing that keeps documents apart", "use concat or false"),
+    Unbuilt("optimizer.name", _other_than("adamw"), "this optimizer", "use adamw"),
+    Unbuilt("optimizer.state_dtype", _one_of("bfloat16", "int8"), "smaller optimizer states", "use float32"),
+    Unbuilt("train.compile", _other_than(False), "compiled stages", "leave it false"),
+    Unbuilt("train.early_stopping", _set, "early stopping", "leave it null"),
+    Unbuilt("precision.compute", _one_of("float16"), "fp16 with loss scaling", "use bfloat16 or float32"),
+    Unbuilt("precision.master", _one_of("bfloat16"), "a bf16 master copy", "leave it float32"),
     Unbuilt(
-        path="dataset.packing",
-        asks=_one_of("isolated"),
-        feature="packing that keeps documents apart",
-        instead="use concat or false",
+        "precision.allow_tf32", _other_than(False), "float32 products in TF32",
+        "leave it false: float32 is computed in float32",
     ),
-    Unbuilt(path="optimizer.name", asks=_other_than("adamw"), feature="this optimizer", instead="use adamw"),
-    Unbuilt(
-        path="optimizer.state_dtype",
-        asks=_one_of("bfloat16", "int8"),
-        feature="smaller optimizer states",
-        instead="use float32",
-    ),
-    Unbuilt(path="train.compile", asks=_other_than(False), feature="compiled stages", instead="leave it false"),
-    Unbuilt(path="train.early_stopping", asks=_set, feature="early stopping", instead="leave it null"),
-    Unbuilt(
-        path="precision.compute",
-        asks=_one_of("float16"),
-        feature="fp16 with loss scaling",
-        instead="use bfloat16 or float32",
-    ),
-    Unbuilt(path="precision.master", asks=_one_of("bfloat16"), feature="a bf16 master copy", instead="leave it float32"),
-    Unbuilt(
-        path="precision.allow_tf32",
-        asks=_other_than(False),
-        feature="float32 products in TF32",
-        instead="leave it false: float32 is computed in float32",
-    ),
-    *(
-        Unbuilt(
-            path=f"offload.{kind}",
-            asks=_one_of("gpu"),
-            feature=f"{kind.replace('_', ' ')} that rest on the GPU",
-            instead="use auto, cpu or ssd",
-        )
-        for kind in ("gradients", "optimizer_states", "boundaries")
-    ),
-    Unbuilt(
-        path="offload.activations",
-        asks=_one_of("keep"),
-        feature="activations kept on the GPU",
-        instead="use auto, swap or recompute",
-    ),
-    Unbuilt(path="export.push_to_hub", asks=_set, feature="uploading", instead="upload the exported folder yourself"),
-    Unbuilt(path="export.private", asks=_other_than(True), feature="uploading", instead="leave it out"),
-    Unbuilt(
-        path="logging.backends",
-        asks=_any_of("tensorboard", "wandb"),
-        feature="this logger",
-        instead="use console and jsonl",
-    ),
-    Unbuilt(path="logging.wandb.project", asks=_set, feature="the wandb logger", instead="leave it null"),
-    Unbuilt(path="logging.wandb.mode", asks=_other_than("online"), feature="the wandb logger", instead="leave it out"),
-    Unbuilt(path="logging.wandb.name", asks=_set, feature="the wandb logger", instead="leave it null"),
-)
+    Unbuilt("offload.gradients", _one_of("gpu"), "gradients that rest on the GPU", "use auto, cpu or ssd"),
+    Unbuilt("offload.optimizer_states", _one_of("gpu"), "optimizer states that rest on the GPU", "use auto, cpu or ssd"),
+    Unbuilt("offload.boundaries", _one_of("gpu"), "boundaries that rest on the GPU", "use auto, cpu or ssd"),
+    Unbuilt("offload.activations", _one_of("keep"), "activations kept on the GPU", "use auto, swap or recompute"),
+    Unbuilt("export.push_to_hub", _set, "uploading", "upload the exported folder yourself"),
+    Unbuilt("export.private", _other_than(True), "uploading", "leave it out"),
+    Unbuilt("logging.backends", _any_of("tensorboard", "wandb"), "this logger", "use console and jsonl"),
+    Unbuilt("logging.wandb.project", _set, _WANDB, "leave it null"),
+    Unbuilt("logging.wandb.mode", _other_than("online"), _WANDB, "leave it out"),
+    Unbuilt("logging.wandb.name", _set, _WANDB, "leave it null"),
+)  # fmt: skip
 
 
 def unbuilt_keys(written: Written) -> Iterator[Finding]:
@@ -144,6 +98,6 @@ def unbuilt_keys(written: Written) -> Iterator[Finding]:
 
 
 def is_built(path: Path, value: object) -> bool:
-    """Whether the key at `path` may have `value` today."""
+    """Tells whether the key at `path` may have `value` today."""
     dotted = ".".join("*" if isinstance(part, int) else part for part in path)
     return not any(row.path == dotted and row.asks(value) for row in UNBUILT)

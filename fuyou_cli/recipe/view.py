@@ -1,29 +1,16 @@
-"""What was written, before it is known to be right: rules look here, so that they can speak even when other keys are
-wrong."""
+"""What was written, before it is known to be right: rules look here, so that they can speak even when other keys are wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import PydanticUndefined
 
+from .diagnostics import Path
 from .fields import Section
-from .marks import Path
 from .schema import Recipe
 from .suggest import section_in
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """Something wrong with the key at `path`; its place in the text is looked up later."""
-
-    path: Path
-    code: str
-    message: str
-    help: str | None = None
-    at_key: bool = False  # point at the key, not at its value
 
 
 class Written:
@@ -33,20 +20,24 @@ class Written:
         self._data = data
 
     def get(self, dotted: str) -> Any:
-        """The value written, else the default, else None."""
+        """Returns the value written, else the default, else None."""
         found = [value for _, value in self.matches(dotted)]
         return found[0] if found else default_of(dotted)
 
     def has(self, dotted: str) -> bool:
-        """Written, and not null."""
+        """Tells whether it is written, and not null."""
         return any(value is not None for _, value in self.matches(dotted))
+
+    def clears(self, dotted: str) -> bool:
+        """Tells whether null is written, and nothing else."""
+        return any(True for _ in self.matches(dotted)) and not self.has(dotted)
 
     def whole(self, dotted: str) -> int | None:
         value = self.get(dotted)
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
     def matches(self, dotted: str) -> Iterator[tuple[Path, Any]]:
-        """Everything written at a path, where `*` stands for each entry of a list."""
+        """Lists everything written at a path, where `*` stands for each entry of a list."""
         yield from _matches(self._data, dotted.split("."), ())
 
 
@@ -61,7 +52,7 @@ def _matches(value: Any, parts: list[str], path: Path) -> Iterator[tuple[Path, A
 
 
 def default_of(dotted: str) -> Any:
-    """The schema's default at a path, None where there is none."""
+    """Returns the schema's default at a path, None where there is none."""
     section: type[Section] | None = Recipe
     value: Any = None
     for part in dotted.split("."):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fuyou_cli.core.typed import show_path
 from fuyou_cli.recipe.diagnostics import Diagnostic, RecipeErrors
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.recipe.schema import Recipe
@@ -49,6 +50,6 @@ def refused(write: Callable[[str], Path]) -> Callable[..., dict[str, Diagnostic]
         with pytest.raises(RecipeErrors) as caught:
             load_recipe(write(VALID + text), overrides)
         assert caught.value.exit_code == 2
-        return {found.path or found.code: found for found in caught.value.diagnostics}
+        return {show_path(found.path) or found.code: found for found in caught.value.diagnostics}
 
     return _refused

@@ -78,8 +78,8 @@ def test_the_whole_report_as_a_person_sees_it(tmp_path, monkeypatch):
         ("seed: ${nothing}\n", "seed", "reference", 7, 7),
         ("seed: ${seed}\n", "seed", "reference", 7, 7),
         ("seed: 1\nseed: 2\n", "seed", "duplicate-key", 8, 1),
-        ("train: &t {epochs: x}\n", "train.epochs", "wrong-type", 7, 20),
-        ("optimizer:\n  <<: {lr: x}\n", "optimizer.lr", "wrong-type", 8, 12),
+        ("train: &t {epochs: x}\n", "syntax", "syntax", 7, 8),
+        ("optimizer:\n  <<: {lr: x}\n", "bad-key", "bad-key", 8, 3),
     ],
 )
 def test_places(refused, text, key, code, line, column):

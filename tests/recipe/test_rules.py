@@ -70,7 +70,7 @@ def test_an_empty_list_of_data_sets(write):
     from fuyou_cli.recipe.diagnostics import RecipeErrors
     from fuyou_cli.recipe.load import load_recipe
 
-    with pytest.raises(RecipeErrors, match=r"`dataset.train` is empty"):
+    with pytest.raises(RecipeErrors, match=r"`dataset.train`: must not be empty"):
         load_recipe(write("output_dir: o\nmodel: {name_or_path: m}\ndataset: {train: []}\n"))
 
 

@@ -87,9 +87,9 @@ def test_references_inside_the_recipe(load):
     assert recipe.train.batch_size == 7
 
 
-def test_anchors_and_merged_sections(load):
-    recipe = load("optimizer: &o {lr: 2e-5, eps: 1e-6}\n".replace("&o ", "") + "offload: {io: &io {backend: threads}}\n")
-    assert (recipe.optimizer.lr, recipe.offload.io.backend) == (2e-5, "threads")
+def test_an_anchor_is_refused_with_what_to_write_instead(refused):
+    found = refused("optimizer: &o {lr: 2e-5}\nlr_scheduler: *o\n")["syntax"]
+    assert "no YAML anchors" in found.message and "${key}" in found.help
 
 
 def test_a_loaded_recipe_does_not_change(load):
