@@ -17,6 +17,7 @@ from fuyou_cli import __version__
 from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.core.units import MiB, gb, gib
 from fuyou_cli.machine import drives, probe
+from fuyou_cli.machine.scratch import scratch_folder
 from fuyou_cli.spec.hardware import Drive
 
 from .console import styled, write_json, write_result
@@ -251,18 +252,27 @@ def _drive(folder: Path) -> Iterator[Check]:
     low = free < _ROOM
     remedy = "little room: use another folder (--dir, FUYOU_OFFLOAD_DIR); `fuyou clean` frees old stores"
     yield Check(name="free space", status="note" if low else "ok", found=gb(free), advice=remedy if low else "")
-    direct = drives.direct_io(place)
-    if direct.alignment is None:
-        remedy = "use a folder on a local drive (ext4 or xfs)"
-        yield Check(
-            name="O_DIRECT",
-            status="problem" if "written" in direct.reason else "note",
-            found=direct.reason,
-            advice=remedy,
-        )
-    else:
-        yield Check(name="O_DIRECT", status="ok", found=f"works, aligned to {direct.alignment} bytes")
+    yield from _direct_io(place)
     yield from _drives(place)
+
+
+def _direct_io(place: Path) -> Iterator[Check]:
+    """Opens a small store there, as a run would."""
+    try:
+        opened = importlib.import_module("fuyou_cli.swap.store").Store.open
+    except (FuyouError, ImportError, OSError):  # `_extension` says so
+        return
+    remedy = "use a folder on a local drive (ext4 or xfs)"
+    try:
+        with scratch_folder(place) as inside, opened([inside / "store.bin"], stripe=MiB, size=MiB, create=True) as store:
+            direct = store.direct
+    except FuyouError as error:
+        yield Check(name="O_DIRECT", status="problem", found=error.message, advice=remedy)
+        return
+    if direct:
+        yield Check(name="O_DIRECT", status="ok", found="works")
+    else:
+        yield Check(name="O_DIRECT", status="note", found="the file system refuses it: the page cache is used", advice=remedy)
 
 
 def _drives(place: Path, sysfs: Path = Path("/sys")) -> Iterator[Check]:

@@ -24,12 +24,11 @@ if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
 
 PATIENCE = 300.0  # seconds: the quick bench of a recipe takes a fifth of that
-GRACE = 10.0  # to end and to remove its files
 
 
 def probe_once(loaded: LoadedRecipe, device: str) -> None:
-    """Quickly, where no profile is kept of this machine and the recipe's drives; kept for the plans to come. What cannot be
-    measured is said, and left to assumed rates."""
+    """Measures quickly, where no profile is kept of this machine and the recipe's drives; kept for the plans to come. What
+    cannot be measured is said, and left to assumed rates."""
     directories = loaded.recipe.offload_directories(os.environ)
     device = "cpu" if device == "emulated" else device
     if is_measured(*directories, device=device):
@@ -56,7 +55,7 @@ def probe_once(loaded: LoadedRecipe, device: str) -> None:
 
 
 def _remove_empty(folders: list[Path]) -> None:
-    """What measuring made: a plan leaves no folder behind."""
+    """Removes what measuring made: a plan leaves no folder behind."""
     for place in sorted(set(folders), key=lambda place: len(place.parts), reverse=True):
         with suppress(OSError):  # never made, or somebody's by now
             place.rmdir()
@@ -72,8 +71,8 @@ class _Bench:
 
 
 def _measured(arguments: list[str], directories: Iterable[Path]) -> _Bench:
-    """The result of `fuyou bench` in a process of its own (what it loads and allocates is no part of a run's process), which
-    leaves nothing in `directories`, however it ends."""
+    """Runs `fuyou bench` in a process of its own (what it loads and allocates is no part of a run's process), which leaves
+    nothing in `directories`, however it ends."""
     command = [sys.executable, "-m", "fuyou_cli", *arguments]
     package = str(Path(__file__).resolve().parents[2])  # so that it is this fuyou, wherever it lies
     path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
@@ -90,31 +89,21 @@ def _measured(arguments: list[str], directories: Iterable[Path]) -> _Bench:
 
 
 def _run(command: list[str], environment: dict[str, str], directories: Iterable[Path]) -> tuple[int, str, str]:
-    """Exit code and output. Raises TimeoutExpired; neither then nor at a Ctrl-C is anything of it left."""
+    """Returns exit code and output. Raises TimeoutExpired; neither then nor at a Ctrl-C is anything of it left."""
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as child:
         try:
             out, err = child.communicate(timeout=PATIENCE)
         finally:
-            _end(child)
+            child.kill()
+            child.wait()
             remove_left(directories, child.pid)
     return child.returncode, out, err
 
 
-def _end(child: subprocess.Popen[str]) -> None:
-    """Asked first, as it then removes its files by itself."""
-    if child.poll() is None:
-        child.terminate()
-    try:
-        child.wait(GRACE)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
-
-
 def _reason(text: str, code: int) -> str:
-    """The first line of an error, or what is known of an end without a word."""
+    """Returns the first line of an error, or what is known of an end without a word."""
     lines = [line for line in text.splitlines() if line.startswith("error: ")]
     if lines:
         return lines[0].removeprefix("error: ")

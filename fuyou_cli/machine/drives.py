@@ -1,14 +1,12 @@
-"""What a folder's drives can do and are: direct I/O and its alignment, models, wear, and whether io_uring may be used."""
+"""What a folder's drives are: models, capacity and wear. And whether this process may use io_uring."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import fcntl
-import mmap
 import os
 import struct
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,6 @@ from fuyou_cli.spec.hardware import Drive
 from .endurance import rated_bytes
 from .probe import existing
 
-_ALIGNMENTS = (512, 4096)  # bytes, tried in this order
 _SYS_IO_URING_SETUP = 425  # the same number on every architecture but alpha
 _IO_URING_PARAMS = 120  # bytes of struct io_uring_params
 _NVME_ADMIN = 0xC0484E41  # NVME_IOCTL_ADMIN_CMD
@@ -30,51 +27,13 @@ _GET_LOG_PAGE, _SMART_LOG, _SMART_BYTES = 0x02, 0x02, 512
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DirectIo:
-    """`alignment` in bytes when O_DIRECT works in a folder, else why not."""
-
-    alignment: int | None
-    reason: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Wear:
     percent_used: int  # of the rated endurance, may exceed 100
     written: int  # bytes, over the drive's life
 
 
-def direct_io(folder: Path) -> DirectIo:
-    """Tried with a small file that is gone afterwards."""
-    try:
-        with tempfile.NamedTemporaryFile(dir=existing(folder), prefix=".fuyou-probe-") as file:
-            try:
-                direct = os.open(file.name, os.O_RDWR | os.O_DIRECT)
-            except OSError as error:
-                return DirectIo(alignment=None, reason=f"the file system refuses O_DIRECT ({error.strerror})")
-            try:
-                return _alignment(direct)
-            finally:
-                os.close(direct)
-    except OSError as error:
-        return DirectIo(alignment=None, reason=f"nothing can be written there ({error.strerror})")
-
-
-def _alignment(direct: int) -> DirectIo:
-    reason = ""
-    with mmap.mmap(-1, 8192) as memory:
-        for alignment in _ALIGNMENTS:
-            # the second block, so that offset and size are multiples of nothing larger
-            with memoryview(memory) as whole, whole[alignment : 2 * alignment] as block:
-                try:
-                    if os.pwrite(direct, block, alignment) == alignment:
-                        return DirectIo(alignment=alignment)
-                except OSError as error:
-                    reason = error.strerror or "refused"
-    return DirectIo(alignment=None, reason=f"direct writes fail ({reason})")
-
-
 def io_uring_refusal() -> str | None:
-    """None when this process may use io_uring, else why not."""
+    """Tells why this process may not use io_uring; None where it may."""
     libc = ctypes.CDLL(None, use_errno=True)
     parameters = ctypes.create_string_buffer(_IO_URING_PARAMS)
     ring = libc.syscall(_SYS_IO_URING_SETUP, 4, parameters)
@@ -92,7 +51,7 @@ def io_uring_refusal() -> str | None:
 
 
 def io_uring_forbidden(root: Path = Path("/")) -> str:
-    """Who says so, and what to do about it."""
+    """Tells who forbids io_uring, and what to do about it."""
     try:
         setting = (root / "proc/sys/kernel/io_uring_disabled").read_text().strip()
     except OSError:
@@ -104,7 +63,7 @@ def io_uring_forbidden(root: Path = Path("/")) -> str:
 
 
 def is_hard_disk(device: Path) -> bool:
-    """Whether it turns. What the kernel does not say is taken for no."""
+    """Tells whether it turns. What the kernel does not say is taken for no."""
     try:
         return (device / "queue/rotational").read_text().strip() == "1"
     except OSError:
@@ -149,13 +108,13 @@ def drive_at(device: Path) -> Drive:
 
 
 def nearly_worn(found: Iterable[Drive]) -> list[str]:
-    """What drives say that are near the end of their life, or past it, whatever they are rated for."""
+    """Lists what drives say that are near the end of their life, or past it, whatever they are rated for."""
     worn = (drive for drive in found if drive.percent_used >= 100 * NEARLY_WORN)
     return [f"{drive.model or 'a drive'} says that {drive.percent_used} % of its endurance is used" for drive in worn]
 
 
 def has_nvidia_card(sysfs: Path = Path("/sys")) -> bool:
-    """Whether the PCI bus has a display or compute device of NVIDIA's, with a driver or without."""
+    """Tells whether the PCI bus has a display or compute device of NVIDIA's, with a driver or without."""
     for device in sysfs.glob("bus/pci/devices/*"):
         try:
             vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))
@@ -184,7 +143,7 @@ def drive_model(device: Path) -> str | None:
 
 
 def nvme_wear(device: Path, dev: Path = Path("/dev")) -> Wear | None:
-    """From the drive's own log; None where it is no NVMe drive or the log may not be read (it takes root)."""
+    """Reads the drive's own log; None where it is no NVMe drive or the log may not be read (it takes root)."""
     if not device.name.startswith("nvme"):
         return None
     log = ctypes.create_string_buffer(_SMART_BYTES)
@@ -202,5 +161,5 @@ def nvme_wear(device: Path, dev: Path = Path("/dev")) -> Wear | None:
 
 
 def parse_smart(log: bytes) -> Wear:
-    """The SMART log page of the NVMe specification: units of 1000 blocks of 512 bytes."""
+    """Reads the SMART log page of the NVMe specification: units of 1000 blocks of 512 bytes."""
     return Wear(percent_used=log[5], written=int.from_bytes(log[48:64], "little") * _NVME_UNIT)

@@ -7,6 +7,7 @@ import platform
 import re
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 from fuyou_cli.core.units import GiB, MiB, in_steps
 from fuyou_cli.spec.hardware import HardwareProfile
@@ -54,27 +55,32 @@ def usable_memory() -> int:
     return in_steps(min(probe.memory_available() + probe.process_bytes(), most), most)
 
 
+def facts_now(*directories: Path) -> dict[str, Any]:
+    """Reads what no measurement is needed for, of this machine and the drives behind `directories`, by keys of the profile."""
+    pinnable, why = probe.pinnable()
+    return {
+        "cores": core_count(),
+        "ram_total": probe.memory_limit(),
+        "ram_available": usable_memory(),
+        "disk_free": probe.striped_space(*directories),
+        "drives": drives.drives_under(*directories),
+        "pinnable": pinnable,
+        "pinnable_why": why,
+    }
+
+
 def assumed_hardware(
-    *directories: Path,
-    device: str = "cpu",
-    device_name: str | None = None,
-    device_memory: int = 0,
+    *directories: Path, device: str = "cpu", device_name: str | None = None, device_memory: int = 0
 ) -> HardwareProfile:
     """Returns this machine's memory and disk with assumed rates, for planning without measuring. `measured` says so."""
-    cores = core_count()
     on_gpu = device == "cuda"
-    places = directories or (Path(),)
-    pinnable, why = probe.pinnable()
+    facts = facts_now(*(directories or (Path(),)))
     return HardwareProfile(
         device=device,
         device_name=device_name or cpu_name(),
-        cores=cores,
-        ram_total=probe.memory_limit(),
-        ram_available=usable_memory(),
         process_bytes=ASSUMED_PROCESS + (ASSUMED_GPU_PROCESS if on_gpu else 0),
         device_memory=device_memory,
-        disk_free=probe.striped_space(*places),
-        matmul_flops=ASSUMED_GPU_FLOPS if on_gpu else ASSUMED_FLOPS_PER_CORE * cores,
+        matmul_flops=ASSUMED_GPU_FLOPS if on_gpu else ASSUMED_FLOPS_PER_CORE * facts["cores"],
         store_read=ASSUMED_READ,
         store_write=ASSUMED_WRITE,
         store_read_mixed=ASSUMED_READ_MIXED,
@@ -83,9 +89,7 @@ def assumed_hardware(
         h2d=ASSUMED_PCIE if device_memory else 0.0,
         d2h=ASSUMED_PCIE if device_memory else 0.0,
         measured="assumed",
-        pinnable=pinnable,
-        pinnable_why=why,
-        drives=drives.drives_under(*places),
         name=platform.node(),
         sources=("assumption, not measured",),
+        **facts,
     )

@@ -20,8 +20,8 @@ from fuyou_cli.core.typed import WrongData, from_json
 from fuyou_cli.core.units import MiB, in_steps
 from fuyou_cli.spec.hardware import HardwareProfile, merged_rates, wrong_rates
 
-from . import drives, probe
-from .profile import FILE_KEYS, assumed_hardware, core_count, cpu_name, usable_memory
+from . import probe
+from .profile import FILE_KEYS, assumed_hardware, core_count, cpu_name, facts_now
 
 SCHEMA_VERSION = 2
 PROCESS_STEP = 16 * MiB  # model, tokenizer and rows of a small model's plan add 5 to 12 MiB to the libraries
@@ -97,19 +97,12 @@ def hardware_for(*directories: Path, device: str, say: Say, calibrated: bool = F
         profile = assumed_hardware(*directories, device=device, device_name=name, device_memory=memory)
         profile = replace(profile, process_bytes=0)  # known, if nothing else is
     device_free = _device_free(device, memory or profile.device_memory)  # its driver is part of the process from here on
-    pinnable, why = probe.pinnable()
     return replace(
         profile,
         device=device,
         device_free=device_free,
-        cores=core_count(),
-        ram_total=probe.memory_limit(),
-        ram_available=usable_memory(),
         process_bytes=steady_process(probe.process_bytes(), measured=profile.process_bytes),
-        disk_free=probe.striped_space(*directories),
-        pinnable=pinnable,
-        pinnable_why=why,
-        drives=drives.drives_under(*directories),
+        **facts_now(*directories),
     )
 
 
