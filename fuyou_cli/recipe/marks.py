@@ -108,7 +108,7 @@ def _scan_events(source: Source) -> Iterator[Diagnostic]:
             continue
         place = source.place(event.start_mark, event.end_mark)
         if event.anchor is not None:
-            help_ = "write `${key}`, which stands for the value of another key"
+            help_ = "write the value out, or `${section.key}` for that of another key"
             yield Diagnostic(place=place, code="syntax", message="a recipe has no YAML anchors and aliases", help=help_)
         tag = getattr(event, "tag", None)
         if tag not in (None, "!"):
