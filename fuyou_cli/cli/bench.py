@@ -59,14 +59,11 @@ def run_bench(
     if sustained and not _agreed(places, yes):
         return None
     chosen = device or _device_of(recipe)
-    if err.is_terminal:
-        with err.status("starting", spinner="line") as status:
-            report = _measured(
-                places, recipe, quick=quick, device=chosen, sustained=sustained,
-                progress=lambda what: status.update(f"measuring: {what}"),
-            )  # fmt: skip
-    else:
-        report = _measured(places, recipe, quick=quick, device=chosen, sustained=sustained, progress=lambda _: None)
+    with err.status("starting", spinner="line") as status:
+        report = _measured(
+            places, recipe, quick=quick, device=chosen, sustained=sustained,
+            progress=lambda what: status.update(f"measuring: {what}"),
+        )  # fmt: skip
     report = replace(report, profile=keep(report.profile, *places, say=write_status))
     if json_output:
         out.file.write(json.dumps(bench_json(report), indent=2) + "\n")

@@ -42,7 +42,7 @@ class Check:
 
 
 def run_doctor(directory: Path | None, *, json_output: bool) -> bool:
-    """Print the checks; True when nothing is a problem."""
+    """Prints the checks; True when nothing is a problem."""
     folder = directory or Path(os.environ.get("FUYOU_OFFLOAD_DIR") or ".")
     checks = examine(folder)
     fine = not any(check.status == "problem" for check in checks)
@@ -60,7 +60,7 @@ def run_doctor(directory: Path | None, *, json_output: bool) -> bool:
 
 
 def examine(folder: Path) -> list[Check]:
-    """Every check, in the order of the things it is about: software, memory, drive."""
+    """Lists every check, in the order of the things it is about: software, memory, drive."""
     about: tuple[Callable[[], Iterator[Check]], ...] = (
         _python,
         lambda: _package("torch", "pip install 'torch>=2.10'"),
@@ -78,17 +78,11 @@ def examine(folder: Path) -> list[Check]:
 
 def _python() -> Iterator[Check]:
     system = f"{platform.system()} {platform.release()} {platform.machine()}"
-    fine = sys.version_info >= (3, 11)
-    yield Check(
-        name="python",
-        status="ok" if fine else "problem",
-        found=f"{platform.python_version()}, {system}, {os.cpu_count()} cores",
-        advice="" if fine else "fuyou needs Python 3.11 or newer",
-    )
+    yield Check(name="python", status="ok", found=f"{platform.python_version()}, {system}, {os.cpu_count()} cores")
 
 
 def _package(name: str, remedy: str) -> Iterator[Check]:
-    """A package's version without importing it; torch is imported for its build, which takes a second or two."""
+    """Reads a package's version without importing it; torch is imported for its build, which takes a second or two."""
     try:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -113,23 +107,20 @@ def _torch_build(version: str) -> Check:
 
 
 def _gpu() -> Iterator[Check]:
-    try:
-        import pynvml
-    except ImportError:
-        yield Check(name="gpu", status="note", found="not looked for", advice="pip install nvidia-ml-py")
-        return
+    import pynvml
+
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         yield _without_driver(str(error))
         return
     try:
-        driver = _text(pynvml.nvmlSystemGetDriverVersion())
+        driver = pynvml.nvmlSystemGetDriverVersion()
         knows = _cuda_version(pynvml.nvmlSystemGetCudaDriverVersion())
         for index in range(pynvml.nvmlDeviceGetCount()):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-            name = _text(pynvml.nvmlDeviceGetName(handle))
+            name = pynvml.nvmlDeviceGetName(handle)
             found = f"{name}, {gib(memory.free)} of {gib(memory.total)} free, driver {driver} for CUDA {knows}"
             yield _gpu_check(index, found, knows, sys.modules.get("torch"))
     except pynvml.NVMLError as error:
@@ -160,16 +151,12 @@ def _gpu_check(index: int, found: str, knows: str, torch: Any) -> Check:
 
 
 def _cuda_version(number: int) -> str:
-    """Of NVML's 12040: "12.4"."""
+    """Spells NVML's 12040 as "12.4"."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".") if part.isdecimal())
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 def _extension() -> Iterator[Check]:
@@ -216,7 +203,7 @@ def _group(group: probe.CgroupMemory) -> Check:
 
 
 def _pinned(root: Path = probe.ROOT) -> Check:
-    """What a GPU's driver may hold of RAM, which bounds a run's arena."""
+    """Tells what a GPU's driver may hold of RAM, which bounds a run's arena."""
     size, why = probe.pinnable(root)
     advice = ""
     if probe.is_wsl(root):
@@ -276,7 +263,7 @@ def _direct_io(place: Path) -> Iterator[Check]:
 
 
 def _drives(place: Path, sysfs: Path = Path("/sys")) -> Iterator[Check]:
-    """Every drive under the folder, and how much of its life is left."""
+    """Lists every drive under the folder, and how much of its life is left."""
     devices = drives.block_devices(place, sysfs)
     if not devices:
         yield Check(name="drive", status="ok", found="unknown: the file system hides it")
