@@ -12,7 +12,7 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLO
 
 
 def settle_libraries(*, device: str, expandable_segments: bool = True, root: Path = ROOT) -> None:
-    """For compute on a GPU (`device`: the recipe's); for others nothing changes.
+    """Sets the environment for compute on a GPU (`device`: the recipe's); for others nothing changes.
 
     Stages allocate tensors of different sizes one after the other. In segments of fixed size the holes between them add up,
     and a plan counts none; segments that grow have none, for a call of the driver where memory is taken the first time.

@@ -75,7 +75,7 @@ def run_bench(
 def _measured(
     places: tuple[Path, ...], recipe: Recipe | None, *, quick: bool, device: str, sustained: bool, progress: Progress
 ) -> BenchReport:
-    """Everything that was asked for; what can be wrong with a recipe is found before anything is measured."""
+    """Measures everything that was asked for; what can be wrong with a recipe is found before anything is measured."""
     begin, others = time.monotonic(), Others()
     if recipe is None:
         report = measure(*places, quick=quick, device=device, progress=progress)
@@ -87,7 +87,7 @@ def _measured(
 
 
 def _beside_others(report: BenchReport, cores: float) -> BenchReport:
-    """What was measured beside others says so, here and in every plan made with it."""
+    """Says what was measured beside others, here and in every plan made with it."""
     report = replace(report, profile=replace(report.profile, others_cores=cores))
     if not are_busy(cores):
         return report
@@ -117,7 +117,7 @@ def _with_sustained(report: BenchReport, places: tuple[Path, ...], progress: Pro
 
 
 def _drives_of(places: tuple[Path, ...]) -> int:
-    """How many there are, each with a fast region of its own; one where the file system hides them."""
+    """Counts the drives, each with a fast region of its own; one where the file system hides them."""
     return max(1, len(drives.drives_under(*places)))
 
 
@@ -141,7 +141,7 @@ def _agreed(places: tuple[Path, ...], yes: bool) -> bool:
 
 
 def _places(directory: Path | None, recipe: Recipe | None) -> tuple[Path, ...]:
-    """The folders a store is striped over."""
+    """Names the folders a store is striped over."""
     if directory is not None:
         return (folder(directory, key="--dir"),)
     if recipe is not None:
@@ -150,6 +150,6 @@ def _places(directory: Path | None, recipe: Recipe | None) -> tuple[Path, ...]:
 
 
 def _device_of(recipe: Recipe | None) -> str:
-    """The recipe's device; an emulated one computes on the processor."""
+    """Names the recipe's device; an emulated one computes on the processor."""
     named = recipe.offload.device if recipe is not None else "auto"
     return "cpu" if named == "emulated" else named

@@ -137,7 +137,7 @@ def _without_driver(reason: str, root: Path = probe.ROOT) -> Check:
 
 
 def _gpu_check(index: int, found: str, knows: str, torch: Any) -> Check:
-    """`knows`: the newest CUDA that the driver runs; `torch`: the module, None where it does not import."""
+    """Judges a card. `knows`: the newest CUDA that the driver runs; `torch`: the module, None where it does not import."""
     if torch is not None and torch.cuda.is_available():
         return Check(name=f"gpu {index}", status="ok", found=found)
     built = getattr(torch.version, "cuda", None) if torch is not None else None

@@ -31,7 +31,7 @@ def settle_allocator() -> None:
 
 
 def settle_for_training() -> None:
-    """From now on activations share the heap, which is trimmed when training says so (training/trimming.py)."""
+    """Lets activations share the heap from now on, which is trimmed when training says so (training/trimming.py)."""
     trim()
     _mallopt(_M_MMAP_THRESHOLD, MAPPED)
 

@@ -19,13 +19,13 @@ class Others:
         self._began, self._busy, self._own = time.monotonic(), busy_seconds(root), own_seconds()
 
     def cores(self) -> float:
-        """On average, 0 where the system does not say."""
+        """Returns the average, 0 where the system does not say."""
         used = (busy_seconds(self._root) - self._busy) - (own_seconds() - self._own)
         return round(max(0.0, used) / max(time.monotonic() - self._began, 1e-9), 3)
 
 
 def are_busy(cores: float) -> bool:
-    """Whether that much is more than the noise that every system makes."""
+    """Tells whether that much is more than the noise that every system makes."""
     return cores > max(BUSY_CORES, BUSY_SHARE * (os.cpu_count() or 1))
 
 

@@ -38,7 +38,7 @@ _SERIES = (
 
 
 def rated_bytes(model: str, capacity: int) -> int:
-    """Bytes a drive of this name and capacity (bytes) is warranted to be written; 0 where that is not known."""
+    """Returns the bytes a drive of this name and capacity (bytes) is warranted to be written; 0 where that is not known."""
     for series in _SERIES:
         if re.match(series.pattern, model, re.IGNORECASE):
             return round(series.per_tb * _nominal(capacity) * _TB)
@@ -46,5 +46,5 @@ def rated_bytes(model: str, capacity: int) -> int:
 
 
 def _nominal(capacity: int) -> float:
-    """TB as sold: 2.0 of a drive of 2,000,398,934,016 bytes; a drive of 960 GB stays one."""
+    """Rounds to TB as sold: 2.0 of a drive of 2,000,398,934,016 bytes; a drive of 960 GB stays one."""
     return round(capacity / _TB, 2)

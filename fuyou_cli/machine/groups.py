@@ -51,7 +51,7 @@ def _joiner(group: Path) -> Callable[[], None]:
 
 
 def _make_group(limit: int, root: Path = probe.ROOT) -> Path | None:
-    """A new group that accepted the limit, swap included, or None."""
+    """Makes a new group that accepted the limit, swap included, or None."""
     for parent, version in _parents(root):
         group = parent / f"fuyou-{os.getpid()}"
         try:
@@ -71,8 +71,8 @@ def _make_group(limit: int, root: Path = probe.ROOT) -> Path | None:
 
 
 def _parents(root: Path) -> list[tuple[Path, int]]:
-    """Where a group that governs memory may be made, with its version; nearest first, so that as many limits as can be
-    still hold. Version 2 lets no group but the topmost have both processes and children with limits, and ours has a
+    """Lists where a group that governs memory may be made, with its version; nearest first, so that as many limits as can
+    be still hold. Version 2 lets no group but the topmost have both processes and children with limits, and ours has a
     process, this one: then the new group is a sibling."""
     found = []
     for own in probe.own_memory_groups(root):
@@ -98,6 +98,6 @@ def _hold(group: Path, version: int, limit: int) -> None:
 
 
 def _write_if_there(file: Path, text: str) -> None:
-    """Swap has its own limit where the kernel counts it."""
+    """Writes where there is such a file: swap has its own limit where the kernel counts it."""
     if file.exists():
         file.write_text(text)

@@ -35,12 +35,12 @@ class Mount:
 
 
 def memory_limit(root: Path = ROOT) -> int:
-    """Bytes this process can have at most: physical memory or the tightest cgroup limit, whichever is less."""
+    """Returns the bytes this process can have at most: physical memory or the tightest cgroup limit, whichever is less."""
     return min([physical_memory(root), *(group.limit for group in cgroup_limits(root))])
 
 
 def memory_available(root: Path = ROOT) -> int:
-    """Bytes that can still be taken now without swapping or being killed; page cache counts as free."""
+    """Returns the bytes that can still be taken now without swapping or being killed; page cache counts as free."""
     free = _kib(root / "proc/meminfo", "MemAvailable") or physical_memory(root)
     return max(0, min([free, *(group.limit - group.in_use for group in cgroup_limits(root))]))
 
@@ -59,7 +59,7 @@ def pinnable(root: Path = ROOT) -> tuple[int, str]:
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """Cores whose time this process's control groups allow it; None where they set no limit."""
+    """Returns the cores whose time this process's control groups allow it; None where they set no limit."""
     groups = own_groups("cpu", root)
     found = (_quota(folder, group.version) for group in groups for folder in _up(group))
     return min((quota for quota in found if quota is not None), default=None)
@@ -81,8 +81,8 @@ def process_bytes(root: Path = ROOT) -> int:
 
 
 def highest_bytes(root: Path = ROOT) -> int:
-    """The most of the same since this was asked last; 0 where the kernel does not tell. Files that were mapped at that moment
-    and are no longer are taken for anonymous memory."""
+    """Returns the most of the same since this was asked last; 0 where the kernel does not tell. Files that were mapped at
+    that moment and are no longer are taken for anonymous memory."""
     found = _all_kib(root / "proc/self/status", "VmHWM", "RssFile", "RssShmem", "VmPTE")
     try:
         (root / "proc/self/clear_refs").write_text("5")  # proc(5): the high-water mark begins anew
@@ -93,13 +93,13 @@ def highest_bytes(root: Path = ROOT) -> int:
 
 
 def free_space(path: Path) -> int:
-    """Bytes an ordinary user can still write where `path` is or would be. Raises OSError."""
+    """Returns the bytes an ordinary user can still write where `path` is or would be. Raises OSError."""
     return shutil.disk_usage(existing(path)).free
 
 
 def striped_space(*folders: Path) -> int:
-    """Bytes that files striped over `folders` can have in all: as many times the least of them as there are folders, those
-    of one file system sharing what is free there. Raises OSError."""
+    """Returns the bytes that files striped over `folders` can have in all: as many times the least of them as there are
+    folders, those of one file system sharing what is free there. Raises OSError."""
     systems = [existing(folder).stat().st_dev for folder in folders]
     shares = [free_space(folder) // systems.count(system) for folder, system in zip(folders, systems, strict=True)]
     return min(shares) * len(folders)
@@ -110,7 +110,7 @@ def is_wsl(root: Path = ROOT) -> bool:
 
 
 def mount_of(path: Path, root: Path = ROOT) -> Mount | None:
-    """The mount `path` is on, the deepest one when several contain it."""
+    """Finds the mount `path` is on, the deepest one when several contain it."""
     resolved = existing(path).resolve()
     on = [mount for mount in mounts(root) if resolved.is_relative_to(mount.point)]
     return max(reversed(on), key=lambda mount: len(mount.point.parts), default=None)
@@ -129,7 +129,7 @@ def mounts(root: Path = ROOT) -> list[Mount]:
 
 
 def cgroup_limits(root: Path = ROOT) -> list[CgroupMemory]:
-    """Every limit on the way from this process's cgroup to the top, unlimited ones left out."""
+    """Lists every limit on the way from this process's cgroup to the top, unlimited ones left out."""
     found = (_read_group(folder, group.version) for group in own_memory_groups(root) for folder in _up(group))
     return [limit for limit in found if limit is not None]
 
@@ -144,12 +144,12 @@ class OwnGroup:
 
 
 def own_memory_groups(root: Path = ROOT) -> list[OwnGroup]:
-    """This process's memory cgroups, at most one per version."""
+    """Lists this process's memory cgroups, at most one per version."""
     return own_groups("memory", root)
 
 
 def own_groups(controller: str, root: Path = ROOT) -> list[OwnGroup]:
-    """This process's cgroups of a controller, at most one per version."""
+    """Lists this process's cgroups of a controller, at most one per version."""
     found = []
     for line in (_text(root / "proc/self/cgroup") or "").splitlines():
         hierarchy, controllers, path = ([*line.split(":", 2), "", ""])[:3]
@@ -171,7 +171,7 @@ def _own_group(root: Path, controller: str, *, version: int, path: str) -> list[
 
 
 def _up(group: OwnGroup) -> Iterator[Path]:
-    """The group's folder and those above it, to the top: each may limit it."""
+    """Lists the group's folder and those above it, to the top: each may limit it."""
     for folder in (group.folder, *group.folder.parents):
         if not folder.is_relative_to(group.top) or ".." in folder.parts:
             break
@@ -205,12 +205,12 @@ def _stat(path: Path, name: str) -> int:
 
 
 def _kib(path: Path, name: str) -> int:
-    """Bytes of a line such as "RssAnon:    1234 kB"; 0 where there is none."""
+    """Reads the bytes of a line such as "RssAnon:    1234 kB"; 0 where there is none."""
     return _all_kib(path, name).get(name, 0)
 
 
 def _all_kib(path: Path, *names: str) -> dict[str, int]:
-    """The same of several lines of one reading."""
+    """Reads the same of several lines of one reading."""
     found = {}
     for line in (_text(path) or "").splitlines():
         key, _, value = line.partition(":")
@@ -220,7 +220,7 @@ def _all_kib(path: Path, *names: str) -> dict[str, int]:
 
 
 def _text(path: Path) -> str | None:
-    """A short file of the kernel's, None where it cannot be read."""
+    """Reads a short file of the kernel's, None where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

@@ -23,12 +23,12 @@ _MOST_THREADS = 1024  # torch crashes when the system has no more of them
 
 
 def wrong(code: str, reason: str) -> PydanticCustomError:
-    """An error of ours: `code` is what the diagnostic shows, `reason` completes "`key`: ..."."""
+    """Makes an error of ours: `code` is what the diagnostic shows, `reason` completes "`key`: ..."."""
     return PydanticCustomError(code, "{reason}", {"reason": reason})
 
 
 def without_null(text: str) -> str:
-    """Text that may be a path: nothing in a file system has a null character in its name."""
+    """Accepts text that may be a path: nothing in a file system has a null character in its name."""
     if "\0" in text:
         raise wrong("out_of_range", "has a null character, which no path and no name may have")
     return text
@@ -59,7 +59,7 @@ def _time(value: object) -> int:
 
 
 def format_size(size: int) -> str:
-    """The shortest text that `parse_size` reads back as exactly `size`: 5000000000 is "5GB"."""
+    """Writes the shortest text that `parse_size` reads back as exactly `size`: 5000000000 is "5GB"."""
     for power in range(5, 0, -1):
         for base, suffix in ((1024, "iB"), (1000, "B")):
             if size % base**power == 0 and size > 0:
@@ -80,7 +80,7 @@ class MemoryLimit:
         return self.size is None and self.share is None
 
     def resolve(self, *, total: int, auto: int) -> int:
-        """Bytes, when there are `total` of them and `auto` stands for `auto` bytes."""
+        """Computes bytes, when there are `total` of them and `auto` stands for `auto` bytes."""
         if self.size is not None:
             return self.size
         return auto if self.share is None else int(total * self.share)

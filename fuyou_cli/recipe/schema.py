@@ -235,8 +235,8 @@ class Recipe(Section):
     logging: LoggingSection = LoggingSection()
 
     def offload_directories(self, environment: Mapping[str, str]) -> tuple[Path, ...]:
-        """Where the store goes: `offload.dir`, else FUYOU_OFFLOAD_DIR, else a folder beside the outputs. Raises UsageError
-        where one of them is a file or has no home."""
+        """Tells where the store goes: `offload.dir`, else FUYOU_OFFLOAD_DIR, else a folder beside the outputs. Raises
+        UsageError where one of them is a file or has no home."""
         if self.offload.dir:
             return tuple(folder(name, key="offload.dir") for name in self.offload.dir)
         if named := environment.get("FUYOU_OFFLOAD_DIR"):

@@ -55,7 +55,7 @@ _CLOSE = 0.7
 
 
 def section_in(annotation: Any) -> type[Section] | None:
-    """The section class inside an annotation such as `tuple[DatasetEntry, ...]` or `EvalSection | None`."""
+    """Finds the section class inside an annotation such as `tuple[DatasetEntry, ...]` or `EvalSection | None`."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     return next((found for part in get_args(annotation) if (found := section_in(part)) is not None), None)
@@ -63,7 +63,7 @@ def section_in(annotation: Any) -> type[Section] | None:
 
 @cache
 def known_keys() -> tuple[str, ...]:
-    """Every key of the schema as a dotted path, sections included, list indices left out."""
+    """Lists every key of the schema as a dotted path, sections included, list indices left out."""
 
     def below(section: type[Section], prefix: str) -> list[str]:
         keys = []
@@ -77,7 +77,7 @@ def known_keys() -> tuple[str, ...]:
 
 
 def suggest_key(dotted: str, *, shown_section: str) -> str:
-    """The `help:` line for an unknown key. `dotted` has no list indices, `shown_section` has them."""
+    """Makes the `help:` line for an unknown key. `dotted` has no list indices, `shown_section` has them."""
     section, _, name = dotted.rpartition(".")
     siblings = [key.rpartition(".")[2] for key in known_keys() if key.rpartition(".")[0] == section]
     elsewhere = [key for key in known_keys() if key.rpartition(".")[2] == name]
@@ -101,7 +101,7 @@ def suggest_choice(value: object, choices: list[str]) -> str | None:
 
 
 def _closest(name: str, candidates: list[str]) -> str | None:
-    """The nearest spelling, whole or in one of its words: `nmae` is near `name_or_path`."""
+    """Finds the nearest spelling, whole or in one of its words: `nmae` is near `name_or_path`."""
     if len(name) > 80:  # no slip of the pen, and matching costs the square
         return None
 

@@ -39,7 +39,7 @@ def _other_than(*values: object) -> Callable[[Any], bool]:
 
 
 def _a_part(value: Any) -> bool:
-    """A slice of a split, or a name that is no word: data files are told apart by the words in their names."""
+    """Recognises a slice of a split, or a name that is no word: data files are told apart by the words in their names."""
     return isinstance(value, str) and not value.isalpha()
 
 

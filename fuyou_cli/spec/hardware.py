@@ -78,7 +78,7 @@ class StageRate:
 
     @property
     def shape(self) -> tuple[str, str, int, int, int]:
-        """What was measured, without what was found."""
+        """Names what was measured, without what was found."""
         return self.kind, self.dtype, self.hidden, self.params, self.tokens
 
 
@@ -146,7 +146,7 @@ class HardwareProfile:
         return next((rate for threads, rate in self.adamw if threads == 1), 0.0)
 
     def stage_rate(self, kind: RatedKind, dtype: Dtype, hidden: int, params: int, tokens: int) -> StageRate:
-        """What is known of such a stage: measured on just this shape, else on the nearest of its kind and dtype (by the
+        """Finds what is known of such a stage: measured on just this shape, else on the nearest of its kind and dtype (by the
         ratio of parameters, then of tokens, then of widths), else `matmul_flops` for both rates."""
 
         def distance(rate: StageRate) -> tuple[float, float, float, tuple[str, str, int, int, int]]:
@@ -160,7 +160,7 @@ class HardwareProfile:
         return min(alike, key=distance, default=fallback)
 
     def lasting(self) -> HardwareProfile:
-        """The same machine once the drives' fast regions are full: what is known of that stands in for the first rates."""
+        """Returns the same machine once the drives' fast regions are full: what is known of that replaces the first rates."""
         return replace(
             self,
             store_write=self.sustained_write or self.store_write,
@@ -170,7 +170,7 @@ class HardwareProfile:
 
     @property
     def seconds_per_byte(self) -> float:
-        """How much time a byte written to the store is worth: its share of the drives' price over that of an hour."""
+        """Tells how much time a byte written to the store is worth: its share of the drives' price over that of an hour."""
         terabyte = 10**12
         lives = [drive.rated_bytes / drive.capacity for drive in self.drives if drive.rated_bytes and drive.capacity]
         endurance = sum(lives) / len(lives) if lives else USUAL_ENDURANCE
@@ -178,11 +178,11 @@ class HardwareProfile:
 
     @property
     def slows_down(self) -> bool:
-        """Whether a run that writes enough finds other rates than the first ones."""
+        """Tells whether a run that writes enough finds other rates than the first ones."""
         return self.lasting() != self
 
     def digest(self) -> str:
-        """Twelve characters that name the rates: the same wherever and whenever they are the same."""
+        """Names the rates in twelve characters: the same wherever and whenever they are the same."""
         rates = {key: value for key, value in asdict(self).items() if key not in _NOT_RATES}
         return hashlib.sha256(json.dumps(rates, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -194,7 +194,7 @@ _BESIDE_A_GPU = ("device_memory", "h2d", "d2h")
 
 
 def wrong_rates(profile: HardwareProfile, *, sizes: bool = True) -> list[str]:
-    """What no type says of a profile that was read, each by its key. `sizes`: also how much of the machine there is."""
+    """Lists what is wrong with a profile that no type says, each by its key. `sizes`: also how much of the machine there is."""
     needed = [*_ALWAYS, *(_BESIDE_A_GPU if profile.device == "cuda" else ())]
     left_out = () if sizes else _NOT_RATES
     wrong = [f"{key}: more than 0 is wanted" for key in needed if key not in left_out and not getattr(profile, key)]
@@ -216,7 +216,7 @@ def wrong_rates(profile: HardwareProfile, *, sizes: bool = True) -> list[str]:
 
 
 def merged_rates(kept: tuple[StageRate, ...], found: tuple[StageRate, ...]) -> tuple[StageRate, ...]:
-    """Both, in a fixed order; of one shape measured twice, `found`."""
+    """Joins both, in a fixed order; of one shape measured twice, `found`."""
     by_shape = {rate.shape: rate for rate in (*kept, *found)}
     return tuple(by_shape[shape] for shape in sorted(by_shape))
 

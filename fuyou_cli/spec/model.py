@@ -103,8 +103,8 @@ class ModelSpec:
     float32_parameters: int = 0  # that the family keeps in float32 whatever the compute dtype
 
     def owner(self, stage: int) -> int:
-        """The stage whose weights stage `stage` computes with: under a tied head the embedding, or its piece of the same
-        rows."""
+        """Returns the stage whose weights stage `stage` computes with: under a tied head the embedding, or its piece of the
+        same rows."""
         spec = self.stages[stage]
         if not self.tied_head or spec.kind != "head":
             return stage
@@ -113,8 +113,8 @@ class ModelSpec:
         return next(s.index for s in self.stages if s.kind == "embedding" and s.vocabulary == spec.vocabulary)
 
     def has_two_users(self, stage: int) -> bool:
-        """Whether the stage is a piece of an embedding that a piece of a tied head computes with as well: its gradients
-        rest from the head's backward to its own."""
+        """Tells whether the stage is a piece of an embedding that a piece of a tied head computes with as well: its
+        gradients rest from the head's backward to its own."""
         spec = self.stages[stage]
         return self.tied_head and spec.kind == "embedding" and spec.vocabulary is not None
 
@@ -128,7 +128,7 @@ class ModelSpec:
 
     @property
     def active_parameters(self) -> int:
-        """What one token is computed with: all of a dense model; of a mixture the experts that it is sent to, and
+        """Counts what one token is computed with: all of a dense model; of a mixture the experts that it is sent to, and
         everything else."""
         return self.parameters - self.inactive_parameters
 
@@ -140,16 +140,16 @@ class ModelSpec:
 
     @property
     def state_bytes(self) -> int:
-        """What AdamW keeps beside the weights, without padding."""
+        """Counts what AdamW keeps beside the weights, without padding."""
         kept = self.float32_parameters
         return self.state_item * (self.parameters - kept) + sum(STATE_SIZES["float32"]) * kept
 
     @property
     def state_item(self) -> int:
-        """The same per parameter in the compute dtype."""
+        """Counts the same per parameter in the compute dtype."""
         return sum(STATE_SIZES[self.compute_dtype])
 
     @property
     def stored_parameters(self) -> int:
-        """With padding: what the store and the update see."""
+        """Counts with padding: what the store and the update see."""
         return sum(stage.params for stage in self.stages)

@@ -67,7 +67,7 @@ class _Stage:
 
     @property
     def weights(self) -> int:
-        """Bytes of weights and of their gradients' sum."""
+        """Counts bytes of weights and of their gradients' sum."""
         return self.params * (ITEM_SIZE[self.numerics.compute_dtype] + ITEM_SIZE[self.numerics.accumulate_dtype])
 
 

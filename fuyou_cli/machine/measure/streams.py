@@ -65,8 +65,8 @@ class Course:
 
     @property
     def settled(self) -> Pace:
-        """Without what was saved up: the straight line through all looks, as a held drive gives its bytes in lumps, of which
-        a difference of two looks has one too many or too few."""
+        """Leaves out what was saved up: the straight line through all looks, as a held drive gives its bytes in lumps, of
+        which a difference of two looks has one too many or too few."""
         counted = self.looks[self.looks.index(self._from(_SAVED_UP)) :]
         seconds = [look.seconds for look in counted]
         return Pace(
@@ -76,13 +76,13 @@ class Course:
 
     @property
     def windows(self) -> list[Pace]:
-        """The same, cut in a few stretches."""
+        """Cuts the same in a few stretches."""
         marks = [self._from(_SAVED_UP + (1 - _SAVED_UP) * number / _WINDOWS) for number in range(_WINDOWS)]
         ends = [*marks[1:], self.looks[-1]]
         return [_between(one, other) for one, other in zip(marks, ends, strict=True) if one is not other]
 
     def _from(self, share: float) -> Look:
-        """The last look before this share of the time."""
+        """Finds the last look before this share of the time."""
         until = share * self.looks[-1].seconds
         return max((look for look in self.looks[:-1] if look.seconds <= until), key=lambda look: look.seconds)
 
@@ -95,7 +95,7 @@ def _between(one: Look, other: Look) -> Pace:
 
 
 def run_streams(daemon: SwapDaemon, streams: Sequence[Stream], limit: float) -> Course:
-    """All streams at once until the first ends or `limit` seconds are over; the daemon's counters up to that moment."""
+    """Runs all streams at once until the first ends or `limit` seconds are over, and looks at the daemon's counters."""
     clock = _Clock(daemon)
     looks, ends = [Look(seconds=0.0, read_bytes=0, written_bytes=0)], threading.Event()
     with ThreadPoolExecutor(len(streams)) as pool:
@@ -128,7 +128,7 @@ class _Clock:
 
 
 def _drive(daemon: SwapDaemon, stream: Stream, clock: _Clock, limit: float, ends: threading.Event) -> tuple[Look, int]:
-    """When it stopped submitting, and what of it was done by then."""
+    """Returns when it stopped submitting, and what of it was done by then."""
     submit = daemon.read if stream.kind == "read" else daemon.write
     total = stream.size if stream.total is None else stream.total
     tickets: deque[int] = deque()

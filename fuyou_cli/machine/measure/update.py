@@ -43,7 +43,7 @@ def measure_adamw(cores: int, *, repeats: int, available: int = 0) -> Found:
 
 
 def _passes(pool: ThreadPoolExecutor, shares: list[Share], repeats: int) -> list[float]:
-    """Seconds of each repeat; a first pass is not counted."""
+    """Times each repeat; a first pass is not counted."""
 
     def work() -> None:
         for done in [pool.submit(share) for share in shares]:
@@ -93,7 +93,7 @@ def _kept(beside: list[float], alone: list[float]) -> float:
 
 
 def _loop(action: Callable[[], object], seconds: float, over: threading.Event | None = None) -> list[float]:
-    """Seconds of each turn until `over`, or about `seconds` have passed; one at least."""
+    """Times each turn until `over`, or about `seconds` have passed; one at least."""
     taken: list[float] = []
     end = time.perf_counter() + seconds
     while not taken or (time.perf_counter() < end if over is None else not over.is_set()):
@@ -104,7 +104,7 @@ def _loop(action: Callable[[], object], seconds: float, over: threading.Event | 
 
 
 def _share(view: Callable[[int, int], memoryview], number: int) -> Share:
-    """One thread's update over its own part of the arena, gradients filled."""
+    """Makes one thread's update over its own part of the arena, gradients filled."""
     import torch
 
     from fuyou_cli.swap import kernels

@@ -114,7 +114,7 @@ def _measured(
 
 
 def _arithmetic(matmul: dict[Dtype, Rate], step: float) -> Found:
-    """`step`: what compute really gets where no stage's rate is near: a layer's forward, recompute and backward."""
+    """Rates matrix products. `step`: what compute really gets, by a layer's forward, recompute and backward."""
     slow = "bfloat16 is slower than float32 here: the processor has no instructions for it"
     return Found(
         figures={"matmul_flops": min(matmul["bfloat16"].value, step)},
