@@ -35,9 +35,9 @@ def without_null(text: str) -> str:
 
 
 def _size(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise wrong("wrong_type", "expected a size such as 2GiB, 512MiB or 1.5TB")
     try:
+        if isinstance(value, bool) or not isinstance(value, (int, str)):
+            raise ValueError
         size = parse_size(value)
     except ValueError:
         raise wrong("wrong_type", "expected a size such as 2GiB, 512MiB or 1.5TB") from None
@@ -112,10 +112,12 @@ def _percentage(text: str) -> float:
     return share
 
 
-def _auto_or_whole(least: int, most: int = _LARGEST_WHOLE) -> Callable[[object], object]:
-    def check(value: object) -> object:
-        if value == "auto":
-            return value
+def _auto_or(read: Callable[[object], object]) -> PlainValidator:
+    return PlainValidator(lambda value: value if value == "auto" else read(value))
+
+
+def _whole(least: int, most: int = _LARGEST_WHOLE) -> Callable[[object], int]:
+    def read(value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int):
             raise wrong("wrong_type", "expected auto or a whole number")
         if not least <= value <= most:
@@ -124,12 +126,10 @@ def _auto_or_whole(least: int, most: int = _LARGEST_WHOLE) -> Callable[[object],
             raise wrong("out_of_range", f"must be auto or a whole number {range_}")
         return value
 
-    return check
+    return read
 
 
-def _auto_or_share(value: object) -> object:
-    if value == "auto":
-        return value
+def _share(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise wrong("wrong_type", "expected auto or a number from 0 to 1")
     if not 0 <= value <= 1:
@@ -137,9 +137,7 @@ def _auto_or_share(value: object) -> object:
     return float(value)
 
 
-def _auto_or_block(value: object) -> object:
-    if value == "auto":
-        return value
+def _block(value: object) -> int:
     size = _size(value)
     if size % 4096:
         raise wrong("out_of_range", "must be a multiple of 4KiB: direct I/O moves whole blocks")
@@ -164,14 +162,12 @@ def _folders(value: object) -> tuple[str, ...]:
 Size = Annotated[int, PlainValidator(_size), PlainSerializer(format_size)]
 Time = Annotated[int, PlainValidator(_time), PlainSerializer(format_time)]
 Limit = Annotated[MemoryLimit, PlainValidator(_memory_limit), PlainSerializer(lambda limit: limit.text)]
-AutoPositive = Annotated[int | Auto, PlainValidator(_auto_or_whole(1))]
-AutoDepth = Annotated[int | Auto, PlainValidator(_auto_or_whole(1, _DEEPEST_QUEUE))]
-AutoThreads = Annotated[int | Auto, PlainValidator(_auto_or_whole(1, _MOST_THREADS))]
-AutoCount = Annotated[int | Auto, PlainValidator(_auto_or_whole(0))]
-AutoShare = Annotated[float | Auto, PlainValidator(_auto_or_share)]
-AutoBlock = Annotated[
-    int | Auto, PlainValidator(_auto_or_block), PlainSerializer(lambda v: v if v == "auto" else format_size(v))
-]
+AutoPositive = Annotated[int | Auto, _auto_or(_whole(1))]
+AutoDepth = Annotated[int | Auto, _auto_or(_whole(1, _DEEPEST_QUEUE))]
+AutoThreads = Annotated[int | Auto, _auto_or(_whole(1, _MOST_THREADS))]
+AutoCount = Annotated[int | Auto, _auto_or(_whole(0))]
+AutoShare = Annotated[float | Auto, _auto_or(_share)]
+AutoBlock = Annotated[int | Auto, _auto_or(_block), PlainSerializer(lambda v: v if v == "auto" else format_size(v))]
 Folders = Annotated[tuple[str, ...], PlainValidator(_folders), PlainSerializer(list)]
 
 
