@@ -60,7 +60,8 @@ def from_json(kind: type[Kind], data: object, *, defaults: bool = False) -> Kind
     """Makes one `kind`. Raises WrongData for keys that are unknown or missing and values of another type, negative or not
     finite. `defaults`: a key may be missing where the dataclass has a default."""
     try:
-        found: Kind = _validator(kind, defaults).validate_python(data)
+        validator = _validator(kind, defaults)  # type: ignore[arg-type]  # a class, which mypy takes for one of its instances
+        found: Kind = validator.validate_python(data)
     except ValidationError as error:
         raise WrongData([_problem(kind, detail) for detail in error.errors(include_url=False)]) from None
     return found
