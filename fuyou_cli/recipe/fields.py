@@ -34,6 +34,13 @@ def without_null(text: str) -> str:
     return text
 
 
+def not_empty(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Accepts a list of something."""
+    if not values:
+        raise wrong("out_of_range", "must not be empty")
+    return values
+
+
 def _size(value: object) -> int:
     try:
         if isinstance(value, bool) or not isinstance(value, (int, str)):

@@ -79,7 +79,7 @@ def _device(written: Written) -> Broken:
         return
     if written.get("offload.weights") == "gpu":  # nothing else may rest there yet, on any device
         yield "offload.weights", "`offload.weights: gpu` on `offload.device: cpu`, which has no gpu tier", "use cpu"
-    if gpu not in (None, "auto"):
+    if written.has("offload.max_memory.gpu") and gpu != "auto":
         yield "offload.max_memory.gpu", "`offload.device: cpu` has no gpu memory to limit", "leave it auto"
     if written.get("model.attn_implementation") == "flash_attention_2":
         yield "model.attn_implementation", "flash_attention_2 does not run on `offload.device: cpu`", "use sdpa"

@@ -26,6 +26,7 @@ from .fields import (
     Section,
     Size,
     Time,
+    not_empty,
     without_null,
 )
 
@@ -72,7 +73,7 @@ class DatasetEntry(Section):
 
 
 class DatasetSection(Section):
-    train: Annotated[tuple[DatasetEntry, ...], Field(strict=False, min_length=1)]
+    train: Annotated[tuple[DatasetEntry, ...], Field(strict=False), AfterValidator(not_empty)]
     eval: Annotated[tuple[DatasetEntry, ...] | None, Field(strict=False)] = None
     eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     max_seq_len: Annotated[int, Field(ge=2, le=2**24)] = 4096
