@@ -14,7 +14,7 @@ import torch
 from fuyou_cli.core.units import MiB
 from fuyou_cli.machine.measure import recipe_stages
 from fuyou_cli.machine.measure import stages as measure_stages
-from fuyou_cli.machine.measure import store as measure_store
+from fuyou_cli.machine.measure import store_rates as measure_store
 from fuyou_cli.machine.measure import sustained as measure_sustained
 from fuyou_cli.machine.measure import whole as measure
 

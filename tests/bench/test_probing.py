@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MEASURING = """
 import sys, time
 from fuyou_cli.cli import bench
-from fuyou_cli.machine.measure.store import new_store
+from fuyou_cli.machine.measure.store_rates import new_store
 
 def measure(*places, **options):
     with new_store(places, 64 << 20):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fuyou_cli.machine.measure.store import new_store
+from fuyou_cli.machine.measure.store_rates import new_store
 from fuyou_cli.machine.measure.streams import REQUEST, Course, Look, Stream, run_streams
 
 OFTEN = 0.005

@@ -13,8 +13,8 @@ from fuyou_cli.cli import bench
 from fuyou_cli.core.errors import OutOfSpaceError, UsageError
 from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.machine.measure import sustained as measure_sustained
-from fuyou_cli.machine.measure.rates import Found
-from fuyou_cli.machine.measure.store import new_store
+from fuyou_cli.machine.measure.findings import Found
+from fuyou_cli.machine.measure.store_rates import new_store
 from fuyou_cli.machine.measure.streams import Pace
 from fuyou_cli.machine.measure.sustained import burst_windows, most_written, settled
 from fuyou_cli.machine.measure.sustained import measure_sustained as measured

@@ -12,11 +12,11 @@ from .conftest import ROOT, Project
 
 # Little of everything, so that measuring for real is quick.
 QUICK = """
-from fuyou_cli.machine.measure import recipe_stages, stages, store, whole
+from fuyou_cli.machine.measure import recipe_stages, stages, store_rates, whole
 whole.MATMUL_SECONDS, whole.REPEAT_SECONDS, whole.SHARED_WIDTH, whole.SHARED_QUICK_SECONDS = 0.01, 0.1, 256, 0.2
 stages.WIDTHS, stages.QUICK_PAIR, stages.QUICK_SECONDS = (256,), 0.05, 0.1
 recipe_stages.QUICK_PAIR, recipe_stages.SECONDS = 0.5, {"block": 0.5, "head": 0.5}
-store.QUICK_SPAN = 64 << 20
+store_rates.QUICK_SPAN = 64 << 20
 """
 
 

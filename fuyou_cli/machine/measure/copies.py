@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from fuyou_cli.core.units import MiB
 
-from .rates import Found, each, found, rate_of
+from .findings import Found, each, found, rate_of
 
 if TYPE_CHECKING:
     from fuyou_cli.engine.devices.base import Device, Event

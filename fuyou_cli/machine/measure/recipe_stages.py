@@ -11,7 +11,7 @@ from fuyou_cli.spec.hardware import RatedKind
 from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec
 from fuyou_cli.spec.plan import Numerics
 
-from .rates import Found, seconds_of
+from .findings import Found, seconds_of
 from .stages import LEAST_TOKENS, Sample, block_of, head_alone, head_of, head_owner, layer_alone, timed
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from fuyou_cli.spec.hardware import RatedKind, StageRate
 from fuyou_cli.spec.model import Dtype, ModelSpec, StageSpec
 
 from ..allocator import trim
-from .rates import DTYPES, Found, Rate, each, rate_of, seconds_of
+from .findings import DTYPES, Found, Rate, each, rate_of, seconds_of
 
 if TYPE_CHECKING:
     import torch

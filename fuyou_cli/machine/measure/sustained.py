@@ -16,8 +16,8 @@ from fuyou_cli.core.errors import OutOfSpaceError
 from fuyou_cli.core.units import GiB, gb
 from fuyou_cli.swap.daemon import SwapDaemon
 
-from .rates import Found, found, rate_of
-from .store import new_store
+from .findings import Found, found, rate_of
+from .store_rates import new_store
 from .streams import IN_FLIGHT, Pace, Stream, run_streams
 
 WINDOW = GiB

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from fuyou_cli.core.units import GiB
 from fuyou_cli.swap.arena import Arena
 
-from .rates import Found, Rate, each, rate_of
+from .findings import Found, Rate, each, rate_of
 
 ADAMW_BYTES_PER_PARAMETER = 26  # bfloat16: 14 read, 12 written
 ADAMW_PARAMETERS = 1 << 23  # per thread: 117 MB, larger than the caches

@@ -22,7 +22,7 @@ from .. import probe
 from ..allocator import settle_for_training
 from ..drives import drives_under
 from ..profile import assumed_hardware, cpu_name
-from .rates import DTYPES, Found, Rate, each, rate_of, seconds_of
+from .findings import DTYPES, Found, Rate, each, rate_of, seconds_of
 
 if TYPE_CHECKING:
     import torch
@@ -86,9 +86,9 @@ def _measured(
     facts: HardwareProfile, target: torch.device, directories: tuple[Path, ...], *, quick: bool, progress: Progress
 ) -> Found:
     from .copies import measure_gpu_copies
-    from .memory import measure_memory
+    from .host_copies import measure_memory
     from .stages import measure_layers
-    from .store import measure_store  # the native extension, not needed by --help
+    from .store_rates import measure_store  # the native extension, not needed by --help
     from .update import measure_adamw, measure_shared
 
     repeats = 3 if quick else 7

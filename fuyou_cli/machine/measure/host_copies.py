@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fuyou_cli.core.units import MiB
 
-from .rates import Found, Rate, each, found, rate_of
+from .findings import Found, Rate, each, found, rate_of
 
 if TYPE_CHECKING:
     import torch

@@ -21,7 +21,7 @@ from fuyou_cli.swap.daemon import DaemonOptions, SwapDaemon
 from fuyou_cli.swap.store import Store
 
 from ..scratch import scratch_folder
-from .rates import Found, Rate, found, rate_of
+from .findings import Found, Rate, found, rate_of
 from .streams import IN_FLIGHT, REQUEST, Course, Direction, Stream, run_streams
 
 QUICK_SPAN, FULL_SPAN = 320 * MiB, 4 * GiB
