@@ -12,8 +12,7 @@ import logging
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,33 +25,39 @@ from .companions import CODE_PATTERN, CONFIG_NAME, PATTERNS
 from .files import INDEX_NAME, SINGLE_NAME, read_json, shard_map
 
 if TYPE_CHECKING:
-    from huggingface_hub import DryRunFileInfo
+    from fuyou_cli.recipe.schema import Recipe
 
-POLL_SECONDS = 0.5
+Progress = Callable[[str, int, int], None]  # what is fetched, bytes so far and in all; from any thread, one call at a time
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
+_TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "tekken")  # how the name of one of them begins
+_LOG_IN = "log in: hf auth login (or set HF_TOKEN)"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Download:
-    """What is about to be fetched. Handed to `announce` before the first byte."""
+class Hub:
+    """Finds model and tokenizer of a recipe as folders, and fetches them where they are not here."""
 
-    name: str
-    revision: str | None
-    files: int
-    total: int  # bytes, without what the cache already has
-    free: int  # bytes on the cache's disk
-    directory: Path  # the cache
+    def __init__(self, recipe: Recipe, *, say: Callable[[str], None], progress: Progress) -> None:
+        self._model, self._tokenizer, self._say, self._progress = recipe.model, recipe.tokenizer, say, progress
+        self._found: Path | None = None
 
+    def model(self, *, need_weights: bool) -> Path:
+        """Returns the model's folder; with its weights only when asked for."""
+        found = self._resolve(self._model.name_or_path, revision=self._model.revision, need_weights=need_weights)
+        if self._found is not None and found != self._found:
+            raise UsageError(f"{self._model.name_or_path}: changed while it was read", hint="Run the same command again.")
+        self._found = found
+        return found
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Request:
-    name: str
-    revision: str | None
-    cache: Path
-    endpoint: str | None
-    tokenizer_only: bool
-    announce: Callable[[Download], None] | None
-    progress: Callable[[int, int], None] | None
+    def tokenizer(self, model_dir: Path, *, needed: bool) -> Path:
+        """Returns the tokenizer's folder: the model's unless the recipe names another."""
+        named = self._tokenizer.name_or_path
+        if named is None and not needed:
+            return model_dir
+        return self._resolve(named or str(model_dir), tokenizer_only=True)
+
+    def _resolve(self, name: str, **options: Any) -> Path:
+        options |= {"trust_remote_code": self._model.trust_remote_code, "say": self._say, "progress": self._progress}
+        return resolve(name, **options)
 
 
 def resolve(
@@ -62,48 +67,35 @@ def resolve(
     need_weights: bool = True,
     tokenizer_only: bool = False,
     trust_remote_code: bool = False,
-    announce: Callable[[Download], None] | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    cache_dir: Path | None = None,
-    endpoint: str | None = None,
+    say: Callable[[str], None] = lambda text: None,
+    progress: Progress = lambda what, done, total: None,
 ) -> Path:
-    """The directory of a model: config.json, tokenizer, and with `need_weights` its safetensors. With `tokenizer_only` a
-    tokenizer is enough: no config.json (tokenizer.save_pretrained writes none), no weights, and no model to build.
+    """Returns the directory of a model: config.json, tokenizer, and with `need_weights` its safetensors.
 
-    A directory is returned as it is. A hub id is looked up in the local cache and downloaded only if something is
-    missing there; `progress` then hears bytes so far and bytes in all, from another thread. Raises UsageError (no such
-    directory or repository, gated, offline, code of its own) or OutOfSpaceError, each with what to do.
+    With `tokenizer_only` a tokenizer is enough: no config.json (tokenizer.save_pretrained writes none), no weights, and no
+    model to build. A directory is returned as it is. A hub id is looked up in the local cache and downloaded only if
+    something is missing there. Raises UsageError (no such directory or repository, gated, offline, code of its own) or
+    OutOfSpaceError, each with what to do.
     """
     local = expanded(name_or_path, key="name_or_path")
     if local.is_dir():
-        directory = local
-    elif local.is_file():
+        _check(name_or_path, local, tokenizer_only, trust_remote_code)
+        return local
+    if local.is_file():
         raise UsageError(f"{name_or_path}: is a file", hint="Give the directory that it is in.")
-    elif not _HUB_ID.match(name_or_path):
+    if not _HUB_ID.match(name_or_path):
         raise UsageError(
             f"{name_or_path}: there is no such directory",
             hint="Give a directory that exists, or a hub id such as organisation/model.",
         )
-    else:
-        from huggingface_hub.constants import HF_HUB_CACHE
-
-        request = _Request(
-            name=name_or_path,
-            revision=revision,
-            cache=Path(cache_dir or HF_HUB_CACHE).expanduser(),
-            endpoint=endpoint,
-            tokenizer_only=tokenizer_only,
-            announce=announce,
-            progress=progress,
-        )
-        need_weights = need_weights and not tokenizer_only
-        found = _cached(request, need_weights)
-        directory = found or _fetch(request, _small_files(trust_remote_code))
-        _check(name_or_path, directory, tokenizer_only, trust_remote_code)  # before gigabytes are fetched in vain
-        if found is None and need_weights:
-            _fetch_weights(request, directory)
-        return directory
-    _check(name_or_path, directory, tokenizer_only, trust_remote_code)
+    need_weights = need_weights and not tokenizer_only
+    repository = _Repository(name=name_or_path, revision=revision, say=say, progress=progress)
+    found = repository.cached(need_weights, tokenizer_only)
+    code = [CODE_PATTERN] if trust_remote_code else []
+    directory = found or repository.fetch([CONFIG_NAME, INDEX_NAME, *PATTERNS, *code])
+    _check(name_or_path, directory, tokenizer_only, trust_remote_code)  # before gigabytes are fetched in vain
+    if found is None and need_weights:
+        repository.fetch_weights(directory)
     return directory
 
 
@@ -137,208 +129,146 @@ def refuse_remote_code(directory: Path) -> None:
         )
 
 
-def _small_files(trust_remote_code: bool) -> list[str]:
-    """Patterns of everything but weights."""
-    code = [CODE_PATTERN] if trust_remote_code else []
-    return [CONFIG_NAME, INDEX_NAME, *PATTERNS, *code]
-
-
 def _weight_names(directory: Path) -> list[str]:
-    """The weight files a snapshot needs, by its index; without one, the single file."""
+    """Lists the weight files a snapshot needs, by its index; without one, the single file."""
     if (directory / INDEX_NAME).exists():
         return sorted(set(shard_map(directory).values()))
     return [SINGLE_NAME]
 
 
-def _cached(request: _Request, need_weights: bool) -> Path | None:
-    """The snapshot in the local cache, if it has what is needed."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        found = snapshot_download(
-            request.name,
-            revision=request.revision,
-            cache_dir=request.cache,
-            local_files_only=True,
-            allow_patterns=[CONFIG_NAME],
-        )
-    except LocalEntryNotFoundError:
-        return None
-    directory = Path(found)
-    needed = [] if request.tokenizer_only else [CONFIG_NAME]
-    needed += _weight_names(directory) if need_weights else []
-    if all((directory / name).is_file() for name in needed) and _has_tokenizer(directory):
-        return directory
-    return None
-
-
 def _has_tokenizer(directory: Path) -> bool:
-    """Whether anything of a tokenizer is there: a cache filled by a tool that wanted weights alone lacks all of it."""
-    beginnings = ("tokenizer", "vocab", "spiece", "sentencepiece", "tekken")
-    return any(file.name.startswith(beginnings) for file in directory.glob("*"))
+    """Finds whether anything of a tokenizer is there: a cache filled by a tool that wanted weights alone lacks all of it."""
+    return any(file.name.startswith(_TOKENIZER_FILES) for file in directory.glob("*"))
 
 
-def _fetch_weights(request: _Request, directory: Path) -> None:
-    """Exactly the weights that the index of the snapshot names, into the same snapshot."""
-    names = _weight_names(directory)
-    weights = _fetch(request, [glob.escape(name) for name in names])
-    missing = [name for name in names if not (weights / name).is_file()]
-    if missing:
-        raise UsageError(
-            f"{request.name}: the repository has no {missing[0]}",
-            hint="fuyou reads safetensors only: choose a revision or another repository that has them.",
-        )
-    if weights != directory:
-        raise UsageError(f"{request.name}: changed while it was downloaded", hint="Run the same command again.")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Repository:
+    """A model on the hub, and who hears of its download."""
 
+    name: str
+    revision: str | None
+    say: Callable[[str], None]
+    progress: Progress
 
-def _fetch(request: _Request, patterns: list[str]) -> Path:
-    from huggingface_hub import snapshot_download
+    def cached(self, need_weights: bool, tokenizer_only: bool) -> Path | None:
+        """Returns the snapshot in the local cache, if it has what is needed."""
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
 
-    where: dict[str, Any] = {
-        "repo_id": request.name,
-        "revision": request.revision,
-        "cache_dir": request.cache,
-        "endpoint": request.endpoint,
-        "allow_patterns": patterns,
-    }
-    with _explained(request), _quiet_client():
-        planned: list[DryRunFileInfo] = [file for file in snapshot_download(dry_run=True, **where) if file.will_download]
-        _check_space(request, planned)
-        with _watched(request, sum(file.file_size or 0 for file in planned)):
-            return Path(snapshot_download(**where))
-
-
-def _check_space(request: _Request, files: list[DryRunFileInfo]) -> None:
-    place = request.cache
-    while not place.exists():
-        place = place.parent
-    total, free = sum(file.file_size or 0 for file in files), shutil.disk_usage(place).free
-    if files and request.announce is not None:
-        request.announce(
-            Download(
-                name=request.name,
-                revision=request.revision,
-                files=len(files),
-                total=total,
-                free=free,
-                directory=request.cache,
-            )
-        )
-    if total > free:
-        raise OutOfSpaceError(
-            f"{request.name}: the download takes {gb(total)}, {gb(free)} are free in {place}",
-            hint="Free some space, or set HF_HOME to a directory on another disk.",
-        )
-
-
-@contextmanager
-def _watched(request: _Request, total: int) -> Iterator[None]:
-    """Reports progress by the growth of the files: the same for every transport that the hub's client may choose."""
-    if request.progress is None or total == 0:
-        yield
-        return
-    blobs = request.cache / f"models--{request.name.replace('/', '--')}" / "blobs"
-    begin, report, done = _bytes_in(blobs), request.progress, threading.Event()
-
-    def watch() -> None:
-        while not done.wait(POLL_SECONDS):
-            report(max(0, min(total, _bytes_in(blobs) - begin)), total)
-
-    watcher = threading.Thread(target=watch, name="fuyou-download", daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        done.set()
-        watcher.join()
-    report(total, total)
-
-
-def _bytes_in(directory: Path) -> int:
-    """Bytes that the files of a directory take on disk; files vanish and appear meanwhile."""
-    size = 0
-    if not directory.is_dir():
-        return size
-    for path in directory.iterdir():
         try:
-            size += path.lstat().st_blocks * 512
-        except FileNotFoundError:
-            continue
-    return size
+            options: dict[str, Any] = {"local_files_only": True, "allow_patterns": [CONFIG_NAME]}
+            directory = Path(snapshot_download(self.name, revision=self.revision, **options))
+        except LocalEntryNotFoundError:
+            return None
+        needed = [] if tokenizer_only else [CONFIG_NAME]
+        needed += _weight_names(directory) if need_weights else []
+        complete = all((directory / name).is_file() for name in needed) and _has_tokenizer(directory)
+        return directory if complete else None
 
-
-@contextmanager
-def _quiet_client() -> Iterator[None]:
-    """The client's own progress bars and warnings off: they would write over ours."""
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    logger, had_bars = logging.getLogger("huggingface_hub"), not are_progress_bars_disabled()
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    if had_bars:
-        disable_progress_bars()
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        if had_bars:
-            enable_progress_bars()
-
-
-@contextmanager
-def _explained(request: _Request) -> Iterator[None]:
-    """Turns what the hub's client raises into one error that says what to do."""
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    # The client has changed its HTTP library before; whichever it is, its errors are a base of the client's own.
-    # RuntimeError is all that the client of the hub's faster transport raises.
-    expected: tuple[type[Exception], ...] = (HFValidationError, RuntimeError, OSError, *HfHubHTTPError.__bases__)
-    try:
-        yield
-    except FuyouError:
-        raise
-    except expected as error:
-        raise _explanation(request, error) from error
-
-
-def _explanation(request: _Request, error: BaseException) -> FuyouError:
-    """The client wraps the answer of the hub in what it was doing at the time: the innermost one it knows counts."""
-    from huggingface_hub import errors
-
-    at = request.name if request.revision is None else f"{request.name}@{request.revision}"
-    chain = [error]
-    while (cause := chain[-1].__cause__) is not None and len(chain) < 16:
-        chain.append(cause)
-    for one in chain:
-        if isinstance(one, errors.GatedRepoError):
-            return UsageError(
-                f"{at}: access is restricted by its owner",
-                hint="Accept the terms on the model's page, then log in: hf auth login (or set HF_TOKEN).",
+    def fetch_weights(self, directory: Path) -> None:
+        """Fetches exactly the weights that the index of the snapshot names, into the same snapshot."""
+        names = _weight_names(directory)
+        weights = self.fetch([glob.escape(name) for name in names])
+        missing = [name for name in names if not (weights / name).is_file()]
+        if missing:
+            raise UsageError(
+                f"{self.name}: the repository has no {missing[0]}",
+                hint="fuyou reads safetensors only: choose a revision or another repository that has them.",
             )
-        if isinstance(one, errors.RevisionNotFoundError):
-            return UsageError(f"{at}: there is no such revision", hint="Check model.revision in the recipe.")
-        if isinstance(one, errors.RepositoryNotFoundError):
-            return UsageError(
-                f"{at}: no such directory here and no such model on the hub",
-                hint="Check the spelling. A private model needs a login: hf auth login (or set HF_TOKEN).",
+        if weights != directory:
+            raise UsageError(f"{self.name}: changed while it was downloaded", hint="Run the same command again.")
+
+    def fetch(self, patterns: list[str]) -> Path:
+        """Downloads the files that fit a pattern and are not in the cache, where the disk has room; the snapshot's folder."""
+        from huggingface_hub import constants, snapshot_download
+
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its warnings would write over our lines
+        options: dict[str, Any] = {"revision": self.revision, "allow_patterns": patterns}
+        try:
+            planned = snapshot_download(self.name, dry_run=True, tqdm_class=_progress_bar(lambda done: None), **options)
+            sizes = [file.file_size or 0 for file in planned if file.will_download]
+            total = sum(sizes)
+            if sizes:
+                self.say(f"downloading {self.name}: {len(sizes)} files, {total:,} bytes")
+            self._check_space(Path(constants.HF_HUB_CACHE).expanduser(), total)
+
+            def report(done: int) -> None:
+                self.progress(f"downloading {self.name}", min(done, total), total)
+
+            found = snapshot_download(self.name, tqdm_class=_progress_bar(report), **options)
+            if total:
+                report(total)
+            return Path(found)
+        except FuyouError:
+            raise
+        except Exception as error:  # the client's own, those of its HTTP library and of its faster transport
+            raise self._explained(error) from error
+
+    def _check_space(self, cache: Path, total: int) -> None:
+        place = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
+        free = shutil.disk_usage(place).free
+        if total > free:
+            raise OutOfSpaceError(
+                f"{self.name}: the download takes {gb(total)}, {gb(free)} are free in {place}",
+                hint="Free some space, or set HF_HOME to a directory on another disk.",
             )
-        if isinstance(one, errors.HfHubHTTPError) and one.response.status_code in (401, 403):
-            return UsageError(
-                f"{at}: the hub refuses access ({one.response.status_code})",
-                hint="The token is wrong or lacks the right: hf auth login (or set HF_TOKEN).",
-            )
-        if isinstance(one, errors.HFValidationError):
-            return UsageError(f"{at}: is neither a directory nor a hub id", hint="Write a hub id as organisation/model.")
-        if isinstance(one, OSError) and one.errno in (errno.ENOSPC, errno.EDQUOT):
-            return OutOfSpaceError(
-                f"{at}: the disk of {request.cache} became full during the download",
-                hint="Free some space and run the same command: what has arrived is kept.",
-            )
-    kind, text = type(chain[-1]).__name__, str(chain[-1]).partition("\n")[0][:160]
-    why = "HF_HUB_OFFLINE is set" if kind == "OfflineModeIsEnabled" else f"{kind}: {text}"
-    return UsageError(
-        f"{at}: is not in the local cache and cannot be downloaded ({why})",
-        hint="Check the connection, or copy the model to a local directory and give its path.",
-    )
+
+    def _explained(self, error: BaseException) -> FuyouError:
+        """Says what to do. The client wraps the hub's answer in what it was doing then: the first known error counts."""
+        from huggingface_hub import errors
+
+        at = self.name if self.revision is None else f"{self.name}@{self.revision}"
+        absent = "no such directory here and no such model on the hub"
+        known = (
+            (
+                errors.GatedRepoError,
+                "access is restricted by its owner",
+                f"Accept the terms on the model's page, then {_LOG_IN}.",
+            ),
+            (errors.RevisionNotFoundError, "there is no such revision", "Check model.revision in the recipe."),
+            (errors.RepositoryNotFoundError, absent, f"Check the spelling. For a private model {_LOG_IN}."),
+            (errors.HFValidationError, "is neither a directory nor a hub id", "Write a hub id as organisation/model."),
+        )
+        chain = [error]
+        while (cause := chain[-1].__cause__) is not None and len(chain) < 16:
+            chain.append(cause)
+        for one in chain:
+            for kind, what, hint in known:
+                if isinstance(one, kind):
+                    return UsageError(f"{at}: {what}", hint=hint)
+            if isinstance(one, errors.HfHubHTTPError) and (code := one.response.status_code) in (401, 403):
+                return UsageError(
+                    f"{at}: the hub refuses access ({code})", hint=f"Is the token wrong, or lacks it the right? {_LOG_IN}."
+                )
+            if isinstance(one, OSError) and one.errno in (errno.ENOSPC, errno.EDQUOT):
+                return OutOfSpaceError(
+                    f"{at}: the disk of the hub's cache became full during the download",
+                    hint="Free some space and run the same command: what has arrived is kept.",
+                )
+        name, text = type(chain[-1]).__name__, str(chain[-1]).partition("\n")[0][:160]
+        why = "HF_HUB_OFFLINE is set" if name == "OfflineModeIsEnabled" else f"{name}: {text}"
+        return UsageError(
+            f"{at}: is not in the local cache and cannot be downloaded ({why})",
+            hint="Check the connection, or copy the model to a local directory and give its path.",
+        )
+
+
+def _progress_bar(report: Callable[[int], None]) -> type[Any]:
+    """Makes a class for the client's `tqdm_class` that draws nothing and tells `report` the bytes of a download."""
+    from huggingface_hub.utils import tqdm
+
+    counts: dict[int, float] = {}  # by bar: newer clients count what arrives and what is written in two
+    lock = threading.Lock()
+
+    class Bar(tqdm):  # type: ignore[misc,unused-ignore]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self._of_bytes = options.get("unit") == "B"
+            super().__init__(*args, **{**options, "disable": True})
+
+        def update(self, n: float | None = 1) -> None:
+            if self._of_bytes:
+                with lock:
+                    counts[id(self)] = counts.get(id(self), 0) + (n or 0)
+                    report(int(max(counts.values())))
+
+    return Bar

@@ -1,4 +1,4 @@
-"""Finds the tensor of a file for every name of a model's state dict.
+"""Finds the tensor of a file for every name of a model's state dict, and checks everything before the first weight is used.
 
 The two differ in few ways, all declared by the model: the base model's prefix may be there or not (GPT-2 on the hub has
 no `transformer.`), tied weights may be stored once or twice, and an architecture may have renamed its parts since the
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.json_files import shown
 
+from .files import Checkpoint
 from .header import TensorEntry
+from .reader import TensorReader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,18 +30,47 @@ _HARMLESS = re.compile(
     r"|attention\.(masked_)?bias|masked_bias|position_ids|embed_scale)$"
 )
 _QUANTISED = re.compile(r"\.(qweight|qzeros|scales|g_idx|weight_scale(_inv)?|weight_packed|absmax|quant_state.*)$")
+_FLAWS = ("missing", "not part of this model", "of another shape", "stored twice", "of a dtype that cannot be trained")
+
+Flaws = dict[str, list[str]]  # by one of _FLAWS: the names that are wrong so
 
 
-@dataclass(kw_only=True, slots=True)
-class _Assignment:
-    """What the keys of the files stand for, and everything that is wrong with them."""
+def entries_for(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, TensorEntry]:
+    """Finds the file's tensor for every name of the model's state dict; the model may be on the meta device.
 
-    found: dict[str, TensorEntry] = field(default_factory=dict)  # by name of the model
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    misshapen: list[str] = field(default_factory=list)
-    ambiguous: list[str] = field(default_factory=list)
-    wrong_dtype: list[str] = field(default_factory=list)
+    Names of tied weights get the same entry. Reads data only where a tied tensor is stored twice: both copies must be
+    equal, since training keeps one. Raises UsageError naming every tensor that does not fit.
+    """
+    names = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    tied = tied_names(model)
+    prefix = model.base_model_prefix
+    renames = architecture_renames(model, checkpoint.entries)
+    matched = match(names, checkpoint.entries, base_model_prefix=prefix, tied=tied, renames=renames)
+    with TensorReader() as reader:
+        for one, other in tied_copies(checkpoint.entries, base_model_prefix=prefix, tied=tied, renames=renames):
+            if not reader.equal(one, other):
+                raise UsageError(
+                    f"{checkpoint.directory}: {shown(one.name)} and {shown(other.name)} are tied in the model "
+                    "but differ in the file",
+                    hint='Set "tie_word_embeddings": false in config.json if they are meant to differ.',
+                )
+        _check_buffers(model, matched, reader)
+    return matched
+
+
+def _check_buffers(model: PreTrainedModel, matched: dict[str, TensorEntry], reader: TensorReader) -> None:
+    """Raises UsageError unless the file's buffers are what the model's code computes: they are neither loaded nor exported."""
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        entry = matched.get(name)
+        if entry is None or buffer.is_meta:
+            continue
+        stored = reader.read(entry)
+        if not stored.equal(buffer.to(stored.dtype)):
+            raise UsageError(
+                f"{entry.file}: tensor {shown(entry.name)} is no parameter of the model and has other values than its code "
+                "computes",
+                hint="fuyou trains and writes parameters alone: what it made of this model would lack these values",
+            )
 
 
 def match(
@@ -51,25 +81,25 @@ def match(
     tied: Mapping[str, str],
     renames: Mapping[str, str] | None = None,
 ) -> dict[str, TensorEntry]:
-    """The file's tensor for every name in `model_names` (name -> shape), in that order.
+    """Finds the file's tensor for every name in `model_names` (name -> shape), in that order.
 
     `tied` maps a name to the one whose weights it shares: both get the same entry, whichever of the two the file holds.
     `renames` maps a file's key to what the architecture calls it today. The entry's own `name` stays the key in the
     file, which is also the right key to export under. Raises UsageError with every missing, unexpected, misshapen,
     doubly stored or untrainable tensor.
     """
-    assignment = _assign(model_names, entries, base_model_prefix=base_model_prefix, tied=tied, renames=renames or {})
+    found, flaws = _assign(model_names, entries, base_model_prefix=base_model_prefix, tied=tied, renames=renames or {})
     matched: dict[str, TensorEntry] = {}
     for name, shape in model_names.items():
-        entry = next((assignment.found[one] for one in _same_weights(name, tied) if one in assignment.found), None)
+        entry = next((found[one] for one in _same_weights(name, tied) if one in found), None)
         if entry is None:
-            assignment.missing.append(shown(name))
+            flaws["missing"].append(shown(name))
             continue
         matched[name] = entry
         if entry.shape != tuple(shape):
             stored = f" (stored as {shown(entry.name)})" if entry.name != name else ""
-            assignment.misshapen.append(f"{shown(name)}{stored}: {list(entry.shape)} in the file, {list(shape)} needed")
-    _raise_if_flawed(assignment)
+            flaws["of another shape"].append(f"{shown(name)}{stored}: {list(entry.shape)} in the file, {list(shape)} needed")
+    _refuse(flaws)
     return matched
 
 
@@ -80,9 +110,8 @@ def tied_copies(
     tied: Mapping[str, str],
     renames: Mapping[str, str] | None = None,
 ) -> list[tuple[TensorEntry, TensorEntry]]:
-    """Pairs of stored tensors that the model computes with as one. They have to hold the same values."""
-    names = {name: () for name in (*tied, *tied.values())}
-    found = _assign(names, entries, base_model_prefix=base_model_prefix, tied=tied, renames=renames or {}).found
+    """Pairs stored tensors that the model computes with as one. They have to hold the same values."""
+    found, _ = _assign((), entries, base_model_prefix=base_model_prefix, tied=tied, renames=renames or {})
     pairs: list[tuple[TensorEntry, TensorEntry]] = []
     for owner in dict.fromkeys(_owner(name, tied) for name in tied):
         stored = [found[one] for one in _same_weights(owner, tied) if one in found]
@@ -91,7 +120,7 @@ def tied_copies(
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, str]:
-    """Name -> name of the same weights under which they are stored once; empty for a model that ties nothing."""
+    """Maps a name to the name of the same weights under which they are stored once; empty for a model that ties nothing."""
     tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -102,7 +131,7 @@ def tied_names(model: PreTrainedModel) -> dict[str, str]:
 
 
 def architecture_renames(model: PreTrainedModel, keys: Iterable[str]) -> dict[str, str]:
-    """File key -> today's name, for the keys that the architecture's own conversion table renames.
+    """Maps a file's key to today's name, for the keys that the architecture's own conversion table renames.
 
     Tensors that the table joins, cuts or transposes (per-expert weights the model holds fused) are refused by name.
     """
@@ -141,55 +170,48 @@ def _owner(name: str, tied: Mapping[str, str]) -> str:
 
 
 def _same_weights(name: str, tied: Mapping[str, str]) -> list[str]:
-    """Every name of the same weights: the owner, then this one, then the others."""
+    """Lists every name of the same weights: the owner, then this one, then the others."""
     owner = _owner(name, tied)
     return list(dict.fromkeys([owner, name, *(other for other in tied if _owner(other, tied) == owner)]))
 
 
 def _assign(
-    model_names: Mapping[str, tuple[int, ...]],
+    model_names: Iterable[str],
     entries: Mapping[str, TensorEntry],
     *,
     base_model_prefix: str,
     tied: Mapping[str, str],
     renames: Mapping[str, str],
-) -> _Assignment:
+) -> tuple[dict[str, TensorEntry], Flaws]:
+    """Finds what the keys of the files stand for, by name of the model, and everything that is wrong with them."""
     known = {*model_names, *tied, *tied.values()}
     prefix = f"{base_model_prefix}." if base_model_prefix else ""
-    assignment = _Assignment()
+    found: dict[str, TensorEntry] = {}
+    flaws: Flaws = {kind: [] for kind in _FLAWS}
     for key, entry in entries.items():
         name = renames.get(key, key)
         candidates = (name, prefix + name, name.removeprefix(prefix))
         target = next((candidate for candidate in candidates if candidate in known), None)
         if target is None:
             if not _HARMLESS.search(key):
-                assignment.unexpected.append(shown(key))
-            continue
-        if target in assignment.found:
-            other = assignment.found[target].name
-            assignment.ambiguous.append(f"{shown(other)} and {shown(key)} are both {shown(target)}")
-            continue
-        assignment.found[target] = entry
-        if entry.dtype not in TRAINABLE_DTYPES:
-            assignment.wrong_dtype.append(f"{shown(key)} is {entry.dtype}")
-    return assignment
+                flaws["not part of this model"].append(shown(key))
+        elif target in found:
+            flaws["stored twice"].append(f"{shown(found[target].name)} and {shown(key)} are both {shown(target)}")
+        else:
+            found[target] = entry
+            if entry.dtype not in TRAINABLE_DTYPES:
+                flaws["of a dtype that cannot be trained"].append(f"{shown(key)} is {entry.dtype}")
+    return found, flaws
 
 
-def _raise_if_flawed(assignment: _Assignment) -> None:
-    sections = (
-        ("missing", assignment.missing),
-        ("not part of this model", assignment.unexpected),
-        ("of another shape", assignment.misshapen),
-        ("stored twice", assignment.ambiguous),
-        ("of a dtype that cannot be trained", assignment.wrong_dtype),
-    )
-    flaws = [f"{len(names)} {what}: {_listed(names)}" for what, names in sections if names]
-    if not flaws:
+def _refuse(flaws: Flaws) -> None:
+    told = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in flaws.items() if names]
+    if not told:
         return
     hint = "config.json and the weights do not belong together: check name_or_path and revision."
-    if any(_QUANTISED.search(name.strip("'")) for name in assignment.unexpected):
+    if any(_QUANTISED.search(name.strip("'")) for name in flaws["not part of this model"]):
         hint = "The weights are quantised: fine-tune the model they were made from."
-    raise UsageError("the checkpoint does not fit the model:\n  " + "\n  ".join(flaws), hint=hint)
+    raise UsageError("the checkpoint does not fit the model:\n  " + "\n  ".join(told), hint=hint)
 
 
 def _listed(names: list[str]) -> str:

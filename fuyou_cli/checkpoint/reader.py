@@ -7,7 +7,10 @@ everything else out while it is imported.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 
 PIECE = 16 * MiB  # bytes of the file per read
 FLOATS = ("float32", "bfloat16", "float16")
+SAMPLES = 4  # places of a tensor that its mark is made of, its beginning and its end among them
+SAMPLE = 1024  # bytes of each
 
 
 class TensorReader:
@@ -43,12 +48,8 @@ class TensorReader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def close(self) -> None:
-        self.close_file()
-        self._piece = None
-
     def read(self, entry: TensorEntry) -> torch.Tensor:
-        """One whole tensor, in the file's dtype and shape, in memory of its own."""
+        """Reads one whole tensor, in the file's dtype and shape, into memory of its own."""
         import torch
 
         tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
@@ -77,10 +78,12 @@ class TensorReader:
         wanted = str(destination.dtype).removeprefix("torch.")
         if entry.dtype not in FLOATS or wanted not in FLOATS:
             raise UsageError(f"{entry.file}: tensor {shown(entry.name)} is {entry.dtype} and cannot become {wanted}")
+        if self._piece is None:
+            self._piece = torch.empty(PIECE, dtype=torch.uint8)
         step = PIECE // item_size
         for begin in range(0, count, step):
             length = min(step, count - begin)
-            piece = self._staging()[: length * item_size]
+            piece = self._piece[: length * item_size]
             self._read_bytes(entry, (first_element + begin) * item_size, _bytes_of(piece))
             values = piece.view(source_dtype)
             part = flat[begin : begin + length]
@@ -96,34 +99,21 @@ class TensorReader:
                 )
 
     def equal(self, one: TensorEntry, other: TensorEntry) -> bool:
-        """Whether two tensors of the files have the same dtype, shape and bytes. Costs two pieces of memory."""
-        if (one.dtype, one.shape) != (other.dtype, other.shape):
-            return False
-        halves = bytearray(PIECE // 2), bytearray(PIECE // 2)
-        for begin in range(0, one.nbytes, PIECE // 2):
-            length = min(PIECE // 2, one.nbytes - begin)
-            for entry, half in zip((one, other), halves, strict=True):
-                self._read_bytes(entry, begin, memoryview(half)[:length])
-            if halves[0][:length] != halves[1][:length]:
-                return False
-        return True
+        """Compares dtype, shape and bytes of two tensors of the files. Costs two pieces of memory."""
+        return (one.dtype, one.shape) == (other.dtype, other.shape) and all(
+            self.read_some(one, begin, PIECE // 2) == self.read_some(other, begin, PIECE // 2)
+            for begin in range(0, one.nbytes, PIECE // 2)
+        )
 
-    def read_some(self, entry: TensorEntry, begin: int, count: int) -> bytes:
-        """`count` bytes of the tensor from byte `begin` on, as they are in the file."""
-        found = bytearray(count)
+    def read_some(self, entry: TensorEntry, begin: int, most: int) -> bytes:
+        """Reads at most `most` bytes of the tensor from byte `begin` on, as they are in the file."""
+        found = bytearray(min(most, entry.nbytes - begin))
         self._read_bytes(entry, begin, memoryview(found))
         return bytes(found)
 
-    def _staging(self) -> torch.Tensor:
-        import torch
-
-        if self._piece is None:
-            self._piece = torch.empty(PIECE, dtype=torch.uint8)
-        return self._piece
-
     def _open(self, entry: TensorEntry) -> int:
         if self._file != entry.file:
-            self.close_file()
+            self.close()
             try:
                 self._descriptor = os.open(entry.file, os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
@@ -131,7 +121,7 @@ class TensorReader:
             self._file = entry.file
         return self._descriptor
 
-    def close_file(self) -> None:
+    def close(self) -> None:
         """Closes the file read last; the next read opens it again."""
         if self._descriptor >= 0:
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # what was read ahead, too
@@ -170,3 +160,18 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     if tensor.numel() == 0:
         return memoryview(bytearray())
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def weights_mark(entries: Mapping[str, TensorEntry]) -> str:
+    """Digests every tensor's name, dtype, shape and some of its bytes: a few small reads, however large the model is.
+
+    Two checkpoints that were trained apart differ in some of them; one that was copied, moved or sharded anew does not.
+    Raises UsageError where a file cannot be read."""
+    digest = hashlib.sha256()
+    with TensorReader() as reader:
+        for name, entry in sorted(entries.items()):
+            digest.update(json.dumps([name, entry.dtype, entry.shape]).encode())
+            for place in range(SAMPLES):
+                begin = (entry.nbytes - min(SAMPLE, entry.nbytes)) * place // (SAMPLES - 1)
+                digest.update(reader.read_some(entry, begin, SAMPLE))
+    return digest.hexdigest()

@@ -11,9 +11,10 @@ import errno
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
 from fuyou_cli.core.disk import sync_directory
 from fuyou_cli.core.errors import FuyouError, OutOfSpaceError, UsageError
@@ -91,9 +92,12 @@ def write_checkpoint(
             _check_space(target, shards, texts)
             for name, content in texts.items():
                 _write_companion(partial.path / name, content)
-            meter = _Meter(sum(shard.nbytes for shard in shards), progress)
+            done, total = 0, sum(shard.nbytes for shard in shards)
             for shard in shards:
-                _write_shard(partial.path / shard.name, shard, read, meter)
+                for written in _write_shard(partial.path / shard.name, shard, read):
+                    done += written
+                    if progress is not None:
+                        progress(done, total)
             sync_directory(partial.path)
             _verify(partial.path, tensors)
             check()
@@ -104,11 +108,10 @@ def write_checkpoint(
 
 
 def _plan_shards(tensors: Sequence[OutTensor], max_shard_size: int, metadata: dict[str, str]) -> list[_Shard]:
-    """Tensors in the order given; a shard is closed before the tensor that would exceed its size."""
+    """Cuts the tensors into shards, in the order given; a shard is closed before the tensor that would exceed its size."""
     if max_shard_size <= 0:
         raise UsageError(f"max_shard_size is {max_shard_size}", hint="Write a positive size such as 5GB.")
-    names = [tensor.name for tensor in tensors]
-    if len(set(names)) != len(names) or not names:
+    if not 0 < len({tensor.name for tensor in tensors}) == len(tensors):
         raise ValueError("no tensors to write, or two with the same name")
     groups: list[list[OutTensor]] = [[]]
     size = 0
@@ -171,49 +174,44 @@ def _check_space(target: Path, shards: list[_Shard], texts: Mapping[str, bytes |
         )
 
 
-class _Meter:
-    """Bytes written so far, for whoever wants to hear."""
-
-    def __init__(self, total: int, progress: Callable[[int, int], None] | None) -> None:
-        self.total, self.done, self.progress = total, 0, progress
-
-    def add(self, count: int) -> None:
-        self.done += count
-        if self.progress is not None:
-            self.progress(self.done, self.total)
-
-
 class _Sequential:
     """A file written from front to back; owns its descriptor and how much of it is not on the disk yet."""
 
     def __init__(self, path: Path) -> None:
-        self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        self.unsynced = 0
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._unsynced = 0
 
-    def write(self, data: memoryview) -> None:
-        while data:
-            data = data[self._count(os.write(self.descriptor, data)) :]
+    def __enter__(self) -> _Sequential:
+        return self
 
-    def _count(self, written: int) -> int:
-        self.unsynced += written
-        if self.unsynced >= SYNC_EVERY:
-            self.sync()
-        return written
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                os.fsync(self._descriptor)
+                self._sync()
+        finally:
+            os.close(self._descriptor)
 
-    def sync(self) -> None:
-        os.fdatasync(self.descriptor)  # waits for the disk: pages have to be clean before they can be dropped
-        os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        self.unsynced = 0
+    def write(self, data: memoryview) -> int:
+        rest = data
+        while rest:
+            written = os.write(self._descriptor, rest)
+            rest = rest[written:]
+            self._unsynced += written
+            if self._unsynced >= SYNC_EVERY:
+                self._sync()
+        return len(data)
 
-    def close(self) -> None:
-        os.close(self.descriptor)
+    def _sync(self) -> None:
+        os.fdatasync(self._descriptor)  # waits for the disk: pages have to be clean before they can be dropped
+        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        self._unsynced = 0
 
 
-def _write_shard(path: Path, shard: _Shard, read: Read, meter: _Meter) -> None:
-    file = _Sequential(path)
-    try:
-        file.write(memoryview(shard.header))
-        meter.add(len(shard.header))
+def _write_shard(path: Path, shard: _Shard, read: Read) -> Iterator[int]:
+    """Writes one shard, and yields how many bytes each write was."""
+    with _Sequential(path) as file:
+        yield file.write(memoryview(shard.header))
         for tensor in shard.tensors:
             item_size = BYTES_PER_ELEMENT[tensor.dtype]
             for first in range(0, tensor.numel, PIECE // item_size):
@@ -224,26 +222,17 @@ def _write_shard(path: Path, shard: _Shard, read: Read, meter: _Meter) -> None:
                         f"{path.name}: {tensor.name}: elements {first} to {first + count} take {count * item_size} "
                         f"bytes, {len(data)} were given",
                     )
-                file.write(data)
-                meter.add(len(data))
-        os.fsync(file.descriptor)
-        file.sync()
-    finally:
-        file.close()
+                yield file.write(data)
 
 
 def _write_companion(path: Path, content: bytes | Path) -> None:
-    file = _Sequential(path)
-    try:
+    with _Sequential(path) as file:
         if isinstance(content, bytes):
             file.write(memoryview(content))
-        else:
-            with content.open("rb") as source:
-                while part := source.read(MiB):
-                    file.write(memoryview(part))
-        os.fsync(file.descriptor)
-    finally:
-        file.close()
+            return
+        with content.open("rb") as source:
+            while part := source.read(MiB):
+                file.write(memoryview(part))
 
 
 def _verify(directory: Path, tensors: Sequence[OutTensor]) -> None:

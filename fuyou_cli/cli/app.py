@@ -104,7 +104,7 @@ def quickstart(overrides: Overrides = None) -> None:
 
     Fine-tuned in less memory than its states take, and compared with plain PyTorch. No network, no GPU.
     """
-    from .quickstart import run_quickstart
+    from .quickstart.command import run_quickstart
 
     if code := run_quickstart(overrides or []):
         raise typer.Exit(code)

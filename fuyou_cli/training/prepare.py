@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
+from ..checkpoint.hub import Hub, Progress
 from ..core.errors import PlanError, UsageError
 from ..core.paths import folder
 from ..planner.commit_interval import timed_plan
@@ -26,7 +27,6 @@ from .limits import check_positions, check_tokens, gpu_limit
 from .micro_batches import fastest_size, likely_sizes
 from .numerics import numerics_of
 from .rates import learning_rate
-from .sources import Hub, Progress
 from .state import fingerprints
 from .state.manifest import Manifest
 from .state.resume import planned_from, saved_state, steps_left
@@ -306,7 +306,7 @@ def _skeleton(recipe: Recipe, model_dir: Path) -> PreTrainedModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Weights:
-    """What a run begins with. `mark`: checkpoint/mark."""
+    """What a run begins with. `mark`: `checkpoint/reader.weights_mark`."""
 
     model_dir: Path
     checkpoint: Checkpoint | None
@@ -318,8 +318,8 @@ class _Weights:
 def _weights(hub: Hub, anatomy: Anatomy, saved: Manifest | None, say: Callable[[str], None]) -> _Weights:
     """A run that goes on reads none of them: where they are gone, what its manifest says of them stands."""
     from ..checkpoint.files import open_checkpoint
-    from ..checkpoint.mark import weights_mark
-    from ..checkpoint.matched import entries_for
+    from ..checkpoint.names import entries_for
+    from ..checkpoint.reader import weights_mark
 
     model_dir = hub.model(need_weights=saved is None)
     try:

@@ -8,13 +8,14 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
 
 from fuyou_cli.checkpoint import hub
 from fuyou_cli.checkpoint.files import INDEX_NAME, SINGLE_NAME, open_checkpoint
-from fuyou_cli.checkpoint.hub import Download, resolve
+from fuyou_cli.checkpoint.hub import resolve
 from fuyou_cli.core.errors import OutOfSpaceError, UsageError
 
 from .tiny_models import write_file
@@ -101,8 +102,13 @@ class _Answers(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Hub]:
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     hub_server = Hub()
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub_server.address)
+    template = hub_server.address + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     thread = threading.Thread(target=hub_server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     one = write_file(tmp_path / "one", [("a", "F32", [2000], 8000)]).read_bytes()
@@ -138,74 +144,62 @@ def server(tmp_path: Path) -> Iterator[Hub]:
     hub_server.server_close()
 
 
-def get(server: Hub, cache: Path, name: str, **options: object) -> Path:
-    return resolve(name, cache_dir=cache, endpoint=server.address, **options)  # type: ignore[arg-type]
-
-
-def refusal(server: Hub, cache: Path, name: str, **options: object) -> UsageError:
+def refusal(name: str, **options: Any) -> UsageError:
     with pytest.raises(UsageError) as caught:
-        get(server, cache, name, **options)
+        resolve(name, **options)
     return caught.value
 
 
-def test_downloads_what_training_needs_and_nothing_else(server: Hub, tmp_path: Path) -> None:
-    announced: list[Download] = []
-    heard: list[tuple[int, int]] = []
-    directory = get(
-        server,
-        tmp_path / "cache",
-        "o/sharded",
-        announce=announced.append,
-        progress=lambda done, total: heard.append((done, total)),
-    )
+def test_downloads_what_training_needs_and_nothing_else(server: Hub) -> None:
+    announced: list[str] = []
+    heard: list[tuple[str, int, int]] = []
+    directory = resolve("o/sharded", say=announced.append, progress=lambda *call: heard.append(call))
     wanted = ["config.json", "model-1.safetensors", "model-2.safetensors", INDEX_NAME, "tokenizer.json"]
     assert sorted(server.sent) == wanted
     assert list(open_checkpoint(directory).entries) == ["a", "b"]
     sizes = {name: len(content) for name, content in server.repositories["o/sharded"].items()}
-    assert announced[-1].files == 2
-    assert announced[-1].total == sizes["model-1.safetensors"] + sizes["model-2.safetensors"]
-    assert sum(one.total for one in announced) == sum(sizes[name] for name in wanted)
-    assert heard[-1] == (announced[-1].total, announced[-1].total)
+    weights = sizes["model-1.safetensors"] + sizes["model-2.safetensors"]
+    small = sum(sizes[name] for name in wanted) - weights
+    assert announced == [f"downloading o/sharded: {n} files, {size:,} bytes" for n, size in ((3, small), (2, weights))]
+    of_weights = [done for what, done, total in heard if (what, total) == ("downloading o/sharded", weights)]
+    assert of_weights == sorted(of_weights) and of_weights[-1] == weights and len(of_weights) > 1
 
 
-def test_the_cache_answers_without_the_network(server: Hub, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    first = get(server, cache, "o/single")
+def test_the_cache_answers_without_the_network(server: Hub) -> None:
+    first = resolve("o/single")
     server.requests = 0
-    assert get(server, cache, "o/single") == first
-    assert get(server, cache, "o/single", revision=COMMIT) == first
+    assert resolve("o/single") == first
+    assert resolve("o/single", revision=COMMIT) == first
     assert server.requests == 0
     (first / SINGLE_NAME).unlink()  # an incomplete snapshot is completed, and only that
     server.sent.clear()
-    assert get(server, cache, "o/single", need_weights=False) == first
+    assert resolve("o/single", need_weights=False) == first
     assert server.requests == 0
-    assert get(server, cache, "o/single") == first
+    assert resolve("o/single") == first
     assert (first / SINGLE_NAME).exists()
 
 
-def test_weights_only_when_needed(server: Hub, tmp_path: Path) -> None:
-    directory = get(server, tmp_path / "cache", "o/single", need_weights=False)
+def test_weights_only_when_needed(server: Hub) -> None:
+    directory = resolve("o/single", need_weights=False)
     assert sorted(server.sent) == ["config.json", "tokenizer.json"]
-    assert get(server, tmp_path / "cache", "o/single") == directory
+    assert resolve("o/single") == directory
     assert sorted(server.sent) == ["config.json", SINGLE_NAME, "tokenizer.json"]
 
 
 def test_a_tokenizer_needs_no_model_beside_it(server: Hub, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    directory = get(server, cache, "o/tokenizer", tokenizer_only=True)
+    directory = resolve("o/tokenizer", tokenizer_only=True)
     assert sorted(file.name for file in directory.iterdir()) == ["chat_template.jinja", "tokenizer.json"]
     server.requests = 0
-    assert get(server, cache, "o/tokenizer", tokenizer_only=True) == directory
+    assert resolve("o/tokenizer", tokenizer_only=True) == directory
     assert server.requests == 0
     assert resolve(str(directory), tokenizer_only=True) == directory
-    get(server, cache, "o/foreign", tokenizer_only=True)  # a model of its own code may have a plain tokenizer
+    resolve("o/foreign", tokenizer_only=True)  # a model of its own code may have a plain tokenizer
     for name in ("o/empty", str(tmp_path)):
-        assert "has no tokenizer" in refusal(server, cache, name, tokenizer_only=True).message
-    assert "has no config.json" in refusal(server, cache, "o/tokenizer").message
+        assert "has no tokenizer" in refusal(name, tokenizer_only=True).message
+    assert "has no config.json" in refusal("o/tokenizer").message
 
 
-def test_says_what_to_do(server: Hub, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
+def test_says_what_to_do(server: Hub) -> None:
     server.refusals = {
         "o/gated": (403, "GatedRepo"),
         "o/private": (401, "RepoNotFound"),
@@ -220,18 +214,19 @@ def test_says_what_to_do(server: Hub, tmp_path: Path) -> None:
         ("o/pickled", f"has no {SINGLE_NAME}", "safetensors"),
         ("o/empty", "has no config.json", "transformers"),
     ):
-        error = refusal(server, cache, name)
+        error = refusal(name)
         assert name in error.message and says in error.message, error.message
         assert hint in str(error.hint), error.hint
-    assert "o/single@nowhere: there is no such revision" in refusal(server, cache, "o/single", revision="nowhere").message
+    assert "o/single@nowhere: there is no such revision" in refusal("o/single", revision="nowhere").message
 
 
-def test_says_that_the_hub_cannot_be_reached(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_says_that_the_hub_cannot_be_reached(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UsageError, match=r"o/m: is not in the local cache and cannot be downloaded \(") as caught:
-        resolve("o/m", cache_dir=tmp_path, endpoint="http://127.0.0.1:9")
+        resolve("o/m")
     assert "local directory" in str(caught.value.hint)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert "(HF_HUB_OFFLINE is set)" in refusal(server, tmp_path, "o/single").message
+    assert "(HF_HUB_OFFLINE is set)" in refusal("o/single").message
     assert server.requests == 0
 
 
@@ -239,18 +234,17 @@ def test_checks_the_space_before_it_downloads(server: Hub, tmp_path: Path, monke
     usage = hub.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(hub.shutil, "disk_usage", lambda path: usage._replace(free=5000))
     with pytest.raises(OutOfSpaceError, match=r"takes 8\.\d+ kB, 5 kB are free"):
-        get(server, tmp_path / "cache", "o/single")
+        resolve("o/single")
     assert SINGLE_NAME not in server.sent
 
 
-def test_code_of_the_repository_is_refused_unless_asked_for(server: Hub, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    error = refusal(server, cache, "o/foreign", need_weights=False)
+def test_code_of_the_repository_is_refused_unless_asked_for(server: Hub) -> None:
+    error = refusal("o/foreign", need_weights=False)
     assert "code from its own repository" in error.message and "trust_remote_code" in str(error.hint)
-    assert "code from its own" in refusal(server, cache, "o/foreign").message
+    assert "code from its own" in refusal("o/foreign").message
     assert SINGLE_NAME not in server.sent  # refused before the weights are fetched
-    assert get(server, cache, "o/foreign", need_weights=False, trust_remote_code=True).is_dir()
-    assert get(server, cache, "o/known", need_weights=False).is_dir()  # transformers has this one itself
+    assert resolve("o/foreign", need_weights=False, trust_remote_code=True).is_dir()
+    assert resolve("o/known", need_weights=False).is_dir()  # transformers has this one itself
 
 
 def test_directories_are_taken_as_they_are(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from fuyou_cli.checkpoint.header import TensorEntry, parse_file
-from fuyou_cli.checkpoint.mark import SAMPLE, weights_mark
+from fuyou_cli.checkpoint.reader import SAMPLE, weights_mark
 
 
 def _entries(folder: Path, *shards: dict[str, torch.Tensor]) -> dict[str, TensorEntry]:

@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from fuyou_cli.checkpoint.files import SINGLE_NAME, open_checkpoint
 from fuyou_cli.checkpoint.header import TensorEntry
-from fuyou_cli.checkpoint.matched import entries_for
-from fuyou_cli.checkpoint.names import match, tied_copies, tied_names
+from fuyou_cli.checkpoint.names import entries_for, match, tied_copies, tied_names
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.skeleton import build
 

@@ -15,11 +15,9 @@ from pathlib import Path
 import pytest
 from hooks import doing
 
-from fuyou_cli.cli import quickstart
+from fuyou_cli.cli.quickstart import command, toy
 from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.machine.groups import Ended
-from fuyou_cli.training.quickstart import make_model
-from fuyou_cli.training.quickstart.make_corpus import corpus_text
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = [
@@ -75,15 +73,15 @@ def test_somebodys_text_in_its_place_is_left_alone(tmp_path: Path) -> None:
 def _small_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the quickstart would make its own; one that is there is left alone."""
     for name, value in (("HIDDEN", 32), ("INTERMEDIATE", 64), ("LAYERS", 2), ("HEADS", 4), ("KV_HEADS", 4)):
-        monkeypatch.setattr(make_model, name, value)
-    make_model.make_checkpoint(folder / "outputs" / "quickstart" / "model", seed=1)
+        monkeypatch.setattr(toy, name, value)
+    toy.make_model(folder / "outputs" / "quickstart" / "model", seed=1)
 
 
 def test_the_second_time_shows_its_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _small_model(tmp_path, monkeypatch)
     first = _quickstart(tmp_path, *QUICK)
     assert first.returncode == 0, first.stderr
-    assert (tmp_path / "outputs" / "quickstart" / "train.jsonl").read_text() == corpus_text()
+    assert (tmp_path / "outputs" / "quickstart" / "train.jsonl").read_bytes() == toy.CORPUS.read_bytes()
     assert "in 3 steps" in first.stderr and "starting over" not in first.stderr
     assert "outputs/quickstart/model-finetuned: Auto" in first.stdout
     log = tmp_path / "outputs" / "quickstart" / "log.jsonl"
@@ -131,8 +129,8 @@ def test_stopped_and_started_again_it_goes_on_in_another_folder(tmp_path: Path, 
 
 
 def test_a_peak_above_the_budget_is_an_error_where_nothing_held_it() -> None:
-    over = quickstart.Done(plan={"budget": 100 << 20}, losses=(1.0,), peak=101 << 20)
-    quickstart._refuse_excess(Ended(code=0, enforced=True), over)
-    quickstart._refuse_excess(Ended(code=0, enforced=False), replace(over, peak=100 << 20))
+    over = command.Done(plan={"budget": 100 << 20}, losses=(1.0,), peak=101 << 20)
+    command._refuse_excess(Ended(code=0, enforced=True), over)
+    command._refuse_excess(Ended(code=0, enforced=False), replace(over, peak=100 << 20))
     with pytest.raises(FuyouError, match="101 MiB of memory, its budget is 100 MiB"):
-        quickstart._refuse_excess(Ended(code=0, enforced=False), over)
+        command._refuse_excess(Ended(code=0, enforced=False), over)

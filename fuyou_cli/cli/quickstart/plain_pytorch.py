@@ -1,6 +1,6 @@
 """Plain PyTorch beside fuyou: the same recipe's first steps in memory, for their losses.
 
-`python -m fuyou_cli.training.quickstart.reference RECIPE STEPS MICRO_BATCH_SIZE THREADS TOTAL_STEPS [key=value ...]`
+`python -m fuyou_cli.cli.quickstart.plain_pytorch RECIPE STEPS MICRO_BATCH_SIZE THREADS TOTAL_STEPS [key=value ...]`
 prints one loss per line. The numbers are what the run resolved the recipe's to, `auto` and epochs among them. The loop
 is what anyone would write: bf16 weights, fp32 masters, torch.optim.AdamW, clip_grad_norm_, the same rows in the same
 micro-batches.
@@ -11,34 +11,32 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ...data import Batch
-    from ...recipe.schema import Recipe
+import torch
+from transformers import AutoModelForCausalLM
+
+from fuyou_cli.data import Batch, collate
+from fuyou_cli.recipe.load import load_recipe
+from fuyou_cli.recipe.schema import Recipe
+from fuyou_cli.training.length import sampler_of, tokenised_rows
+from fuyou_cli.training.rates import learning_rate
 
 
-def in_memory_losses(recipe: Recipe, steps: int, *, micro_batch_size: int, threads: int, total_steps: int) -> Iterator[float]:
-    """The loss of each of the first `steps` steps. Needs 16 bytes of RAM per parameter and its activations."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from ..rates import learning_rate
-
-    torch.set_num_threads(threads)
-    dtype = torch.bfloat16 if recipe.precision.compute == "bfloat16" else torch.float32
+def in_memory_losses(recipe: Recipe, steps: int, *, micro_batch_size: int, total_steps: int) -> Iterator[float]:
+    """Yields the loss of each of the first `steps` steps. Needs 16 bytes of RAM per parameter and its activations."""
     model: Any = AutoModelForCausalLM.from_pretrained(
         recipe.model.name_or_path,
-        dtype=dtype,
+        dtype=getattr(torch, recipe.precision.compute),
         attn_implementation=recipe.model.attn_implementation,
         local_files_only=True,
-    )
-    model.train()
+    ).train()
     masters = {name: parameter.detach().float().clone() for name, parameter in model.named_parameters()}
+    decays = {True: recipe.optimizer.weight_decay, False: 0.0}  # matrices alone decay
     optimizer = torch.optim.AdamW(
         [
-            {"params": [m for m in masters.values() if m.dim() >= 2], "weight_decay": recipe.optimizer.weight_decay},
-            {"params": [m for m in masters.values() if m.dim() < 2], "weight_decay": 0.0},
+            {"params": [m for m in masters.values() if (m.dim() >= 2) == matrix], "weight_decay": decay}
+            for matrix, decay in decays.items()
         ],
         lr=recipe.optimizer.lr,
         betas=recipe.optimizer.betas,
@@ -59,7 +57,7 @@ def in_memory_losses(recipe: Recipe, steps: int, *, micro_batch_size: int, threa
 
 
 def _accumulate(model: Any, masters: dict[str, Any], batch: Batch, micro_batch_size: int) -> float:
-    """Gradients of one step, summed in fp32 into the masters; the step's loss."""
+    """Sums the gradients of one step in fp32 into the masters, and returns the step's loss."""
     ids, labels = batch.tensors()
     total = 0.0
     for begin in range(0, ids.shape[0], micro_batch_size):
@@ -75,23 +73,15 @@ def _accumulate(model: Any, masters: dict[str, Any], batch: Batch, micro_batch_s
 
 
 def _batches(recipe: Recipe, steps: int) -> Iterator[Batch]:
-    from ...data import Sampler, collate
-    from ..length import tokenised_rows
-
     rows = tokenised_rows(recipe, Path(recipe.model.name_or_path))
-    sampler = Sampler(len(rows), batch_size=recipe.train.batch_size, shuffle=recipe.dataset.shuffle, seed=recipe.seed)
+    sampler = sampler_of(recipe, len(rows))
     for step in range(steps):
         yield collate(rows, sampler.batch(step), pad_id=rows.summary.pad_id, max_len=recipe.dataset.max_seq_len)
 
 
-def main(arguments: list[str]) -> None:
-    from ...recipe.load import load_recipe
-
-    recipe = load_recipe(arguments[0], arguments[5:]).recipe
-    steps, micro, threads, total = map(int, arguments[1:5])
-    for loss in in_memory_losses(recipe, steps, micro_batch_size=micro, threads=threads, total_steps=total):
-        print(loss, flush=True)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    steps, micro_batch_size, threads, total_steps = map(int, sys.argv[2:6])
+    torch.set_num_threads(threads)
+    recipe = load_recipe(sys.argv[1], sys.argv[6:]).recipe
+    for loss in in_memory_losses(recipe, steps, micro_batch_size=micro_batch_size, total_steps=total_steps):
+        print(loss, flush=True)

@@ -1,0 +1,206 @@
+"""`fuyou quickstart`: a model made here, fine-tuned in less memory than its states take, and the proof on one screen.
+
+Whatever needs the whole model in memory (making it, completing a prompt, the comparison with plain PyTorch) runs in
+processes of its own, outside the memory group the training is held in.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from fuyou_cli.core.errors import FuyouError, OutOfSpaceError, PlanError, UsageError
+from fuyou_cli.core.paths import folder
+from fuyou_cli.core.units import GiB, duration, gib
+from fuyou_cli.machine import probe
+from fuyou_cli.machine.groups import Ended, run_limited
+from fuyou_cli.machine.profile import usable_memory
+from fuyou_cli.recipe.load import LoadedRecipe, load_recipe
+from fuyou_cli.recipe.schema import Recipe
+from fuyou_cli.recipe.shipped import shipped_recipes
+from fuyou_cli.training import losses
+from fuyou_cli.training.jsonl import read_log
+from fuyou_cli.training.prepare import run_directories
+from fuyou_cli.training.state import manifest as manifests
+
+from ..console import status_console, write_result, write_status
+from ..errors import INTERRUPTED
+from ..probing import probe_once
+from .toy import CORPUS
+
+COMPARED_STEPS = 5
+STATE_BYTES = 16  # per parameter in memory: weights 2, gradients 2, fp32 master 4, momentum 4, variance 4
+PROMPT = "Question: What is the harbour of Torvane called?\nAnswer:"
+# Made here, where nothing of somebody's may be written over, or needed to compare and to sample.
+_FIXED = ("model.name_or_path", "model.revision", "tokenizer", "dataset.train", "offload.device", "export.at_end")
+# What the training said already: its own code goes on to whoever called us.
+_PASSED_ON = (UsageError.exit_code, PlanError.exit_code, OutOfSpaceError.exit_code, INTERRUPTED)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Done:
+    """The run that has just ended, from its log and its store."""
+
+    plan: dict[str, Any]  # its "plan" record
+    losses: tuple[float, ...]  # of every step, those before an interruption included
+    peak: int  # of this process; 0 where no step ran in it
+
+
+def run_quickstart(overrides: Sequence[str]) -> int:
+    """Runs it all and returns the exit code: 0, or that of a training that ended early and has said why.
+
+    Raises FuyouError when another part fails, with that part's own message."""
+    began = time.monotonic()
+    loaded = _load(overrides)
+    recipe = loaded.recipe
+    model, out = recipe.model.name_or_path, folder(recipe.output_dir, key="output_dir")
+    _write_corpus(Path(recipe.dataset.train[0].path))
+    write_status(f"making a small model and its tokenizer in {model}")
+    _module("toy", "make", model)
+    samples = {"before:": _module("toy", "complete", model, PROMPT)}
+    if recipe.offload.measure:  # here: the memory group has no room for it
+        probe_once(loaded, recipe.offload.device)
+    budget = recipe.offload.max_memory.cpu.resolve(total=probe.memory_limit(), auto=int(usable_memory() * 0.9))
+    limit = min(budget, probe.memory_limit())
+    command = [sys.executable, "-m", "fuyou_cli", "finetune", str(loaded.path), *overrides, *_start_over(recipe, out)]
+    ended = run_limited(command, limit, environment=dict(os.environ))
+    if ended.code in _PASSED_ON:
+        return ended.code
+    if ended.code:
+        killed = "the memory group killed it: raise offload.max_memory.cpu (please report it if the plan said that it fits)"
+        hint = killed if ended.code in (-9, 137) else "its message is above"
+        raise FuyouError(f"the fine-tuning ended with code {ended.code}", hint=hint)
+    done = _done(recipe, out)
+    _refuse_excess(ended, done)
+    samples["after: "] = _module("toy", "complete", done.plan["export"], PROMPT)
+    compared = _compare(loaded, overrides, done)
+    held = "measured, not held: no memory group could be made here"
+    if ended.enforced:
+        held = "held there by the kernel" if limit == done.plan["budget"] else f"held to {gib(limit)} by the kernel"
+    _last_screen(done, held=held, compared=compared, samples=samples, seconds=time.monotonic() - began)
+    return 0
+
+
+def _load(overrides: Sequence[str]) -> LoadedRecipe:
+    """Loads the shipped recipe with overrides. Raises UsageError for those under which there is nothing to show."""
+    path = shipped_recipes()["quickstart"]
+    loaded, plain = load_recipe(path, overrides), load_recipe(path).recipe
+    recipe = loaded.recipe
+    changed = [key for key in _FIXED if attrgetter(key)(recipe) != attrgetter(key)(plain)]
+    if "jsonl" not in recipe.logging.backends:
+        changed.append("logging.backends")
+    if recipe.checkpoint.resume not in ("auto", "never"):
+        changed.append("checkpoint.resume")
+    if changed:
+        keys = ", ".join(f"`{key}`" for key in changed)
+        raise UsageError(
+            f"the quickstart makes its own model and text and compares on the CPU: {keys} cannot be changed",
+            hint="for a run of your own: fuyou recipes cp quickstart, edit recipe.yaml, fuyou finetune recipe.yaml",
+        )
+    return loaded
+
+
+def _write_corpus(path: Path) -> None:
+    """Writes the bundled text where the recipe expects it, never over anything else."""
+    text = CORPUS.read_bytes()
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text)
+    elif path.read_bytes() != text:
+        raise UsageError(f"{path} exists and is not the quickstart's text", hint="move it, or run in another folder")
+
+
+def _module(name: str, *arguments: str) -> str:
+    """Runs one of the quickstart's modules and returns what it printed."""
+    command = [sys.executable, "-m", f"{__package__}.{name}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or ["no message"]
+        raise FuyouError(f"the quickstart's {name} failed: {last[0]}")
+    return done.stdout
+
+
+def _start_over(recipe: Recipe, out: Path) -> list[str]:
+    """Gives the override for a store that cannot be gone on from: of a quickstart that ended. One that was stopped or killed
+    is resumed."""
+    store = run_directories(recipe)[0]
+    try:
+        manifest, _ = manifests.newest(store)
+    except UsageError:  # of another version, or damaged
+        why = "an earlier quickstart left a store that cannot be read"
+    else:
+        records = _log(out)
+        if manifest is None or manifest.state == "loading" or not records or records[-1]["event"] != "end":
+            return []
+        why = "an earlier quickstart ended"
+    write_status(f"{why} in {store}: starting over")
+    return ["checkpoint.resume=never"]
+
+
+def _log(out: Path) -> list[dict[str, Any]]:
+    log = out / "log.jsonl"
+    return list(read_log(log)) if log.exists() else []
+
+
+def _done(recipe: Recipe, out: Path) -> Done:
+    """Reads the last run in the log, which is appended to: nothing before its "plan" counts."""
+    records = _log(out)
+    begin = max(number for number, record in enumerate(records) if record["event"] == "plan")
+    store = run_directories(recipe)[0]
+    manifest, _ = manifests.newest(store)
+    assert manifest is not None, "a run that ended well has committed"
+    known, _ = losses.read(store, manifest.step)
+    peaks = [int(record["ram_peak"]) for record in records[begin:] if record["event"] == "step"]
+    return Done(plan=records[begin], losses=tuple(known), peak=max(peaks, default=0))
+
+
+def _refuse_excess(ended: Ended, done: Done) -> None:
+    """Raises FuyouError where no memory group held the run and its measured peak is above the budget."""
+    budget = done.plan["budget"]
+    if not ended.enforced and done.peak > budget:
+        raise FuyouError(
+            f"the run took {gib(done.peak)} of memory, its budget is {gib(budget)} (no memory group could hold it here)",
+            hint="please report it, with the output of `fuyou doctor`",
+        )
+
+
+def _compare(loaded: LoadedRecipe, overrides: Sequence[str], done: Done) -> str | None:
+    """Says how near the first losses are to plain PyTorch's; None where that does not fit memory."""
+    if probe.memory_available() < 4 * GiB:
+        write_status("plain PyTorch is not run beside it: it needs about 3 GiB of free memory")
+        return None
+    steps = min(COMPARED_STEPS, len(done.losses))
+    write_status(f"the first {steps} steps again in plain PyTorch, in memory, for comparison")
+    # what `auto` became in the run: the loop beside it takes the same numbers
+    numerics = done.plan["numerics"]
+    numbers = (steps, numerics["micro_batch_size"], numerics["torch_threads"], done.plan["total_steps"])
+    printed = _module("plain_pytorch", str(loaded.path), *map(str, numbers), *overrides)
+    plain = [float(line) for line in printed.splitlines()]
+    apart = max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(done.losses, plain, strict=False))
+    return f"equal within {apart:.1e} (losses of the first {steps} steps)"
+
+
+def _last_screen(done: Done, *, held: str, compared: str | None, samples: dict[str, str], seconds: float) -> None:
+    from ..render.theme import heading, pairs, say
+
+    console, count = status_console(), len(done.losses)
+    heading(console, f"Quickstart  {duration(seconds)}")
+    in_memory = STATE_BYTES * done.plan["parameters"]
+    rows = [
+        ("in memory needs", f"{gib(in_memory)} for weights, gradients and optimizer states alone"),
+        ("budget", f"{gib(done.plan['budget'])} for the whole process, {held}"),
+        ("peak", gib(done.peak) if done.peak else "not measured: no step was left to run"),
+        ("loss", f"{done.losses[0]:.4f} to {done.losses[-1]:.4f} in {count} step{'s' * (count != 1)}"),
+    ]
+    pairs(console, [*rows, ("plain PyTorch", compared)] if compared else rows)
+    say(console, PROMPT.replace("\n", "  "), indent=2)
+    for when, sample in samples.items():
+        say(console, f"{when} {' '.join(sample.split())[:100]}", indent=4)
+    write_result(f"the fine-tuned model is in {done.plan['export']}: AutoModelForCausalLM.from_pretrained loads it")
