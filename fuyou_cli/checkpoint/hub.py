@@ -255,7 +255,7 @@ class _Repository:
 
 def _progress_bar(report: Callable[[int], None]) -> type[Any]:
     """Makes a class for the client's `tqdm_class` that draws nothing and tells `report` the bytes of a download."""
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub.utils.tqdm import tqdm
 
     counts: dict[int, float] = {}  # by bar: newer clients count what arrives and what is written in two
     lock = threading.Lock()
@@ -263,7 +263,7 @@ def _progress_bar(report: Callable[[int], None]) -> type[Any]:
     class Bar(tqdm):  # type: ignore[misc,unused-ignore]
         def __init__(self, *args: Any, **options: Any) -> None:
             self._of_bytes = options.get("unit") == "B"
-            super().__init__(*args, **{**options, "disable": True})
+            super().__init__(*args, **{**options, "disable": True})  # type: ignore[no-untyped-call,unused-ignore]
 
         def update(self, n: float | None = 1) -> None:
             if self._of_bytes:
