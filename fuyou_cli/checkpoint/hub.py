@@ -181,7 +181,11 @@ class _Repository:
     def fetch(self, patterns: list[str]) -> Path:
         """Downloads the files that fit a pattern and are not in the cache, where the disk has room; the snapshot's folder."""
         from huggingface_hub import constants, snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+        # Whichever HTTP library the client uses, its errors are a base of the client's own. RuntimeError is all that the
+        # client of the hub's faster transport raises.
+        expected: tuple[type[Exception], ...] = (HFValidationError, RuntimeError, OSError, *HfHubHTTPError.__bases__)
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its warnings would write over our lines
         options: dict[str, Any] = {"revision": self.revision, "allow_patterns": patterns}
         try:
@@ -201,7 +205,7 @@ class _Repository:
             return Path(found)
         except FuyouError:
             raise
-        except Exception as error:  # the client's own, those of its HTTP library and of its faster transport
+        except expected as error:
             raise self._explained(error) from error
 
     def _check_space(self, cache: Path, total: int) -> None:
