@@ -126,6 +126,7 @@ FY__CLONES static uint64_t adamw_32_32(const struct scalars *s, uint64_t n, floa
 
 static struct scalars segment_scalars(const fy_update *update, const fy_segment *segment)
 {
+    assert(update->step > 0);
     const double lr = update->lr * (double)segment->lr_scale;
     const double step = (double)update->step;
     const double blend = 1.0 - update->beta1;
@@ -147,6 +148,9 @@ static struct scalars segment_scalars(const fy_update *update, const fy_segment 
 static uint64_t adamw_run(const fy_update *update, const struct scalars *s, const struct fy__chunk *chunk, uint64_t at,
                           uint64_t count)
 {
+    assert(count > 0);
+    assert(at + count <= chunk->count);
+    assert(chunk->remainder != NULL || update->weights_dtype == FY_FLOAT32);
     float *momentum = chunk->momentum + at;
     float *variance = chunk->variance + at;
     const int narrow_gradients = update->gradients_dtype == FY_BFLOAT16;
@@ -166,6 +170,11 @@ static uint64_t adamw_run(const fy_update *update, const struct scalars *s, cons
 
 uint64_t fy__adamw_chunk(const fy_update *update, const fy_segment *segments, const struct fy__chunk *chunk)
 {
+    assert(chunk->weights != NULL);
+    assert(chunk->momentum != NULL);
+    assert(chunk->variance != NULL);
+    assert(chunk->gradients != NULL);
+    assert(segments != NULL || update->segment_count == 0);
     const uint64_t begin = chunk->first;
     const uint64_t end = chunk->first + chunk->count;
     assert(end >= begin);
@@ -241,6 +250,7 @@ FY_API int fy_adamw(const fy_update *update, const fy_segment *segments, void *w
         lost += fy__adamw_chunk(update, segments, &chunk);
     }
     fy__denormals_restore(mode);
+    assert(lost <= update->params);
     *nonfinite = lost;
     return 0;
 }
@@ -279,6 +289,7 @@ FY_API int fy_split(const float *master, uint16_t *weights, int16_t *remainder, 
     for (uint64_t at = 0; at < count; at += run) {
         lost += split_span(master + at, weights + at, remainder + at, count - at < run ? count - at : run);
     }
+    assert(lost <= count);
     *nonfinite = lost;
     return 0;
 }

@@ -18,11 +18,14 @@
 /* Slack so that the base falls on a huge page whatever mmap returns. */
 static uint64_t mapped_size(uint64_t size)
 {
+    assert(size > 0);
+    assert(size <= FY__SPAN_MAX);
     return size + FY__HUGE_PAGE;
 }
 
 static int arena_map(fy_arena *arena, uint64_t size)
 {
+    assert(arena->mapping == NULL);
     const size_t whole = (size_t)mapped_size(size);
     void *mapping = fy__system.mmap(NULL, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
                                     -1, 0);
@@ -63,11 +66,13 @@ FY_API int fy_arena_create(uint64_t size, fy_arena **out)
 
 FY_API void *fy_arena_base(const fy_arena *arena)
 {
+    assert(arena->base != NULL);
     return arena->process == getpid() ? arena->base : NULL;
 }
 
 FY_API uint64_t fy_arena_size(const fy_arena *arena)
 {
+    assert(arena->size > 0);
     return arena->size;
 }
 
@@ -79,6 +84,7 @@ FY_API int fy_arena_destroy(fy_arena *arena)
         return -EPERM;
     if (atomic_load(&arena->users) != 0)
         return -EBUSY;
+    assert(arena->mapping != NULL);
     if (fy__system.munmap(arena->mapping, (size_t)mapped_size(arena->size)) != 0)
         return -errno;
     free(arena);

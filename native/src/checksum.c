@@ -60,6 +60,7 @@ static inline __attribute__((always_inline)) uint64_t block_hash(const unsigned 
 
 FY__CLONES static uint64_t blocks_hash(const unsigned char *data, uint64_t first_block, uint64_t blocks)
 {
+    assert(data != NULL || blocks == 0);
     uint64_t sum = 0;
     for (uint64_t i = 0; i < blocks; i++) {
         sum += block_hash(data + i * FY__CHECKSUM_BLOCK, mixed((first_block + i + 1) * GOLDEN));
@@ -88,5 +89,7 @@ uint64_t fy__checksum_update(uint64_t state, uint64_t position, const void *data
 
 FY_API uint64_t fy_checksum(const void *data, uint64_t size, uint64_t position)
 {
+    assert(position % FY__CHECKSUM_BLOCK == 0);
+    assert(data != NULL || size == 0);
     return fy__checksum_update(0, position, data, size);
 }

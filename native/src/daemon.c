@@ -16,82 +16,6 @@
 #include <time.h>
 #include <unistd.h>
 
-uint64_t fy__now_ns(void)
-{
-    struct timespec now;
-    const int error = clock_gettime(CLOCK_MONOTONIC, &now);
-    assert(error == 0);
-    return (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
-}
-
-void fy__lock(fy_daemon *daemon)
-{
-    const int error = pthread_mutex_lock(&daemon->lock);
-    assert(error == 0);
-}
-
-/* Under the lock: tells the backend of work that it does not know of. The bell too is rung under the lock: once that is
- * free, a stop may take the daemon away. It is one write to an eventfd, which never blocks. */
-static void backend_wake(fy_daemon *daemon)
-{
-    const bool work[2] = {fy__queue_has_work(daemon, 0), fy__queue_has_work(daemon, 1)};
-    if (daemon->ring != NULL) {
-        if (!daemon->ring_asleep || !(daemon->closing || work[0] || work[1]))
-            return;
-        daemon->ring_asleep = false; /* rung once; it says itself when it sleeps again */
-        fy__ring_doorbell(daemon);
-        return;
-    }
-    for (uint32_t channel = 0; channel < 2; channel++) {
-        if (daemon->pool_idle[channel] > 0 && work[channel])
-            pthread_cond_signal(&daemon->work[channel]);
-    }
-}
-
-void fy__wake_later(fy_daemon *daemon, pthread_cond_t *condition)
-{
-    if (daemon->wakes_count == FY__WAKES_MAX) {
-        pthread_cond_broadcast(condition);
-        return;
-    }
-    daemon->wakes[daemon->wakes_count++] = condition;
-}
-
-/* Under the lock: what is to be woken once it is free. */
-static uint32_t wakes_take(fy_daemon *daemon, pthread_cond_t **wakes)
-{
-    const uint32_t count = daemon->wakes_count;
-    for (uint32_t i = 0; i < count; i++)
-        wakes[i] = daemon->wakes[i];
-    daemon->wakes_count = 0;
-    return count;
-}
-
-static void wake_all(pthread_cond_t *const *wakes, uint32_t count)
-{
-    for (uint32_t i = 0; i < count; i++)
-        pthread_cond_broadcast(wakes[i]);
-}
-
-void fy__unlock(fy_daemon *daemon)
-{
-    pthread_cond_t *wakes[FY__WAKES_MAX];
-    backend_wake(daemon);
-    const uint32_t count = wakes_take(daemon, wakes);
-    const int error = pthread_mutex_unlock(&daemon->lock);
-    assert(error == 0);
-    wake_all(wakes, count);
-}
-
-void fy__sleep(fy_daemon *daemon, pthread_cond_t *condition)
-{
-    pthread_cond_t *wakes[FY__WAKES_MAX];
-    backend_wake(daemon);
-    wake_all(wakes, wakes_take(daemon, wakes));
-    const int error = pthread_cond_wait(condition, &daemon->lock);
-    assert(error == 0);
-}
-
 FY_API uint64_t fy_scratch_size(uint32_t chunk_params, uint32_t chunks)
 {
     return (uint64_t)chunk_params * FY__SCRATCH_PER_PARAM * chunks;
@@ -127,6 +51,7 @@ static uint32_t options_wrong(const fy_options *options, const fy_arena *arena)
 
 static int blocks_create(fy_daemon *daemon)
 {
+    assert(daemon->blocks == NULL);
     const uint32_t depths[2] = {daemon->options.read_depth, daemon->options.write_depth};
     daemon->blocks = fy__system.calloc(depths[0] + depths[1], sizeof *daemon->blocks);
     if (daemon->blocks == NULL)
@@ -150,6 +75,8 @@ static int blocks_create(fy_daemon *daemon)
 
 static int tables_create(fy_daemon *daemon)
 {
+    assert(daemon->requests == NULL);
+    assert((daemon->slots_count > 0) == (daemon->options.update_threads > 0));
     const uint32_t requests = daemon->options.requests;
     const uint32_t slots = daemon->slots_count;
     daemon->requests = fy__system.calloc(requests, sizeof *daemon->requests);
@@ -162,7 +89,7 @@ static int tables_create(fy_daemon *daemon)
         if (daemon->segments == NULL || daemon->slots == NULL)
             return -ENOMEM;
         if (fy__heap_create(&daemon->updates, requests) != 0 || fy__heap_create(&daemon->computing, slots) != 0 ||
-            fy__heap_create(&daemon->summing, requests) != 0)
+            fy__heap_create(&daemon->moved, requests) != 0)
             return -ENOMEM;
     }
     for (uint32_t i = 0; i < slots; i++) {
@@ -182,9 +109,10 @@ static int tables_create(fy_daemon *daemon)
 
 static void tables_destroy(fy_daemon *daemon)
 {
+    assert(daemon->ring == NULL); /* no thread is left */
     for (uint32_t c = 0; c < 2; c++)
         fy__heap_destroy(&daemon->channels[c].spans);
-    fy__heap_destroy(&daemon->summing);
+    fy__heap_destroy(&daemon->moved);
     fy__heap_destroy(&daemon->computing);
     fy__heap_destroy(&daemon->updates);
     free(daemon->blocks);
@@ -216,6 +144,8 @@ static int sync_create(fy_daemon *daemon)
 /* None of these can fail when nobody waits any more; on Linux they hold no resource of their own. */
 static void sync_destroy(fy_daemon *daemon)
 {
+    assert(!daemon->locked);
+    assert(daemon->waiters == 0);
     for (uint32_t i = 0; i < daemon->options.requests; i++)
         (void)pthread_cond_destroy(&daemon->requests[i].finished);
     pthread_cond_t *const fixed[] = {&daemon->idle, &daemon->ready, &daemon->work[0], &daemon->work[1]};
@@ -226,6 +156,7 @@ static void sync_destroy(fy_daemon *daemon)
 
 static const char *why_refused(int error)
 {
+    assert(error < 0);
     switch (error) {
     case -EPERM: return "not permitted: a sysctl (kernel.io_uring_disabled), seccomp or a container forbids it";
     case -EACCES: return "access denied";
@@ -238,6 +169,7 @@ static const char *why_refused(int error)
 
 static int backend_start(fy_daemon *daemon)
 {
+    assert(daemon->io_threads_count == 0);
     char note[FY__DESCRIPTION_MAX / 2] = "";
     const fy_options *options = &daemon->options;
     const char *direct = fy_store_is_direct(daemon->store) ? "O_DIRECT" : "buffered I/O (no O_DIRECT on this store)";
@@ -266,6 +198,7 @@ static int backend_start(fy_daemon *daemon)
 
 static int updates_start(fy_daemon *daemon)
 {
+    assert(daemon->update_threads_count == 0);
     for (uint32_t i = 0; i < daemon->options.update_threads; i++) {
         const int error = fy__system.thread_create(&daemon->update_threads[i], NULL, fy__update_thread, daemon);
         if (error != 0)
@@ -301,7 +234,9 @@ static void threads_join(fy_daemon *daemon)
 {
     fy__lock(daemon);
     assert(daemon->outstanding == 0);
-    assert(daemon->channels[0].in_flight == 0 && daemon->channels[1].in_flight == 0);
+    assert(daemon->channels[0].in_flight == 0);
+    assert(daemon->channels[1].in_flight == 0);
+    assert(!daemon->closing);
     daemon->closing = true;
     pthread_cond_broadcast(&daemon->ready);
     for (uint32_t channel = 0; channel < 2; channel++)
@@ -316,6 +251,7 @@ static void threads_join(fy_daemon *daemon)
 
 static int start_failed(fy_failure *why, int error, uint32_t operation, uint64_t wanted)
 {
+    assert(error <= 0);
     if (why != NULL)
         *why = (fy_failure){.error = error, .operation = operation, .wanted = wanted};
     return error;
@@ -338,6 +274,7 @@ FY_API int fy_daemon_start(const fy_options *options, fy_arena *arena, fy_store 
     daemon->arena = arena;
     daemon->store = store;
     daemon->process = getpid();
+    daemon->doorbell = -1;
     if (options->update_threads > 0) {
         const uint64_t slots = options->scratch_size / fy_scratch_size(options->chunk_params, 1);
         daemon->slots_count = slots < FY__SLOTS_MAX ? (uint32_t)slots : FY__SLOTS_MAX;
@@ -350,6 +287,8 @@ FY_API int fy_daemon_start(const fy_options *options, fy_arena *arena, fy_store 
     error = threads_start(daemon);
     if (error != 0)
         goto fail_threads;
+    assert(daemon->io_threads_count > 0);
+    assert(daemon->update_threads_count == options->update_threads);
     atomic_fetch_add(&arena->users, 1);
     atomic_fetch_add(&store->users, 1);
     *out = daemon;
@@ -366,11 +305,13 @@ fail_tables:
 
 FY_API int fy_daemon_backend(const fy_daemon *daemon)
 {
+    assert(daemon->backend == FY_BACKEND_IO_URING || daemon->backend == FY_BACKEND_THREADS);
     return (int)daemon->backend;
 }
 
 FY_API const char *fy_daemon_description(const fy_daemon *daemon)
 {
+    assert(daemon->description[0] != '\0');
     return daemon->description;
 }
 
@@ -380,7 +321,9 @@ FY_API int fy_daemon_stop(fy_daemon *daemon)
         return 0;
     if (daemon->process != getpid())
         return -EPERM;
+    fy__assert_running(daemon);
     fy__lock(daemon);
+    assert(!daemon->stopping);
     daemon->stopping = true;
     const fy_failure canceled = {.error = -ECANCELED};
     for (uint32_t i = 0; i < daemon->options.requests; i++) {
@@ -403,6 +346,7 @@ FY_API int fy_daemon_stop(fy_daemon *daemon)
 
 static uint64_t cpu_ns(const pthread_t *threads, uint32_t count)
 {
+    assert(count == 0 || threads != NULL);
     uint64_t total_ns = 0;
     for (uint32_t i = 0; i < count; i++) {
         clockid_t clock;
@@ -415,6 +359,7 @@ static uint64_t cpu_ns(const pthread_t *threads, uint32_t count)
 
 static uint64_t busy_ns(const struct fy__channel *channel, uint64_t now_ns)
 {
+    assert(channel->in_flight == 0 || channel->busy_since_ns <= now_ns);
     return channel->busy_ns + (channel->in_flight > 0 ? now_ns - channel->busy_since_ns : 0);
 }
 
@@ -424,6 +369,7 @@ FY_API int fy_daemon_counters(fy_daemon *daemon, fy_counters *out)
         return -EINVAL;
     if (daemon->process != getpid())
         return -EPERM;
+    fy__assert_running(daemon);
     fy__lock(daemon);
     const uint64_t now_ns = fy__now_ns();
     const struct fy__channel *reads = &daemon->channels[0];
@@ -439,8 +385,8 @@ FY_API int fy_daemon_counters(fy_daemon *daemon, fy_counters *out)
         .short_resubmitted = daemon->short_resubmitted,
         .in_flight = reads->in_flight + writes->in_flight,
         .queued = reads->spans.count + writes->spans.count,
-        .update_cpu_ns = cpu_ns(daemon->update_threads, daemon->update_threads_count) - daemon->sums_cpu_ns,
-        .ring_cpu_ns = cpu_ns(daemon->io_threads, daemon->io_threads_count) + daemon->sums_cpu_ns,
+        .update_cpu_ns = cpu_ns(daemon->update_threads, daemon->update_threads_count) - daemon->checksum_cpu_ns,
+        .ring_cpu_ns = cpu_ns(daemon->io_threads, daemon->io_threads_count) + daemon->checksum_cpu_ns,
     };
     fy__unlock(daemon);
     return 0;

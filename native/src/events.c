@@ -12,7 +12,9 @@
 
 void fy__events_add(struct fy__events *events, const fy_event *event)
 {
+    assert(event->operation == FY_OP_READ || event->operation == FY_OP_WRITE || event->operation == FY_OP_UPDATE);
     assert(event->begin_ns <= event->end_ns);
+    assert(events->count <= FY__EVENTS_MAX);
     if (events->count == FY__EVENTS_MAX) {
         events->first = (events->first + 1) % FY__EVENTS_MAX;
         events->count--;
@@ -33,6 +35,8 @@ static void grown(struct fy__events *events, fy_event *growing)
 
 void fy__events_chunk(struct fy__events *events, const fy_event *event)
 {
+    assert(event->bytes > 0);
+    assert(event->begin_ns <= event->end_ns);
     fy_event *growing = &events->growing[fy__channel_of(event->operation)];
     if (growing->end_ns != 0 && growing->label == event->label &&
         event->begin_ns <= growing->end_ns + FY__EVENTS_GAP_NS) {
@@ -48,6 +52,8 @@ void fy__events_chunk(struct fy__events *events, const fy_event *event)
 
 uint32_t fy__events_take(struct fy__events *events, fy_event *out, uint32_t capacity, uint64_t *dropped)
 {
+    assert(dropped != NULL);
+    assert(out != NULL || capacity == 0);
     for (uint32_t i = 0; i < 2; i++)
         grown(events, &events->growing[i]);
     const uint32_t taken = events->count < capacity ? events->count : capacity;

@@ -11,6 +11,7 @@
 
 static bool before(const struct fy__order *a, const struct fy__order *b)
 {
+    assert(a != b);
     if (a->priority != b->priority)
         return a->priority < b->priority;
     if (a->sequence != b->sequence)
@@ -29,6 +30,7 @@ int fy__heap_create(struct fy__heap *heap, uint32_t capacity)
 
 void fy__heap_destroy(struct fy__heap *heap)
 {
+    assert(heap->count <= heap->capacity);
     free(heap->items);
     heap->items = NULL;
 }
@@ -36,6 +38,7 @@ void fy__heap_destroy(struct fy__heap *heap)
 /* Moves the item at `index` towards the root until its parent goes before it. */
 static void rise(struct fy__heap *heap, uint32_t index)
 {
+    assert(index < heap->count);
     const struct fy__heap_item moved = heap->items[index];
     while (index > 0) {
         const uint32_t parent = (index - 1) / 2;
@@ -50,6 +53,7 @@ static void rise(struct fy__heap *heap, uint32_t index)
 /* Moves the item at `index` away from the root until it goes before its children. */
 static void sink(struct fy__heap *heap, uint32_t index)
 {
+    assert(index < heap->count);
     const struct fy__heap_item moved = heap->items[index];
     for (;;) { /* at most log2(capacity) rounds: index doubles */
         uint32_t child = 2 * index + 1;
@@ -76,6 +80,7 @@ void fy__heap_push(struct fy__heap *heap, struct fy__order order, void *item)
 
 void *fy__heap_top(const struct fy__heap *heap)
 {
+    assert(heap->count <= heap->capacity);
     return heap->count > 0 ? heap->items[0].item : NULL;
 }
 

@@ -6,6 +6,10 @@
  * times a second and is not where time goes. A thread that ends up with a block in its hand (the ring thread, a pool
  * thread) or with a slot (an update thread) owns that datum until it gives it back under the lock.
  *
+ * Who calls whom: heap, events, lock < settle < moved < queue <-> update < request, pool, ring < daemon. Queue and update
+ * are one state machine in two files: a span that settles may be a chunk's, and a chunk pushes spans. A function whose
+ * comment says "under the lock" asserts `locked`, which fy__lock() sets.
+ *
  * Life of a byte: a request is one span, or for updates a series of slots with up to four spans to read and four to
  * write. A span waits in the heap of its channel (one per direction, each with its own bound, so that neither starves
  * the other) and is cut into blocks when the backend asks for work. Blocks come back with a result; when all of a
@@ -21,6 +25,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <sys/types.h>
+#include <time.h>
 
 #include "fuyou.h"
 #include "kernels.h"
@@ -46,7 +51,7 @@
 #define FY__EVENTS_GAP_NS UINT64_C(10000000) /* between I/O of chunks that is one entry */
 #define FY__DESCRIPTION_MAX 512u
 #define FY__SLOT_SPANS 4u              /* weights or gradients, remainder, momentum, variance */
-#define FY__SUM_PIECE (UINT64_C(4) << 20) /* bytes that one thread sums at a time */
+#define FY__CHECKSUM_PIECE (UINT64_C(4) << 20) /* bytes that one thread sums at a time */
 #define FY__CHUNK_UNIT 16384u
 #define FY__PARAMS_UNIT 2048u
 #define FY__SCRATCH_PER_PARAM 14u      /* remainder 2, momentum 4, variance 4, gradient up to 4 */
@@ -214,6 +219,7 @@ struct fy_daemon {
     char description[FY__DESCRIPTION_MAX];
 
     pthread_mutex_t lock; /* everything below, but for what says otherwise */
+    bool locked;          /* somebody holds it */
     pthread_cond_t idle;  /* the last waiter has left, or the last request has settled while stopping */
     pthread_cond_t ready; /* a slot to compute, bytes to sum, or stopping */
     pthread_cond_t work[2]; /* pool: a block to move, by channel */
@@ -226,7 +232,7 @@ struct fy_daemon {
     struct fy__slot *slots_free;
     struct fy__heap updates;   /* requests with chunks not yet in a slot */
     struct fy__heap computing; /* slots whose reads are done */
-    struct fy__heap summing;   /* reads and writes with bytes that nobody sums yet */
+    struct fy__heap moved;     /* reads and writes with bytes that nobody sums yet */
     struct fy__events events;
     uint64_t sequence;
     uint32_t outstanding; /* tickets neither done nor failed */
@@ -238,50 +244,18 @@ struct fy_daemon {
     bool closing; /* all requests have settled: threads leave */
     bool ring_asleep;
     uint64_t update_params;
-    uint64_t sums_cpu_ns; /* of the update threads, on what reads and writes moved */
+    uint64_t checksum_cpu_ns; /* of the update threads, on what reads and writes moved */
     uint64_t short_resubmitted;
 
-    struct fy__ring *ring; /* written before its thread runs */
+    struct fy__ring *ring; /* written before its thread runs; NULL: a pool */
+    int doorbell;          /* an eventfd that wakes the ring's thread; -1: a pool */
     pthread_t update_threads[FY__UPDATE_THREADS_MAX];
     uint32_t update_threads_count;
     pthread_t io_threads[2 * FY__POOL_THREADS_MAX]; /* the ring's one thread, or the pool's */
     uint32_t io_threads_count;
 };
 
-/* ---- queue.c: spans in, blocks out, results in. All under the lock. ---- */
-void fy__queue_push(fy_daemon *daemon, struct fy__span *span, struct fy__order order);
-struct fy__block *fy__queue_take(fy_daemon *daemon, uint32_t channel); /* NULL: nothing to do, or no room */
-bool fy__queue_has_work(const fy_daemon *daemon, uint32_t channel);
-/* `result`: bytes moved or negative errno, as the kernel said it. */
-void fy__queue_finish(fy_daemon *daemon, struct fy__block *block, int64_t result);
-/* First error wins; unissued parts are dropped, what is with the backend drains. */
-void fy__request_fail(fy_daemon *daemon, struct fy__request *request, const fy_failure *failure);
-/* Takes one part off; the last one finishes the ticket. */
-void fy__request_settle(fy_daemon *daemon, struct fy__request *request);
-
-/* ---- moved.c: sums of what reads and writes moved. Under the lock, but for the sums themselves. ---- */
-bool fy__sum_wanted(const fy_daemon *daemon, const struct fy__request *request);
-void fy__sum_begin(fy_daemon *daemon, struct fy__request *request);
-void fy__sum_drop(fy_daemon *daemon, struct fy__request *request); /* of a failed request: what nobody sums yet */
-bool fy__sum_piece(fy_daemon *daemon); /* by an update thread, which lets go of the lock meanwhile; false: there is none */
-
-/* ---- events.c: what was busy when ---- */
-void fy__events_add(struct fy__events *events, const fy_event *event);
-/* A read or write of an update's chunk: joins the entry of the chunk before it, if that is of the same label. */
-void fy__events_chunk(struct fy__events *events, const fy_event *event);
-uint32_t fy__events_take(struct fy__events *events, fy_event *out, uint32_t capacity, uint64_t *dropped);
-
-/* ---- update.c: the read-update-write chain ---- */
-int fy__update_check(const fy_daemon *daemon, const fy_update *update, const fy_segment *segments);
-void fy__update_begin(fy_daemon *daemon, struct fy__request *request);
-void fy__update_span_settled(fy_daemon *daemon, struct fy__slot *slot);
-void fy__update_drop(fy_daemon *daemon, struct fy__request *request); /* of a failed request: what has not begun */
-void *fy__update_thread(void *daemon);
-
-/* ---- request.c: the edge where requests come in and results go out ---- */
-bool fy__inside(uint64_t offset, uint64_t size, uint64_t limit);
-
-/* ---- daemon.c ---- */
+/* ---- lock.c: the lock, and who is woken when it is let go ---- */
 uint64_t fy__now_ns(void);
 void fy__lock(fy_daemon *daemon);
 /* Under the lock: `condition` is broadcast once the lock is free, so that who wakes need not wait for it. Only for threads
@@ -291,15 +265,62 @@ void fy__unlock(fy_daemon *daemon); /* and wakes the backend when there is work 
 /* Lets go of the lock until `condition` is signalled, or for no reason. Wakes the backend like fy__unlock(): whoever
  * pushed work and then waits must not keep it to himself. */
 void fy__sleep(fy_daemon *daemon, pthread_cond_t *condition);
+/* The same by whoever has changed nothing, until `deadline` (CLOCK_MONOTONIC) at most. False: it is late. */
+bool fy__sleep_until(fy_daemon *daemon, pthread_cond_t *condition, const struct timespec *deadline);
+
+/* ---- events.c: what was busy when. Under the lock. ---- */
+void fy__events_add(struct fy__events *events, const fy_event *event);
+/* A read or write of an update's chunk: joins the entry of the chunk before it, if that is of the same label. */
+void fy__events_chunk(struct fy__events *events, const fy_event *event);
+uint32_t fy__events_take(struct fy__events *events, fy_event *out, uint32_t capacity, uint64_t *dropped);
+
+/* ---- settle.c: under the lock, takes one part off a request; the last one finishes the ticket ---- */
+void fy__request_settle(fy_daemon *daemon, struct fy__request *request);
+
+/* ---- moved.c: checksums of what reads and writes moved. Under the lock, but for the arithmetic itself. ---- */
+bool fy__moved_wants_checksum(const fy_daemon *daemon, const struct fy__request *request);
+void fy__moved_begin(fy_daemon *daemon, struct fy__request *request);
+void fy__moved_drop(fy_daemon *daemon, struct fy__request *request); /* of a failed request: what nobody sums yet */
+bool fy__moved_piece(fy_daemon *daemon); /* by an update thread, which lets go of the lock meanwhile; false: there is none */
+
+/* ---- queue.c: spans in, blocks out, results in. All under the lock. ---- */
+void fy__queue_push(fy_daemon *daemon, struct fy__span *span, struct fy__order order);
+struct fy__block *fy__queue_take(fy_daemon *daemon, uint32_t channel); /* NULL: nothing to do, or no room */
+/* `result`: bytes moved or negative errno, as the kernel said it. */
+void fy__queue_finish(fy_daemon *daemon, struct fy__block *block, int64_t result);
+/* First error wins; unissued parts are dropped, what is with the backend drains. */
+void fy__request_fail(fy_daemon *daemon, struct fy__request *request, const fy_failure *failure);
+
+/* ---- update.c: the read-update-write chain. Under the lock, but for the check and the thread. ---- */
+int fy__update_check(const fy_daemon *daemon, const fy_update *update, const fy_segment *segments);
+void fy__update_begin(fy_daemon *daemon, struct fy__request *request);
+void fy__update_span_settled(fy_daemon *daemon, struct fy__slot *slot);
+void fy__update_drop(fy_daemon *daemon, struct fy__request *request); /* of a failed request: what has not begun */
+void *fy__update_thread(void *daemon);
 
 /* ---- pool.c and ring.c: the two backends ---- */
 int fy__pool_start(fy_daemon *daemon);
 int fy__ring_start(fy_daemon *daemon, char *note, size_t note_size); /* note: features in use, or why not */
-void fy__ring_doorbell(fy_daemon *daemon);                           /* under the lock */
 void fy__ring_destroy(fy_daemon *daemon);                            /* after its thread was joined */
+
+/* By every public call, once its arguments are known to be right: what a running daemon is. */
+static inline void fy__assert_running(const fy_daemon *daemon)
+{
+    assert(daemon->arena != NULL);
+    assert(daemon->store != NULL);
+    assert(daemon->requests != NULL);
+    assert(daemon->io_threads_count > 0);
+}
+
+/* Whether bytes [offset, offset + size) lie in [0, limit), without overflow. */
+static inline bool fy__inside(uint64_t offset, uint64_t size, uint64_t limit)
+{
+    return size <= limit && offset <= limit - size;
+}
 
 static inline bool fy__request_failed(const struct fy__request *request)
 {
+    assert(request->result.failure.error <= 0);
     return request->result.failure.error != 0;
 }
 
@@ -307,6 +328,13 @@ static inline uint32_t fy__channel_of(uint32_t operation)
 {
     assert(operation == FY_OP_READ || operation == FY_OP_WRITE);
     return operation == FY_OP_READ ? 0 : 1;
+}
+
+/* Under the lock: whether a block could leave now. */
+static inline bool fy__channel_has_work(const struct fy__channel *channel)
+{
+    assert(channel->in_flight <= channel->depth);
+    return channel->retry != NULL || (channel->free != NULL && channel->spans.count > 0);
 }
 
 #endif

@@ -32,7 +32,7 @@
 #endif
 
 #define FY__CHECKSUM_BLOCK 4096u  /* bytes; pieces of a span meet at multiples of it */
-#define FY__SUM_LEAF 16384u       /* values summed with one fixed tree; leaves are added in order */
+#define FY__SQUARES_LEAF 16384u   /* values summed with one fixed tree; leaves are added in order */
 
 /* A run of consecutive parameters of a stage. Every pointer addresses parameter `first`; remainder is unused when the
  * weights are float32. The chunk's owner must be the only thread that touches the arrays. */

@@ -10,6 +10,8 @@
 
 static int64_t block_move(const fy_daemon *daemon, const struct fy__block *block)
 {
+    assert(block->span != NULL);
+    assert(block->done < block->wanted);
     unsigned char *data = daemon->arena->base + block->arena + block->done;
     const int fd = daemon->store->files[block->file].fd;
     const size_t size = (size_t)(block->wanted - block->done);
@@ -21,6 +23,8 @@ static int64_t block_move(const fy_daemon *daemon, const struct fy__block *block
 
 static void *pool_thread(fy_daemon *daemon, uint32_t channel)
 {
+    assert(channel < 2);
+    assert(daemon->doorbell < 0);
     fy__lock(daemon);
     while (!daemon->closing) { /* until stop: a pass sleeps or moves a block */
         struct fy__block *block = fy__queue_take(daemon, channel);
@@ -51,6 +55,8 @@ static void *write_thread(void *daemon)
 
 int fy__pool_start(fy_daemon *daemon)
 {
+    assert(daemon->ring == NULL);
+    assert(daemon->io_threads_count == 0);
     void *(*const bodies[2])(void *) = {read_thread, write_thread};
     for (uint32_t channel = 0; channel < 2; channel++) {
         const uint32_t depth = daemon->channels[channel].depth;

@@ -17,45 +17,28 @@
 
 #include <errno.h>
 
-void fy__request_settle(fy_daemon *daemon, struct fy__request *request)
-{
-    assert(request->parts > 0);
-    assert(!request->done);
-    request->parts--;
-    if (request->parts > 0)
-        return;
-    const uint64_t now_ns = fy__now_ns();
-    fy__events_add(&daemon->events, &(fy_event){
-                                        .operation = request->operation,
-                                        .label = request->label,
-                                        .begin_ns = request->begin_ns != 0 ? request->begin_ns : now_ns,
-                                        .end_ns = request->moved_ns != 0 ? request->moved_ns : now_ns,
-                                        .bytes = request->operation == FY_OP_UPDATE ? 0 : request->bytes,
-                                    });
-    request->done = true;
-    assert(daemon->outstanding > 0);
-    daemon->outstanding--;
-    fy__wake_later(daemon, &request->finished);
-    if (daemon->stopping && daemon->outstanding == 0)
-        pthread_cond_broadcast(&daemon->idle);
-}
-
 static void span_settle(fy_daemon *daemon, struct fy__span *span)
 {
+    assert(daemon->locked);
     assert(span->blocks == 0);
     assert(span->issued == span->size);
     if (span->slot != NULL)
         fy__update_span_settled(daemon, span->slot);
-    else if (fy__sum_wanted(daemon, span->request) && daemon->options.update_threads > 0)
-        fy__sum_begin(daemon, span->request);
+    else if (fy__moved_wants_checksum(daemon, span->request) && daemon->options.update_threads > 0)
+        fy__moved_begin(daemon, span->request);
     else
         fy__request_settle(daemon, span->request);
 }
 
 void fy__queue_push(fy_daemon *daemon, struct fy__span *span, struct fy__order order)
 {
+    assert(daemon->locked);
+    assert(span->request != NULL);
+    assert(!fy__request_failed(span->request));
     assert(span->size > 0);
     assert(span->size % FY__PAGE == 0);
+    assert(span->arena % FY__PAGE == 0);
+    assert(span->store % FY__PAGE == 0);
     assert(fy__inside(span->arena, span->size, daemon->arena->size));
     assert(fy__inside(span->store, span->size, daemon->store->size));
     span->blocks = 0;
@@ -66,6 +49,8 @@ void fy__queue_push(fy_daemon *daemon, struct fy__span *span, struct fy__order o
 /* Spans of a failed request that still have bytes to issue will not issue them. */
 static void drop_spans(fy_daemon *daemon, struct fy__channel *channel, const struct fy__request *request)
 {
+    assert(daemon->locked);
+    assert(fy__request_failed(request));
     uint32_t index = 0;
     while (index < channel->spans.count) { /* every round passes an item or removes one */
         struct fy__span *span = channel->spans.items[index].item;
@@ -83,7 +68,10 @@ static void drop_spans(fy_daemon *daemon, struct fy__channel *channel, const str
 
 void fy__request_fail(fy_daemon *daemon, struct fy__request *request, const fy_failure *failure)
 {
+    assert(daemon->locked);
     assert(failure->error < 0);
+    assert(request->ticket != 0);
+    assert(!request->done);
     if (fy__request_failed(request))
         return;
     request->result.failure = *failure;
@@ -93,7 +81,7 @@ void fy__request_fail(fy_daemon *daemon, struct fy__request *request, const fy_f
     request->parts++; /* so that it cannot finish under our hands */
     if (request->operation == FY_OP_UPDATE)
         fy__update_drop(daemon, request); /* first, or the slots that the spans give back would go to it again */
-    fy__sum_drop(daemon, request);
+    fy__moved_drop(daemon, request);
     for (uint32_t i = 0; i < 2; i++)
         drop_spans(daemon, &daemon->channels[i], request);
     fy__request_settle(daemon, request);
@@ -101,6 +89,8 @@ void fy__request_fail(fy_daemon *daemon, struct fy__request *request, const fy_f
 
 static void block_release(fy_daemon *daemon, struct fy__block *block)
 {
+    assert(daemon->locked);
+    assert(block->span != NULL);
     struct fy__channel *channel = &daemon->channels[fy__channel_of(block->operation)];
     struct fy__span *span = block->span;
     assert(channel->in_flight > 0);
@@ -118,6 +108,8 @@ static void block_release(fy_daemon *daemon, struct fy__block *block)
 
 static struct fy__block *take_retry(fy_daemon *daemon, struct fy__channel *channel)
 {
+    assert(daemon->locked);
+    assert((channel->retry == NULL) == (channel->retry_last == NULL));
     while (channel->retry != NULL) { /* every round takes one off */
         struct fy__block *block = channel->retry;
         channel->retry = block->next;
@@ -131,22 +123,19 @@ static struct fy__block *take_retry(fy_daemon *daemon, struct fy__channel *chann
     return NULL;
 }
 
-bool fy__queue_has_work(const fy_daemon *daemon, uint32_t index)
-{
-    const struct fy__channel *channel = &daemon->channels[index];
-    return channel->retry != NULL || (channel->free != NULL && channel->spans.count > 0);
-}
-
 /* Cuts the next block off a span. */
 static void block_cut(const fy_daemon *daemon, struct fy__span *span, struct fy__block *block)
 {
+    assert(block->span == NULL);
+    assert(span->issued < span->size);
     const struct fy__place place = fy__store_place(daemon->store, span->store + span->issued);
     uint64_t size = span->size - span->issued;
     if (size > daemon->options.block_size)
         size = daemon->options.block_size;
     if (size > place.room)
         size = place.room;
-    assert(size > 0 && size % FY__PAGE == 0);
+    assert(size > 0);
+    assert(size % FY__PAGE == 0);
     block->span = span;
     block->next = NULL;
     block->operation = span->operation;
@@ -162,6 +151,8 @@ static void block_cut(const fy_daemon *daemon, struct fy__span *span, struct fy_
 
 struct fy__block *fy__queue_take(fy_daemon *daemon, uint32_t index)
 {
+    assert(daemon->locked);
+    assert(index < 2);
     struct fy__channel *channel = &daemon->channels[index];
     struct fy__block *block = take_retry(daemon, channel);
     if (block != NULL)
@@ -190,6 +181,8 @@ struct fy__block *fy__queue_take(fy_daemon *daemon, uint32_t index)
 /* What `result` means for the block: 0 all bytes are there, 1 ask again, negative: failed. */
 static int block_judge(fy_daemon *daemon, struct fy__block *block, int64_t result)
 {
+    assert(block->done < block->wanted);
+    assert(block->retries <= FY__RETRIES_MAX);
     const uint64_t left = block->wanted - block->done;
     if (result == -EAGAIN || result == -EINTR) {
         block->retries++;
@@ -214,6 +207,9 @@ static int block_judge(fy_daemon *daemon, struct fy__block *block, int64_t resul
 
 void fy__queue_finish(fy_daemon *daemon, struct fy__block *block, int64_t result)
 {
+    assert(daemon->locked);
+    assert(block->span != NULL);
+    assert(block->next == NULL);
     struct fy__channel *channel = &daemon->channels[fy__channel_of(block->operation)];
     struct fy__request *request = block->span->request;
     const int verdict = block_judge(daemon, block, result);

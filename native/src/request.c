@@ -16,11 +16,6 @@
 
 _Static_assert(FY__REQUESTS_MAX < (1u << INDEX_BITS), "a ticket's low bits hold the row plus one");
 
-bool fy__inside(uint64_t offset, uint64_t size, uint64_t limit)
-{
-    return size <= limit && offset <= limit - size;
-}
-
 static bool overlaps(uint64_t a, uint64_t a_size, uint64_t b, uint64_t b_size)
 {
     return a < b + b_size && b < a + a_size; /* both were found inside the arena: no overflow */
@@ -28,10 +23,12 @@ static bool overlaps(uint64_t a, uint64_t a_size, uint64_t b, uint64_t b_size)
 
 static struct fy__request *request_of(fy_daemon *daemon, fy_ticket ticket)
 {
+    assert(daemon->locked);
     const uint64_t row = ticket & ((1u << INDEX_BITS) - 1);
     if (row == 0 || row > daemon->options.requests)
         return NULL;
     struct fy__request *request = &daemon->requests[row - 1];
+    assert(request->index == row - 1);
     return request->ticket == ticket ? request : NULL;
 }
 
@@ -39,6 +36,8 @@ static struct fy__request *request_of(fy_daemon *daemon, fy_ticket ticket)
 static struct fy__request *request_take(fy_daemon *daemon, uint32_t operation, uint64_t priority, uint32_t label,
                                         int *error)
 {
+    assert(daemon->locked);
+    assert(operation == FY_OP_READ || operation == FY_OP_WRITE || operation == FY_OP_UPDATE);
     struct fy__request *request = daemon->requests_free;
     *error = daemon->stopping ? -ECANCELED : request == NULL ? -EAGAIN : 0;
     if (*error != 0)
@@ -64,10 +63,13 @@ static struct fy__request *request_take(fy_daemon *daemon, uint32_t operation, u
 static int submit_span(fy_daemon *daemon, const struct fy__span *span, uint64_t priority, uint32_t label,
                        fy_ticket *out)
 {
+    assert(span->operation == FY_OP_READ || span->operation == FY_OP_WRITE);
+    assert(span->request == NULL); /* not one yet */
     if (daemon == NULL || out == NULL)
         return -EINVAL;
     if (daemon->process != getpid())
         return -EPERM;
+    fy__assert_running(daemon);
     const fy_options *options = &daemon->options;
     if (span->size == 0 || span->size % FY__PAGE != 0 || span->arena % FY__PAGE != 0 || span->store % FY__PAGE != 0)
         return -EINVAL;
@@ -111,6 +113,7 @@ FY_API int fy_submit_update(fy_daemon *daemon, const fy_update *update, const fy
         return -EINVAL;
     if (daemon->process != getpid())
         return -EPERM;
+    fy__assert_running(daemon);
     int error = fy__update_check(daemon, update, segments);
     if (error != 0)
         return error;
@@ -132,20 +135,24 @@ static struct timespec deadline_after(uint64_t timeout_ns)
     if (timeout_ns > FY__WAIT_MAX_NS)
         timeout_ns = FY__WAIT_MAX_NS;
     const uint64_t at_ns = fy__now_ns() + timeout_ns;
+    assert(at_ns >= timeout_ns);
     return (struct timespec){.tv_sec = (time_t)(at_ns / 1000000000), .tv_nsec = (long)(at_ns % 1000000000)};
 }
 
 /* Under the lock, which it lets go of. 0: the request is done. */
 static int wait_done(fy_daemon *daemon, struct fy__request *request, fy_ticket ticket, uint64_t timeout_ns)
 {
+    assert(daemon->locked);
+    assert(daemon->waiters > 0);
+    assert(request->ticket == ticket);
     if (request->done)
         return 0;
     if (timeout_ns == 0)
         return -ETIME;
     const struct timespec deadline = deadline_after(timeout_ns);
-    int late = 0;
-    while (request->ticket == ticket && !request->done && late == 0)
-        late = pthread_cond_timedwait(&request->finished, &daemon->lock, &deadline);
+    bool in_time = true;
+    while (request->ticket == ticket && !request->done && in_time)
+        in_time = fy__sleep_until(daemon, &request->finished, &deadline);
     if (request->ticket != ticket)
         return -ENOENT; /* another thread waited for it too, and was first */
     return request->done ? 0 : -ETIME;
@@ -154,9 +161,12 @@ static int wait_done(fy_daemon *daemon, struct fy__request *request, fy_ticket t
 /* Under the lock, which it lets go of to sum the data where nobody else does. The ticket is spent and the row free. */
 static void result_take(fy_daemon *daemon, struct fy__request *request, fy_result *result)
 {
+    assert(daemon->locked);
+    assert(daemon->waiters > 0);
+    assert(request->done);
+    assert(request->parts == 0);
     const struct fy__span span = request->span;
-    const bool sums = fy__sum_wanted(daemon, request) && daemon->options.update_threads == 0;
-    assert(request->done && daemon->waiters > 0);
+    const bool sums = fy__moved_wants_checksum(daemon, request) && daemon->options.update_threads == 0;
     *result = request->result;
     request->ticket = 0;
     request->next_free = daemon->requests_free;
@@ -174,6 +184,7 @@ FY_API int fy_wait(fy_daemon *daemon, fy_ticket ticket, uint64_t timeout_ns, fy_
         return -EINVAL;
     if (daemon->process != getpid())
         return -EPERM;
+    fy__assert_running(daemon);
     fy__lock(daemon);
     daemon->waiters++; /* until the end: a stop meanwhile leaves daemon and arena to us */
     struct fy__request *request = request_of(daemon, ticket);
@@ -195,6 +206,7 @@ FY_API int fy_daemon_events(fy_daemon *daemon, fy_event *out, uint32_t capacity,
         return -EINVAL;
     if (daemon->process != getpid())
         return -EPERM;
+    fy__assert_running(daemon);
     fy__lock(daemon);
     *count = fy__events_take(&daemon->events, out, capacity, dropped);
     fy__unlock(daemon);

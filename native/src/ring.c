@@ -49,10 +49,9 @@ struct completion {
     int32_t result;
 };
 
-/* Owned by the ring thread, but for `doorbell` (written by all) and the fields of the handshake (under the lock). */
+/* Owned by the ring thread, but for the fields of the handshake (under the lock). */
 struct fy__ring {
     struct io_uring uring;
-    int doorbell;
     uint64_t doorbell_value;
     bool doorbell_armed;
     bool files_fixed;
@@ -73,13 +72,16 @@ struct fy__ring {
 
 static void note_add(struct fy__ring *ring, const char *text)
 {
+    assert(!ring->setup_done); /* the note is the starting thread's from then on */
     const size_t used = strlen(ring->note);
-    if (used < ring->note_size)
-        (void)snprintf(ring->note + used, ring->note_size - used, "%s%s", used > 0 ? ", " : "", text);
+    assert(used < ring->note_size);
+    (void)snprintf(ring->note + used, ring->note_size - used, "%s%s", used > 0 ? ", " : "", text);
 }
 
 static int try_flags(struct fy__ring *ring, unsigned entries, unsigned flags)
 {
+    assert(entries > 0);
+    assert(entries <= BLOCKS_MAX + 1);
     const int refused = fy__system.ring_setup(flags);
     if (refused != 0)
         return refused;
@@ -116,6 +118,8 @@ static int ring_setup(struct fy__ring *ring, unsigned entries)
 
 static void register_files(const fy_daemon *daemon, struct fy__ring *ring)
 {
+    assert(daemon->store->count > 0);
+    assert(daemon->store->count <= FY_MAX_DIRECTORIES);
     int fds[FY_MAX_DIRECTORIES];
     for (uint32_t i = 0; i < daemon->store->count; i++)
         fds[i] = daemon->store->files[i].fd;
@@ -125,6 +129,7 @@ static void register_files(const fy_daemon *daemon, struct fy__ring *ring)
 
 static void register_buffers(const fy_daemon *daemon, struct fy__ring *ring)
 {
+    assert(ring->buffers_fixed == 0);
     const uint64_t size = daemon->arena->size;
     char text[128];
     struct rlimit limit;
@@ -160,6 +165,8 @@ static struct io_uring_sqe *next_sqe(struct fy__ring *ring)
 
 static void submit_block(const fy_daemon *daemon, struct fy__ring *ring, const struct fy__block *block)
 {
+    assert(block->done < block->wanted);
+    assert(!ring->with_kernel[block->index]);
     struct io_uring_sqe *sqe = next_sqe(ring);
     const uint64_t at = block->arena + block->done;
     const unsigned size = (unsigned)(block->wanted - block->done);
@@ -168,7 +175,7 @@ static void submit_block(const fy_daemon *daemon, struct fy__ring *ring, const s
     const bool fixed = ring->buffers_fixed > 0 && (at + size - 1) / BUFFER_SIZE == buffer;
     const int fd = ring->files_fixed ? (int)block->file : daemon->store->files[block->file].fd;
     void *data = daemon->arena->base + at;
-    assert(size > 0 && size % FY__PAGE == 0);
+    assert(size % FY__PAGE == 0);
     if (block->operation == FY_OP_READ && fixed)
         io_uring_prep_read_fixed(sqe, fd, data, size, offset, (int)buffer);
     else if (block->operation == FY_OP_READ)
@@ -180,22 +187,23 @@ static void submit_block(const fy_daemon *daemon, struct fy__ring *ring, const s
     if (ring->files_fixed)
         io_uring_sqe_set_flags(sqe, IOSQE_FIXED_FILE);
     io_uring_sqe_set_data64(sqe, block->index);
-    assert(!ring->with_kernel[block->index]);
     ring->with_kernel[block->index] = true;
 }
 
-static void arm_doorbell(struct fy__ring *ring)
+static void arm_doorbell(const fy_daemon *daemon, struct fy__ring *ring)
 {
+    assert(daemon->doorbell >= 0);
     if (ring->doorbell_armed)
         return;
     struct io_uring_sqe *sqe = next_sqe(ring);
-    io_uring_prep_read(sqe, ring->doorbell, &ring->doorbell_value, sizeof ring->doorbell_value, 0);
+    io_uring_prep_read(sqe, daemon->doorbell, &ring->doorbell_value, sizeof ring->doorbell_value, 0);
     io_uring_sqe_set_data64(sqe, DOORBELL);
     ring->doorbell_armed = true;
 }
 
 static void collect(const fy_daemon *daemon, struct fy__ring *ring)
 {
+    assert(ring->completions_count == 0);
     struct io_uring_cqe *cqe;
     unsigned head;
     unsigned seen = 0;
@@ -206,7 +214,8 @@ static void collect(const fy_daemon *daemon, struct fy__ring *ring)
             ring->doorbell_armed = false; /* whatever its result: it is armed again and rings again */
             continue;
         }
-        assert(data < BLOCKS_MAX && ring->with_kernel[data]);
+        assert(data < BLOCKS_MAX);
+        assert(ring->with_kernel[data]);
         assert(ring->completions_count < BLOCKS_MAX);
         const struct fy__block *block = &daemon->blocks[data];
         ring->with_kernel[data] = false;
@@ -221,6 +230,8 @@ static void collect(const fy_daemon *daemon, struct fy__ring *ring)
 /* Sends what is filled in and sleeps until something comes back. False: the kernel refuses for good. */
 static bool enter(struct fy__ring *ring, int *error)
 {
+    assert(ring->doorbell_armed); /* or nobody could wake us */
+    assert(ring->enter_failures <= ENTER_FAILURES_MAX);
     int result = fy__system.ring_enter();
     if (result == 0)
         result = io_uring_submit_and_wait(&ring->uring, 1);
@@ -243,6 +254,8 @@ static bool enter(struct fy__ring *ring, int *error)
 /* Under the lock: judges what came back, takes what may leave. */
 static uint32_t exchange(fy_daemon *daemon, struct fy__ring *ring)
 {
+    assert(daemon->locked);
+    assert(ring->completions_count <= BLOCKS_MAX);
     for (uint32_t i = 0; i < ring->completions_count; i++) {
         const uint32_t next = i + fy__system.ring_next(ring->completions_count - i);
         assert(next < ring->completions_count);
@@ -268,6 +281,7 @@ static uint32_t exchange(fy_daemon *daemon, struct fy__ring *ring)
  * everything to come fails with the kernel's own error, so nothing is computed on such a span. */
 static void refuse_everything(fy_daemon *daemon, struct fy__ring *ring, int error)
 {
+    assert(error < 0);
     io_uring_queue_exit(&ring->uring);
     fy__lock(daemon);
     for (uint32_t i = 0; i < BLOCKS_MAX; i++) {
@@ -284,7 +298,7 @@ static void refuse_everything(fy_daemon *daemon, struct fy__ring *ring, int erro
         daemon->ring_asleep = true;
         fy__unlock(daemon);
         uint64_t value;
-        (void)!read(ring->doorbell, &value, sizeof value); /* wakes; what it says does not matter */
+        (void)!read(daemon->doorbell, &value, sizeof value); /* wakes; what it says does not matter */
         fy__lock(daemon);
         daemon->ring_asleep = false;
     }
@@ -307,7 +321,7 @@ static void ring_loop(fy_daemon *daemon, struct fy__ring *ring)
         }
         for (uint32_t i = 0; i < count; i++)
             submit_block(daemon, ring, ring->batch[i]);
-        arm_doorbell(ring);
+        arm_doorbell(daemon, ring);
         int error = 0;
         const bool usable = enter(ring, &error);
         collect(daemon, ring);
@@ -322,6 +336,7 @@ static void *ring_thread(void *argument)
 {
     fy_daemon *daemon = argument;
     struct fy__ring *ring = daemon->ring;
+    assert(ring != NULL);
     const unsigned entries = daemon->options.read_depth + daemon->options.write_depth + 1;
     const int error = ring_setup(ring, entries);
     if (error == 0) {
@@ -343,12 +358,14 @@ static void *ring_thread(void *argument)
 /* Makes the ring's thread and hears from it how the set-up went: a single issuer must be the one who sets up. */
 static int launch(fy_daemon *daemon, struct fy__ring *ring)
 {
+    assert(daemon->ring == ring);
+    assert(!ring->setup_done);
     const int error = fy__system.thread_create(&daemon->io_threads[0], NULL, ring_thread, daemon);
     if (error != 0)
         return -error;
     fy__lock(daemon);
     while (!ring->setup_done)
-        pthread_cond_wait(&ring->started, &daemon->lock);
+        fy__sleep(daemon, &ring->started);
     fy__unlock(daemon);
     if (ring->setup_error != 0)
         (void)pthread_join(daemon->io_threads[0], NULL); /* it is leaving */
@@ -359,50 +376,47 @@ static int launch(fy_daemon *daemon, struct fy__ring *ring)
 
 int fy__ring_start(fy_daemon *daemon, char *note, size_t note_size)
 {
-    assert(note_size > 0 && daemon->io_threads_count == 0);
+    assert(note_size > 0);
+    assert(daemon->ring == NULL);
+    assert(daemon->doorbell < 0);
+    assert(daemon->io_threads_count == 0);
     struct fy__ring *ring = fy__system.calloc(1, sizeof *ring);
     if (ring == NULL)
         return -ENOMEM;
     ring->note = note;
     ring->note_size = note_size;
     /* Not EFD_NONBLOCK: an armed read of a non-blocking eventfd would come back with EAGAIN at once. */
-    ring->doorbell = fy__system.eventfd(0, EFD_CLOEXEC);
-    int error = ring->doorbell < 0 ? -errno : 0;
+    const int doorbell = fy__system.eventfd(0, EFD_CLOEXEC);
+    int error = doorbell < 0 ? -errno : 0;
     if (error != 0) {
         free(ring);
         return error;
     }
     error = -pthread_cond_init(&ring->started, NULL);
     if (error != 0) {
-        (void)fy__system.close(ring->doorbell); /* already failing */
+        (void)fy__system.close(doorbell); /* already failing */
         free(ring);
         return error;
     }
     daemon->ring = ring;
+    daemon->doorbell = doorbell;
     error = launch(daemon, ring);
     if (error != 0)
         fy__ring_destroy(daemon);
     return error;
 }
 
-void fy__ring_doorbell(fy_daemon *daemon)
-{
-    const uint64_t one = 1;
-    ssize_t written = -1;
-    for (uint32_t attempt = 0; attempt < FY__RETRIES_MAX && written < 0; attempt++)
-        written = write(daemon->ring->doorbell, &one, sizeof one); /* fails only when a signal comes first */
-    assert(written == (ssize_t)sizeof one);
-}
-
 void fy__ring_destroy(fy_daemon *daemon)
 {
     struct fy__ring *ring = daemon->ring;
+    assert((ring != NULL) == (daemon->doorbell >= 0));
     if (ring == NULL)
         return;
-    (void)fy__system.close(ring->doorbell); /* an eventfd has nothing to lose */
+    (void)fy__system.close(daemon->doorbell); /* an eventfd has nothing to lose */
     (void)pthread_cond_destroy(&ring->started);
     free(ring);
     daemon->ring = NULL;
+    daemon->doorbell = -1;
 }
 
 #else /* built without io_uring */
@@ -411,20 +425,14 @@ void fy__ring_destroy(fy_daemon *daemon)
 
 int fy__ring_start(fy_daemon *daemon, char *note, size_t note_size)
 {
-    (void)daemon;
+    assert(daemon->ring == NULL);
     (void)snprintf(note, note_size, "%s", "built without io_uring");
     return -ENOSYS;
 }
 
-void fy__ring_doorbell(fy_daemon *daemon)
-{
-    (void)daemon;
-    assert(false); /* there is no ring to wake */
-}
-
 void fy__ring_destroy(fy_daemon *daemon)
 {
-    (void)daemon;
+    assert(daemon->ring == NULL);
 }
 
 #endif

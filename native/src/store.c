@@ -22,6 +22,7 @@
 
 struct fy__place fy__store_place(const fy_store *store, uint64_t offset)
 {
+    assert(store->count > 0);
     assert(offset < store->size);
     const uint64_t block = offset / store->stripe;
     const uint64_t within = offset % store->stripe;
@@ -41,6 +42,7 @@ struct fy__place fy__store_place(const fy_store *store, uint64_t offset)
 /* Bytes of file `index`: its whole stripes, and the tail if it is the tail's turn. */
 static uint64_t file_size(const fy_store *store, uint32_t index)
 {
+    assert(index < store->count);
     const uint64_t full = store->size / store->stripe;
     const uint64_t tail = store->size % store->stripe;
     const uint64_t rounds = full / store->count;
@@ -60,6 +62,7 @@ static int failed(fy_failure *why, int error, uint32_t operation, uint32_t file,
 /* A new file is durable only when its name is: the folder is synced too. */
 static int sync_folder(const char *path)
 {
+    assert(path != NULL);
     char *folder = strdup(path);
     if (folder == NULL)
         return -ENOMEM;
@@ -82,6 +85,8 @@ static int sync_folder(const char *path)
 /* Opens without O_DIRECT; make_direct() switches it on once the file is known to be ours. */
 static int open_file(struct fy__file *file, uint32_t flags)
 {
+    assert(file->path != NULL);
+    assert(!file->created);
     file->fd = -1;
     if ((flags & FY_STORE_CREATE) != 0) {
         file->fd = fy__system.open(file->path, O_RDWR | O_CLOEXEC | O_CREAT | O_EXCL, 0600);
@@ -105,6 +110,7 @@ static int open_file(struct fy__file *file, uint32_t flags)
 /* A file that was there already: a regular one of this user (-EPERM), which nobody else may open from now on. */
 static int own_file(const struct fy__file *file, const struct stat *status, uint32_t flags)
 {
+    assert(file->fd >= 0);
     if (!S_ISREG(status->st_mode))
         return -EINVAL;
     if (file->created || (flags & FY_STORE_READ_ONLY) != 0)
@@ -119,6 +125,7 @@ static int own_file(const struct fy__file *file, const struct stat *status, uint
 /* Makes the file ours and as long as the store needs it, with its space taken where the file system can do that. */
 static int size_file(fy_store *store, uint32_t index, uint32_t flags, fy_failure *why)
 {
+    assert(store->files[index].fd >= 0);
     const struct fy__file *file = &store->files[index];
     const uint64_t wanted = file_size(store, index);
     struct stat status;
@@ -148,6 +155,8 @@ static int size_file(fy_store *store, uint32_t index, uint32_t flags, fy_failure
 /* O_DIRECT counts only when a page can really be read with it: some file systems accept the flag and not the I/O. */
 static int make_direct(struct fy__file *file)
 {
+    assert(file->fd >= 0);
+    assert(!file->direct);
     _Alignas(FY__PAGE) unsigned char page[FY__PAGE];
     if (fy__system.set_flags(file->fd, O_DIRECT) != 0)
         return errno == EINVAL ? 0 : -errno; /* EINVAL: this file system has no direct I/O */
@@ -165,6 +174,7 @@ static int make_direct(struct fy__file *file)
 
 static int prepare_file(fy_store *store, uint32_t index, const char *path, uint32_t flags, fy_failure *why)
 {
+    assert(store->files[index].path == NULL);
     struct fy__file *file = &store->files[index];
     const uint64_t wanted = file_size(store, index);
     file->path = strdup(path);
@@ -188,6 +198,7 @@ static int prepare_file(fy_store *store, uint32_t index, const char *path, uint3
 /* Closes what is open. After a failed open `discard` also removes the files that it made. */
 static int release_files(fy_store *store, bool discard)
 {
+    assert(atomic_load(&store->users) == 0);
     int first = 0;
     for (uint32_t i = 0; i < store->count; i++) {
         struct fy__file *file = &store->files[i];
@@ -244,6 +255,8 @@ FY_API int fy_store_open(const char *const *paths, uint32_t count, uint64_t stri
 
 FY_API uint64_t fy_store_size(const fy_store *store)
 {
+    assert(store->size > 0);
+    assert(store->size % FY__PAGE == 0);
     return store->size;
 }
 
@@ -255,6 +268,8 @@ FY_API uint32_t fy_store_alignment(const fy_store *store)
 
 FY_API int fy_store_is_direct(const fy_store *store)
 {
+    assert(store->count > 0);
+    assert(store->count <= FY_MAX_DIRECTORIES);
     for (uint32_t i = 0; i < store->count; i++) {
         if (!store->files[i].direct)
             return 0;
@@ -266,6 +281,8 @@ FY_API int fy_store_is_direct(const fy_store *store)
  * before, and nobody will find it again. */
 static int still_there(const struct fy__file *file)
 {
+    assert(file->path != NULL);
+    assert(file->fd >= 0);
     struct stat named;
     struct stat opened;
     if (fy__system.lstat(file->path, &named) != 0)
@@ -281,6 +298,7 @@ FY_API int fy_store_sync(fy_store *store, fy_failure *why)
         *why = (fy_failure){0};
     if (store->process != getpid())
         return failed(why, -EPERM, FY_OP_SYNC, 0, 0, 0);
+    assert(store->count > 0);
     int first = 0;
     for (uint32_t i = 0; i < store->count; i++) {
         int error = -EINTR;
@@ -302,6 +320,7 @@ FY_API int fy_store_close(fy_store *store)
         return -EPERM;
     if (atomic_load(&store->users) != 0)
         return -EBUSY;
+    assert(store->count > 0);
     const int error = release_files(store, false);
     free(store);
     return error;

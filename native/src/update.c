@@ -28,11 +28,13 @@ _Static_assert(TENSORS == FY__SLOT_SPANS, "a slot has a span per tensor");
 
 static uint64_t weight_bytes(const fy_update *update)
 {
+    assert(update->weights_dtype <= FY_BFLOAT16);
     return update->weights_dtype == FY_BFLOAT16 ? 2 : 4;
 }
 
 static uint64_t gradient_bytes(const fy_update *update)
 {
+    assert(update->gradients_dtype <= FY_BFLOAT16);
     return update->gradients_dtype == FY_BFLOAT16 ? 2 : 4;
 }
 
@@ -46,6 +48,7 @@ struct tensor {
 
 static struct tensor tensor_of(const fy_update *update, uint32_t which)
 {
+    assert(which < TENSORS);
     switch (which) {
     case REMAINDER:
         return (struct tensor){update->remainder, 2, 0, update->weights_dtype == FY_BFLOAT16};
@@ -53,8 +56,7 @@ static struct tensor tensor_of(const fy_update *update, uint32_t which)
         return (struct tensor){update->momentum, 4, 2, true};
     case VARIANCE:
         return (struct tensor){update->variance, 4, 6, true};
-    default:
-        assert(which == GRADIENTS);
+    default: /* GRADIENTS */
         return (struct tensor){
             {update->gradients, update->gradients_source, FY_NOWHERE}, gradient_bytes(update), 10, true};
     }
@@ -64,6 +66,8 @@ static struct tensor tensor_of(const fy_update *update, uint32_t which)
 
 static bool arena_span_good(const fy_daemon *daemon, uint64_t offset, uint64_t size, uint64_t unit)
 {
+    assert(size > 0);
+    assert(unit > 0);
     const uint64_t scratch = daemon->options.scratch_offset;
     if (offset % unit != 0 || !fy__inside(offset, size, daemon->arena->size))
         return false;
@@ -72,6 +76,8 @@ static bool arena_span_good(const fy_daemon *daemon, uint64_t offset, uint64_t s
 
 static bool store_span_good(const fy_daemon *daemon, uint64_t offset, uint64_t size)
 {
+    assert(size > 0);
+    assert(size % FY__PAGE == 0);
     return offset % FY__PAGE == 0 && fy__inside(offset, size, daemon->store->size);
 }
 
@@ -128,6 +134,7 @@ int fy__update_check(const fy_daemon *daemon, const fy_update *update, const fy_
 
 static uint64_t scratch_of(const fy_daemon *daemon, const struct fy__slot *slot, const struct tensor *tensor)
 {
+    assert(slot->index < daemon->slots_count);
     const uint64_t chunk_params = daemon->options.chunk_params;
     return daemon->options.scratch_offset + fy_scratch_size((uint32_t)chunk_params, 1) * slot->index +
            chunk_params * tensor->scratch;
@@ -136,6 +143,7 @@ static uint64_t scratch_of(const fy_daemon *daemon, const struct fy__slot *slot,
 /* The arena offset of a chunk's part of a tensor: where it rests, or its scratch. */
 static uint64_t place_of(const fy_daemon *daemon, const struct fy__slot *slot, const struct tensor *tensor)
 {
+    assert(tensor->used);
     if (tensor->home.arena != FY_NOWHERE)
         return tensor->home.arena + slot->first * tensor->bytes;
     return scratch_of(daemon, slot, tensor);
@@ -143,6 +151,7 @@ static uint64_t place_of(const fy_daemon *daemon, const struct fy__slot *slot, c
 
 static struct fy__order order_of(const struct fy__slot *slot)
 {
+    assert(slot->request != NULL);
     struct fy__order order = slot->request->order;
     order.position = slot->first;
     return order;
@@ -151,6 +160,8 @@ static struct fy__order order_of(const struct fy__slot *slot)
 static void span_push(fy_daemon *daemon, struct fy__slot *slot, uint32_t operation, uint64_t arena, uint64_t store,
                       uint64_t size)
 {
+    assert(daemon->locked);
+    assert(slot->phase == (operation == FY_OP_READ ? FY__READING : FY__WRITING));
     assert(slot->spans_left < FY__SLOT_SPANS);
     struct fy__span *span = &slot->spans[slot->spans_left++];
     *span = (struct fy__span){
@@ -167,6 +178,8 @@ static void span_push(fy_daemon *daemon, struct fy__slot *slot, uint32_t operati
 
 static void slot_enter(struct fy__slot *slot, enum fy__phase phase)
 {
+    assert(slot->request != NULL);
+    assert(slot->phase == (phase == FY__READING ? FY__FREE : FY__COMPUTING));
     slot->phase = phase;
     slot->spans_left = 0;
     slot->io_begin_ns = 0;
@@ -176,7 +189,9 @@ static void slot_enter(struct fy__slot *slot, enum fy__phase phase)
 /* The phase's I/O is over and went well: for the timeline. */
 static void slot_tell(fy_daemon *daemon, const struct fy__slot *slot)
 {
-    assert(slot->io_begin_ns != 0 && slot->io_bytes > 0);
+    assert(daemon->locked);
+    assert(slot->io_begin_ns != 0);
+    assert(slot->io_bytes > 0);
     fy__events_chunk(&daemon->events, &(fy_event){
                                           .operation = slot->phase == FY__READING ? FY_OP_READ : FY_OP_WRITE,
                                           .label = slot->request->label,
@@ -188,6 +203,9 @@ static void slot_tell(fy_daemon *daemon, const struct fy__slot *slot)
 
 static void slot_ready(fy_daemon *daemon, struct fy__slot *slot)
 {
+    assert(daemon->locked);
+    assert(slot->phase == FY__READING);
+    assert(slot->spans_left == 0);
     slot->phase = FY__READY;
     fy__heap_push(&daemon->computing, order_of(slot), slot);
     pthread_cond_signal(&daemon->ready);
@@ -195,6 +213,9 @@ static void slot_ready(fy_daemon *daemon, struct fy__slot *slot)
 
 static void slot_read(fy_daemon *daemon, struct fy__slot *slot)
 {
+    assert(daemon->locked);
+    assert(slot->count > 0);
+    assert(slot->count <= daemon->options.chunk_params);
     const fy_update *update = &slot->request->update;
     slot_enter(slot, FY__READING);
     for (uint32_t i = 0; i < TENSORS; i++) {
@@ -211,11 +232,13 @@ static void slot_read(fy_daemon *daemon, struct fy__slot *slot)
 /* Gives free slots to the updates that want them, most urgent first. */
 static void slots_fill(fy_daemon *daemon)
 {
+    assert(daemon->locked);
     while (daemon->slots_free != NULL && daemon->updates.count > 0) { /* every round uses up a slot */
         struct fy__request *request = fy__heap_top(&daemon->updates);
         struct fy__slot *slot = daemon->slots_free;
         const uint64_t left = request->update.params - request->next_param;
-        assert(left > 0 && slot->phase == FY__FREE);
+        assert(left > 0);
+        assert(slot->phase == FY__FREE);
         daemon->slots_free = slot->next;
         slot->next = NULL;
         slot->request = request;
@@ -234,8 +257,10 @@ static void slots_fill(fy_daemon *daemon)
 
 static void slot_free(fy_daemon *daemon, struct fy__slot *slot)
 {
+    assert(daemon->locked);
+    assert(slot->phase != FY__FREE);
+    assert(slot->spans_left == 0);
     struct fy__request *request = slot->request;
-    assert(slot->phase != FY__FREE && slot->spans_left == 0);
     slot->phase = FY__FREE;
     slot->request = NULL;
     slot->next = daemon->slots_free;
@@ -246,7 +271,9 @@ static void slot_free(fy_daemon *daemon, struct fy__slot *slot)
 
 void fy__update_begin(fy_daemon *daemon, struct fy__request *request)
 {
-    assert(request->operation == FY_OP_UPDATE && request->parts == 1);
+    assert(daemon->locked);
+    assert(request->operation == FY_OP_UPDATE);
+    assert(request->parts == 1);
     request->next_param = 0;
     fy__heap_push(&daemon->updates, request->order, request);
     slots_fill(daemon);
@@ -254,6 +281,7 @@ void fy__update_begin(fy_daemon *daemon, struct fy__request *request)
 
 void fy__update_span_settled(fy_daemon *daemon, struct fy__slot *slot)
 {
+    assert(daemon->locked);
     assert(slot->spans_left > 0);
     assert(slot->phase == FY__READING || slot->phase == FY__WRITING);
     slot->spans_left--;
@@ -269,6 +297,8 @@ void fy__update_span_settled(fy_daemon *daemon, struct fy__slot *slot)
 
 void fy__update_drop(fy_daemon *daemon, struct fy__request *request)
 {
+    assert(daemon->locked);
+    assert(request->operation == FY_OP_UPDATE);
     assert(fy__request_failed(request));
     for (uint32_t i = 0; i < daemon->updates.count; i++) {
         if (daemon->updates.items[i].item != request)
@@ -303,6 +333,7 @@ struct outcome {
 /* Without the lock: the slot and its arena spans are this thread's. */
 static struct outcome slot_compute(const fy_daemon *daemon, const struct fy__slot *slot)
 {
+    assert(slot->phase == FY__COMPUTING);
     const fy_update *update = &slot->request->update;
     unsigned char *base = daemon->arena->base;
     const bool sum_reads = (daemon->options.flags & FY_DAEMON_DATA_SUMS) != 0;
@@ -343,6 +374,8 @@ static struct outcome slot_compute(const fy_daemon *daemon, const struct fy__slo
 
 static void slot_write(fy_daemon *daemon, struct fy__slot *slot)
 {
+    assert(daemon->locked);
+    assert(!fy__request_failed(slot->request));
     const fy_update *update = &slot->request->update;
     slot_enter(slot, FY__WRITING);
     if (update->weights_target != FY_NOWHERE) {
@@ -363,7 +396,9 @@ static void slot_write(fy_daemon *daemon, struct fy__slot *slot)
 
 static void slot_computed(fy_daemon *daemon, struct fy__slot *slot, const struct outcome *outcome)
 {
+    assert(daemon->locked);
     assert(slot->phase == FY__COMPUTING);
+    assert(outcome->nonfinite <= slot->count);
     fy_result *result = &slot->request->result;
     result->nonfinite += outcome->nonfinite;
     result->weights_sum += outcome->weights_sum;
@@ -384,17 +419,19 @@ static void slot_computed(fy_daemon *daemon, struct fy__slot *slot, const struct
 void *fy__update_thread(void *argument)
 {
     fy_daemon *daemon = argument;
+    assert(daemon->slots_count > 0);
     fy__flush_denormals_off();
     fy__lock(daemon);
     while (!daemon->closing) { /* until stop: a pass sleeps, sums a piece or computes a chunk */
-        if (fy__sum_piece(daemon))
+        if (fy__moved_piece(daemon))
             continue; /* before chunks: somebody may be waiting for it, and it takes a millisecond */
         struct fy__slot *slot = fy__heap_pop(&daemon->computing);
         if (slot == NULL) {
             fy__sleep(daemon, &daemon->ready);
             continue;
         }
-        assert(slot->phase == FY__READY && !fy__request_failed(slot->request));
+        assert(slot->phase == FY__READY);
+        assert(!fy__request_failed(slot->request));
         slot->phase = FY__COMPUTING;
         slot->spans_left = 0;
         if (slot->request->begin_ns == 0)

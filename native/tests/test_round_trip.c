@@ -7,7 +7,7 @@
 
 #include <fcntl.h>
 
-#define SIZE (FY__SUM_PIECE + (UINT64_C(3) << 20))
+#define SIZE (FY__CHECKSUM_PIECE + (UINT64_C(3) << 20))
 #define SCRATCH (2 * SIZE)
 
 static void check_layout(uint32_t files, uint64_t stripe, const unsigned char *expected)

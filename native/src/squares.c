@@ -1,5 +1,5 @@
 /*
- * sums.c - the sum of squares behind the gradient norm, and the floating-point mode of a thread.
+ * squares.c - the sum of squares behind the gradient norm, and the floating-point mode of a thread.
  *
  * The order of additions is part of the result, so it is fixed: a leaf of 16384 values goes through 16 lanes in double
  * (the lane follows from i mod 16), the lanes are folded in halves, and leaves are added one after the other. So the sum of a
@@ -15,7 +15,7 @@
 
 #define LANES 16u
 
-_Static_assert(FY__SUM_LEAF % LANES == 0, "every lane gets the same number of values");
+_Static_assert(FY__SQUARES_LEAF % LANES == 0, "every lane gets the same number of values");
 _Static_assert(LANES == 16, "the fold at the end of a leaf is written out for sixteen");
 
 #if defined(__x86_64__)
@@ -133,8 +133,8 @@ FY_API int fy_sum_squares(const void *values, uint64_t count, uint32_t dtype, do
     const uint64_t mode = fy__denormals_keep();
     double total = 0.0;
     uint64_t lost = 0;
-    for (uint64_t at = 0; at < count; at += FY__SUM_LEAF) {
-        const uint32_t leaf = (uint32_t)(count - at < FY__SUM_LEAF ? count - at : FY__SUM_LEAF);
+    for (uint64_t at = 0; at < count; at += FY__SQUARES_LEAF) {
+        const uint32_t leaf = (uint32_t)(count - at < FY__SQUARES_LEAF ? count - at : FY__SQUARES_LEAF);
         uint32_t leaf_lost = 0;
         total += dtype == FY_BFLOAT16 ? leaf_sum_16((const uint16_t *)values + at, leaf, &leaf_lost)
                                       : leaf_sum_32((const float *)values + at, leaf, &leaf_lost);
