@@ -45,7 +45,7 @@ def room_of(prepared: Prepared, *, described: bool = False) -> Room:
     """Of this machine's disks; of a described one's drives, on which nothing is yet."""
     if described:
         return _described_room(prepared)
-    from fuyou_cli.training.state.storage import STORE_FILE
+    from fuyou_cli.training.state.parts import STORE_FILE
 
     recipe, plan = prepared.recipe, prepared.plan
     paths = [directory / STORE_FILE for directory in prepared.directories]
@@ -74,7 +74,7 @@ def store_room(
 ) -> int:
     """Bytes that the run's store may have: free on its disks or its own already, what an export to the same disk takes left
     out, and allowed. Files are striped, so that the fullest disk counts for all."""
-    from fuyou_cli.training.state.storage import STORE_FILE
+    from fuyou_cli.training.state.parts import STORE_FILE
 
     paths = [directory / STORE_FILE for directory in directories]
     systems = [existing(path).stat().st_dev for path in paths]

@@ -1,4 +1,4 @@
-"""`fuyou clean`: remove the store files a manifest names, and nothing else.
+"""`fuyou clean`: removes the store files a manifest names, and nothing else.
 
 A store is `<folder>/<run>/manifest.json` with `{"fuyou_store": VERSION, "files": [...]}`, the first of which lies beside it: a
 copy of a store names the files of another. Its files lie in folders named `<run>`, one per drive it is striped over, each with
@@ -15,51 +15,41 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.core.json_files import find_text, object_in, shown
-from fuyou_cli.core.paths import is_file, is_same_folder
+from fuyou_cli.core.paths import is_same_folder
 from fuyou_cli.core.units import gib
-from fuyou_cli.training.state.folder_names import STORE, is_written
+from fuyou_cli.training.state.folder_names import is_written
 from fuyou_cli.training.state.manifest import BEFORE, BESIDE, COMPANIONS, LARGEST, VERSION
 from fuyou_cli.training.state.manifest import NAME as MANIFEST
-from fuyou_cli.training.state.parts import PART_FILE, read_part
+from fuyou_cli.training.state.parts import PART_FILE, STORE_FILE, read_part
 
 from .console import confirm, write_result, write_status
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remnant:
-    """A file that may go: `size` bytes long, `taken` of the disk, which may change while the disk is still being written to."""
+    """Names a file that may go; the disk it takes may change while it is still being written to."""
 
     path: Path
-    size: int = field(compare=False)
     taken: int = field(compare=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreFiles:
-    """One manifest and what it names. Nothing of a store with refusals is removed."""
+    """Lists what a manifest names. Nothing of a store with refusals is removed."""
 
     manifest: Path
-    digest: str  # of what the manifest says
-    files: tuple[Remnant, ...]
-    missing: int
-    refused: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Named:
-    """What a manifest says of its store. `certain` are there unless they are gone already, `possible` may never have been."""
-
-    certain: tuple[str, ...] = ()
-    possible: tuple[str, ...] = ()
-    run: object = None  # which older ones do not say
-    is_loading: bool = False
-    problem: str = ""
+    digest: str = ""  # of what the manifest says
+    files: tuple[Remnant, ...] = ()
+    missing: int = 0
+    refused: tuple[str, ...] = ()
 
 
 def run_clean(directory: Path, *, yes: bool) -> None:
+    """Shows the stores in `directory` and removes their files, once somebody agreed. Raises FuyouError where one is left."""
     stores = [read_store(manifest) for manifest in find_manifests(directory)]
     unnamed = find_unnamed(directory, stores)
     for store in stores:
@@ -78,7 +68,7 @@ def run_clean(directory: Path, *, yes: bool) -> None:
 
 
 def find_manifests(directory: Path) -> list[Path]:
-    """Of the folder itself when it is a store, else of the stores in it."""
+    """Finds the manifest of the folder itself when it is a store, else those of the stores in it."""
     if not directory.is_dir():
         raise UsageError(f"{directory} is not a folder")
     own = directory / MANIFEST
@@ -88,90 +78,79 @@ def find_manifests(directory: Path) -> list[Path]:
 
 
 def find_unnamed(directory: Path, stores: Sequence[StoreFiles]) -> list[Path]:
-    """Files that look like a store's, in the folder or one level below, and that none of these stores names."""
+    """Finds files that look like a store's, in the folder or one level below, and that none of these stores names."""
     named = {file.path for store in stores for file in store.files}
-    found = [directory / STORE, *sorted(directory.glob(f"*/{STORE}"))]
+    found = [directory / STORE_FILE, *sorted(directory.glob(f"*/{STORE_FILE}"))]
     beside = (path for path in found if path.is_file() and not path.is_symlink() and not (path.parent / MANIFEST).is_file())
     return [path for path in beside if path.absolute() not in named]
 
 
 def read_store(manifest: Path) -> StoreFiles:
-    """What the manifest names, looked at without following a link."""
-    text, problem = _text(manifest)
-    named = _Named(problem=problem) if problem else _named(manifest, text)
-    home = manifest.parent.resolve()
-    files, refused, missing = [], [named.problem] if named.problem else [], 0
+    """Looks at what the manifest names, without following a link."""
     if manifest.is_symlink() or manifest.parent.is_symlink():
-        refused.append("the store's folder or manifest is a symbolic link")
-    for name in (*named.certain, *named.possible):
-        reason, remnant = _look(name, home, named)
-        if reason:
-            refused.append(f"{name if name.isprintable() and len(name) <= 4096 else shown(name)}: {reason}")
-        elif remnant is None:
-            missing += name not in named.possible
-        else:
-            files.append(remnant)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    return StoreFiles(manifest=manifest, digest=digest, files=tuple(files), missing=missing, refused=tuple(refused))
-
-
-def _text(manifest: Path) -> tuple[str, str]:
-    """What the manifest says, and why it cannot be read."""
+        return StoreFiles(manifest=manifest, refused=("the store's folder or manifest is a symbolic link",))
     try:
         text = find_text(manifest, limit=LARGEST)
-    except UsageError as error:
-        return "", f"the manifest cannot be read: {error.message}"
-    return ("", "the manifest is gone") if text is None else (text, "")
-
-
-def _named(manifest: Path, text: str) -> _Named:
-    """The files of a store, each once, or why the manifest cannot be believed."""
-    try:
+        if text is None:
+            raise UsageError("the manifest is gone")
         content = object_in(manifest, text, finite=False, names=True)
+        wanted, names = _named(manifest, content)
     except UsageError as error:
-        return _Named(problem=f"the manifest cannot be read: {error.message}")
-    # Every version so far lists its files the same way, so that stores of older versions can go as well.
+        return StoreFiles(manifest=manifest, refused=(error.message,))
+    looked = {name: _look(name, manifest.parent.resolve(), content) for name in names}
+    return StoreFiles(
+        manifest=manifest,
+        digest=hashlib.sha256(text.encode()).hexdigest(),
+        files=tuple(found for found in looked.values() if isinstance(found, Remnant)),
+        missing=sum(found is None and name in wanted for name, found in looked.items()),
+        refused=tuple(f"{_printable(name)}: {why}" for name, why in looked.items() if isinstance(why, str)),
+    )
+
+
+def _printable(name: str) -> str:
+    return name if name.isprintable() and len(name) <= 4096 else shown(name)
+
+
+def _named(manifest: Path, content: dict[str, Any]) -> tuple[set[str], list[str]]:
+    """Returns the files that were there for certain, and all of them, each once. Raises UsageError where the manifest cannot be
+    believed. Every version so far lists its files the same way: stores of older ones can go as well."""
     version = content.get("fuyou_store")
     if type(version) is not int or not 1 <= version <= VERSION:
-        return _Named(problem=f"not the manifest of a fuyou store of version 1 to {VERSION}")
+        raise UsageError(f"not the manifest of a fuyou store of version 1 to {VERSION}")
     kinds = [content.get("files"), content.get("parts", []), content.get("companions", [])]
     for names in kinds:
         if not isinstance(names, list) or not all(isinstance(name, str) and "\0" not in name for name in names):
-            return _Named(problem="the manifest does not list its files")
+            raise UsageError("the manifest does not list its files")
     files, parts, companions = kinds
     if files and not is_same_folder(Path(files[0]).parent, manifest.parent):
-        return _Named(problem=f"a copy, or moved: what it names is in {shown(str(Path(files[0]).parent))}")
-    certain = tuple(dict.fromkeys((*files, *parts)))
-    possible = tuple(dict.fromkeys(name for name in companions if name not in certain))
-    run, state = content.get("run"), content.get("state")
-    return _Named(certain=certain, possible=possible, run=run, is_loading=state == "loading")
+        raise UsageError(f"a copy, or moved: what it names is in {shown(str(Path(files[0]).parent))}")
+    return {*files, *parts}, list(dict.fromkeys((*files, *parts, *companions)))
 
 
-def _look(text: str, home: Path, named: _Named) -> tuple[str, Remnant | None]:
-    """Why this file is left alone, or what it takes; neither when it is gone already."""
-    path = Path(text)
+def _look(name: str, home: Path, content: dict[str, Any]) -> Remnant | str | None:
+    """Says what a file takes, or why it is left alone; None when it is gone already."""
+    path = Path(name)
     if not path.is_absolute() or ".." in path.parts:
-        return "not a plain absolute path", None
+        return "not a plain absolute path"
     try:
-        if reason := _foreign(path.parent, home, named):
-            return reason, None
+        if reason := _foreign(path.parent, home, content):
+            return reason
         if not is_written(path):
-            return "not called as any file of a run is", None
+            return "not called as any file of a run is"
         status = path.lstat()
-        names = _own_names(path, status)
     except FileNotFoundError:
-        return "", None
+        return None
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, before Python 3.13
-        return getattr(error, "strerror", None) or "cannot be looked at", None
+        return getattr(error, "strerror", None) or "cannot be looked at"
     if not stat.S_ISREG(status.st_mode):
-        return "a symbolic link or not a file", None
-    if status.st_nlink > names:
-        return "has a second name (hard link)", None
-    return "", Remnant(path=path, size=status.st_size, taken=status.st_blocks * 512 // status.st_nlink)
+        return "a symbolic link or not a file"
+    if status.st_nlink > 1 and path.name not in (MANIFEST, *BESIDE):  # to which a run gives second names
+        return "has a second name (hard link)"
+    return Remnant(path=path, taken=status.st_blocks * 512 // status.st_nlink)
 
 
-def _foreign(folder: Path, home: Path, named: _Named) -> str:
-    """Why no file of the store `home` can lie in the folder, or may be taken for gone; empty where one may be in it."""
+def _foreign(folder: Path, home: Path, content: dict[str, Any]) -> str:
+    """Says why no file of the store `home` can lie in the folder, or may be taken for gone; empty where one may be in it."""
     above = folder.parent if folder.name == COMPANIONS and not folder.is_symlink() else folder
     if is_same_folder(above, home):
         return ""
@@ -179,28 +158,15 @@ def _foreign(folder: Path, home: Path, named: _Named) -> str:
         return f"not in a folder named {home.name}"
     if not folder.exists():  # folders stay where files are removed: what was in it would be nobody's
         return "its folder is not there: mount its drive; where that is lost for good, remove the rest by hand"
-    part = read_part(folder)
-    if part is None and not (folder / PART_FILE).exists() and (named.is_loading or not (folder / STORE).exists()):
+    part, is_loading = read_part(folder), content.get("state") == "loading"
+    if part is None and not (folder / PART_FILE).exists() and (is_loading or not (folder / STORE_FILE).exists()):
         return ""  # a run was killed before it wrote that, or this was interrupted after it was removed
-    # A run that starts over names itself before it claims the folders anew, which were this store's before.
-    is_its_own = part is not None and (named.is_loading or named.run in (None, part.run))
+    # A run that starts over names itself before it claims the folders anew, which were this store's before. Older stores name
+    # no run.
+    is_its_own = part is not None and (is_loading or content.get("run") in (None, part.run))
     if part is None or not is_its_own or not is_same_folder(part.first, home):
         return f"no {PART_FILE} beside it says that it is of this store"
     return ""
-
-
-def _own_names(path: Path, status: os.stat_result) -> int:
-    """How many names a run itself gave to the file: a manifest that is set aside has two or three for a moment, and keeps them
-    where the run is killed in it."""
-    names = (MANIFEST, *BESIDE)
-    return sum(_is_same(path.with_name(name), status) for name in names) if path.name in names else 1
-
-
-def _is_same(path: Path, status: os.stat_result) -> bool:
-    try:
-        return os.path.samestat(path.lstat(), status)
-    except FileNotFoundError:
-        return False
 
 
 def _show(store: StoreFiles) -> None:
@@ -214,21 +180,15 @@ def _show(store: StoreFiles) -> None:
 
 
 def _show_unnamed(file: Path) -> None:
-    """A store's file without its manifest is not removed: which run it is of, and whether that needs it, is not known here."""
-    taken = file.stat().st_blocks * 512
-    write_status(f"{file.parent}\n  {gib(taken):>12}  {file}  ({taken:,} bytes)")
-    part = read_part(file.parent)
-    if (file.parent / BEFORE).is_file():
-        why = f"{MANIFEST} is gone, and {BEFORE} is there: the run goes on from that"
-    elif part is not None and part.index:
-        first = part.first if part.first.isprintable() else shown(part.first)
-        why = f"part {part.index + 1} of {part.count} of the store in {first}"
-        if is_file(Path(part.first) / MANIFEST):
-            why += ": name that one"
-        else:
-            why += ", which is gone or not mounted: without that nothing can use it"
+    """Shows a store's file without its manifest, which is not removed: whether a run needs it is not known here."""
+    taken, part = file.stat().st_blocks * 512, read_part(file.parent)
+    if part is not None and part.index:
+        why = (
+            f"part {part.index + 1} of {part.count} of the store in {_printable(part.first)}: name that one, or mount its drive"
+        )
     else:
-        why = "a run that is killed as it begins leaves such a file. Run again, it uses it; else remove it by hand"
+        why = f"its run was killed as it began, or goes on from {BEFORE}: run its recipe again, or remove the file by hand"
+    write_status(f"{file.parent}\n  {gib(taken):>12}  {file}  ({taken:,} bytes)")
     write_status(f"  left as it is, for no {MANIFEST} names it: {why}")
 
 
@@ -244,24 +204,21 @@ def _agreed(total: int, yes: bool) -> bool:
 
 
 def remove_store(store: StoreFiles) -> int:
-    """Files first, the manifest last, so that an interrupted removal can be repeated. Returns the bytes freed.
+    """Removes files first, the manifest last, so that an interrupted removal can be repeated. Returns the bytes freed.
 
-    Raises FuyouError when a run has the store open, or had it since it was read.
-    """
-    freed = 0
+    Raises FuyouError when a run has the store open, or had it since it was read."""
     with ExitStack() as held:
         _hold([store.manifest, *(file.path for file in store.files)], held)
         if read_store(store.manifest) != store:
             raise _changed(store.manifest)
         for file in store.files:
             file.path.unlink()
-            freed += file.taken
         store.manifest.unlink()
-    return freed
+    return sum(file.taken for file in store.files)
 
 
 def _hold(paths: Sequence[Path], held: ExitStack) -> None:
-    """Lock what a run would have locked; a file of two names once."""
+    """Locks what a run would have locked; a file of two names once."""
     known: set[tuple[int, int]] = set()
     for path in paths:
         try:

@@ -109,7 +109,9 @@ def _train(prepared: Prepared, *, verbose: bool) -> tuple[RunReport, Path, bool]
     ) as run:
         write_status(f"swap daemon: {run.daemon.description}")
         _load(prepared, run)
-        keep_companions(prepared, run.paths[0].parent)
+        keep_companions(
+            run.paths[0].parent, prepared.recipe.tokenizer, model_dir=prepared.model_dir, tokenizer_dir=prepared.tokenizer_dir
+        )
         with ExitStack() as stack:
             log = None
             if "jsonl" in prepared.recipe.logging.backends:

@@ -1,8 +1,9 @@
-"""`fuyou verify`: every committed extent read and compared with the sum of what was written."""
+"""`fuyou verify`: reads every committed extent and compares it with the checksum of what was written."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def run_verify(source: Path, *, json_output: bool) -> bool:
-    """Whether the newest state is whole."""
+    """Prints what is whole of a store; tells whether the newest state is."""
     from rich.progress import Progress
 
     from fuyou_cli.training.state import manifest as manifests
@@ -44,22 +45,23 @@ def _what_follows(found: list[Verified]) -> str:
     return f"the same recipe goes back to the state after step {whole.manifest.step}, which is whole"
 
 
+def _extents(state: Verified) -> list[int]:
+    return [extent.size for stage in state.manifest.stages for _, extent in stage.extents()]
+
+
 def _show(state: Verified) -> None:
-    stages = state.manifest.stages
-    extents = sum(len(stage.extents()) for stage in stages)
-    size = sum(extent.size for stage in stages for _, extent in stage.extents())
+    sizes, damaged = _extents(state), len(state.damages)
     name = f"{'the state before it, after' if state.older else 'state after'} step {state.manifest.step}"
     if state.problem:
         write_result(f"the newest state cannot be told: {state.problem}")
-    if not state.damages:
-        write_result(f"{name}: {extents} extents, {gb(size)}, every sum is right")
-        return
-    if state.older:
-        write_result(f"{name}: {len(state.damages)} of {extents} extents were written over since, or are damaged")
-        return
-    write_result(f"{name}: {len(state.damages)} of {extents} extents are damaged")
-    for damage in state.damages:
-        write_result(f"  {damage}")
+    if not damaged:
+        write_result(f"{name}: {len(sizes)} extents, {gb(sum(sizes))}, every sum is right")
+    elif state.older:
+        write_result(f"{name}: {damaged} of {len(sizes)} extents were written over since, or are damaged")
+    else:
+        write_result(f"{name}: {damaged} of {len(sizes)} extents are damaged")
+        for damage in state.damages:
+            write_result(f"  {damage}")
 
 
 def _as_data(state: Verified) -> dict[str, object]:
@@ -67,6 +69,6 @@ def _as_data(state: Verified) -> dict[str, object]:
         "step": state.manifest.step,
         "older": state.older,
         "problem": state.problem,
-        "extents": sum(len(stage.extents()) for stage in state.manifest.stages),
-        "damages": [{"stage": damage.stage, "tensor": damage.tensor, "why": damage.why} for damage in state.damages],
+        "extents": len(_extents(state)),
+        "damages": [asdict(damage) for damage in state.damages],
     }

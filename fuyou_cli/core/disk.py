@@ -1,6 +1,4 @@
-"""Whether files to come fit their disks: one sum for each file system, whatever number of folders lie on it.
-
-And what makes the names of written files durable."""
+"""Checks whether files to come fit their disks, one sum for each file system; makes names of written files durable."""
 
 from __future__ import annotations
 
@@ -16,12 +14,11 @@ from .units import gb
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _AGAIN = "the drive keeps asking for another try: see what `dmesg` says of it, and run the same command again"
-TOO_LARGE = "a file may not become so large here: see `ulimit -f`, and what the file system allows (FAT 4 GiB)"
-_REMEDIES = {
+REMEDIES = {  # of a file that cannot be used, by errno
     errno.EIO: "the disk reported an error: see `dmesg` and the drive's health",
     errno.EROFS: "the file system is read-only: `dmesg` may say since when, and why",
     errno.EACCES: "check the permissions of its folder",
-    errno.EFBIG: TOO_LARGE,
+    errno.EFBIG: "a file may not become so large here: see `ulimit -f`, and what the file system allows (FAT 4 GiB)",
     errno.EPERM: "see what lies there, and move it away",
     errno.EAGAIN: _AGAIN,
     errno.EINTR: _AGAIN,
@@ -30,7 +27,7 @@ _REMEDIES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """A file, or a new folder of files, of `size` bytes that a run is going to write."""
+    """Names a file, or a new folder of files, of `size` bytes that a run is going to write."""
 
     what: str  # for people: "the store"
     path: Path
@@ -39,7 +36,7 @@ class Wanted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileSystem:
-    """What a run wants of one file system."""
+    """Sums what a run wants of one file system."""
 
     folders: tuple[Path, ...]
     what: tuple[str, ...]
@@ -54,7 +51,7 @@ class FileSystem:
 
     @property
     def problem(self) -> str:
-        """One sentence, empty where everything fits."""
+        """Says in one sentence what is missing, empty where everything fits."""
         if not self.missing:
             return ""
         verb = "needs" if len(self.what) == 1 else "need"
@@ -66,7 +63,7 @@ class FileSystem:
 
 
 def file_systems(files: Sequence[Wanted], free_space: Callable[[Path], int]) -> list[FileSystem]:
-    """Every file system that `files` go to, in their order. `free_space` gives the bytes that can be written at a path."""
+    """Sums `files` by file system, in their order. `free_space` gives the bytes that can be written at a path."""
     together: dict[int, list[Wanted]] = {}
     for file in files:
         together.setdefault(existing(file.path).stat().st_dev, []).append(file)
@@ -84,18 +81,18 @@ def file_systems(files: Sequence[Wanted], free_space: Callable[[Path], int]) -> 
 
 
 def store_files(paths: Sequence[Path], size: int) -> list[Wanted]:
-    """A store of `size` bytes striped over its files."""
+    """Lists the files of a store of `size` bytes, striped over them."""
     return [Wanted(what="the store", path=path, size=-(-size // len(paths))) for path in paths]
 
 
 def existing(path: Path) -> Path:
-    """`path`, or the nearest folder above it that exists."""
+    """Returns `path`, or the nearest folder above it that exists."""
     absolute = path.expanduser().absolute()
     return next((place for place in (absolute, *absolute.parents) if place.exists()), Path("/"))
 
 
 def sync_directory(directory: Path) -> None:
-    """The names in `directory` are on stable storage."""
+    """Returns when the names in `directory` are on stable storage."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -107,8 +104,8 @@ def sync_directory(directory: Path) -> None:
 
 
 def sync_names_above(directory: Path) -> None:
-    """The folders that lead to `directory` are on stable storage, whoever made them and whenever: a run that was killed may
-    have made them and flushed none."""
+    """Returns when the folders that lead to `directory` are on stable storage: a run that was killed may have made them and
+    flushed none."""
     device = directory.stat().st_dev
     for above in directory.absolute().parents:
         if above.stat().st_dev != device:
@@ -118,17 +115,17 @@ def sync_names_above(directory: Path) -> None:
 
 
 def failed_writing(path: Path, error: OSError) -> FuyouError:
-    """The error for a file that cannot be written."""
+    """Makes the error for a file that cannot be written."""
     if error.errno in _FULL:
         return OutOfSpaceError(f"cannot write {path}: {error.strerror}", hint="free space on that disk")
     return FuyouError(f"cannot write {path}: {error.strerror}", hint=remedy(error))
 
 
 def remedy(error: Exception) -> str | None:
-    """What to do about a file that cannot be used, where its disk is to blame."""
-    return _REMEDIES.get(getattr(error, "errno", None) or 0)
+    """Says what to do about a file that cannot be used, where its disk is to blame."""
+    return REMEDIES.get(getattr(error, "errno", None) or 0)
 
 
 def taken(path: Path) -> int:
-    """Bytes of disk a file has now: holes take nothing. A folder is written anew beside the old one."""
+    """Returns the disk bytes of a file: holes take nothing, nor does a folder, which is written anew beside the old one."""
     return path.stat().st_blocks * 512 if path.is_file() else 0

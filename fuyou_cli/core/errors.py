@@ -1,14 +1,12 @@
-"""What fuyou says when something is wrong.
+"""Defines the errors that a person may see: what happened, where, and what to do.
 
-Every error a person may see is a `FuyouError`: what happened, where, and what to do. The command line maps the class to
-an exit code in one place; nothing below it exits or prints.
-"""
+The command line maps the class to an exit code in one place; nothing below it exits or prints."""
 
 from __future__ import annotations
 
 
 class FuyouError(Exception):
-    """An error with a remedy. `exit_code` follows the table in the README."""
+    """Carries a message and a remedy. `exit_code` follows the table in the README."""
 
     exit_code = 1
 
@@ -19,30 +17,29 @@ class FuyouError(Exception):
 
 
 class UsageError(FuyouError):
-    """The recipe, an argument, the data or the checkpoint is not usable as given. Nothing was written."""
+    """Says that the recipe, an argument, the data or the checkpoint is not usable as given. Nothing was written."""
 
     exit_code = 2
 
 
 class PlanError(FuyouError):
-    """The run does not fit the memory or the disk it was given."""
+    """Says that the run does not fit the memory or the disk it was given."""
 
     exit_code = 3
 
 
 class OutOfSpaceError(FuyouError):
-    """Memory or disk ran out during the run."""
+    """Says that memory or disk ran out during the run."""
 
     exit_code = 4
 
 
 class DeviceMemoryError(OutOfSpaceError):
-    """A device's own memory ran out. The host's and the store are as they were."""
+    """Says that a device's own memory ran out. The host's and the store are as they were."""
 
 
 class SwapError(FuyouError):
-    """The store or the daemon failed: an I/O error, a short file, a wrong checksum. `code`: the errno, 0 where there is
-    none."""
+    """Says that the store or the daemon failed: an I/O error, a short file, a wrong checksum. `code`: the errno, or 0."""
 
     def __init__(self, message: str, *, hint: str | None = None, code: int = 0) -> None:
         super().__init__(message, hint=hint)
@@ -50,7 +47,7 @@ class SwapError(FuyouError):
 
 
 class NumericsError(FuyouError):
-    """A loss, gradient or weight is not finite. `changed`: whether an update may have spread it to weights or states."""
+    """Says that a loss, gradient or weight is NaN or Inf. `changed`: an update may have spread it to weights or states."""
 
     def __init__(self, message: str, *, hint: str | None = None, changed: bool) -> None:
         super().__init__(message, hint=hint)
@@ -58,7 +55,7 @@ class NumericsError(FuyouError):
 
 
 class Interrupted(FuyouError):
-    """The run was stopped on request; the message says what is saved. `lost`: something trained is not."""
+    """Says that the run was stopped on request, and what is saved. `lost`: something trained is not."""
 
     exit_code = 130
 

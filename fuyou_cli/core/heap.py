@@ -1,4 +1,4 @@
-"""The C library's heap as a run sets it up, and what of it a plan must charge."""
+"""Counts what a block of the C library's heap, as a run sets it up, takes of memory."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ BESIDE = 0.1  # of what is mapped on its own: what a product of matrices takes w
 
 
 def alive(size: int) -> int:
-    """Bytes that a block of `size` bytes takes of the system's memory. Not in order of size: a block just too small to be
-    mapped takes more than one that is."""
+    """Returns the memory that a block of `size` bytes takes. One just too small to be mapped takes more than one that is."""
     return size if size >= MAPPED else int(size * (1 + HOLES))
 
 
 def worked_on(size: int) -> int:
-    """The same of a block that a kernel works on which needs memory of its own, to pack a matrix."""
+    """Returns the same of a block that a kernel works on which needs memory of its own, to pack a matrix."""
     return int(size * (1 + BESIDE)) if size >= MAPPED else alive(size)
 
 
 def held(size: int) -> int:
-    """The same of a block that no kernel works on while memory peaks, and that few others come and go beside."""
+    """Returns the same of a block that no kernel works on while memory peaks, and that few others come and go beside."""
     return size if size >= MAPPED else int(size * (1 + HELD))

@@ -1,47 +1,42 @@
-"""Small JSON files that somebody else may have written, or a crash cut short: read whole or refused.
+"""Reads small JSON files that somebody else may have written, or a crash cut short: whole, or not at all.
 
 A general parser takes more than any of our files may say. Of a key that is there twice it keeps the last, `NaN` is a number
-to it, a number may have any length, and nesting ends where its stack does. Here each of these is an error that names the file,
-and what is no plain file (a pipe would wait for a writer for ever) is never read.
+to it, a number may have any length, and nesting ends where its stack does. Here each of these is an error that names the file.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import stat
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from .disk import remedy
 from .errors import UsageError
+from .plain_files import read_plain
 
 DEEPEST = 64  # objects and lists within one another
 MOST_DIGITS = 300  # of a number: a whole one of so many still is within what a float can be
 MOST_VALUES = 4_000_000  # of a text: an empty list takes two characters of it and seventy bytes of memory
-_CHUNK = 1 << 20
 
 
 def shown(name: str) -> str:
-    """A name from a file, safe to print: quoted, control characters escaped, cut when absurdly long."""
+    """Makes a name from a file safe to print: quoted, control characters escaped, cut when absurdly long."""
     return ascii(name) if len(name) <= 200 else ascii(name[:200]) + "..."
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For `object_pairs_hook`. Raises ValueError for a key that is there twice: which of its values is meant?"""
+    """Makes an object of `object_pairs_hook`'s pairs. Raises ValueError for a key that is there twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                raise ValueError(f"the key {shown(name)} is there twice")
-            seen.add(name)
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {shown(twice)} is there twice")
     return found
 
 
 def is_deeper(value: object, depth: int = DEEPEST) -> bool:
-    """Whether lists and objects lie in one another more than `depth` deep: whoever walks such a value recursively ends where
-    the parser did not. Level by level, so that this does not."""
+    """Tells whether lists and objects lie in one another more than `depth` deep. Level by level: without recursion."""
     level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(depth):
         level = [
@@ -54,16 +49,16 @@ def is_deeper(value: object, depth: int = DEEPEST) -> bool:
 
 
 def has_too_many_values(text: str) -> bool:
-    """Counted before anything is made of them; what a text among them holds is counted as well."""
+    """Tells whether a text may hold more values than are taken; commas and brackets inside strings count too."""
     return sum(map(text.count, ",[{")) > MOST_VALUES
 
 
 def parsed(text: str, *, finite: bool = True, names: bool = False) -> Any:
-    """What the text says. Raises UsageError without a place: no JSON, a key twice, a number that is none or has more than
+    """Parses a text. Raises UsageError without a place: no JSON, a key twice, a number that is none or has more than
     `MOST_DIGITS`, nested too deeply, too many values, half of a character.
 
-    `finite`: infinities are refused as well, and not only what is no number. `names`: strings may be names of files, of which
-    Python spells bytes that are no UTF-8 as halves of characters."""
+    `finite`: infinities are refused as well. `names`: strings may be names of files, of which Python spells bytes that are no
+    UTF-8 as halves of characters."""
     if has_too_many_values(text):
         raise _unreadable(f"more than {MOST_VALUES:,} values")
     try:
@@ -112,50 +107,24 @@ def _no_number(text: str) -> float:
     raise ValueError(f"{text} is no number")
 
 
-def find_bytes(path: Path, *, limit: int, hint: str | None = None) -> bytes | None:
-    """The content of a file of at most `limit` bytes, None where there is none. Raises UsageError naming the file."""
-    try:
-        # Without O_NONBLOCK opening a pipe would wait for a writer for ever.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:  # ValueError: a null character in the name
-        raise _refused(path, f"cannot be read: {_reason(error)}", hint or remedy(error)) from None
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise _refused(path, "is not a regular file", hint)
-        content = _read(descriptor, limit + 1)
-    except OSError as error:
-        raise _refused(path, f"cannot be read: {_reason(error)}", hint or remedy(error)) from None
-    finally:
-        os.close(descriptor)
-    if len(content) > limit:
-        raise _refused(path, f"is larger than {limit:,} bytes, which no such file is", hint)
-    return content
-
-
-def _read(descriptor: int, most: int) -> bytes:
-    parts: list[bytes] = []
-    while most > 0 and (part := os.read(descriptor, min(most, _CHUNK))):
-        parts.append(part)
-        most -= len(part)
-    return b"".join(parts)
-
-
-def _reason(error: OSError | ValueError) -> str:
-    return str(getattr(error, "strerror", None) or error)
-
-
 def _refused(path: Path, what: str, hint: str | None) -> UsageError:
     place = str(path)
     return UsageError(f"{place if place.isprintable() and len(place) <= 4096 else shown(place)}: {what}", hint=hint)
 
 
 def find_text(path: Path, *, limit: int, hint: str | None = None) -> str | None:
-    """The same as UTF-8 text."""
-    raw = find_bytes(path, limit=limit, hint=hint)
+    """Reads a UTF-8 file of at most `limit` bytes, None where there is none. Raises UsageError naming the file."""
     try:
-        return None if raw is None else raw.decode()
+        raw = read_plain(path, limit=limit + 1)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:  # ValueError: a null character in the name
+        why = getattr(error, "strerror", None) or error
+        raise _refused(path, f"cannot be read: {why}", hint or remedy(error)) from None
+    if len(raw) > limit:
+        raise _refused(path, f"is larger than {limit:,} bytes, which no such file is", hint)
+    try:
+        return raw.decode()
     except UnicodeDecodeError as error:
         raise _refused(path, f"is not valid JSON: not UTF-8 at byte {error.start}", hint) from None
 
@@ -163,13 +132,13 @@ def find_text(path: Path, *, limit: int, hint: str | None = None) -> str | None:
 def find_object(
     path: Path, *, limit: int, finite: bool = True, names: bool = False, hint: str | None = None
 ) -> dict[str, Any] | None:
-    """The JSON object in a file, None where there is no file. Raises UsageError naming the file (`parsed` says for what)."""
+    """Reads the JSON object in a file, None where there is no file. Raises UsageError naming the file (see `parsed`)."""
     text = find_text(path, limit=limit, hint=hint)
     return None if text is None else object_in(path, text, finite=finite, names=names, hint=hint)
 
 
 def object_in(path: Path, text: str, *, finite: bool = True, names: bool = False, hint: str | None = None) -> dict[str, Any]:
-    """The JSON object that `text` is, which was read from `path`."""
+    """Parses a JSON object that was read from `path`."""
     try:
         value = parsed(text, finite=finite, names=names)
     except UsageError as error:
@@ -180,7 +149,7 @@ def object_in(path: Path, text: str, *, finite: bool = True, names: bool = False
 
 
 def read_object(path: Path, *, limit: int, finite: bool = True, names: bool = False, hint: str | None = None) -> dict[str, Any]:
-    """The same of a file that must be there."""
+    """Reads the JSON object in a file that must be there."""
     found = find_object(path, limit=limit, finite=finite, names=names, hint=hint)
     if found is None:
         raise _refused(path, f"cannot be read: {os.strerror(2)}", hint)

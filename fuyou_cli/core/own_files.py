@@ -1,8 +1,7 @@
-"""Files and folders of this user alone.
+"""Makes and opens files and folders of this user alone.
 
-The name of a run's folder can be guessed, and where others may write to the folder above they may have put anything there:
-a link to a file of ours, a second name of one, a pipe that nobody reads. Nothing is opened through a link or waited for, and
-nothing is changed before it is known to be ours.
+The name of a run's folder can be guessed, and others may have put anything there: a link to a file of ours, a second name of
+one, a pipe that nobody reads. Nothing is opened through a link or waited for, or changed before it is known to be ours.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 
 from .errors import UsageError
@@ -20,8 +20,7 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def own_folder(folder: Path) -> None:
-    """Makes the folder where there is none, and nobody else may look into it from now on. Raises UsageError where it is a
-    link, or somebody else's."""
+    """Makes the folder, closed to others. Raises UsageError where it is a link, or somebody else's."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     if folder.is_symlink():
         raise UsageError(f"{folder} is a symbolic link", hint="put the folder that it leads to in its place")
@@ -37,7 +36,7 @@ def own_folder(folder: Path) -> None:
 
 
 def is_own(path: Path) -> bool:
-    """Whether the file is there, and as `open_own` leaves it."""
+    """Tells whether the file is there, and as `open_own` leaves it."""
     try:
         status = path.lstat()
     except OSError:
@@ -47,8 +46,8 @@ def is_own(path: Path) -> bool:
 
 
 def open_own(path: Path, *, anew: bool) -> int:
-    """A descriptor to write to the file with, made where there is none; nobody else may open it from now on. `anew`: nothing
-    is in it. Raises OSError, which says why, where something else has its name; that stays as it is."""
+    """Opens the file to write to it, closed to others; makes it where there is none. `anew`: emptied. Raises OSError, which
+    says why, where something else has its name; that stays as it is."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags, 0o600)
@@ -62,6 +61,14 @@ def open_own(path: Path, *, anew: bool) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def write_own(path: Path, content: Iterable[bytes]) -> None:
+    """Writes a file anew, piece by piece; its content is on stable storage when this returns."""
+    with os.fdopen(open_own(path, anew=True), "wb") as file:
+        file.writelines(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _make_ours(path: Path, descriptor: int, *, anew: bool) -> None:

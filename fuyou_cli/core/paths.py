@@ -1,4 +1,4 @@
-"""Paths as people write them in a recipe. Every error names the recipe's key."""
+"""Resolves paths as people write them in a recipe. Every error names the recipe's key."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .errors import UsageError
 
 
 def expanded(path: str | Path, *, key: str) -> Path:
-    """The path with ~ and ~user replaced. Raises UsageError where there is no such home."""
+    """Replaces ~ and ~user in a path. Raises UsageError where there is no such home."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:  # all that pathlib says about a user nobody knows
@@ -17,7 +17,7 @@ def expanded(path: str | Path, *, key: str) -> Path:
 
 
 def is_same_folder(one: str | Path, other: str | Path) -> bool:
-    """Whether both are one folder: by their names, links followed, or mounted in two places."""
+    """Tells whether both are one folder: by their names, links followed, or mounted in two places."""
     try:
         return os.path.realpath(one) == os.path.realpath(other) or Path(one).samefile(other)
     except (OSError, ValueError):
@@ -25,8 +25,7 @@ def is_same_folder(one: str | Path, other: str | Path) -> bool:
 
 
 def is_file(path: str | Path) -> bool:
-    """Whether a file is there. Not of a name that no file can have, over which pathlib raises: one that is too long, or holds
-    a null character."""
+    """Tells whether a file is there; false also for a name that no file can have, over which pathlib raises."""
     try:
         return Path(path).is_file()
     except (OSError, ValueError):
@@ -34,7 +33,7 @@ def is_file(path: str | Path) -> bool:
 
 
 def folder(path: str | Path, *, key: str) -> Path:
-    """The same for what is a folder or will be made one. Raises UsageError where a file stands in its way."""
+    """Expands a path that is a folder or will be made one. Raises UsageError where a file stands in its way."""
     whole = expanded(path, key=key)
     try:
         for place in (whole, *whole.parents):

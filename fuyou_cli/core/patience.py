@@ -15,7 +15,7 @@ _LOOK = 1.0  # seconds between looks at what has moved
 
 
 class Patience:
-    """`progress` gives something that changes when anything moves; `where` says what is being done, for people."""
+    """Watches waits. `progress` gives something that changes when anything moves; `where` says what is being done."""
 
     def __init__(
         self,
@@ -30,11 +30,13 @@ class Patience:
         self.first = FIRST if first is None else first
 
     def waiting(self, what: str) -> Wait:
-        """One wait, from now on."""
+        """Begins one wait."""
         return Wait(self, what)
 
 
 class Wait:
+    """Looks now and then whether anything moved during one wait."""
+
     def __init__(self, patience: Patience, what: str) -> None:
         self._patience, self._what = patience, what
         self._begin = self._still_since = patience.clock()
@@ -42,7 +44,7 @@ class Wait:
         self._seen: object = self  # nothing so far
 
     def look(self) -> None:
-        """Called as often as anybody likes while the wait goes on."""
+        """Speaks where nothing moves for long. Called as often as anybody likes while the wait goes on."""
         patience, now = self._patience, self._patience.clock()
         if now < self._next_look:
             return

@@ -1,4 +1,4 @@
-"""Files that somebody names to be read: plain ones. A pipe would be waited for, for ever, and a device may have no end."""
+"""Reads plain files alone: a pipe would be waited for, for ever, and a device may have no end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _KINDS = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR,
 
 
 def read_plain(path: Path, *, limit: int) -> bytes:
-    """The content, or its first `limit` bytes. Raises OSError, which says what is there where it is no plain file, and
+    """Reads the content, or its first `limit` bytes. Raises OSError, which says what is there where it is no plain file, and
     ValueError for a name that no file can have."""
     _refuse(path, path.stat())  # a device may do something when it is opened, and a socket has no words for it
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
@@ -36,5 +36,5 @@ def _refuse(path: Path, status: os.stat_result) -> None:
 
 
 def kind_of(mode: int) -> str:
-    """ "a pipe", of what `os.stat` says is there."""
+    """Names what `os.stat` says is there: "a pipe"."""
     return next((name for is_kind, name in _KINDS if is_kind(mode)), "no file")

@@ -1,4 +1,4 @@
-"""Bytes, rates and times: the only place that parses or prints a size.
+"""Parses and prints bytes, rates and times; no other place prints a size.
 
 Memory is shown in binary units (GiB), traffic and drive wear in decimal ones (GB, TB), as vendors rate them.
 """
@@ -23,7 +23,7 @@ for _power, _letter in enumerate("KMGTP", start=1):
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes of "2GiB", "1.5TB", "4096" or a plain number. Raises ValueError naming the accepted forms."""
+    """Parses "2GiB", "1.5TB", "4096" or a plain number into bytes. Raises ValueError naming the accepted forms."""
     if isinstance(text, int) and not isinstance(text, bool):
         if text < 0:
             raise ValueError("a size is not negative")
@@ -38,8 +38,8 @@ def parse_size(text: str | int) -> int:
 
 
 def parse_rate(text: str | int | float, unit: str) -> float:
-    """Per second: of "21GB/s" or "7450 MB/s" where `unit` is B/s, of "162TFLOPS" where it is FLOP/s, or a plain number.
-    Raises ValueError naming the accepted forms."""
+    """Parses "21GB/s" where `unit` is B/s, "162TFLOPS" where it is FLOP/s, or a plain number. Raises ValueError naming the
+    accepted forms."""
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         if not 0 <= text <= LARGEST_RATE:
             raise ValueError(f"a rate is a number from 0 to {LARGEST_RATE:.0e}")
@@ -56,7 +56,7 @@ def parse_rate(text: str | int | float, unit: str) -> float:
 
 
 def parse_time(text: str) -> int:
-    """Seconds of "8h", "90m", "1h30m", "45s" or "2d". Raises ValueError naming the accepted forms."""
+    """Parses "8h", "90m", "1h30m", "45s" or "2d" into seconds. Raises ValueError naming the accepted forms."""
     match = _TIME.match(text)
     if match is None or not any(match.groups()):
         raise ValueError(f"{text!r} is not a time: write 8h, 90m, 1h30m, 45s or 2d")
@@ -64,7 +64,7 @@ def parse_time(text: str) -> int:
 
 
 def format_time(seconds: int) -> str:
-    """The text that `parse_time` reads back as exactly so many seconds: 5400 is "1h30m"."""
+    """Formats seconds as `parse_time` reads them back: 5400 is "1h30m"."""
     parts, left = [], seconds
     for unit, size in _SECONDS.items():
         number, left = divmod(left, size)
@@ -73,19 +73,19 @@ def format_time(seconds: int) -> str:
 
 
 def align_up(value: int, unit: int) -> int:
-    """The smallest multiple of `unit` that is at least `value`."""
+    """Rounds up to a multiple of `unit`."""
     return -(-value // unit) * unit
 
 
 def gib(size: int | float) -> str:
-    """Memory: "1.84 GiB", or "612 MiB" below one GiB."""
+    """Formats memory: "1.84 GiB", or "612 MiB" below one GiB."""
     if abs(size) >= GiB:
         return f"{size / GiB:.2f} GiB"
     return f"{size / MiB:.0f} MiB"
 
 
 def gb(size: int | float) -> str:
-    """Traffic and wear, decimal: "28.6 GB", "1.49 TB", "512 MB"."""
+    """Formats traffic and wear, decimal: "28.6 GB", "1.49 TB", "512 MB"."""
     for factor, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if abs(size) >= factor:
             return f"{size / factor:.3g} {name}" if abs(size) < 1000 * factor else f"{size / factor:,.0f} {name}"
@@ -93,7 +93,7 @@ def gb(size: int | float) -> str:
 
 
 def count(value: int | float) -> str:
-    """Parameters: "1.10 B", "44.0 M"."""
+    """Formats parameters: "1.10 B", "44.0 M"."""
     for factor, name in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if abs(value) >= factor:
             return f"{value / factor:.3g} {name}"
@@ -101,7 +101,7 @@ def count(value: int | float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """ "850 ms", "12.3 s", "4m 05s", "3h 12m", "5d 19h"."""
+    """Formats seconds: "850 ms", "12.3 s", "4m 05s", "3h 12m", "5d 19h"."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 100:
@@ -117,11 +117,11 @@ def duration(seconds: float) -> str:
 
 
 def brief(seconds: float) -> str:
-    """A duration; of a tiny model's step its first digits, not "0 ms"."""
+    """Formats a duration; of a tiny model's step its first digits, not "0 ms"."""
     return f"{1000 * seconds:.2g} ms" if 0 < seconds < 0.01 else duration(seconds)
 
 
 def in_steps(size: int, whole: int) -> int:
-    """`size` rounded down, to steps of 1/128 to 1/256 of `whole`: about the same gives the same."""
+    """Rounds `size` down, to steps of 1/128 to 1/256 of `whole`: about the same gives the same."""
     step = 1 << max(0, whole.bit_length() - 8)
     return size // step * step

@@ -1,4 +1,4 @@
-"""The swap daemon: threads in this process that read, write and update while somebody else computes.
+"""Runs the swap daemon: threads in this process that read, write and update while somebody else computes.
 
 Every submit returns a ticket; a ticket is spent by the one `wait` or `poll` that reports its end, be it a result or an
 error. From submit until then the spans of the request belong to the daemon.
@@ -8,26 +8,15 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, Literal
 
 from ..core.patience import SILENT, Patience
 from ..spec.plan import Span
 from .arena import Arena
 from .failures import failure_error, refusal_error
+from .handle import Handle
 from .native import ffi, lib
-from .requests import (
-    Counters,
-    DaemonOptions,
-    Event,
-    Home,
-    Result,
-    Segment,
-    Update,
-    counters_of,
-    native_update,
-    result_of,
-)
+from .requests import Counters, DaemonOptions, Event, Home, Result, Segment, Update, native_update
 from .store import Store
 from .written import Move, Written
 
@@ -38,14 +27,14 @@ _NOT_YET = -errno.ETIME
 _EVENTS_AT_ONCE = 512
 _BACKENDS = {"auto": lib.FY_BACKEND_AUTO, "io_uring": lib.FY_BACKEND_IO_URING, "threads": lib.FY_BACKEND_THREADS}
 _BACKEND_NAMES: dict[int, Literal["io_uring", "threads"]] = {
-    lib.FY_BACKEND_IO_URING: "io_uring",
-    lib.FY_BACKEND_THREADS: "threads",
-}
+    lib.FY_BACKEND_IO_URING: "io_uring", lib.FY_BACKEND_THREADS: "threads",
+}  # fmt: skip
 _OPERATIONS: dict[int, Literal["read", "write", "update"]] = {
-    lib.FY_OP_READ: "read",
-    lib.FY_OP_WRITE: "write",
-    lib.FY_OP_UPDATE: "update",
-}
+    lib.FY_OP_READ: "read", lib.FY_OP_WRITE: "write", lib.FY_OP_UPDATE: "update",
+}  # fmt: skip
+_SAME_NAME = (  # in DaemonOptions and in fy_options
+    "read_depth", "write_depth", "requests", "chunk_params", "block_size", "scratch_offset", "scratch_size",
+)  # fmt: skip
 _SUBMIT_HINTS = {
     errno.EAGAIN: "more requests are waiting to be collected than DaemonOptions.requests allows",
     errno.EINVAL: "offsets and sizes must be multiples of the store's alignment and keep clear of the scratch",
@@ -54,7 +43,7 @@ _SUBMIT_HINTS = {
 }
 
 
-class SwapDaemon:
+class SwapDaemon(Handle):
     """Moves bytes between `arena` and `store` and runs AdamW over them. Any thread may call any method.
 
     `label_names` turns the labels of requests (stages) into names for error messages; callers may fill it at any time.
@@ -76,111 +65,75 @@ class SwapDaemon:
         self._paths = store.paths
         self._events = ffi.new("fy_event[]", _EVENTS_AT_ONCE)
         out = ffi.new("fy_daemon **")
-        why = ffi.new("fy_failure *")
-        native_options = ffi.new(
-            "fy_options *",
-            {
-                "backend": _BACKENDS[options.backend],
-                "read_depth": options.read_depth,
-                "write_depth": options.write_depth,
-                "update_threads": options.update_threads if options.scratch_size else 0,
-                "requests": options.requests,
-                "chunk_params": options.chunk_params,
-                "block_size": options.block_size,
-                "scratch_offset": options.scratch_offset,
-                "scratch_size": options.scratch_size,
-                "flags": _flags(options),
-            },
-        )
-        code = lib.fy_daemon_start(native_options, arena.handle, store.handle, out, why)
+        code = lib.fy_daemon_start(_native_options(options), arena.handle, store.handle, out, ffi.NULL)
         if code:
             raise refusal_error("the swap daemon cannot start", code, _start_hint(code, options))
-        self._handle: Any = out[0]
+        super().__init__(out[0], lib.fy_daemon_stop, "swap daemon")
         self._owners = (arena, store)  # both outlive the daemon
         self.written = Written(store.paths, store.stripe, name=self._name) if options.data_sums else None
 
     @property
     def backend(self) -> Literal["io_uring", "threads"]:
-        """The I/O backend in use."""
-        return _BACKEND_NAMES[lib.fy_daemon_backend(self._live())]
+        """Names the I/O backend in use."""
+        return _BACKEND_NAMES[lib.fy_daemon_backend(self.handle)]
 
     @property
     def description(self) -> str:
-        """Features in use, and why others are not."""
-        return str(ffi.string(lib.fy_daemon_description(self._live())).decode())
+        """Says which features are in use, and why others are not."""
+        return str(ffi.string(lib.fy_daemon_description(self.handle)).decode())
 
     def read(self, arena_offset: int, store_offset: int, size: int, *, priority: int = 0, label: int = 0) -> int:
-        """Starts reading `size` bytes of the store into the arena; the ticket."""
+        """Starts reading `size` bytes of the store into the arena; returns the ticket."""
         out = ffi.new("fy_ticket *")
-        code = lib.fy_submit_read(self._live(), arena_offset, store_offset, size, priority, label, out)
+        code = lib.fy_submit_read(self.handle, arena_offset, store_offset, size, priority, label, out)
         return self._ticket(out, code, Move("read", Span(offset=store_offset, size=size), label))
 
     def write(self, arena_offset: int, store_offset: int, size: int, *, priority: int = 0, label: int = 0) -> int:
-        """Starts writing `size` bytes of the arena to the store; the ticket."""
+        """Starts writing `size` bytes of the arena to the store; returns the ticket."""
         out = ffi.new("fy_ticket *")
-        code = lib.fy_submit_write(self._live(), arena_offset, store_offset, size, priority, label, out)
+        code = lib.fy_submit_write(self.handle, arena_offset, store_offset, size, priority, label, out)
         return self._ticket(out, code, Move("write", Span(offset=store_offset, size=size), label))
 
     def update(self, update: Update) -> int:
-        """Starts one AdamW step over one stage: states in, new weights and states out; the ticket."""
+        """Starts one AdamW step over one stage, states in, new weights and states out; returns the ticket."""
         request, segments = native_update(update)
         out = ffi.new("fy_ticket *")
-        code = lib.fy_submit_update(self._live(), request, segments, out)
+        code = lib.fy_submit_update(self.handle, request, segments, out)
         return self._ticket(out, code, update)
 
     def wait(self, ticket: int) -> Result:
-        """The result of `ticket`, when it has one. Raises SwapError (OutOfSpaceError on a full disk) if it failed."""
+        """Waits for the result of `ticket`. Raises SwapError (OutOfSpaceError on a full disk) if it failed."""
         native, waiting = ffi.new("fy_result *"), self._patience.waiting("the store")
-        while (code := lib.fy_wait(self._live(), ticket, _SLICE_NS, native)) == _NOT_YET:
+        while (code := lib.fy_wait(self.handle, ticket, _SLICE_NS, native)) == _NOT_YET:
             waiting.look()
         return self._result(ticket, code, native)
 
     def poll(self, ticket: int) -> Result | None:
-        """The result of `ticket` if it has one now, else None: the ticket stays valid. Raises as `wait` does."""
+        """Returns the result of `ticket` if it has one now, else None: the ticket stays valid. Raises as `wait` does."""
         native = ffi.new("fy_result *")
-        code = lib.fy_wait(self._live(), ticket, 0, native)
+        code = lib.fy_wait(self.handle, ticket, 0, native)
         return None if code == _NOT_YET else self._result(ticket, code, native)
 
     def counters(self) -> Counters:
-        """Totals since start."""
+        """Returns totals since start."""
         out = ffi.new("fy_counters *")
-        code = lib.fy_daemon_counters(self._live(), out)
+        code = lib.fy_daemon_counters(self.handle, out)
         if code:
             raise refusal_error("the daemon's counters cannot be read", code)
-        return counters_of(out)
+        return Counters.of(out)
 
     def events(self) -> list[Event]:
-        """What has finished since the last call, oldest first. `events_dropped` counts what was lost in between."""
+        """Returns what has finished since the last call, oldest first. `events_dropped` counts what was lost in between."""
         events: list[Event] = []
         count, dropped = ffi.new("uint32_t *"), ffi.new("uint64_t *")
         while True:
-            code = lib.fy_daemon_events(self._live(), self._events, _EVENTS_AT_ONCE, count, dropped)
+            code = lib.fy_daemon_events(self.handle, self._events, _EVENTS_AT_ONCE, count, dropped)
             if code:
                 raise refusal_error("the daemon's log cannot be read", code)
             self.events_dropped += dropped[0]
             events += [_event(self._events[i]) for i in range(count[0])]
             if count[0] < _EVENTS_AT_ONCE:
                 return events
-
-    def close(self) -> None:
-        """Drains the kernel and ends the threads; tickets not yet done fail with ECANCELED. Twice is fine."""
-        if self._handle is None:
-            return
-        handle, self._handle = self._handle, None
-        code = lib.fy_daemon_stop(handle)
-        if code:
-            raise refusal_error("the swap daemon did not stop cleanly", code)
-
-    def __enter__(self) -> SwapDaemon:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    def _live(self) -> Any:
-        if self._handle is None:
-            raise ValueError("the swap daemon is stopped")
-        return self._handle
 
     def _name(self, label: int) -> str:
         return self.label_names.get(label, f"request labelled {label}")
@@ -196,7 +149,7 @@ class SwapDaemon:
 
     def _result(self, ticket: int, code: int, native: Any) -> Result:
         if code == 0:
-            result = result_of(native)
+            result = Result(*(getattr(native, name) for name in Result._fields))
             if self.written is not None:
                 self.written.end(ticket, result)
             return result
@@ -207,19 +160,17 @@ class SwapDaemon:
         raise failure_error(native.failure, paths=self._paths, label_names=self.label_names, code=code)
 
 
-def _flags(options: DaemonOptions) -> int:
-    sums = lib.FY_DAEMON_DATA_SUMS if options.data_sums else 0
-    return int(sums | (lib.FY_DAEMON_WRITE_SUMS if options.write_sums else 0))
+def _native_options(options: DaemonOptions) -> Any:
+    native = ffi.new("fy_options *", {name: getattr(options, name) for name in _SAME_NAME})
+    native.backend = _BACKENDS[options.backend]
+    native.update_threads = options.update_threads if options.scratch_size else 0
+    native.flags = options.data_sums * lib.FY_DAEMON_DATA_SUMS | options.write_sums * lib.FY_DAEMON_WRITE_SUMS
+    return native
 
 
 def _event(native: Any) -> Event:
-    return Event(
-        operation=_OPERATIONS[native.operation],
-        label=native.label,
-        begin_ns=native.begin_ns,
-        end_ns=native.end_ns,
-        bytes=native.bytes,
-    )
+    operation, begin, end = _OPERATIONS[native.operation], native.begin_ns, native.end_ns
+    return Event(operation=operation, label=native.label, begin_ns=begin, end_ns=end, bytes=native.bytes)
 
 
 def _start_hint(code: int, options: DaemonOptions) -> str | None:

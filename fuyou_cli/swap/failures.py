@@ -1,4 +1,4 @@
-"""From what the library reports to an error a person can act on."""
+"""Makes errors that a person can act on of what the library reports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core.disk import TOO_LARGE
+from ..core.disk import REMEDIES
 from ..core.errors import FuyouError, OutOfSpaceError, SwapError
 from .native import lib
 
@@ -22,25 +22,18 @@ _DOING = {
     lib.FY_OP_SETUP: "setting up",
 }
 _ON_FILES = {lib.FY_OP_OPEN, lib.FY_OP_READ, lib.FY_OP_WRITE, lib.FY_OP_SYNC, lib.FY_OP_ALLOCATE}
-_AGAIN = "the drive keeps asking for another try: see what `dmesg` says of it, and run the same command again"
-_HINTS = {
+_HINTS = REMEDIES | {
     errno.ENOSPC: "free space on that disk, or point offload.dir at a larger one",
     errno.EDQUOT: "your disk quota is used up: free space or point offload.dir elsewhere",
-    errno.EIO: "the disk reported an error: see `dmesg` and the drive's health",
     errno.ENODATA: "the file ends too early: it was truncated or copied incompletely",
     errno.EBUSY: "another process uses these files: stop it, or give this run its own offload.dir",
     errno.EPERM: "only the process that made arena, store and daemon may use them: a forked child may not",
-    errno.EACCES: "check the permissions of the directory",
     errno.ENOENT: "check that the directory exists and is mounted",
-    errno.EROFS: "the file system is read-only",
-    errno.EFBIG: TOO_LARGE,
     errno.ESTALE: "the file was moved or removed, or its drive unmounted, while the run used it: put it back; what was "
     "committed last is there",
     errno.ENOMEM: "not enough memory, or a locked-memory limit (`ulimit -l`) that is too small",
     errno.EMFILE: "too many open files: raise `ulimit -n`",
     errno.ECANCELED: "the daemon was stopped before this request was done",
-    errno.EAGAIN: _AGAIN,
-    errno.EINTR: _AGAIN,
     errno.ELOOP: "a symbolic link lies there, and a store's file is none: remove it, or point offload.dir at its target",
 }
 _OPENING_HINTS = {
@@ -50,7 +43,7 @@ _OPENING_HINTS = {
 
 
 def errno_text(code: int) -> str:
-    """`Input/output error (EIO)` of a positive or negative errno."""
+    """Names a positive or negative errno: `Input/output error (EIO)`."""
     code = abs(code)
     return f"{os.strerror(code)} ({errno.errorcode.get(code, code)})"
 
@@ -58,14 +51,13 @@ def errno_text(code: int) -> str:
 def failure_error(
     why: Any, *, paths: Sequence[Path], label_names: Mapping[int, str] | None = None, code: int | None = None
 ) -> FuyouError:
-    """The error for a filled `fy_failure`. `code` stands in where the library refused before it could fill one."""
+    """Makes the error for a filled `fy_failure`. `code` stands in where the library refused before it could fill one."""
     error = abs(why.error or code or 0)
-    doing = _DOING.get(why.operation, "using the store")
-    parts = [doing]
-    if why.operation in (lib.FY_OP_READ, lib.FY_OP_WRITE, lib.FY_OP_UPDATE):
-        known = (label_names or {}).get(why.label)
-        parts += [known or f"request labelled {why.label}"] if known or why.label else []
-    text = " ".join(parts) + " failed"
+    text = _DOING.get(why.operation, "using the store")
+    known = (label_names or {}).get(why.label) or (f"request labelled {why.label}" if why.label else None)
+    if known and why.operation in (lib.FY_OP_READ, lib.FY_OP_WRITE, lib.FY_OP_UPDATE):
+        text += f" {known}"
+    text += " failed"
     if why.operation in _ON_FILES and why.file < len(paths):
         text += f": {paths[why.file]}"
         if why.operation in (lib.FY_OP_READ, lib.FY_OP_WRITE, lib.FY_OP_ALLOCATE):
@@ -78,5 +70,5 @@ def failure_error(
 
 
 def refusal_error(what: str, code: int, hint: str | None = None) -> SwapError:
-    """The error for a call that was refused before anything happened."""
+    """Makes the error for a call that was refused before anything happened."""
     return SwapError(f"{what}: {errno_text(code)}", hint=hint or _HINTS.get(abs(code)))

@@ -1,4 +1,4 @@
-"""The library's arithmetic on plain memory, on the caller's own thread and without the GIL.
+"""Calls the library's arithmetic on plain memory, on the caller's own thread and without the GIL.
 
 Arguments are anything with the buffer protocol (memoryviews of the arena, numpy arrays), contiguous; bfloat16 travels
 as two-byte items of any type.
@@ -20,7 +20,7 @@ CHECKSUM_BLOCK = 4096
 
 
 def sum_squares(values: Buffer, dtype: Dtype) -> tuple[float, int]:
-    """The sum of squares in double, and how many values are not finite.
+    """Returns the sum of squares in double, and how many values are not finite.
 
     Always the same bits: leaves of 16384 values are summed with a fixed tree and added in order, so the sums of the
     leaves, taken by whatever threads and added in order, give the same total.
@@ -32,7 +32,7 @@ def sum_squares(values: Buffer, dtype: Dtype) -> tuple[float, int]:
 
 
 def split(master: Buffer, weights: Buffer, remainder: Buffer) -> int:
-    """float32 masters into bfloat16 weights and int16 remainders; how many are not finite as bfloat16."""
+    """Splits float32 masters into bfloat16 weights and int16 remainders; returns how many are not finite as bfloat16."""
     source = ffi.from_buffer("float[]", master)
     high = ffi.from_buffer("uint16_t[]", weights, require_writable=True)
     low = ffi.from_buffer("int16_t[]", remainder, require_writable=True)
@@ -43,7 +43,7 @@ def split(master: Buffer, weights: Buffer, remainder: Buffer) -> int:
 
 
 def join(weights: Buffer, remainder: Buffer, master: Buffer) -> None:
-    """The float32 masters that `split` took apart, bit for bit."""
+    """Joins the float32 masters that `split` took apart, bit for bit."""
     high = ffi.from_buffer("uint16_t[]", weights)
     low = ffi.from_buffer("int16_t[]", remainder)
     target = ffi.from_buffer("float[]", master, require_writable=True)
@@ -51,8 +51,8 @@ def join(weights: Buffer, remainder: Buffer, master: Buffer) -> None:
 
 
 def checksum(data: Buffer, *, position: int = 0) -> int:
-    """A 64-bit sum of a span: position-sensitive, the same on every machine, not cryptographic. A longer span's sum is
-    that of its parts added up modulo 2^64, each told its `position` (bytes, a multiple of 4096)."""
+    """Returns a 64-bit checksum of a span: position-sensitive, the same on every machine, not cryptographic. A longer span's
+    is the sum of its parts' modulo 2^64, each told its `position` (bytes, a multiple of 4096)."""
     if position % CHECKSUM_BLOCK:
         raise ValueError(f"position {position} is not a multiple of {CHECKSUM_BLOCK}")
     memory = ffi.from_buffer(data)
@@ -68,8 +68,8 @@ def adamw(
     variance: Buffer,
     gradients: Buffer,
 ) -> int:
-    """One AdamW step in place over arrays of `update.params` values (its offsets are ignored); how many new weights
-    are not finite. `remainder` is needed for bfloat16 weights."""
+    """Runs one AdamW step in place over arrays of `update.params` values (its offsets are ignored); returns how many new
+    weights are not finite. `remainder` is needed for bfloat16 weights."""
     request, segments = native_update(update)
     if update.weights_dtype == "bfloat16" and remainder is None:
         raise ValueError("bfloat16 weights need their remainder")
@@ -89,17 +89,17 @@ def adamw(
 
 
 def scratch_size(chunk_params: int, chunks: int) -> int:
-    """Bytes of arena that `chunks` update chunks of `chunk_params` parameters take."""
+    """Returns the bytes of arena that `chunks` update chunks of `chunk_params` parameters take."""
     return int(lib.fy_scratch_size(chunk_params, chunks))
 
 
 def build_info() -> str:
-    """Compiler, liburing version or "no io_uring", and which loops were compiled."""
+    """Names the compiler, the liburing version or "no io_uring", and the loops that were compiled."""
     return str(ffi.string(lib.fy_build_info()).decode())
 
 
 def has_io_uring() -> bool:
-    """Whether this library was built with io_uring; the kernel may refuse it all the same."""
+    """Tells whether this library was built with io_uring; the kernel may refuse it all the same."""
     return "no io_uring" not in build_info()
 
 

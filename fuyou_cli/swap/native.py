@@ -1,4 +1,4 @@
-"""The one door to the extension module: its `ffi` and `lib`, or one clear error where it was never built."""
+"""Imports the extension module, the one door to it: its `ffi` and `lib`, or one clear error where it was never built."""
 
 from __future__ import annotations
 

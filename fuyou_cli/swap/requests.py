@@ -7,18 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 from ..spec.model import Dtype
 from ..spec.plan import IoPlan
 from .native import DTYPES, NOWHERE, ffi, lib
 
 _REQUESTS = 4096  # of a run
+_OF_A_PLAN = ("backend", "read_depth", "write_depth", "update_threads", "chunk_params", "block_size")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DaemonOptions:
-    """How the daemon is sized. Nothing grows after start."""
+    """Sizes the daemon. Nothing grows after start."""
 
     backend: Literal["auto", "io_uring", "threads"] = "auto"
     read_depth: int = 8  # reads in flight at most
@@ -34,26 +35,16 @@ class DaemonOptions:
 
     @classmethod
     def of(cls, io: IoPlan, *, data_sums: bool, write_sums: bool) -> DaemonOptions:
-        """As a run's plan has them."""
-        return cls(
-            backend=io.backend,
-            read_depth=io.read_depth,
-            write_depth=io.write_depth,
-            update_threads=io.update_threads,
-            requests=_REQUESTS,
-            chunk_params=io.chunk_params,
-            block_size=io.block_size,
-            scratch_offset=io.scratch.offset,
-            scratch_size=io.scratch.size,
-            data_sums=data_sums,
-            write_sums=write_sums,
-        )
+        """Takes the sizes from a run's plan."""
+        same = {name: getattr(io, name) for name in _OF_A_PLAN}
+        scratch = {"scratch_offset": io.scratch.offset, "scratch_size": io.scratch.size}
+        return cls(**same, **scratch, requests=_REQUESTS, data_sums=data_sums, write_sums=write_sums)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Home:
-    """Where one state tensor rests: in RAM at `arena`, else read from `source` (None: all zero) and written to
-    `target`. With `arena` a `target` names a copy to be written as well."""
+    """Says where one state tensor rests: in RAM at `arena`, else read from `source` (None: all zero) and written to `target`.
+    With `arena` a `target` names a copy to be written as well."""
 
     arena: int | None = None
     source: int | None = None
@@ -65,7 +56,7 @@ NO_HOME = Home()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """Parameters [first, first + count) and what AdamW does to them."""
+    """Names parameters [first, first + count) and what AdamW does to them."""
 
     first: int
     count: int
@@ -76,7 +67,7 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """One AdamW step over one stage; see fuyou.h. Parameters of no segment keep every value they have."""
+    """Describes one AdamW step over one stage; see fuyou.h. Parameters of no segment keep every value they have."""
 
     params: int  # a multiple of 2048
     weights_dtype: Dtype
@@ -100,8 +91,9 @@ class Update:
 
 
 class Result(NamedTuple):
-    """What a finished request leaves behind. Sums are of the bytes written to the store, 0 where nothing was; those that are
-    there with `data_sums` alone (of a write with `write_sums` too), of what a read or a write moved and an update read."""
+    """Holds what a finished request leaves behind. `*_sum`: checksums of the bytes written to the store, 0 where nothing was;
+    `data_sum` (with `data_sums`, of a write with `write_sums` too) of what a read or a write moved, `*_read` of what an update
+    read."""
 
     nonfinite: int
     weights_sum: int
@@ -117,7 +109,7 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counters:
-    """Totals since start. Nanoseconds are sums over threads; `*_busy_ns` is time with at least one I/O in flight."""
+    """Holds totals since start. Nanoseconds are sums over threads; `*_busy_ns` is time with at least one I/O in flight."""
 
     read_bytes: int
     written_bytes: int
@@ -132,11 +124,16 @@ class Counters:
     in_flight: int
     queued: int
 
+    @classmethod
+    def of(cls, native: Any) -> Self:
+        """Copies a filled `fy_counters`."""
+        return cls(**{field.name: getattr(native, field.name) for field in fields(cls)})
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """One finished request, or a stretch of an update's I/O, on the clock of `time.monotonic_ns`. An update itself has no
-    bytes: its I/O has."""
+    """Times one finished request, or a stretch of an update's I/O, on the clock of `time.monotonic_ns`. An update itself has
+    no bytes: its I/O has."""
 
     operation: Literal["read", "write", "update"]
     label: int
@@ -145,53 +142,26 @@ class Event:
     bytes: int
 
 
+_SAME_NAME = ("params", "lr", "beta1", "beta2", "epsilon", "gradient_scale", "step", "priority", "label")  # as in fy_update
+_OFFSETS = ("weights", "weights_target", "gradients", "gradients_source")
+_HOMES = ("remainder", "momentum", "variance")
+
+
 def _place(offset: int | None) -> int:
     return NOWHERE if offset is None else offset
 
 
-def _home(home: Home) -> dict[str, int]:
-    return {"arena": _place(home.arena), "source": _place(home.source), "target": _place(home.target)}
-
-
 def native_update(update: Update) -> tuple[Any, Any]:
-    """`fy_update *` and `fy_segment *`; the second owns memory and must outlive the call."""
+    """Makes `fy_update *` and `fy_segment *`; the second owns memory and must outlive the call."""
     segments = ffi.new("fy_segment[]", max(1, len(update.segments)))
     for target, segment in zip(segments, update.segments, strict=False):  # one spare entry where there are none
         target.first, target.count = segment.first, segment.count
         target.weight_decay, target.lr_scale = segment.weight_decay, segment.lr_scale
         target.flags = lib.FY_SEGMENT_FROZEN if segment.frozen else 0
-    request = ffi.new(
-        "fy_update *",
-        {
-            "params": update.params,
-            "weights_dtype": DTYPES[update.weights_dtype],
-            "gradients_dtype": DTYPES[update.gradients_dtype],
-            "weights": update.weights,
-            "weights_target": _place(update.weights_target),
-            "gradients": _place(update.gradients),
-            "gradients_source": _place(update.gradients_source),
-            "remainder": _home(update.remainder),
-            "momentum": _home(update.momentum),
-            "variance": _home(update.variance),
-            "lr": update.lr,
-            "beta1": update.beta1,
-            "beta2": update.beta2,
-            "epsilon": update.epsilon,
-            "gradient_scale": update.gradient_scale,
-            "step": update.step,
-            "priority": update.priority,
-            "label": update.label,
-            "segment_count": len(update.segments),
-        },
-    )
-    return request, segments
-
-
-def result_of(native: Any) -> Result:
-    """The Python form of a filled `fy_result`."""
-    return Result(*(getattr(native, name) for name in Result._fields))
-
-
-def counters_of(native: Any) -> Counters:
-    """The Python form of a filled `fy_counters`."""
-    return Counters(**{field.name: getattr(native, field.name) for field in fields(Counters)})
+    values: dict[str, Any] = {name: getattr(update, name) for name in _SAME_NAME}
+    values |= {name: _place(getattr(update, name)) for name in _OFFSETS}
+    for name in _HOMES:
+        home: Home = getattr(update, name)
+        values[name] = {"arena": _place(home.arena), "source": _place(home.source), "target": _place(home.target)}
+    values |= {"weights_dtype": DTYPES[update.weights_dtype], "gradients_dtype": DTYPES[update.gradients_dtype]}
+    return ffi.new("fy_update *", {**values, "segment_count": len(update.segments)}), segments

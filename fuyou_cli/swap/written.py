@@ -1,4 +1,4 @@
-"""What rests where on the store, by its sum: whatever is read is compared with what was written there.
+"""Compares whatever is read from the store with the checksum of what was written there.
 
 A drive says of most of what it cannot read that it cannot. This finds the rest: a bit that flipped on the way, a write that
 went elsewhere or nowhere. Nothing is computed on what a fetch brought before it was compared; an update compares when its last
@@ -26,23 +26,16 @@ _HINT = (
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A span of the store, read or written."""
+    """Names a span of the store, read or written."""
 
     kind: Literal["read", "write"]
     span: Span
     label: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
-    what: str  # for people
-    span: Span
-    total: int
-
-
 class Written:
-    """Of the store in these files, striped. Spans are written and read whole: nothing is known of a part of one. `name`: of a
-    request's label, for people."""
+    """Knows the checksums of what rests in a store's files. Spans are written and read whole: nothing is known of a part of
+    one. `name` gives a request's label a name, for people."""
 
     def __init__(self, files: Sequence[Path], stripe: int, *, name: Callable[[int], str]) -> None:
         self._files, self._stripe, self._name = files, stripe, name
@@ -50,69 +43,59 @@ class Written:
         self._under_way: dict[int, Move | Update] = {}
 
     def expect(self, span: Span, total: int) -> None:
-        """Somebody else wrote it, and knows its sum."""
+        """Takes the checksum of what somebody else wrote."""
         self._totals[span] = total
 
     def begin(self, ticket: int, request: Move | Update) -> None:
         self._under_way[ticket] = request
 
     def fail(self, ticket: int) -> None:
-        """The request is over, and nobody knows what became of its spans."""
+        """Forgets the spans of a request that failed: nobody knows what became of them."""
         request = self._under_way.pop(ticket, None)
-        for span, _ in _written_by(request, None) if request is not None else ():
+        for span, _ in _written_by(request) if request is not None else ():
             self._totals.pop(span, None)
 
     def end(self, ticket: int, result: Result) -> None:
         """Raises SwapError where what the request read is not what was written there."""
         request = self._under_way.pop(ticket)
-        for read in _read_by(request, result):
-            wanted = self._totals.get(read.span, read.total)
-            if read.total != wanted:
-                found = not_as_written(self._files, self._stripe, read.span, total=read.total, wanted=wanted)
-                raise SwapError(f"reading {read.what}{self._name(request.label)}: {found}", hint=_HINT)
-        self._totals.update(_written_by(request, result))
+        for what, span, total in _read_by(request, result):
+            wanted = self._totals.get(span, total)
+            if total != wanted:
+                found = not_as_written(self._files, self._stripe, span, total=total, wanted=wanted)
+                raise SwapError(f"reading {what}{self._name(request.label)}: {found}", hint=_HINT)
+        self._totals.update((span, getattr(result, name)) for span, name in _written_by(request))
 
 
 def not_as_written(files: Sequence[Path | str], stripe: int, span: Span, *, total: int, wanted: int) -> str:
-    """What is wrong with a span of this sum, for people."""
+    """Says what is wrong with a span of this checksum, for people."""
     first, last = span.offset // stripe, (span.offset + span.size - 1) // stripe
     numbers = sorted({block % len(files) for block in range(first, min(last, first + len(files)) + 1)})
     where = ", ".join(str(files[number]) for number in numbers)
-    which, wrong = (
-        f"bytes {span.offset} to {span.offset + span.size} of the store",
-        f"sum {total:016x}, {wanted:016x} is wanted",
-    )
-    return f"{which}, in {where}, are not what was written there ({wrong})"
+    which = f"bytes {span.offset} to {span.offset + span.size} of the store"
+    return f"{which}, in {where}, are not what was written there (sum {total:016x}, {wanted:016x} is wanted)"
 
 
-def _read_by(request: Move | Update, result: Result) -> Iterator[_Read]:
-    if isinstance(request, Move) and request.kind == "read":
-        yield _Read("", request.span, result.data_sum)
-    if not isinstance(request, Update):
+def _read_by(request: Move | Update, result: Result) -> Iterator[tuple[str, Span, int]]:
+    """Yields what a request read, for people, its span and its checksum."""
+    if isinstance(request, Move):
+        if request.kind == "read":
+            yield "", request.span, result.data_sum
         return
-    for name, item in _STATES.items():
-        source = getattr(request, name).source
+    sources = {name: (getattr(request, name).source, item) for name, item in _STATES.items()}
+    sources["gradients"] = (request.gradients_source, ITEM_SIZE[request.gradients_dtype])
+    for name, (source, item) in sources.items():
         if source is not None:
-            span = Span(offset=source, size=request.params * item)
-            yield _Read(f"{name} of ", span, getattr(result, f"{name}_read"))
-    if request.gradients_source is not None:
-        span = Span(offset=request.gradients_source, size=request.params * ITEM_SIZE[request.gradients_dtype])
-        yield _Read("gradients of ", span, result.gradients_read)
+            yield f"{name} of ", Span(offset=source, size=request.params * item), getattr(result, f"{name}_read")
 
 
-def _written_by(request: Move | Update, result: Result | None) -> Iterator[tuple[Span, int]]:
-    """Spans and their sums; 0 where there is no result."""
-
-    def total(name: str) -> int:
-        return 0 if result is None else int(getattr(result, name))
-
-    if isinstance(request, Move) and request.kind == "write":
-        yield request.span, total("data_sum")
-    if not isinstance(request, Update):
+def _written_by(request: Move | Update) -> Iterator[tuple[Span, str]]:
+    """Yields the spans that a request writes, and the names of their checksums in a result."""
+    if isinstance(request, Move):
+        if request.kind == "write":
+            yield request.span, "data_sum"
         return
-    for name, item in _STATES.items():
-        target = getattr(request, name).target
+    targets = {name: (getattr(request, name).target, item) for name, item in _STATES.items()}
+    targets["weights"] = (request.weights_target, ITEM_SIZE[request.weights_dtype])
+    for name, (target, item) in targets.items():
         if target is not None:
-            yield Span(offset=target, size=request.params * item), total(f"{name}_sum")
-    if request.weights_target is not None:
-        yield Span(offset=request.weights_target, size=request.params * ITEM_SIZE[request.weights_dtype]), total("weights_sum")
+            yield Span(offset=target, size=request.params * item), f"{name}_sum"

@@ -23,7 +23,7 @@ from ..swap.daemon import Segment, SwapDaemon, Update
 from ..swap.kernels import CHECKSUM_BLOCK, adamw, checksum, join
 from .state.at_rest import at_rest
 from .state.companions import kept_companions
-from .state.manifest import Manifest, StoredExtent, StoredStage, StoredTensor
+from .state.stored import Manifest, StoredExtent, StoredStage, StoredTensor
 from .state.verify import MODULUS, not_as_named
 
 if TYPE_CHECKING:

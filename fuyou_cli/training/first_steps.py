@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from ..engine.updates import LearningRate
 from ..spec.model import ModelSpec
-from .state.manifest import Manifest, StoredStage
+from .state.stored import Manifest, StoredStage
 
 FIRST = 3  # steps
 _NAMED = 5  # of what is found

@@ -11,7 +11,7 @@ from ..spec.hardware import HardwareProfile
 from ..spec.model import Dtype
 from ..spec.plan import Numerics
 from .micro_batches import usual_size
-from .state.manifest import Manifest
+from .state.stored import Manifest
 from .state.validate import MOST_THREADS
 
 if TYPE_CHECKING:

@@ -28,10 +28,9 @@ from .micro_batches import fastest_size, likely_sizes
 from .numerics import numerics_of
 from .rates import learning_rate
 from .state import fingerprints
-from .state.manifest import Manifest
-from .state.resume import planned_from, saved_state, steps_left
-from .state.saved import check_unchanged_run
+from .state.resume import check_unchanged_run, planned_from, saved_state, steps_left
 from .state.storage import run_name
+from .state.stored import Manifest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

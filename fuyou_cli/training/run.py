@@ -43,10 +43,10 @@ from .reporting import Steps, run_report, settling_steps, timeline
 from .run_limits import RunLimits, check_loading
 from .state import manifest as manifests
 from .state import random_states
-from .state.parts import write_parts
-from .state.saved import check_same_store, check_unchanged
+from .state.parts import STORE_FILE, write_parts
+from .state.resume import check_same_store, check_unchanged
 from .state.saver import Saver, Standing
-from .state.storage import STORE_FILE, StageFiles, check_space, check_stages
+from .state.storage import StageFiles, check_space, check_stages
 from .stopping import StopRequests
 from .trimming import Trimming
 
@@ -139,8 +139,6 @@ class Run:
             files=self.files,
             residency=self.executor.residency,
             store=self.store,
-            daemon=self.daemon,
-            memory=memory,
             device=self.device,
             say=self._announce,
             patience=patience,

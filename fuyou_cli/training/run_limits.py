@@ -14,7 +14,7 @@ from ..core.units import duration, format_time, gb
 from ..planner.commits import CommitLedger
 from ..recipe.fields import format_size
 from ..spec.plan import Plan
-from .state.manifest import TENSORS
+from .state.stored import TENSORS
 
 if TYPE_CHECKING:
     from ..recipe.schema import Recipe

@@ -19,7 +19,7 @@ from typing import Any
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.at_rest import Verified, verify_store
-from fuyou_cli.training.state.manifest import Manifest, StoredExtent
+from fuyou_cli.training.state.stored import Manifest, StoredExtent
 
 from .crashes import Ending, check_went_on, compare, damaged, ending, finished, store_of
 from .nursery import Ended

@@ -23,8 +23,8 @@ from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Numerics, Plan
 from fuyou_cli.training.state import manifest as manifests
-from fuyou_cli.training.state.manifest import Manifest, StoredExtent, StoredStage, StoredTensor
 from fuyou_cli.training.state.parts import PART_FILE, read_part
+from fuyou_cli.training.state.stored import Manifest, StoredExtent, StoredStage, StoredTensor
 
 from .examples import example
 

@@ -8,12 +8,12 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from fuyou_cli.checkpoint.companions import companion_files
+from fuyou_cli.recipe.schema import TokenizerSection
 from fuyou_cli.training.state.companions import keep_companions, kept_companions, written_companions
 
 OLD = {"config.json": '{"age": "old"}', "tokenizer.json": "old", "LICENSE": "old", "merges.txt": "old"}
@@ -24,13 +24,12 @@ class Cut(BaseException):
     """A kill."""
 
 
-def _source(folder: Path, files: dict[str, str]) -> Any:
-    """What `keep_companions` reads of a prepared run: a model's folder, and a recipe that changes nothing."""
+def _source(folder: Path, files: dict[str, str]) -> Callable[[Path], None]:
+    """Makes a model's folder; what keeps its companions in a store, for a recipe that changes nothing."""
     folder.mkdir()
     for name, content in files.items():
         (folder / name).write_text(content)
-    recipe = SimpleNamespace(tokenizer=SimpleNamespace(chat_template=None, pad_token=None))
-    return cast("Any", SimpleNamespace(recipe=recipe, model_dir=folder, tokenizer_dir=folder))
+    return lambda store: keep_companions(store, TokenizerSection(), model_dir=folder, tokenizer_dir=folder)
 
 
 def _content(store: Path) -> dict[str, str]:
@@ -63,11 +62,11 @@ def test_cut_off_anywhere_the_kept_files_are_whole(tmp_path: Path, before: bool)
         store = tmp_path / f"store-{number}"
         store.mkdir()
         if before:
-            keep_companions(old, store)
+            old(store)
         with pytest.MonkeyPatch.context() as monkeypatch:
             asked = _cut_at(monkeypatch, number)
             with suppress(Cut):
-                keep_companions(new, store)
+                new(store)
             finished = asked() < number
         kept = kept_companions(store)
         if before or finished:
@@ -79,7 +78,7 @@ def test_cut_off_anywhere_the_kept_files_are_whole(tmp_path: Path, before: bool)
             age = json.loads((kept / "config.json").read_text())["age"]
             for name in set(exported) - {"config.json"}:
                 assert (kept / name).read_text() in ({"new"} if age == "new" and name in NEW else {"old", "new"})
-        keep_companions(new, store)
+        new(store)
         assert _content(store) == NEW, f"change {number}: the next run leaves its files and no others"
         if finished:
             assert number > 10
@@ -91,6 +90,6 @@ def test_files_of_others_stay(tmp_path: Path) -> None:
     (tmp_path / "companions").mkdir()
     for name in ("notes.md", ".notes.md.unfinished"):
         (tmp_path / "companions" / name).write_text("mine")
-    keep_companions(_source(tmp_path / "model", NEW), tmp_path)
+    _source(tmp_path / "model", NEW)(tmp_path)
     assert _content(tmp_path) == {**NEW, "notes.md": "mine", ".notes.md.unfinished": "mine"}
     assert {path.name for path in written_companions(tmp_path)} == set(NEW)

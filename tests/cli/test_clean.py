@@ -222,7 +222,7 @@ def test_sizes_are_what_the_disk_gives_back(tmp_path):
         file.truncate(1 << 30)  # a hole takes nothing
     make_store(tmp_path / "run", files=[one])
     store = read_store(find_manifests(tmp_path)[0])
-    assert (store.files[0].size, store.files[0].taken < 1 << 20) == (1 << 30, True)
+    assert store.files[0].taken < 1 << 20
 
 
 @pytest.mark.parametrize("more", [[BEFORE], [".manifest.before.new"], [BEFORE, ".manifest.before.new"]], ids=str)
@@ -236,14 +236,14 @@ def test_a_run_killed_as_it_set_its_manifest_aside(tmp_path, capsys, more):
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_a_name_that_no_run_gave_it_is_one_too_many(tmp_path, capsys):
+def test_another_name_of_a_manifest_is_left(tmp_path, capsys):
+    """Whoever gave it that keeps what it says."""
     one = make_file(tmp_path / "run" / "store.bin")
-    manifest = make_store(tmp_path / "run", files=[one], companions=[str(tmp_path / "run" / BEFORE)])
-    os.link(manifest, tmp_path / "run" / BEFORE)
+    manifest = make_store(tmp_path / "run", files=[one])
+    said = manifest.read_text()
     os.link(manifest, tmp_path / "mine")
-    with pytest.raises(FuyouError, match="1 of 1 stores were left"):
-        run_clean(tmp_path, yes=True)
-    assert "hard link" in capsys.readouterr().err and one.exists() and manifest.exists()
+    run_clean(tmp_path, yes=True)
+    assert not one.exists() and not manifest.exists() and (tmp_path / "mine").read_text() == said
 
 
 def _rewritten(folder: Path) -> None:
@@ -290,9 +290,9 @@ def test_files_that_no_manifest_names_are_shown_and_stay(tmp_path, capsys):
     with pytest.raises(UsageError, match="no store under"):
         run_clean(tmp_path, yes=True)
     said = " ".join(capsys.readouterr().err.split())
-    assert f"{begun} (8,192 bytes) left as it is, for no {NAME} names it: a run that is killed as it begins" in said
+    assert f"{begun} (8,192 bytes) left as it is, for no {NAME} names it: its run was killed as it began" in said
     assert f"part 2 of 2 of the store in {tmp_path / 'elsewhere' / 'second'}" in said
-    assert f"{BEFORE} is there" in said
+    assert f"or goes on from {BEFORE}" in said
     make_store(tmp_path / "run", files=[make_file(tmp_path / "run" / "store.bin")])
     run_clean(tmp_path, yes=True)
     assert begun.exists() and second.exists() and lost.exists() and not (tmp_path / "run" / "store.bin").exists()

@@ -17,6 +17,7 @@ from fuyou_cli.training.exporting import export_store
 from fuyou_cli.training.prepare import Prepared, prepare
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.state import manifest as manifests
+from fuyou_cli.training.state.stored import Manifest
 
 from .conftest import Project
 
@@ -67,7 +68,7 @@ def exported(store: Path, target: Path) -> dict[str, torch.Tensor]:
     return {name: value for path in paths for name, value in load_file(path).items()}
 
 
-def manifest_of(project: Project) -> manifests.Manifest:
+def manifest_of(project: Project) -> Manifest:
     stores = [path for path in project.folder.rglob(manifests.NAME)]
     assert len(stores) == 1
     found = manifests.read(stores[0].parent)

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from fuyou_cli.training import losses as loss_files
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.commits import Commits
-from fuyou_cli.training.state.manifest import Manifest, StoredExtent
+from fuyou_cli.training.state.stored import TENSORS, Manifest, StoredExtent
 
 from .conftest import Project, Whole
 from .running import STEPS, exported, interrupt, manifest_of, prepared_run, store_of, train
@@ -114,7 +115,7 @@ def test_the_same_states_are_on_the_store(new_project: NewProject, whole: Callab
         for folder in (store, whole().store)
         if (found := manifests.read(folder)) is not None
     )
-    assert ours == theirs and {name for name, _ in ours} == set(manifests.TENSORS)
+    assert ours == theirs and {name for name, _ in ours} == set(TENSORS)
 
 
 def _flip(file: Path, byte: int) -> None:
@@ -127,7 +128,7 @@ def _flip(file: Path, byte: int) -> None:
         os.fsync(stream.fileno())
 
 
-@pytest.mark.parametrize("tensor", manifests.TENSORS)
+@pytest.mark.parametrize("tensor", TENSORS)
 def test_a_flipped_bit_is_found_and_the_step_before_goes_on(
     tensor: str, stopped: Project, tmp_path: Path, whole: Callable[..., Whole]
 ) -> None:
@@ -374,15 +375,17 @@ def test_an_export_has_the_updates_that_are_to_be_done(dtype: str, new_project: 
 
 def test_nothing_is_named_behind_a_flush_that_failed(stopped: Project) -> None:
     """Also what was waiting its turn already: a second flush would seem to work."""
-    flushes, named = list[int](), list[Manifest]()
+    flushes, named, both_begun = list[int](), list[Manifest](), Event()
 
     def flush() -> None:
         flushes.append(1)
+        assert both_begun.wait(30)
         raise SwapError("syncing failed")
 
     commits = Commits(flush=flush, name=named.append)
     for _ in range(2):
         commits.begin(manifest_of(stopped))
+    both_begun.set()
     with pytest.raises(SwapError, match="syncing failed"):
         commits.finish()
     commits.close()

@@ -19,10 +19,10 @@ from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training import run as runs
 from fuyou_cli.training.prepare import run_directories
 from fuyou_cli.training.run import Run
-from fuyou_cli.training.state import folder_names, saved
+from fuyou_cli.training.state import folder_names, resume
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.companions import keep_companions
-from fuyou_cli.training.state.manifest import Manifest, StoredStage
+from fuyou_cli.training.state.stored import Manifest, StoredStage
 
 from .conftest import Project, Whole
 from .running import STEPS, manifest_of, prepared_run, store_of, train
@@ -32,6 +32,13 @@ NewProject = Callable[..., Project]
 
 def _run(project: Project) -> Run:
     return Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space)
+
+
+def _keep_companions(run: Run) -> None:
+    prepared = run.prepared
+    keep_companions(
+        run.paths[0].parent, prepared.recipe.tokenizer, model_dir=prepared.model_dir, tokenizer_dir=prepared.tokenizer_dir
+    )
 
 
 class _Killed(BaseException):
@@ -62,7 +69,7 @@ def test_what_a_run_writes_is_nobody_elses_to_read(there: bool, new_project: New
     seen: set[str] = set()
 
     def look(run: Run) -> None:
-        keep_companions(run.prepared, run.paths[0].parent)
+        _keep_companions(run)
         for folder in folders:
             assert _mode(folder) == 0o700
             for path in folder.rglob("*"):
@@ -94,7 +101,7 @@ def test_a_manifest_names_what_the_run_wrote_alone(stopped: Project) -> None:
     (kept / "folder.json").mkdir()
     with _run(stopped) as run:
         run.load(lambda count: None)
-        keep_companions(run.prepared, folder)
+        _keep_companions(run)
         run.train(lambda report: None)
     now = manifest_of(stopped)
     named = [Path(name) for name in (*now.files, *now.parts, *now.companions)]
@@ -159,7 +166,7 @@ def test_a_run_killed_before_its_part_file_owns_what_its_manifest_names(
 ) -> None:
     """Also where a file system says of room that was set aside that it holds data."""
     expected = whole().losses
-    monkeypatch.setattr(saved, "_holds_data", lambda file: True)
+    monkeypatch.setattr(resume, "_holds_data", lambda file: True)
     project = new_project("killed", {"train.max_steps": STEPS})
     with monkeypatch.context() as killed, _run(project) as run, pytest.raises(_Killed):
         killed.setattr(runs, "write_parts", _kill)

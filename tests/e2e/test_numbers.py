@@ -21,6 +21,7 @@ from fuyou_cli.training.jsonl import read_log
 from fuyou_cli.training.report import StepReport
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.state import manifest as manifests
+from fuyou_cli.training.state.stored import StoredStage
 
 from .conftest import Project, Whole
 from .running import STEPS, exported, manifest_of, prepared_run, store_of, train
@@ -98,7 +99,7 @@ def test_a_skipped_step_keeps_every_bit(new_project: NewProject) -> None:
     assert [_sums(stage) for stage in after.stages] == [_sums(stage) for stage in before.stages]
 
 
-def _sums(stage: manifests.StoredStage) -> list[tuple[str, int]]:
+def _sums(stage: StoredStage) -> list[tuple[str, int]]:
     return [(name, extent.sum) for name, extent in stage.extents()]
 
 

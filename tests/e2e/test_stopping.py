@@ -19,8 +19,8 @@ from fuyou_cli.swap.store import Store
 from fuyou_cli.training.exporting import export_store
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.state import manifest as manifests
-from fuyou_cli.training.state.saved import check_unchanged_run
-from fuyou_cli.training.state.storage import STORE_FILE
+from fuyou_cli.training.state.parts import STORE_FILE
+from fuyou_cli.training.state.resume import check_unchanged_run
 
 from .conftest import Project, Whole
 from .running import STEPS, exported, interrupt, manifest_of, prepared_run, store_of, train

@@ -18,7 +18,7 @@ from fuyou_cli.machine.described import described
 from fuyou_cli.machine.profile import assumed_hardware
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training.prepare import Prepared, prepare, run_directories
-from fuyou_cli.training.state.storage import STORE_FILE
+from fuyou_cli.training.state.parts import STORE_FILE
 
 from .conftest import Project
 

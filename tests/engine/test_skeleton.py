@@ -76,5 +76,5 @@ def test_a_configuration_that_is_none(tmp_path: Path, text: str, message: str) -
 
 def test_a_configuration_that_is_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(UsageError, match=r"config\.json: is not a regular file"):
+    with pytest.raises(UsageError, match=r"config\.json: cannot be read: it is a pipe, not a plain file"):
         load_config(tmp_path)

@@ -33,9 +33,9 @@ def _keep(folder: Path) -> None:
     companions._replace(folder / manifests.COMPANIONS, {"config.json": b"{}"})
 
 
-def _set_room_aside(folder: Path) -> None:
+def _reserve_disk(folder: Path) -> None:
     saver = SimpleNamespace(spare=folder / "spare", prepared=SimpleNamespace(total_steps=1))
-    Saver._set_room_aside(cast(Any, saver))
+    Saver._reserve_disk(cast(Any, saver))
 
 
 # what writes, where a plant would be hit, what is there afterwards
@@ -44,7 +44,7 @@ WRITERS: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "manifest": (lambda folder: manifests.write(folder, manifest()), ".manifest.new", manifests.NAME),
     "part": (lambda folder: parts.write_parts("0" * 16, [folder]), parts.NEW_PART, parts.PART_FILE),
     "companion": (_keep, "companions/.config.json.unfinished", "companions/config.json"),
-    "spare": (_set_room_aside, "spare", "spare"),
+    "spare": (_reserve_disk, "spare", "spare"),
 }
 
 

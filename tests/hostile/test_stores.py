@@ -25,8 +25,8 @@ from fuyou_cli.core import json_files
 from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.training import losses
 from fuyou_cli.training.state import manifest as manifests
-from fuyou_cli.training.state.manifest import DueUpdate
 from fuyou_cli.training.state.parts import PART_FILE, lacking, part_size, read_part
+from fuyou_cli.training.state.stored import DueUpdate
 
 Change = Callable[[dict[str, Any]], object]
 
@@ -212,11 +212,11 @@ def test_other_versions(tmp_path: Path, version: object) -> None:
 
 def test_a_manifest_that_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / manifests.NAME)
-    with pytest.raises(UsageError, match="is not a regular file"):
+    with pytest.raises(UsageError, match=", not a plain file"):
         manifests.read(tmp_path)
-    with pytest.raises(UsageError, match="is not a regular file"):
+    with pytest.raises(UsageError, match=", not a plain file"):
         manifests.newest(tmp_path)
-    assert "is not a regular file" in read_store(tmp_path / manifests.NAME).refused[0]
+    assert ", not a plain file" in read_store(tmp_path / manifests.NAME).refused[0]
 
 
 def test_states_of_generators_that_none_takes() -> None:

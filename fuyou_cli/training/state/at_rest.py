@@ -1,4 +1,4 @@
-"""A store that no run uses, opened to be read: exported, or verified."""
+"""Opens a store that no run uses, to export or to verify it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ...swap.arena import Arena
 from ...swap.daemon import DaemonOptions, SwapDaemon
 from ...swap.store import Store
 from . import manifest as manifests
-from .manifest import Manifest
 from .parts import lacking
-from .saved import refuse_copy, refuse_in_use
+from .resume import refuse_copy, refuse_in_use
+from .stored import Manifest
 from .verify import PIECE, Damage, Progress, damages
 
 _ARENA = 2 * PIECE + 2 * MiB
@@ -25,7 +25,7 @@ _ARENA = 2 * PIECE + 2 * MiB
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AtRest:
-    """An open store and the newest manifest it has that can be read; `problem`: why that is not the newest."""
+    """Holds an open store and the newest manifest that can be read; `problem`: why that is not the newest."""
 
     manifest: Manifest
     problem: str
@@ -35,8 +35,7 @@ class AtRest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verified:
-    """A committed state and what of it is not what was written. `older`: it is one of those before the newest. `problem`: it
-    is the newest whose manifest can be read, and why that is not the newest."""
+    """Holds a committed state and its damage. `older`: it is not the newest. `problem`: why the newest cannot be told."""
 
     manifest: Manifest
     damages: tuple[Damage, ...]
@@ -45,12 +44,12 @@ class Verified:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is the newest, and all of it is there."""
+        """Tells whether it is the newest, and all of it is there."""
         return not self.damages and not self.problem
 
 
 def find_store(source: Path) -> Path:
-    """The folder of the one store `source` is, or holds."""
+    """Returns the folder of the one store `source` is, or holds."""
     if any((source / name).is_file() for name in (manifests.NAME, manifests.BEFORE)):
         return source
     found = sorted(path.parent for path in source.glob(f"*/{manifests.NAME}")) if source.is_dir() else []
@@ -63,8 +62,7 @@ def find_store(source: Path) -> Path:
 
 @contextmanager
 def at_rest(source: Path, *, arena_size: int, say: Callable[[str], None] | None = None) -> Iterator[AtRest]:
-    """The committed state of the store in `source`; `say` hears of a drive that is silent. Raises FuyouError while a run uses
-    it, and where there is none."""
+    """Opens the committed state of a store; `say` hears of a drive that is silent. Raises FuyouError while a run uses it."""
     manifest, problem = manifests.newest(source)
     if manifest is None:
         raise UsageError(f"there is no store in {source}")
@@ -92,8 +90,8 @@ def at_rest(source: Path, *, arena_size: int, say: Callable[[str], None] | None 
 def verify_store(
     source: Path, *, progress: Progress = lambda size: None, say: Callable[[str], None] | None = None
 ) -> list[Verified]:
-    """The newest committed state of a store, and those before it that are kept: every extent is read and summed. What the
-    step that was under way has written over is damage of one before."""
+    """Reads and sums every extent of a store's newest committed state, and of the older ones that are kept. What the step under
+    way has written over counts as damage of an older one."""
     with at_rest(source, arena_size=_ARENA, say=say) as store:
         window = Span(offset=0, size=_ARENA)
         states = [store.manifest, *manifests.before(source, store.manifest)]

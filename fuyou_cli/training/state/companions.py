@@ -1,4 +1,4 @@
-"""The small files of a run's model and tokenizer, kept beside its store: what every export of it needs besides weights.
+"""Keeps the small files of a run's model and tokenizer beside its store: what every export needs besides weights.
 
 The folder the run started from may be gone by then, and it never held what the recipe changed: another tokenizer, a chat
 template, the token that fills short rows.
@@ -9,57 +9,56 @@ from __future__ import annotations
 import io
 import json
 import mmap
-import os
 import re
-import shutil
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ...checkpoint.companions import CODE_PATTERN, CONFIG_NAME, MODEL_PATTERNS, PATTERNS, is_companion
 from ...checkpoint.files import inside, read_json
 from ...core.disk import failed_writing, sync_directory
-from ...core.own_files import is_own, open_own, own_folder
+from ...core.own_files import is_own, own_folder, write_own
 from ...core.paths import expanded
 from .manifest import COMPANIONS
 
 if TYPE_CHECKING:
-    from ..prepare import Prepared
+    from ...recipe.schema import TokenizerSection
 
 _CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 _OTHER_TEMPLATES = ("chat_template.json",)
 _TOKEN_TABLES = ("tokenizer.json", _CONFIG)
 _UNFINISHED = ".unfinished"
-_PART = 1 << 16  # bytes that are in memory at once
+_PART = 1 << 16  # bytes in memory at once: the run's memory is planned, and a tokenizer.json may have tens of megabytes
 
 
 def kept_companions(store: Path) -> Path | None:
-    """The folder that `keep_companions` filled, None where there is none."""
+    """Returns the folder that `keep_companions` filled, None where there is none."""
     folder = store / COMPANIONS
     return folder if (folder / CONFIG_NAME).is_file() else None
 
 
 def written_companions(store: Path) -> list[Path]:
-    """The files of that folder that `keep_companions` writes. Whatever else lies there is somebody's own."""
+    """Lists the files there that `keep_companions` writes. Whatever else lies there is somebody's own."""
     folder = store / COMPANIONS
     return sorted(path for path in folder.glob("*") if is_kept(path.name) and path.is_file() and not path.is_symlink())
 
 
-def keep_companions(prepared: Prepared, store: Path) -> None:
+def keep_companions(store: Path, recipe: TokenizerSection, *, model_dir: Path, tokenizer_dir: Path) -> None:
     """Copies what an export needs besides weights, so that its tokenizer is the one that was trained with."""
-    recipe, folder = prepared.recipe.tokenizer, store / COMPANIONS
-    files = _copies(prepared.model_dir, prepared.tokenizer_dir)
-    settings: dict[str, Any] = _settings(prepared.tokenizer_dir)
-    if prepared.tokenizer_dir != prepared.model_dir and (prepared.tokenizer_dir / "tokenizer.json").is_file():
+    folder, files = store / COMPANIONS, _copies(model_dir, tokenizer_dir)
+    found = read_json(inside(tokenizer_dir, _CONFIG)) if (tokenizer_dir / _CONFIG).is_file() else {}
+    settings: dict[str, Any] = dict(found)
+    if tokenizer_dir != model_dir and (tokenizer_dir / "tokenizer.json").is_file():
         # without a class of its own it would be looked up by the model's type, which says nothing about this tokenizer
         settings.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
     if recipe.chat_template is not None:
         files = {name: content for name, content in files.items() if name not in _OTHER_TEMPLATES}
         files[_TEMPLATE] = expanded(recipe.chat_template, key="tokenizer.chat_template").read_bytes()
         settings.pop("chat_template", None)
-    if recipe.pad_token is not None and _is_added(prepared.tokenizer_dir, settings, recipe.pad_token):
+    if recipe.pad_token is not None and _is_added(tokenizer_dir, settings, recipe.pad_token):
         settings["pad_token"] = recipe.pad_token
-    if settings != _settings(prepared.tokenizer_dir):
+    if settings != found:
         files[_CONFIG] = (json.dumps(settings, indent=2, ensure_ascii=False) + "\n").encode()
     try:
         _replace(folder, files)
@@ -70,26 +69,22 @@ def keep_companions(prepared: Prepared, store: Path) -> None:
 
 
 def _copies(model_dir: Path, tokenizer_dir: Path) -> dict[str, bytes | Path]:
-    """The model's files from its folder, the tokenizer's from its own."""
+    """Finds the model's files in its folder, the tokenizer's in its own."""
     patterns: tuple[str, ...] = (CONFIG_NAME, *MODEL_PATTERNS)
     if "auto_map" in read_json(inside(model_dir, CONFIG_NAME)):
         patterns = (*patterns, CODE_PATTERN)
-    files: dict[str, bytes | Path] = {}
     tokenizer = tuple(pattern for pattern in PATTERNS if pattern not in MODEL_PATTERNS)
-    for directory, wanted in ((tokenizer_dir, tokenizer), (model_dir, patterns)):
-        for path in sorted(directory.iterdir()):
-            if path.is_file() and any(fnmatchcase(path.name, pattern) for pattern in wanted):
-                files[path.name] = inside(directory, path.name)
-    return files
-
-
-def _settings(tokenizer_dir: Path) -> dict[str, Any]:
-    return read_json(inside(tokenizer_dir, _CONFIG)) if (tokenizer_dir / _CONFIG).is_file() else {}
+    return {
+        path.name: inside(directory, path.name)
+        for directory, wanted in ((tokenizer_dir, tokenizer), (model_dir, patterns))
+        for path in sorted(directory.iterdir())
+        if path.is_file() and any(fnmatchcase(path.name, pattern) for pattern in wanted)
+    }
 
 
 def _is_added(tokenizer_dir: Path, settings: dict[str, Any], token: str) -> bool:
-    """Whether the tokenizer already takes `token` out of a text whole. Naming another one in its configuration would make
-    it do so, and change the ids of texts that hold it; what fills short rows is not worth that."""
+    """Tells whether the tokenizer already takes `token` out of a text whole. Naming another one in its configuration would
+    make it do so, and change the ids of texts that hold it; what fills short rows is not worth that."""
     if token in [value for name, value in settings.items() if name.endswith("_token")]:
         return True
     spelled = "|".join(re.escape(json.dumps(token, ensure_ascii=ascii_only)) for ascii_only in (False, True))
@@ -105,13 +100,14 @@ def _holds(file: Path, pattern: re.Pattern[bytes]) -> bool:
 
 
 def _replace(folder: Path, files: dict[str, bytes | Path]) -> None:
-    """The folder's companions become `files`, each in one step and config.json last: a folder that has it was whole, and
+    """Makes `files` the folder's companions, each in one step and config.json last: a folder that has it was whole, and
     stays whole wherever this is cut off."""
     own_folder(folder)
     changed = (name for name in files if not _is_kept_already(folder / name, files[name]))
     names = sorted(changed, key=lambda name: (name == CONFIG_NAME, name))
     for name in names:
-        _write(folder / _unfinished(name), files[name])
+        with _opened(files[name]) as content:
+            write_own(folder / _unfinished(name), iter(partial(content.read, _PART), b""))
     for name in names:
         (folder / _unfinished(name)).replace(folder / name)
     sync_directory(folder)
@@ -121,11 +117,15 @@ def _replace(folder: Path, files: dict[str, bytes | Path]) -> None:
     sync_directory(folder)
 
 
+def _opened(content: bytes | Path) -> BinaryIO:
+    return io.BytesIO(content) if isinstance(content, bytes) else content.open("rb")
+
+
 def _is_kept_already(path: Path, content: bytes | Path) -> bool:
-    """On a full disk a run goes on that needs no new room."""
+    """Compares with what is there: on a full disk a run resumes that needs no new room."""
     if not is_own(path):
         return False
-    with path.open("rb") as kept, content.open("rb") if isinstance(content, Path) else io.BytesIO(content) as wanted:
+    with path.open("rb") as kept, _opened(content) as wanted:
         while (part := kept.read(_PART)) == wanted.read(_PART):
             if not part:
                 return True
@@ -133,22 +133,10 @@ def _is_kept_already(path: Path, content: bytes | Path) -> bool:
 
 
 def _unfinished(name: str) -> str:
-    """What no pattern of companions matches: a file being written is never exported."""
+    """Names a file being written as no pattern of companions does: it is never exported."""
     return f".{name}{_UNFINISHED}"
 
 
 def is_kept(name: str) -> bool:
-    """Whether a companion, or one that is being written, can be called so."""
+    """Tells whether a companion, or one that is being written, can be called so."""
     return is_companion(name) or (name.endswith(_UNFINISHED) and is_companion(name[1 : -len(_UNFINISHED)]))
-
-
-def _write(path: Path, content: bytes | Path) -> None:
-    """In small parts: the run's memory is planned, and a tokenizer.json may have tens of megabytes."""
-    with os.fdopen(open_own(path, anew=True), "wb") as file:
-        if isinstance(content, bytes):
-            file.write(content)
-        else:
-            with content.open("rb") as source:
-                shutil.copyfileobj(source, file, _PART)
-        file.flush()
-        os.fsync(file.fileno())

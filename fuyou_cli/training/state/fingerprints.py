@@ -1,4 +1,4 @@
-"""Digests of what a resumed run must agree on."""
+"""Digests what a resumed run must agree on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def of(
     recipe: Recipe, model_dir: Path, model: ModelSpec, *, device: str, weights_mark: str, data: str, total_steps: int
 ) -> dict[str, str]:
-    """By name; `saved` has the words for each. `weights_mark`, `data`: digests already."""
+    """Returns digests by name; `saved` has the words for each. `weights_mark`, `data`: digests already."""
     config = read_json(model_dir / "config.json")  # as it is: libraries add their defaults
     described: dict[str, Any] = {
         "model": [
@@ -41,6 +41,6 @@ def of(
 
 
 def _schedule_length(recipe: Recipe, total_steps: int) -> int | None:
-    """The number of steps where the learning rate of a step depends on it: a run may be made longer at a constant rate."""
+    """Returns the number of steps where a step's learning rate depends on it: at a constant rate a run may be made longer."""
     schedule = recipe.lr_scheduler
     return None if schedule.name == "constant" and not schedule.warmup_ratio else total_steps

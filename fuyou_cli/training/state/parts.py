@@ -1,9 +1,8 @@
-"""Which run a folder of a store belongs to: every folder has a part file, `part.json`, beside its `store.bin`."""
+"""Says which run a folder of a store belongs to: each has a part file, `part.json`, beside its `store.bin`."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,13 +10,15 @@ from pathlib import Path
 from ...core.disk import failed_writing, sync_directory, sync_names_above
 from ...core.errors import UsageError
 from ...core.json_files import find_object
-from ...core.own_files import open_own
+from ...core.own_files import write_own
 from ...core.paths import is_file
 from ...core.typed import from_json
 from . import manifest as manifests
-from .manifest import Manifest
+from .stored import Manifest
 from .validate import is_plain
 
+STORE_FILE = "store.bin"
+SPARE = "spare"  # beside the first store file: disk for the last manifest where the disk is full
 PART_FILE = "part.json"
 NEW_PART = ".part.new"  # a fixed name: what a killed run leaves is written over by the next
 _LARGEST = 1 << 16  # bytes
@@ -26,7 +27,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One folder of a store: part `index` of `count` of the run `run`, whose manifest lies in `first`."""
+    """Describes one folder of a store: part `index` of `count` of the run `run`, whose manifest lies in `first`."""
 
     run: str
     index: int
@@ -35,14 +36,14 @@ class Part:
 
 
 def part_size(store_size: int, *, stripe: int, count: int, index: int) -> int:
-    """Bytes of file `index` of a store of `store_size` bytes over `count` files: whole stripes in turn, then the tail."""
+    """Returns the bytes of file `index` of a store over `count` files: whole stripes in turn, then the tail."""
     full, tail = divmod(store_size, stripe)
     rounds, left = divmod(full, count)
     return (rounds + (index < left)) * stripe + (tail if index == left else 0)
 
 
 def lacking(manifest: Manifest) -> str:
-    """The first file of the store that is not there, or not as long as the manifest has it; empty where all are whole."""
+    """Names the first file of the store that is missing or too short; empty where all are whole."""
     for index, name in enumerate(manifest.files):
         least = part_size(manifest.store_size, stripe=manifest.stripe, count=len(manifest.files), index=index)
         size = Path(name).stat().st_size if is_file(name) else -1
@@ -53,31 +54,22 @@ def lacking(manifest: Manifest) -> str:
 
 
 def write_parts(run: str, directories: Sequence[Path]) -> None:
-    """Claims the folders for a run, on stable storage, and their own names too. Manifests of runs that had them are gone
-    first."""
+    """Claims the folders for a run, on stable storage. Manifests of runs that had them are removed first."""
     for index, directory in enumerate(directories):
         part = Part(run=run, index=index, count=len(directories), first=str(directories[0]))
         try:
             for name in manifests.EVERY_NAME if index else ():
                 (directory / name).unlink(missing_ok=True)
-            _write_part(directory, part)
+            write_own(directory / NEW_PART, [json.dumps({"fuyou_part": _VERSION, **asdict(part)}).encode(), b"\n"])
+            (directory / NEW_PART).replace(directory / PART_FILE)
+            sync_directory(directory)
             sync_names_above(directory)
         except OSError as error:
             raise failed_writing(directory / PART_FILE, error) from error
 
 
-def _write_part(directory: Path, part: Part) -> None:
-    temporary = directory / NEW_PART
-    with os.fdopen(open_own(temporary, anew=True), "w", encoding="utf-8") as file:
-        file.write(json.dumps({"fuyou_part": _VERSION, **asdict(part)}) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(directory / PART_FILE)
-    sync_directory(directory)
-
-
 def read_part(directory: Path) -> Part | None:
-    """What `directory` is part of; None where that cannot be read, or cannot be."""
+    """Returns what `directory` is part of; None where that cannot be read, or cannot be."""
     try:
         content = find_object(directory / PART_FILE, limit=_LARGEST, names=True)
         if content is None or content.pop("fuyou_part", None) != _VERSION:

@@ -1,4 +1,4 @@
-"""The states of every generator that a model's own code may draw from, as data for a manifest.
+"""Captures and restores every random generator that a model's own code may draw from, as data for a manifest.
 
 fuyou's own randomness needs none of them: dropout and shuffles are functions of (seed, step, stage, micro-batch).
 """
@@ -15,14 +15,14 @@ from ...core.errors import UsageError
 
 
 def seed(number: int) -> None:
-    """All of them, torch's of every device included."""
+    """Seeds all of them, torch's of every device included."""
     random.seed(number)
     np.random.seed(number % (1 << 32))
     torch.manual_seed(number)
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """Python's, NumPy's, torch's, and the device's where it has its own."""
+    """Returns the states of Python, NumPy, torch, and of the device where it has its own."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     found: dict[str, Any] = {
@@ -36,8 +36,8 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(states: dict[str, Any], device: torch.device) -> None:
-    """As they were captured. A device that had none, or has none now, keeps its own. Raises UsageError where a generator does
-    not take its state: what it may hold is the libraries' to say."""
+    """Puts captured states back. A device that had none, or has none now, keeps its own. Raises UsageError where a generator
+    does not take its state: what it may hold is the libraries' to say."""
     if not states:
         return
     try:

@@ -1,17 +1,26 @@
-"""What a recipe goes on from: for a run, which is refused where that cannot be, and for a plan, which says so and is made for
-a new run then. Nothing is written."""
+"""Finds the saved run that a recipe resumes, and checks that it still fits the recipe, or that its folders are free.
+
+The manifest lies in a run's first folder only, and folders may be named in another order, left out, or not be mounted: what
+each of them is part of is said by the part file in it (`parts`). Nothing is written here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...core.errors import FuyouError
+from ...core.errors import FuyouError, UsageError
+from ...core.paths import folder, is_file, is_same_folder
 from ...spec.hardware import HardwareProfile
 from ..numerics import numerics_of
-from .manifest import Manifest
-from .saved import check_same_mode, find_saved
+from . import manifest as manifests
+from .parts import PART_FILE, STORE_FILE, lacking, read_part
+from .stored import Manifest
 
 if TYPE_CHECKING:
     from ...engine.anatomy import Anatomy
@@ -19,12 +28,27 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 
+# What a fingerprint is of, in a recipe's words. One that is not here is its own.
+_CHANGED = {
+    "model": "the model's configuration (model.name_or_path)",
+    "weights": "the weights it began with (model.name_or_path, model.revision)",
+    "code": "the model's own code (*.py in model.name_or_path)",
+    "attention": "model.attn_implementation",
+    "schedule": "lr_scheduler, or the number of steps it is for (train.max_steps, train.epochs)",
+    "clipping": "train.clip_grad_norm",
+    "shuffle": "dataset.shuffle",
+    "data": "the tokens of the data (dataset, tokenizer)",
+    "device": "the kind of device it computes on (offload.device; left auto: whether a GPU is found)",
+}
+_DYING = 1.0  # seconds
+_START_OVER = "or start over with checkpoint.resume=never, which gives that state up"
+
 
 def saved_state(
     recipe: Recipe, directories: tuple[Path, ...], *, must: bool, here: bool, say: Say
 ) -> tuple[tuple[Path, ...], Manifest | None]:
-    """The folders of the run, and what of it was saved there; nothing where the plan is not for `here`. Raises FuyouError
-    where that is in the way of a run that `must` go on."""
+    """Returns the folders of the run, and what was saved there; nothing where the plan is not for `here`. Raises FuyouError
+    where that is in the way of a run that `must` resume."""
     try:
         manifest = find_saved(recipe.checkpoint.resume, directories, say=say) if here else None
         if manifest is not None:
@@ -37,7 +61,7 @@ def saved_state(
             raise
         say(_refused(error))
         return directories, None
-    if manifest is not None and recipe.checkpoint.resume != "auto":  # a run named by its folder goes on in that folder
+    if manifest is not None and recipe.checkpoint.resume != "auto":  # a run named by its folder resumes in that folder
         directories = tuple(Path(file).parent for file in manifest.files)
     return directories, manifest
 
@@ -45,7 +69,7 @@ def saved_state(
 def planned_from(
     recipe: Recipe, anatomy: Anatomy, hardware: HardwareProfile, manifest: Manifest | None, *, say: Say
 ) -> Manifest | None:
-    """The saved state that a plan goes on from: None where a run of the recipe could not."""
+    """Returns the saved state that a plan resumes from: None where a run of the recipe could not."""
     try:
         numerics_of(recipe, anatomy, hardware, manifest)
     except FuyouError as error:
@@ -60,5 +84,215 @@ def _refused(error: FuyouError) -> str:
 
 
 def steps_left(total: int, manifest: Manifest | None) -> int:
-    """Of so many in all (0: not known), those that no earlier process has done."""
+    """Returns the steps of `total` (0: not known) that no earlier process has done."""
     return max(0, total - (manifest.step if manifest is not None else 0))
+
+
+def find_saved(resume: str, directories: Sequence[Path], *, say: Callable[[str], None]) -> Manifest | None:
+    """Returns the saved run to resume, None for a new one. `resume`: auto, never, or a store's folder.
+
+    `say` hears where it is an older state than the newest. Raises UsageError when there is one that cannot be resumed, or that
+    a new run would overwrite unasked."""
+    if resume == "never":
+        return None
+    source = directories[0] if resume == "auto" else folder(resume, key="checkpoint.resume")
+    found, problem = manifests.newest(source)
+    if resume != "auto" and (found is None or found.state == "loading"):
+        what = "there is no saved run" if found is None else "nothing is saved yet"
+        raise UsageError(f"checkpoint.resume: {what} in {source}", hint="leave it auto to begin a run")
+    if found is None or found.state == "loading":
+        if found is not None:
+            refuse_in_use(found)
+        _check_free(directories, being_filled=() if found is None else found.files)
+        if found is None:
+            _check_moved(source.parent)
+        return None
+    refuse_copy(found, source)
+    refuse_in_use(found)
+    if problem:
+        say(f"note: {problem}; going on from the state after step {found.step}")
+    _check_parts(found)
+    return found
+
+
+def refuse_copy(manifest: Manifest, source: Path) -> None:
+    """Raises UsageError where the manifest in `source` is of a store elsewhere: a copy of it, or of one that was moved."""
+    home = Path(manifest.files[0]).parent
+    if is_same_folder(home, source):
+        return
+    if is_file(manifest.files[0]):
+        raise UsageError(
+            f"{source} is a copy of the store in {home}, whose files it names",
+            hint=f"name {home}; a copy is a store again when it lies there",
+        )
+    raise UsageError(
+        f"{source} holds a run that was saved after step {manifest.step} in {home}, and moved since",
+        hint="move it back, or mount it at that path as well (mount --bind), and name its folders as then; a run that starts "
+        "over (checkpoint.resume=never) gives it up",
+    )
+
+
+def refuse_in_use(manifest: Manifest) -> None:
+    """Raises FuyouError while a running fuyou holds the manifest's store: one that was killed just now is waited for, as the
+    kernel has still to end its I/O (40 ms were seen)."""
+    until = time.monotonic() + _DYING
+    while name := _in_use(manifest):
+        if time.monotonic() >= until:
+            raise FuyouError(f"{name} is in use by a running fuyou", hint="stop that run first (Ctrl-C saves it)")
+        time.sleep(_DYING / 20)
+
+
+def _in_use(manifest: Manifest) -> str:
+    """Names a file of the store that somebody holds, empty where there is none."""
+    for name in filter(is_file, manifest.files):
+        try:
+            descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return name
+        finally:
+            os.close(descriptor)
+    return ""
+
+
+def _check_moved(directory: Path) -> None:
+    """Raises UsageError where the only store is of a saved run that was moved here, with its output folder say: a new run would
+    begin unasked."""
+    kept = list(directory.glob(f"*/{manifests.NAME}"))
+    if len(kept) != 1:  # folders that several runs share
+        return
+    try:
+        saved = manifests.read(kept[0].parent)
+    except UsageError:
+        return
+    if saved is None or saved.state != "committed":
+        return
+    was = Path(saved.files[0])
+    if was.parent.name == kept[0].parent.name and not is_file(was) and (kept[0].parent / STORE_FILE).exists():
+        raise UsageError(
+            f"{kept[0].parent} holds a run that was saved after step {saved.step} in {was.parent}, and moved since",
+            hint="move it back, and name output_dir as then, to go on; or start over with checkpoint.resume=never",
+        )
+
+
+def _check_parts(saved: Manifest) -> None:
+    """Checks that every file the manifest names is there, as long as it was, and of this run."""
+    if missing := lacking(saved):
+        raise UsageError(
+            f"the saved run cannot be resumed: {missing}", hint=f"mount its drive or put the file back, {_START_OVER}"
+        )
+    for index, path in enumerate(map(Path, saved.files)):
+        part = read_part(path.parent)
+        if part is None and (path.parent / PART_FILE).exists():
+            raise UsageError(
+                f"the saved run cannot be resumed: {path.parent / PART_FILE} is damaged, or cannot be read",
+                hint=f"see what `dmesg` says of that drive and run the same command again, {_START_OVER}",
+            )
+        if part is None or (part.run, part.index) != (saved.run, index):
+            raise UsageError(
+                f"the saved run cannot be resumed: {path} belongs to another run by now",
+                hint="start over with checkpoint.resume=never",
+            )
+
+
+def _check_free(directories: Sequence[Path], *, being_filled: Sequence[str]) -> None:
+    """Checks that nothing in these folders belongs to a saved run that a new one would destroy.
+
+    `being_filled`: files that a run which was killed as it loaded says are its own. Some of their folders may have no part
+    file yet, and not every file system tells room that was set aside from data."""
+    for directory in directories:
+        if not (directory / STORE_FILE).exists():
+            continue
+        if not (directory / PART_FILE).exists():
+            if str(directory / STORE_FILE) not in being_filled and _holds_data(directory / STORE_FILE):
+                raise UsageError(
+                    f"{directory / STORE_FILE} holds data, and no run of fuyou says that it is its own",
+                    hint="move it away, or write over it with checkpoint.resume=never",
+                )
+            continue
+        part = read_part(directory)
+        if part is None:  # a saved run may be behind it: nothing is written over on a guess
+            raise UsageError(f"{directory / PART_FILE} is damaged", hint=f"put it back, {_START_OVER}")
+        first = Path(part.first)
+        owner, _ = manifests.newest(first)
+        if owner is None and first.is_dir():
+            continue  # the run was removed
+        if owner is not None and (owner.run != part.run or owner.state != "committed"):
+            continue
+        step = f"after step {owner.step}" if owner is not None else f"whose manifest was in {first}"
+        raise UsageError(
+            f"{directory} holds part {part.index + 1} of {part.count} of a saved run {step}",
+            hint=f"name the folders of offload.dir as that run did ({first.parent} first), {_START_OVER}",
+        )
+
+
+def _holds_data(file: Path) -> bool:
+    """Tells whether anything was written to it: a run that was killed before that left room that was set aside."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # it may be a pipe
+    try:
+        os.lseek(descriptor, 0, os.SEEK_DATA)
+    except OSError as error:
+        return error.errno != errno.ENXIO
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def check_unchanged(expected: Manifest | None, directory: Path, *, start_over: bool) -> None:
+    """Raises UsageError where the manifest is not what was planned with. Called with the store locked."""
+    if start_over:
+        return
+    current, _ = manifests.newest(directory)
+    if current is not None and current.state == "loading":
+        current = None
+    if current != expected:
+        raise UsageError(
+            f"another process has used the store in {directory} since this one looked at it",
+            hint="run the same command again",
+        )
+
+
+def check_same_store(saved: Manifest, paths: Sequence[Path], *, stripe: int) -> None:
+    """Raises UsageError where the run was saved in other files than these."""
+    if saved.files != tuple(map(str, paths)) or saved.stripe != stripe:
+        raise UsageError(
+            f"the saved run is striped over {', '.join(saved.files)} by {saved.stripe} bytes, not over "
+            f"{', '.join(map(str, paths))} by {stripe}",
+            hint="name the same folders in offload.dir, in the same order, or start over with checkpoint.resume=never",
+        )
+
+
+def check_same_mode(saved: Manifest, mode: str, *, keep_last: int, commit_every: int | None) -> None:
+    """Raises UsageError where the recipe asks for another kind of store than the run has. `mode`: as in a recipe."""
+    if saved.mode == "redo" and commit_every != 1:  # it has everything once: a step that nothing names is written over
+        raise UsageError(
+            f"checkpoint.commit_every_steps: the saved run has redo, which makes every step durable, not "
+            f"{'none' if commit_every is None else f'every {commit_every}th'}",
+            hint="leave it out, or start over with checkpoint.resume=never and checkpoint.mode=in_place",
+        )
+    asked = {"in_place": ("in_place", 1), "redo": ("redo", 1), "snapshot": ("in_place", keep_last)}.get(mode)
+    if asked is not None and asked != (saved.mode, saved.keep):
+        was = "snapshot, of the last" if saved.mode == "in_place" and saved.keep > 1 else saved.mode
+        raise UsageError(
+            f"checkpoint.mode: the saved run has {was}{f' {saved.keep} states' if saved.keep > 1 else ''}, not {mode}",
+            hint="leave it auto, or start over with checkpoint.resume=never",
+        )
+
+
+def check_unchanged_run(saved: Manifest, fingerprints: Mapping[str, str], *, total_steps: int) -> None:
+    """Raises UsageError naming what changed since the run was saved."""
+    names = dict.fromkeys((*fingerprints, *saved.fingerprints))
+    changed = [name for name in names if saved.fingerprints.get(name) != fingerprints.get(name)]
+    if changed:
+        raise UsageError(
+            f"the saved run cannot be resumed: {'; '.join(_CHANGED.get(name, name) for name in changed)} changed since",
+            hint="put it back as it was, or start over with checkpoint.resume=never",
+        )
+    if saved.step > total_steps:
+        raise UsageError(
+            f"the saved run has done {saved.step} steps, the recipe asks for {total_steps}",
+            hint="raise train.max_steps or train.epochs; `fuyou export` writes the model as it is",
+        )

@@ -1,7 +1,7 @@
-"""What of a run is on stable storage: committed beside the steps, saved where it stops, and gone on from.
+"""Keeps a run on stable storage: commits beside the steps, saves where it stops, resumes.
 
-A generation is committed once every stage has come to it (the residency ledger says when) and its step is over. The manifest is
-made here, in the thread that steps; flushing and naming is `commits`' thread's.
+A generation is committed once every stage has come to it (the residency ledger says when) and its step is over: `complete` or
+`step_is_over` makes its manifest in the thread that steps, the thread of `commits` flushes the store and then writes it.
 """
 
 from __future__ import annotations
@@ -18,31 +18,30 @@ from ...core.own_files import open_own
 from ...core.patience import SILENT, Patience
 from ...core.units import align_up
 from ...engine.devices.base import Device
-from ...engine.host_memory import PAGE, HostMemory
+from ...engine.host_memory import PAGE
 from ...engine.updates import Optimizer, Scalars
 from ...planner.residency import Residency
 from ...spec.plan import Span
-from ...swap.daemon import SwapDaemon
 from ...swap.store import Store
 from .. import libraries
 from .. import losses as loss_files
 from ..prepare import Prepared
-from . import folder_names, random_states
 from . import manifest as manifests
+from . import random_states
 from .commits import Commits
 from .companions import written_companions
-from .manifest import DueUpdate, Manifest, State
-from .parts import NEW_PART, PART_FILE
+from .parts import NEW_PART, PART_FILE, SPARE
 from .storage import StageFiles
+from .stored import DueUpdate, Manifest, State
 from .verify import Damage, Progress, damages
 
-_SPARE_FILE, _SPARE_BYTES = folder_names.SPARE, 4 << 20  # disk for the last manifest and its losses when the disk is full
+_SPARE_BYTES = 4 << 20  # of disk for the last manifest and its losses
 _SPARE_PER_STEP = 8  # a loss
 
 
 @dataclass(slots=True)
 class Standing:
-    """Where a run stands: after `step` whole steps."""
+    """Holds where a run stands: after `step` whole steps."""
 
     run: str  # its name in manifest and part files
     step: int = 0
@@ -54,20 +53,19 @@ class Standing:
 
     @classmethod
     def of(cls, saved: Manifest | None) -> Standing:
-        """Of a new run, or a saved one."""
-        if saved is None:
-            return cls(run=os.urandom(8).hex())
-        standing = cls(run=saved.run)
-        standing.goes_on_from(saved)
+        """Describes a new run, or a saved one."""
+        standing = cls(run=os.urandom(8).hex() if saved is None else saved.run)
+        if saved is not None:
+            standing.resume(saved)
         return standing
 
-    def goes_on_from(self, saved: Manifest) -> None:
-        """All but the losses."""
+    def resume(self, saved: Manifest) -> None:
+        """Takes over all but the losses."""
         self.step, self.written_before, self.random = saved.step, saved.written_total, saved.random
         self.skipped, self.skipped_in_row = saved.skipped, saved.skipped_in_row
 
     def is_over(self, *, skipped: bool) -> None:
-        """One step more. `skipped`: it updated nothing."""
+        """Counts one step more. `skipped`: it updated nothing."""
         self.step += 1
         self.skipped += skipped
         self.skipped_in_row = self.skipped_in_row + 1 if skipped else 0
@@ -84,14 +82,12 @@ class Saver:
         files: StageFiles,
         residency: Residency,
         store: Store,
-        daemon: SwapDaemon,
-        memory: HostMemory,
         device: Device,
         say: Callable[[str], None],
         patience: Patience = SILENT,
     ) -> None:
         self.prepared, self.standing, self.files, self.residency = prepared, standing, files, residency
-        self.daemon, self.memory, self.device, self.say = daemon, memory, device, say
+        self.device, self.say = device, say
         self.paths = store.paths
         self.folder = store.paths[0].parent
         self.saved_bytes = 0  # that saving wrote, beside the steps
@@ -104,97 +100,91 @@ class Saver:
 
     @property
     def saved_step(self) -> int | None:
-        """The last one that is committed, whatever became of those behind it; None where there is none."""
-        last = self.commits.seen()
-        return None if last is None else last.step
+        """Returns the last one that is committed, whatever became of those behind it; None where there is none."""
+        return None if self.commits.last is None else self.commits.last.step
 
     # ---- beside the steps ----------------------------------------------------------------------------------------
 
     def complete(self, generation: int) -> None:
-        """Every stage has come to it. Updates may be over before their step is."""
+        """Hears that every stage has come to a generation. Updates may be over before their step is."""
+        assert generation >= self.standing.step, (generation, self.standing.step)
         self._complete = generation
-        if generation <= self.standing.step:
-            self._begin()
+        self._commit_what_is_complete()
+
+    def step_is_over(self) -> None:
+        """Hears that a step is over, which `standing` counts."""
+        self.standing.random = random_states.capture(self.device.torch_device)
+        self._commit_what_is_complete()
+
+    def _commit_what_is_complete(self) -> None:
+        """Begins to commit the last step, if every stage rests at its generation."""
+        if self._complete == self.standing.step and self._is_news():
+            manifest = self._manifest("committed")
+            self.commits.begin(manifest)
+            self.began(manifest)
 
     def durable(self, stage: int) -> int:
+        """Returns the turn of a stage that is committed, -1 where none is."""
         saved = self.commits.durable()
         return -1 if saved is None else saved.stages[stage].turn
 
     def blocked(self) -> None:
-        """Stages that share places wait for each other: what they have come to is committed, the others' gradients with it."""
-        records = self.residency.records
+        """Commits what stages that share places have come to, which wait for each other; the others' gradients with it."""
         if self.files.plan.store_mode != "redo" or self.commits.is_busy:
             return
-        if all(record.gradient_write is None for record in records) and self._is_news():
+        if all(record.gradient_write is None for record in self.residency.records) and self._is_news():
             self.commits.begin(self._manifest("committed"))
 
     def _is_news(self) -> bool:
-        """Whether a stage has come further than the last manifest says."""
+        """Tells whether a stage has come further than the last manifest says."""
         newest = self.commits.newest
         if newest is None or newest.step < self.standing.step:
             return True
         together = zip(newest.stages, self.residency.records, strict=True)
         return any(stage.generation < record.generation for stage, record in together)
 
-    def step_is_over(self) -> None:
-        """`standing` says so."""
-        self.standing.random = random_states.capture(self.device.torch_device)
-        if self._complete == self.standing.step:
-            self._begin()
-
-    def _begin(self) -> None:
-        """Every stage rests at the generation of the last step."""
-        assert self._complete == self.standing.step, (self._complete, self.standing.step)
-        if self._is_news():
-            manifest = self._manifest("committed")
-            self.commits.begin(manifest)
-            self.began(manifest)
-
     # ---- where a run begins and ends -----------------------------------------------------------------------------
 
     def give_up_what_was(self) -> None:
-        """The store is about to be filled anew: from now on nothing in it can be gone on from."""
+        """Names a store that is about to be filled anew: from now on nothing in it can be resumed."""
         self._name(self._manifest("loading"))
 
     def begin_training(self) -> None:
-        """What was loaded is committed too: a run that is killed from here on goes on without its checkpoint."""
+        """Commits what was loaded: a run that is killed from here on resumes without its checkpoint."""
         self.standing.random = random_states.capture(self.device.torch_device)  # first: whatever fails next is saved with it
-        self._set_room_aside()
+        self._reserve_disk()
         loss_files.check(self.folder)
         if self.commits.newest is None:
-            self._complete = self.standing.step
-            self._begin()
+            self.complete(self.standing.step)
 
     def save(self) -> None:
-        """The last step is committed when this returns. All stages are drained."""
-        self._complete = self.standing.step
+        """Returns when the last step is committed. All stages are drained."""
         if self._is_news():
             self.saved_bytes += self.files.save_resident(self.residency.records)
-            self._begin()
+            self.complete(self.standing.step)
         self.commits.finish()
-        self._give_room()
+        self._release_disk()
 
     def restore(self, saved: Manifest, progress: Progress) -> None:
-        """The newest committed state that is whole: `saved`, or the one before. `progress` hears of bytes read."""
+        """Restores the newest committed state that is whole: `saved`, or an older one. `progress` hears of bytes read."""
         found = self._intact(saved, progress)
         if found != saved or manifests.newest(self.folder)[1]:  # the next commit keeps what has this name, and that is damaged
             manifests.go_back(self.folder, found)
         saved = found
-        self.files.restore(saved.stages, self.residency.records)
-        standing = self.standing
-        standing.goes_on_from(saved)
-        standing.losses, note = loss_files.read(self.folder, saved.step)
+        self.files.restore(saved, self.residency.records)
+        self.standing.resume(saved)
+        self.standing.losses, note = loss_files.read(self.folder, saved.step)
         if note:
             self.say(f"note: {note}")
         self.commits.restart(saved)
         self.residency.commits.base = saved.step
-        if saved.due is not None:  # a step that was durable by its gradients is gone on with
+        if saved.due is not None:  # a step that was durable by its gradients: its updates are to be done
             pending = [index for index, stage in enumerate(saved.stages) if stage.gradients is not None]
             self.residency.update_again(pending, _scalars(saved.due))
         random_states.restore(saved.random, self.device.torch_device)
 
     def _intact(self, saved: Manifest, progress: Progress) -> Manifest:
-        """Every extent is read and compared with its sum before anything is computed on it."""
+        """Compares every extent with its checksum before anything is computed on it."""
         damage = self._first_damage(saved, progress)
         if damage is None:
             return saved
@@ -209,12 +199,11 @@ class Saver:
         )
 
     def _first_damage(self, saved: Manifest, progress: Progress = lambda size: None) -> Damage | None:
-        return next(damages(saved, self.daemon, self.memory.arena, self._window(), progress=progress), None)
+        return next(damages(saved, self.files.daemon, self.files.memory.arena, self._window(), progress=progress), None)
 
     def _window(self) -> Span:
-        """The larger part of the arena beside the update chunks, which are the daemon's: nothing is in it before a state is
-        restored."""
-        scratch, size = self.files.plan.io.scratch, self.memory.arena.size
+        """Returns the larger part of the arena beside the daemon's scratch: nothing is in it before a state is restored."""
+        scratch, size = self.files.plan.io.scratch, self.files.memory.arena.size
         behind = align_up(scratch.offset + scratch.size, PAGE)
         parts = (Span(offset=0, size=scratch.offset), Span(offset=behind, size=max(0, size - behind)))
         return max(parts, key=lambda part: part.size)
@@ -223,19 +212,18 @@ class Saver:
 
     @property
     def spare(self) -> Path:
-        return self.folder / _SPARE_FILE
+        return self.folder / SPARE
 
-    def _set_room_aside(self) -> None:
-        """Without this a full disk, which ends a run by its log, would keep it from being saved. Where there is no room for
-        it the run goes on without."""
+    def _reserve_disk(self) -> None:
+        """Reserves room: a full disk, which ends a run by its log, would keep it from being saved. A run can do without."""
         with suppress(OSError), os.fdopen(open_own(self.spare, anew=True), "wb") as file:
             os.posix_fallocate(file.fileno(), 0, _SPARE_BYTES + _SPARE_PER_STEP * self.prepared.total_steps)
 
     def _manifest(self, state: State) -> Manifest:
-        """What the store holds after the last step; nothing yet where it is `loading`."""
+        """Names what the store holds after the last step; nothing yet where it is `loading`."""
         prepared, standing, plan, model = self.prepared, self.standing, self.files.plan, self.files.model
-        names = (loss_files.NAME, *manifests.beside(plan.keep))
-        beside = [self.spare, *(self.folder / name for name in names), *(path.with_name(NEW_PART) for path in self.paths)]
+        names = (SPARE, loss_files.NAME, *manifests.BESIDE)
+        beside = [*(self.folder / name for name in names), *(path.with_name(NEW_PART) for path in self.paths)]
         is_whole = state == "committed"
         stages = self.files.describe(self.residency.records, prepared.stored_as, step=standing.step) if is_whole else ()
         is_due = any(stage.gradients is not None for stage in stages)
@@ -248,7 +236,7 @@ class Saver:
             store_size=plan.store_size,
             state=state,
             step=standing.step,
-            written_total=standing.written_before + self.daemon.counters().written_bytes,
+            written_total=standing.written_before + self.files.daemon.counters().written_bytes,
             model_dir=str(prepared.model_dir.resolve()),
             architecture=model.architecture,
             compute_dtype=model.compute_dtype,
@@ -264,23 +252,22 @@ class Saver:
             skipped_in_row=standing.skipped_in_row,
         )
 
-    def _give_room(self) -> None:
+    def _release_disk(self) -> None:
         with suppress(OSError):  # what is not needed any more is no reason not to commit
             self.spare.unlink()
 
     def _name(self, manifest: Manifest) -> None:
-        """On a full disk with the room that was set aside for it. In the thread of commits."""
+        """Writes the manifest, on a full disk in the room that was reserved for it. In the thread of commits."""
         try:
             self._write(manifest)
         except OutOfSpaceError:
-            self._give_room()
+            self._release_disk()
             self._write(manifest)
 
     def _write(self, manifest: Manifest) -> None:
-        """Losses first, which the manifest counts."""
         last = self.commits.last
         known = 0 if last is None else last.step
-        loss_files.write(self.folder, self.standing.losses[known : manifest.step], first=known)
+        loss_files.write(self.folder, self.standing.losses[known : manifest.step], first=known)  # which the manifest counts
         manifests.write(self.folder, manifest, keep=last is not None)
 
 

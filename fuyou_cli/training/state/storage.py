@@ -1,4 +1,4 @@
-"""A run's store on disk: opening it, filling it from a checkpoint, and saving everything that rests in RAM.
+"""Opens a run's store, fills it from a checkpoint, and saves what rests in RAM.
 
 Loading streams tensor by tensor: each is read into a weight slot (or the stage's home in RAM) and the stage is written
 to its extent; peak memory is one slot and one piece, whatever the model's size.
@@ -7,10 +7,9 @@ to its extent; peak memory is one slot and one piece, whatever the model's size.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,23 +25,14 @@ from ...spec.model import Dtype, ModelSpec, StageSpec
 from ...spec.plan import Plan, Span, StagePlan, StateTensor
 from ...swap.daemon import SwapDaemon
 from ...swap.kernels import checksum, split, sum_squares
-from . import folder_names
-from .manifest import NAME, TENSORS, Manifest, StoredExtent, StoredStage, StoredTensor
+from .manifest import NAME
+from .stored import TENSORS, Manifest, StoredExtent, StoredStage, StoredTensor
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-STORE_FILE = folder_names.STORE
 _PIECE = 1 << 22  # elements of a float32 checkpoint split at a time
 
 
-def store_paths(directories: Sequence[Path], run: str) -> list[Path]:
-    """One file per directory, in a folder named after the run."""
-    return [directory / run / STORE_FILE for directory in directories]
-
-
 def run_name(output_dir: Path) -> str:
-    """A folder name for a run's store: readable, and different for different output directories."""
+    """Names a run's store folder: readable, and different for different output directories."""
     digest = hashlib.sha256(str(output_dir.resolve()).encode()).hexdigest()[:8]
     return f"{output_dir.resolve().name}-{digest}"
 
@@ -57,20 +47,23 @@ def check_space(paths: Sequence[Path], size: int, free_space: Callable[[Path], i
 
 
 def check_stages(saved: Manifest, model: ModelSpec, plan: Plan) -> None:
-    """Raises UsageError where a manifest has other stages than the model, or has them elsewhere than the plan. Before the store
-    is opened, which may make it longer."""
-    _check_stages(saved.stages, model, plan, of=str(Path(saved.files[0]).with_name(NAME)))
+    """Raises UsageError where a manifest has other stages than the model, or has them elsewhere than the plan.
 
-
-def _check_stages(stored: Sequence[StoredStage], model: ModelSpec, plan: Plan, *, of: str) -> None:
+    Called before the store is opened, which may make it longer."""
     wanted = [(stage.name, stage.params) for stage in model.stages]
-    if [(stage.name, stage.params) for stage in stored] != wanted:
+    if [(stage.name, stage.params) for stage in saved.stages] != wanted:
         raise UsageError(
-            f"{of}: its {len(stored)} stages are not the {len(wanted)} of this model, or not of their sizes",
+            f"{Path(saved.files[0]).with_name(NAME)}: its {len(saved.stages)} stages are not the {len(wanted)} of this model, "
+            "or not of their sizes",
             hint="name the model that the run was of, or start over with checkpoint.resume=never",
         )
-    for stage_plan, stage in zip(plan.stages, stored, strict=True):
-        _check_place(stage_plan, stage)
+    for stage_plan, stage in zip(plan.stages, saved.stages, strict=True):
+        places = {name: stage_plan.extent(name, stage.turn) for name in TENSORS} | {"gradients": stage_plan.gradients_extent}
+        if any(places[name] != Span(offset=extent.offset, size=extent.size) for name, extent in stage.extents()):
+            raise UsageError(
+                f"the saved {stage.name} does not lie where this run would have it",
+                hint="the store was made by another version: start over with checkpoint.resume=never",
+            )
 
 
 class StageFiles:
@@ -81,7 +74,7 @@ class StageFiles:
         self.dtype = TORCH_DTYPE[model.compute_dtype]
 
     def load(self, entries: Mapping[str, TensorEntry], records: Sequence[Record], progress: Callable[[int], None]) -> None:
-        """Generation 0 of every stage from a checkpoint's tensors. `progress` hears parameters loaded."""
+        """Writes generation 0 of every stage from a checkpoint's tensors. `progress` hears parameters loaded."""
         with TensorReader() as reader:
             for stage, plan, record in zip(self.model.stages, self.plan.stages, records, strict=True):
                 if stage.params:
@@ -97,22 +90,17 @@ class StageFiles:
         reader: TensorReader,
     ) -> None:
         slot = plan.weights_ram or self.plan.slot_classes[plan.slot_class].weight_slots[0]
-        flat = self.memory.tensor(slot, self.dtype, stage.params)
-        flat.zero_()
         exact = all(_fits(entries[tensor.name].dtype, self.model.compute_dtype) for tensor in stage.tensors)
         remainder = None if exact else self._remainder_span(plan)
-        if remainder is not None:
-            self.memory.tensor(remainder, torch.int16, stage.params).zero_()
+        weights = self.memory.tensor(slot, self.dtype, stage.params).zero_()
+        rest = None if remainder is None else self.memory.tensor(remainder, torch.int16, stage.params).zero_()
         for tensor in stage.tensors:
-            view = flat[tensor.offset : tensor.offset + tensor.numel].view(tensor.shape)
-            entry = entries[tensor.name]
-            if remainder is None:
-                reader.read_into(entry, view, first_element=tensor.first)
-                _check_finite(entry, view, self.model.compute_dtype)
+            entry, here = entries[tensor.name], slice(tensor.offset, tensor.offset + tensor.numel)
+            if rest is None:
+                reader.read_into(entry, weights[here], first_element=tensor.first)
+                _check_finite(entry, weights[here], self.model.compute_dtype)
             else:
-                rest = self.memory.tensor(remainder, torch.int16, stage.params)
-                rest = rest[tensor.offset : tensor.offset + tensor.numel]
-                _read_split(reader, entry, view.view(-1), rest, first=tensor.first)
+                _read_split(reader, entry, weights[here], rest[here], first=tensor.first)
         record.generation, record.turn, record.zero_moments, record.zero_remainder = 0, 0, True, remainder is None
         record.sums = Sums(
             weights=self._written(slot, plan.extent("weights", 0), stage.index),
@@ -120,7 +108,7 @@ class StageFiles:
         )
 
     def _remainder_span(self, plan: StagePlan) -> Span:
-        """Where a stage's remainder is put together while loading: its home, or a gradient slot (never smaller)."""
+        """Returns where a stage's remainder is put together while loading: its home, or a gradient slot (never smaller)."""
         if plan.remainder_ram is not None:
             return plan.remainder_ram
         slots = self.plan.slot_classes[plan.slot_class]
@@ -134,13 +122,13 @@ class StageFiles:
         return spare
 
     def _written(self, span: Span, extent: Span | None, label: int) -> int:
-        """Writes what a span holds; its sum."""
+        """Writes what a span holds; returns its checksum."""
         assert extent is not None
         self.daemon.wait(self.daemon.write(span.offset, extent.offset, extent.size, label=label))
         return checksum(self.memory.arena.view(span.offset, extent.size))
 
     def save_resident(self, records: Sequence[Record]) -> int:
-        """Writes what rests in RAM alone to the extents of its generation; the bytes written."""
+        """Writes what rests in RAM alone to the extents of its generation; returns the bytes written."""
         written = 0
         for plan, record in zip(self.plan.stages, records, strict=True):
             for name, ram, extent in _resting_in_ram(plan, record):
@@ -149,32 +137,30 @@ class StageFiles:
                     written += extent.size
         return written
 
-    def restore(self, stored: Sequence[StoredStage], records: Sequence[Record]) -> None:
-        """Generations as saved; what rests in RAM is read back."""
-        _check_stages(stored, self.model, self.plan, of="the saved state")
-        for plan, record, stage in zip(self.plan.stages, records, stored, strict=True):
-            record.generation, record.turn, record.sums = stage.generation, stage.turn, _sums(stage)
+    def restore(self, saved: Manifest, records: Sequence[Record]) -> None:
+        """Sets generations as saved, and reads back what rests in RAM."""
+        check_stages(saved, self.model, self.plan)
+        for plan, record, stage in zip(self.plan.stages, records, saved.stages, strict=True):
+            record.generation, record.turn = stage.generation, stage.turn
+            record.sums = Sums(**{name: None if (at := getattr(stage, name)) is None else at.sum for name in TENSORS})
             record.zero_moments, record.zero_remainder = stage.zero_moments, stage.zero_remainder
             record.gradients_sum = None if stage.gradients is None else stage.gradients.sum
-            self._expect(stage)
+            if self.daemon.written is not None:  # from now on its extents are compared when they are read
+                for _, extent in stage.extents():
+                    self.daemon.written.expect(Span(offset=extent.offset, size=extent.size), extent.sum)
             for _, ram, extent in _resting_in_ram(plan, record):
                 self.daemon.wait(self.daemon.read(ram.offset, extent.offset, extent.size, label=record.stage))
 
-    def _expect(self, stage: StoredStage) -> None:
-        """From now on its extents are compared when they are read."""
-        if self.daemon.written is not None:
-            for _, extent in stage.extents():
-                self.daemon.written.expect(Span(offset=extent.offset, size=extent.size), extent.sum)
-
     def describe(self, records: Sequence[Record], stored_as: Mapping[str, str], *, step: int) -> tuple[StoredStage, ...]:
-        """Every stage as it rests in its extents now; one that has not come to `step` with the gradients of its update.
+        """Describes every stage as it rests now; one that has not come to `step` with the gradients of its update.
+
         `stored_as`: names of the model's tensors in the checkpoint it came from."""
         together = zip(self.model.stages, self.plan.stages, records, strict=True)
         return tuple(_stored(stage, plan, record, stored_as, step=step) for stage, plan, record in together)
 
 
 def _resting_in_ram(plan: StagePlan, record: Record) -> Iterator[tuple[str, Span, Span]]:
-    """What of a stage rests in RAM and is not simply zero: its name, where, and the extent of the record's generation."""
+    """Yields what of a stage rests in RAM and is not zero: its name, where, and the extent of the record's generation."""
     for name in _at_rest(record):
         ram, extent = getattr(plan, f"{name}_ram"), plan.extent(name, record.turn)
         if ram is not None and extent is not None:
@@ -182,28 +168,13 @@ def _resting_in_ram(plan: StagePlan, record: Record) -> Iterator[tuple[str, Span
 
 
 def _at_rest(record: Record) -> Iterator[StateTensor]:
-    """The tensors of a stage whose values are not simply zero."""
+    """Yields the tensors of a stage whose values are not all zero."""
     yield "weights"
     if not record.zero_remainder:
         yield "remainder"
     if not record.zero_moments:
         yield "momentum"
         yield "variance"
-
-
-def _check_place(plan: StagePlan, stage: StoredStage) -> None:
-    """Raises UsageError where the plan does not have the stage where it was saved."""
-    wanted = {name: plan.extent(name, stage.turn) for name in TENSORS} | {"gradients": plan.gradients_extent}
-    if all(wanted[name] == Span(offset=extent.offset, size=extent.size) for name, extent in stage.extents()):
-        return
-    raise UsageError(
-        f"the saved {stage.name} does not lie where this run would have it",
-        hint="the store was made by another version: start over with checkpoint.resume=never",
-    )
-
-
-def _sums(stage: StoredStage) -> Sums:
-    return Sums(**{name: None if (at := getattr(stage, name)) is None else at.sum for name in TENSORS})
 
 
 def _stored(stage: StageSpec, plan: StagePlan, record: Record, stored_as: Mapping[str, str], *, step: int) -> StoredStage:
@@ -243,13 +214,13 @@ def _summed(extent: Span, total: int | None) -> StoredExtent:
 
 
 def _fits(stored: str, compute: str) -> bool:
-    """Whether a checkpoint's values need no remainder beside weights of the compute dtype."""
+    """Tells whether a checkpoint's values need no remainder beside weights of the compute dtype."""
     return compute == "float32" or stored == "bfloat16"
 
 
 def _check_finite(entry: TensorEntry, values: torch.Tensor, dtype: Dtype) -> None:
-    """One pass over what was just read. Later it would be found as a loss that is not finite, and lr would be blamed."""
-    nonfinite = sum_squares(values.view(-1).view(torch.uint8).numpy().data, dtype)[1]
+    """Raises UsageError for NaN or Inf in what was just read: later it would show as a loss, and lr would be blamed."""
+    nonfinite = sum_squares(values.view(torch.uint8).numpy().data, dtype)[1]
     if nonfinite:
         raise _damaged(entry, nonfinite, "not finite")
 
@@ -265,7 +236,7 @@ def _damaged(entry: TensorEntry, count: int, what: str) -> UsageError:
 def _read_split(
     reader: TensorReader, entry: TensorEntry, weights: torch.Tensor, remainder: torch.Tensor, *, first: int
 ) -> None:
-    """Elements of a tensor wider than bfloat16, from `first` on, become weights and remainder, piece by piece."""
+    """Splits elements of a tensor wider than bfloat16, from `first` on, into weights and remainder, piece by piece."""
     piece = torch.empty(min(_PIECE, weights.numel()), dtype=torch.float32)
     for begin in range(0, weights.numel(), _PIECE):
         count = min(_PIECE, weights.numel() - begin)

@@ -1,24 +1,18 @@
-"""Whether a manifest's values can be those of a store. Their types have been looked at; here it is what they say together.
-
-Whoever reads a store takes offsets, counts and paths from here: an extent behind the store's end, a tensor longer than its
-stage or a stripe of nothing would be found much later, by something that can only fail.
-"""
+"""Checks that a manifest's values, whose types are right, fit together: offsets, counts and paths of a store are used
+unchecked from here on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
 from pathlib import PurePath
-from typing import TYPE_CHECKING
 
 from ...checkpoint.header import METADATA, NAME_LIMIT
 from ...core.json_files import shown
 from ...core.typed import LARGEST
 from ...spec.model import ITEM_SIZE
-
-if TYPE_CHECKING:
-    from ...spec.plan import Numerics
-    from .manifest import Manifest, StoredExtent, StoredStage, StoredTensor
+from ...spec.plan import Numerics
+from .stored import Manifest, StoredExtent, StoredStage, StoredTensor
 
 _ALIGN = 4096  # of stripes and extents, as direct I/O wants them
 MOST_KEPT = 16  # states of a store; recipe/schema knows it too
@@ -38,7 +32,7 @@ _NUMERICS = {  # at least and at most
 
 
 def why_not(manifest: Manifest) -> str:
-    """The first thing that cannot be, empty where there is none."""
+    """Says the first thing that cannot be, empty where there is none."""
     return next(_contradictions(manifest), "")
 
 
@@ -71,7 +65,7 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
 
 
 def _of_numerics(numerics: Numerics) -> Iterator[str]:
-    """A run goes on with these where its recipe says `auto`: they are within what a recipe may say."""
+    """Checks that they are within what a recipe may say: a run resumes with them where its recipe says `auto`."""
     for key, (least, most) in _NUMERICS.items():
         value = getattr(numerics, key)
         if not least <= value <= most:
@@ -91,7 +85,7 @@ def _paths(manifest: Manifest) -> Iterator[str]:
 
 
 def is_plain(path: str) -> bool:
-    """Whether a path is one that a store names: absolute, and the way it goes is the way it is written."""
+    """Tells whether a path is one that a store names: absolute, and without `..`."""
     return "\0" not in path and PurePath(path).is_absolute() and ".." not in PurePath(path).parts
 
 

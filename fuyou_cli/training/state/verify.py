@@ -1,9 +1,10 @@
-"""Whether the extents that a manifest names still hold what was written there: read once, summed piece by piece."""
+"""Checks that the extents that a manifest names still hold what was written there: read once, summed piece by piece."""
 
 from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ...core.errors import SwapError
@@ -13,11 +14,11 @@ from ...swap.arena import Arena
 from ...swap.daemon import SwapDaemon
 from ...swap.kernels import CHECKSUM_BLOCK, checksum
 from ...swap.written import not_as_written
-from .manifest import Manifest, StoredExtent
+from .stored import Manifest, StoredExtent
 
 _TURNS = 2  # pieces: one is read while the other is summed
 PIECE = READ_BACK // _TURNS  # bytes read at once
-MODULUS = 1 << 64  # of sums
+MODULUS = 1 << 64  # of checksums
 _READINGS = 2  # of an extent that is not as it was written, before that is believed
 # The drive has lost it, or the file is shorter. Any other reason says nothing of what is there.
 _LOST = {errno.EIO, errno.ENODATA, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN}
@@ -27,7 +28,7 @@ Progress = Callable[[int], None]  # of bytes more that are read
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Damage:
-    """An extent whose bytes are not what was written. `why`: for people."""
+    """Names an extent whose bytes are not what was written. `why`: for people."""
 
     stage: str
     tensor: str
@@ -38,20 +39,22 @@ class Damage:
 
 
 def size_of(manifest: Manifest) -> int:
-    """Bytes that verifying reads."""
+    """Returns the bytes that verifying reads."""
     return sum(extent.size for stage in manifest.stages for _, extent in stage.extents())
 
 
 def damages(
     manifest: Manifest, daemon: SwapDaemon, arena: Arena, window: Span, *, progress: Progress = lambda size: None
 ) -> Iterator[Damage]:
-    """Of every extent, in order; what a drive cannot read is damage too. `window`: a span of the arena that nobody uses
-    meanwhile, two blocks of 4096 bytes at least. Raises FuyouError where reading is refused for another reason."""
+    """Yields every damaged extent, in order; what a drive cannot read is damage too.
+
+    `window`: a span of the arena that nobody uses meanwhile, two blocks of 4096 bytes at least. Raises FuyouError where
+    reading is refused for another reason."""
     turns = _turns(window)
 
-    def wrong(extent: StoredExtent, progress: Progress) -> str:
+    def wrong(extent: StoredExtent) -> str:
         try:
-            total = _sum(extent, daemon, arena, turns, progress)
+            total = _checksum(extent, daemon, arena, turns)
         except SwapError as error:
             if error.code not in _LOST:
                 raise
@@ -60,19 +63,16 @@ def damages(
 
     for stage in manifest.stages:
         for name, extent in stage.extents():
-            why = wrong(extent, progress)
+            why = wrong(extent)
             for _ in range(_READINGS - 1):
-                why = why and wrong(extent, _unheard)
+                why = why and wrong(extent)
+            progress(extent.size)
             if why:
                 yield Damage(stage=stage.name, tensor=name, why=why)
 
 
-def _unheard(size: int) -> None:
-    """Its bytes have been counted."""
-
-
 def not_as_named(manifest: Manifest, extent: StoredExtent, total: int) -> str:
-    """What is wrong with an extent of this sum, for people."""
+    """Says what is wrong with an extent of this checksum, for people."""
     span = Span(offset=extent.offset, size=extent.size)
     return not_as_written(manifest.files, manifest.stripe, span, total=total, wanted=extent.sum)
 
@@ -83,35 +83,29 @@ def _turns(window: Span) -> tuple[Span, ...]:
     return tuple(Span(offset=window.offset + turn * size, size=size) for turn in range(_TURNS))
 
 
-def _sum(extent: StoredExtent, daemon: SwapDaemon, arena: Arena, turns: tuple[Span, ...], progress: Progress) -> int:
-    """Of what the extent holds now. A piece that cannot be read is an error once nothing is under way."""
-    size, total = turns[0].size, 0
-    starts = range(0, extent.size, size)
-    tickets: list[int] = []
+def _checksum(extent: StoredExtent, daemon: SwapDaemon, arena: Arena, turns: tuple[Span, ...]) -> int:
+    """Returns the checksum of what the extent holds now. Where it cannot be read, raises once nothing is under way."""
+    starts = range(0, extent.size, turns[0].size)
 
-    def begin(number: int) -> None:
-        if number < len(starts):
-            length = min(size, extent.size - starts[number])
-            tickets.append(daemon.read(turns[number % _TURNS].offset, extent.offset + starts[number], length))
+    def read(number: int) -> int | None:
+        if number == len(starts):
+            return None
+        return daemon.read(turns[number % _TURNS].offset, extent.offset + starts[number], length(number))
 
-    begin(0)
+    def length(number: int) -> int:
+        return min(turns[0].size, extent.size - starts[number])
+
+    total, ticket = 0, read(0)
     for number, start in enumerate(starts):
-        begin(number + 1)
-        try:
-            daemon.wait(tickets.pop(0))
-        except SwapError:
-            _settle(daemon, tickets)
-            raise
-        length = min(size, extent.size - start)
-        total += checksum(arena.view(turns[number % _TURNS].offset, length), position=start)
-        progress(length)
-    return total % MODULUS
-
-
-def _settle(daemon: SwapDaemon, tickets: list[int]) -> None:
-    """What else is under way is over, however it ended: the first error is told."""
-    for ticket in tickets:
+        following = read(number + 1)
+        assert ticket is not None
         try:
             daemon.wait(ticket)
         except SwapError:
-            continue
+            with suppress(SwapError):  # the first error is told
+                if following is not None:
+                    daemon.wait(following)
+            raise
+        total += checksum(arena.view(turns[number % _TURNS].offset, length(number)), position=start)
+        ticket = following
+    return total % MODULUS
