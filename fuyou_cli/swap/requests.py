@@ -37,8 +37,14 @@ class DaemonOptions:
     def of(cls, io: IoPlan, *, data_sums: bool, write_sums: bool) -> DaemonOptions:
         """Takes the sizes from a run's plan."""
         same = {name: getattr(io, name) for name in _OF_A_PLAN}
-        scratch = {"scratch_offset": io.scratch.offset, "scratch_size": io.scratch.size}
-        return cls(**same, **scratch, requests=_REQUESTS, data_sums=data_sums, write_sums=write_sums)
+        return cls(
+            **same,
+            scratch_offset=io.scratch.offset,
+            scratch_size=io.scratch.size,
+            requests=_REQUESTS,
+            data_sums=data_sums,
+            write_sums=write_sums,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -41,7 +41,6 @@ _CHANGED = {
     "device": "the kind of device it computes on (offload.device; left auto: whether a GPU is found)",
 }
 _DYING = 1.0  # seconds
-_START_OVER = "or start over with checkpoint.resume=never, which gives that state up"
 
 
 def saved_state(
@@ -100,12 +99,13 @@ def find_saved(resume: str, directories: Sequence[Path], *, say: Callable[[str],
     if resume != "auto" and (found is None or found.state == "loading"):
         what = "there is no saved run" if found is None else "nothing is saved yet"
         raise UsageError(f"checkpoint.resume: {what} in {source}", hint="leave it auto to begin a run")
-    if found is None or found.state == "loading":
-        if found is not None:
-            refuse_in_use(found)
-        _check_free(directories, being_filled=() if found is None else found.files)
-        if found is None:
-            _check_moved(source.parent)
+    if found is None:
+        _check_free(directories, being_filled=())
+        _check_moved(source.parent)
+        return None
+    if found.state == "loading":
+        refuse_in_use(found)
+        _check_free(directories, being_filled=found.files)
         return None
     refuse_copy(found, source)
     refuse_in_use(found)
@@ -158,44 +158,39 @@ def _in_use(manifest: Manifest) -> str:
     return ""
 
 
+def _kept(what: str, remedy: str) -> UsageError:
+    """Makes the error for a saved run that is in the way: whatever the remedy, it can be given up."""
+    return UsageError(what, hint=f"{remedy}, or start over with checkpoint.resume=never, which gives that state up")
+
+
 def _check_moved(directory: Path) -> None:
     """Raises UsageError where the only store is of a saved run that was moved here, with its output folder say: a new run would
     begin unasked."""
     kept = list(directory.glob(f"*/{manifests.NAME}"))
     if len(kept) != 1:  # folders that several runs share
         return
+    store = kept[0].parent
     try:
-        saved = manifests.read(kept[0].parent)
+        saved = manifests.read(store)
     except UsageError:
         return
-    if saved is None or saved.state != "committed":
+    if saved is None or saved.state != "committed" or is_file(saved.files[0]) or not (store / STORE_FILE).exists():
         return
-    was = Path(saved.files[0])
-    if was.parent.name == kept[0].parent.name and not is_file(was) and (kept[0].parent / STORE_FILE).exists():
-        raise UsageError(
-            f"{kept[0].parent} holds a run that was saved after step {saved.step} in {was.parent}, and moved since",
-            hint="move it back, and name output_dir as then, to go on; or start over with checkpoint.resume=never",
-        )
+    if Path(saved.files[0]).parent.name == store.name:
+        refuse_copy(saved, store)
 
 
 def _check_parts(saved: Manifest) -> None:
     """Checks that every file the manifest names is there, as long as it was, and of this run."""
     if missing := lacking(saved):
-        raise UsageError(
-            f"the saved run cannot be resumed: {missing}", hint=f"mount its drive or put the file back, {_START_OVER}"
-        )
+        raise _kept(f"the saved run cannot be resumed: {missing}", "mount its drive or put the file back")
     for index, path in enumerate(map(Path, saved.files)):
-        part = read_part(path.parent)
-        if part is None and (path.parent / PART_FILE).exists():
-            raise UsageError(
-                f"the saved run cannot be resumed: {path.parent / PART_FILE} is damaged, or cannot be read",
-                hint=f"see what `dmesg` says of that drive and run the same command again, {_START_OVER}",
-            )
+        part, place = read_part(path.parent), path.parent / PART_FILE
+        if part is None and place.exists():
+            remedy = "see what `dmesg` says of that drive and run the same command again"
+            raise _kept(f"the saved run cannot be resumed: {place} is damaged, or cannot be read", remedy)
         if part is None or (part.run, part.index) != (saved.run, index):
-            raise UsageError(
-                f"the saved run cannot be resumed: {path} belongs to another run by now",
-                hint="start over with checkpoint.resume=never",
-            )
+            raise _kept(f"the saved run cannot be resumed: {path} belongs to another run by now", "put a copy back")
 
 
 def _check_free(directories: Sequence[Path], *, being_filled: Sequence[str]) -> None:
@@ -204,18 +199,16 @@ def _check_free(directories: Sequence[Path], *, being_filled: Sequence[str]) -> 
     `being_filled`: files that a run which was killed as it loaded says are its own. Some of their folders may have no part
     file yet, and not every file system tells room that was set aside from data."""
     for directory in directories:
-        if not (directory / STORE_FILE).exists():
+        store, part_file = directory / STORE_FILE, directory / PART_FILE
+        if not store.exists():
             continue
-        if not (directory / PART_FILE).exists():
-            if str(directory / STORE_FILE) not in being_filled and _holds_data(directory / STORE_FILE):
-                raise UsageError(
-                    f"{directory / STORE_FILE} holds data, and no run of fuyou says that it is its own",
-                    hint="move it away, or write over it with checkpoint.resume=never",
-                )
+        if not part_file.exists():
+            if str(store) not in being_filled and _holds_data(store):
+                raise _kept(f"{store} holds data, and no run of fuyou says that it is its own", "move it away")
             continue
         part = read_part(directory)
         if part is None:  # a saved run may be behind it: nothing is written over on a guess
-            raise UsageError(f"{directory / PART_FILE} is damaged", hint=f"put it back, {_START_OVER}")
+            raise _kept(f"{part_file} is damaged", "put it back")
         first = Path(part.first)
         owner, _ = manifests.newest(first)
         if owner is None and first.is_dir():
@@ -223,9 +216,9 @@ def _check_free(directories: Sequence[Path], *, being_filled: Sequence[str]) -> 
         if owner is not None and (owner.run != part.run or owner.state != "committed"):
             continue
         step = f"after step {owner.step}" if owner is not None else f"whose manifest was in {first}"
-        raise UsageError(
+        raise _kept(
             f"{directory} holds part {part.index + 1} of {part.count} of a saved run {step}",
-            hint=f"name the folders of offload.dir as that run did ({first.parent} first), {_START_OVER}",
+            f"name the folders of offload.dir as that run did ({first.parent} first)",
         )
 
 
@@ -258,11 +251,9 @@ def check_unchanged(expected: Manifest | None, directory: Path, *, start_over: b
 def check_same_store(saved: Manifest, paths: Sequence[Path], *, stripe: int) -> None:
     """Raises UsageError where the run was saved in other files than these."""
     if saved.files != tuple(map(str, paths)) or saved.stripe != stripe:
-        raise UsageError(
-            f"the saved run is striped over {', '.join(saved.files)} by {saved.stripe} bytes, not over "
-            f"{', '.join(map(str, paths))} by {stripe}",
-            hint="name the same folders in offload.dir, in the same order, or start over with checkpoint.resume=never",
-        )
+        was, now = ", ".join(saved.files), ", ".join(map(str, paths))
+        what = f"the saved run is striped over {was} by {saved.stripe} bytes, not over {now} by {stripe}"
+        raise _kept(what, "name the same folders in offload.dir, in the same order")
 
 
 def check_same_mode(saved: Manifest, mode: str, *, keep_last: int, commit_every: int | None) -> None:
@@ -276,10 +267,8 @@ def check_same_mode(saved: Manifest, mode: str, *, keep_last: int, commit_every:
     asked = {"in_place": ("in_place", 1), "redo": ("redo", 1), "snapshot": ("in_place", keep_last)}.get(mode)
     if asked is not None and asked != (saved.mode, saved.keep):
         was = "snapshot, of the last" if saved.mode == "in_place" and saved.keep > 1 else saved.mode
-        raise UsageError(
-            f"checkpoint.mode: the saved run has {was}{f' {saved.keep} states' if saved.keep > 1 else ''}, not {mode}",
-            hint="leave it auto, or start over with checkpoint.resume=never",
-        )
+        states = f" {saved.keep} states" if saved.keep > 1 else ""
+        raise _kept(f"checkpoint.mode: the saved run has {was}{states}, not {mode}", "leave it auto")
 
 
 def check_unchanged_run(saved: Manifest, fingerprints: Mapping[str, str], *, total_steps: int) -> None:
@@ -287,10 +276,8 @@ def check_unchanged_run(saved: Manifest, fingerprints: Mapping[str, str], *, tot
     names = dict.fromkeys((*fingerprints, *saved.fingerprints))
     changed = [name for name in names if saved.fingerprints.get(name) != fingerprints.get(name)]
     if changed:
-        raise UsageError(
-            f"the saved run cannot be resumed: {'; '.join(_CHANGED.get(name, name) for name in changed)} changed since",
-            hint="put it back as it was, or start over with checkpoint.resume=never",
-        )
+        what = "; ".join(_CHANGED.get(name, name) for name in changed)
+        raise _kept(f"the saved run cannot be resumed: {what} changed since", "put it back as it was")
     if saved.step > total_steps:
         raise UsageError(
             f"the saved run has done {saved.step} steps, the recipe asks for {total_steps}",

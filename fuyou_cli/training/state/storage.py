@@ -148,8 +148,8 @@ class StageFiles:
             if self.daemon.written is not None:  # from now on its extents are compared when they are read
                 for _, extent in stage.extents():
                     self.daemon.written.expect(Span(offset=extent.offset, size=extent.size), extent.sum)
-            for _, ram, extent in _resting_in_ram(plan, record):
-                self.daemon.wait(self.daemon.read(ram.offset, extent.offset, extent.size, label=record.stage))
+            for _, ram, home in _resting_in_ram(plan, record):
+                self.daemon.wait(self.daemon.read(ram.offset, home.offset, home.size, label=record.stage))
 
     def describe(self, records: Sequence[Record], stored_as: Mapping[str, str], *, step: int) -> tuple[StoredStage, ...]:
         """Describes every stage as it rests now; one that has not come to `step` with the gradients of its update.
