@@ -34,8 +34,6 @@ BANNED_CALLS = {
 # What still is as it should not be: `test_exceptions_are_still_needed` makes these lists shrink.
 CIRCULAR = {
     "engine.embedding_passes", "engine.executor", "engine.head_passes",
-    "training.prepare", "training.state.companions", "training.state.folder_names", "training.state.manifest",
-    "training.state.resume", "training.state.saved", "training.state.storage", "training.state.validate",
 }  # fmt: skip
 SHARED_NAMES = {
     "bench", "commits", "companions", "device_memory", "errors", "host_work", "memory", "plan", "sample", "sources",
