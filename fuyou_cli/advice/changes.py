@@ -6,7 +6,7 @@ Of each kind the first step that helps is kept; where no single kind helps, pair
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING
@@ -19,7 +19,6 @@ from fuyou_cli.training.prepare import wishes
 from .planning import Elsewise, Outcome
 
 if TYPE_CHECKING:
-    from fuyou_cli.recipe.schema import Recipe
     from fuyou_cli.training.prepare import Prepared
 
 SHOWN = 5
@@ -27,21 +26,22 @@ _MOST_QUICK = 40  # plans that are only looked at for whether they fit
 _LEAST_CHUNK, _LEAST_ROW = 64, 128  # tokens: below, a head's piece or a row is no longer a sensible one
 _HALVINGS = 8
 _FINER, _FEW = 64 * MiB, 4 * GiB  # steps of RAM, where there is so little of it
+_PINS = ("weights", "gradients", "optimizer_states", "boundaries", "activations", "lookahead", "defer_updates")
+
+Steps = tuple[tuple[str, ...], ...]  # each one a change: key=value of one or two keys
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """Changes of one sort, the least first. `numerics`: the run's numbers change with it. `steadily`: where one fits, every
-    greater one does; whether it wears drives less is another matter."""
+    """Changes of one sort, the least first. `numerics`: the run's numbers change with it."""
 
-    steps: tuple[tuple[str, ...], ...]
-    numerics: bool
-    steadily: bool = True
+    steps: Steps
+    numerics: bool = False
 
 
 def changes_that_help(elsewise: Elsewise, *, fits: bool) -> list[Outcome]:
-    """Up to SHOWN, best first: few keys before many, the same numbers before others, then the faster per token. `fits`: only
-    wear stands against the run. Where nothing makes it fit and spares its drives as well, what makes it fit."""
+    """Return up to SHOWN, best first: few keys before many, the same numbers before others, then the faster per token. `fits`:
+    only wear stands against the run. Where nothing makes it fit and spares its drives as well, return what makes it fit."""
     trials = _Trials(elsewise)
     kinds = list(candidates(elsewise.prepared, fits=fits))
     found = _found(trials, kinds)
@@ -53,17 +53,13 @@ def changes_that_help(elsewise: Elsewise, *, fits: bool) -> list[Outcome]:
 
 
 def _found(trials: _Trials, kinds: list[Kind]) -> list[tuple[bool, Outcome]]:
-    """What helps, each with whether it changes the run's numbers."""
-    found: list[tuple[bool, Outcome]] = []
-    for kind in kinds:
-        if outcome := trials.first(kind):
-            found.append((kind.numerics, outcome))
-    if not found:
-        for one, other in combinations(kinds, 2):
-            if len(found) >= SHOWN or trials.exhausted:
-                break
-            if outcome := trials.pair(one, other):
-                found.append((one.numerics or other.numerics, outcome))
+    """Return what helps, each with whether it changes the run's numbers."""
+    found = [(kind.numerics, outcome) for kind in kinds if (outcome := trials.first(kind))]
+    for one, other in combinations(kinds, 2) if not found else ():
+        if len(found) >= SHOWN or trials.exhausted:
+            break
+        if outcome := trials.pair(one, other):
+            found.append((one.numerics or other.numerics, outcome))
     return found
 
 
@@ -86,44 +82,30 @@ class _Trials:
         return len(self._known) >= _MOST_QUICK
 
     def first(self, kind: Kind) -> Outcome | None:
-        """The least of its changes that helps. Where more always fits, its greatest is looked at before the others."""
-        if kind.steadily and not self._fits(kind.steps[-1]):
-            return None
-        return self._least(kind.steps)
+        """Return the least of its changes that helps. Where neither the least nor the greatest fits, none between does."""
+        ends = (self._quickly(changes) for changes in (kind.steps[-1], kind.steps[0]))
+        return self._least(kind.steps) if any(end is not None and not end.problems for end in ends) else None
 
     def pair(self, one: Kind, other: Kind) -> Outcome | None:
-        """Both at their greatest, unless less of one is what helps; then each as little as does."""
-        if one.steadily and not other.steadily:
-            one, other = other, one
-        ends = [one.steps[-1]] if one.steadily else one.steps[::-1]
-        if not any(self._passes((*step, *other.steps[-1])) for step in ends):
+        """Return both at their greatest, where that helps; then each as little as does."""
+        if not self._passes((*one.steps[-1], *other.steps[-1])):
             return None
         least = next(step for step in one.steps if self._passes((*step, *other.steps[-1])))
-        return self._least(tuple((*least, *step) for step in other.steps))
+        return self._least((*least, *step) for step in other.steps)
 
-    def _least(self, steps: tuple[tuple[str, ...], ...]) -> Outcome | None:
-        for changes in steps:
-            if self._passes(changes):
-                outcome = self._elsewise.with_keys(changes)
-                if outcome is not None and self._helps(outcome):
-                    return outcome
-        return None
+    def _least(self, steps: Iterable[tuple[str, ...]]) -> Outcome | None:
+        full = (self._elsewise.with_keys(changes) for changes in steps if self._passes(changes))
+        return next((outcome for outcome in full if outcome is not None and self._helps(outcome)), None)
 
     def _helps(self, outcome: Outcome) -> bool:
-        """It fits, and wears the drives little enough for as many tokens as the recipe trains on: less training is no
-        cure for wear."""
-        if not self.spare_drives:
-            return not outcome.problems
+        """Tell whether it fits, and wears the drives little enough for as many tokens as the recipe trains on: less training
+        is no cure for wear."""
         trained = _trained(outcome.prepared)
-        return outcome.passes_for(self._trained / trained if trained else 1.0)
+        return outcome.passes(self._trained / trained if trained else 1.0) if self.spare_drives else not outcome.problems
 
     def _passes(self, changes: tuple[str, ...]) -> bool:
         outcome = self._quickly(changes)
         return outcome is not None and self._helps(outcome)
-
-    def _fits(self, changes: tuple[str, ...]) -> bool:
-        outcome = self._quickly(changes)
-        return outcome is not None and not outcome.problems
 
     def _quickly(self, changes: tuple[str, ...]) -> Outcome | None:
         if changes not in self._known:
@@ -132,7 +114,7 @@ class _Trials:
 
 
 def _trained(prepared: Prepared) -> int:
-    """Tokens of the whole run, padding included; 0 where the data decides."""
+    """Return the tokens of the whole run, padding included; 0 where the data decides."""
     numerics = prepared.plan.numerics
     return prepared.total_steps * numerics.batch_size * numerics.max_seq_len
 
@@ -141,38 +123,57 @@ def _trained(prepared: Prepared) -> int:
 
 
 def candidates(prepared: Prepared, *, fits: bool) -> Iterator[Kind]:
-    """Every kind of change that this recipe leaves room for. A run that `fits` is only to write less, for as many tokens."""
-    recipe = prepared.recipe
+    """Yield every kind of change that this recipe leaves room for. A run that `fits` is only to write less, for as many
+    tokens; a saved run keeps its numbers."""
+    kinds = [*_of_placement(prepared, fits=fits)]
+    if prepared.manifest is None:
+        kinds += [Kind(steps=steps, numerics=True) for steps in _of_numbers(prepared, fits=fits)]
+    yield from (kind for kind in kinds if kind.steps)
+
+
+def _of_placement(prepared: Prepared, *, fits: bool) -> Iterator[Kind]:
+    """Yield the changes that leave every loss as it is."""
+    recipe, plan = prepared.recipe, prepared.plan
+    keeps = any(stage.kept for stage in plan.stages) and recipe.offload.activations == "auto"
+    pinned = tuple(f"offload.{key}=auto" for key in _PINS if getattr(recipe.offload, key) != "auto")
+    yield Kind(steps=_memory(prepared))
+    if not fits:
+        yield Kind(steps=_if(recipe.export.at_end, "export.at_end=false"))
+        yield Kind(steps=_fewer_snapshots(prepared))
+        yield Kind(steps=_redo(prepared))
+    yield Kind(steps=_rarer_commits(prepared))
+    yield Kind(steps=_if(recipe.offload.wear != "spare", "offload.wear=spare"))
+    yield Kind(steps=_if(keeps, "offload.activations=recompute"))
+    yield Kind(steps=(*((pin,) for pin in pinned), *([pinned] if len(pinned) > 1 else [])))
+    for key in ("cpu", "gpu", "ssd"):
+        yield Kind(steps=_if(not getattr(recipe.offload.max_memory, key).is_auto, f"offload.max_memory.{key}=auto"))
+
+
+def _of_numbers(prepared: Prepared, *, fits: bool) -> Iterator[Steps]:
+    """Yield the changes that give other losses."""
+    recipe, numerics = prepared.recipe, prepared.plan.numerics
+    batch, micro, length = numerics.batch_size, numerics.micro_batch_size, numerics.max_seq_len
     bfloat16_sums = recipe.precision.compute == "bfloat16" != recipe.precision.grad_accum
-    less = [] if fits else [
-        Kind(steps=(("export.at_end=false",),) if recipe.export.at_end else (), numerics=False),
-        Kind(steps=_fewer_states(prepared), numerics=False),
-        Kind(steps=_redo(prepared), numerics=False),
-        Kind(steps=_micro_batches(prepared), numerics=True),
-        Kind(steps=_head_chunks(prepared), numerics=True),
-        Kind(steps=(("train.head_chunk_vocab=auto",),) if recipe.train.head_chunk_vocab != "auto" else (), numerics=True),
-        Kind(steps=_rows(prepared), numerics=True),
-        Kind(steps=_smaller_batches(prepared), numerics=True),
-    ]  # fmt: skip
-    spilt = _fewer_at_once(prepared) if fits else ()
-    made = (
-        Kind(steps=_memory(prepared), numerics=False),
-        Kind(steps=spilt, numerics=True, steadily=False),
-        *less,
-        Kind(steps=_rarer_commits(prepared), numerics=False),
-        Kind(steps=_sparing(prepared), numerics=False),
-        Kind(steps=_recompute(prepared), numerics=False),
-        Kind(steps=(("train.clip_grad_norm=null",),) if recipe.train.clip_grad_norm is not None else (), numerics=True),
-        Kind(steps=(("precision.grad_accum=bfloat16",),) if bfloat16_sums else (), numerics=True),
-        Kind(steps=_pins(recipe), numerics=False, steadily=False),
-        Kind(steps=_limits(recipe), numerics=False, steadily=False),
-        Kind(steps=_larger_batches(prepared), numerics=True, steadily=False),
-    )
-    saved = prepared.manifest is not None  # its numbers are settled
-    yield from (kind for kind in made if kind.steps and not (saved and kind.numerics))
+    smaller = list(dict.fromkeys(size // micro * micro for size in _halved(batch, micro)))
+    if fits:
+        yield _same_tokens(prepared, smaller) if _spills(prepared) else ()
+    else:
+        yield tuple((f"train.micro_batch_size={size}",) for size in _halved(micro, 1) if batch % size == 0)
+        chunk = numerics.head_chunk_tokens or micro * length
+        yield tuple((f"train.head_chunk_tokens={size}",) for size in _halved(chunk, _LEAST_CHUNK))
+        yield _if(recipe.train.head_chunk_vocab != "auto", "train.head_chunk_vocab=auto")
+        yield tuple((f"dataset.max_seq_len={size}",) for size in _halved(length, _LEAST_ROW))
+        yield tuple((f"train.batch_size={size}",) for size in smaller)
+    yield _if(recipe.train.clip_grad_norm is not None, "train.clip_grad_norm=null")
+    yield _if(bfloat16_sums, "precision.grad_accum=bfloat16")
+    yield _same_tokens(prepared, [batch * factor for factor in (2, 4, 8, 16) if prepared.total_steps >= factor])
 
 
-def _memory(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
+def _if(possible: bool, change: str) -> Steps:
+    return ((change,),) if possible else ()
+
+
+def _memory(prepared: Prepared) -> Steps:
     """More RAM for the process, up to what the machine has: the least that is enough first, then in ever larger steps."""
     plan, hardware = prepared.plan, prepared.hardware
     asked = wishes(prepared.recipe, plan.numerics, hardware, device=plan.device)
@@ -188,8 +189,7 @@ def _memory(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
     return tuple((change,) for change in (*less, *(f"offload.max_memory.cpu={size}GiB" for size in sizes)))
 
 
-def _fewer_states(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
-    """Snapshots that are kept."""
+def _fewer_snapshots(prepared: Prepared) -> Steps:
     checkpoint = prepared.recipe.checkpoint
     if checkpoint.mode != "snapshot" or prepared.manifest is not None:  # a saved run has the store that it has
         return ()
@@ -197,7 +197,7 @@ def _fewer_states(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
     return tuple((f"checkpoint.keep_last={kept}",) for kept in dict.fromkeys(fewer))
 
 
-def _redo(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
+def _redo(prepared: Prepared) -> Steps:
     """One extent of everything, where the planner may not choose it by itself."""
     checkpoint = prepared.recipe.checkpoint
     every_step = checkpoint.mode != "snapshot" and checkpoint.commit_every_steps in (1, "auto")
@@ -208,8 +208,8 @@ def _redo(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
     return (("checkpoint.mode=redo",) if every_step else ("checkpoint.mode=redo", "checkpoint.commit_every_steps=1"),)
 
 
-def _rarer_commits(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
-    """What rests in RAM is written in steps that are committed alone."""
+def _rarer_commits(prepared: Prepared) -> Steps:
+    """Fewer commits, which write what rests in RAM."""
     checkpoint, plan = prepared.recipe.checkpoint, prepared.plan
     every, key = plan.commit_every, "snapshot" if checkpoint.mode == "snapshot" else "commit"
     resting = any("cpu" in (stage.weights, stage.states) for stage in plan.stages)
@@ -218,33 +218,21 @@ def _rarer_commits(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
     return tuple((f"checkpoint.{key}_every_steps={factor * every}",) for factor in (10, 100))
 
 
-def _sparing(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
-    return (("offload.wear=spare",),) if prepared.recipe.offload.wear != "spare" else ()
+def _spills(prepared: Prepared) -> bool:
+    """Tell whether anything that grows with the batch, or that it displaces, is on the ssd."""
+    return any("ssd" in (stage.boundary, stage.gradients, stage.states) for stage in prepared.plan.stages)
 
 
-def _recompute(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
-    """Outputs that the planner keeps because that is faster; on the ssd they are written every step."""
-    keeps = any(stage.kept for stage in prepared.plan.stages)
-    return (("offload.activations=recompute",),) if keeps and prepared.recipe.offload.activations == "auto" else ()
-
-
-def _pins(recipe: Recipe) -> tuple[tuple[str, ...], ...]:
-    """What the recipe pins, left to the planner: each alone, then all of it."""
-    offload = recipe.offload
-    pinned = [
-        f"offload.{key}=auto"
-        for key in ("weights", "gradients", "optimizer_states", "boundaries", "activations", "lookahead", "defer_updates")
-        if getattr(offload, key) != "auto"
-    ]
-    single = tuple((change,) for change in pinned)
-    return (*single, tuple(pinned)) if len(pinned) > 1 else single
-
-
-def _limits(recipe: Recipe) -> tuple[tuple[str, ...], ...]:
-    """Limits of the recipe's own, below what the machine has or (of RAM) above it."""
-    limits = recipe.offload.max_memory
-    keys = [f"offload.max_memory.{key}=auto" for key in ("cpu", "gpu", "ssd") if not getattr(limits, key).is_auto]
-    return tuple((key,) for key in keys)
+def _same_tokens(prepared: Prepared, batches: Iterable[int]) -> Steps:
+    """Other batches with as much training: a step writes its states once, whatever its batch."""
+    train, trained = prepared.recipe.train, prepared.total_steps * prepared.plan.numerics.batch_size
+    by_epochs = train.max_steps is None  # then the steps follow by themselves
+    return tuple(
+        (f"train.batch_size={batch}",)
+        if by_epochs
+        else (f"train.batch_size={batch}", f"train.max_steps={-(-trained // batch)}")
+        for batch in batches
+    )
 
 
 def _halved(value: int, least: int) -> Iterator[int]:
@@ -253,54 +241,3 @@ def _halved(value: int, least: int) -> Iterator[int]:
         if value < least:
             return
         yield value
-
-
-def _micro_batches(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
-    numerics = prepared.plan.numerics
-    sizes = [size for size in _halved(numerics.micro_batch_size, 1) if numerics.batch_size % size == 0]
-    return tuple((f"train.micro_batch_size={size}",) for size in sizes)
-
-
-def _head_chunks(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
-    numerics = prepared.plan.numerics
-    whole = numerics.head_chunk_tokens or numerics.micro_batch_size * numerics.max_seq_len
-    return tuple((f"train.head_chunk_tokens={size}",) for size in _halved(whole, _LEAST_CHUNK))
-
-
-def _rows(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
-    """Shorter rows, as many of them at once as before."""
-    numerics = prepared.plan.numerics
-    return tuple((f"dataset.max_seq_len={size}",) for size in _halved(numerics.max_seq_len, _LEAST_ROW))
-
-
-def _smaller_batches(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
-    numerics = prepared.plan.numerics
-    micro = numerics.micro_batch_size
-    sizes = [size // micro * micro for size in _halved(numerics.batch_size, micro)]
-    return tuple((f"train.batch_size={size}",) for size in dict.fromkeys(sizes))
-
-
-def _fewer_at_once(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
-    """The same tokens in more steps, where what a batch keeps is on the ssd: less of it may stay in RAM."""
-    train, plan = prepared.recipe.train, prepared.plan
-    if not any(stage.boundary == "ssd" or stage.gradients == "ssd" or stage.states == "ssd" for stage in plan.stages):
-        return ()
-    smaller = [int(keys[0].partition("=")[2]) for keys in _smaller_batches(prepared)]
-    steps = {size: -(-prepared.total_steps * plan.numerics.batch_size // size) for size in smaller}
-    by_epochs = train.max_steps is None
-    return tuple(
-        (f"train.batch_size={size}",) if by_epochs else (f"train.batch_size={size}", f"train.max_steps={count}")
-        for size, count in steps.items()
-    )
-
-
-def _larger_batches(prepared: Prepared) -> tuple[tuple[str, ...], ...]:
-    """The same tokens in fewer steps: states are written once a step, whatever its batch."""
-    steps, batch = prepared.total_steps, prepared.plan.numerics.batch_size
-    by_epochs = prepared.recipe.train.max_steps is None  # then the steps follow by themselves
-
-    def change(factor: int) -> tuple[str, ...]:
-        larger = f"train.batch_size={batch * factor}"
-        return (larger,) if by_epochs else (larger, f"train.max_steps={-(-steps // factor)}")
-
-    return tuple(change(factor) for factor in (2, 4, 8, 16) if steps >= factor)

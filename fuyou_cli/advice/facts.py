@@ -1,41 +1,186 @@
-"""What a plan's screen says beside the plan."""
+"""Everything that `fuyou plan` says about a run, found once and shown as text or as JSON."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fuyou_cli.advice.break_even import BreakEven
-from fuyou_cli.advice.compare import Comparison
-from fuyou_cli.advice.endings import Ending
+from fuyou_cli.advice.compare import Row
 from fuyou_cli.advice.planning import Outcome
-from fuyou_cli.advice.wear import Spared
-from fuyou_cli.planner.lasting import FastRegion
-from fuyou_cli.planner.timeline import Timeline
+from fuyou_cli.advice.room import Room, plan_problems
+from fuyou_cli.advice.wear import Spared, Wear, Writes, wear_of, writes_of
+from fuyou_cli.core.disk import existing
+from fuyou_cli.core.units import format_time
+from fuyou_cli.machine.origins import RatedBy, origins_of
+from fuyou_cli.planner.lasting import FastRegion, fast_region
+from fuyou_cli.recipe.fields import format_size
+from fuyou_cli.spec.hardware import HardwareProfile
+from fuyou_cli.spec.model import ModelSpec
+from fuyou_cli.spec.plan import Plan
+
+if TYPE_CHECKING:
+    from fuyou_cli.training.prepare import Prepared
+
+HIDDEN = 0.05  # of a step: compute that waits less need not wait less
+USUAL = 1000  # steps that writes are shown of, where nobody knows how many there are
+_CLOSE = 0.9  # of the busiest resource's seconds: one that is nearly as busy decides as well
+_RATED = {  # resource -> how the names of the rates behind it begin (`machine/origins`)
+    "compute": ("compute",), "cpu": ("compute", "AdamW"), "update": ("AdamW",), "ssd read": ("store",), "ssd write": ("store",),
+    "h2d": ("to GPU",), "d2h": ("to GPU",),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ending:
+    """A limit of the recipe that stops the run after `step`: its key and value, and how the run continues."""
+
+    limit: str
+    step: int
+    again: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFacts:
-    """What belongs on the screen and is no part of a plan."""
+    """A plan, what it was made for, and what was found out about it."""
 
+    plan: Plan
+    model: ModelSpec
+    hardware: HardwareProfile
+    room: Room
     steps: int | None = None  # of the whole run; None where the data decides
-    done: int | None = None  # of these, by the saved run that is gone on from; None of a new one
+    done: int | None = None  # steps of the saved run that is resumed; None of a new one
     io_uring: bool = True  # whether this build has it
     folder: Path = Path()  # whose drive the store would be on
-    command: str = "fuyou finetune recipe.yaml"  # to run what fits; empty where it cannot be run
+    command: str = ""  # runs what fits; empty where it cannot be run, or runs already
     refusal: str | None = None  # why the model cannot be trained yet
-    even: BreakEven | None = None
-    compared: Comparison | None = None
-    changes: tuple[Outcome, ...] | None = None  # that help; None where none are needed
+    compared: tuple[Row, ...] | None = None  # other choices of the planner
+    changes: tuple[Outcome, ...] | None = None  # of the recipe, that help; None where none were looked for
     tried: int = 0  # plans made to find them
     advice: str = ""  # what to do where nobody has looked for such changes
     region: FastRegion | None = None  # of the drives; None where they are not known to slow down
-    endings: tuple[Ending, ...] = ()  # before the last step, by limits of the recipe
-    step: Timeline | None = None  # with its memory; None where nobody asked for that
+    endings: tuple[Ending, ...] = ()  # before the last step
     spared: Spared | None = None  # by `offload.wear`
-    notes: tuple[str, ...] = ()  # what was noticed while it was planned
+    notes: tuple[str, ...] = ()  # from planning
+
+    @property
+    def problems(self) -> list[str]:
+        return plan_problems(self.plan, self.room)
 
     @property
     def left(self) -> int | None:
-        """Steps that are still to be done."""
+        """Return the steps that are still to be done; None where the data decides."""
         return None if self.steps is None else max(0, self.steps - (self.done or 0))
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of a step, padding included."""
+        return self.plan.numerics.batch_size * self.plan.numerics.max_seq_len
+
+    @property
+    def run_seconds(self) -> float | None:
+        """Return the seconds of all steps that are left; drives that slow down are fast for the first ones."""
+        if self.left is None:
+            return None
+        if self.plan.sustained and self.region is not None:
+            return self.region.seconds(self.left)
+        return self.left * self.plan.predicted.step_seconds
+
+    @property
+    def writes(self) -> Writes | None:
+        """Return what is written from here to the run's end; None where its length is not known."""
+        return None if self.left is None else self.shown_writes
+
+    @property
+    def shown_writes(self) -> Writes:
+        """Return the same, of USUAL steps where nobody knows how many there are."""
+        steps = USUAL if self.left is None else self.left
+        return writes_of(self.plan, self.room, steps=steps, resumed=self.done is not None)
+
+    @property
+    def wear(self) -> Wear | None:
+        return wear_of(self.hardware, self.writes)
+
+    @property
+    def deciding_assumptions(self) -> tuple[RatedBy, ...]:
+        """Return the rates that nobody measured, of the busiest resource of a described machine and those nearly as busy."""
+        if self.hardware.measured != "described":
+            return ()
+        seconds = self.plan.predicted.seconds
+        most = max(seconds.values(), default=0.0)
+        names = tuple(word for name, taken in seconds.items() if taken >= _CLOSE * most for word in _RATED.get(name, ()))
+        other = "store, both" if self.plan.sustained else "store, sustained"
+        rates = (rate for rate in origins_of(self.hardware) if rate.origin == "assumption" and rate.what.startswith(names))
+        return tuple(rate for rate in rates if not rate.what.startswith(other))
+
+    @property
+    def hiding_tokens(self) -> int | None:
+        """Estimate the tokens per step from which compute takes longer than drives and updates do. Weights and states move
+        once a step, whatever its batch; only boundaries grow with it. None where compute hardly waits, no batch is enough, or
+        the batch is that of a saved run."""
+        predicted = self.plan.predicted
+        if self.done is not None or sum(predicted.stalls.values()) <= HIDDEN * predicted.step_seconds:
+            return None
+        compute = predicted.seconds.get("compute", 0.0)
+        times = []
+        for name, total, by in (
+            ("ssd read", predicted.read_per_step, predicted.read_by),
+            ("ssd write", predicted.written_per_step, predicted.written_by),
+            ("update", 0, {}),
+        ):
+            seconds = predicted.seconds.get(name, 0.0)
+            growing = seconds * by.get("boundaries", 0) / total if total else 0.0
+            if compute <= growing:
+                return None
+            times.append((seconds - growing) / (compute - growing))
+        return round(max(times) * self.tokens) if max(times) > 1 else None
+
+
+def facts_of(prepared: Prepared, room: Room, *, described: bool = False, command: str = "") -> RunFacts:
+    """Collect what a plan's screen says beside the plan. `described`: of another machine, where nothing can be run."""
+    from fuyou_cli.swap.kernels import has_io_uring
+
+    region = fast_region(prepared.model, prepared.hardware, prepared.plan)
+    return RunFacts(
+        plan=prepared.plan,
+        model=prepared.model,
+        hardware=prepared.hardware,
+        room=room,
+        steps=prepared.total_steps or None,
+        done=None if prepared.manifest is None else prepared.manifest.step,
+        io_uring=described or has_io_uring(),
+        folder=Path() if described else existing(prepared.directories[0].parent),
+        command="" if described else command,
+        refusal=prepared.refusal,
+        region=region,
+        endings=endings(prepared, region),
+    )
+
+
+def endings(prepared: Prepared, region: FastRegion | None) -> tuple[Ending, ...]:
+    """Return the limits that stop this process before the run's last step, by the plan's figures; loading is not counted."""
+    steps = prepared.total_steps
+    return tuple(ending for ending in _limits(prepared, region) if not steps or ending.step < steps)
+
+
+def _limits(prepared: Prepared, region: FastRegion | None) -> Iterator[Ending]:
+    from fuyou_cli.training.run_limits import loaded, steps_within_writes
+
+    plan, recipe, saved = prepared.plan, prepared.recipe, prepared.manifest
+    done = saved.step if saved is not None else 0
+    seconds, most = recipe.train.max_time, recipe.offload.ssd_write_limit
+    if seconds is not None and plan.predicted.step_seconds > 0:
+        step = done + steps_within(seconds, plan, region)
+        yield Ending(limit=f"train.max_time={format_time(seconds)}", step=step, again="run the same command again to continue")
+    if most is not None and plan.predicted.written_per_step:
+        step = done + steps_within_writes(plan, most - (saved.written_total if saved is not None else loaded(plan)), done=done)
+        yield Ending(limit=f"offload.ssd_write_limit={format_size(most)}", step=step, again="raise it to continue")
+
+
+def steps_within(seconds: float, plan: Plan, region: FastRegion | None) -> int:
+    """Count the whole steps that a run takes in so long; drives that slow down are fast for the first ones."""
+    if region is None or not plan.sustained:
+        return int(seconds / plan.predicted.step_seconds)
+    fast = region.steps * region.first
+    return int(seconds / region.first if seconds <= fast else region.steps + (seconds - fast) / region.later)

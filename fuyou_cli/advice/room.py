@@ -1,10 +1,9 @@
-"""What a run may take of the device and the disks, beside what its plan wants. Nothing is written or measured."""
+"""What a run may take of the device and the disks, and why its plan does not fit. Nothing is written or measured."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,59 +41,56 @@ class Room:
 
 
 def room_of(prepared: Prepared, *, described: bool = False) -> Room:
-    """Of this machine's disks; of a described one's drives, on which nothing is yet."""
-    if described:
-        return _described_room(prepared)
-    from fuyou_cli.training.state.parts import STORE_FILE
-
-    recipe, plan = prepared.recipe, prepared.plan
-    paths = [directory / STORE_FILE for directory in prepared.directories]
-    files = store_files(paths, plan.store_size)
-    if recipe.export.at_end:
-        model = export_folder(recipe, prepared.model_dir)
-        files.append(Wanted(what="the exported model", path=model, size=plan.predicted.export_bytes))
+    """Return the limits of this machine and its disks, or of a described one's drives, on which nothing is yet."""
+    recipe, hardware, directories = prepared.recipe, prepared.hardware, prepared.directories
+    places = (directories, prepared.model_dir, prepared.plan.predicted.export_bytes)
+    store = described_store_room if described else store_room
     return Room(
-        gpu=gpu_limit(recipe, prepared.hardware),
-        ssd=_ssd_limit(recipe, paths),
-        store=store_room(recipe, prepared.hardware, *_places(prepared)),
-        ram=prepared.hardware.ram_available,
-        ram_total=prepared.hardware.ram_total,
-        pinnable=prepared.hardware.pinnable or None,
-        pinnable_why=prepared.hardware.pinnable_why,
-        disks=tuple(file_systems(files, probe.free_space)),
+        gpu=gpu_limit(recipe, hardware),
+        ssd=_described_ssd_limit(recipe, hardware) if described else _ssd_limit(recipe, directories),
+        store=store(recipe, hardware, *places),
+        ram=hardware.ram_available,
+        ram_total=hardware.ram_total,
+        pinnable=hardware.pinnable or None,
+        pinnable_why=hardware.pinnable_why,
+        disks=(_described_drives(prepared),) if described else _disks(prepared),
     )
-
-
-def _places(prepared: Prepared) -> tuple[tuple[Path, ...], Path, int]:
-    return prepared.directories, prepared.model_dir, prepared.plan.predicted.export_bytes
 
 
 def store_room(
     recipe: Recipe, hardware: HardwareProfile, directories: tuple[Path, ...], model_dir: Path, export_bytes: int
 ) -> int:
-    """Bytes that the run's store may have: free on its disks or its own already, what an export to the same disk takes left
-    out, and allowed. Files are striped, so that the fullest disk counts for all."""
+    """Return the bytes that the run's store may have: free on its disks or its own already, what an export to the same disk
+    takes left out, and allowed. Files are striped, so the fullest disk counts for all."""
     from fuyou_cli.training.state.parts import STORE_FILE
 
-    paths = [directory / STORE_FILE for directory in directories]
-    systems = [existing(path).stat().st_dev for path in paths]
+    systems = [existing(directory).stat().st_dev for directory in directories]
     exported = existing(export_folder(recipe, model_dir)).stat().st_dev if recipe.export.at_end else None
     shares = []
-    for path, system in zip(paths, systems, strict=True):
-        held = sum(taken(other) for other, on in zip(paths, systems, strict=True) if on == system)
-        there = probe.free_space(path.parent) + held - (export_bytes if system == exported else 0)
+    for directory, system in zip(directories, systems, strict=True):
+        held = sum(taken(other / STORE_FILE) for other, on in zip(directories, systems, strict=True) if on == system)
+        there = probe.free_space(directory) + held - (export_bytes if system == exported else 0)
         shares.append(there // systems.count(system))
-    there, limit = max(0, min(shares) * len(paths)), _ssd_limit(recipe, paths)
+    there, limit = max(0, min(shares) * len(directories)), _ssd_limit(recipe, directories)
     return there if limit is None else min(there, limit)
 
 
 def described_store_room(
     recipe: Recipe, hardware: HardwareProfile, directories: tuple[Path, ...], model_dir: Path, export_bytes: int
 ) -> int:
-    """The same of a described machine's drives, which the export goes to as well."""
+    """Return the same of a described machine's drives, which the export goes to as well."""
     there = max(0, hardware.disk_free - (export_bytes if recipe.export.at_end else 0))
     limit = _described_ssd_limit(recipe, hardware)
     return there if limit is None else min(there, limit)
+
+
+def _ssd_limit(recipe: Recipe, directories: tuple[Path, ...]) -> int | None:
+    """Resolve `offload.max_memory.ssd`: a share is of the file systems the store is on, each counted once."""
+    asked = recipe.offload.max_memory.ssd
+    if asked.is_auto:
+        return None
+    places = {existing(directory).stat().st_dev: existing(directory) for directory in directories}
+    return asked.resolve(total=sum(shutil.disk_usage(place).total for place in places.values()), auto=0)
 
 
 def _described_ssd_limit(recipe: Recipe, hardware: HardwareProfile) -> int | None:
@@ -103,10 +99,21 @@ def _described_ssd_limit(recipe: Recipe, hardware: HardwareProfile) -> int | Non
     return None if limit.is_auto else limit.resolve(total=there, auto=0)
 
 
-def _described_room(prepared: Prepared) -> Room:
-    recipe, plan, hardware = prepared.recipe, prepared.plan, prepared.hardware
-    export = plan.predicted.export_bytes if recipe.export.at_end else 0
-    drives = FileSystem(
+def _disks(prepared: Prepared) -> tuple[FileSystem, ...]:
+    from fuyou_cli.training.state.parts import STORE_FILE
+
+    plan = prepared.plan
+    files = store_files([directory / STORE_FILE for directory in prepared.directories], plan.store_size)
+    if prepared.recipe.export.at_end:
+        model = export_folder(prepared.recipe, prepared.model_dir)
+        files.append(Wanted(what="the exported model", path=model, size=plan.predicted.export_bytes))
+    return tuple(file_systems(files, probe.free_space))
+
+
+def _described_drives(prepared: Prepared) -> FileSystem:
+    plan, hardware = prepared.plan, prepared.hardware
+    export = plan.predicted.export_bytes if prepared.recipe.export.at_end else 0
+    return FileSystem(
         folders=(Path(hardware.name or "the described drives"),),
         what=("the store", "the exported model") if export else ("the store",),
         wanted=plan.store_size + export,
@@ -114,39 +121,29 @@ def _described_room(prepared: Prepared) -> Room:
         free=hardware.disk_free,
         device=0,
     )
-    return Room(
-        gpu=gpu_limit(recipe, hardware),
-        ssd=_described_ssd_limit(recipe, hardware),
-        store=described_store_room(recipe, hardware, *_places(prepared)),
-        ram=hardware.ram_available,
-        ram_total=hardware.ram_total,
-        pinnable=hardware.pinnable or None,
-        pinnable_why=hardware.pinnable_why,
-        disks=(drives,),
-    )
 
 
 def export_folder(recipe: Recipe, model_dir: Path) -> Path:
-    """`model` below the output directory, never the folder the run started from."""
+    """Return `model` below the output directory, never the folder the run started from."""
     out = Path(recipe.output_dir).expanduser() / "model"
     return out.with_name("model-finetuned") if out.resolve() == model_dir.resolve() else out
 
 
 def check_output(recipe: Recipe) -> None:
-    """Raises UsageError unless `output_dir` is a folder that can be written to, or can become one."""
+    """Raise UsageError unless `output_dir` is a folder that can be written to, or can become one."""
     out = folder(recipe.output_dir, key="output_dir")
     there = existing(out)
     if not os.access(there, os.W_OK | os.X_OK):
-        raise UsageError(f"output_dir: {there} cannot be written to", hint="choose another output_dir, or change its mode")
+        raise UsageError(f"output_dir: cannot write to {there}", hint="choose another output_dir, or change its permissions")
     for name in ("log.jsonl", "timeline.svg"):
         path = out / name
         if path.is_symlink() or (path.exists() and not path.is_file()):  # a pipe that nobody reads would be waited for
-            what = "a folder" if path.is_dir() and not path.is_symlink() else "no plain file"
+            what = "a folder" if path.is_dir() and not path.is_symlink() else "not a regular file"
             raise UsageError(f"output_dir: {path} is {what}", hint="move it away, or choose another output_dir")
 
 
 def check_export(recipe: Recipe, model_dir: Path) -> None:
-    """Raises UsageError where the export at the end would find something that is not ours to replace."""
+    """Raise UsageError where the export at the end would find something that is not ours to replace."""
     from fuyou_cli.checkpoint.placement import refuse_foreign
 
     if not recipe.export.at_end:
@@ -154,47 +151,33 @@ def check_export(recipe: Recipe, model_dir: Path) -> None:
     try:
         refuse_foreign(export_folder(recipe, model_dir))
     except UsageError as error:
-        hint = "move that away, choose another output_dir, or set export.at_end=false"
+        hint = "move it away, choose another output_dir, or set export.at_end=false"
         raise UsageError(f"output_dir: {error.message}", hint=hint) from error
 
 
 def plan_problems(plan: Plan, room: Room) -> list[str]:
-    """Why the plan does not fit, one sentence each; empty when it fits."""
+    """Say why the plan does not fit, one sentence each; empty when it fits."""
     predicted, problems = plan.predicted, []
     over = {phase: peak for phase, peak in phase_peaks(plan).items() if peak > plan.cpu_budget}
     if over:
         worst, *others = sorted(over, key=lambda phase: -over[phase])
         needs = f"{worst} needs {gib(over[worst])} of RAM, {gib(over[worst] - plan.cpu_budget)} more than its budget"
-        problems.append(needs + (f" (over it too: {', '.join(others)})" if others else ""))
+        problems.append(needs + (f" (also over it: {', '.join(others)})" if others else ""))
+    ram = f"the run needs {gib(predicted.cpu_peak)} of RAM,"
     allowed = min(predicted.cpu_peak, plan.cpu_budget)  # beyond the budget it is the budget that is too small
     if room.ram_total is not None and allowed > room.ram_total:
-        problems.append(
-            f"the run takes {gib(predicted.cpu_peak)} of RAM, it can never have more than {gib(room.ram_total)}: "
-            "offload.max_memory.cpu allows more than there is"
-        )
+        problems.append(f"{ram} the machine or its control group has {gib(room.ram_total)}: lower offload.max_memory.cpu")
     elif room.ram is not None and allowed > CLEARLY * room.ram:
-        problems.append(
-            f"the run takes {gib(predicted.cpu_peak)} of RAM, the machine has {gib(room.ram)} for it: "
-            "offload.max_memory.cpu allows more than there is"
-        )
+        problems.append(f"{ram} {gib(room.ram)} are free: lower offload.max_memory.cpu, or free some RAM")
     if plan.device == "cuda" and room.pinnable is not None and min(plan.arena_size, plan.cpu_budget) > room.pinnable:
         problems.append(
-            f"{gib(plan.arena_size)} of RAM are pinned for the GPU, which can have {gib(room.pinnable)} ({room.pinnable_why}): "
-            "offload.max_memory.cpu allows more"
+            f"the run pins {gib(plan.arena_size)} of RAM for the GPU, the driver allows {gib(room.pinnable)} "
+            f"({room.pinnable_why}): lower offload.max_memory.cpu"
         )
     if room.gpu is not None and predicted.gpu_peak > room.gpu:
         problems.append(
             f"the step needs {gib(predicted.gpu_peak)} of GPU memory, offload.max_memory.gpu leaves {gib(room.gpu)}"
         )
     if room.ssd is not None and predicted.ssd_bytes > room.ssd:
-        problems.append(f"the store takes {gb(predicted.ssd_bytes)}, offload.max_memory.ssd allows {gb(room.ssd)}")
+        problems.append(f"the store needs {gb(predicted.ssd_bytes)}, offload.max_memory.ssd allows {gb(room.ssd)}")
     return problems + [disk.problem for disk in room.disks if disk.problem]
-
-
-def _ssd_limit(recipe: Recipe, paths: Sequence[Path]) -> int | None:
-    """A share is of the file systems the store is on, each counted once."""
-    asked = recipe.offload.max_memory.ssd
-    if asked.is_auto:
-        return None
-    places = {existing(path).stat().st_dev: existing(path) for path in paths}
-    return asked.resolve(total=sum(shutil.disk_usage(place).total for place in places.values()), auto=0)

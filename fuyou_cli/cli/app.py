@@ -1,4 +1,4 @@
-"""The `fuyou` command. Every command is a few lines that import what they need, so that --help stays quick."""
+"""The `fuyou` command. Each command imports only what it needs, so that --help stays quick."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ Exit codes:
 
 \b
 Environment:
-  FUYOU_OFFLOAD_DIR     where stores go unless the recipe says
+  FUYOU_OFFLOAD_DIR     where stores go, unless the recipe says
   FUYOU_DEBUG=1         show tracebacks
   HF_TOKEN, HF_HOME     access to the hub, and its local cache
   NO_COLOR              plain text
   CUDA_VISIBLE_DEVICES  which GPU
 """
 
-# Rich help costs as much to import as everything else together.
+# Rich help takes as long to import as everything else together.
 app = typer.Typer(
     name="fuyou",
     help="Fine-tune Hugging Face models that do not fit the machine: fully, exactly, on one device.",
@@ -50,12 +50,12 @@ recipes = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, s
 app.add_typer(recipes, name="recipes")
 
 _RECIPE_HELP = "A recipe file, or the name of a shipped one (default: ./recipe.yaml)."
-_OVERRIDES_HELP = "key=value ... changes keys of the recipe, e.g. optimizer.lr=3e-6; key=null clears."
+_OVERRIDES_HELP = "Change keys of the recipe, e.g. optimizer.lr=3e-6; key=null clears one."
 
 RecipeArgument = Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped one.")]
 OptionalRecipe = Annotated[str | None, typer.Argument(help=_RECIPE_HELP, show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="key=value", help=_OVERRIDES_HELP, show_default=False)]
-Calibrated = Annotated[bool, typer.Option("--calibrated", help="With rates as the latest run on this machine showed them.")]
+Calibrated = Annotated[bool, typer.Option("--calibrated", help="Use the rates that the latest run on this machine showed.")]
 Json = Annotated[bool, typer.Option("--json", help="Write the result as JSON.")]
 
 
@@ -72,24 +72,22 @@ def _root(
 def finetune(
     recipe: RecipeArgument,
     overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="What `fuyou plan --dry-run` shows.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the plan; measure nothing.")] = False,
     plan_file: Annotated[
-        Path | None, typer.Option("--plan", help="Run this very plan, of `fuyou plan -o`.", show_default=False)
+        Path | None, typer.Option("--plan", help="Run the plan in this file, from `fuyou plan -o`.", show_default=False)
     ] = None,
     calibrated: Calibrated = False,
     assume_rates: Annotated[
-        bool, typer.Option("--assume-rates", help="Do not measure a machine that nobody has measured.")
+        bool, typer.Option("--assume-rates", help="Assume rates instead of measuring a new machine.")
     ] = False,
-    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Each step's traffic and waits as well.")] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Also show each step's traffic and waits.")] = False,
 ) -> None:
     """Fine-tune a model as a recipe says.
 
-    A run that was stopped is resumed by the same command.
+    Run the same command again to resume a stopped run.
     """
     if dry_run and plan_file is not None:
-        raise UsageError(
-            "--dry-run plans, --plan runs a plan that is made: give one of them", hint="fuyou plan RECIPE shows it"
-        )
+        raise UsageError("--dry-run and --plan cannot be used together", hint="to see a plan: fuyou plan RECIPE")
     loaded = _load(recipe, overrides)
     if dry_run:
         return _plan(loaded, dry_run=True, calibrated=calibrated, verbose=verbose)
@@ -100,9 +98,10 @@ def finetune(
 
 @app.command()
 def quickstart(overrides: Overrides = None) -> None:
-    """See it work: a small model, made here.
+    """See it work on a small model.
 
-    Fine-tuned in less memory than its states take, and compared with plain PyTorch. No network, no GPU.
+    Makes a model, fine-tunes it in less memory than its states need, and compares the losses with plain PyTorch. Needs no
+    network and no GPU.
     """
     from .quickstart.command import run_quickstart
 
@@ -114,24 +113,24 @@ def quickstart(overrides: Overrides = None) -> None:
 def plan(
     recipe: OptionalRecipe = None,
     overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure nothing: assume what is not known.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Measure nothing; assume unknown rates.")] = False,
     hardware: Annotated[
         str | None,
-        typer.Option(metavar="FILE|PARTS", help="Another machine, e.g. rtx4090,2xgen4,128GiB.", show_default=False),
+        typer.Option(metavar="FILE|PARTS", help="Plan for another machine, e.g. rtx4090,2xgen4,128GiB.", show_default=False),
     ] = None,
     calibrated: Calibrated = False,
-    compare: Annotated[bool, typer.Option("--compare", help="Also what else could be, and why it lost.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Also show other choices, and why they lost.")] = False,
     out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="Write the plan, for `finetune --plan`.", show_default=False)
+        Path | None, typer.Option("-o", "--out", help="Write the plan to a file, for `finetune --plan`.", show_default=False)
     ] = None,
     json_output: Json = False,
-    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Stage by stage.")] = False,
-    show_config: Annotated[bool, typer.Option("--show-config", help="First the recipe with every default.")] = False,
+    verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Also show every stage, and where rates come from.")] = False,
+    show_config: Annotated[bool, typer.Option("--show-config", help="First print the recipe with every default.")] = False,
 ) -> None:
-    """Show what a run would do and need.
+    """Show what a run needs, and whether it fits.
 
-    Where everything would rest, what a step costs, and whether it fits; if not, the smallest changes that do. Nothing is
-    run; a machine that was never measured is, quickly. Exit code 3 when it does not fit.
+    Shows what rests where and how long a step takes; where it does not fit, the smallest changes that help. Trains nothing. The
+    first plan on a machine measures it (about a minute). Exit code 3 when the run does not fit.
     """
     _plan(
         _load(recipe, overrides), dry_run=dry_run, hardware=hardware, calibrated=calibrated, compare=compare, out=out,
@@ -142,25 +141,23 @@ def plan(
 @app.command()
 def bench(
     recipe: Annotated[
-        str | None, typer.Argument(help="A recipe whose own block and head are measured as well.", show_default=False)
+        str | None, typer.Argument(help="Also measure the block and head of this recipe.", show_default=False)
     ] = None,
     overrides: Overrides = None,
-    quick: Annotated[
-        bool, typer.Option("--quick/--full", help="Under 15 s (a recipe: a minute) and 2 GB written, or longer.")
-    ] = True,
+    quick: Annotated[bool, typer.Option("--quick/--full", help="Quick: 15 s (with a recipe a minute), 2 GB written.")] = True,
     json_output: Json = False,
     directory: Annotated[
         Path | None,
         typer.Option("--dir", help="The folder whose drive is measured (default: the recipe's).", show_default=False),
     ] = None,
     sustained: Annotated[
-        bool, typer.Option("--sustained", help="Also write until the drive's rate settles: many GB; asks first.")
+        bool, typer.Option("--sustained", help="Also write until the drive slows down: many GB, asks first.")
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     """Measure this machine.
 
-    Matrix products, layers, the drive, the update, and a training step beside it. Kept for the plans to come.
+    Measures matrix products, layers, the drive and the update. Later plans use the result.
     """
     from fuyou_cli.machine.allocator import settle_allocator
 
@@ -180,9 +177,9 @@ def validate(
     json_output: Json = False,
     show_config: Annotated[bool, typer.Option("--show-config", help="Print the recipe with every default.")] = False,
 ) -> None:
-    """Check a recipe; all errors at once.
+    """Check a recipe, and show all errors at once.
 
-    Neither the model nor the data is read.
+    Reads neither the model nor the data.
     """
     from .validate import run_validate
 
@@ -196,7 +193,7 @@ def doctor(
 ) -> None:
     """Check this machine.
 
-    What works, what does not, and what to do about it. Exit code 1 when something has to be done.
+    Shows what works, what does not, and what to do about it. Exit code 1 when something needs to be done.
     """
     from .doctor import run_doctor
 
@@ -211,12 +208,12 @@ def export(
     overrides: Overrides = None,
     dtype: Annotated[
         Literal["bfloat16", "float32"] | None,
-        typer.Option(help="Of the weights (default: the recipe's; of a store, what the run computed in)."),
+        typer.Option(help="Of the weights (default: the recipe's, or what the run computed in)."),
     ] = None,
 ) -> None:
     """Write a trained model for transformers.
 
-    Safetensors that `from_pretrained` loads, streamed from the store.
+    Streams the store to safetensors that `from_pretrained` loads.
     """
     from .export import run_export
 
@@ -230,7 +227,7 @@ def verify(
 ) -> None:
     """Read a store and check it.
 
-    Every committed extent is compared with the sum of what was written there. Exit code 1 when something is damaged.
+    Compares everything committed with its checksums. Exit code 1 when something is damaged.
     """
     from .verify import run_verify
 
@@ -243,9 +240,9 @@ def clean(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A folder of stores (offload.dir), or one store.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Remove what stores left on a drive.
+    """Remove store files from a drive.
 
-    Lists the files that manifests in DIR name and asks before it removes them. Nothing else is ever removed.
+    Lists the files that manifests in DIR name, and asks before it removes them. Removes nothing else.
     """
     from .clean import run_clean
 
@@ -302,7 +299,7 @@ _BadUsage: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The entry point: run a command and exit with its code. No traceback reaches a person unless asked for."""
+    """Run a command and exit with its code. Shows no traceback unless FUYOU_DEBUG asks for it."""
     prepare_streams()
     sys.excepthook = errors.excepthook
     words = list(sys.argv[1:] if arguments is None else arguments)

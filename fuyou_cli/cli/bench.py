@@ -22,7 +22,7 @@ from fuyou_cli.machine.profile import assumed_hardware
 from fuyou_cli.machine.profile_store import keep
 
 from .console import confirm, result_console, status_console, write_status
-from .render.bench import bench_json, show_bench
+from .render.bench_screen import bench_json, show_bench
 from .signals import like_ctrl_c
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
-"""Where output goes: results on stdout, everything else on stderr.
+"""Where output goes: results to stdout, everything else to stderr.
 
-Plain lines are written here without Rich, whose import costs 40 ms; tables and progress ask for a Rich console. Either way
-nothing that came from outside can drive the terminal: control characters are spelt out (`core/printable`). Nothing
-fails because stderr cannot be written to: a closed pipe or a terminal that is gone must not end a run of days.
+Plain lines are written here without Rich, whose import takes 40 ms; tables and progress ask for a Rich console. Control
+characters of text from outside are spelt out (`core/printable`), so that it cannot drive the terminal. A stderr that cannot be
+written to is ignored: a closed pipe or a lost terminal must not end a run of days.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _PLAIN_WIDTH = 100  # columns when the output is not a terminal
 
 
 def write_result(text: str, *, lead: str = "", hang: int = 0) -> None:
-    """A line on stdout: what the command was asked for. `lead` stands before it and may have a style (`styled`); where it takes
-    `hang` columns, the text breaks between words and each of its lines begins there."""
+    """Write a line of the result to stdout, behind a `lead` that may be `styled`. With `hang`, wrap the text and begin each of
+    its lines at that column."""
     text = one_line(text)
     if hang:
         lines = textwrap.wrap(text, max(_width(sys.stdout) - hang, 20), break_long_words=False, break_on_hyphens=False)
@@ -32,12 +32,12 @@ def write_result(text: str, *, lead: str = "", hang: int = 0) -> None:
 
 
 def write_document(text: str) -> None:
-    """Several lines on stdout: a recipe, or JSON."""
+    """Write several lines to stdout: a recipe, or JSON."""
     print(printable(text), file=sys.stdout)
 
 
 def write_last_result(text: str) -> None:
-    """A line on stdout at the end of work that is done, whether or not somebody still reads it."""
+    """Write a line to stdout at the end of finished work, whether or not somebody still reads it."""
     try:
         print(one_line(text), file=sys.stdout, flush=True)
     except OSError:
@@ -45,8 +45,8 @@ def write_last_result(text: str) -> None:
 
 
 def write_status(text: str, *, lead: str = "") -> None:
-    """A line on stderr: everything a person may want to know besides. On a terminal it breaks between words; several lines
-    are a drawing, and stay as they are. `lead` stands before it and may have a style (`styled`)."""
+    """Write a line to stderr, wrapped on a terminal, behind a `lead` that may be `styled`. Several lines are a drawing: they
+    stay as they are."""
     text = lead + printable(text)
     try:
         wide = sys.stderr.isatty() and "\n" not in text
@@ -56,13 +56,13 @@ def write_status(text: str, *, lead: str = "") -> None:
 
 
 def _wrapped(text: str, width: int) -> str:
-    """Continued lines are indented by two more; a word longer than a line (a path) is left to the terminal."""
+    """Wrap with continued lines indented by two more; a word longer than a line (a path) is left to the terminal."""
     indent = text[: len(text) - len(text.lstrip())]
     return textwrap.fill(text, max(width, 20), subsequent_indent=f"{indent}  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _width(stream: TextIO) -> int:
-    """COLUMNS where it is set, as everywhere; else the terminal's, and as many as a page has off a terminal."""
+    """Return COLUMNS where it is set, else the terminal's width, else a page's."""
     asked = os.environ.get("COLUMNS", "")
     if asked.isascii() and asked.isdigit() and int(asked) > 0:
         return int(asked)
@@ -75,17 +75,17 @@ def _width(stream: TextIO) -> int:
 
 
 def write_json(payload: dict[str, Any]) -> None:
-    """The result for a machine, with the version of its layout first."""
+    """Write the result as JSON, with the version of its layout first."""
     write_document(json.dumps({"schema_version": 1, **payload}, indent=2))
 
 
 def result_console() -> Console:
-    """A Rich console on stdout. NO_COLOR is obeyed by Rich itself; symbols by `render.theme.symbols`."""
+    """Make a Rich console on stdout; Rich itself obeys NO_COLOR."""
     return _console(sys.stdout)
 
 
 def status_console() -> Console:
-    """A Rich console on stderr."""
+    """Make a Rich console on stderr."""
     return _console(cast(TextIO, _Lasting(sys.stderr)))
 
 
@@ -97,7 +97,7 @@ def _console(stream: TextIO) -> Console:
 
 
 class _Lasting:
-    """A stream that drops what cannot be written, from then on."""
+    """A stream that drops everything from the first failed write on."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -120,7 +120,7 @@ class _Lasting:
 
 
 def _send_nowhere(stream: TextIO) -> None:
-    """What follows is dropped, and so is what the stream still holds: Python would fail on it at its own end."""
+    """Drop what follows and what the stream still holds, on which Python would fail when it exits."""
     try:
         nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         os.dup2(nowhere, stream.fileno())
@@ -131,7 +131,7 @@ def _send_nowhere(stream: TextIO) -> None:
 
 
 def prepare_streams() -> None:
-    """Characters a terminal cannot encode become question marks instead of an exception."""
+    """Replace characters that a terminal cannot encode by question marks, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)  # a test's replacement may have none
         if reconfigure is not None:
@@ -139,14 +139,14 @@ def prepare_streams() -> None:
 
 
 def styled(text: str, code: str, stream: TextIO) -> str:
-    """`text` with an ANSI style where `stream` is a terminal that wants colour."""
+    """Return `text` with an ANSI style, where `stream` is a terminal that wants colour."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty():
         return text
     return f"\033[{code}m{text}\033[0m"
 
 
 def confirm(question: str) -> bool | None:
-    """The answer of the person at the terminal; None where there is none to ask."""
+    """Ask the person at the terminal; None where there is nobody to ask."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return None
     print(f"{one_line(question)} [y/N] ", end="", file=sys.stderr, flush=True)

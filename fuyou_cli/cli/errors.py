@@ -1,7 +1,7 @@
-"""Errors to exit codes and to text, in one place.
+"""Maps errors to exit codes and text, in one place.
 
 0 ok, 1 failed, 2 usage or recipe, 3 does not fit, 4 out of memory or disk, 130 interrupted, nothing trained lost.
-Errors of ours carry their code; a traceback is shown only with FUYOU_DEBUG=1, for errors nobody foresaw as well.
+Our own errors carry their code. Tracebacks are shown only with FUYOU_DEBUG=1.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def _report(error: BaseException) -> int:
 
 
 def report_unforeseen(error: BaseException) -> int:
-    """A bug: one line, and how to see the rest."""
+    """Report a bug: one line, and how to see the rest."""
     hint = None if debugging() else "this is a bug in fuyou; set FUYOU_DEBUG=1 to see the traceback"
     _say(f"internal error: {type(error).__name__}: {_text(error)}", hint)
     return FAILED
 
 
 def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """For `sys.excepthook`: what no command expected ends here, not in a page of frames."""
+    """Report what no command expected, as `sys.excepthook`, instead of a page of frames."""
     if debugging():
         write_status("".join(traceback.format_exception(kind, error, trace)).rstrip())
     report_unforeseen(error)
@@ -65,13 +65,12 @@ def excepthook(kind: type[BaseException], error: BaseException, trace: Traceback
 
 
 def _say_notes(error: BaseException) -> None:
-    """What is left of the run, say."""
     for note in getattr(error, "__notes__", ()):
         write_status(f"  note: {note}")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """torch's out-of-memory errors, recognised without importing torch: a device's has a class, the host's only words."""
+    """Recognise torch's out-of-memory errors without importing torch: a device's has a class, the host's only words."""
     return _is_of_a_device(error) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
 
 

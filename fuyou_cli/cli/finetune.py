@@ -288,8 +288,8 @@ def _write_model(prepared: Prepared, source: Path) -> None:
 
 
 def _conclude(prepared: Prepared, report: RunReport) -> None:
+    from .render.plots import timeline_svg
     from .render.summary import show_summary
-    from .render.timeline_svg import timeline_svg
 
     if not report.steps:  # nothing was measured, and the drawing of the run that did is still right
         write_status(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fuyou_cli.advice.facts import RunFacts, facts_of
 from fuyou_cli.advice.room import check_export, plan_problems, room_of
 from fuyou_cli.advice.wear import spared_of
 from fuyou_cli.core.errors import PlanError
@@ -19,10 +20,9 @@ from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan
 
 from .console import status_console, write_status
-from .prepared import command_of, facts_of
+from .prepared import command_of
 
 if TYPE_CHECKING:
-    from fuyou_cli.advice.break_even import BreakEven
     from fuyou_cli.recipe.load import LoadedRecipe
     from fuyou_cli.training.prepare import Prepared
 
@@ -88,30 +88,21 @@ class Introduction:
             raise PlanError("the run does not fit: " + "; ".join(problems), hint=self.changes)
 
     def _show(self, prepared: Prepared) -> None:
-        from .render.plan import show_plan
+        from .render.plan_screen import show_plan
 
-        self._shown, room = prepared, room_of(prepared)
-        plan, model, hardware = prepared.plan, prepared.model, prepared.hardware
-        even = None if plan_problems(plan, room) else self._break_even(prepared)
-        spared = None if self._search is None else spared_of(self._search[0], plan, model, hardware, self._search[1])
-        facts = replace(facts_of(self.loaded, prepared), even=even, spared=spared)
-        facts = replace(facts, command="", advice=self.changes)  # it runs already
-        show_plan(status_console(), plan, model, hardware, room, verbose=False, facts=facts)
-
-    def _break_even(self, prepared: Prepared) -> BreakEven | None:
-        """Nothing of a plan from a file, which was shown with it, nor of a saved run, whose batch is what it is."""
-        from fuyou_cli.advice.break_even import break_even
-        from fuyou_cli.advice.planning import Elsewise
-
-        if self._search is None or prepared.manifest is not None:
-            return None
-        return break_even(Elsewise(loaded=self.loaded, prepared=prepared, described=False), self._search[0].best.choice)
+        self._shown = prepared
+        spared = None
+        if self._search is not None:
+            spared = spared_of(self._search[0], prepared.plan, prepared.model, prepared.hardware, self._search[1])
+        show_plan(status_console(), replace(self._facts(prepared), spared=spared), verbose=False)
 
     def _show_length(self, prepared: Prepared) -> None:
-        from .render.plan import show_length
+        from .render.plan_screen import show_length
 
-        facts = replace(facts_of(self.loaded, prepared), command="", advice=self.changes)
-        show_length(status_console(), prepared.plan, prepared.hardware, room_of(prepared), facts)
+        show_length(status_console(), self._facts(prepared))
+
+    def _facts(self, prepared: Prepared) -> RunFacts:
+        return replace(facts_of(prepared, room_of(prepared)), advice=self.changes)
 
 
 def _alike(one: Plan, other: Plan) -> bool:

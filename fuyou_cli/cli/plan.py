@@ -1,7 +1,8 @@
-"""`fuyou plan`: what a run would do and need. Nothing is run; a machine that was never measured is, once and quickly.
+"""`fuyou plan`: what a run needs, and whether it fits.
 
-Planned is any causal language model, of which config.json is enough; one that cannot be trained yet says so. A described
-machine stands in for this one in everything."""
+Trains nothing, but measures a machine that was never measured. Plans any causal language model from its config.json alone, also
+one that cannot be trained yet. A described machine stands in for this one in everything.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +18,13 @@ from .console import result_console, write_document, write_json, write_status
 
 if TYPE_CHECKING:
     from fuyou_cli.advice.facts import RunFacts
-    from fuyou_cli.advice.planning import Elsewise, Outcome, Planning
-    from fuyou_cli.planner.timeline import Timeline
+    from fuyou_cli.advice.planning import Outcome, Planning
     from fuyou_cli.recipe.load import LoadedRecipe
-    from fuyou_cli.training.prepare import Prepared
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions:
-    """Of the command. `hardware` describes a machine; `out` is where the plan goes as a file."""
+    """Options of the command. `hardware` describes a machine; `out` is where the plan goes as a file."""
 
     json_output: bool = False
     verbose: bool = False
@@ -38,17 +37,15 @@ class PlanOptions:
 
 
 def run_plan(loaded: LoadedRecipe, options: PlanOptions) -> bool:
-    """True when the run fits. Raises PlanError where there is no plan at all (as JSON that is said on stdout as well), and
-    UsageError for options that exclude each other."""
+    """Plan, and return whether the run fits. Raises PlanError where there is no plan at all (with --json also said on stdout),
+    and UsageError for options that exclude each other."""
     from fuyou_cli.advice.plan_files import check_target
     from fuyou_cli.advice.planning import Planning
 
     from .validate import config_of, config_text
 
     if options.calibrated and options.hardware is not None:
-        raise UsageError(
-            "--calibrated takes the rates that runs on this machine showed, --hardware describes another: give one of them"
-        )
+        raise UsageError("--calibrated is about this machine, --hardware about another: use one of them")
     if options.out is not None:
         check_target(options.out)
     extra: dict[str, Any] = {"config": config_of(loaded)} if options.show_config else {}
@@ -68,15 +65,21 @@ def run_plan(loaded: LoadedRecipe, options: PlanOptions) -> bool:
         check_export(loaded.recipe, outcome.prepared.model_dir)  # before a word is said: what is refused does not fit
     facts = replace(_facts(loaded, options, outcome, planning), notes=tuple(notes.kept))
     if options.json_output:
+        from .render.plan_json import plan_json
+
         notes.write()
-    _show(options, outcome, facts, extra)
+        write_json({**plan_json(facts), **extra})
+    else:
+        from .render.plan_screen import show_plan
+
+        show_plan(result_console(), facts, verbose=options.verbose)
     if options.out is not None:
         _write(options.out, outcome, planning)
     return not outcome.problems
 
 
 class _Notes:
-    """What planning says: notes are kept for the end of the screen, whatever is under way is told at once."""
+    """Hears what planning says: keeps notes for the end of the screen, tells whatever is under way at once."""
 
     def __init__(self) -> None:
         self.kept: list[str] = []
@@ -89,7 +92,7 @@ class _Notes:
             write_status(text)
 
     def write(self) -> None:
-        """To stderr, where there is no screen of a plan."""
+        """Write them to stderr, where there is no screen of a plan."""
         for note in self.kept:
             write_status(note if note.startswith("warning: ") else f"note: {note}")
 
@@ -118,66 +121,32 @@ def _planned(loaded: LoadedRecipe, options: PlanOptions, planning: Planning, say
 
 
 def _facts(loaded: LoadedRecipe, options: PlanOptions, outcome: Outcome, planning: Planning) -> RunFacts:
-    """What is found by planning again: other batches, other choices, other recipes."""
-    from fuyou_cli.advice.break_even import break_even
+    """Collect what is known of the plan, and find by planning again what else could be."""
     from fuyou_cli.advice.changes import changes_that_help
     from fuyou_cli.advice.compare import comparison
+    from fuyou_cli.advice.facts import facts_of
     from fuyou_cli.advice.planning import Elsewise
 
-    from .prepared import facts_of
+    from .prepared import command_of
 
-    described = options.hardware is not None
-    facts = facts_of(loaded, outcome.prepared, described=described)
-    if options.verbose or options.json_output:
-        facts = replace(facts, step=_step_with_memory(outcome.prepared))
-    elsewise: Elsewise = Elsewise(loaded=loaded, prepared=outcome.prepared, described=described)
-    facts = replace(facts, spared=planning.spared(outcome.prepared))
-    if not outcome.problems and planning.found is not None:
-        facts = replace(facts, even=break_even(elsewise, planning.found.best.choice))
-    if not outcome.passes:
-        begin = elsewise.plans
+    prepared, described = outcome.prepared, options.hardware is not None
+    facts = facts_of(prepared, outcome.room, described=described, command=command_of(loaded))
+    facts = replace(facts, spared=planning.spared(prepared))
+    if not outcome.passes():
+        elsewise = Elsewise(loaded=loaded, prepared=prepared, described=described)
         changes = tuple(changes_that_help(elsewise, fits=not outcome.problems))
-        facts = replace(facts, changes=changes, tried=elsewise.plans - begin)
+        facts = replace(facts, changes=changes, tried=elsewise.plans)
     if options.compare and planning.too_small is None and planning.found is not None and planning.wishes is not None:
-        facts = replace(facts, compared=comparison(elsewise, planning.found, planning.wishes))
+        facts = replace(facts, compared=comparison(prepared, planning.found, planning.wishes))
     return facts
-
-
-def _step_with_memory(prepared: Prepared) -> Timeline:
-    from fuyou_cli.planner.schedule import plan_schedule
-    from fuyou_cli.planner.simulate import simulate
-
-    model, plan = prepared.model, prepared.plan
-    return simulate(model, prepared.hardware, plan, plan_schedule(model, plan), memory=True)
-
-
-def _show(options: PlanOptions, outcome: Outcome, facts: RunFacts, extra: dict[str, Any]) -> None:
-    prepared = outcome.prepared
-    if options.json_output:
-        from .render.plan_json import plan_json
-
-        shown = plan_json(prepared.plan, prepared.model, prepared.hardware, outcome.room, facts=facts)
-        write_json({**shown, **extra})
-    else:
-        from .render.plan import show_plan
-
-        show_plan(
-            result_console(),
-            prepared.plan,
-            prepared.model,
-            prepared.hardware,
-            outcome.room,
-            verbose=options.verbose,
-            facts=facts,
-        )
 
 
 def _write(path: Path, outcome: Outcome, planning: Planning) -> None:
     from fuyou_cli.advice.plan_files import write_plan
 
     if outcome.problems:
-        write_status(f"plan: {path} is not written, the run does not fit")
+        write_status(f"plan: {path} was not written, because the run does not fit")
         return
     assert planning.found is not None
     write_plan(path, outcome.prepared, planning.found.best.choice)
-    write_status(f"plan: {path} (fuyou finetune RECIPE --plan {path} runs it)")
+    write_status(f"plan: written to {path}; to run it: fuyou finetune RECIPE --plan {path}")

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fuyou_cli.machine import probe
 from fuyou_cli.spec.hardware import HardwareProfile
 
 from .console import status_console, write_status
 
 if TYPE_CHECKING:
-    from fuyou_cli.advice.facts import RunFacts
     from fuyou_cli.recipe.load import LoadedRecipe
     from fuyou_cli.training.prepare import Prepared
 
@@ -70,28 +67,8 @@ def prepared_elsewhere(loaded: LoadedRecipe, hardware: HardwareProfile, *, say: 
         )
 
 
-def facts_of(loaded: LoadedRecipe, prepared: Prepared, *, described: bool = False) -> RunFacts:
-    """What the plan's screen says beside the plan."""
-    from fuyou_cli.advice.endings import endings
-    from fuyou_cli.advice.facts import RunFacts
-    from fuyou_cli.planner.lasting import fast_region
-    from fuyou_cli.swap.kernels import has_io_uring
-
-    region = fast_region(prepared.model, prepared.hardware, prepared.plan)
-    return RunFacts(
-        steps=prepared.total_steps or None,
-        done=None if prepared.manifest is None else prepared.manifest.step,
-        io_uring=described or has_io_uring(),
-        folder=Path() if described else probe.existing(prepared.directories[0].parent),
-        command=command_of(loaded) if not described else "",
-        refusal=prepared.refusal,
-        region=region,
-        endings=endings(prepared, region),
-    )
-
-
 def command_of(loaded: LoadedRecipe, command: str = "finetune") -> str:
-    """What runs (or plans) the recipe as it is here, to be pasted."""
+    """Return the command line that runs (or plans) the recipe as it is here."""
     import shlex
 
     return shlex.join(["fuyou", command, str(loaded.path), *loaded.overrides])

@@ -1,4 +1,4 @@
-"""`fuyou recipes`, and finding the recipe a command was given."""
+"""`fuyou recipes`, and finding the recipe that a command names."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ DEFAULT = Path("recipe.yaml")
 
 
 def find_recipe(recipe: str | None, overrides: Sequence[str]) -> tuple[Path, list[str]]:
-    """The file and the overrides a command means: `fuyou plan a.b=1` changes ./recipe.yaml, `quickstart` is shipped.
-
-    Raises UsageError with the shipped recipes when there is no such file.
-    """
+    """Return the file and the overrides: `fuyou plan a.b=1` changes ./recipe.yaml, `quickstart` is shipped. Raises UsageError
+    with the shipped recipes when there is no such file."""
     texts = list(overrides)
     if recipe is not None and "=" in recipe and not Path(recipe).exists():
         texts.insert(0, recipe)
@@ -41,8 +39,8 @@ def find_recipe(recipe: str | None, overrides: Sequence[str]) -> tuple[Path, lis
 
 
 def refuse_unmade(loaded: LoadedRecipe) -> None:
-    """Raises UsageError where the quickstart's recipe is used before the quickstart has made its model; the hub would
-    be asked for a model of that name."""
+    """Raise UsageError where the quickstart's recipe is used before the quickstart has made its model: the hub would be asked
+    for a model of that name."""
     if loaded.path != shipped_recipes().get("quickstart"):
         return
     model = Path(loaded.recipe.model.name_or_path)

@@ -1,4 +1,4 @@
-"""SIGTERM and a closed terminal end a command as Ctrl-C does: it says so, its helpers end, its scratch files go."""
+"""Makes SIGTERM and a closed terminal end a command as Ctrl-C does: it says so, ends its helpers, removes scratch files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def like_ctrl_c() -> Iterator[None]:
-    """Inside, unless somebody handles or ignores them already (nohup does). A run has meanings of its own for them."""
+    """Raise KeyboardInterrupt on them inside, unless they are handled or ignored already (nohup does)."""
     before = {number: signal.getsignal(number) for number in _LIKE_CTRL_C}
     for number, handler in before.items():
         if handler is signal.SIG_DFL:

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from fuyou_cli.cli.bench import run_bench
-from fuyou_cli.cli.render.bench import bench_json, show_bench
+from fuyou_cli.cli.render.bench_screen import bench_json, show_bench
 from fuyou_cli.core.errors import OutOfSpaceError, UsageError
 from fuyou_cli.core.units import MiB, gib
 from fuyou_cli.machine import profile
@@ -196,7 +196,5 @@ def test_the_table_fits(report: BenchReport, width: int, encoding: str) -> None:
     rows = {name: line for name in ("matmul", "store read", "store write") for line in text.splitlines()
             if line.startswith(f"  {name} ") and "to" in line}  # fmt: skip
     assert rows["matmul"].split()[2:6] == ["0.861", "0.800", "to", "0.900"]
-    mark = "#" if encoding == "ascii" else "█"
-    assert [rows[name].count(mark) for name in rows] == ([16, 16, 8] if width >= 120 else [0, 0, 0])
     assert all("io_uring" in rows[name] for name in ("store read", "store write"))  # no list of names below the table
     assert "io_uring, O_DIRECT" in text and "[red]x[/red]" in text and "1.5 GB written" in text

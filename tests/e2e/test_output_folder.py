@@ -49,6 +49,6 @@ def test_what_would_be_waited_for_or_followed_is_refused_first(name: str, new_pr
     os.mkfifo(project.out / name)
     for _ in range(2):
         refused = project.fuyou("finetune", project.recipe)
-        assert refused.returncode == 2 and f"{name} is no plain file" in " ".join(refused.stderr.split())
+        assert refused.returncode == 2 and f"{name} is not a regular file" in " ".join(refused.stderr.split())
         (project.out / name).unlink()
         (project.out / name).symlink_to(project.recipe)

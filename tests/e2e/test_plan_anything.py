@@ -48,7 +48,7 @@ def test_a_mixture(new_project: NewProject, tmp_path: Path) -> None:
     assert "Qwen3MoeForCausalLM, 30.5 B parameters (3.35 B active per token), 48 blocks" in text
     assert text.startswith("fits: RAM") and "fuyou finetune" not in text
     assert (
-        "another model; this one cannot be trained yet: Qwen3MoeForCausalLM cannot be streamed: "
+        "choose another model; this one cannot be trained yet: Qwen3MoeForCausalLM cannot be streamed: "
         "its blocks choose among experts (mixture of experts), "
         "which is not built yet" in text
     )

@@ -85,27 +85,18 @@ def test_a_described_machine_stands_in_for_this_one(new_project: NewProject, com
     }  # fmt: skip
     assert shown["rated_bytes"] == 2400 * 10**12 and 0 < shown["wear"] < 1e-6
     assert shown["run_seconds"] == pytest.approx(6 * shown["plan"]["predicted"]["step_seconds"])
-    assert list(shown["phase_peaks"]) == ["load", "train", "eval", "save", "resume", "export"]
-    assert shown["phase_peaks"]["eval"] <= shown["phase_peaks"]["train"]
-    for tier in ("gpu", "cpu", "ssd"):
-        memory = shown["memory"][tier]
-        assert max(memory["curve"]) == memory["peak"] == sum(memory["held"].values()) <= memory["planned"]
-    compared = shown["compared"]
-    assert 1 < len(compared["others"]) + 1 <= 10
-    assert all(row["choice"] != compared["best"]["choice"] for row in compared["others"])
-    assert all(row["why"] for row in compared["others"] if row["slower"] is None or row["slower"] > 0.01)
+    assert list(shown["phase_peaks"]) == ["load", "train", "save", "resume", "export"]
+    others = shown["compared"]
+    assert 1 <= len(others) <= 9
+    assert all(row["why"] for row in others if row["slower"] is None or row["slower"] > 0.01)
     first = (project.folder / "plan.json").read_bytes()
     assert fuyou.json("--hardware", MACHINE, "-o", "plan.json")["compared"] is None
     assert (project.folder / "plan.json").read_bytes() == first
     assert str(project.materials).encode() not in first
-    least = min(row["figures"]["cpu_peak"] for row in compared["others"])
-    tight = fuyou.json("--hardware", MACHINE, "--compare", f"offload.max_memory.cpu={least}")["compared"]["others"]
-    assert tight[-1]["fits"] is False and tight[-1]["figures"] is None  # what takes more memory, last
-    assert tight[-1]["why"] == "takes more RAM than there is"
-    automatic = fuyou.json("--hardware", MACHINE, "--compare", "train.micro_batch_size=auto")
-    size = automatic["plan"]["numerics"]["micro_batch_size"]
-    sizes = {row["words"] for row in automatic["compared"]["others"] if row["words"].startswith("micro-batches of ")}
-    assert sizes and f"micro-batches of {size} rows" not in sizes
+    least = min(row["figures"]["cpu_peak"] for row in others)
+    tight = fuyou.json("--hardware", MACHINE, "--compare", f"offload.max_memory.cpu={least}")["compared"]
+    assert tight[-1]["slower"] is None and tight[-1]["figures"] is None  # what takes more memory, last
+    assert tight[-1]["why"] == "needs more RAM than there is"
     assert sorted(path.name for path in project.folder.iterdir()) == ["plan.json", "recipe.yaml"]  # no profile, no store
 
 
@@ -133,9 +124,7 @@ def test_the_screen_fits_80_columns(new_project: NewProject, command: Callable[[
         "specification, not measured",  # a drive's source is no column of a word a line
         "Other choices",
         "slower",
-        "compute waits for the store at every batch that was tried, up to 12,288 tokens per step",
         "head and backward",
-        "Memory over one step",
         "fits: RAM",
     ):
         assert words in " ".join(out.split()), words
@@ -164,7 +153,7 @@ def test_changes_are_ones_that_make_it_fit(new_project: NewProject, command: Cal
     fuyou = command(new_project(changes={"offload.max_memory": {"cpu": "90%", "ssd": "6MB"}, "train.batch_size": 1024}))
     shown = fuyou.json("--dry-run", "-o", "plan.json", code=3)
     assert not Path("plan.json").exists()
-    assert shown["problems"] and shown["break_even"] is None and shown["assumed"]
+    assert shown["problems"] and shown["assumed"]
     overrides = [change["overrides"] for change in shown["changes"]]
     same_numbers = {("offload.boundaries=auto",), ("offload.max_memory.ssd=auto",)}
     assert {tuple(keys) for keys in overrides[:2]} == same_numbers  # one key each: they come before what changes the run
@@ -184,7 +173,7 @@ def test_a_run_that_wears_a_drive_out_is_told_a_larger_batch(
     code, out, _ = fuyou("plan", "recipe.yaml", "--hardware", "machine.yaml")
     said = " ".join(out.split())
     assert code == 0 and "warning: the run writes" in said and "of what its drive is rated for" in said
-    assert "10% of which are written already" in said
+    assert "10% written before" in said
     shown = fuyou.json("--hardware", "machine.yaml")
     assert shown["wear"] > 0.3
     changes = {tuple(change["overrides"]): change["figures"] for change in shown["changes"]}
@@ -353,7 +342,7 @@ def test_a_run_past_the_fast_region_is_planned_with_what_drives_sustain(
     assert within["fast_region"]["left"] is False and within["plan"]["sustained"] is False
     assert within["run_seconds"] == pytest.approx(20 * within["plan"]["predicted"]["step_seconds"])
     out = " ".join(fuyou("plan", "recipe.yaml", "--hardware", "machine.yaml")[1].split())
-    assert "the run stays within it; past it a step takes" in out
+    assert "are fast; the run stays within them" in out
     epochs = ("train.max_steps=null", "train.epochs=1")
     assert fuyou.json("--hardware", "machine.yaml", *epochs)["plan"]["sustained"] is False  # few enough, once counted
     assert fuyou.json("--hardware", "machine.yaml", "--dry-run", *epochs)["plan"]["sustained"]  # nobody counts them
@@ -366,7 +355,7 @@ def test_a_run_past_the_fast_region_is_planned_with_what_drives_sustain(
     expected = region["seconds"] + (20 - region["steps"]) * later
     assert past["run_seconds"] == pytest.approx(expected)
     out = " ".join(fuyou("plan", "recipe.yaml", "--hardware", "machine.yaml")[1].split())
-    assert "predicted at what the drives sustain" in out and "at first, then" in out and "idle time" in out
+    assert "predicted at what the drives sustain" in out and "at first, then" in out
     assert fuyou.json("--hardware", "machine.yaml", "train.max_steps=2")["plan"]["sustained"] is False
     counted = ("train.max_steps=null", "train.epochs=2")  # 32 steps, once the data said so
     assert fuyou.json("--hardware", "machine.yaml", *counted)["plan"]["sustained"]
@@ -380,7 +369,7 @@ def test_a_budget_above_the_machine_does_not_fit(new_project: NewProject, comman
     small = "rtx4090,2xgen4,3GiB"  # 1 GiB beside the system: the process alone takes twice that
     shown = fuyou.json("--hardware", small, many, code=3)
     (problem,) = shown["problems"]
-    assert "the machine has 1.00 GiB for it: offload.max_memory.cpu allows more than there is" in problem
+    assert "1.00 GiB are free: lower offload.max_memory.cpu" in problem
     assert fuyou.json("--hardware", "rtx4090,2xgen4,8GiB", many)["fits"]
     assert fuyou("plan", "recipe.yaml", "--hardware", small, many)[0] == 3
 
@@ -401,7 +390,7 @@ def test_a_saved_run_is_planned_from_where_it_stands(stopped: Project, command: 
         "loading": 0, "steps": left * predicted["written_per_step"], "saving": 0, "export": predicted["export_bytes"],
     }  # fmt: skip
     said = " ".join(fuyou("plan", "recipe.yaml", "--dry-run")[1].split())
-    assert f"goes on after step {saved.step}; {left} steps take" in said and f"the {left} steps that are left write" in said
+    assert f"resumes after step {saved.step}; {left} steps in" in said and f"the {left} remaining steps write" in said
     code, out, _ = fuyou("plan", "recipe.yaml", "--dry-run", "train.batch_size=8")
     said = " ".join(out.split())
     assert code == 0 and "train.batch_size was 4, is 8: a run would be refused" in said
@@ -416,4 +405,4 @@ def test_a_saved_run_is_planned_from_where_it_stands(stopped: Project, command: 
     assert done.returncode == 0, done.stderr
     finished = fuyou.json("--dry-run")
     assert (finished["done"], finished["run_seconds"], finished["writes"]["steps"]) == (STEPS, 0, 0)
-    assert "no step is left to do" in fuyou("plan", "recipe.yaml", "--dry-run")[1]
+    assert "all steps are done" in fuyou("plan", "recipe.yaml", "--dry-run")[1]

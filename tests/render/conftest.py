@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from fuyou_cli.advice.facts import RunFacts
 from fuyou_cli.advice.room import Room
 from fuyou_cli.core.disk import FileSystem
 from fuyou_cli.core.units import GiB, MiB
@@ -187,6 +188,11 @@ def plan(model: ModelSpec) -> Plan:
         memory=memory,
         predicted=predicted,
     )
+
+
+@pytest.fixture
+def facts(plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room) -> RunFacts:
+    return RunFacts(plan=plan, model=model, hardware=hardware, room=room, command="fuyou finetune recipe.yaml")
 
 
 @pytest.fixture

@@ -9,9 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from fuyou_cli.cli.render.loss_plot import loss_lines, show_loss
-from fuyou_cli.cli.render.timeline import show_timeline, waiting
-from fuyou_cli.cli.render.timeline_svg import LEFT, PLOT, timeline_svg
+from fuyou_cli.cli.render.plots import LEFT, PLOT, loss_lines, show_loss, show_timeline, timeline_svg, waiting
 from fuyou_cli.training.busy import busy_seconds, merged, phases
 from fuyou_cli.training.report import Busy
 
@@ -45,10 +43,9 @@ def test_odd_losses_are_survived() -> None:
 def test_plots_fit(printer: Printer, timeline: tuple[Busy, ...], width: int, ascii: bool) -> None:
     console, printed = printer(width, ascii=ascii)
     show_loss(console, [2 + math.sin(step / 50) for step in range(3000)])
-    show_timeline(console, timeline, stalls={"ssd read": 3.1})
+    show_timeline(console, timeline)
     assert max(map(len, printed().splitlines())) <= width
     assert printed().isascii() == ascii
-    assert "waited 3.1 s for ssd read" in printed()
 
 
 def test_rows_show_when_a_resource_was_busy(printer: Printer, timeline: tuple[Busy, ...]) -> None:
@@ -105,7 +102,6 @@ def test_svg_requests_in_flight_together_do_not_hide_each_other() -> None:
     for first, second in (("r0", "r1"), ("r1", "r2")):
         (_, _, y0, h0), (_, _, y1, h1) = drawn[first], drawn[second]
         assert y0 + h0 <= y1 or y1 + h1 <= y0
-    assert drawn["r3"][3] > 1.9 * drawn["r0"][3]  # alone: the whole row
 
 
 def test_many_causes_of_waiting_stand_below_the_legend() -> None:

@@ -1,82 +1,77 @@
-"""`fuyou plan --json`: everything the screen says and the whole plan, as data."""
+"""`fuyou plan --json`: what the screen says and the whole plan, as data."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 
-from fuyou_cli.advice.break_even import BreakEven
-from fuyou_cli.advice.compare import Comparison, Row
 from fuyou_cli.advice.facts import RunFacts
-from fuyou_cli.advice.planning import Outcome
-from fuyou_cli.advice.room import Room, plan_problems
-from fuyou_cli.advice.wear import wear_of
+from fuyou_cli.advice.room import Room
 from fuyou_cli.machine.origins import origins_of
 from fuyou_cli.planner.commit_interval import commit_costs
 from fuyou_cli.planner.lasting import FastRegion
-from fuyou_cli.spec.hardware import HardwareProfile
-from fuyou_cli.spec.model import ModelSpec
+from fuyou_cli.planner.phases import phase_peaks
 from fuyou_cli.spec.plan import Plan
 
-from .memory import memory_json, with_evaluation
-from .step import run_seconds
-from .wear import written
-
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+_OF_MODEL = ("architecture", "parameters", "active_parameters", "stored_parameters", "tied_head")
 
 
-def plan_json(plan: Plan, model: ModelSpec, hardware: HardwareProfile, room: Room, *, facts: RunFacts) -> dict[str, object]:
-    """Bytes are integers, times seconds, rates per second, shares of one."""
-    problems = plan_problems(plan, room)
-    writes = written(plan, room, facts)
-    wear, origins = wear_of(hardware, writes), origins_of(hardware)
+def plan_json(facts: RunFacts) -> dict[str, object]:
+    """Return bytes as integers, times in seconds, rates per second, shares of one."""
+    plan, model, hardware = facts.plan, facts.model, facts.hardware
+    problems, writes, wear, origins = facts.problems, facts.writes, facts.wear, origins_of(facts.hardware)
+    compared = [
+        {"words": row.words, "slower": row.slower if row.plan else None, "why": row.why, "figures": _figures(row.plan)}
+        for row in facts.compared or ()
+    ]
+    changes = [{"overrides": list(one.overrides), "figures": _figures(one.plan)} for one in facts.changes or ()]
     return {
         "schema_version": SCHEMA_VERSION,
         "fits": not problems,
         "problems": problems,
         "trainable": facts.refusal is None,
         "refusal": facts.refusal,
-        "model": {
-            "name": plan.model,
-            "architecture": model.architecture,
-            "parameters": model.parameters,
-            "active_parameters": model.active_parameters,
-            "stored_parameters": model.stored_parameters,
-            "stages": len(model.stages),
-            "tied_head": model.tied_head,
-        },
+        "model": {"name": plan.model, "stages": len(model.stages)} | {key: getattr(model, key) for key in _OF_MODEL},
         "hardware": asdict(hardware),
         "hardware_digest": hardware.digest(),
         "assumed": hardware.measured == "assumed" or any(rate.origin == "assumption" for rate in origins),
         "rates": [asdict(rate) for rate in origins],
-        "room": _room(room),
+        "room": _room(facts.room),
         "steps": facts.steps,
         "done": facts.done,
-        "run_seconds": None if facts.left is None else run_seconds(plan, facts.left, facts.region),
+        "run_seconds": facts.run_seconds,
         "endings": [asdict(ending) for ending in facts.endings],
         "fast_region": None if facts.region is None else _region(facts.region, plan),
         **_speed(plan),
+        "hiding_tokens": facts.hiding_tokens,
         "cpu_peak": plan.predicted.cpu_peak,
-        "phase_peaks": with_evaluation(plan, model),
-        "memory": None if facts.step is None else memory_json(plan, model, facts.step),
+        "phase_peaks": phase_peaks(plan),
         "written_by_run": None if writes is None else writes.total,
         "writes": None if writes is None else asdict(writes),
         "rated_bytes": sum(drive.rated_bytes for drive in hardware.drives) or None,
         "commits": _commits(plan),
         "wear": None if wear is None else wear.run,
-        "spared": None if facts.spared is None else asdict(facts.spared),
         "worn_before": None if wear is None else wear.before,
         "worn_after": None if wear is None else wear.after,
-        "break_even": _break_even(facts.even),
-        "compared": None if facts.compared is None else _compared(facts.compared),
-        "changes": None if facts.changes is None else _changes(facts.changes),
+        "spared": None if facts.spared is None else asdict(facts.spared),
+        "compared": None if facts.compared is None else compared,
+        "changes": None if facts.changes is None else changes,
         "tried": None if facts.changes is None else facts.tried,
         "plan": asdict(plan),
     }
 
 
+def _room(room: Room) -> dict[str, object]:
+    disks = [
+        {"folders": [str(folder) for folder in disk.folders], "what": list(disk.what)}
+        | {"wanted": disk.wanted, "held": disk.held, "free": disk.free}
+        for disk in room.disks
+    ]
+    return asdict(room) | {"disks": disks}
+
+
 def _region(region: FastRegion, plan: Plan) -> dict[str, object]:
-    """How long the drives are as fast as at first; `left`: the run goes on after that, and is planned for then."""
+    """Say how long the drives are as fast as at first; `left`: the run goes on after that, and is planned for then."""
     return {
         "bytes": region.size or None,
         "steps": region.steps if region.size else None,
@@ -88,31 +83,10 @@ def _region(region: FastRegion, plan: Plan) -> dict[str, object]:
 
 
 def _commits(plan: Plan) -> dict[str, object]:
-    """`costs`: shares of time and of what is written, and seconds of work that a kill takes at most."""
+    """`costs`: shares of time and of what is written, and seconds of work that a crash loses at most."""
     costs = commit_costs(plan)
-    return {
-        "mode": plan.store_mode,
-        "every_steps": plan.commit_every,
-        "kept": plan.keep,
-        "costs": None if costs is None else asdict(costs),
-    }
-
-
-def _room(room: Room) -> dict[str, object]:
-    return {
-        "gpu": room.gpu,
-        "ssd": room.ssd,
-        "store": room.store,
-        "ram": room.ram,
-        "ram_total": room.ram_total,
-        "pinnable": room.pinnable,
-        "pinnable_why": room.pinnable_why,
-        "disks": [
-            {"folders": [str(folder) for folder in disk.folders], "what": list(disk.what)}
-            | {"wanted": disk.wanted, "held": disk.held, "free": disk.free}
-            for disk in room.disks
-        ],
-    }
+    costed = None if costs is None else asdict(costs)
+    return {"mode": plan.store_mode, "every_steps": plan.commit_every, "kept": plan.keep, "costs": costed}
 
 
 def _speed(plan: Plan) -> dict[str, object]:
@@ -125,44 +99,10 @@ def _speed(plan: Plan) -> dict[str, object]:
     }
 
 
-def _break_even(even: BreakEven | None) -> dict[str, object] | None:
-    return None if even is None else {**asdict(even), "below": even.below}
-
-
 def _figures(plan: Plan | None) -> dict[str, object] | None:
+    """Return the figures by which plans are compared; None of what does not fit."""
     if plan is None:
         return None
-    predicted = plan.predicted
-    return {
-        "step_seconds": predicted.step_seconds,
-        **_speed(plan),
-        "cpu_peak": predicted.cpu_peak,
-        "gpu_peak": predicted.gpu_peak,
-        "read_per_step": predicted.read_per_step,
-        "written_per_step": predicted.written_per_step,
-        "store_size": plan.store_size,
-    }
-
-
-def _row(row: Row) -> dict[str, object]:
-    fits = row.plan is not None
-    return {"words": row.words, "choice": asdict(row.choice), "fits": fits, "slower": row.slower if fits else None} | {
-        "why": row.why,
-        "figures": _figures(row.plan),
-    }
-
-
-def _compared(compared: Comparison) -> dict[str, object]:
-    return {
-        "best": _row(compared.best),
-        "others": [_row(row) for row in compared.others],
-        "left_out": compared.left_out,
-        "same": compared.same,
-        "looked_at": compared.looked_at,
-        "family": compared.family,
-        "complete": compared.complete,
-    }
-
-
-def _changes(outcomes: Sequence[Outcome]) -> list[dict[str, object]]:
-    return [{"overrides": list(outcome.overrides), "figures": _figures(outcome.plan)} for outcome in outcomes]
+    keys = ("step_seconds", "cpu_peak", "gpu_peak", "read_per_step", "written_per_step")
+    predicted = {key: getattr(plan.predicted, key) for key in keys}
+    return {**predicted, **_speed(plan), "store_size": plan.store_size}

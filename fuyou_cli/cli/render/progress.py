@@ -1,7 +1,7 @@
 """Progress of a run: a live block of lines on a terminal, one plain line per step anywhere else.
 
-The block never loses a line and fields have some room to grow, so nothing jumps. Between reports only
-the clock and the share of the running step change.
+The block never loses a line and fields have some room to grow, so nothing jumps. Between reports only the clock and the share
+of the running step change.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import datetime
 from types import TracebackType
 
-from rich.cells import set_cell_size
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
@@ -22,8 +21,8 @@ from fuyou_cli.core.units import GiB, duration, gb
 from fuyou_cli.spec.plan import Plan
 from fuyou_cli.training.report import StepReport
 
-from .theme import bar, speed, symbols, tera
-from .timeline import worth_saying
+from .plots import worth_saying
+from .theme import bar, encodable, speed, symbols, tera
 
 LINE = 100  # columns of a plain line
 RECENT_STEPS = 20  # steps the pace is taken from
@@ -54,7 +53,6 @@ class RunDisplay:
         self._clock = clock
         self._done = resumed
         self._pace: list[float] = []  # seconds of recent steps, the warm-up step left out
-        self._seen = 0
         self._written = 0
         self._report: StepReport | None = None
         self._since = clock()
@@ -66,7 +64,7 @@ class RunDisplay:
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             # Text printed on stdout moves above the block when both are the terminal, and stays out of it in a pipe.
             self._live = Live(
-                _Block(self),
+                get_renderable=self._block,
                 console=self._console,
                 refresh_per_second=4,
                 vertical_overflow="crop",
@@ -81,43 +79,27 @@ class RunDisplay:
             self._live = None
 
     def step(self, report: StepReport) -> None:
-        """A finished step."""
-        self._seen += 1
-        self._done = report.step
-        self._written += report.written_bytes
-        if self._seen > 1:  # the first step of a process also warms up
+        """Show a finished step."""
+        if self._report is not None:  # the first step of a process also warms up
             self._pace = [*self._pace[1 - RECENT_STEPS :], report.seconds]
-        self._report = report
-        self._since = self._clock()
+        self._done, self._report, self._since = report.step, report, self._clock()
+        self._written += report.written_bytes
         if self._live is not None:
             self._live.refresh()
         else:
             for line in self._plain_lines(report):
-                self._console.print(Text(_encodable(line, self._console)), soft_wrap=True, highlight=False)
+                self._console.print(Text(encodable(line, self._console)), soft_wrap=True, highlight=False)
 
     def step_seconds(self) -> float:
-        """Seconds one more step will take: the recent mean, before that the first step's or the plan's."""
+        """Return the seconds one more step will take: the recent mean, before that the first step's or the plan's."""
         if self._pace:
             return sum(self._pace) / len(self._pace)
-        if self._report is not None:
-            return self._report.seconds
-        return self._plan.predicted.step_seconds
+        return self._report.seconds if self._report is not None else self._plan.predicted.step_seconds
 
     def lines(self, width: int) -> list[Text]:
-        """The live block at this width: a bar, then the fields packed into lines."""
-        shapes = symbols(self._console)
+        """Draw the live block at this width: a bar, then the fields packed into lines."""
         elapsed = max(self._clock() - self._since, 0.0)
-        pace = max(self.step_seconds(), MIN_STEP_SECONDS)
-        running = min(elapsed / pace, 0.99) if self._done < self._total else 0.0
-        share = (self._done + running) / self._total if self._total else 1.0
-        head, tail = f"step {self._done}/{self._total}  ", f" {100 * share:4.0f}%  {self._eta(elapsed)}"
-        drawn = max(width - len(head) - len(tail), 0)
-        full = bar(share, drawn, shapes)
-        first = Text(head, style="bold")
-        first.append(full, style="not bold cyan")
-        first.append((shapes.none if not shapes.utf8 else shapes.rule) * (drawn - len(full)), style="not bold dim")
-        first.append(tail, style="not bold")
-        rows = [first]
+        rows = [self._bar(width, elapsed)]
         if self._report is None:
             rows.append(Text(f"first step running, {duration(elapsed)} so far"))
         else:
@@ -127,6 +109,22 @@ class RunDisplay:
             row.truncate(width, overflow="crop")
         self._rows = max(self._rows, len(rows))
         return rows + [Text()] * (self._rows - len(rows))
+
+    def _block(self) -> Group:
+        rows = self.lines(self._console.width)
+        for row in rows:
+            row.plain, row.no_wrap = encodable(row.plain, self._console), True
+        return Group(*rows)
+
+    def _bar(self, width: int, elapsed: float) -> Text:
+        shapes = symbols(self._console)
+        running = min(elapsed / max(self.step_seconds(), MIN_STEP_SECONDS), 0.99) if self._done < self._total else 0.0
+        share = (self._done + running) / self._total if self._total else 1.0
+        head, tail = f"step {self._done}/{self._total}  ", f" {100 * share:4.0f}%  {self._eta(elapsed)}"
+        drawn = max(width - len(head) - len(tail), 0)
+        full = bar(share, drawn, shapes)
+        rest = (shapes.rule if shapes.utf8 else shapes.none) * (drawn - len(full))
+        return Text.assemble((head, "bold"), (full, "cyan"), (rest, "dim"), tail)
 
     def _eta(self, elapsed: float = 0.0, *, short: bool = False) -> str:
         left = self._total - self._done
@@ -141,8 +139,8 @@ class RunDisplay:
         return f"eta {duration(seconds)} (at {shown})"
 
     def _plain_lines(self, report: StepReport) -> list[str]:
-        """The step on one line of at most `LINE` columns, the same fields at the same columns in every step; behind it, where
-        asked for, lines of details."""
+        """Put the step on one line of at most `LINE` columns, the same fields at the same columns in every step; behind it,
+        where asked for, lines of details."""
         digits = len(str(self._total))
         *fields, ram = self._figures(report)
         fields = [f"step {report.step:>{digits}}/{self._total}", *fields, self._eta(short=True).ljust(11), ram]
@@ -153,13 +151,12 @@ class RunDisplay:
         return ["  ".join(fields).rstrip(), *(f"  {row}" for row in _packed(self._details(report), LINE - 2))]
 
     def _figures(self, report: StepReport) -> list[str]:
-        """Of a step, each as wide as it will be in every step, what matters most first."""
+        """Return a step's fields, each as wide as it will be in every step, what matters most first."""
         seconds = max(report.seconds, MIN_STEP_SECONDS)
-        norm = "" if report.grad_norm is None else f"gnorm {report.grad_norm:<8.3g}"
         budget = f"{self._plan.cpu_budget / GiB:.2f}"
         return [
             f"loss {report.loss:7.4f}",
-            *([norm] if norm else []),
+            *([] if report.grad_norm is None else [f"gnorm {report.grad_norm:<8.3g}"]),
             "skipped    " if report.skipped else f"lr {report.lr:.2e}",
             f"{speed(report.batch_tokens / seconds):>7} tok/s",
             f"{duration(report.seconds):>7}/step",
@@ -167,55 +164,28 @@ class RunDisplay:
         ]
 
     def _details(self, report: StepReport) -> list[str]:
-        """Memory, traffic and waits, where asked for."""
+        """Return memory, traffic and waits, the longest first, where asked for; each padded so that the next step's fits."""
         if not self._verbose:
             return []
         seconds = max(report.seconds, MIN_STEP_SECONDS)
         flops = tera(report.tflops * 1e12) if math.isfinite(report.tflops) else "?"
+        stalls = sorted(report.stalls.items(), key=lambda stall: (-stall[1], stall[0]))
+        waits = [f"waited {duration(waited)} for {cause}" for cause, waited in stalls if worth_saying(waited)]
         facts = [
             f"{flops} TFLOPS (6N)",
             f"ram {report.ram_now / GiB:.2f} GiB now",
             f"ssd r {report.read_bytes / seconds / 1e9:.2f} w {report.written_bytes / seconds / 1e9:.2f} GB/s",
             f"wrote {gb(self._written)}",
+            *(waits or ["no waiting"]),
         ]
-        return [fact.ljust(width) for fact, width in _widths([*facts, *_waits(report.stalls)])]
-
-
-def _waits(stalls: Mapping[str, float]) -> list[str]:
-    """Every cause compute waited for, the longest first; a field each, so that a narrow block can break between them."""
-    causes = sorted(
-        (cause for cause, seconds in stalls.items() if worth_saying(seconds)), key=lambda cause: (-stalls[cause], cause)
-    )
-    return [f"waited {duration(stalls[cause])} for {cause}" for cause in causes] or ["no waiting"]
-
-
-class _Block:
-    """What `Live` draws: computed anew at each refresh, cut to the width of that moment."""
-
-    def __init__(self, display: RunDisplay) -> None:
-        self._display = display
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for line in self._display.lines(options.max_width):
-            line.plain = _encodable(line.plain, console)
-            line.no_wrap = True
-            yield line
-
-
-def _widths(facts: list[str]) -> list[tuple[str, int]]:
-    """Each fact with a width that the next step's value will not exceed in general."""
-    return [(fact, -(-(len(fact) + 1) // 4) * 4) for fact in facts]
+        return [fact.ljust(-(-(len(fact) + 1) // 4) * 4) for fact in facts]
 
 
 def _packed(fields: list[str], width: int) -> list[str]:
-    """Fields side by side, on as many lines as they need."""
-    rows = [""]
+    """Put fields side by side, on as many lines as they need."""
+    rows = [""] if fields else []
     for field in fields:
         if rows[-1] and len(rows[-1]) + len(field.rstrip()) > width:
             rows.append("")
         rows[-1] += field + "  "
-    return [] if rows == [""] else [set_cell_size(row.rstrip(), min(len(row.rstrip()), width)) for row in rows]
-
-
-def _encodable(text: str, console: Console) -> str:
-    return text.encode(console.encoding, "replace").decode(console.encoding)
+    return [row.rstrip()[:width] for row in rows]

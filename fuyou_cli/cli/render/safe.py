@@ -1,4 +1,4 @@
-"""A Rich console on which text cannot drive the terminal, whichever view prints it."""
+"""A Rich console on which text cannot drive the terminal."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from fuyou_cli.core.printable import printable
 
 
 class SafeConsole(Console):
-    """Spells out control, bidirectional and invisible characters of every text it draws. Rich itself drops five of them and
-    passes the rest on."""
+    """Spells out control, bidirectional and invisible characters of every text it draws; Rich itself drops only five."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Every text passes here, cells of tables and lines of a live block too, before it is wrapped."""
+        """Make every text safe before it is wrapped: cells of tables and lines of a live block pass here too."""
         return super().render(safe(renderable) if isinstance(renderable, Text) else renderable, options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """What is printed without being made a Text first."""
+        """Make safe what is printed without being made a Text first."""
         return super().render_str(printable(text), **options)
 
 
 def safe(text: Text) -> Text:
-    """The same text where it can be printed as it is, else a copy whose styles still cover what they did."""
+    """Return the text as it is where that is safe, else a copy whose styles still cover what they did."""
     if text.plain.isprintable() or printable(text.plain) == text.plain:
         return text
     spelt = [printable(letter) for letter in text.plain]

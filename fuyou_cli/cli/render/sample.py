@@ -19,26 +19,19 @@ MAX_LINES = 24  # of the sample; the middle of a longer one is left out
 _Letter = tuple[str, bool]
 
 
-def show_sample(
-    console: Console, pieces: Sequence[tuple[str, bool]], *, title: str = "One sample", max_lines: int = MAX_LINES
-) -> None:
-    """`pieces` are (text, in_loss) in order; together they are the sample."""
+def show_sample(console: Console, pieces: Sequence[tuple[str, bool]]) -> None:
+    """Print (text, in_loss) in order, the middle of a long sample left out."""
     shapes = symbols(console)
     styled = console.is_terminal and not console.is_dumb_terminal
     lines = _lines(pieces, console.width - 4, console.encoding, shapes)
     trained = sum(len(text) for text, in_loss in pieces if in_loss)
-    total = sum(len(text) for text, _ in pieces)
-    heading(console, title, f"{trained:,} of {total:,} characters are trained on")
-    left_out = len(lines) - max_lines
+    heading(console, "One sample", f"{trained:,} of {sum(len(text) for text, _ in pieces):,} characters are trained on")
+    half, left_out = MAX_LINES // 2, len(lines) - MAX_LINES
+    for line in lines[:half] if left_out > 0 else lines:
+        _show_line(console, line, shapes, styled)
     if left_out > 0:
-        tail = max_lines // 2
-        shown = [*lines[: max_lines - tail], None, *lines[len(lines) - tail :]]
-    else:
-        shown = [*lines]
-    for line in shown:
-        if line is None:
-            say(console, f"... {left_out:,} lines left out ...", style="dim", indent=4)
-        else:
+        say(console, f"... {left_out:,} lines left out ...", style="dim", indent=4)
+        for line in lines[-half:]:
             _show_line(console, line, shapes, styled)
     say(console, _legend(shapes, styled), indent=2)
 
@@ -60,7 +53,7 @@ def _show_line(console: Console, line: Sequence[_Letter], shapes: Symbols, style
 
 
 def _lines(pieces: Sequence[tuple[str, bool]], width: int, encoding: str, shapes: Symbols) -> list[list[_Letter]]:
-    """The sample cut into lines of at most `width` cells, at its own line ends and, where it can, between words."""
+    """Cut the sample into lines of at most `width` cells, at its own line ends and, where it can, between words."""
     lines: list[list[_Letter]] = [[]]
     for text, in_loss in pieces:
         for letter in text:
@@ -74,7 +67,7 @@ def _lines(pieces: Sequence[tuple[str, bool]], width: int, encoding: str, shapes
 
 
 def _visible(letter: str, encoding: str) -> str:
-    """A printable form: a sample must not be able to steer the terminal."""
+    """Return a printable form: a sample must not be able to steer the terminal."""
     if letter == "\t":
         return "    "
     if not letter.isprintable():

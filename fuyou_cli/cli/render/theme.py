@@ -47,35 +47,16 @@ class Symbols:
 
 
 _UNICODE = Symbols(
-    utf8=True,
-    none="·",
-    rule="─",
-    times="×",
-    arrow="→",
-    dot="·",
-    bars="▏▎▍▌▋▊▉█",
-    shades=" ░▒▓█",
-    newline="↵",
-    mark="▔",
+    utf8=True, none="·", rule="─", times="×", arrow="→", dot="·", bars="▏▎▍▌▋▊▉█", shades=" ░▒▓█", newline="↵", mark="▔"
 )
 _ASCII = Symbols(
-    utf8=False,
-    none="-",
-    rule="-",
-    times="x",
-    arrow="->",
-    dot="|",
-    bars="#",
-    shades=" .:=#",
-    newline="\\n",
-    mark="^",
+    utf8=False, none="-", rule="-", times="x", arrow="->", dot="|", bars="#", shades=" .:=#", newline="\\n", mark="^"
 )
-
 _RULED = "    \n    \n{0}\n    \n{0}\n{0}\n    \n    \n"
 
 
 def symbols(console: Console) -> Symbols:
-    """Unicode where the console can encode it, else ASCII."""
+    """Return Unicode where the console can encode it, else ASCII."""
     return _UNICODE if console.encoding.lower().startswith("utf") else _ASCII
 
 
@@ -90,16 +71,17 @@ def show(console: Console, content: RenderableType, *, indent: int = 0) -> None:
             text, style, control = segments[-1]
             segments[-1] = Segment(text.rstrip(), style, control)
             segments.insert(0, Segment(" " * indent))
-        encoded = [Segment(_encodable(segment.text, console.encoding), segment.style) for segment in segments]
+        encoded = [Segment(encodable(segment.text, console), segment.style) for segment in segments]
         console.print(Segments([*encoded, Segment.line()]), end="", highlight=False)
 
 
-def _encodable(text: str, encoding: str) -> str:
-    return text.encode(encoding, "replace").decode(encoding)
+def encodable(text: str, console: Console) -> str:
+    """Replace what the console cannot encode by question marks."""
+    return text.encode(console.encoding, "replace").decode(console.encoding)
 
 
 def say(console: Console, line: str | Text = "", *, style: str = "", indent: int = 0) -> None:
-    """One paragraph without markup, highlighting or emoji codes: the text may come from a file."""
+    """Print one paragraph without markup, highlighting or emoji codes: the text may come from a file."""
     text = Text(one_line(line)) if isinstance(line, str) else line.copy()
     text.overflow = "fold"
     if style:
@@ -108,7 +90,7 @@ def say(console: Console, line: str | Text = "", *, style: str = "", indent: int
 
 
 def heading(console: Console, title: str, note: str = "") -> None:
-    """A blank line, then the title of a section, with a dim note behind it."""
+    """Print a blank line, then the title of a section, with a dim note behind it."""
     console.print()
     line = Text(title, style="bold")
     if note:
@@ -117,7 +99,7 @@ def heading(console: Console, title: str, note: str = "") -> None:
 
 
 def bar(share: float, width: int, shapes: Symbols) -> str:
-    """`share` of `width` cells, at least a trace when it is not zero."""
+    """Draw `share` of `width` cells, at least a trace when it is not zero."""
     share = min(max(share, 0.0), 1.0) if math.isfinite(share) else 0.0
     steps = len(shapes.bars)
     filled = math.ceil(share * width * steps) if share > 0 else 0
@@ -125,29 +107,21 @@ def bar(share: float, width: int, shapes: Symbols) -> str:
     return shapes.bars[-1] * whole + (shapes.bars[part - 1] if part else "")
 
 
-def ruled(shapes: Symbols, *, header: bool = True) -> Table:
-    """A table with a rule under its header and between sections, and no frame."""
+def ruled(shapes: Symbols) -> Table:
+    """Make a table with a rule under its header and between sections, and no frame."""
     box = Box(_RULED.format(shapes.rule * 4), ascii=not shapes.utf8)
-    return Table(
-        box=box,
-        show_edge=False,
-        show_header=header,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-        header_style="dim",
-        border_style="dim",
-    )
+    return Table(box=box, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim", border_style="dim")
 
 
 def column(content: Table, title: str = "", *, right: bool = False, wrap: bool = False, style: str = "") -> None:
-    """A column that is cut rather than given an ellipsis, which ASCII has not."""
+    """Add a column that is cut rather than given an ellipsis, which ASCII has not."""
     content.add_column(
         title, justify="right" if right else "left", no_wrap=not wrap, overflow="fold" if wrap else "crop", style=style
     )
 
 
 def pairs(console: Console, rows: Sequence[tuple[str, str]], *, indent: int = 2) -> None:
-    """Name and text, side by side; the text wraps under itself."""
+    """Print name and text, side by side; the text wraps under itself."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     column(grid, style="dim")
     column(grid, wrap=True)
@@ -157,8 +131,13 @@ def pairs(console: Console, rows: Sequence[tuple[str, str]], *, indent: int = 2)
 
 
 def memory_unit(largest: int) -> tuple[int, str]:
-    """The unit a whole table is shown in: GiB, or MiB when everything in it is small."""
+    """Choose the unit of a whole table: GiB, or MiB when everything in it is small."""
     return (GiB, "GiB") if largest >= GiB else (MiB, "MiB")
+
+
+def some(number: int, what: str) -> str:
+    """ "1 step", "1,000 steps"."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def percent(part: float, whole: float) -> str:
@@ -187,5 +166,5 @@ def tera(flops: float) -> str:
 
 
 def ordered(resources: Sequence[str]) -> list[str]:
-    """The known resources in their usual order, then any others as given."""
+    """Sort the known resources into their usual order, then any others as given."""
     return [name for name in RESOURCES if name in resources] + [name for name in resources if name not in RESOURCES]

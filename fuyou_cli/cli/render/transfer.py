@@ -1,4 +1,4 @@
-"""How far a download or an export is: a bar on a terminal, elsewhere a line now and then."""
+"""Progress of a download or an export: a bar on a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LINE_SECONDS = 10.0  # between two lines where there is no terminal; what takes 
 
 
 class Transfers:
-    """Call it with what is under way, the bytes so far and in all, from any thread; use as a context manager."""
+    """Shows what is under way, the bytes so far and in all: call it from any thread, within its context."""
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._clock = console, clock
@@ -46,13 +46,8 @@ class Transfers:
         if self._bar is None:
             from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-            columns = (
-                TextColumn("{task.description}", markup=False),
-                BarColumn(),
-                DownloadColumn(),
-                TransferSpeedColumn(),
-                TimeRemainingColumn(),
-            )
+            text, speed = TextColumn("{task.description}", markup=False), TransferSpeedColumn()
+            columns = (text, BarColumn(), DownloadColumn(), speed, TimeRemainingColumn())
             self._bar = Progress(*columns, console=self._console, transient=True)
             self._bar.start()
         if what not in self._tasks:

@@ -1,0 +1,293 @@
+"""`fuyou plan` on the screen: what was understood, the machine, where everything rests, and what one step costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from fuyou_cli.advice.compare import LITTLE, Row
+from fuyou_cli.advice.facts import RunFacts
+from fuyou_cli.advice.planning import Outcome
+from fuyou_cli.core.units import brief, count, gb, gib
+from fuyou_cli.machine.background_load import are_busy
+from fuyou_cli.machine.origins import origins_of
+from fuyou_cli.planner.phases import phase_peaks
+from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec
+from fuyou_cli.spec.plan import Plan, StagePlan, Tier
+
+from .answer import show_answer
+from .step_table import WIDE, run_length, show_step
+from .theme import Symbols, column, heading, memory_unit, pairs, percent, rate, ruled, say, show, some, speed, symbols, tera
+from .traffic import show_traffic, warn_of_wear, wear_in_full
+
+POLICY_WIDTH = 96  # columns from which the policy column is shown
+_TITLE: dict[Tier, str] = {"gpu": "GPU", "cpu": "RAM", "ssd": "SSD"}
+
+
+def show_plan(console: Console, facts: RunFacts, *, verbose: bool) -> None:
+    """Print the answer in five lines, warnings, then the whole plan."""
+    shapes = symbols(console)
+    show_answer(console, facts, shapes)
+    warn_of_wear(console, facts)
+    heading(console, "Plan")
+    pairs(console, _understood(facts, shapes) + _machine(facts, shapes))
+    if verbose and facts.hardware.measured == "described":
+        _rates(console, facts, shapes)
+    _placement(console, facts, shapes)
+    show_step(console, facts, shapes)
+    _endings(console, facts)
+    show_traffic(console, facts, shapes)
+    if verbose:
+        _stages(console, facts.plan, facts.model, shapes)
+    if facts.compared is not None:
+        _comparison(console, facts.plan, facts.compared, shapes)
+    if facts.changes is not None:
+        _changes(console, facts.changes, shapes, tried=facts.tried)
+    if facts.notes:
+        heading(console, "Notes")
+    for note in facts.notes:
+        say(console, f"- {note}", indent=2)
+
+
+def show_length(console: Console, facts: RunFacts) -> None:
+    """Print what the number of steps decides, where that was known after the plan."""
+    pairs(console, [*run_length(facts), ("wear", wear_in_full(facts))])
+    _endings(console, facts)
+    warn_of_wear(console, facts)
+
+
+def _endings(console: Console, facts: RunFacts) -> None:
+    """Print which limits of the recipe stop the run early."""
+    of = f" of {facts.steps:,}" if facts.steps else ""
+    rows = [("limit", f"{end.limit} stops the run after step {end.step:,}{of}; {end.again}") for end in facts.endings]
+    if rows:
+        pairs(console, rows)
+
+
+def _understood(facts: RunFacts, shapes: Symbols) -> list[tuple[str, str]]:
+    plan, model, numerics = facts.plan, facts.model, facts.plan.numerics
+    dtypes = "float32 weights"
+    if numerics.compute_dtype == "bfloat16":
+        dtypes = "bfloat16 weights + int16 remainder = exact float32 master"
+    blocks = sum(stage.kind == "block" for stage in model.stages)
+    active = f" ({count(model.active_parameters)} active per token)" if model.inactive_parameters else ""
+    tied = ", head tied to the embedding" if model.tied_head else ""
+    pieces = [f"micro-batch {numerics.micro_batch_size}"]
+    if numerics.head_chunk_tokens:
+        pieces.append(f"head in chunks of {numerics.head_chunk_tokens:,} tokens")
+    if numerics.vocabulary_rows:
+        pieces.append(f"vocabulary in pieces of {numerics.vocabulary_rows:,} tokens")
+    batch = f"{numerics.batch_size} {shapes.times} {numerics.max_seq_len:,} = {facts.tokens:,} tokens per step"
+    return [
+        ("model", f"{plan.model}: {model.architecture}, {count(model.parameters)} parameters{active}, {blocks} blocks{tied}"),
+        ("method", f"full fine-tuning, {dtypes}, float32 AdamW; {_clipping(plan, model)}"),
+        ("batch", ", ".join([batch, *pieces])),
+    ]
+
+
+def _clipping(plan: Plan, model: ModelSpec) -> str:
+    if plan.clip_grad_norm is not None:
+        return f"exact clipping at norm {plan.clip_grad_norm:g}: updates wait for the last gradient"
+    deferred = sum(model.stages[stage.stage].params for stage in plan.stages if stage.deferred)
+    if not deferred:
+        return "no clipping: every update overlaps backward"
+    return f"no clipping: {deferred / model.stored_parameters:.0%} of the updates run in the next forward, the rest in backward"
+
+
+def _machine(facts: RunFacts, shapes: Symbols) -> list[tuple[str, str]]:
+    plan, hardware, dot = facts.plan, facts.hardware, f" {shapes.dot} "
+    memory = f" {gib(hardware.device_memory)}" if hardware.device_memory else ""
+    name = [hardware.name] if hardware.measured == "described" and hardware.name else []
+    machine = [
+        *name,
+        f"{hardware.device} ({hardware.device_name}){memory}",
+        f"{hardware.cores} cores",
+        f"{gib(hardware.ram_total)} RAM, {gib(hardware.ram_available)} available",
+        f"{gb(hardware.disk_free)} of disk free",
+    ]
+    io = plan.io
+    engine = [
+        f"lookahead {plan.lookahead}",
+        some(io.update_threads, "update thread"),
+        f"I/O {io.backend if facts.io_uring else 'by threads (built without io_uring)'}, {gib(io.block_size)} blocks, "
+        f"{io.read_depth} reads and {io.write_depth} writes in flight",
+    ]
+    rates = f"{dot.join(_known_rates(facts)) or 'none'} ({_source(facts)})"
+    return [("machine", dot.join(machine)), ("rates", rates), ("engine", dot.join(engine))]
+
+
+def _known_rates(facts: RunFacts) -> list[str]:
+    hardware, later = facts.hardware, facts.hardware.lasting()
+    known = [
+        (hardware.matmul_flops, f"matmul {tera(hardware.matmul_flops)} TFLOPS"),
+        (hardware.store_read, f"store read {rate(hardware.store_read)}, write {rate(hardware.store_write)}"),
+        (hardware.store_read_mixed, f"both at once {rate(hardware.store_read_mixed)} + {rate(hardware.store_write_mixed)}"),
+        (
+            hardware.slows_down,
+            f"sustained write {rate(later.store_write)}, both at once {rate(later.store_read_mixed)} + "
+            f"{rate(later.store_write_mixed)}",
+        ),
+        (hardware.adamw_bytes, f"AdamW {rate(hardware.adamw_bytes)} per thread"),
+        (hardware.h2d, f"to GPU {rate(hardware.h2d)}, back {rate(hardware.d2h)}"),
+    ]
+    return [words for value, words in known if value]
+
+
+def _source(facts: RunFacts) -> str:
+    """Say whose figures the rates are."""
+    hardware = facts.hardware
+    if hardware.measured == "assumed":
+        return f"assumed, not measured: `fuyou bench --dir {facts.folder}` measures them"
+    source = "described" if hardware.measured == "described" else f"measured {hardware.measured}"
+    source += f", profile {hardware.digest()}"
+    if are_busy(hardware.others_cores):
+        source += f"; other programs used {hardware.others_cores:.1f} cores then: `fuyou bench` measures again"
+    return source
+
+
+def _rates(console: Console, facts: RunFacts, shapes: Symbols) -> None:
+    """Print every rate of a described machine: what it is, and whose figure."""
+    heading(console, "Rates of this machine", "none was measured here")
+    content = ruled(shapes)
+    column(content, "rate", wrap=True)
+    column(content, "value", right=True)
+    column(content, "origin")
+    column(content, "source", wrap=True, style="dim")
+    plus = " + " if console.width >= WIDE else "\n+ "  # three rates on a line leave sources a word a line
+    for one in origins_of(facts.hardware):
+        value = f"{tera(one.values[0])} TFLOPS" if one.flops else plus.join(rate(value) for value in one.values)
+        content.add_row(Text(one.what), value, Text(one.origin), Text(one.source))
+    show(console, content, indent=2)
+
+
+def _placement(console: Console, facts: RunFacts, shapes: Symbols) -> None:
+    """Print what rests where, beside what there is, and the RAM that the phases of the run need."""
+    plan, predicted = facts.plan, facts.plan.predicted
+    room: dict[Tier, tuple[int, int]] = {} if facts.room.gpu is None else {"gpu": (predicted.gpu_peak, facts.room.gpu)}
+    room |= {"cpu": (predicted.cpu_peak, plan.cpu_budget), "ssd": (predicted.ssd_bytes, facts.room.store)}
+    unit, name = memory_unit(max(*(peak for peak, _ in room.values()), *(line.size for line in plan.memory), 0))
+
+    def number(size: int) -> str:
+        return f"{size / unit:,.2f}" if size else shapes.none
+
+    with_policy = console.width >= POLICY_WIDTH
+    heading(console, f"Placement ({name})")
+    content = ruled(shapes)
+    column(content, "what", wrap=True)
+    for title in ("total", *(_TITLE[tier] for tier in room)):
+        column(content, title, right=True)
+    if with_policy:
+        column(content, "policy", wrap=True, style="dim")
+    for what in dict.fromkeys(line.what for line in plan.memory):
+        lines = [line for line in plan.memory if line.what == what]
+        total = max(line.total for line in lines)
+        sizes = [number(sum(line.size for line in lines if line.tier == tier)) for tier in room]
+        policy = ", ".join(dict.fromkeys(line.policy for line in lines if line.policy))
+        content.add_row(Text(what), f"{total / unit:,.2f}" if total else "", *sizes, *([Text(policy)] if with_policy else []))
+    content.add_section()
+    content.add_row("peak", "", *(number(peak) for peak, _ in room.values()), style="bold")
+    content.add_row("available", "", *(number(limit) for _, limit in room.values()))
+    content.add_row("used", "", *(_used(peak, limit) for peak, limit in room.values()))
+    show(console, content, indent=2)
+    peaks = (f"{phase} {gib(peak)}{' (over budget)' * (peak > plan.cpu_budget)}" for phase, peak in phase_peaks(plan).items())
+    pairs(console, [("RAM peaks", f" {shapes.dot} ".join(peaks))])
+
+
+def _used(peak: int, limit: int) -> Text:
+    over = peak > limit
+    return Text(percent(peak, limit) + (" over" if over else ""), style="red" if over else "")
+
+
+def _stages(console: Console, plan: Plan, model: ModelSpec, shapes: Symbols) -> None:
+    heading(console, "Stages", "where weights, states, resting gradients and the kept input rest")
+    item = ITEM_SIZE[model.compute_dtype]
+    content = ruled(shapes)
+    for title in ("stage", "kind", "params", "weights", "", "states", "", "grads", "input"):
+        column(content, title, right=title in ("params", "weights", "states"))
+    for first, last in _ranges(plan.stages, model):
+        homes, spec = plan.stages[first], model.stages[first]
+        content.add_row(
+            f"{first}" if first == last else f"{first}-{last}",
+            spec.kind if first == last else f"{spec.kind} {shapes.times}{last - first + 1}",
+            count(spec.params),
+            gib(spec.params * item),
+            _TITLE[homes.weights],
+            gib(spec.params * model.state_item),
+            _TITLE[homes.states],
+            _TITLE[homes.gradients],
+            _TITLE[homes.boundary] + (f" +{len(homes.kept)}" if homes.kept else ""),
+        )
+    show(console, content, indent=2)
+    kept = "; +n: with the outputs of n operators" if any(stage.kept for stage in plan.stages) else ""
+    say(console, f"Sizes are of one stage{kept}.", style="dim", indent=2)
+
+
+def _ranges(stages: Sequence[StagePlan], model: ModelSpec) -> list[tuple[int, int]]:
+    """Return first and last of every run of stages with the same kind, size and homes."""
+    ranges: list[tuple[int, int]] = []
+    previous: object = None
+    for position, (stage, spec) in enumerate(zip(stages, model.stages, strict=True)):
+        homes = (stage.weights, stage.states, stage.gradients, stage.boundary, len(stage.kept))
+        same = (spec.kind, spec.params, *homes)
+        if same == previous:
+            ranges[-1] = (ranges[-1][0], position)
+        else:
+            ranges.append((position, position))
+        previous = same
+    return ranges
+
+
+# ---- other plans -----------------------------------------------------------------------------------------------------
+
+
+def _comparison(console: Console, plan: Plan, rows: Sequence[Row], shapes: Symbols) -> None:
+    """Print the plan, and what each other value of a knob would cost."""
+    heading(console, "Other choices", "each planned and simulated: the plan with one thing different")
+    content = ruled(shapes)
+    column(content, "choice", wrap=True)
+    for title in ("step", "tokens/s", "RAM", "ssd a step"):
+        column(content, title, right=True)
+    column(content, "result", wrap=True)
+    content.add_row("the plan", *_figures(plan), "chosen", style="bold")
+    content.add_section()
+    for row in rows:
+        content.add_row(Text(row.words), *_figures(row.plan), Text(_result(row)))
+    show(console, content, indent=2)
+
+
+def _result(row: Row) -> str:
+    if row.plan is None:
+        return f"does not fit: {row.why}"
+    if row.slower < -LITTLE:
+        return f"{-row.slower:.1%} faster, but {row.why}" if row.why else f"{-row.slower:.1%} faster, not found"
+    found = "as fast, needs more" if row.slower <= LITTLE else f"{row.slower:.1%} slower"
+    return f"{found}: {row.why}" if row.why else found
+
+
+def _changes(console: Console, outcomes: Sequence[Outcome], shapes: Symbols, *, tried: int) -> None:
+    """Print changes that make the run fit, to be pasted behind the command."""
+    if not outcomes:
+        say(console, f"No change of one or two keys is enough ({tried} plans tried).")
+        return
+    heading(console, "Changes that help", f"the smallest of each kind, planned again ({tried} plans tried)")
+    content = ruled(shapes)
+    column(content, "add", wrap=True)
+    for title in ("step", "tokens/s", "RAM", "ssd a step"):
+        column(content, title, right=True)
+    for outcome in outcomes:
+        content.add_row(Text(" ".join(outcome.overrides)), *_figures(outcome.plan))
+    show(console, content, indent=2)
+    if worn := [wear.run for outcome in outcomes if (wear := outcome.wear()) is not None and not wear.accepted]:
+        say(console, f"Each of these still writes {min(worn):.0%} or more of what a drive is rated for.", indent=2)
+
+
+def _figures(plan: Plan | None) -> tuple[str, str, str, str]:
+    if plan is None:
+        return "", "", "", ""
+    predicted = plan.predicted
+    tokens = plan.numerics.batch_size * plan.numerics.max_seq_len
+    per_second = tokens / predicted.step_seconds if predicted.step_seconds > 0 else 0.0
+    moved = gb(predicted.read_per_step + predicted.written_per_step)
+    return brief(predicted.step_seconds), speed(per_second), gib(predicted.cpu_peak), moved

@@ -1,0 +1,292 @@
+"""Plots: the loss over steps, and one step's timeline on the terminal and as a self-contained SVG."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from xml.sax.saxutils import escape
+
+from rich.console import Console
+from rich.text import Text
+
+from fuyou_cli.core.units import duration, gb
+from fuyou_cli.training.busy import busy_seconds, merged, phases
+from fuyou_cli.training.report import Busy
+
+from .theme import RESOURCE_STYLE, Symbols, heading, ordered, percent, show, symbols
+
+HEIGHT = 9  # rows of the loss plot
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # braille bit of (row, column) in a 4 x 2 cell
+
+
+def waiting(stalls: Mapping[str, float]) -> str:
+    """ "compute waited 3.1 s for ssd read, 400 ms for update", longest first."""
+    named = sorted(((seconds, cause) for cause, seconds in stalls.items() if worth_saying(seconds)), reverse=True)
+    if not named:
+        return "compute never waited"
+    return "compute waited " + ", ".join(f"{duration(seconds)} for {cause}" for seconds, cause in named)
+
+
+def worth_saying(seconds: float) -> bool:
+    """Tell whether a wait is shown as more than "0 ms"."""
+    return round(seconds * 1000) >= 1
+
+
+# ---- the loss --------------------------------------------------------------------------------------------------------
+
+
+def show_loss(console: Console, losses: Sequence[float], *, first_step: int = 1) -> None:
+    """Plot the loss over steps, `losses[0]` being of step `first_step`. Prints nothing when no loss is finite."""
+    lines = loss_lines(losses, first_step=first_step, width=console.width - 2, height=HEIGHT, utf8=symbols(console).utf8)
+    if lines:
+        heading(console, "Loss", "over steps")
+    for line in lines:
+        show(console, Text(line), indent=2)
+
+
+def loss_lines(losses: Sequence[float], *, first_step: int, width: int, height: int, utf8: bool) -> list[str]:
+    """Draw `height` lines with a value axis, then the step axis in two lines: braille dots, or stars in ASCII. Values that are
+    not finite are left out; where there are more steps than dots, each dot is a mean."""
+    finite = [value for value in losses if math.isfinite(value)]
+    if not finite or width < 24 or height < 2:
+        return []
+    low, high = min(finite), max(finite)
+    if high == low:
+        low, high = low - 0.5 * (abs(low) or 1), high + 0.5 * (abs(high) or 1)
+    digits = max(0, 3 - math.floor(math.log10(high - low)) - 1) if high - low < 100 else 0
+    labels = [f"{high - (high - low) * row / (height - 1):.{digits}f}" for row in range(height)]
+    gutter = max(map(len, labels))
+    columns = width - gutter - 2
+    across, down = (2, 4) if utf8 else (1, 1)
+    heights = [(high - value) / (high - low) * (height * down - 1) for value in _resampled(losses, columns * across)]
+    tick, corner, floor = ("┤", "└", "─") if utf8 else ("|", "+", "-")
+    lines = []
+    for number, (label, row) in enumerate(zip(labels, _curve(heights, height, utf8=utf8), strict=True)):
+        shown = label if number % 2 == 0 or number == height - 1 else ""
+        lines.append(f"{shown:>{gutter}} {tick}{row}".rstrip())
+    first, last = first_step, first_step + len(losses) - 1
+    middle = f"{(first + last) // 2:,}" if last - first > 1 else ""
+    steps = _axis(f"{first:,}", middle, f"{last:,}" if last > first else "", columns)
+    return [*lines, f"{'':>{gutter}} {corner}{floor * columns}", " " * (gutter + 2) + steps]
+
+
+def _resampled(losses: Sequence[float], dots: int) -> list[float]:
+    """Return the mean loss of the steps at each of `dots` columns; NaN where none is finite."""
+    means = []
+    for dot in range(dots):
+        begin = dot * len(losses) // dots
+        here = losses[begin : max(begin + 1, (dot + 1) * len(losses) // dots)]
+        finite = [value for value in here if math.isfinite(value)]
+        means.append(sum(finite) / len(finite) if finite else math.nan)
+    return means
+
+
+def _curve(heights: Sequence[float], rows: int, *, utf8: bool) -> list[str]:
+    """Draw a connected line through `heights`: dots from the top, one for each column of dots."""
+    across, down = (2, 4) if utf8 else (1, 1)
+    cells = [[0] * (len(heights) // across) for _ in range(rows)]
+    before: int | None = None
+    for x, value in enumerate(heights):
+        if math.isnan(value):
+            before = None
+            continue
+        y = round(value)
+        for dot in range(min(y, y if before is None else before), max(y, y if before is None else before) + 1):
+            cells[dot // down][x // across] |= _DOTS[dot % down][x % across]
+        before = y
+    return ["".join((chr(0x2800 + cell) if utf8 else "*") if cell else " " for cell in row) for row in cells]
+
+
+def _axis(left: str, middle: str, right: str, columns: int) -> str:
+    """Place labels at the left, middle and right edge of a line; the middle one only where it has room."""
+    line, start = left + right.rjust(columns - len(left)), (columns - len(middle)) // 2
+    has_room = start > len(left) + 1 and start + len(middle) < columns - len(right) - 1
+    return line[:start] + middle + line[start + len(middle) :] if has_room else line
+
+
+# ---- a step on the terminal ------------------------------------------------------------------------------------------
+
+
+def show_timeline(console: Console, busy: Sequence[Busy]) -> None:
+    """Show when each resource was busy: rows are resources, columns time, darkness the busy share."""
+    shapes = symbols(console)
+    end = max((item.end for item in busy), default=0.0)
+    names = ordered(list(dict.fromkeys(item.resource for item in busy)))
+    gutter = max(map(len, names), default=0)
+    columns = console.width - 2 - gutter - 3 - 6  # indent, name, two edges, percent
+    if columns < 8 or end <= 0:
+        return
+    edge = "│" if shapes.utf8 else "|"
+    heading(console, "One step", f"{duration(end)}; darker is busier")
+    for name in names:
+        spans = merged([item for item in busy if item.resource == name])
+        line = Text(f"{name:{gutter}} {edge}")
+        line.append(_shaded(spans, end, columns, shapes), style=RESOURCE_STYLE.get(name, ""))
+        line.append(f"{edge} {percent(sum(b - a for a, b in spans), end):>4}")
+        show(console, line, indent=2)
+    seconds = _axis("0", duration(end / 2), duration(end), columns)
+    show(console, Text(" " * (gutter + 2) + seconds, style="dim"), indent=2)
+
+
+def _shaded(spans: Sequence[tuple[float, float]], end: float, columns: int, shapes: Symbols) -> str:
+    """Return one character per column: how much of that stretch of time the spans cover."""
+    share = [0.0] * columns
+    step = end / columns
+    for begin, finish in spans:
+        for column in range(max(int(begin / step), 0), min(int(finish / step) + 1, columns)):
+            share[column] += max(min(finish, (column + 1) * step) - max(begin, column * step), 0.0) / step
+    top = len(shapes.shades) - 1
+    return "".join(shapes.shades[0 if part < 0.005 else min(max(round(part * top), 1), top)] for part in share)
+
+
+# ---- a step as SVG ---------------------------------------------------------------------------------------------------
+
+WIDTH = 1120
+LEFT, RIGHT = 112, 196  # room for the names, and for the figures behind the rows
+PLOT = WIDTH - LEFT - RIGHT
+TOP, ROW, GAP = 92, 34, 12
+MOST_LANES = 4  # requests in flight together that are drawn below each other
+LEAST_WIDTH = 0.6  # of one interval: still visible
+LINE, LETTERS = 17, 118  # of the text below: height, and how many letters fit beside each other
+COLOURS = {  # fill on light and on dark pages
+    "forward": ("#4c8dd6", "#5b9ee6"),
+    "backward": ("#2b5c9e", "#3b77c2"),
+    "update": ("#9a5bb5", "#b57ad0"),
+    "ssd read": ("#2f9e72", "#3fb686"),
+    "ssd write": ("#d98324", "#e79a45"),
+    "h2d": ("#3aa5b8", "#4fbccf"),
+    "d2h": ("#7f8c3a", "#a0ae52"),
+    "other": ("#8a8f98", "#9aa0aa"),
+}
+_STYLE = """
+text{font:13px ui-sans-serif,-apple-system,"Segoe UI",Helvetica,Arial,"DejaVu Sans",sans-serif;fill:#24292f}
+.title{font-size:17px;font-weight:600}.small{font-size:12px;fill:#57606a}.strong{font-weight:600}
+.page{fill:#ffffff}.lane{fill:#f3f5f7}.grid{stroke:#d8dde3}.phase{stroke:#8b949e;stroke-width:1.5}
+rect.busy:hover{opacity:.6}
+"""
+_DARK = """
+text{fill:#e6edf3}.small{fill:#9aa4af}.page{fill:#0f141a}.lane{fill:#1a212a}.grid{stroke:#323b46}.phase{stroke:#76818d}
+"""
+
+
+def timeline_svg(busy: Sequence[Busy], *, title: str, stalls: Mapping[str, float]) -> str:
+    """Draw one step's intervals, a row per resource, readable on light and dark pages; label, times and bytes are tooltips.
+    `stalls`: seconds compute waited, by cause."""
+    end = max((item.end for item in busy), default=0.0) or 1.0
+    names = ordered(list(dict.fromkeys(item.resource for item in busy)))
+    bottom = TOP + len(names) * (ROW + GAP)
+    waited = textwrap.wrap(waiting(stalls), LETTERS)
+    height = bottom + 74 + LINE * len(waited)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img">',
+        f"<title>{_escaped(title)}</title>",
+        f"<style>{_style()}</style>",
+        f'<rect class="page" width="{WIDTH}" height="{height}" rx="10"/>',
+        _text(24, 34, title, kind="title"),
+        _text(LEFT + PLOT + 50, TOP - 18, "busy", anchor="end"),
+        *_grid(end, bottom),
+        *_phase_marks(busy, end),
+    ]
+    used = busy_seconds(busy)
+    for index, name in enumerate(names):
+        items = [item for item in busy if item.resource == name]
+        parts += _row(name, items, used.get(name, 0.0), end, TOP + index * (ROW + GAP))
+    if "compute" in names:
+        parts += _legend(bottom + 58)
+    parts += [_text(LEFT, bottom + 62 + LINE * number, line) for number, line in enumerate(waited, start=1)]
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _style() -> str:
+    light, dark = ("".join(f".{_kind(name)}{{fill:{both[at]}}}" for name, both in COLOURS.items()) for at in (0, 1))
+    return f"{_STYLE}{light}\n@media (prefers-color-scheme:dark){{{_DARK}{dark}}}"
+
+
+def _kind(name: str) -> str:
+    return "k-" + name.replace(" ", "-")
+
+
+def _colour(item: Busy) -> str:
+    name = item.label.partition(" ")[0] if item.resource == "compute" else item.resource
+    return _kind(name if name in COLOURS else "other")
+
+
+def _at(seconds: float, end: float) -> float:
+    return LEFT + seconds / end * PLOT
+
+
+def _text(x: float, y: float, words: str, *, kind: str = "small", anchor: str = "start") -> str:
+    return f'<text class="{kind}" x="{x:.2f}" y="{y}" text-anchor="{anchor}">{_escaped(words)}</text>'
+
+
+def _escaped(value: str) -> str:
+    """Escape, without the control characters that XML does not allow."""
+    return escape("".join(letter if letter.isprintable() else " " for letter in value), {'"': "&quot;"})
+
+
+def _grid(end: float, bottom: float) -> list[str]:
+    """Draw vertical lines at round times, with the seconds under them."""
+    power = 10.0 ** math.floor(math.log10(end / 8))
+    spacing = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= end / 8 * (1 - 1e-9))
+    digits = max(0, -math.floor(math.log10(spacing)))
+    parts = []
+    for number in range(int(end / spacing + 1e-9) + 1):
+        x = _at(number * spacing, end)
+        parts.append(f'<line class="grid" x1="{x:.2f}" y1="{TOP - 8}" x2="{x:.2f}" y2="{bottom}"/>')
+        label = f"{number * spacing:.{digits}f}" + (" s" if number == 0 else "")
+        parts.append(_text(x, bottom + 18, label, anchor="middle"))
+    return parts
+
+
+def _phase_marks(busy: Sequence[Busy], end: float) -> list[str]:
+    """Draw a bracket over forward and one over backward, named."""
+    parts, y = [], TOP - 18
+    for name, begin, finish in phases(busy):
+        left, right = _at(begin, end) + 1, max(_at(finish, end) - 1, _at(begin, end) + 1)
+        parts.append(f'<path class="phase" fill="none" d="M{left:.2f} {y + 7}V{y}H{right:.2f}V{y + 7}"/>')
+        parts.append(_text((left + right) / 2, y - 7, f"{name} {duration(finish - begin)}", anchor="middle"))
+    return parts
+
+
+def _row(name: str, items: Sequence[Busy], seconds: float, end: float, y: int) -> list[str]:
+    """Draw one resource: its name, its intervals in lanes, and how busy it was."""
+    moved = sum(item.bytes for item in items)
+    parts = [
+        f'<rect class="lane" x="{LEFT}" y="{y}" width="{PLOT}" height="{ROW}" rx="3"/>',
+        _text(LEFT - 12, y + 22, name, kind="strong", anchor="end"),
+        _text(LEFT + PLOT + 50, y + 22, f"{100 * seconds / end:.0f}%", kind="strong", anchor="end"),
+        _text(LEFT + PLOT + 62, y + 22, duration(seconds) + (f", {gb(moved)}" if moved else "")),
+    ]
+    free: list[float] = []  # per lane, the time it is free from
+    placed = []
+    for item in sorted(items, key=lambda entry: (entry.begin, entry.end)):
+        lane = next((number for number, time in enumerate(free) if time <= item.begin), len(free))
+        if lane == MOST_LANES:
+            lane = free.index(min(free))
+        free[lane : lane + 1] = [item.end]
+        placed.append((item, lane))
+    height = (ROW - 4) / max(1, len(free))
+    for item, lane in placed:
+        x, width = _at(item.begin, end), max((item.end - item.begin) / end * PLOT, LEAST_WIDTH)
+        gap = 0.7 if width > 3 else 0.0  # a hairline of the row shows between neighbours
+        place = f'x="{x:.3f}" y="{y + 2 + lane * height:.2f}" width="{width - gap:.3f}" height="{height - 0.8:.2f}"'
+        parts.append(f'<rect class="busy {_colour(item)}" {place}><title>{_escaped(_tooltip(item))}</title></rect>')
+    return parts
+
+
+def _tooltip(item: Busy) -> str:
+    span = item.end - item.begin
+    tip = f"{item.label}: {item.begin:.3f} to {item.end:.3f} s ({duration(span)})"
+    if item.bytes:
+        tip += f", {gb(item.bytes)}" + (f" at {item.bytes / span / 1e9:.2f} GB/s" if span > 0 else "")
+    return tip
+
+
+def _legend(y: int) -> list[str]:
+    parts, x = [], LEFT
+    for name, shown in (("forward", "forward"), ("backward", "backward with recompute")):
+        parts.append(f'<rect class="{_kind(name)}" x="{x}" y="{y - 10}" width="12" height="12" rx="2"/>')
+        parts.append(_text(x + 18, y, shown))
+        x += 18 + 7 * len(shown) + 22
+    return parts

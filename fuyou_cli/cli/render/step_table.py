@@ -1,0 +1,112 @@
+"""One optimizer step of a plan: seconds by resource, what compute waits for, and how long the run takes."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.text import Text
+
+from fuyou_cli.advice.facts import RunFacts
+from fuyou_cli.core.units import brief, count, gb
+from fuyou_cli.planner.lasting import FastRegion
+
+from .theme import RESOURCE_STYLE, Symbols, bar, column, heading, ordered, pairs, percent, rate, ruled, show, some, speed, tera
+
+WIDE = 96  # columns from which bars are long
+_CAUSES = 4  # of waiting, named one by one
+_NOTHING = 1e-4  # of a step: a wait that is not worth a word
+
+
+def show_step(console: Console, facts: RunFacts, shapes: Symbols) -> None:
+    """Print the simulated step: a row per resource, then speed, waits and the length of the run."""
+    note = "predicted from assumed rates" if facts.hardware.measured == "assumed" else "predicted"
+    note += " at what the drives sustain" if facts.plan.sustained else ""
+    heading(console, "One optimizer step", f"{note}; resources work at the same time")
+    predicted, step = facts.plan.predicted, facts.plan.predicted.step_seconds
+    content = ruled(shapes)
+    column(content, "resource")
+    for title in ("work", "rate", "takes", "share"):
+        column(content, title, right=True)
+    column(content)
+    width = 20 if console.width >= WIDE else 6
+    for name in ordered(list(predicted.seconds)):
+        seconds = predicted.seconds[name]
+        drawn = Text(bar(seconds / step if step > 0 else 0, width, shapes), style=RESOURCE_STYLE.get(name, "blue"))
+        if name == predicted.bottleneck:
+            drawn.append("  bottleneck", style="bold default")
+        content.add_row(Text(name), *_work(name, seconds, facts), brief(seconds), percent(seconds, step), drawn)
+    show(console, content, indent=2)
+    pairs(console, [*_parts(facts, shapes), *_drives(facts), *run_length(facts)])
+
+
+def _work(name: str, seconds: float, facts: RunFacts) -> tuple[str, str]:
+    """Return amount and rate of one resource. On device cpu compute and updates are one resource, the cores."""
+    predicted, hardware, stored = facts.plan.predicted, facts.hardware, facts.model.stored_parameters
+    if seconds <= 0:
+        return "", ""
+    if name in ("compute", "cpu"):
+        return f"{tera(predicted.compute_flops)} TFLOP", f"{tera(predicted.compute_flops / seconds)} TFLOPS"
+    if name == "update":
+        return f"{count(stored)} params", f"{count(stored / seconds)} params/s"
+    moved = {
+        "ssd read": predicted.read_per_step,
+        "ssd write": predicted.written_per_step,
+        "h2d": seconds * hardware.h2d,
+        "d2h": seconds * hardware.d2h,
+    }[name]
+    return gb(moved), rate(moved / seconds)
+
+
+def _parts(facts: RunFacts, shapes: Symbols) -> list[tuple[str, str]]:
+    """Return speed, forward and backward, and what compute waits for; less of a plan that was not simulated."""
+    predicted, step = facts.plan.predicted, facts.plan.predicted.step_seconds
+    rows = []
+    if step > 0:
+        counted = "active parameters" if facts.model.inactive_parameters else "parameters"
+        six = f"6N: 6 {shapes.times} {counted} {shapes.times} tokens/s"
+        rows.append(("speed", f"{speed(facts.tokens / step)} tokens/s, {tera(predicted.step_flops / step)} TFLOPS ({six})"))
+    if 0 < predicted.forward_seconds < step:
+        backward = brief(step - predicted.forward_seconds)
+        rows.append(("step", f"{brief(step)}: forward {brief(predicted.forward_seconds)}, head and backward {backward}"))
+        rows.append(("waiting", waiting_for(predicted.stalls, step)))
+    return rows
+
+
+def waiting_for(stalls: dict[str, float], step: float) -> str:
+    """ "compute waits 1.8 s, 2% of the step: 1.2 s for ..., 0.5 s for ..., 0.1 s for 2 other things"."""
+    causes = sorted(((seconds, cause) for cause, seconds in stalls.items() if seconds > _NOTHING * step), reverse=True)
+    if not causes:
+        return "compute never waits"
+    named = [f"{brief(seconds)} for {cause}" for seconds, cause in causes[:_CAUSES]]
+    if rest := causes[_CAUSES:]:
+        named.append(f"{brief(sum(seconds for seconds, _ in rest))} for {some(len(rest), 'other thing')}")
+    total = sum(stalls.values())
+    return f"compute waits {brief(total)}, {percent(total, step)} of the step: {', '.join(named)}"
+
+
+def _drives(facts: RunFacts) -> list[tuple[str, str]]:
+    """Say what a step takes while the drives are as fast as at first, and after that."""
+    region = facts.region
+    if region is None:
+        return []
+    both = f"a step takes {brief(region.first)} at first, then {brief(region.later)}"
+    if not region.size:
+        return [("drives", f"{both}; how much they write before they slow down is not known")]
+    lasts = f"the first {gb(region.size)} of writes ({_lasting(region)}) are fast"
+    if facts.plan.sustained:
+        unknown = "" if facts.left else "; the run's length is not known, so it is planned as a long one"
+        return [("drives", f"{both}: {lasts}{unknown}")]
+    return [("drives", f"{lasts}; {'the run stays within them' if facts.left else both}")]
+
+
+def _lasting(region: FastRegion) -> str:
+    steps = f"{region.steps:,.0f}" if region.steps >= 10 else f"{region.steps:,.2g}"
+    return f"{steps} steps, {brief(region.steps * region.first)}"
+
+
+def run_length(facts: RunFacts) -> list[tuple[str, str]]:
+    """Say how long the steps that are left take, where their number is known."""
+    saved = "" if facts.done is None else f"resumes after step {facts.done:,}"
+    if facts.left is None or facts.run_seconds is None:
+        return [("run", saved)] if saved else []
+    takes = f"{some(facts.left, 'step')} in {brief(facts.run_seconds)}, loading and saving not counted"
+    return [("run", "; ".join(filter(None, (saved, takes if facts.left else "all steps are done"))))]
