@@ -18,7 +18,6 @@ from fuyou_cli.cli.render.plan_screen import show_plan
 from fuyou_cli.core.units import GiB, MiB, gb
 from fuyou_cli.planner.lasting import FastRegion
 from fuyou_cli.spec.hardware import Drive, HardwareProfile
-from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import MemoryLine, Plan
 
 from .conftest import disk
