@@ -104,5 +104,5 @@ def _faster(facts: RunFacts) -> str:
         return f"try a larger train.batch_size: from about {tokens:,} tokens per step on, compute hides the drives"
     busy = plan.predicted.seconds.get(plan.predicted.bottleneck, 0.0) / (plan.predicted.step_seconds or 1.0)
     if plan.predicted.bottleneck in ("compute", "cpu") and busy >= _BUSY:
-        return "nothing to change: compute is busy nearly all the time"
+        return "nothing to change: compute is nearly always busy"
     return "nothing better is known (see `fuyou plan --compare`)"
