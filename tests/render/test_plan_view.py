@@ -354,7 +354,11 @@ def test_json_has_every_limit_and_how_much_was_tried(facts: RunFacts) -> None:
 @pytest.mark.parametrize("case", ["cpu", "gpu", "described", "assumed", "long", "not fitting"])
 def test_the_answer_comes_first(screen: Screen, facts: RunFacts, width: int, case: str) -> None:
     """Verdict, step, bottleneck, wear and what to do next: five lines of 100 columns, then the rest."""
-    there = {"measured": "described", "name": "here", "sources": ("store read and write: an assumption",)}
+    there = {
+        "measured": "described",
+        "name": "here",
+        "sources": ("matmul_flops: measured there", "store_read, store_write: an assumption"),
+    }
     changes: dict[str, object] = {
         "gpu": {"room": replace(facts.room, gpu=24 * GiB)},
         "described": {"hardware": replace(facts.hardware, **there)},  # type: ignore[arg-type]
@@ -375,7 +379,7 @@ def test_the_answer_comes_first(screen: Screen, facts: RunFacts, width: int, cas
 
 def test_rates_are_a_table_with_v(screen: Screen, facts: RunFacts) -> None:
     """Of a described machine; those that decide and are assumptions are named first in any case."""
-    sources = ("compute: measured there", "read and write: an assumption")
+    sources = ("matmul_flops: measured there", "store_read, store_write: an assumption")
     there = replace(facts.hardware, measured="described", name="there", sources=sources)
 
     def shown(bottleneck: str, *, verbose: bool) -> str:
