@@ -3,7 +3,7 @@
 
     python scripts/plan_table.py [--beside FILE] [--checkout DIR] [--results DIR]
     needs no GPU and no drives; a few minutes
-    trying the script itself: --quick, one plan
+    trying the script itself: --quick, one plan; --readme writes the clipped ones into the README's table as well
 
 8B, 14B, 32B and 70B (shapes of tests/engine/configs; of 32B, which is not there, the differences from 14B), 64 and 128 GiB of
 RAM, one and two gen4 drives, with clipping and without; 8 rows of 4,096 tokens a step, 1,000 steps, everything else as by
@@ -43,6 +43,7 @@ MODELS: dict[str, tuple[str, dict[str, int]]] = {
 }
 RAM, DRIVES = ("64GiB", "128GiB"), ("gen4", "2xgen4")
 STEPS, ROWS, LENGTH = 1000, 8, 4096
+README_BEGIN, README_END = "<!-- plan table -->", "<!-- end of plan table -->"
 MOST_OF_COMPUTE = 1.15  # 8B with 128 GiB, clipped as by default
 
 
@@ -129,9 +130,33 @@ def kept(path: Path | None) -> dict[str, Mapping[str, Any]]:
     return {row["what"]: row["values"] for row in rows if row["values"]}
 
 
+def for_readme(rows: Sequence[Row]) -> str:
+    """A line per machine, a column per model, in Markdown."""
+    found = {row.what: row.values for row in rows}
+    lines = ["| GPU | RAM | drives | " + " | ".join(MODELS) + " |", "| --- " * (3 + len(MODELS)) + "|"]
+    for ram, drives in product(RAM, DRIVES):
+        cells = [_cell(found.get(Case(model=m, ram=ram, drives=drives, clipped=True).words)) for m in MODELS]
+        amount = ram.replace("GiB", " GiB")
+        lines.append(f"| RTX 4090 | {amount} | {'2' if drives.startswith('2') else '1'} x gen4 | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(values: Mapping[str, Any] | None) -> str:
+    if not values:
+        return "does not fit"
+    return f"{values['tokens_per_second']:,.0f} tokens/s, {values['written_per_step'] * STEPS / 1e12:,.0f} TB"
+
+
+def write_readme(table: str, path: Path = ROOT / "README.md") -> None:
+    before, _, rest = path.read_text(encoding="utf-8").partition(README_BEGIN)
+    _, _, after = rest.partition(README_END)
+    path.write_text(f"{before}{README_BEGIN}\n{table}\n{README_END}{after}", encoding="utf-8")
+
+
 def main(words: Sequence[str] | None = None) -> int:
     options = plain_parser(__doc__)
     options.add_argument("--quick", action="store_true", help="one plan: tries the script")
+    options.add_argument("--readme", action="store_true", help="write the table of the README")
     options.add_argument("--beside", type=Path, help="an earlier result of this script")
     options.add_argument("--checkout", type=Path, default=ROOT, help="whose sources plan (default: this one)")
     options.add_argument("--name", default="plan_table", help="of the result")
@@ -141,6 +166,8 @@ def main(words: Sequence[str] | None = None) -> int:
     for case in list(cases())[: 1 if asked.quick else None]:
         rows.append(row_of(case, planned(case), before.get(case.words)))
         say(f"{case.words}: {rows[-1].measured}{' FAIL' if rows[-1].verdict == FAIL else ''}")
+    if asked.readme:
+        write_readme(for_readme(rows))
     settings = {"tokens_per_step": ROWS * LENGTH, "steps": STEPS, "sources": commit(asked.checkout)}
     return conclude(asked.name, rows, results=asked.results, settings=settings)
 
