@@ -1,4 +1,4 @@
-"""Measures stages through the code that a run uses: here decoder layers and heads of a few widths."""
+"""Measures decoder layers and heads of a few widths, and times any stage through the code that a run uses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from fuyou_cli.core.units import count
 from fuyou_cli.spec.hardware import RatedKind, StageRate
-from fuyou_cli.spec.model import Dtype, ModelSpec, StageSpec
+from fuyou_cli.spec.model import ITEM_SIZE, Dtype, ModelSpec
+from fuyou_cli.spec.plan import Numerics
 
 from ..allocator import trim
 from .findings import DTYPES, Found, Rate, each, rate_of, seconds_of
@@ -28,7 +29,6 @@ WIDTHS = (1024, 2048, 512)  # in this order: when time runs out, the last are le
 GPU_WIDTHS = (4096, 2048, 1024)  # narrower ones only show how long a launch takes
 HEAD_ROWS = 8192
 LAYER_FLOPS = 2.0 * 11  # per token and square of the width, forward: close enough to choose the number of tokens by
-ACCUMULATE: Dtype = "float32"
 LEAST_TOKENS, MOST_TOKENS, MOST_GPU_TOKENS = 64, 512, 8192
 ROW_TOKENS = 1024  # of a row at most: more tokens are more rows
 QUICK_SECONDS, FULL_SECONDS = 2.5, 40.0  # of all layers of a few widths together
@@ -53,24 +53,12 @@ def measure_layers(device: torch.device, matmul: dict[Dtype, Rate], *, quick: bo
                 left += 1
                 continue
             tokens = affordable_tokens(LAYER_FLOPS * width**2, matmul[dtype].value / 2, pair, most)
-            found += _small_stage(kind, width, dtype, tokens, device, pair)
+            stage = small_stage(kind, width, dtype, tokens, device)
+            found += timed([Sample(stage=stage, alone=stage.make(tokens), tokens=tokens)], device, seconds=pair)
     if not left:
         return found
     note = f"{left} of {2 * len(wanted)} layers and heads left out: they take too long here (fuyou bench --full)"
     return found + Found(notes=(note,))
-
-
-def _small_stage(kind: RatedKind, width: int, dtype: Dtype, tokens: int, device: torch.device, pair: float) -> Found:
-    anatomy, model = small_model(width, tokens)
-    shape = shape_of(tokens)
-    if kind == "block":
-        alone: Alone = layer_alone(anatomy, model, device, dtype, shape)
-        params = block_of(model).params
-    else:
-        alone = head_alone(anatomy, model, device, dtype, ACCUMULATE, shape, 0)
-        params = head_owner(model).params
-    sample = Sample(alone=alone, kind=kind, dtype=dtype, hidden=width, params=params, tokens=tokens)
-    return timed([sample], device, seconds=pair)
 
 
 def affordable_tokens(flops_per_token: float, rate: float, seconds: float, most: int = MOST_TOKENS) -> int:
@@ -87,12 +75,11 @@ def shape_of(tokens: int) -> tuple[int, int]:
     return tokens // length, length
 
 
-def small_model(width: int, tokens: int) -> tuple[Anatomy, ModelSpec]:
-    """Builds a Llama of one layer, without weights, at micro-batches of `shape_of(tokens)`."""
+def small_stage(kind: RatedKind, width: int, dtype: Dtype, tokens: int, device: torch.device) -> RunStage:
+    """Describes the layer or the head of a Llama of one layer, at micro-batches of `shape_of(tokens)`."""
     from transformers import LlamaConfig
 
     from fuyou_cli.engine.anatomy import dissect
-    from fuyou_cli.engine.inspect import inspect
     from fuyou_cli.engine.skeleton import build
 
     config = LlamaConfig(
@@ -105,55 +92,87 @@ def small_model(width: int, tokens: int) -> tuple[Anatomy, ModelSpec]:
     )
     anatomy = dissect(build(config, dtype="bfloat16", attention="sdpa"))
     rows, length = shape_of(tokens)
-    model = inspect(anatomy, dtype="bfloat16", micro_batch_size=rows, max_seq_len=length, head_chunk_tokens=0)
-    return anatomy, model
+    numerics = Numerics(
+        compute_dtype=dtype, accumulate_dtype="float32", batch_size=rows, micro_batch_size=rows, max_seq_len=length,
+        head_chunk_tokens=0, torch_threads=1, seed=0,
+    )  # fmt: skip
+    return (block_stage if kind == "block" else head_stage)(anatomy, numerics, device)
 
 
-def layer_alone(
-    anatomy: Anatomy,
-    model: ModelSpec,
-    device: torch.device,
-    dtype: Dtype,
-    shape: tuple[int, int],
-    accumulate: Dtype = ACCUMULATE,
-    micro_batches: int = 1,
-) -> BlockAlone:
+# ---- a stage as a run computes it ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStage:
+    """The first block of a model, or its head, as a run computes it: `make` makes it for at most `tokens` tokens."""
+
+    kind: RatedKind
+    numerics: Numerics
+    hidden: int
+    params: int
+    tokens: int
+    peak: int  # bytes that `tokens` take beside weights and gradients
+    make: Callable[[int], Alone]
+
+    @property
+    def weights(self) -> int:
+        """Counts bytes of weights and of their gradients' sum."""
+        return self.params * (ITEM_SIZE[self.numerics.compute_dtype] + ITEM_SIZE[self.numerics.accumulate_dtype])
+
+
+def block_stage(anatomy: Anatomy, numerics: Numerics, device: torch.device) -> RunStage:
+    """Describes the first block: the others of a model are alike, or nearly."""
     from fuyou_cli.engine.alone import BlockAlone
 
-    return BlockAlone(
-        anatomy, block_of(model), dtype=dtype, accumulate=accumulate, shape=shape, device=device, micro_batches=micro_batches
-    )
+    inspected = _inspected(anatomy, numerics, (numerics.micro_batch_size, numerics.max_seq_len))
+    block = next(stage for stage in inspected.stages if stage.kind == "block")
+
+    def make(tokens: int) -> Alone:
+        length = min(tokens, numerics.max_seq_len)
+        shape = (tokens // length, length)
+        spec = _inspected(anatomy, numerics, shape).stages[block.index]
+        return BlockAlone(
+            anatomy, spec, dtype=numerics.compute_dtype, accumulate=numerics.accumulate_dtype, shape=shape, device=device,
+            micro_batches=-(-numerics.batch_size // numerics.micro_batch_size),
+        )  # fmt: skip
+
+    kept = sum(operator.bytes for operator in block.operators)  # held while they are given back
+    return RunStage(
+        kind="block", numerics=numerics, hidden=inspected.hidden_size, params=block.params, peak=block.backward_peak + kept,
+        tokens=numerics.micro_batch_size * numerics.max_seq_len, make=make,
+    )  # fmt: skip
 
 
-def head_alone(
-    anatomy: Anatomy,
-    model: ModelSpec,
-    device: torch.device,
-    dtype: Dtype,
-    accumulate: Dtype,
-    shape: tuple[int, int],
-    chunk: int,
-) -> HeadAlone:
+def head_stage(anatomy: Anatomy, numerics: Numerics, device: torch.device) -> RunStage:
+    """Describes the whole head, or the first piece of its vocabulary."""
     from fuyou_cli.engine.alone import HeadAlone
 
-    return HeadAlone(
-        anatomy, head_of(model), head_owner(model), dtype=dtype, accumulate=accumulate, shape=shape, chunk=chunk, device=device
-    )
+    shape = (numerics.micro_batch_size, numerics.max_seq_len)
+    inspected = _inspected(anatomy, numerics, shape)
+    head = next(stage for stage in inspected.stages if stage.kind == "head")
+    owner, whole = inspected.stages[inspected.owner(head.index)], shape[0] * shape[1]
+    at_once = min(numerics.head_chunk_tokens or whole, whole)
+
+    def make(tokens: int) -> Alone:
+        chunk = numerics.head_chunk_tokens if tokens == at_once else tokens
+        return HeadAlone(
+            anatomy, head, owner, dtype=numerics.compute_dtype, accumulate=numerics.accumulate_dtype, shape=shape, chunk=chunk,
+            device=device,
+        )  # fmt: skip
+
+    return RunStage(
+        kind="head", numerics=numerics, hidden=inspected.hidden_size, params=owner.params,
+        peak=head.backward_peak, tokens=at_once, make=make,
+    )  # fmt: skip
 
 
-def block_of(model: ModelSpec) -> StageSpec:
-    """Returns the first block: the others of a model are alike, or nearly."""
-    return next(stage for stage in model.stages if stage.kind == "block")
+def _inspected(anatomy: Anatomy, numerics: Numerics, shape: tuple[int, int]) -> ModelSpec:
+    from fuyou_cli.engine.inspect import inspect
 
-
-def head_of(model: ModelSpec) -> StageSpec:
-    """Returns the whole head, or the first piece of its vocabulary."""
-    return next(stage for stage in model.stages if stage.kind == "head")
-
-
-def head_owner(model: ModelSpec) -> StageSpec:
-    """Returns the stage whose weights the head computes with."""
-    return model.stages[model.owner(head_of(model).index)]
+    return inspect(
+        anatomy, dtype=numerics.compute_dtype, micro_batch_size=shape[0], max_seq_len=shape[1],
+        head_chunk_tokens=numerics.head_chunk_tokens,
+    )  # fmt: skip
 
 
 # ---- timing stages ---------------------------------------------------------------------------------------------------
@@ -163,11 +182,8 @@ def head_owner(model: ModelSpec) -> StageSpec:
 class Sample:
     """A stage to be timed. Its rates are kept as those of micro-batches of `tokens`."""
 
+    stage: RunStage
     alone: Alone
-    kind: RatedKind
-    dtype: Dtype
-    hidden: int
-    params: int
     tokens: int
 
     @property
@@ -185,17 +201,16 @@ class Sample:
     def rated(self, taken: list[list[float]], *, one_of_several: bool) -> Found:
         """Computes rates from the seconds of each repeat of each part: those of all repeats together, not the median, as a step
         is made of thousands of them, and takes as long as all do."""
-        note = f"{count(self.params)} parameters, {self.alone.tokens} tokens"
-        what, mean, parts = f"{self.kind} {self.hidden} {self.dtype}", statistics.harmonic_mean, self.parts
+        stage, dtype, parts = self.stage, self.stage.numerics.compute_dtype, self.parts
+        note = f"{count(stage.params)} parameters, {self.alone.tokens} tokens"
+        what, mean = f"{stage.kind} {stage.hidden} {dtype}", statistics.harmonic_mean
         what += f" x {self.tokens}" if one_of_several else ""
         rates = [
             rate_of(f"{what}, {part.name}", "FLOP/s", each(part.flops, repeats), note, middle=mean)
             for part, repeats in zip(parts.values(), taken, strict=True)
         ]
         found = dict(zip(parts, (rate.value for rate in rates), strict=True))
-        rate = StageRate(
-            kind=self.kind, dtype=self.dtype, hidden=self.hidden, params=self.params, tokens=self.tokens, **found
-        )  # fmt: skip
+        rate = StageRate(kind=stage.kind, dtype=dtype, hidden=stage.hidden, params=stage.params, tokens=self.tokens, **found)
         return Found(stage_rates=(rate,), rates=tuple(rates))
 
 

@@ -136,11 +136,10 @@ def _facts_as_in_runs(directories: tuple[Path, ...]) -> HardwareProfile:
 def _layer_step(target: torch.device, rate: float, seconds: float) -> tuple[Callable[[], None], float, str]:
     """Makes a bfloat16 layer's forward, recompute and backward, which updates and transfers are measured beside: the step, its
     FLOPs and what it is. `rate`: what such a layer gets alone, about; `seconds`: for some steps."""
-    from .stages import LAYER_FLOPS, affordable_tokens, layer_alone, shape_of, small_model
+    from .stages import LAYER_FLOPS, affordable_tokens, small_stage
 
     tokens = affordable_tokens(LAYER_FLOPS * SHARED_WIDTH**2, rate, seconds / 4)
-    anatomy, model = small_model(SHARED_WIDTH, tokens)
-    layer = layer_alone(anatomy, model, target, "bfloat16", shape_of(tokens))
+    layer = small_stage("block", SHARED_WIDTH, "bfloat16", tokens, target).make(tokens)
 
     def step() -> None:
         layer.forward()
