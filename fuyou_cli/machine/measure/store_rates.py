@@ -34,26 +34,17 @@ Step = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
-class _Pass:
-    """How much of one kind is moved at a time."""
-
-    spans: float
-    seconds: float  # at most: on a slow drive less is moved
-
-    def bytes(self, span: int) -> int:
-        return align_up(int(self.spans * span), REQUEST)
-
-
-@dataclass(frozen=True, slots=True)
 class _Effort:
-    alone: _Pass
-    mixed: _Pass
+    """How many spans a pass moves, reading or writing alone and both at once, and the seconds it takes at most."""
+
+    alone: tuple[float, float]
+    mixed: tuple[float, float]
     repeats: int
 
 
 # One long pass of each kind rather than several short ones, between which a drive that is held at a rate saves up again.
-QUICK = _Effort(alone=_Pass(1.6, 1.0), mixed=_Pass(2.8, 1.6), repeats=1)
-FULL = _Effort(alone=_Pass(1.0, 20.0), mixed=_Pass(1.0, 20.0), repeats=3)
+QUICK = _Effort(alone=(1.6, 1.0), mixed=(2.8, 1.6), repeats=1)
+FULL = _Effort(alone=(1.0, 20.0), mixed=(1.0, 20.0), repeats=3)
 
 
 def measure_store(*directories: Path, quick: bool, free: int, step: Step | None = None) -> Found:
@@ -151,16 +142,16 @@ def _measured(daemon: SwapDaemon, store: Store, span: int, *, effort: _Effort, n
     if not store.direct:
         notes.append("this file system knows no direct I/O: the figures include the page cache")
     # Files that were never written are slower: this pass does not count.
-    filled = _alone(daemon, "write", span, _Pass(1.0, effort.alone.seconds)).finished
+    filled = _pass(daemon, span, (1.0, effort.alone[1]), "write").finished
     if filled < span:
         span = max(filled, LEAST_SPAN)
         notes.append(f"the drive is slow: passes over {gib(span)}")
     reads, writes, mixed = [], [], []
     moved, used = _moved(daemon), _others_time()
     for _ in range(effort.repeats):
-        reads.append(_alone(daemon, "read", span, effort.alone))
-        writes.append(_alone(daemon, "write", span, effort.alone))
-        mixed.append(_at_once(daemon, span, effort.mixed))
+        reads.append(_pass(daemon, span, effort.alone, "read"))
+        writes.append(_pass(daemon, span, effort.alone, "write"))
+        mixed.append(_pass(daemon, span, effort.mixed, "write", "read"))
     io_cpu = (_others_time() - used) / max(1, _moved(daemon) - moved)
     store.sync()
     note = f"{daemon.backend}, {'O_DIRECT' if store.direct else 'buffered'}, files of {gib(span)}"
@@ -184,18 +175,14 @@ def _moved(daemon: SwapDaemon) -> int:
     return counters.read_bytes + counters.written_bytes
 
 
-def _alone(daemon: SwapDaemon, kind: Direction, span: int, much: _Pass) -> Course:
-    return run_streams(daemon, [Stream(kind=kind, first=0, size=span, slot=0, total=much.bytes(span))], much.seconds)
-
-
-def _at_once(daemon: SwapDaemon, span: int, much: _Pass) -> Course:
-    """Reads one half while writing the other; both end when the first is through."""
-    half = align_up(span // 2, REQUEST)
+def _pass(daemon: SwapDaemon, span: int, much: tuple[float, float], *kinds: Direction) -> Course:
+    """Moves so many spans in so many seconds at most: of all the files in one way, or of a half of them in each."""
+    total, part = align_up(int(much[0] * span), REQUEST), align_up(span // len(kinds), REQUEST)
     streams = [
-        Stream(kind="read", first=span - half, size=half, slot=IN_FLIGHT, total=much.bytes(span)),
-        Stream(kind="write", first=0, size=half, slot=0, total=much.bytes(span)),
+        Stream(kind=kind, first=(span - part) * index, size=part, slot=IN_FLIGHT * index, total=total)
+        for index, kind in enumerate(kinds)
     ]
-    return run_streams(daemon, streams, much.seconds)
+    return run_streams(daemon, streams, much[1])
 
 
 def _rate(name: str, courses: list[Course], direction: Literal["reading", "writing"], note: str) -> Rate:
