@@ -13,19 +13,22 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, SchemaValidator
+from pydantic_core.core_schema import no_info_before_validator_function
 
 from .errors import UsageError
 from .json_files import shown
 from .printable import one_line
 
 LARGEST = (1 << 63) - 1  # of a whole number that declares no other limit: the store's addresses are signed, of 64 bits
+_MOST_KEYS = 1000  # of one object: every one that is wrong would be an error of its own
+_MOST_PROBLEMS = 100
 
 _LIMITS: dict[str, dict[str, Any]] = {  # by pydantic's name of a type, unless a field declares others
     "int": {"strict": True, "ge": 0, "le": LARGEST},
     "float": {"strict": True, "ge": 0, "allow_inf_nan": False},
     "str": {"strict": True},
     "bool": {"strict": True},
-    "tuple": {"fail_fast": True},
+    "tuple": {"fail_fast": True},  # of a list that is all wrong the first item says so
     "dataclass-args": {"extra_behavior": "forbid"},
 }
 _EXPECTED = {
@@ -63,7 +66,8 @@ def from_json(kind: type[Kind], data: object, *, defaults: bool = False) -> Kind
         validator = _validator(kind, defaults)  # type: ignore[arg-type]  # a class, which mypy takes for one of its instances
         found: Kind = validator.validate_python(data)
     except ValidationError as error:
-        raise WrongData([_problem(kind, detail) for detail in error.errors(include_url=False)]) from None
+        details = error.errors(include_url=False)[:_MOST_PROBLEMS]
+        raise WrongData([_problem(kind, detail) for detail in details]) from None
     return found
 
 
@@ -82,7 +86,16 @@ def _narrowed(schema: Any, defaults: bool) -> Any:
         return _narrowed(schema["schema"], defaults)
     kept = ("default", "metadata")
     parts = {key: value if key in kept else _narrowed(value, defaults) for key, value in schema.items()}
-    return {**_LIMITS.get(str(schema.get("type")), {}), **parts}
+    found: Any = {**_LIMITS.get(str(schema.get("type")), {}), **parts}
+    if schema.get("type") in ("dataclass-args", "dict"):
+        found = no_info_before_validator_function(_not_vast, found)
+    return found
+
+
+def _not_vast(data: Any) -> Any:
+    if isinstance(data, dict) and len(data) > _MOST_KEYS:
+        raise ValueError(f"{len(data):,} keys, at most {_MOST_KEYS:,} are expected")
+    return data
 
 
 def _problem(kind: type[Any], detail: ErrorDetails) -> str:

@@ -155,6 +155,8 @@ def test_a_folder_whose_name_is_no_text(tmp_path: Path) -> None:
         (_set("numerics", {}), "numerics.compute_dtype: missing"),
         (_set("fingerprints", {"model": 1}), "fingerprints.model: expected text"),
         (_set("random", []), "random: expected a section"),
+        (lambda content: content["fingerprints"].update({str(key): 1 for key in range(2000)}), "fingerprints: 2,00"),
+        (lambda content: content.update({f"k{key}": 1 for key in range(200_000)}), "the whole: 200,022 keys"),
         (_set(*STAGE, "params", 4096), "stages[0]: weights: 4096 bytes, 8192 are wanted"),
         (_set(*STAGE, "params", (1 << 63) - 1), "stages[0]: weights: 4096 bytes, 18446744073709551614 are wanted"),
         (_set(*STAGE, "params", 0), "stages[0]: tensors of no parameters"),
