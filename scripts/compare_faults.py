@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from proof import rivals
 from proof.limits import LimitsUnavailable
 from proof.place import Place, placed
+from proof.recipes import fresh
 from proof.report import Row, holds, missing
 from proof.rivals import Outcome, Rival
 from proof.rows import model_folder
-from proof.runs import fresh
 from proof.setting import Lost, Setting, parser, run_script
 
 SCENARIOS: dict[str, tuple[str, Callable[..., Outcome], Callable[[Rival, Path], Outcome]]] = {

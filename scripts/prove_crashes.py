@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from proof import crashes, loads_and_exports
 from proof.crashes import VARIANTS, Tally, is_unseen, no_io_uring
 from proof.place import Place, placed
+from proof.recipes import fresh
 from proof.report import Row, holds, missing, reported
-from proof.runs import fresh
 from proof.setting import Setting, lost_row, parser, run_script
 
 WITHIN = 0.75  # of the kills, inside a commit or an update

@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from proof import faults
 from proof.faults import FROM_THEN_ON, KINDS, ONCE, SCENARIOS, How
 from proof.place import Place, placed
+from proof.recipes import fresh
 from proof.report import Row, holds
-from proof.runs import fresh
 from proof.setting import Setting, lost_row, parser, run_script
 
 ASKED = "0 hangs, 0 wrong bytes, 0 leaks, errors named"

@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from proof import flips
 from proof.flips import AMID_UPDATES, STORES, TWICE, Found, FoundManifests
 from proof.place import Place, placed
+from proof.recipes import fresh
 from proof.report import Row, holds
-from proof.runs import fresh
 from proof.setting import Setting, lost_row, parser, run_script
 
 AT_ONCE = 100  # flips that are kept together

@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof import power
 from proof.place import ANY_LENGTH, IN_RAM, REDO, SNAPSHOTS, TWO_FOLDERS, UNCLIPPED, Place, placed
+from proof.recipes import fresh
 from proof.report import Row, holds, reported
-from proof.runs import fresh
 from proof.setting import Setting, lost_row, parser, run_script
 
 RUNS: dict[str, tuple[dict[str, Any], int]] = {  # changes of the recipe, and the step it goes on from

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from proof import steady
 from proof.place import placed
+from proof.recipes import fresh
 from proof.report import holds
-from proof.runs import fresh
 from proof.setting import Setting, lost_row, parser, run_script
 
 from fuyou_cli.core.units import MiB

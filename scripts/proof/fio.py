@@ -8,7 +8,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from .runs import fresh, limited, started
+from .recipes import fresh
+from .runs import limited, started
 from .setting import RunFailed, Setting
 
 FILE_SIZE = 1 << 30

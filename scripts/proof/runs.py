@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -15,8 +14,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import yaml
-
 from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.core.units import gib
 from fuyou_cli.machine.background_load import Others
@@ -25,13 +22,13 @@ from fuyou_cli.training.jsonl import read_log
 from . import watch
 from .limits import DiskRates, Group, LimitsUnavailable, device_of, group
 from .pace import Pace
+from .recipes import SEED, fresh, recipe_in
 from .report import ROOT, say
 from .rows import LENGTH
 from .setting import RunFailed, Setting
 from .shim import build, preloaded
 
-THREADS, SEED = 2, 42
-MARK = ".fuyou-proof"  # in every folder that these scripts may remove
+THREADS = 2
 FUYOU = (sys.executable, "-m", "fuyou_cli")
 NOISE_CORES = 0.4  # used by others over a run: more and its times mean little (the kernel's own I/O work is in it)
 MOVED = 0.08  # by how much the machine's own speed may change from a bench to the run that is planned with it
@@ -115,45 +112,9 @@ def write_recipe(setting: Setting, case: Case) -> Path:
     )  # fmt: skip
 
 
-def recipe_in(
-    out: Path, model: Path, cache: Path, case: Any, length: int, *, entry: Mapping[str, object], commit_every: int | str | None,
-    train: Mapping[str, object], **sections: Mapping[str, object],
-) -> Path:  # fmt: skip
-    """Writes the recipe of a case (its rows, steps and clipping) to `out`: what all runs of the proofs have in common."""
-    dataset = {"train": [dict(entry)], "max_seq_len": length, "packing": "concat", "loss_on": "all", "cache_dir": str(cache)}
-    recipe = {
-        "version": 1,
-        "output_dir": str(out),
-        "seed": SEED,
-        "model": {"name_or_path": str(model)},
-        "dataset": dataset,
-        "optimizer": {"lr": 1e-4, "betas": [0.9, 0.999], "weight_decay": 0.01},
-        "lr_scheduler": {"name": "constant", "warmup_steps": 0},
-        "train": {"max_steps": case.steps, "batch_size": case.rows, "clip_grad_norm": case.clip, **train},
-        "checkpoint": {"resume": "never", "commit_every_steps": commit_every},
-        **sections,
-    }
-    path = out / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe, sort_keys=False), encoding="utf-8")
-    return path
-
-
 def end_of(output: Path, lines: int = LAST_LINES) -> str:
     """The end of what a command wrote."""
     return "\n".join(output.read_text(errors="replace").strip().splitlines()[-lines:])
-
-
-def fresh(folder: Path) -> Path:
-    """The folder, empty but for our mark. Raises RunFailed rather than remove one that these scripts did not make: --work
-    may be anybody's."""
-    mark = folder / MARK
-    if folder.exists():
-        if not mark.is_file():
-            raise RunFailed(f"{folder} exists and was not made by these scripts: move it away, or give another --work")
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-    mark.touch()
-    return folder
 
 
 def our_run(setting: Setting, case: Case) -> dict[str, Any]:
