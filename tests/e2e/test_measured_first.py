@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
-from .conftest import ROOT, Project
+from .conftest import Project, ended
 
 # Little of everything, so that measuring for real is quick.
 QUICK = """
@@ -20,25 +16,20 @@ store_rates.QUICK_SPAN = 64 << 20
 """
 
 
-def _finetune(project: Project, hooks: Path, *arguments: str) -> str:
+def _finetune(project: Project, *arguments: str) -> str:
     """What a run that ends well says on stderr."""
-    environment = {**project.environment(), "PYTHONPATH": os.pathsep.join([str(hooks), str(ROOT)])}
-    done = subprocess.run(
-        [sys.executable, "-m", "fuyou_cli", "finetune", str(project.recipe), *arguments], cwd=project.folder, env=environment,
-        capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=200, check=False,
-    )  # fmt: skip
+    done = ended(project.begin("finetune", project.recipe, *arguments, first=QUICK))
     assert done.returncode == 0, done.stderr
     return done.stderr
 
 
-def test_a_run_measures_its_machine_once(new_project: Callable[..., Project], tmp_path: Path) -> None:
+def test_a_run_measures_its_machine_once(new_project: Callable[..., Project]) -> None:
     project = new_project()
-    (tmp_path / "sitecustomize.py").write_text(QUICK)
     project.write_recipe({"offload.measure": True, "checkpoint.resume": "never", "train.max_steps": 3})
-    for said_no in (("--assume-rates",), ("offload.measure=false",)):
-        assert "measuring this machine" not in _finetune(project, tmp_path, *said_no)
+    for said_no in ("--assume-rates", "offload.measure=false"):
+        assert "measuring this machine" not in _finetune(project, said_no)
     assert not list((project.folder / "cache").rglob("profile-*.json"))
-    first = _finetune(project, tmp_path)
+    first = _finetune(project)
     assert "measuring this machine, once" in first and "measured in" in first
     assert len(list((project.folder / "cache").rglob("profile-*.json"))) == 1
-    assert "measuring this machine" not in _finetune(project, tmp_path)
+    assert "measuring this machine" not in _finetune(project)

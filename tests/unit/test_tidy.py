@@ -36,7 +36,7 @@ CIRCULAR = {
     "engine.embedding_passes", "engine.executor", "engine.head_passes",
 }  # fmt: skip
 SHARED_NAMES = {
-    "bench", "commits", "companions", "device_memory", "errors", "host_work", "memory", "plan", "sample", "sources",
+    "bench", "commits", "companions", "device_memory", "errors", "host_work", "memory", "plan",
     "timeline", "validate", "verify", "wear",
 }  # fmt: skip
 LONG_FILES = {
