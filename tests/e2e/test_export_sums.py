@@ -37,7 +37,7 @@ def test_a_flipped_bit_is_never_exported(stopped: Project, tmp_path: Path) -> No
                 SwapError, match=f"{tensor} of {stage.name}: bytes {extent.offset} to .* are not what was written"
             ):
                 _export(store, out)
-            assert [path.name for path in tmp_path.iterdir()] == ["stopped"]
+            assert list(tmp_path.iterdir()) == []
             _flip(Path(saved.files[0]), byte)
     assert exported(store, out)
 
