@@ -21,11 +21,12 @@ TENSORS = ("weights", "remainder", "momentum", "variance", "gradients", "boundar
 
 
 def _at_rest(run: Run, tensor: str) -> Span | None:
-    """An extent of the last block that lies on the store alone, and is still to be read. Gradients may take until a later
-    step to be seen there."""
+    """An extent of the last block that lies on the store alone, and is still to be read; of boundaries the first block's, which
+    lies there longest. Gradients may take until a later step to be seen there."""
     if run.step + 1 < STEP:
         return None
-    stage = max(stage.index for stage in run.model.stages if stage.kind == "block")
+    blocks = [stage.index for stage in run.model.stages if stage.kind == "block"]
+    stage = blocks[0] if tensor == "boundary" else blocks[-1]
     record, plan = run.executor.residency.records[stage], run.plan.stages[stage]
     if tensor == "boundary":
         kept = run.executor.boundaries.ledger.kept.get(stage)
