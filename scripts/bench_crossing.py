@@ -34,8 +34,8 @@ from engine.rig import Rig, Shape, Subject
 from proof.report import Row, at_most, described, exit_code, reported, table
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fuyou_cli.engine.devices.base import PIECE
 from fuyou_cli.engine.devices.emulated import EmulatedDevice
-from fuyou_cli.engine.devices.pieces import PIECE
 from fuyou_cli.planner.schedule import Visit
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -132,24 +132,28 @@ def measured(micro_batches: int, slower: float, folder: Path) -> Found:
 def _take_their_time(rig: Rig, device: EmulatedDevice, slower: float) -> None:
     """Every micro-batch of a block takes what it would on the 4090, `slower` times."""
     executor, stages = rig.executor, rig.spec.stages
-    run, differentiate = executor._run, executor.differentiate
+    differentiate = executor.visits.differentiate
 
     def in_block() -> bool:
         return stages[executor.schedule.visits[executor.lookahead.cursor].stage].kind == "block"
 
-    def forward(*given: Any) -> torch.Tensor:
-        y = run(*given)
-        if in_block():
-            device.takes(FORWARD * slower)
-        return y
+    def taking_its_time(forward: Any) -> Any:
+        def timed(*given: Any) -> torch.Tensor:
+            y = forward(*given)
+            if in_block():
+                device.takes(FORWARD * slower)
+            return y
+
+        return timed
 
     def backward(*given: Any) -> None:
         differentiate(*given)
         if in_block():
             device.takes(BACKWARD * slower)
 
-    executor._run = forward  # type: ignore[method-assign]
-    executor.differentiate = backward  # type: ignore[method-assign]
+    for activations in executor.activations:
+        activations.forward = taking_its_time(activations.forward)  # type: ignore[method-assign]
+    executor.visits.differentiate = backward  # type: ignore[method-assign]
 
 
 def rows_of(found: Found, host_rate: float) -> list[Row]:

@@ -9,20 +9,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map
 
 from ..core.errors import UsageError
 from ..spec.model import Dtype, StageSpec
+from .activations.recompute import Sparing
+from .activations.swap import Arrived, GivingBack, Outputs
 from .anatomy import Anatomy
-from .calls import StageCall, one_row_masks, only_refusals, replaced_forwards
+from .calls import StageCall, one_row_masks, only_refusals, own_forward, put_back, replaced_forwards
 from .gradients import GradientSum
-from .head import Head, Part, TokenLoss, pieces
-from .kept_outputs import Arrived, GivingBack, Outputs
-from .recompute import Recompute
+from .loss import Head, Part, TokenLoss, pieces
 from .skeleton import TORCH_DTYPE
-from .stage import Stage
-from .streamed import boundary_of, find_input
 
 _BEYOND_CACHES = 96 << 20  # bytes of weights and sums that no cache of a host's core holds; more are not worth their memory
 _MOST_COPIES = 16
@@ -30,10 +26,8 @@ _FILLING = 1 << 16  # random values that are repeated: drawing one for each weig
 
 
 class BlockAlone:
-    """A decoder block at micro-batches of `shape` (rows, tokens). `spec`: of the stage at that shape.
-
-    A run comes to the next block after a visit's `micro_batches`, whose weights no cache holds: a small block has several
-    copies here, which take turns."""
+    """A decoder block at micro-batches of `shape` (rows, tokens). A small one has several copies, which take turns after a
+    visit's `micro_batches`: in a run no cache holds the next block's weights."""
 
     def __init__(self, anatomy: Anatomy, spec: StageSpec, *, dtype: Dtype, accumulate: Dtype, shape: tuple[int, int],
                  device: torch.device, micro_batches: int = 1) -> None:  # fmt: skip
@@ -41,46 +35,56 @@ class BlockAlone:
         self.backward_flops = 3 * spec.forward_flops - spec.unneeded_flops  # recompute included
         every = sum(operator.flops for operator in spec.operators)
         self.given_flops = self.backward_flops - every if every else 0.0  # where every output is given back; 0: none can be
-        self._spec, self._stage = spec, Stage(anatomy, spec)
-        call = _call_of(anatomy, spec.index, dtype=dtype, shape=shape)
-        args, kwargs = tree_map(lambda value: _placed(value, device), (call.args, call.kwargs))
-        self._call = StageCall(call.module, call.name, args, kwargs, call.key, call.mode)
-        self._buffers = _Buffers(call.module, device)
+        self._spec, self._stage = spec, anatomy.stages[spec.index]
+        call, x = _call_of(anatomy, spec.index, dtype=dtype, shape=shape)
+        self._call = call.placed(lambda value: value.to(device))
+        assert self._stage.module is not None
+        modules = self._stage.module.modules()
+        self._buffers = [(m, n, b if b is None else b.to(device)) for m in modules for n, b in m._buffers.items()]
         size = spec.params * (TORCH_DTYPE[dtype].itemsize + TORCH_DTYPE[accumulate].itemsize)
         self._visits = [
             (_filled(spec.params, dtype, device), GradientSum(stage=spec, flat=_empty(spec.params, accumulate, device)))
             for _ in range(min(_MOST_COPIES, 1 + _BEYOND_CACHES // size))
         ]
         self._micro_batches, self._done = micro_batches, 0
-        self._input = torch.randn(call.x.shape, dtype=TORCH_DTYPE[dtype], device=device)
+        self._input = torch.randn(x.shape, dtype=TORCH_DTYPE[dtype], device=device)
         self._kept: Outputs = {}  # of one forward
 
     def forward(self) -> None:
         flat, _ = self._visit()
-        with torch.no_grad(), self._buffers.placed(), self._stage.installed(flat, trainable=False):
-            boundary_of(self._call.run(self._input), self._call.name)
+        with torch.no_grad(), self._buffers_placed(), self._stage.installed(flat, trainable=False):
+            self._call.run(self._input)
 
     def backward(self) -> None:
-        """Recompute and backward; gradients are added to a sum, as from the second micro-batch of a step on."""
-        self._recompute(lambda flat: Recompute(self._spec, flat))
+        """Runs recompute and backward; gradients are added to a sum, as from the second micro-batch of a step on."""
+        self._recompute(lambda flat: Sparing(self._spec, flat))
 
     def given(self) -> None:
-        """The same where every output that can be kept was."""
+        """Runs the same where every output that can be kept was."""
         kept = self._kept
         if not kept:
             self._recompute(lambda flat: _Remembering(self._spec, flat, kept))
         values: Arrived = {index: (list(output[0]), []) for index, output in kept.items()}
         self._recompute(lambda flat: GivingBack(values, kept, self._spec, flat))
 
-    def _recompute(self, made: Callable[[torch.Tensor], Recompute]) -> None:
-        """Forward inside what `made` returns for the weights, and backward."""
+    def _recompute(self, made: Callable[[torch.Tensor], Sparing]) -> None:
+        """Runs forward inside what `made` returns for the weights, and backward."""
         x = self._input.detach().requires_grad_(True)
         flat, total = self._visit()
-        with torch.enable_grad(), self._buffers.placed(), self._stage.installed(flat, trainable=True) as parameters:
+        with torch.enable_grad(), self._buffers_placed(), self._stage.installed(flat, trainable=True) as parameters:
             with made(flat):
-                y = boundary_of(self._call.run(x), self._call.name)
+                y = self._call.run(x)
             with total.collecting(parameters):
                 torch.autograd.backward([y], [self._input], inputs=[x, *parameters])
+
+    @contextmanager
+    def _buffers_placed(self) -> Iterator[None]:
+        """Inside, the stage's buffers are on the device: the skeleton stays as it was."""
+        assert self._stage.module is not None
+        with put_back(self._stage.module):
+            for module, name, copy in self._buffers:
+                module._buffers[name] = copy
+            yield
 
     def _visit(self) -> tuple[torch.Tensor, GradientSum]:
         """Weights, and the sum of their gradients, of the next micro-batch."""
@@ -89,7 +93,7 @@ class BlockAlone:
         return self._visits[number]
 
 
-class _Remembering(Recompute):
+class _Remembering(Sparing):
     """Copies in `outputs` what every operator returns that can be kept."""
 
     def __init__(self, stage: StageSpec, flat: torch.Tensor, outputs: Outputs) -> None:
@@ -106,45 +110,43 @@ class _Remembering(Recompute):
 
 
 class HeadAlone:
-    """The head, or one piece of its vocabulary, on the first chunk of tokens of a micro-batch of `shape`: what the others
-    take is alike. `owner` is the stage whose weights it computes with."""
+    """The head, or one piece of its vocabulary, on the first chunk of tokens of a micro-batch of `shape`. `owner`: the stage
+    whose weights it computes with."""
 
     def __init__(self, anatomy: Anatomy, spec: StageSpec, owner: StageSpec, *, dtype: Dtype, accumulate: Dtype,
                  shape: tuple[int, int], chunk: int, device: torch.device) -> None:  # fmt: skip
         cut = next(pieces(*shape, chunk))
-        rows, tokens = (len(range(*part.indices(size))) for part, size in zip(cut, shape, strict=True))
+        rows, tokens = (part.stop for part in cut)
         self.tokens = rows * tokens
         self.flops = spec.forward_flops * self.tokens / (shape[0] * shape[1])
         self.backward_flops = 3 * self.flops
-        self._stage, self._head, self._vocabulary = Stage(anatomy, owner), Head(anatomy.model), spec.vocabulary
+        self._stage, self._head, self._vocabulary = anatomy.stages[owner.index], Head(anatomy.model), spec.vocabulary
         self._flat = _filled(owner.params, dtype, device)
         self._total = GradientSum(stage=owner, flat=_empty(owner.params, accumulate, device))
         width = anatomy.model.get_output_embeddings().in_features
         self._hidden = torch.randn(rows, tokens, width, dtype=TORCH_DTYPE[dtype], device=device)
         self._targets = torch.zeros(rows, tokens, dtype=torch.long, device=device)
-        self._part = Part(slice(None), (slice(0, rows), slice(0, tokens)))
+        self._part = Part(slice(None), cut)
 
     def forward(self) -> None:
-        """The "logits" pass."""
+        """Runs the "logits" pass."""
         with torch.no_grad(), self._head.stubbed(), self._stage.installed(self._flat, trainable=False):
             logits = self._head.logits(self._hidden)
             if self._vocabulary is not None:
                 self._seen().fold(self._part, logits, first=self._vocabulary[0])
 
     def backward(self) -> None:
-        """The one visit of a whole head (loss, forward and backward at once), or the second pass over a piece."""
+        """Runs the one visit of a whole head (loss, forward and backward at once), or the second pass over a piece."""
         piece = self._hidden.detach().requires_grad_(True)
         with torch.enable_grad(), self._head.stubbed(), self._stage.installed(self._flat, trainable=True) as parameters:
             if self._vocabulary is None:
                 y, slope = self._head.loss(piece, self._targets, normaliser=self.tokens), None
             else:
                 y = self._head.logits(piece)
-                slope = [self._slope(y.detach(), self._vocabulary[0])]
+                first = self._vocabulary[0]
+                slope = [self._seen().gradient(self._part, y.detach(), first=first, normaliser=self.tokens)]
             with self._total.collecting(parameters):
                 torch.autograd.backward([y], slope, inputs=[piece, *parameters])
-
-    def _slope(self, logits: torch.Tensor, first: int) -> torch.Tensor:
-        return self._seen().gradient(self._part, logits, first=first, normaliser=self.tokens)
 
     def _seen(self) -> TokenLoss:
         """As after a first pass over every column: totals are not zero."""
@@ -157,33 +159,35 @@ class HeadAlone:
 class _Reached(Exception):
     """The stage that was wanted is called: nothing after it matters."""
 
-    def __init__(self, call: StageCall) -> None:
+    def __init__(self, call: StageCall, x: torch.Tensor) -> None:
         super().__init__()
-        self.call = call
+        self.call, self.x = call, x
 
 
-def _call_of(anatomy: Anatomy, index: int, *, dtype: Dtype, shape: tuple[int, int]) -> StageCall:
-    """How the model's own forward calls its first block, stage `index`, for ids of `shape`, with real tensors. The stages
+def _call_of(anatomy: Anatomy, index: int, *, dtype: Dtype, shape: tuple[int, int]) -> tuple[StageCall, torch.Tensor]:
+    """Finds how the model's own forward calls its first block, stage `index`, for ids of `shape`, with real tensors. The stages
     before it compute nothing: they return zeros."""
-    model, wanted = anatomy.model, anatomy.modules[index]
+    model, wanted = anatomy.model, anatomy.stages[index]
 
     def stand_in(module: nn.Module, name: str) -> Any:
-        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-            call = StageCall(module, name, *find_input(args, kwargs, name), FakeTensorMode())
-            if module is wanted:
-                raise _Reached(call)
-            return _zeros_from(module, call.x, TORCH_DTYPE[dtype])
+        original = own_forward(module)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            call, x = StageCall.split(name, original, args, kwargs)
+            if module is wanted.module:
+                raise _Reached(call, x)
+            return _zeros_from(module, x, TORCH_DTYPE[dtype])
 
         return forward
 
-    stages = {m: stand_in(m, name) for m, name in zip(anatomy.modules, anatomy.names, strict=True) if m is not None}
+    stages = {module: stand_in(module, name) for module, name in anatomy.modules().items()}
     try:
         with only_refusals(model, shape=shape), torch.no_grad(), one_row_masks(model), replaced_forwards(stages):
             ids = torch.zeros(shape, dtype=torch.long)
             anatomy.base(input_ids=ids, position_ids=torch.arange(shape[1]).unsqueeze(0), use_cache=False)
     except _Reached as reached:
-        return reached.call
-    raise UsageError(f"{type(model).__name__} never calls {anatomy.names[index]}")
+        return reached.call, reached.x
+    raise UsageError(f"{type(model).__name__} never calls {wanted.name}")
 
 
 def _zeros_from(module: nn.Module, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -191,29 +195,6 @@ def _zeros_from(module: nn.Module, x: torch.Tensor, dtype: torch.dtype) -> torch
     if isinstance(module, nn.Embedding):
         return torch.zeros(*x.shape, module.embedding_dim, dtype=dtype)
     return torch.zeros(*x.shape[:-1], getattr(module, "out_features", x.shape[-1]), dtype=dtype)
-
-
-def _placed(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, torch.Tensor) else value
-
-
-class _Buffers:
-    """A stage's buffers on a device, in their places only while it computes: the skeleton stays as it was."""
-
-    def __init__(self, stage: nn.Module, device: torch.device) -> None:
-        self._copies = [(module, name, _placed(value, device)) for module in stage.modules()
-                        for name, value in module._buffers.items()]  # fmt: skip
-
-    @contextmanager
-    def placed(self) -> Iterator[None]:
-        before = [(module, name, module._buffers[name]) for module, name, _ in self._copies]
-        for module, name, copy in self._copies:
-            module._buffers[name] = copy
-        try:
-            yield
-        finally:
-            for module, name, original in before:
-                module._buffers[name] = original
 
 
 def _empty(params: int, dtype: Dtype, device: torch.device) -> torch.Tensor:

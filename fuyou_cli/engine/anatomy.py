@@ -7,17 +7,21 @@ what the base model does not own (the language-model head) is the head stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..core.errors import UsageError
 from ..core.units import align_up
-from ..spec.model import STAGE_ALIGN, TENSOR_ALIGN, StageKind, TensorSpec
+from ..spec.model import STAGE_ALIGN, TENSOR_ALIGN, StageKind, StageSpec, TensorSpec
 from .calls import TRIED, WORKING, refuse_by_configuration, stage_calls
 
 
@@ -29,18 +33,84 @@ class Slotted:
     places: tuple[tuple[nn.Module, str], ...]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage of a model. Between visits its parameters are the skeleton's meta parameters."""
+
+    name: str
+    kind: StageKind
+    module: nn.Module | None  # None for the head, which is the causal model itself
+    parameters: tuple[Slotted, ...]
+    params: int  # elements with padding
+    vocabulary: tuple[int, int] | None = None  # None: not a piece
+
+    @classmethod
+    def packed(
+        cls,
+        name: str,
+        kind: StageKind,
+        module: nn.Module | None,
+        parameters: Iterable[Slotted],
+        vocabulary: tuple[int, int] | None = None,
+    ) -> Stage:
+        """Lays the parameters out one after the other."""
+        placed, end = list[Slotted](), 0
+        for slotted in parameters:
+            placed.append(Slotted(replace(slotted.spec, offset=end), slotted.places))
+            end = align_up(end + slotted.spec.numel, TENSOR_ALIGN)
+        return cls(name, kind, module, tuple(placed), align_up(end, STAGE_ALIGN), vocabulary)
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """The rows (first, end) of a piece of the vocabulary."""
+        assert self.vocabulary is not None
+        return self.vocabulary
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        return tuple(slotted.spec for slotted in self.parameters)
+
+    def specified(self, index: int, **costs: Any) -> StageSpec:
+        """Makes the specification of the stage at place `index`."""
+        return StageSpec(
+            index=index, kind=self.kind, name=self.name, params=self.params, tensors=self.tensors,
+            vocabulary=self.vocabulary, **costs,
+        )  # fmt: skip
+
+    def call_inside(self, look: Callable[[], None]) -> list[RemovableHandle]:
+        """Has `look` called inside the stage's forward, after each innermost module, until the handles are removed."""
+        if self.module is None:
+            return []
+        inside = [part for part in self.module.modules() if part is not self.module and not any(part.children())]
+        return [part.register_forward_hook(lambda *_: look()) for part in inside]
+
+    @contextmanager
+    def installed(self, flat: torch.Tensor, *, trainable: bool) -> Iterator[list[nn.Parameter]]:
+        """Inside, every place that reads one of the stage's parameters sees a view of `flat` (1-D, `params` elements)."""
+        replaced: list[tuple[nn.Module, str, nn.Parameter | None]] = []
+        parameters: list[nn.Parameter] = []
+        try:
+            for slotted in self.parameters:
+                tensor = slotted.spec
+                view = flat[tensor.offset : tensor.offset + tensor.numel].view(tensor.shape)
+                parameter = nn.Parameter(view, requires_grad=trainable)
+                parameters.append(parameter)
+                for holder, attribute in slotted.places:
+                    replaced.append((holder, attribute, holder._parameters[attribute]))
+                    holder._parameters[attribute] = parameter
+            yield parameters
+        finally:
+            for holder, attribute, skeleton in replaced:
+                holder._parameters[attribute] = skeleton
+
+
+@dataclass(frozen=True, slots=True)
 class Anatomy:
-    """The stages of one model in running order; `modules[i]` is None for the head, which is the causal model itself."""
+    """The stages of one model in running order, the head last."""
 
     model: PreTrainedModel
-    names: list[str] = field(default_factory=list)
-    kinds: list[StageKind] = field(default_factory=list)
-    modules: list[nn.Module | None] = field(default_factory=list)
-    parameters: list[tuple[Slotted, ...]] = field(default_factory=list)
-    params: list[int] = field(default_factory=list)  # elements with padding
-    vocabulary: list[tuple[int, int] | None] = field(default_factory=list)  # rows (first, end) of a piece
-    tied_head: bool = False
+    stages: tuple[Stage, ...]
+    tied_head: bool
 
     @property
     def base(self) -> nn.Module:
@@ -48,11 +118,16 @@ class Anatomy:
         assert isinstance(base, nn.Module)
         return base
 
-    def owner(self, stage: int) -> int:
-        """The stage whose weights stage `stage` computes with (see ModelSpec.owner)."""
-        if not self.tied_head or self.kinds[stage] != "head":
+    def modules(self) -> dict[nn.Module, str]:
+        """Names of the stages that are modules; pieces of one module have the last one's."""
+        return {stage.module: stage.name for stage in self.stages if stage.module is not None}
+
+    def owner(self, index: int) -> Stage:
+        """Finds the stage whose weights stage `index` computes with (see ModelSpec.owner)."""
+        stage = self.stages[index]
+        if not self.tied_head or stage.kind != "head":
             return stage
-        return self.vocabulary.index(self.vocabulary[stage])
+        return next(other for other in self.stages if other.vocabulary == stage.vocabulary)
 
 
 def is_block(module: nn.Module, model: PreTrainedModel) -> bool:
@@ -61,28 +136,20 @@ def is_block(module: nn.Module, model: PreTrainedModel) -> bool:
 
 
 def dissect(model: PreTrainedModel) -> Anatomy:
-    """Stages of `model`, in the order its own forward runs them; the head last.
-
-    Raises UsageError when the model has no blocks, or is one that cannot be streamed.
-    """
-    blocks = _declared_blocks(model)
-    if not blocks:
-        raise UsageError(f"{type(model).__name__} has no decoder blocks that can be streamed", hint=WORKING)
+    """Finds the stages of `model`. Raises UsageError when it has no blocks, or is one that cannot be streamed."""
+    blocks = _blocks(model)
     refuse_by_configuration(model)
     units = list(_units(model.base_model, blocks))
     return _assembled(model, _running_order(units, model, blocks), blocks)
 
 
 def outline(model: PreTrainedModel) -> Anatomy:
-    """Stages of a model that `dissect` refuses, to be planned with and not to be run: every parameter belongs to exactly
-    one of them. The order is that of its forward where that can be followed, else embeddings before everything else as
-    registered. Where no module says that it is a block, the longest list of modules holds them.
+    """Finds stages to plan with, not to run, of a model that `dissect` refuses. Every parameter is in exactly one.
 
-    Raises UsageError when there is no such list either.
+    The order is that of its forward where that can be followed, else embeddings come first.
+    Raises UsageError when no module says that it is a block.
     """
-    blocks = _declared_blocks(model) or _longest_list(model)
-    if not blocks:
-        raise UsageError(f"{type(model).__name__} has no blocks: fuyou cannot tell its stages", hint=WORKING)
+    blocks = _blocks(model)
     units = list(_units(model.base_model, blocks))
     try:
         order = _running_order(units, model, blocks)
@@ -91,28 +158,25 @@ def outline(model: PreTrainedModel) -> Anatomy:
     return _assembled(model, order, blocks)
 
 
-def _declared_blocks(model: PreTrainedModel) -> set[nn.Module]:
-    return {module for module in model.base_model.modules() if module is not model.base_model and is_block(module, model)}
-
-
-def _longest_list(model: PreTrainedModel) -> set[nn.Module]:
-    lists = [module for module in model.base_model.modules() if isinstance(module, nn.ModuleList)]
-    return set(max(lists, key=len, default=()))
+def _blocks(model: PreTrainedModel) -> set[nn.Module]:
+    blocks = {module for module in model.base_model.modules() if module is not model.base_model and is_block(module, model)}
+    if not blocks:
+        raise UsageError(f"{type(model).__name__} has no decoder blocks that can be streamed", hint=WORKING)
+    return blocks
 
 
 def _assembled(model: PreTrainedModel, order: list[tuple[str, nn.Module]], blocks: set[nn.Module]) -> Anatomy:
-    """The stages of `order`, then the head with every parameter that is left."""
-    anatomy = Anatomy(model=model)
-    places = _places(model)
-    owned: set[int] = set()
+    """Makes the stages of `order`, then the head with every parameter that is left."""
+    left = _places(model)
+    stages = []
     for name, module in order:
         kind: StageKind = "block" if module in blocks else "embedding" if _is_input(module) else "norm"
-        _add(anatomy, kind, name, module, module, places, owned)
-    _add(anatomy, "head", "head", None, model, places, owned)
+        stages.append(Stage.packed(name, kind, module, _taken(module, left)))
+    stages.append(Stage.packed("head", "head", None, _taken(model, left)))
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
-    anatomy.tied_head = head is not None and embedding is not None and head.weight is embedding.weight
-    return anatomy
+    tied = head is not None and embedding is not None and head.weight is embedding.weight
+    return Anatomy(model, tuple(stages), tied)
 
 
 def _is_input(module: nn.Module) -> bool:
@@ -132,21 +196,20 @@ def _units(base: nn.Module, blocks: set[nn.Module], prefix: str = "") -> Iterato
 def _running_order(
     units: list[tuple[str, nn.Module]], model: PreTrainedModel, blocks: set[nn.Module]
 ) -> list[tuple[str, nn.Module]]:
-    """The units in the order the base model's own forward calls them, found by running it on two rows of fake tensors.
-    A unit called twice, or never, is refused by name."""
+    """Finds the order in which the base model's own forward calls the units. One called twice, or never, is refused."""
     calls = stage_calls(model, {module: name for name, module in units}, shape=TRIED)
-    called = [call.name for call in calls]
+    called = [call.name for call, _ in calls]
     for name, _ in units:
         if called.count(name) != 1:
             times = "never" if name not in called else f"{called.count(name)} times"
             raise UsageError(
                 f"{type(model).__name__}: {name} runs {times} in a forward pass; fuyou streams it once", hint=WORKING
             )
-    for call in calls:
-        if call.module in blocks and not call.x.is_floating_point():
+    modules = dict(units)
+    for call, x in calls:
+        if modules[call.name] in blocks and not x.is_floating_point():
             reason = f"{call.name} is a block that takes token ids"
             raise UsageError(f"{type(model).__name__} cannot be streamed: {reason}", hint=WORKING)
-    modules = dict(units)
     return [(name, modules[name]) for name in called]
 
 
@@ -160,31 +223,11 @@ def _places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str, str]]]:
     return found
 
 
-def _add(
-    anatomy: Anatomy,
-    kind: StageKind,
-    name: str,
-    module: nn.Module | None,
-    owner: nn.Module,
-    places: dict[int, list[tuple[nn.Module, str, str]]],
-    owned: set[int],
-) -> None:
-    slotted: list[Slotted] = []
-    offset = 0
+def _taken(owner: nn.Module, left: dict[int, list[tuple[nn.Module, str, str]]]) -> Iterator[Slotted]:
+    """Takes the parameters of `owner` out of those that no stage has yet."""
     for parameter in owner.parameters():
-        if id(parameter) in owned:
-            continue
-        owned.add(id(parameter))
-        where = places[id(parameter)]
-        numel = prod(parameter.shape)
-        spec = TensorSpec(
-            name=where[0][2], shape=tuple(parameter.shape), offset=offset, numel=numel, decay=parameter.dim() >= 2
-        )
-        slotted.append(Slotted(spec, tuple((holder, attribute) for holder, attribute, _ in where)))
-        offset = align_up(offset + numel, TENSOR_ALIGN)
-    anatomy.names.append(name)
-    anatomy.kinds.append(kind)
-    anatomy.modules.append(module)
-    anatomy.parameters.append(tuple(slotted))
-    anatomy.params.append(align_up(offset, STAGE_ALIGN))
-    anatomy.vocabulary.append(None)
+        where = left.pop(id(parameter), None)
+        if where is not None:
+            shape = tuple(parameter.shape)
+            spec = TensorSpec(name=where[0][2], shape=shape, offset=0, numel=prod(shape), decay=parameter.dim() >= 2)
+            yield Slotted(spec, tuple((holder, attribute) for holder, attribute, _ in where))

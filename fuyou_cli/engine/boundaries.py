@@ -1,6 +1,6 @@
 """The boundary of each stage (its input, the whole step's batch) as tensors: copied to where the ledger keeps it.
 
-With it rest the outputs of the operators that the plan keeps (`kept_outputs`), each micro-batch's behind its own rows.
+With it rest the outputs of the operators that the plan keeps (`activations.swap`), each micro-batch's behind its own rows.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""How a model's own forward calls its stages: found by running it on fake tensors, so nothing is computed and no weight
-need be there. What cannot be streamed is refused here, by name, before a plan is made of it.
+"""How a model's own forward calls its stages, and what they return.
+
+`stage_calls` finds it out by running the forward on fake tensors, so nothing is computed and no weight need be there. What
+cannot be streamed is refused here, by name, before a plan is made of it, and again where a run meets it.
 """
 
 from __future__ import annotations
@@ -8,20 +10,20 @@ import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from ..core.errors import UsageError
-from .skeleton import LIBRARY_ERRORS, said, setting
-from .streamed import boundary_of, check_shared, find_input, with_boundary
+from .skeleton import EXPERT_KEYS, LIBRARY_ERRORS, said, setting
 
 WORKING = (
     "dense decoder-only models are streamed; tested families: Llama, Qwen 3, Mistral, Gemma 2 and 3, GPT-2, GPT-J, GPT-Neo, "
@@ -31,66 +33,146 @@ WORKING = (
 TRIED = (2, 3)  # rows and tokens of a first look: more than one row, so that what differs between rows shows
 
 
+# ---- one call --------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class StageCall:
-    """One call of a stage; tensors are fake, of `mode`. `key`: the keyword of the stage's input, None for the first
-    positional argument."""
+    """One call of a stage's own forward, without the stage's input: to be repeated for others."""
 
-    module: nn.Module
     name: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    key: str | None
-    mode: FakeTensorMode
+    original: Callable[..., Any]
+    rest: tuple[Any, ...]
+    named: dict[str, Any]
+    key: str | None  # the keyword of the input; None: it is the first positional argument
 
-    @property
-    def x(self) -> torch.Tensor:
-        x = self.args[0] if self.key is None else self.kwargs[self.key]
+    @classmethod
+    def split(
+        cls, name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[StageCall, torch.Tensor]:
+        """Tells the stage's input from what is the same for all rows. Raises UsageError for what is not."""
+        key = _input_key(args, kwargs, name)
+        x = args[0] if key is None else kwargs[key]
         assert isinstance(x, torch.Tensor)
-        return x
+        rest = args[1:] if key is None else args
+        call = cls(name, original, rest, {k: v for k, v in kwargs.items() if k != key}, key)
+        check_shared((call.rest, call.named), name)
+        return call, x
 
-    def run(self, x: torch.Tensor) -> Any:
-        """What the stage's own forward makes of `x` in the place of its input."""
-        original = type(self.module).forward.__get__(self.module)
+    def placed(self, place: Callable[[torch.Tensor], torch.Tensor]) -> StageCall:
+        """The same call with `place` of every tensor."""
+        rest, named = tree_map_only(torch.Tensor, place, (self.rest, self.named))
+        return replace(self, rest=rest, named=named)
+
+    def output(self, x: torch.Tensor) -> Any:
+        """Returns what the stage's own forward makes of `x`."""
         if self.key is None:
-            return original(x, *self.args[1:], **self.kwargs)
-        return original(*self.args, **{**self.kwargs, self.key: x})
+            return self.original(x, *self.rest, **self.named)
+        return self.original(*self.rest, **{self.key: x}, **self.named)
 
-    def check(self) -> None:
-        """What `streamed` would refuse in the run."""
-        check_shared(self.args if self.key is not None else self.args[1:], self.name)
-        check_shared({key: value for key, value in self.kwargs.items() if key != self.key}, self.name)
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return boundary_of(self.output(x), self.name)
 
 
-def stage_calls(model: PreTrainedModel, stages: Mapping[nn.Module, str], *, shape: tuple[int, int]) -> list[StageCall]:
-    """Every call of one of `stages` (module to name) in the forward pass of the base model, in order, for ids of `shape`.
-    Raises UsageError for a call that cannot be streamed."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    calls: list[StageCall] = []
+def own_forward(module: nn.Module) -> Callable[..., Any]:
+    """The forward of the module's class, whatever has been put in its place."""
+    forward: Callable[..., Any] = type(module).forward.__get__(module)
+    return forward
+
+
+def _input_key(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> str | None:
+    """Finds the stage's input: None for the first positional argument, else a keyword."""
+    if isinstance(kwargs.get("position_ids"), torch.Tensor) and name.rsplit(".", 1)[-1] == "embed_positions":
+        return "position_ids"
+    if args and isinstance(args[0], torch.Tensor):
+        return None
+    for key in ("hidden_states", "input", "input_ids", "x"):
+        if isinstance(kwargs.get(key), torch.Tensor):
+            return key
+    raise UsageError(f"{name} is called without a tensor fuyou recognises as its input")
+
+
+def check_shared(value: Any, name: str) -> None:
+    """Refuses tensors beside the input that differ between rows or need a gradient: they would be wrong silently."""
+    if isinstance(value, dict):
+        for item in value.values():
+            check_shared(item, name)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            check_shared(item, name)
+    elif isinstance(value, torch.Tensor):
+        if value.requires_grad:
+            raise UsageError(f"{name} takes a second tensor that needs a gradient; fuyou cannot stream it")
+        per_row = value.dim() >= 2 and value.shape[0] != 1
+        if per_row and not (value.dim() == 2 and name.rsplit(".", 1)[-1] == "embed_positions"):
+            raise UsageError(f"{name} takes a tensor of shape {tuple(value.shape)} that differs between rows")
+    elif isinstance(value, NotKept):
+        value.refuse()
+    elif value is not None and not isinstance(value, (bool, int, float, str)) and type(value).__name__.endswith("Cache"):
+        raise UsageError(f"{name} is called with a cache; fuyou trains with use_cache=False")
+
+
+class NotKept:
+    """Stands for what a stage returned beside its boundary, such as attention weights that nobody asked for. It would be
+    missing from the gradients, so a model that makes anything of it is refused."""
+
+    def __init__(self, stage: str) -> None:
+        self._stage = stage
+
+    def refuse(self, *_: object) -> NoReturn:
+        raise UsageError(f"{self._stage} returns more than its boundary, and the model uses it; fuyou cannot stream it")
+
+    __getattr__ = __getitem__ = __iter__ = __bool__ = __len__ = refuse
+
+
+def boundary_of(out: Any, name: str) -> torch.Tensor:
+    """Returns the hidden state among what a stage returned: the first of a tuple, or all of it."""
+    first = out[0] if isinstance(out, tuple) and out else out
+    if not isinstance(first, torch.Tensor):
+        raise UsageError(f"{name} returns {type(out).__name__}, not a tensor first; fuyou cannot stream it")
+    return first
+
+
+def with_boundary(out: Any, boundary: torch.Tensor | None, name: str) -> Any:
+    """Puts `boundary` in the structure of `out`, and nothing else: what the model's own forward gets of it."""
+    if not isinstance(out, tuple):
+        return boundary
+    return (boundary, *(None if value is None else NotKept(name) for value in out[1:]))
+
+
+# ---- all calls of a forward ------------------------------------------------------------------------------------------
+
+
+def stage_calls(
+    model: PreTrainedModel, stages: Mapping[nn.Module, str], *, shape: tuple[int, int]
+) -> list[tuple[StageCall, torch.Tensor]]:
+    """Finds every call of one of `stages` (module to name) in the base model's forward, in order, with its fake input, for ids
+    of `shape`. Raises UsageError for a call that cannot be streamed."""
+    calls: list[tuple[StageCall, torch.Tensor]] = []
     outputs: dict[object, Any] = {}  # blocks are alike: one of each sort is run, the others return what it returned
 
     def stand_in(module: nn.Module, name: str) -> Callable[..., Any]:
         sort = (type(module), tuple(parameter.shape for parameter in module.parameters()))
+        original = own_forward(module)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            call = StageCall(module, name, *find_input(args, kwargs, name), mode)
-            call.check()
-            calls.append(call)
+            call, x = StageCall.split(name, original, args, kwargs)
+            calls.append((call, x))
             if sort not in outputs:
-                with _parameters_and_buffers(module):
-                    out = call.run(call.x)
+                with _with_fake_parameters(module):
+                    out = call.output(x)
                 y = boundary_of(out, name)
-                if y.shape != call.x.shape or y.dtype != call.x.dtype:
+                if y.shape != x.shape or y.dtype != x.dtype:
                     return with_boundary(out, y, name)
                 outputs[sort] = with_boundary(out, y, name)
-            return with_boundary(outputs[sort], call.x, name)
+            return with_boundary(outputs[sort], x, name)
 
         return forward
 
     forwards = {module: stand_in(module, name) for module, name in stages.items()}
     with (
-        only_refusals(model, shape=shape), torch.no_grad(), replaced_forwards(forwards), one_row_masks(model), mode,
-        _NothingLeftOut(),
+        only_refusals(model, shape=shape), torch.no_grad(), replaced_forwards(forwards), one_row_masks(model),
+        FakeTensorMode(allow_non_fake_inputs=True), _NothingLeftOut(),
     ):  # fmt: skip
         ids = torch.zeros(shape, dtype=torch.long)
         positions = torch.arange(shape[1]).unsqueeze(0)
@@ -99,8 +181,8 @@ def stage_calls(model: PreTrainedModel, stages: Mapping[nn.Module, str], *, shap
 
 
 class _NothingLeftOut(TorchFunctionMode):
-    """Inside, the number that a training model draws to leave out a block by chance (OPT and XGLM of transformers 5.17 do so
-    with layerdrop 0 as well) is one that leaves out none: a fake one has no value to look at. Others were refused before."""
+    """Inside, the number that a training model draws to leave out a block by chance leaves out none: a fake one has no value
+    to look at. OPT and XGLM of transformers 5.17 draw it with layerdrop 0 as well; with others they were refused before."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.rand and args in (([],), ((),)):
@@ -147,7 +229,7 @@ def refuse_by_configuration(model: PreTrainedModel) -> None:
         values = [setting(text, name) for name in names]
         return max((value for value in values if isinstance(value, (int, float))), default=0)
 
-    if number("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts") > 1:
+    if number(*EXPERT_KEYS) > 1:
         raise _refusal(model, "its blocks choose among experts (mixture of experts), which is not built yet")
     if number("layerdrop", "decoder_layerdrop") > 0:
         raise _refusal(model, "layerdrop is above 0 in its config.json: it would leave out blocks by chance; set it to 0")
@@ -168,16 +250,22 @@ def replaced_forwards(forwards: dict[nn.Module, Callable[..., object]]) -> Itera
 
 
 @contextmanager
-def _parameters_and_buffers(module: nn.Module) -> Iterator[None]:
-    """Inside (and inside a fake mode), parameters are fake tensors of their shapes. Some modules keep what they computed
-    in a buffer: those are put back as well."""
-    before = [(holder, dict(holder._parameters), dict(holder._buffers)) for holder in module.modules()]
-    try:
-        for holder, parameters, _ in before:
-            for name, parameter in parameters.items():
+def _with_fake_parameters(module: nn.Module) -> Iterator[None]:
+    """Inside (and inside a fake mode), parameters are fake tensors of their shapes."""
+    with put_back(module):
+        for holder in module.modules():
+            for name, parameter in holder._parameters.items():
                 if parameter is not None:
                     made = torch.empty(parameter.shape, dtype=parameter.dtype)
                     holder._parameters[name] = nn.Parameter(made, requires_grad=False)
+        yield
+
+
+@contextmanager
+def put_back(module: nn.Module) -> Iterator[None]:
+    """In the end parameters and buffers are the ones of the beginning. Some modules keep what they computed in a buffer."""
+    before = [(holder, dict(holder._parameters), dict(holder._buffers)) for holder in module.modules()]
+    try:
         yield
     finally:
         for holder, parameters, buffers in before:

@@ -2,19 +2,16 @@
 inputs of the next are on their way up and the results of the one before on their way down.
 
 Such copies need pinned memory. The arena is: boundaries rest there, and what the model's own forward hands from stage to stage
-is there as well, in spans of the plan that take turns (`WholeBatches`). So inputs go up from where they are, results come down
-to where they are wanted, and the host copies nothing. What pieces of a vocabulary compute together goes up again for
-the next piece. What an operator of the model's own made between two stages is not in the arena, and passes through the plan's
-upload slots. Of a visit's copies only the first upload and the last download have no compute to run beside: its result is whole
-when the visit ends. On device cpu nothing is copied and nothing kept alive.
+is there as well, in spans of the plan that take turns (`WholeBatches`). So the host copies nothing, but what an operator of the
+model's own made between two stages, which passes through the plan's upload slots. Of a visit's copies only the first upload and
+the last download have no compute to run beside. On device cpu nothing is copied and nothing kept alive.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -24,13 +21,16 @@ from ..planner.device import BOUNDARIES_ACROSS
 from ..planner.memory import COPY_ALIGN
 from ..spec.plan import Plan, Span
 from .devices.base import Device, Event
-from .host_memory import HostMemory
-from .host_work import HostWork
-from .whole_batch import whole_batch
+from .host_memory import HostMemory, whole_batch
+from .moves import Waiting
 
 Source = Callable[[], list[torch.Tensor]]  # what a micro-batch computes with, in host memory; asked for once
-Waiting = Callable[[str], AbstractContextManager[None]]  # inside, compute waits for what is named
+Beside = Callable[[int], None]
 Shape = tuple[int, ...]
+
+
+def nothing_beside(number: int) -> None:
+    """Nothing goes up with a micro-batch's inputs."""
 
 
 @dataclass(slots=True)
@@ -42,31 +42,27 @@ class _Slot:
 
 
 class Crossings:
-    """Of one executor: one visit's `into` and `back` at a time."""
+    """Copies of one visit at a time. `staged`: bytes read and written so far to bring inputs to pinned memory; a plan charges
+    them (`planner.host_work`)."""
 
-    def __init__(self, *, plan: Plan, memory: HostMemory, device: Device, waiting: Waiting, host_work: HostWork) -> None:
-        self.memory, self.device, self._waiting, self._host_work = memory, device, waiting, host_work
-        self._up = [_Slot(memory.tensor(span, torch.uint8)) for span in plan.upload_slots]
-        self._batches = WholeBatches(memory, plan.batch_slots)
+    def __init__(self, *, plan: Plan, memory: HostMemory, device: Device, waiting: Waiting) -> None:
+        self.memory, self.device, self.waiting = memory, device, waiting
+        self.slots = [_Slot(memory.tensor(span, torch.uint8)) for span in plan.upload_slots]
+        self.batches = WholeBatches(memory, plan.batch_slots)
+        self.staged = 0
 
-    def into(self, sources: Iterable[Source], beside: Callable[[int], None] = lambda number: None) -> Arriving:
-        """Inputs of a visit's micro-batches, in order; the first is on its way. `beside` hears of each one behind its upload,
-        on a device with memory of its own."""
-        return Arriving(iter(sources), beside, self.memory, self.device, self._up, self._waiting, self._host_work)
-
-    def back(self) -> Leaving:
-        """The way of a visit's results to the host."""
-        return Leaving(self.device, self._waiting)
+    def into(self, sources: Iterable[Source], beside: Beside = nothing_beside) -> Arriving:
+        """Begins to bring the inputs of a visit's micro-batches, in order. `beside` hears of each one behind its upload, on a
+        device with memory of its own."""
+        return Arriving(self, sources, beside)
 
     def begun(self, host: torch.Tensor) -> torch.Tensor:
-        """What a visit is the first to compute for these rows of a whole batch, anything yet: on the device, to be `put` there.
-        On device cpu that place itself."""
+        """Makes room for what a visit is the first to compute for these rows of a whole batch: on the device, to be `put`
+        there. On device cpu that place itself."""
         return self.device.empty_like(host) if self.device.separate else host
 
-    def whole(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of the whole batch in host memory, zeros or anything: where a device copies to, if the plan has such a place
-        that nobody looks at."""
-        return self._batches.lend(shape, dtype)
+    def count_staged(self, tensor: torch.Tensor) -> None:
+        self.staged += 2 * tensor.numel() * tensor.element_size()
 
 
 class WholeBatches:
@@ -78,6 +74,7 @@ class WholeBatches:
         self._lent: list[weakref.ref[memoryview] | None] = [None for _ in spans]
 
     def lend(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        """Makes a tensor of the whole batch, zeros or anything."""
         size = math.prod(shape) * dtype.itemsize
         for number, span in enumerate(self._spans):
             lent = self._lent[number]
@@ -89,59 +86,52 @@ class WholeBatches:
 
 
 class Arriving:
-    """Inputs of the micro-batches of one visit, in turn."""
+    """Inputs of the micro-batches of one visit, in turn; the first is on its way."""
 
-    def __init__(
-        self,
-        sources: Iterator[Source],
-        beside: Callable[[int], None],
-        memory: HostMemory,
-        device: Device,
-        slots: list[_Slot],
-        waiting: Waiting,
-        host_work: HostWork,
-    ) -> None:
-        self._sources, self._beside, self._memory, self._device, self._slots = sources, beside, memory, device, slots
-        self._waiting, self._host_work = waiting, host_work
+    def __init__(self, crossings: Crossings, sources: Iterable[Source], beside: Beside) -> None:
+        self._crossings, self._sources, self._beside = crossings, iter(sources), beside
         self._number = 0
-        self._ahead: list[tuple[torch.Tensor, Event]] = self._begin() if device.separate else []
+        self._separate = crossings.device.separate
+        self._ahead: list[tuple[torch.Tensor, Event]] = self._begin() if self._separate else []
 
     def take(self) -> list[torch.Tensor]:
-        """What the next micro-batch computes with, for compute submitted from now on; the one behind it is on its way."""
-        if not self._device.separate:
+        """Returns what the next micro-batch computes with, for compute submitted from now on; the one behind it is on its
+        way."""
+        if not self._separate:
             return next(self._sources)()
         here, self._ahead = self._ahead, self._begin()
-        with self._waiting(BOUNDARIES_ACROSS):
+        with self._crossings.waiting(BOUNDARIES_ACROSS):
             for _, arrived in here:
                 arrived.wait()
         return [tensor for tensor, _ in here]
 
     def _begin(self) -> list[tuple[torch.Tensor, Event]]:
-        """Before the compute of the micro-batch in front is submitted: an upload runs behind all that was."""
+        """Asks for uploads before the compute of the micro-batch in front is submitted: they run behind all that was."""
         source = next(self._sources, None)
         if source is None:
             return []
+        slots, device = self._crossings.slots, self._crossings.device
+        slot = slots[self._number % len(slots)]
         begun = []
-        for host in self._pinned(source()):
-            device = self._device.empty_like(host)
-            begun.append((device, self._device.upload(host, device)))
+        for host in self._pinned(slot, source()):
+            target = device.empty_like(host)
+            begun.append((target, device.upload(host, target)))
         if begun:
-            self._slots[self._number % len(self._slots)].busy = begun[-1][1]
+            slot.busy = begun[-1][1]
         self._beside(self._number)
         self._number += 1
         return begun
 
-    def _pinned(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Those that do not rest in the arena, copied into this turn's slot as far as there is room."""
-        slot, end = self._slots[self._number % len(self._slots)], 0
+    def _pinned(self, slot: _Slot, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies those that do not rest in the arena into this turn's slot, as far as there is room."""
         if slot.busy is not None:
-            with self._waiting(BOUNDARIES_ACROSS):
+            with self._crossings.waiting(BOUNDARIES_ACROSS):
                 slot.busy.synchronize()  # sync: the upload of the micro-batch before last, which has been computed with
-        pinned = []
+        pinned, end = [], 0
         for tensor in tensors:
             size = tensor.numel() * tensor.element_size()
-            if not self._memory.holds(tensor) and end + size <= slot.memory.numel():
-                self._host_work.copied("inputs staged", tensor)
+            if not self._crossings.memory.holds(tensor) and end + size <= slot.memory.numel():
+                self._crossings.count_staged(tensor)
                 tensor = slot.memory[end : end + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
                 end = align_up(end + size, COPY_ALIGN)
             pinned.append(tensor)
@@ -159,13 +149,13 @@ class _Return:
 class Leaving:
     """What leaves the device in one visit, micro-batch by micro-batch: in its place while the next one computes."""
 
-    def __init__(self, device: Device, waiting: Waiting) -> None:
-        self._device, self._waiting = device, waiting
+    def __init__(self, crossings: Crossings) -> None:
+        self._device, self._waiting = crossings.device, crossings.waiting
         self._beside: list[_Return] = []  # of the micro-batch under way
         self._under_way: list[list[_Return]] = []  # of micro-batches
 
     def put(self, part: torch.Tensor, host: torch.Tensor) -> None:
-        """`part`, the micro-batch's result on the device, goes to `host`, which is contiguous, in its dtype. Its compute is
+        """Sends `part`, the micro-batch's result on the device, to `host`, which is contiguous, in its dtype. Its compute is
         submitted; nobody writes into it any more. On device cpu it may be there already."""
         if self._device.separate:
             self._submit(part.detach().to(host.dtype).contiguous(), host)
@@ -173,18 +163,18 @@ class Leaving:
             host.copy_(part)
 
     def keep(self, part: torch.Tensor, host: torch.Tensor) -> None:
-        """`part`, on the device, is copied to `host` while the micro-batch computes with it, and writes nothing into it."""
+        """Sends `part`, on the device, to `host` while the micro-batch computes with it, and writes nothing into it."""
         part = part.contiguous()
         self._beside.append(_Return(part, self._device.download(part, host)))
 
     def settle(self) -> None:
-        """Everything is in its place."""
+        """Waits until everything is in its place."""
         while self._under_way:
             self._arrive()
 
     def _submit(self, part: torch.Tensor, host: torch.Tensor) -> None:
-        """The last of a micro-batch. The host waits for the one before it, so that what is launched ahead is bounded, and with
-        it the device's memory."""
+        """Sends the last of a micro-batch. The host waits for the one before it, so that what is launched ahead is bounded,
+        and with it the device's memory."""
         self._under_way.append([*self._beside, _Return(part, self._device.download(part, host))])
         self._beside.clear()
         while len(self._under_way) > 1:
@@ -200,7 +190,7 @@ class Gathering:
     """A visit's results as one tensor of the whole batch, in host memory."""
 
     def __init__(self, crossings: Crossings, rows: int) -> None:
-        self.leaving, self._crossings, self._rows = crossings.back(), crossings, rows
+        self.leaving, self._crossings, self._rows = Leaving(crossings), crossings, rows
         self._as_it_is = not crossings.device.separate
         self._whole: torch.Tensor | None = None
 
@@ -210,11 +200,11 @@ class Gathering:
             self._whole = part
             return
         if self._whole is None:
-            self._whole = self._crossings.whole((self._rows, *part.shape[1:]), part.dtype)
+            self._whole = self._crossings.batches.lend((self._rows, *part.shape[1:]), part.dtype)
         self.leaving.put(part, self._whole[rows])
 
     def settled(self) -> torch.Tensor:
-        """The whole batch, once every part is there."""
+        """Returns the whole batch, once every part is there."""
         self.leaving.settle()
         assert self._whole is not None
         return self._whole

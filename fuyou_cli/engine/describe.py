@@ -1,25 +1,27 @@
 """What there is to plan with about a model, whether or not the engine can train it.
 
-`fuyou plan` answers for every causal language model whose configuration can be built. Where `dissect` or `inspect`
+`fuyou plan` answers for causal language models whose blocks can be told and whose forward can be traced. Where `dissect`
 refuses, the stages are outlined and their costs estimated, and the refusal is told beside the plan.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..core.errors import UsageError
-from ..spec.model import ModelSpec
+from ..spec.model import ModelSpec, StageSpec, TensorSpec
 from .anatomy import Anatomy, dissect, outline
-from .estimate import estimate
-from .experts import Mixture
 from .inspect import inspect
-from .skeleton import build
-from .vocabulary import cut_vocabulary
+from .skeleton import EXPERT_KEYS, setting
+
+STEPS = 16  # tokens of a row in which recurrent blocks are traced
+_CHOSEN_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +41,7 @@ class Described:
 
 
 def outlined(model: PreTrainedModel, *, strict: bool = False) -> Outlined:
-    """The stages of any model with blocks. `strict`: raises the UsageError of a model that cannot be trained."""
+    """Finds the stages of any model with blocks. `strict`: raises the UsageError of one that cannot be trained."""
     try:
         return Outlined(anatomy=dissect(model), refusal=None)
     except UsageError as error:
@@ -48,56 +50,25 @@ def outlined(model: PreTrainedModel, *, strict: bool = False) -> Outlined:
         return Outlined(anatomy=outline(model), refusal=error.message)
 
 
-def specified(
-    known: Outlined, *, dtype: str, micro_batch_size: int, max_seq_len: int, head_chunk_tokens: int, strict: bool = False
-) -> Described:
-    """The specification at micro-batches of (micro_batch_size, max_seq_len). `strict`: as in `outlined`."""
+def specified(known: Outlined, *, dtype: str, micro_batch_size: int, max_seq_len: int, head_chunk_tokens: int) -> Described:
+    """Specifies the model at micro-batches of (micro_batch_size, max_seq_len). Raises UsageError where it cannot be traced."""
     anatomy, refusal = known.anatomy, known.refusal
-    shape = (micro_batch_size, max_seq_len)
     if refusal is None:
-        try:
-            model = inspect(
-                anatomy,
-                dtype=dtype,
-                micro_batch_size=micro_batch_size,
-                max_seq_len=max_seq_len,
-                head_chunk_tokens=head_chunk_tokens,
-            )
-            return Described(model=_counted(model, anatomy), refusal=None)
-        except UsageError as error:
-            if strict:
-                raise
-            refusal = error.message
-    model = estimate(anatomy, dtype=dtype, shape=shape, head_chunk_tokens=head_chunk_tokens)
+        model = inspect(
+            anatomy,
+            dtype=dtype,
+            micro_batch_size=micro_batch_size,
+            max_seq_len=max_seq_len,
+            head_chunk_tokens=head_chunk_tokens,
+        )
+    else:
+        shape = (micro_batch_size, max_seq_len)
+        model = estimate(anatomy, dtype=dtype, shape=shape, head_chunk_tokens=head_chunk_tokens)
     return Described(model=_counted(model, anatomy), refusal=refusal)
 
 
-def describe(
-    config: PreTrainedConfig,
-    *,
-    dtype: str,
-    micro_batch_size: int,
-    max_seq_len: int,
-    head_chunk_tokens: int = 0,
-    vocabulary_rows: int = 0,
-    attention: str = "sdpa",
-) -> Described:
-    """All of it in one: `vocabulary_rows` other than 0 must be what the model allows (`vocabulary.resolved_rows`).
-
-    Raises UsageError when no model can be built of `config`, or it has no blocks.
-    """
-    known = outlined(build(config, dtype=dtype, attention=attention))
-    return specified(
-        replace(known, anatomy=cut_vocabulary(known.anatomy, vocabulary_rows)),
-        dtype=dtype,
-        micro_batch_size=micro_batch_size,
-        max_seq_len=max_seq_len,
-        head_chunk_tokens=head_chunk_tokens,
-    )
-
-
 def _counted(model: ModelSpec, anatomy: Anatomy) -> ModelSpec:
-    """With the counts that neither costs nor stages show."""
+    """Adds the counts that neither costs nor stages show."""
     mixture = Mixture.of(anatomy.model.config.get_text_config())
     return replace(
         model,
@@ -107,11 +78,117 @@ def _counted(model: ModelSpec, anatomy: Anatomy) -> ModelSpec:
 
 
 def _kept_in_float32(model: PreTrainedModel) -> int:
-    """Elements of the parameters that a bfloat16 model of this family has in float32: made so, or listed by its class as
-    parts of names, with `*` for a number."""
+    """Counts elements that a bfloat16 model of this family has in float32: made so, or listed by its class as parts of
+    names, with `*` for a number."""
     listed = [re.compile(re.escape(part).replace(r"\*", ".*")) for part in model._keep_in_fp32_modules_strict or ()]
     return sum(
         parameter.numel()
         for name, parameter in model.named_parameters()
         if parameter.dtype == torch.float32 or any(part.search(name) for part in listed)
     )
+
+
+# ---- what cannot be trained ------------------------------------------------------------------------------------------
+
+
+def estimate(anatomy: Anatomy, *, dtype: str, shape: tuple[int, int], head_chunk_tokens: int) -> ModelSpec:
+    """Specifies a model that the engine cannot train: its counts are exact, the work of its blocks is by rule.
+
+    Recurrent blocks run one step per token, so tracing a long row takes minutes: as many tokens are traced in short rows
+    instead, since what such a block keeps grows with the tokens and not with their distance.
+    """
+    rows, tokens = shape
+    if tokens > STEPS and _is_recurrent(anatomy):
+        rows, tokens = rows * -(-tokens // STEPS), STEPS
+    model = inspect(anatomy, dtype=dtype, micro_batch_size=rows, max_seq_len=tokens, head_chunk_tokens=head_chunk_tokens)
+    text = anatomy.model.config.get_text_config()
+    stages = list(model.stages)
+    for layer, stage in enumerate(stage for stage in model.stages if stage.kind == "block"):
+        stages[stage.index] = replace(stage, forward_flops=_block_flops(stage, layer, text, shape))
+    return replace(model, stages=tuple(stages))
+
+
+def _is_recurrent(anatomy: Anatomy) -> bool:
+    """Whether some block may go token by token: without attention, or with a convolution over the latest few tokens, as
+    state-space models and linear attention have it."""
+    modules = (module for block in anatomy.modules() for module in block.modules())
+    text = anatomy.model.config.get_text_config()
+    return not setting(text, "num_attention_heads") or any(isinstance(module, nn.Conv1d) for module in modules)
+
+
+# ---- work ------------------------------------------------------------------------------------------------------------
+
+
+def _block_flops(stage: StageSpec, layer: int, text: PreTrainedConfig, shape: tuple[int, int]) -> float:
+    """Counts 2 per token and active parameter, and where the block attends as much per token, earlier token, head and
+    element of a query and of a value."""
+    rows, tokens = shape
+    active = stage.trainable - Mixture.of(text).inactive(stage.tensors)
+    attention = rows * tokens * tokens * _attended(text, layer) if _attends(text, layer) else 0
+    return float(2 * active * rows * tokens + attention)
+
+
+def _attends(text: PreTrainedConfig, layer: int) -> bool:
+    """Whether a block looks at all earlier tokens, by the configuration's list of layer types where it has one."""
+    types = getattr(text, "layer_types", None)
+    if isinstance(types, (list, tuple)) and layer < len(types):
+        return "attention" in types[layer] and not types[layer].startswith("linear")
+    return bool(setting(text, "num_attention_heads", layer=layer))
+
+
+def _attended(text: PreTrainedConfig, layer: int) -> int:
+    """Heads times elements of a query and of a value: latent attention gives the two unequal sizes."""
+
+    def size(name: str) -> int:
+        return int(setting(text, name, layer=layer) or 0)
+
+    heads = size("num_attention_heads")
+    plain = size("head_dim") or (size("hidden_size") // heads if heads else 0)
+    latent = size("qk_nope_head_dim") and size("qk_rope_head_dim")
+    query = size("qk_nope_head_dim") + size("qk_rope_head_dim") if latent else plain
+    return heads * (query + (size("v_head_dim") or plain))
+
+
+# ---- mixtures of experts ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mixture:
+    """Experts of a block, and how many of them one token is sent to. A dense model has one.
+
+    transformers keeps the routed experts of a block in a module named `experts`, as tensors with one slice per expert or as a
+    list of modules; shared experts have other names. Where the configuration does not say how many there are, and how many a
+    token is sent to, every parameter counts as active.
+    """
+
+    experts: int
+    chosen: int
+
+    @classmethod
+    def of(cls, text: PreTrainedConfig) -> Mixture:
+        experts, chosen = _first(text, EXPERT_KEYS), _first(text, _CHOSEN_KEYS)
+        return cls(experts=experts, chosen=chosen) if 0 < chosen < experts else cls(experts=1, chosen=1)
+
+    def is_routed(self, tensor: TensorSpec) -> bool:
+        return self.is_fused(tensor) or _below_experts(tensor).partition(".")[0].isdigit()
+
+    def is_fused(self, tensor: TensorSpec) -> bool:
+        """Whether `tensor` holds all experts, one slice each: a matrix of each, or a bias by its place."""
+        of_each = len(tensor.shape) > 2 or bool(_below_experts(tensor))
+        return self.experts > 1 and of_each and tensor.shape[0] == self.experts
+
+    def inactive(self, tensors: Iterable[TensorSpec]) -> int:
+        """Elements (padding aside) of a stage's `tensors` that the computation of one token leaves out."""
+        routed = sum(tensor.numel for tensor in tensors if self.is_routed(tensor))
+        return routed * (self.experts - self.chosen) // self.experts
+
+
+def _below_experts(tensor: TensorSpec) -> str:
+    """The tensor's name within a module named `experts`; empty elsewhere."""
+    return f".{tensor.name}".partition(".experts.")[2]
+
+
+def _first(text: PreTrainedConfig, names: tuple[str, ...]) -> int:
+    """The first of these that the configuration has as a number; 0 without any."""
+    values = [setting(text, name) for name in names]
+    return next((value for value in values if isinstance(value, int)), 0)

@@ -1,25 +1,38 @@
-"""Summing a stage's gradients over micro-batches, where the plan says they are summed.
+"""The way of gradients from compute to their update: summed where the device computes, brought to the host, handed over.
 
-Each parameter's gradient is added the moment autograd has it and dropped at once, so that only one tensor's gradient
-exists beside the sum. The order of additions is the order of micro-batches: it is part of the numerics.
+Each parameter's gradient is added the moment autograd has it and dropped at once, so that only one tensor's gradient exists
+beside the sum. The order of additions is the order of micro-batches: it is part of the numerics.
+
+On device cpu a stage's gradients are summed where they rest. A device with memory of its own sums, and squares, in spans that
+take turns with their downloads; what follows a download runs when somebody looks (`advance`) or waits (`settle`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
 
 from ..core.errors import NumericsError
-from ..spec.model import Dtype, StageSpec, TensorSpec
+from ..planner.device import GRADIENTS_ACROSS, square_lanes
+from ..planner.residency import Residency
+from ..spec.model import ITEM_SIZE, Dtype, ModelSpec, StageSpec, TensorSpec
+from ..spec.plan import Plan
 from ..swap.kernels import sum_squares
+from .devices.base import Device, Event, Squares
+from .host_memory import HostMemory
+from .moves import Waiting
+from .skeleton import TORCH_DTYPE
 
 PIECE = 1 << 19  # elements added at once
 LOOK = "lower optimizer.lr or look at the data of this step"  # where a step's numbers are not finite
+
+HandOver = Callable[[int, torch.Tensor, list[float]], None]  # (stage, its gradients in host memory, squares of each tensor)
 
 
 @dataclass(slots=True)
@@ -32,8 +45,7 @@ class GradientSum:
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
         """Adds a whole tensor's gradient (any float dtype) to parameter `index`."""
-        spec = self.stage.tensors[index]
-        target = self.flat[spec.offset : spec.offset + spec.numel].view(spec.shape)
+        target = self._place(index)
         if index in self.touched:
             add_in_pieces(target, gradient)
         else:
@@ -42,12 +54,15 @@ class GradientSum:
 
     def add_rows(self, index: int, rows: torch.Tensor, values: torch.Tensor) -> None:
         """Adds `values` (len(rows), ...) to the distinct rows of parameter `index`."""
-        spec = self.stage.tensors[index]
-        target = self.flat[spec.offset : spec.offset + spec.numel].view(spec.shape)
+        target = self._place(index)
         if index not in self.touched:
             target.zero_()
             self.touched.add(index)
         target.index_add_(0, rows, values.to(target.dtype))
+
+    def _place(self, index: int) -> torch.Tensor:
+        spec = self.stage.tensors[index]
+        return self.flat[spec.offset : spec.offset + spec.numel].view(spec.shape)
 
     @contextmanager
     def collecting(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -69,7 +84,7 @@ class GradientSum:
                 hook.remove()  # type: ignore[attr-defined]
 
     def complete(self) -> None:
-        """Parameters no gradient came for, and the padding between tensors, get zeros: the update reads them all."""
+        """Zeroes parameters no gradient came for, and the padding between tensors: the update reads them all."""
         end = 0
         for index, spec in enumerate(self.stage.tensors):
             self.flat[end : spec.offset].zero_()
@@ -80,8 +95,8 @@ class GradientSum:
 
 
 def add_in_pieces(target: torch.Tensor, gradient: torch.Tensor) -> None:
-    """In place. On the CPU torch first makes a whole copy of a gradient of another dtype, in the sum's: as large as the sum,
-    and page after page of it new. Piece by piece the copy stays in the cache."""
+    """Adds in place: of a gradient of another dtype torch on the CPU first makes a whole copy, which by pieces stays in the
+    cache."""
     if gradient.dtype == target.dtype or target.device.type != "cpu" or not gradient.dim():
         target.add_(gradient)
         return
@@ -90,13 +105,17 @@ def add_in_pieces(target: torch.Tensor, gradient: torch.Tensor) -> None:
         part.add_(more)
 
 
+# ---- the norm --------------------------------------------------------------------------------------------------------
+
+
 def squared_norm(
     stage: StageSpec, squares: Sequence[float], host: torch.Tensor, *, dtype: Dtype, step: int, changed: bool, reached: set[str]
 ) -> float:
-    """Sum of squares of a stage's gradients, tensor by tensor in order. `squares`: of every tensor, as the device has summed
-    them. Raises NumericsError naming the tensor when a value is not finite, and counts these in `host`, the same gradients in
-    host memory; `changed`: whether an update of the step has begun. Names of tensors with a gradient that is not zero are
-    added to `reached`."""
+    """Sums the squares of a stage's gradients, tensor by tensor in order. `squares`: of every tensor, as the device has summed
+    them; `host`: the same gradients in host memory. Names of tensors with a gradient that is not zero are added to `reached`.
+
+    Raises NumericsError naming the tensor when a value is not finite. `changed`: whether an update of the step has begun.
+    """
     total = 0.0
     for spec, value in zip(stage.tensors, squares, strict=True):
         if not math.isfinite(value):
@@ -113,3 +132,142 @@ def squared_norm(
 
 def _nonfinite(spec: TensorSpec, host: torch.Tensor, dtype: Dtype) -> int:
     return sum_squares(host[spec.offset : spec.offset + spec.numel].view(torch.uint8).numpy().data, dtype)[1]
+
+
+# ---- to the host -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Download:
+    """Complete gradients on their way to the host: the device span they leave, where they are squared meanwhile, and what
+    follows."""
+
+    event: Event
+    squares: Squares | None  # None: nobody asks for them
+    span: torch.Tensor
+    arrived: Callable[[list[float]], None]
+
+    def done(self) -> bool:
+        return self.event.done() and (self.squares is None or self.squares.done())
+
+    def wait(self) -> list[float]:
+        """Waits until the span is nobody's; returns the squares. Raises what a copy that failed has raised."""
+        self.event.synchronize()
+        return [] if self.squares is None else self.squares.result()
+
+
+class GradientSums:
+    """The sums under way, by stage. Complete ones go to `hand_over`."""
+
+    def __init__(
+        self,
+        *,
+        model: ModelSpec,
+        plan: Plan,
+        residency: Residency,
+        memory: HostMemory,
+        device: Device,
+        hand_over: HandOver,
+        waiting: Waiting,
+    ) -> None:
+        self.model, self.residency, self.memory, self.device = model, residency, memory, device
+        self._hand_over, self._waiting = hand_over, waiting
+        self._dtype = TORCH_DTYPE[plan.numerics.accumulate_dtype]
+        self._sums: dict[int, GradientSum] = {}
+        self._spans = self._open_spans(ITEM_SIZE[plan.numerics.accumulate_dtype])
+        longest = max(tensor.numel for stage in model.stages for tensor in stage.tensors) if device.separate else 0
+        self._lanes = device.empty(8 * square_lanes(longest) if device.separate else 0)
+        self._downloads: list[_Download] = []
+
+    def _open_spans(self, item: int) -> list[torch.Tensor]:
+        """Two spans take turns with their downloads on a separate device; one more stays with a tied head that is not cut."""
+        if not self.device.separate:
+            return []
+        largest = max(stage.params for stage in self.model.stages) * item
+        stays = self.model.tied_head and not self.model.head_is_cut
+        return [self.device.empty(largest) for _ in range(3 if stays else 2)]
+
+    def open(self, owner: int, *, resume: bool = False) -> GradientSum | None:
+        """Begins the sum of the gradients of stage `owner`, or goes on with it, in the slot it has taken; None for a stage
+        without parameters. With `resume` it goes on from what rested at the gradients' home."""
+        spec = self.model.stages[owner]
+        if spec.params == 0:
+            return None
+        if owner not in self._sums:
+            span = self.residency.resume_gradients(owner) if resume else self.residency.acquire_gradients(owner)
+            flat = host = self.memory.tensor(span, self._dtype, spec.params)
+            if self.device.separate:
+                self.residency.wait_until(lambda: bool(self._spans), GRADIENTS_ACROSS)  # the oldest download is over
+                flat = self._spans.pop(0).view(self._dtype)[: spec.params]
+                if resume:
+                    arrived = self.device.upload(host, flat, bulk=True)
+                    with self._waiting(GRADIENTS_ACROSS):
+                        arrived.wait()
+            self._sums[owner] = GradientSum(spec, flat, touched=set(range(len(spec.tensors))) if resume else set())
+        return self._sums[owner]
+
+    def close(self, owner: int, total: GradientSum | None) -> None:
+        """Hands over the stage's gradients, which are complete, once they are in host memory."""
+        self._bring(owner, total, partial(self._hand_over, owner), look=True)
+
+    def rest(self, owner: int, total: GradientSum | None) -> None:
+        """Lets the sum rest, to which one of two users has added its gradients, until the other resumes it."""
+        self._bring(owner, total, lambda host, squares: self.residency.rest_gradients(owner), look=False)
+
+    def _bring(
+        self, owner: int, total: GradientSum | None, then: Callable[[torch.Tensor, list[float]], None], *, look: bool
+    ) -> None:
+        if total is None:
+            return
+        total.complete()
+        del self._sums[owner]
+        host = self.memory.tensor(self.residency.acquire_gradients(owner), self._dtype, total.stage.params)
+        runs = [(tensor.offset, tensor.numel) for tensor in total.stage.tensors]
+        if not self.device.separate:
+            then(host, self.device.squares(host, runs, self._lanes).result() if look else [])
+            return
+        event = self.device.download(total.flat, host, bulk=True)  # first: it does not wait for the squares
+        squares = self.device.squares(total.flat, runs, self._lanes) if look else None
+        # The update reads and writes the host's weights; they stay held until the gradients have arrived.
+        record = self.residency.records[owner]
+        self.residency.hold(record)
+
+        def arrived(squares: list[float]) -> None:
+            then(host, squares)
+            self.residency.let_go(record)
+
+        self._downloads.append(_Download(event, squares, _whole(total.flat), arrived))
+
+    def advance(self) -> None:
+        """Hands over what has arrived. Never waits."""
+        while self._downloads and self._downloads[0].done():
+            self._arrive()
+
+    def settle(self) -> None:
+        """Waits until everything under way has arrived and is handed over."""
+        while self._downloads:
+            with self._waiting(GRADIENTS_ACROSS):
+                self._downloads[0].wait()
+            self._arrive()
+
+    def _arrive(self) -> None:
+        squares = self._downloads[0].wait()
+        download = self._downloads.pop(0)
+        self._spans.append(download.span)
+        download.arrived(squares)
+
+    def forget(self) -> None:
+        """Gives up the step: nothing is handed over."""
+        for download in self._downloads:
+            download.wait()
+            self._spans.append(download.span)
+        self._downloads.clear()
+        for total in self._sums.values():
+            if self.device.separate:
+                self._spans.append(_whole(total.flat))
+        self._sums.clear()
+
+
+def _whole(flat: torch.Tensor) -> torch.Tensor:
+    """The uint8 device span a typed view was cut from."""
+    return torch.as_strided(flat.view(torch.uint8), (flat.untyped_storage().nbytes(),), (1,), 0)

@@ -1,6 +1,9 @@
-"""The arena as tensors: typed views of planned spans, without copies."""
+"""Host memory as tensors: views of the arena's planned spans without copies, and tensors of a whole batch beside it."""
 
 from __future__ import annotations
+
+import math
+import mmap
 
 import torch
 
@@ -8,6 +11,7 @@ from ..spec.plan import Span
 from ..swap.arena import Arena
 
 PAGE = 4096  # bytes; larger ones are taken by the first of their parts
+_SMALL = 1 << 20  # bytes of a whole batch's tensor: fewer are not worth the page faults
 
 
 class HostMemory:
@@ -17,7 +21,7 @@ class HostMemory:
         self.arena = arena
 
     def tensor(self, span: Span, dtype: torch.dtype, count: int | None = None) -> torch.Tensor:
-        """A flat tensor over `span`; `count` elements from its start, or all of it."""
+        """Makes a flat tensor over `span`; `count` elements from its start, or all of it."""
         flat = torch.frombuffer(self.arena.view(span.offset, span.size), dtype=dtype)
         return flat if count is None else flat[:count]
 
@@ -27,6 +31,18 @@ class HostMemory:
         return begin <= tensor.data_ptr() < begin + self.arena.size
 
     def take(self) -> None:
-        """Every page of the arena is the process's from now on: what does not fit is known before the first step, not when
-        some step first needs a slot that none before it needed. What the pages hold stays; nothing may be under way."""
+        """Takes every page of the arena from the system: what does not fit is known before the first step, not when some step
+        first needs a slot that none before it needed. What the pages hold stays; nothing may be under way."""
         torch.frombuffer(self.arena.view(0, self.arena.size), dtype=torch.uint8)[::PAGE].add_(0)
+
+
+def whole_batch(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Makes a tensor of a whole batch, zeros or anything, in memory of its own that is given back with its last view.
+
+    It stays while the blocks of every micro-batch come and go. In the heap it would hold all that was freed below it: a hole of
+    a hundred MiB, from which a head's logits were then taken that ought to be mapped and to go back to the system when freed.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if size < _SMALL:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=dtype).view(shape)

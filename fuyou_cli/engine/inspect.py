@@ -14,19 +14,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..core.heap import MAPPED, alive, worked_on
-from ..spec.model import ModelSpec, OperatorSpec, StageSpec
-from .anatomy import Anatomy
+from ..spec.model import ModelSpec
+from .anatomy import Anatomy, Stage
 from .calls import StageCall, only_refusals, stage_calls
-from .head import Head, Part, TokenLoss, pieces
-from .operator_trace import OperatorTrace, SavedBytes, unseen_expert_flops
+from .loss import Head, Part, TokenLoss, pieces
+from .operator_trace import OperatorTrace
 from .skeleton import TORCH_DTYPE
-from .stage import Stage
-from .streamed import boundary_of
 
 _aten = torch.ops.aten
 _WITHOUT_ROOM = {
@@ -99,106 +97,61 @@ class _Peak:
         return cls(taken, taken if size >= MAPPED else 0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Cost:
-    forward: _Peak
-    backward: _Peak
-    flops: float
-    operators: tuple[OperatorSpec, ...] = ()
-    unneeded: tuple[OperatorSpec, ...] = ()
-    activation_bytes: int = 0
+Costs = dict[str, Any]  # of a StageSpec, by field
+
+
+def _costs(flops: float, forward: _Peak, backward: _Peak, **more: object) -> Costs:
+    peaks = {"forward_peak": forward.total, "forward_mapped": forward.mapped}
+    return {"forward_flops": flops, **peaks, "backward_peak": backward.total, "backward_mapped": backward.mapped, **more}
 
 
 def inspect(anatomy: Anatomy, *, dtype: str, micro_batch_size: int, max_seq_len: int, head_chunk_tokens: int) -> ModelSpec:
-    """The specification at micro-batches of (micro_batch_size, max_seq_len)."""
-    model = anatomy.model
-    text = model.config.get_text_config()
-    shape = (micro_batch_size, max_seq_len)
-    with only_refusals(model, shape=shape):
-        costs = _costs(anatomy, dtype=dtype, shape=shape, head_chunk_tokens=head_chunk_tokens)
-    stages = tuple(
-        StageSpec(
-            index=index,
-            kind=kind,
-            name=anatomy.names[index],
-            params=anatomy.params[index],
-            tensors=tuple(slotted.spec for slotted in anatomy.parameters[index]),
-            forward_flops=costs[index].flops,
-            forward_peak=costs[index].forward.total,
-            backward_peak=costs[index].backward.total,
-            forward_mapped=costs[index].forward.mapped,
-            backward_mapped=costs[index].backward.mapped,
-            vocabulary=anatomy.vocabulary[index],
-            operators=costs[index].operators,
-            unneeded=costs[index].unneeded,
-            activation_bytes=costs[index].activation_bytes,
-        )
-        for index, kind in enumerate(anatomy.kinds)
-    )
+    """Specifies the model at micro-batches of (micro_batch_size, max_seq_len)."""
+    shape, text = (micro_batch_size, max_seq_len), anatomy.model.config.get_text_config()
+    with only_refusals(anatomy.model, shape=shape):
+        costs = _all_costs(anatomy, dtype=dtype, shape=shape, head_chunk_tokens=head_chunk_tokens)
+    embeddings = {stage.module for stage in anatomy.stages if stage.kind == "embedding"}
+    boundary = text.hidden_size * TORCH_DTYPE[dtype].itemsize
     return ModelSpec(
-        architecture=type(model).__name__,
+        architecture=type(anatomy.model).__name__,
         compute_dtype="bfloat16" if dtype == "bfloat16" else "float32",
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
-        stages=stages,
+        stages=tuple(stage.specified(index, **costs[index]) for index, stage in enumerate(anatomy.stages)),
         tied_head=anatomy.tied_head,
-        boundary_bytes_per_token=text.hidden_size * TORCH_DTYPE[dtype].itemsize,
-        choreography_bytes_per_token=_choreography(anatomy, text.hidden_size * TORCH_DTYPE[dtype].itemsize),
+        boundary_bytes_per_token=boundary,
+        # Sums of several embeddings, and dropout on them, keep a boundary and a mask for the model's own backward.
+        choreography_bytes_per_token=boundary * (2 if len(embeddings) > 1 else 1),
     )
 
 
-def _choreography(anatomy: Anatomy, boundary: int) -> int:
-    """What the model's own forward keeps between stages for its own backward, per token: sums of several embeddings and
-    dropout on them keep a boundary-sized tensor and its mask."""
-    embeddings = {id(m) for m, kind in zip(anatomy.modules, anatomy.kinds, strict=True) if kind == "embedding"}
-    return boundary * (2 if len(embeddings) > 1 else 1)
-
-
-def _costs(anatomy: Anatomy, *, dtype: str, shape: tuple[int, int], head_chunk_tokens: int) -> list[_Cost]:
-    """One entry per stage; blocks of the same shapes are run once."""
-    stages = {m: name for m, name in zip(anatomy.modules, anatomy.names, strict=True) if m is not None}
-    calls = {call.module: call for call in stage_calls(anatomy.model, stages, shape=shape)}
-    seen: dict[object, _Cost] = {}
-    costs: list[_Cost] = []
-    for index, kind in enumerate(anatomy.kinds):
-        slotted = anatomy.parameters[index]
-        shapes = tuple(item.spec.shape for item in anatomy.parameters[anatomy.owner(index)])
-        key = (kind, type(anatomy.modules[index]), shapes, _layer_type(anatomy, index), _settings(anatomy, index))
+def _all_costs(anatomy: Anatomy, *, dtype: str, shape: tuple[int, int], head_chunk_tokens: int) -> list[Costs]:
+    """Finds the costs of every stage; blocks of the same shapes are run once."""
+    calls = {call.name: (call, x) for call, x in stage_calls(anatomy.model, anatomy.modules(), shape=shape)}
+    seen: dict[object, Costs] = {}
+    costs: list[Costs] = []
+    for index, stage in enumerate(anatomy.stages):
+        shapes = tuple(tensor.shape for tensor in anatomy.owner(index).tensors)
+        key = (stage.kind, type(stage.module), shapes, _settings(stage))
         if key not in seen:
-            if kind == "head" and anatomy.vocabulary[index] is not None:
-                seen[key] = _head_piece_cost(anatomy, index, dtype=dtype, shape=shape, chunk=head_chunk_tokens)
-            elif kind == "head":
+            if stage.kind == "head":
                 seen[key] = _head_cost(anatomy, index, dtype=dtype, shape=shape, chunk=head_chunk_tokens)
-            elif kind == "embedding":
-                rows = shape[0] * shape[1] * (slotted[0].spec.shape[-1]) * TORCH_DTYPE[dtype].itemsize
-                seen[key] = _Cost(_Peak.of(rows), _Peak.of(rows, 3), 0.0)
+            elif stage.kind == "embedding":
+                rows = shape[0] * shape[1] * stage.tensors[0].shape[-1] * TORCH_DTYPE[dtype].itemsize
+                seen[key] = _costs(0.0, _Peak.of(rows), _Peak.of(rows, 3))
             else:
-                module = anatomy.modules[index]
-                assert module is not None
-                seen[key] = _stage_cost(anatomy, index, calls[module], dtype=dtype)
+                seen[key] = _stage_cost(anatomy, stage, *calls[stage.name], dtype=dtype)
         costs.append(seen[key])
     return costs
 
 
-def _layer_type(anatomy: Anatomy, index: int) -> object:
-    """Models alternating attention types have blocks of equal shapes and unequal masks."""
-    module = anatomy.modules[index]
-    for holder in (module, getattr(module, "self_attn", None)):
-        for attribute in ("attention_type", "layer_type", "sliding_window"):
-            value = getattr(holder, attribute, None)
-            if isinstance(value, (str, int)):
-                return value
-    return None
-
-
-def _settings(anatomy: Anatomy, index: int) -> object:
-    """What blocks alike in class and shapes may still differ in: the classes of their modules and plain attributes of those,
-    but their number."""
-    module = anatomy.modules[index]
+def _settings(stage: Stage) -> object:
+    """What blocks alike in class and shapes may still differ in: the classes of their modules and plain attributes of those
+    (the type of attention, a window), but their number."""
     plain = (bool, int, float, str)
-    if module is None or anatomy.kinds[index] != "block":
+    if stage.module is None or stage.kind != "block":
         return ()
-    parts = dict(module.named_modules())
+    parts = dict(stage.module.named_modules())
     return tuple((name, type(part)) for name, part in parts.items()), tuple(
         (name, key, value)
         for name, part in parts.items()
@@ -207,29 +160,25 @@ def _settings(anatomy: Anatomy, index: int) -> object:
     )
 
 
-def _stage_cost(anatomy: Anatomy, index: int, call: StageCall, *, dtype: str) -> _Cost:
-    with call.mode:
-        x = call.x.detach()
-        flat = torch.empty(anatomy.params[index], dtype=TORCH_DTYPE[dtype])
-
-        def run(value: torch.Tensor) -> torch.Tensor:
-            return boundary_of(call.run(value), call.name)
-
-        forward = _peak(anatomy, index, flat, lambda parameters: run(x), trainable=False)
+def _stage_cost(anatomy: Anatomy, stage: Stage, call: StageCall, x: torch.Tensor, *, dtype: str) -> Costs:
+    assert isinstance(x, FakeTensor)
+    with x.fake_mode:
+        x = x.detach()
+        flat = torch.empty(stage.params, dtype=TORCH_DTYPE[dtype])
+        forward = _peak(stage, flat, lambda parameters: call.run(x), trainable=False)
 
         def both(parameters: list[nn.Parameter]) -> None:
             leaf = x.clone().requires_grad_(True)
-            y = run(leaf)
+            y = call.run(leaf)
             _backward(y, torch.empty_like(y), [leaf, *parameters])
 
-        backward = _peak(anatomy, index, flat, both, trainable=True)
-        trace, saved = _look(anatomy, index, flat, call)
-    flops = trace.flops + unseen_expert_flops(trace, x.shape[:-1].numel(), anatomy.model.config.get_text_config())
-    if anatomy.kinds[index] != "block":
-        return _Cost(forward, backward, flops)
+        backward = _peak(stage, flat, both, trainable=True)
+        trace = _look(stage, flat, call, x)
+    if stage.kind != "block":
+        return _costs(trace.flops, forward, backward)
     unneeded = trace.unneeded if _is_librarys(anatomy) else ()
     kept = tuple(operator for operator in trace.found if operator not in unneeded)
-    return _Cost(forward, backward, flops, kept, unneeded, saved)
+    return _costs(trace.flops, forward, backward, operators=kept, unneeded=unneeded)
 
 
 def _is_librarys(anatomy: Anatomy) -> bool:
@@ -237,24 +186,17 @@ def _is_librarys(anatomy: Anatomy) -> bool:
     return type(anatomy.model).__module__.startswith("transformers.")
 
 
-def _look(anatomy: Anatomy, index: int, flat: torch.Tensor, call: StageCall) -> tuple[OperatorTrace, int]:
-    """The operators of one forward as it is recomputed for backward, and the bytes it saves."""
-    leaf = call.x.detach().clone().requires_grad_(True)
-    names = tuple(slotted.spec.name.partition(f"{call.name}.")[2] for slotted in anatomy.parameters[index])
-    trace = OperatorTrace(flat, tuple(slotted.spec for slotted in anatomy.parameters[index]), names)
-    saved = SavedBytes(flat, leaf, call.args, call.kwargs)
-    stage = Stage(anatomy, _bare(anatomy, index))
-
-    def pack(tensor: torch.Tensor) -> None:
-        trace.saved(tensor)
-        saved.pack(tensor)
-
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, saved.unpack)
+def _look(stage: Stage, flat: torch.Tensor, call: StageCall, x: torch.Tensor) -> OperatorTrace:
+    """Finds the operators of one forward as it is recomputed for backward, and which of them that looks at."""
+    leaf = x.clone().requires_grad_(True)
+    names = tuple(tensor.name.partition(f"{call.name}.")[2] for tensor in stage.tensors)
+    trace = OperatorTrace(flat, stage.tensors, names)
+    hooks = torch.autograd.graph.saved_tensors_hooks(trace.saved, lambda unsaved: unsaved)
     with stage.installed(flat, trainable=True), torch.enable_grad(), hooks, trace:
-        y = boundary_of(call.run(leaf), call.name)
+        y = call.run(leaf)
     if _has_own_backward(y):
         trace.needs_all()
-    return trace, saved.total
+    return trace
 
 
 def _has_own_backward(y: torch.Tensor) -> bool:
@@ -271,53 +213,39 @@ def _has_own_backward(y: torch.Tensor) -> bool:
     return False
 
 
-def _head_cost(anatomy: Anatomy, index: int, *, dtype: str, shape: tuple[int, int], chunk: int) -> _Cost:
-    """Loss and its gradients for one piece; the head's own parameters or, tied, the embedding's."""
-    text = anatomy.model.config.get_text_config()
-    head, owner = Head(anatomy.model), anatomy.owner(index)
-    output = anatomy.model.get_output_embeddings()
-    rows, tokens = next(pieces(*shape, chunk))
-    size = (len(range(*rows.indices(shape[0]))), len(range(*tokens.indices(shape[1]))))
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        flat = torch.empty(anatomy.params[owner], dtype=TORCH_DTYPE[dtype])
-        hidden = torch.empty(*size, output.in_features, dtype=TORCH_DTYPE[dtype])
-        targets = torch.zeros(size, dtype=torch.long)
-
-        def both(parameters: list[nn.Parameter]) -> None:
-            leaf = hidden.clone().requires_grad_(True)
-            with head.stubbed():
-                loss = head.loss(leaf, targets, normaliser=1)
-                _backward(loss, None, [leaf, *parameters])
-
-        peak = _peak(anatomy, owner, flat, both, trainable=True)
-    return _Cost(peak, peak, 2.0 * text.vocab_size * output.in_features * shape[0] * shape[1])
-
-
-def _head_piece_cost(anatomy: Anatomy, index: int, *, dtype: str, shape: tuple[int, int], chunk: int) -> _Cost:
-    """Of one piece of the vocabulary: folding its logits of one chunk of tokens; computing them again for the gradients."""
-    head, owner = Head(anatomy.model), anatomy.owner(index)
+def _head_cost(anatomy: Anatomy, index: int, *, dtype: str, shape: tuple[int, int], chunk: int) -> Costs:
+    """Of one chunk of tokens. A whole head: the loss and its gradients, at once. A piece of the vocabulary: folding its logits
+    into the loss, and computing them again for the gradients."""
+    stage, owner, head = anatomy.stages[index], anatomy.owner(index), Head(anatomy.model)
     width = anatomy.model.get_output_embeddings().in_features
-    span = anatomy.vocabulary[index]
-    assert span is not None
-    first, end = span
+    first, end = stage.vocabulary or (0, anatomy.model.config.get_text_config().vocab_size)
     part = Part(slice(None), next(pieces(*shape, chunk)))
     with FakeTensorMode(allow_non_fake_inputs=True), head.stubbed():
-        flat = torch.empty(anatomy.params[owner], dtype=TORCH_DTYPE[dtype])
+        flat = torch.empty(owner.params, dtype=TORCH_DTYPE[dtype])
         hidden = torch.empty(*shape, width, dtype=TORCH_DTYPE[dtype])
         tokens = TokenLoss.of(torch.zeros(shape, dtype=torch.long))
+        size = [cut.stop for cut in part.cut]
+        piece, targets = torch.empty(*size, width, dtype=TORCH_DTYPE[dtype]), torch.zeros(size, dtype=torch.long)
 
         def fold(parameters: list[nn.Parameter]) -> None:
             tokens.fold(part, head.logits(hidden[part.cut]), first=first)
 
         def both(parameters: list[nn.Parameter]) -> None:
-            leaf = hidden[part.cut].clone().requires_grad_(True)
-            logits = head.logits(leaf)
-            _backward(logits, tokens.gradient(part, logits, first=first, normaliser=1), [leaf, *parameters])
+            if stage.vocabulary is None:
+                leaf = piece.clone().requires_grad_(True)
+                y, slope = head.loss(leaf, targets, normaliser=1), None
+            else:
+                leaf = hidden[part.cut].clone().requires_grad_(True)
+                y = head.logits(leaf)
+                slope = tokens.gradient(part, y, first=first, normaliser=1)
+            _backward(y, slope, [leaf, *parameters])
 
-        forward = _peak(anatomy, owner, flat, fold, trainable=False)
-        backward = _peak(anatomy, owner, flat, both, trainable=True)
+        forward = _Peak(0, 0) if stage.vocabulary is None else _peak(owner, flat, fold, trainable=False)
+        backward = _peak(owner, flat, both, trainable=True)
     larger = _Peak(max(forward.total, backward.total), max(forward.mapped, backward.mapped))
-    return _Cost(forward, larger, 2.0 * (end - first) * width * shape[0] * shape[1])
+    return _costs(
+        2.0 * (end - first) * width * shape[0] * shape[1], larger if stage.vocabulary is None else forward, larger
+    )  # fmt: skip
 
 
 def _backward(y: torch.Tensor, grad: torch.Tensor | None, leaves: list[torch.Tensor]) -> None:
@@ -332,25 +260,8 @@ def _backward(y: torch.Tensor, grad: torch.Tensor | None, leaves: list[torch.Ten
     torch.autograd.backward([y], None if grad is None else [grad], inputs=leaves)
 
 
-def _peak(
-    anatomy: Anatomy, owner: int, flat: torch.Tensor, run: Callable[[list[nn.Parameter]], object], *, trainable: bool
-) -> _Peak:
-    stage = Stage(anatomy, _bare(anatomy, owner))
+def _peak(stage: Stage, flat: torch.Tensor, run: Callable[[list[nn.Parameter]], object], *, trainable: bool) -> _Peak:
     live = _LiveBytes(flat)
     with stage.installed(flat, trainable=trainable) as parameters, torch.set_grad_enabled(trainable), live:
         run(parameters)
     return _Peak(live.peak, live.mapped_peak)
-
-
-def _bare(anatomy: Anatomy, index: int) -> StageSpec:
-    """Enough of a StageSpec to install parameters with."""
-    return StageSpec(
-        index=index,
-        kind=anatomy.kinds[index],
-        name=anatomy.names[index],
-        params=anatomy.params[index],
-        tensors=tuple(slotted.spec for slotted in anatomy.parameters[index]),
-        forward_flops=0.0,
-        forward_peak=0,
-        backward_peak=0,
-    )

@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 from ..core.errors import NumericsError
 from ..core.patience import SILENT, Patience
 from ..planner.commits import FOREVER
-from ..planner.residency import UPDATE_PRIORITY, Record, Residency
+from ..planner.residency import Record, Residency
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
-from ..swap.daemon import Result, SwapDaemon, Update
+from ..swap.daemon import Result, SwapDaemon
 from .updates import build_update, sums_of
 
 Waiting = Callable[[str], AbstractContextManager[None]]  # of a cause: the time spent inside is a stall of it
@@ -61,28 +61,26 @@ class DaemonMoves:
         self.residency = Residency(model=model, plan=plan, transfers=daemon, runner=self)
 
     def update(self, record: Record) -> int:
-        """Starts the AdamW of one stage, wholly in C; its ticket. `record.due` holds its `Scalars`."""
-        assert record.span is not None
+        """Starts the AdamW of one stage, wholly in C; its ticket."""
         commits = self.residency.commits
-        request, segments = build_update(
-            stage=self.model.stages[record.stage],
-            plan=self.plan.stages[record.stage],
-            model=self.model,
-            accumulate_dtype=self.plan.numerics.accumulate_dtype,
-            turns=(record.turn, commits.next_turn(record.turn, record.generation)),
+        request = build_update(
+            record,
+            self.model.stages[record.stage],
+            self.plan.stages[record.stage],
+            dtypes=(self.model.compute_dtype, self.plan.numerics.accumulate_dtype),
+            target=commits.next_turn(record.turn, record.generation),
             copied=commits.is_written(record.generation + 1),
-            zero_moments=record.zero_moments,
-            zero_remainder=record.zero_remainder,
-            weights=record.span,
-            gradients=record.gradient_slot,
-            scalars=record.due,
-            priority=UPDATE_PRIORITY + record.stage,
         )
-        return self.daemon.update(Update(**request, segments=segments))
+        return self.daemon.update(request)
 
     def updated(self, record: Record, result: Result) -> None:
         if result.nonfinite:
-            self._refuse_weights(record, result)
+            raise NumericsError(
+                f"step {record.generation + 1}: {result.nonfinite} weights of {self.model.stages[record.stage].name} are not "
+                "finite after the update",
+                hint="lower optimizer.lr, or set train.clip_grad_norm, which sees gradients before anything is updated",
+                changed=True,
+            )
         written = self.residency.commits.is_written(record.generation + 1)
         record.sums = sums_of(result, self.plan.stages[record.stage], copied=written)
 
@@ -116,18 +114,3 @@ class DaemonMoves:
             yield
         finally:
             self.residency.stalled(cause, time.perf_counter() - begin)
-
-    def _refuse_weights(self, record: Record, result: Result) -> NoReturn:
-        """Names where it began: backward reaches the last stages first, whatever order their updates finish in."""
-        found = {record.stage: result.nonfinite}
-        for other in self.residency.records:
-            if other.update is not None:
-                found[other.stage] = self.daemon.wait(other.update).nonfinite
-                other.update = None
-        stage = max(stage for stage, count in found.items() if count)
-        name = self.model.stages[stage].name
-        raise NumericsError(
-            f"step {record.generation + 1}: {found[stage]} weights of {name} are not finite after the update",
-            hint="lower optimizer.lr, or set train.clip_grad_norm, which sees gradients before anything is updated",
-            changed=True,
-        )

@@ -1,9 +1,9 @@
 """What a stage's forward is made of, found on fake tensors: operators whose outputs can be kept, those whose outputs backward
-never looks at, FLOPs, and the bytes that autograd saves for backward."""
+never looks at, and FLOPs."""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from ..core.units import align_up
 from ..planner.boundary_layout import OUTPUT_ALIGN
 from ..spec.model import OperatorSpec, TensorSpec
-from .operators import Operators, factors, is_attention, name_of
+from .activations.operators import Operators, factors, is_attention, name_of
 
 _FLAT_PRODUCTS = ("mm", "addmm")
 _SHAPE_ONLY = ("empty", "zeros", "ones", "new_empty", "new_zeros", "new_ones")  # results have no value of their arguments
@@ -26,7 +26,6 @@ class OperatorTrace(Operators):
         super().__init__()
         self.flops = 0.0
         self.found: list[OperatorSpec] = []
-        self.multiplied: set[str] = set()  # weights that a product was seen to use
         self._weights = flat.untyped_storage()  # held, so that its address stays its own
         self._influence = _Influence()
         self.tensors, self.names = tensors, names
@@ -69,11 +68,10 @@ class OperatorTrace(Operators):
         if is_attention(func):
             query, key, value = args[:3]
             flops = float(query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
-        elif (pair := factors(func, args)) is not None or (pair := _grouped(func, args)) is not None:
+        elif (pair := factors(func, args)) is not None:
             left, right = pair
             weight, offset = max(self._weight(left), self._weight(right), key=lambda found: found[1])
             flops = (2.0 if weight else 1.0) * left.numel() * right.shape[-1]
-            self.multiplied.add(weight)
         else:
             return 0.0, "", -1
         self.flops += flops
@@ -113,11 +111,6 @@ def _tensors(values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
-def _grouped(func: Any, args: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """A product whose rows each use one of several matrices, as those of experts do."""
-    return (args[0], args[1]) if name_of(func) == "_grouped_mm" else None
-
-
 def _bytes(out: torch.Tensor) -> int:
     return out.numel() * out.element_size()
 
@@ -126,39 +119,3 @@ def _attention_bytes(query: torch.Tensor, outputs: Any) -> int:
     """Of the output and, per head and token, the float32 log-sum-exp that its backward needs: on any device."""
     summaries = 4 * query.shape[:-2].numel() * align_up(query.shape[-2], _SUMMARY_TOKENS)
     return align_up(_bytes(outputs[0]), OUTPUT_ALIGN) + summaries
-
-
-class SavedBytes:
-    """Hooks for `torch.autograd.graph.saved_tensors_hooks`: sums the storages that autograd saves, once each. What it saw
-    stays alive, so it is for a look of its own."""
-
-    def __init__(self, *excluded: Any) -> None:
-        self.total = 0
-        leaves = [leaf for leaf in tree_leaves(excluded) if isinstance(leaf, torch.Tensor)]
-        self._seen = {leaf.untyped_storage()._cdata: leaf for leaf in leaves}
-
-    def pack(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._seen:
-            self._seen[storage._cdata] = tensor
-            self.total += storage.nbytes()
-
-    def unpack(self, nothing: None) -> NoReturn:
-        raise AssertionError("a look at a forward has no backward")
-
-
-def unseen_expert_flops(trace: OperatorTrace, tokens: int, config: Any) -> float:
-    """Of experts whose products the trace did not show, because the values of tokens choose them: each token uses the
-    share of their weights that the configuration names."""
-    hidden = [t for n, t in zip(trace.names, trace.tensors, strict=True) if "experts." in n and n not in trace.multiplied]
-    weights = sum(tensor.numel for tensor in hidden if len(tensor.shape) >= 2)
-    return 2.0 * weights * tokens * _active_share(config)
-
-
-def _active_share(config: Any) -> float:
-    def first(*names: str) -> int:
-        found = [value for name in names if isinstance(value := getattr(config, name, None), int)]
-        return found[0] if found else 1
-
-    experts = first("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    return min(1.0, first("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_top_k") / experts)

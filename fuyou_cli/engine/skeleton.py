@@ -26,8 +26,8 @@ LARGE = 1 << 30  # bytes
 MOST_LAYERS = 2_000
 MOST_EXPERTS = 8_192
 LARGEST_SIZE = 1 << 26
+EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
-_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "moe_num_experts")
 _SIZES = (
     "vocab_size", "hidden_size", "n_embd", "d_model", "intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner",
     "head_dim", "num_attention_heads", "n_head", "num_key_value_heads", "max_position_embeddings", "n_positions", "n_ctx",
@@ -35,7 +35,7 @@ _SIZES = (
 )  # fmt: skip
 _MOST = {
     **dict.fromkeys(_LAYER_KEYS, MOST_LAYERS),
-    **dict.fromkeys(_EXPERT_KEYS, MOST_EXPERTS),
+    **dict.fromkeys((*EXPERT_KEYS, "n_shared_experts"), MOST_EXPERTS),
     **dict.fromkeys(_SIZES, LARGEST_SIZE),
 }
 _LARGEST_CONFIG = 16 << 20  # bytes
@@ -53,8 +53,7 @@ _UNREADABLE = (*LIBRARY_ERRORS, OSError)
 
 class _Weightless(TorchFunctionMode):
     """Inside, a tensor larger than any buffer should be is made on meta at once: the fused experts of one block can be
-    larger than the machine's memory, even before anything is written to them. Filling one that is on meta is left out:
-    checking its arguments takes a third of the time of building."""
+    larger than the machine's memory. Filling one on meta is left out: it takes a third of the time of building."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -118,8 +117,7 @@ def _quantization(config: PreTrainedConfig) -> Any:
 
 
 def _refuse_endless(file: Path, content: dict[str, Any]) -> None:
-    """Raises UsageError for more layers or experts than any model has: each would be built. And for sizes that none has: what
-    is made for each position or channel is real, and would be as large."""
+    """Raises UsageError for more layers or experts, or larger sizes, than any model has: they would be built."""
     for section in (content, *(inner for inner in content.values() if isinstance(inner, dict))):
         for key, bound in _MOST.items():
             value = section.get(key)

@@ -7,6 +7,7 @@ What the model's own code does to embeddings and logits is tried on small tensor
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import Literal
@@ -16,11 +17,11 @@ from torch import nn
 
 from ..core.errors import UsageError
 from ..core.units import align_up
-from ..spec.model import STAGE_ALIGN, TENSOR_ALIGN
-from .anatomy import Anatomy, Slotted
+from ..spec.model import TensorSpec
+from .anatomy import Anatomy, Slotted, Stage
 from .calls import replaced_forwards
-from .embedding import is_lookup, looked_up
-from .head import Head
+from .lookup import is_lookup, scales_rows
+from .loss import Head
 from .skeleton import LIBRARY_ERRORS
 
 AUTO_ABOVE = 1 << 27  # elements of a vocabulary tensor: `auto` leaves smaller ones whole
@@ -30,7 +31,7 @@ MOST_PIECES = 256
 
 
 def automatic_rows(vocabulary: int, width: int) -> int:
-    """Rows of a piece by a fixed rule of the shape: 0 (whole) up to 2**27 elements, else equal pieces of at most 2**26."""
+    """Chooses the rows of a piece by the shape: 0 (whole) up to 2**27 elements, else equal pieces of at most 2**26."""
     if vocabulary * width <= AUTO_ABOVE:
         return 0
     most = max(ROW_ALIGN, AUTO_PIECE // width // ROW_ALIGN * ROW_ALIGN)
@@ -39,8 +40,8 @@ def automatic_rows(vocabulary: int, width: int) -> int:
 
 
 def resolved_rows(anatomy: Anatomy, asked: int | Literal["auto"]) -> int:
-    """Rows of a piece for this model, 0 where it is not to be cut. Raises UsageError when a number was asked for and the
-    model does not allow it."""
+    """Chooses the rows of a piece for this model, 0 where it is not to be cut. Raises UsageError for a number that the model
+    does not allow."""
     vocabulary, width = _largest(anatomy)
     rows = automatic_rows(vocabulary, width) if asked == "auto" else asked
     if rows == 0:
@@ -79,10 +80,10 @@ def obstacle(anatomy: Anatomy) -> str | None:
         return "its head is not a plain linear layer"
     if not is_lookup(embedding):
         return "its embedding is not a plain lookup"
-    if embedding not in anatomy.modules:
+    of_embedding = next((stage.parameters for stage in anatomy.stages if stage.module is embedding), None)
+    if of_embedding is None:
         return "its embedding is not a stage of its own"
-    of_embedding = anatomy.parameters[anatomy.modules.index(embedding)]
-    of_head = anatomy.parameters[-1]
+    of_head = anatomy.stages[-1].parameters
     readers = {(embedding, "weight"), *([(head, "weight")] if anatomy.tied_head else [])}
     if [set(slotted.places) for slotted in of_embedding] != [readers]:
         return "its embedding's weights have other users"
@@ -94,28 +95,6 @@ def obstacle(anatomy: Anatomy) -> str | None:
     if not _logits_are_independent(anatomy, head):
         return "its logits depend on each other after the linear layer"
     return None
-
-
-def scales_rows(embedding: nn.Embedding) -> bool:
-    """Whether the module's own forward gives a linear image of each id's row, whatever the id's number and neighbours."""
-    if type(embedding).forward is nn.Embedding.forward:
-        return True
-    rows = torch.arange(1.0, 1.0 + 6 * embedding.embedding_dim).view(6, embedding.embedding_dim).sin()
-    rows = rows.to(embedding.weight.dtype)
-    last = embedding.num_embeddings - 1
-    try:
-        whole = looked_up(embedding, embedding.forward, torch.arange(6), rows)
-        part = looked_up(embedding, embedding.forward, torch.tensor([2, 0, 1]), rows[3:])
-        doubled = looked_up(embedding, embedding.forward, torch.arange(6), -2 * rows)
-        ends = looked_up(embedding, embedding.forward, torch.tensor([[0], [last]]), rows[:1].expand(last + 1, -1))
-    except LIBRARY_ERRORS:
-        return False
-    return (
-        whole.shape == rows.shape
-        and torch.equal(whole[[5, 3, 4]], part)
-        and torch.equal(doubled, -2 * whole)
-        and torch.equal(ends, whole[:1].expand(2, 1, -1))
-    )
 
 
 def _logits_are_independent(anatomy: Anatomy, head: nn.Linear) -> bool:
@@ -145,64 +124,30 @@ def _logits_are_independent(anatomy: Anatomy, head: nn.Linear) -> bool:
 
 
 def cut_vocabulary(anatomy: Anatomy, rows: int) -> Anatomy:
-    """The same model with embedding and head as stages of at most `rows` rows each; unchanged when `rows` is 0. The model
-    has no obstacle."""
+    """Makes embedding and head of a model without obstacle stages of at most `rows` rows each; with 0 it stays as it is."""
     if rows == 0:
         return anatomy
-    embedding = anatomy.modules.index(anatomy.model.get_input_embeddings())
-    head = len(anatomy.kinds) - 1
-    vocabulary = anatomy.model.get_output_embeddings().out_features
-    cut = Anatomy(model=anatomy.model, tied_head=anatomy.tied_head)
-    for index in range(len(anatomy.kinds)):
-        if index == embedding:
-            _add_pieces(cut, anatomy, index, anatomy.model.get_input_embeddings().num_embeddings, rows)
-        elif index == head:
-            _add_pieces(cut, anatomy, index, vocabulary, rows)
+    embedding, head = anatomy.model.get_input_embeddings(), anatomy.model.get_output_embeddings()
+    assert isinstance(embedding, nn.Embedding)
+    stages: list[Stage] = []
+    for stage in anatomy.stages:
+        if stage.module is embedding:
+            stages += _pieces(stage, embedding.num_embeddings, rows)
+        elif stage.kind == "head":
+            stages += _pieces(stage, head.out_features, rows)
         else:
-            _add(cut, anatomy, index, anatomy.names[index], anatomy.parameters[index], anatomy.params[index], None)
-    return cut
+            stages.append(stage)
+    return replace(anatomy, stages=tuple(stages))
 
 
-def _add_pieces(cut: Anatomy, anatomy: Anatomy, index: int, vocabulary: int, rows: int) -> None:
+def _pieces(stage: Stage, vocabulary: int, rows: int) -> Iterator[Stage]:
     for begin in range(0, vocabulary, rows):
         end = min(begin + rows, vocabulary)
-        parameters, offset = [], 0
-        for slotted in anatomy.parameters[index]:
-            piece = _rows_of(slotted, begin, end, offset)
-            parameters.append(piece)
-            offset = align_up(offset + piece.spec.numel, TENSOR_ALIGN)
-        name = f"{anatomy.names[index]}[{begin}:{end}]"
-        _add(cut, anatomy, index, name, tuple(parameters), align_up(offset, STAGE_ALIGN), (begin, end))
+        parameters = (Slotted(_rows_of(slotted.spec, begin, end), slotted.places) for slotted in stage.parameters)
+        yield Stage.packed(f"{stage.name}[{begin}:{end}]", stage.kind, stage.module, parameters, (begin, end))
 
 
-def _rows_of(slotted: Slotted, begin: int, end: int, offset: int) -> Slotted:
-    whole = slotted.spec
+def _rows_of(whole: TensorSpec, begin: int, end: int) -> TensorSpec:
     width = whole.numel // whole.shape[0]
-    return Slotted(
-        replace(
-            whole,
-            shape=(end - begin, *whole.shape[1:]),
-            offset=offset,
-            numel=(end - begin) * width,
-            first=begin * width,
-            whole=whole.shape,
-        ),
-        slotted.places,
-    )
-
-
-def _add(
-    cut: Anatomy,
-    anatomy: Anatomy,
-    index: int,
-    name: str,
-    parameters: tuple[Slotted, ...],
-    params: int,
-    vocabulary: tuple[int, int] | None,
-) -> None:
-    cut.names.append(name)
-    cut.kinds.append(anatomy.kinds[index])
-    cut.modules.append(anatomy.modules[index])
-    cut.parameters.append(parameters)
-    cut.params.append(params)
-    cut.vocabulary.append(vocabulary)
+    shape = (end - begin, *whole.shape[1:])
+    return replace(whole, shape=shape, numel=(end - begin) * width, first=begin * width, whole=whole.shape)

@@ -76,7 +76,6 @@ class StageSpec:
     vocabulary: tuple[int, int] | None = None  # first row and end of a piece of the vocabulary; None: not a piece
     operators: tuple[OperatorSpec, ...] = ()  # of a block, in running order
     unneeded: tuple[OperatorSpec, ...] = ()  # of a block: whose outputs no backward looks at, so never computed again
-    activation_bytes: int = 0  # of a block: all that autograd saves of one micro-batch, weights and input excluded
 
     @property
     def trainable(self) -> int:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..engine.updates import LearningRate
 from ..spec.model import ModelSpec
+from .rates import LearningRate
 from .state.stored import Manifest, StoredStage
 
 FIRST = 3  # steps

@@ -129,7 +129,7 @@ def prepare(
         manifest = planned_from(recipe, known.anatomy, hardware, manifest, say=say)
     numerics = _numerics(recipe, known, hardware, manifest, micro=micro_batch_size, device=device)
     known = replace(known, anatomy=cut(known.anatomy, numerics))
-    described = described_at(known, numerics, strict=not planning_only)
+    described = described_at(known, numerics)
     total_steps = steps_of(recipe, None)
     with _telling(described.refusal):
         asked = wishes(recipe, numerics, hardware, device=device, saved=manifest)
@@ -350,7 +350,7 @@ def _fastest_micro_batch(recipe: Recipe, known: Outlined, hardware: HardwareProf
 
     def seconds(size: int, choose: Choose) -> float | None:
         numerics = numerics_of(recipe, known.anatomy, hardware, None, micro=size)
-        model = described_at(replace(known, anatomy=cut(known.anatomy, numerics)), numerics, strict=False).model
+        model = described_at(replace(known, anatomy=cut(known.anatomy, numerics)), numerics).model
         asked = wishes(recipe, numerics, hardware, device=device)
         try:
             plan = planned_for(choose, model, hardware, asked, steps=steps_of(recipe, None))
@@ -380,7 +380,7 @@ def cut(anatomy: Anatomy, numerics: Numerics) -> Anatomy:
     return cut_vocabulary(anatomy, numerics.vocabulary_rows)
 
 
-def described_at(known: Outlined, numerics: Numerics, *, strict: bool) -> Described:
+def described_at(known: Outlined, numerics: Numerics) -> Described:
     from ..engine.describe import specified
 
     return specified(
@@ -389,7 +389,6 @@ def described_at(known: Outlined, numerics: Numerics, *, strict: bool) -> Descri
         micro_batch_size=numerics.micro_batch_size,
         max_seq_len=numerics.max_seq_len,
         head_chunk_tokens=numerics.head_chunk_tokens,
-        strict=strict,
     )
 
 

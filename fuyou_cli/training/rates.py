@@ -2,13 +2,44 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..core.errors import UsageError
-from ..engine.updates import LearningRate
 
 if TYPE_CHECKING:
     from ..recipe.schema import Recipe
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearningRate:
+    """Linear warmup, then constant, linear, cosine or wsd (constant, then linear decay over the last `decay_steps`)."""
+
+    name: str
+    peak: float
+    warmup_steps: int
+    total_steps: int
+    min_ratio: float
+    decay_steps: int = 0
+
+    def at(self, step: int) -> float:
+        """Returns the rate of step `step` (1 for the first)."""
+        if step <= self.warmup_steps:
+            return self.peak * step / self.warmup_steps
+        progress = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
+        progress = min(1.0, progress)
+        if self.name == "constant":
+            factor = 1.0
+        elif self.name == "linear":
+            factor = 1.0 - (1.0 - self.min_ratio) * progress
+        elif self.name == "cosine":
+            factor = self.min_ratio + (1.0 - self.min_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress))
+        else:
+            into_decay = step - (self.total_steps - self.decay_steps)
+            decayed = max(0.0, into_decay / self.decay_steps) if self.decay_steps else 0.0
+            factor = 1.0 - (1.0 - self.min_ratio) * min(1.0, decayed)
+        return self.peak * factor
 
 
 def learning_rate(recipe: Recipe, total_steps: int) -> LearningRate:

@@ -23,7 +23,7 @@ def replanned(before: Prepared, recipe: Recipe, *, choose: Choose) -> Prepared:
     known = replace(before.outline, anatomy=cut(before.outline.anatomy, numerics))
     model, refusal = before.model, before.refusal
     if _traced(numerics) != _traced(before.plan.numerics):
-        described = described_at(known, numerics, strict=False)
+        described = described_at(known, numerics)
         model, refusal = described.model, described.refusal
     rows = before.epoch_rows if recipe.dataset == before.recipe.dataset else None
     steps = steps_of(recipe, rows)

@@ -8,7 +8,9 @@ from functools import cache
 
 from transformers import GPT2Config
 
-from fuyou_cli.engine.describe import describe
+from fuyou_cli.engine.anatomy import dissect
+from fuyou_cli.engine.inspect import inspect
+from fuyou_cli.engine.skeleton import build
 from fuyou_cli.planner.choice import Choice
 from fuyou_cli.planner.place import made_of
 from fuyou_cli.planner.schedule import plan_schedule
@@ -102,7 +104,8 @@ def config_of(name: str) -> GPT2Config:
 @cache
 def specification(name: str, rows: int) -> ModelSpec:
     """Micro-batches of so many rows; all of a block is computed again, also what its backward does not look at."""
-    model = describe(config_of(name), dtype="bfloat16", micro_batch_size=rows, max_seq_len=given.LENGTH).model
+    anatomy = dissect(build(config_of(name), dtype="bfloat16", attention="sdpa"))
+    model = inspect(anatomy, dtype="bfloat16", micro_batch_size=rows, max_seq_len=given.LENGTH, head_chunk_tokens=0)
     return replace(model, stages=tuple(replace(stage, unneeded=()) for stage in model.stages))
 
 

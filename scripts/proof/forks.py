@@ -33,7 +33,7 @@ from make_checkpoint import SHAPES
 import fuyou_cli
 from fuyou_cli.checkpoint.names import architecture_renames
 from fuyou_cli.cli import app
-from fuyou_cli.engine.describe import describe
+from fuyou_cli.engine.describe import outlined, specified
 from fuyou_cli.engine.skeleton import build
 from fuyou_cli.swap.arena import Arena
 from fuyou_cli.swap.daemon import SwapDaemon
@@ -67,8 +67,9 @@ def _warm_up() -> None:
         vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
         num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
     )  # fmt: skip
-    architecture_renames(build(small, dtype="bfloat16", attention="sdpa"), ())
-    describe(small, dtype="bfloat16", micro_batch_size=2, max_seq_len=32)
+    model = build(small, dtype="bfloat16", attention="sdpa")
+    architecture_renames(model, ())
+    specified(outlined(model), dtype="bfloat16", micro_batch_size=2, max_seq_len=32, head_chunk_tokens=0)
     gc.collect()
     gc.freeze()
 

@@ -48,7 +48,7 @@ def _poisoned(
         def poison() -> None:
             look()
             if run.step + 1 in steps:
-                for total in run.executor.sums._sums.values():
+                for total in run.executor.visits.sums._sums.values():
                     total.flat.fill_(float("nan"))
 
         run.executor.between_micro_batches = poison
@@ -120,14 +120,14 @@ def test_without_clipping_the_run_is_back_at_its_last_commit(new_project: NewPro
     project = new_project(changes=UNCLIPPED)
     with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
         run.load(lambda count: None)
-        close, block = run.executor.sums.close, _first_block(run)
+        close, block = run.executor.visits.sums.close, _first_block(run)
 
         def poison(stage: int, total: GradientSum | None) -> None:
             if run.step == 3 and total is not None and stage == block.index:
                 total.flat.fill_(float("nan"))
             close(stage, total)
 
-        run.executor.sums.close = poison
+        run.executor.visits.sums.close = poison
         with pytest.raises(NumericsError, match=r"step 4: \d+ gradients of transformer\.h\.0") as ended:
             run.train(lambda report: None)
     assert ended.value.changed and manifest_of(project).step == 3
@@ -159,7 +159,7 @@ def test_a_parameter_that_no_gradient_reaches_is_named_once(new_project: NewProj
     project, heard = new_project(changes=UNCLIPPED), list[str]()
     with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space, announce=heard.append) as run:
         run.load(lambda count: None)
-        close, block = run.executor.sums.close, _first_block(run)
+        close, block = run.executor.visits.sums.close, _first_block(run)
         bias = block.tensors[1]
 
         def forget(stage: int, total: GradientSum | None) -> None:
@@ -167,7 +167,7 @@ def test_a_parameter_that_no_gradient_reaches_is_named_once(new_project: NewProj
                 total.flat[bias.offset : bias.offset + bias.numel] = 0
             close(stage, total)
 
-        run.executor.sums.close = forget
+        run.executor.visits.sums.close = forget
         run.train(lambda report: None)
     assert heard == [f"note: no gradient has reached {bias.name} in 3 steps: nothing is learnt there"]
 

@@ -29,7 +29,7 @@ def _at_rest(run: Run, tensor: str) -> Span | None:
     stage = blocks[0] if tensor == "boundary" else blocks[-1]
     record, plan = run.executor.residency.records[stage], run.plan.stages[stage]
     if tensor == "boundary":
-        kept = run.executor.boundaries.ledger.kept.get(stage)
+        kept = run.executor.visits.boundaries.ledger.kept.get(stage)
         return plan.boundary_extent if kept is not None and kept.span is None else None
     if tensor == "gradients":
         is_there = stage in run.executor.residency.with_gradients and record.gradients == "resting"

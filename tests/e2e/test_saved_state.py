@@ -207,7 +207,7 @@ def test_a_gradient_that_is_not_finite_saves_the_step_before(
     project = new_project("poisoned", {"train.max_steps": STEPS})
     with Run(prepared_run(project), memory_now=probe.process_bytes, free_space=probe.free_space) as run:
         run.load(lambda count: None)
-        sums = run.executor.sums
+        sums = run.executor.visits.sums
 
         def poison() -> None:
             if run.step == 3:

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fuyou_cli.engine.devices.base import Event, Run, Squares
-from fuyou_cli.engine.devices.cpu import PastEvent, squares_of
+from fuyou_cli.engine.devices.base import Event, Run, Squares, squares_of
 from fuyou_cli.engine.devices.emulated import EmulatedDevice, poison
 
 from . import rig as rigs
@@ -42,7 +41,7 @@ class _LateCopies:
             made.made = True
 
 
-class _LateCopy(PastEvent):
+class _LateCopy(Event):
     def __init__(self, copies: _LateCopies) -> None:
         self._copies, self.made = copies, False
 
@@ -65,10 +64,10 @@ class _LateSquares:
         self._values: list[float] | None = None
 
     def done(self) -> bool:
-        self.values()
+        self.result()
         return True
 
-    def values(self) -> list[float]:
+    def result(self) -> list[float]:
         if self._values is None:
             self._values = squares_of(self._flat, self._runs)
         return self._values
@@ -82,10 +81,10 @@ class LateDevice(EmulatedDevice):
     def squares(self, flat: torch.Tensor, runs: Sequence[Run], lanes: torch.Tensor) -> Squares:
         return _LateSquares(flat, runs)
 
-    def upload(self, host: torch.Tensor, device: torch.Tensor, *, after: Event | None = None, bulk: bool = False) -> PastEvent:
+    def upload(self, host: torch.Tensor, device: torch.Tensor, *, after: Event | None = None, bulk: bool = False) -> Event:
         return (self._bulk_up if bulk else self._late_up).submit(host, device)
 
-    def download(self, device: torch.Tensor, host: torch.Tensor, *, bulk: bool = False) -> PastEvent:
+    def download(self, device: torch.Tensor, host: torch.Tensor, *, bulk: bool = False) -> Event:
         return (self._bulk_down if bulk else self._late_down).submit(device, host)
 
     def synchronize(self) -> None:
@@ -99,13 +98,13 @@ class LateDevice(EmulatedDevice):
 
 
 class EarlyDevice(EmulatedDevice):
-    def upload(self, host: torch.Tensor, device: torch.Tensor, *, after: Event | None = None, bulk: bool = False) -> PastEvent:
+    def upload(self, host: torch.Tensor, device: torch.Tensor, *, after: Event | None = None, bulk: bool = False) -> Event:
         device.copy_(host)
-        return PastEvent()
+        return Event()
 
-    def download(self, device: torch.Tensor, host: torch.Tensor, *, bulk: bool = False) -> PastEvent:
+    def download(self, device: torch.Tensor, host: torch.Tensor, *, bulk: bool = False) -> Event:
         host.copy_(device)
-        return PastEvent()
+        return Event()
 
 
 def make_late(monkeypatch: pytest.MonkeyPatch, device: type[EmulatedDevice] = LateDevice) -> dict[str, Any]:
@@ -123,12 +122,12 @@ class LaggingDevice(EmulatedDevice):
         self.under_way: list[_Lagging] = []
         self.uploads = 0  # so far
 
-    def upload(self, host: torch.Tensor, device: torch.Tensor, *, after: Event | None = None, bulk: bool = False) -> PastEvent:
+    def upload(self, host: torch.Tensor, device: torch.Tensor, *, after: Event | None = None, bulk: bool = False) -> Event:
         device.copy_(host)
         self.under_way.append(_Lagging(self, host, bulk))
         return self.under_way[-1]
 
-    def download(self, device: torch.Tensor, host: torch.Tensor, *, bulk: bool = False) -> PastEvent:
+    def download(self, device: torch.Tensor, host: torch.Tensor, *, bulk: bool = False) -> Event:
         # behind compute, and so behind uploads that compute has waited for: these may come from where it goes
         self.over([upload for upload in self.under_way if upload.waited and upload.overlaps(host)])
         host.copy_(device)
@@ -147,7 +146,7 @@ class LaggingDevice(EmulatedDevice):
                 assert torch.equal(upload.source, upload.before), f"what went up was changed meanwhile: {upload.source.shape}"
 
 
-class _Seen(PastEvent):
+class _Seen(Event):
     """What the host sees late: when it asks often, or waits."""
 
     asked = 0
@@ -197,6 +196,6 @@ class _SquaresBehind:
     def done(self) -> bool:
         return self._behind.done()
 
-    def values(self) -> list[float]:
+    def result(self) -> list[float]:
         self._behind.synchronize()
         return self._values

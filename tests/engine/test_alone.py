@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from fuyou_cli.engine.alone import BlockAlone, HeadAlone
 from fuyou_cli.engine.anatomy import Anatomy, dissect
+from fuyou_cli.engine.calls import StageCall
 from fuyou_cli.engine.inspect import inspect
 from fuyou_cli.engine.skeleton import build
 from fuyou_cli.engine.vocabulary import cut_vocabulary
@@ -37,22 +40,19 @@ def test_a_block_is_called_as_its_model_calls_it(family: str) -> None:
     stage = next(stage for stage in spec.stages if stage.kind == "block")
     alone = BlockAlone(anatomy, stage, dtype="float32", accumulate="float32", shape=SHAPE, device=CPU)
     assert alone.tokens == 12 and alone.flops == stage.forward_flops
-    seen: list[tuple[object, ...]] = []
+    seen: list[tuple[Any, Any]] = []
     model = AutoModelForCausalLM.from_config(
         anatomy.model.config, dtype=torch.float32, attn_implementation=anatomy.model.config._attn_implementation
     )
     block: nn.Module = model.base_model.get_submodule(stage.name)
     block.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
     model(input_ids=torch.zeros(SHAPE, dtype=torch.long), use_cache=False)
-    ours, theirs = (tree_leaves(list(call)) for call in ((alone._call.args, alone._call.kwargs), seen[0]))
+    call, x = StageCall.split(stage.name, block.forward, *seen[0])
+    assert (alone._input.shape, alone._input.dtype) == (x.shape, x.dtype)
+    ours, theirs = (tree_leaves([one.rest, one.named, one.key]) for one in (alone._call, call))
     assert len(ours) == len(theirs)
     for one, other in zip(ours, theirs, strict=True):
-        if not isinstance(one, torch.Tensor):
-            assert one == other
-        elif one is alone._call.x:
-            assert one.shape == other.shape and one.dtype == other.dtype
-        else:
-            assert torch.equal(one, other)
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
     alone.forward()
     alone.backward()
     _, total = alone._visits[1]

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from fuyou_cli.core import heap
 from fuyou_cli.core.errors import NumericsError
-from fuyou_cli.engine.devices.cpu import PastEvent
+from fuyou_cli.engine.devices.base import Event
 from fuyou_cli.engine.executor import StepAbandoned
 from fuyou_cli.engine.host_memory import HostMemory
 from fuyou_cli.planner.memory import compute_memory
@@ -84,9 +84,9 @@ def test_a_wait_that_is_missing_is_seen(direction: str, tmp_path: Path, monkeypa
     device = LateDevice()
     copy = getattr(device, direction)
 
-    def unawaited(source: torch.Tensor, target: torch.Tensor, **how: Any) -> PastEvent:
+    def unawaited(source: torch.Tensor, target: torch.Tensor, **how: Any) -> Event:
         event = copy(source, target, **how)
-        return PastEvent() if source.dim() == 3 else event
+        return Event() if source.dim() == 3 else event
 
     monkeypatch.setattr(device, direction, unawaited)
     monkeypatch.setattr(rigs, "open_device", lambda kind: device)
@@ -104,13 +104,13 @@ class _Told(LateDevice):
         self.log: list[str] = []
         self.hosts: list[int] = []  # addresses: what holds a tensor keeps its place
 
-    def upload(self, host: torch.Tensor, device: torch.Tensor, **how: Any) -> PastEvent:
+    def upload(self, host: torch.Tensor, device: torch.Tensor, **how: Any) -> Event:
         if host.dim() == 3:
             self.log.append("up")
             self.hosts.append(host.data_ptr())
         return super().upload(host, device, **how)
 
-    def download(self, device: torch.Tensor, host: torch.Tensor, **how: Any) -> PastEvent:
+    def download(self, device: torch.Tensor, host: torch.Tensor, **how: Any) -> Event:
         event = super().download(device, host, **how)
         if host.dim() != 3:
             return event
@@ -119,8 +119,8 @@ class _Told(LateDevice):
         return _Heard(event, self.log)
 
 
-class _Heard(PastEvent):
-    def __init__(self, event: PastEvent, log: list[str]) -> None:
+class _Heard(Event):
+    def __init__(self, event: Event, log: list[str]) -> None:
         self._event, self._log = event, log
 
     def synchronize(self) -> None:
@@ -214,7 +214,7 @@ def test_next_weights_go_up_behind_the_first_micro_batch(tmp_path: Path, monkeyp
     device = LateDevice()
     upload, asked = device.upload, list[int]()
 
-    def told(host: torch.Tensor, target: torch.Tensor, **how: Any) -> PastEvent:
+    def told(host: torch.Tensor, target: torch.Tensor, **how: Any) -> Event:
         asked.append(host.dim())
         return upload(host, target, **how)
 
@@ -232,10 +232,10 @@ def test_what_is_too_wide_for_a_slot_crosses_as_well(tmp_path: Path, monkeypatch
     subject = Subject(llama(), Shape(batch=6))
     losses, weights = _outcome(subject, tmp_path / "cpu")
     with Rig(subject, tmp_path / "narrow", **make_late(monkeypatch)) as rig:
-        crossings = rig.executor.crossings
-        for slot in crossings._up:
+        crossings = rig.executor.visits.crossings
+        for slot in crossings.slots:
             slot.memory = slot.memory[:64]
-        crossings._batches._spans = tuple(Span(offset=span.offset, size=64) for span in crossings._batches._spans)
+        crossings.batches._spans = tuple(Span(offset=span.offset, size=64) for span in crossings.batches._spans)
         assert rig.run(STEPS) == losses
         assert unequal(rig.weights(), weights) == []
 
@@ -283,7 +283,7 @@ def test_a_step_stays_within_what_is_charged(
         charged = compute_memory(subject.spec, rig.wishes).whole_batch + on_device
         begin = int(ffi.cast("uintptr_t", rig.memory.arena._base))
         live = _OutsideOf(begin, begin + rig.memory.arena.size)
-        for span in (*rig.executor.sums._spans, *(turn.memory for turn in rig.executor.weights.turns)):
+        for span in (*rig.executor.visits.sums._spans, *(turn.memory for turn in rig.executor.visits.weights.turns)):
             live._known.add(span.untyped_storage()._cdata)
         ids, labels = next(subject.batches(1))
         with live:

@@ -202,23 +202,22 @@ def test_every_element_is_in_one_piece(rows: int, tied: bool) -> None:
     cut = cut_vocabulary(dissect(model), rows)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     found: dict[str, int] = {}
-    for index, stage in enumerate(cut.parameters):
+    for stage in cut.stages:
         end = 0
-        for slotted in stage:
-            spec = slotted.spec
+        for spec in stage.tensors:
             assert spec.model_shape == shapes[spec.name]
             assert spec.first == found.get(spec.name, 0)
             assert spec.offset % TENSOR_ALIGN == 0 and spec.offset >= end
             end = spec.offset + spec.numel
             found[spec.name] = spec.first + spec.numel
-        assert cut.params[index] % STAGE_ALIGN == 0 and end <= cut.params[index] < end + STAGE_ALIGN
+        assert stage.params % STAGE_ALIGN == 0 and end <= stage.params < end + STAGE_ALIGN
     assert found == {name: torch.Size(shape).numel() for name, shape in shapes.items()}
     count = -(-VOCABULARY // rows)
-    assert cut.kinds == ["embedding"] * count + ["block", "block", "norm"] + ["head"] * count
+    assert [stage.kind for stage in cut.stages] == ["embedding"] * count + ["block", "block", "norm"] + ["head"] * count
     if rows == 32:
-        assert cut.names[:2] == ["embed_tokens[0:32]", "embed_tokens[32:64]"]
-        assert cut.names[-1] == "head[96:97]"
-        assert cut.owner(len(cut.kinds) - 1) == (3 if tied else len(cut.kinds) - 1)
+        assert [stage.name for stage in cut.stages[:2]] == ["embed_tokens[0:32]", "embed_tokens[32:64]"]
+        assert cut.stages[-1].name == "head[96:97]"
+        assert cut.owner(len(cut.stages) - 1) is cut.stages[3 if tied else -1]
 
 
 def test_not_cut_is_the_same_anatomy() -> None:

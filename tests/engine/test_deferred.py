@@ -169,7 +169,7 @@ def test_gradients_that_are_not_finite_are_named_where_they_began(share: float, 
         mlp = subject.anatomy.model.get_submodule(f"model.layers.{first}.mlp")
 
         def poison(module: Any, grad_input: Any, grad_output: Any) -> Any:
-            return (grad_input[0] * float("nan"),) if rig.executor._step >= 2 else None
+            return (grad_input[0] * float("nan"),) if rig.executor.visits.step >= 2 else None
 
         hook = mlp.register_full_backward_hook(poison)
         try:

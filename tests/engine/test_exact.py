@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fuyou_cli.engine.updates import Optimizer
+from fuyou_cli.engine.visits import random_stream
 
 from .families import FAMILIES, gpt2, llama, opt
 from .rig import OPTIMIZER, Rig, Shape, Subject, distance, plain_run, relative
@@ -98,8 +99,7 @@ def _seeding(rig: Rig) -> Callable[[PreTrainedModel], None]:
 
             def hook(module: object, arguments: object) -> None:
                 step, micro_batch = divmod(next(calls), micro_batches)
-                rig.executor._step = step + 1
-                torch.manual_seed(rig.executor._stream(stage, micro_batch))
+                torch.manual_seed(random_stream(rig.plan.numerics.seed, step + 1, stage, micro_batch))
 
             return hook
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedConfig
 
-from fuyou_cli.engine.head import pieces
+from fuyou_cli.engine.loss import pieces
 
 from .families import FAMILIES, llama
 from .rig import Rig, Shape, Subject, distance, relative

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from fuyou_cli.engine.host_work import HostWork
 from fuyou_cli.planner.host_work import host_work
+from fuyou_cli.planner.schedule import Visit
 from fuyou_cli.swap import kernels
 
 from .families import gpt2, llama
@@ -20,14 +20,6 @@ from .rig import Rig, Shape, Subject
 @pytest.fixture(scope="module")
 def subject() -> Subject:
     return Subject(llama(num_hidden_layers=3), Shape())
-
-
-def test_bytes_read_and_written_by_kind() -> None:
-    work = HostWork()
-    work.copied("inputs staged", torch.zeros(3, 5))
-    work.copied("inputs staged", torch.zeros(2, dtype=torch.bfloat16))
-    assert work.take() == {"inputs staged": 2 * 60 + 2 * 4}
-    assert work.take() == {}
 
 
 class _Watched:
@@ -65,15 +57,13 @@ def test_the_launching_thread_sums_nothing(mode: Any, subject: Subject, tmp_path
 # ---- as a plan charges it --------------------------------------------------------------------------------------------
 
 
-def _by_place(rig: Rig, work: dict[int, Any]) -> dict[tuple[str, str], dict[str, int]]:
+def _by_place(rig: Rig, work: dict[int, int]) -> dict[tuple[str, str], int]:
     """By phase and stage; pieces of an embedding together, for what is in which depends on the ids."""
-    found: dict[tuple[str, str], dict[str, int]] = {}
+    found = Counter[tuple[str, str]]()
     for visit in rig.executor.schedule.visits:
         stage = rig.spec.stages[visit.stage]
-        place = found.setdefault((visit.phase, "embedding" if stage.kind == "embedding" else stage.name), {})
-        for kind, size in work[visit.index].items():
-            place[kind] = place.get(kind, 0) + size
-    return found
+        found[visit.phase, "embedding" if stage.kind == "embedding" else stage.name] += work[visit.index]
+    return dict(found)
 
 
 @pytest.mark.parametrize("family", ["llama", "tied", "gpt2"])
@@ -87,9 +77,15 @@ def test_the_plan_charges_what_the_launching_thread_does(
     config = gpt2() if family == "gpt2" else llama(tie_word_embeddings=family == "tied")
     subject = Subject(config, Shape(dtype=dtype, vocabulary=vocabulary))
     with Rig(subject, tmp_path, device="emulated", clip=clip) as rig:
-        counted = dict[int, Any]()
-        rig.executor.after_visit = lambda visit: counted.__setitem__(visit.index, rig.executor.host_work.take())
+        crossings, counted, before = rig.executor.visits.crossings, dict[int, int](), 0
+
+        def after(visit: Visit) -> None:
+            nonlocal before
+            counted[visit.index], before = crossings.staged - before, crossings.staged
+
+        rig.executor.after_visit = after
         rig.run(2)
-        charged = {visit.index: host_work(rig.spec, subject.numerics, visit) for visit in rig.executor.schedule.visits}
+        assert before == crossings.staged
+        visits = rig.executor.schedule.visits
+        charged = {visit.index: sum(host_work(rig.spec, subject.numerics, visit).values()) for visit in visits}
         assert _by_place(rig, counted) == _by_place(rig, charged)
-        assert rig.executor.host_work.take() == {}

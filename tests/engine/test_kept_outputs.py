@@ -11,7 +11,6 @@ from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.executor import StepAbandoned
@@ -134,7 +133,7 @@ def _spoil_first_output(rig: Rig) -> None:
     if (visit.phase, visit.stage) == ("forward", 1):
         for operator in rig.spec.stages[1].operators:
             if operator.name == "mm mlp.up_proj":
-                rig.memory.tensor(rig.executor.boundaries.output(1, 0, operator.index), torch.float32).mul_(2)
+                rig.memory.tensor(rig.executor.visits.boundaries.output(1, 0, operator.index), torch.float32).mul_(2)
 
 
 def test_attention_with_dropout_is_never_kept(dropping: Subject) -> None:
@@ -203,7 +202,7 @@ def test_a_step_given_up_leaves_nothing_behind(place: Any, tmp_path: Path) -> No
         rig.step(*batches[1], 2, last=True)
         rig.executor.drain()
         _assert_same((rig.losses, rig.weights()), expected)
-        assert len(rig.executor.boundaries.ledger.free) == len(rig.plan.boundary_slots)
+        assert len(rig.executor.visits.boundaries.ledger.free) == len(rig.plan.boundary_slots)
 
 
 def _give_up(rig: Rig, phase: str) -> None:
@@ -238,35 +237,6 @@ def test_another_sequence_of_operators_than_planned_is_an_error(tmp_path: Path, 
             rig.run(1)
         monkeypatch.undo()
         rig.executor.abandon()
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "falcon"])
-def test_bytes_that_autograd_saves(family: str) -> None:
-    """As counted on fake tensors, and in a block of plain PyTorch that runs. Fake tensors have attention take a mask, and
-    keys and values for every head, where the run may do without."""
-    subject = Subject(FAMILIES[family], Shape(batch=2, micro=2))
-    spec = next(stage for stage in subject.spec.stages if stage.kind == "block")
-    model = subject.fresh()
-    block = model.base_model.get_submodule(spec.name)
-    saved: dict[int, torch.Tensor] = {}
-    original, beside = block.forward, [*block.parameters()]
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        beside.extend(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            return original(*args, **kwargs)
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved.setdefault(tensor.untyped_storage()._cdata, tensor)
-        return tensor
-
-    block.forward = forward
-    y = model(input_ids=next(subject.batches(1))[0], use_cache=False).logits
-    given = {tensor.untyped_storage()._cdata for tensor in beside}
-    assert y.requires_grad
-    real = sum(tensor.untyped_storage().nbytes() for key, tensor in saved.items() if key not in given)
-    masked = {"llama": 2 * 2048 + 1024, "gpt2": 1024}.get(family, 0)
-    assert spec.activation_bytes == real + masked
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gpt_neo", "falcon"])

@@ -25,7 +25,7 @@ def _poisoned_from(subject: Subject, step: int, rig: Rig) -> Any:
     mlp = subject.anatomy.model.get_submodule("model.layers.0.mlp")
 
     def poison(module: Any, grad_input: Any, grad_output: Any) -> Any:
-        return (grad_input[0] * float("nan"),) if rig.executor._step >= step else None
+        return (grad_input[0] * float("nan"),) if rig.executor.visits.step >= step else None
 
     return mlp.register_full_backward_hook(poison)
 
@@ -65,7 +65,7 @@ def test_gradients_of_the_first_stage_change_nothing(device: Any, subject: Subje
     with Rig(subject, tmp_path, clip=None, device=device) as rig:
 
         def poison() -> None:
-            for total in rig.executor.sums._sums.values():
+            for total in rig.executor.visits.sums._sums.values():
                 total.flat.fill_(float("nan"))
 
         rig.executor.between_micro_batches = poison

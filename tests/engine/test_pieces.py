@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuyou_cli.engine.devices import open_device
-from fuyou_cli.engine.devices.base import CopyLog, Device
-from fuyou_cli.engine.devices.cpu import PastEvent
+from fuyou_cli.engine.devices.base import PIECE as LARGE_PIECE
+from fuyou_cli.engine.devices.base import Device, Event, in_pieces
 from fuyou_cli.engine.devices.emulated import ComputeClock, CopyEngine, CopyEvent, EmulatedDevice
-from fuyou_cli.engine.devices.pieces import PIECE as LARGE_PIECE
-from fuyou_cli.engine.devices.pieces import in_pieces
 from fuyou_cli.planner.schedule import Visit
 
 from . import rig as rigs
@@ -46,7 +45,7 @@ class _Gated(CopyEngine):
     def __init__(self) -> None:
         self.begun: list[int] = []
         self.standing, self.on = threading.Event(), threading.Event()
-        super().__init__("gated", CopyLog(), ComputeClock(), up=True, piece=PIECE)
+        super().__init__("gated", deque(), ComputeClock(), up=True, piece=PIECE)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         self.begun.append(int(source[0]))
@@ -120,16 +119,16 @@ class _Behind(LateDevice):
         super().__init__()
         self.visits, self.seen = 0, list[tuple[int, int | None]]()  # visits done; and at the point given, None where none is
 
-    def upload(self, host: torch.Tensor, device: torch.Tensor, *, after: Any = None, bulk: bool = False) -> PastEvent:
+    def upload(self, host: torch.Tensor, device: torch.Tensor, *, after: Any = None, bulk: bool = False) -> Event:
         if bulk:
             self.seen.append((self.visits, None if after is None else after.visits))
         return super().upload(host, device, after=after, bulk=bulk)
 
-    def computed(self) -> PastEvent:
+    def computed(self) -> Event:
         return _Point(self.visits)
 
 
-class _Point(PastEvent):
+class _Point(Event):
     def __init__(self, visits: int) -> None:
         self.visits = visits
 

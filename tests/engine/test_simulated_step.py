@@ -65,7 +65,7 @@ def _really(subject: Subject, folder: Path, **options: Any) -> tuple[Plan, Asked
     with Rig(subject, folder, **options) as rig:
         heard = _Heard(rig.daemon, rig.plan)
         rig.executor.residency.transfers = heard
-        rig.executor.boundaries.ledger.transfers = heard
+        rig.executor.visits.boundaries.ledger.transfers = heard
         rig.executor.moves.daemon = heard  # type: ignore[assignment]
         asked: Asked = {}
         for number, (ids, labels) in enumerate(subject.batches(STEPS), start=1):

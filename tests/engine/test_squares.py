@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuyou_cli.engine.devices.base import Event, Run, Squares
-from fuyou_cli.engine.devices.cpu import PastEvent
 from fuyou_cli.engine.devices.emulated import EmulatedDevice
 from fuyou_cli.engine.devices.lanes import squares_in_lanes
 from fuyou_cli.planner import device as device_rules
@@ -131,9 +130,9 @@ class _HeldSquares:
     def done(self) -> bool:
         return self.released and self._squares.done()
 
-    def values(self) -> list[float]:
+    def result(self) -> list[float]:
         assert self.released
-        return self._squares.values()
+        return self._squares.result()
 
 
 class _HoldsSquares(EmulatedDevice):
@@ -159,7 +158,7 @@ def test_no_update_begins_before_its_gradients_were_seen(subject: Subject, tmp_p
         def look(visit: Visit) -> None:
             if device.held is not None and not device.held.released:
                 device._down.synchronize()
-                rig.executor.sums.advance()
+                rig.executor.visits.sums.advance()
                 begun.append(rig.executor._updating)
                 device.held.released = visit.phase == "backward"
 
@@ -168,7 +167,7 @@ def test_no_update_begins_before_its_gradients_were_seen(subject: Subject, tmp_p
         assert begun == [False, False] and rig.generations == {1}
 
 
-class _HeldCopy(PastEvent):
+class _HeldCopy(Event):
     """Nobody finds it over before it is released; who waits for it may have to be refused."""
 
     def __init__(self, event: Event, *, may_wait: bool) -> None:
@@ -202,12 +201,12 @@ def test_a_sum_waits_for_the_oldest_download_alone(subject: Subject, tmp_path: P
     device = _HoldsDownloads()
     monkeypatch.setattr(rigs, "open_device", lambda kind: device)
     with Rig(subject, tmp_path, device="emulated", clip=None) as rig:
-        device.spans = {span.data_ptr() for span in rig.executor.sums._spans}
-        begin, opened = rig.executor.sums.open, list[int]()
+        device.spans = {span.data_ptr() for span in rig.executor.visits.sums._spans}
+        begin, opened = rig.executor.visits.sums.open, list[int]()
 
         def observed(owner: int, **how: Any) -> Any:
             if len(device.held) == 2:
-                assert opened or len(rig.executor.sums._spans) == 0
+                assert opened or len(rig.executor.visits.sums._spans) == 0
                 device.held[0].released = True
             total = begin(owner, **how)
             if len(device.held) == 2:
@@ -215,6 +214,6 @@ def test_a_sum_waits_for_the_oldest_download_alone(subject: Subject, tmp_path: P
                 device.held[1].released = True
             return total
 
-        monkeypatch.setattr(rig.executor.sums, "open", observed)
+        monkeypatch.setattr(rig.executor.visits.sums, "open", observed)
         rig.run(1)
         assert opened == [3, 2, 1, 0]

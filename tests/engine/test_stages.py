@@ -30,25 +30,24 @@ TIED = {"gemma2", "gemma3", "gpt2", "opt", "gpt_neo", "falcon"}
 def test_every_parameter_has_one_stage(family: str) -> None:
     skeleton = build(FAMILIES[family], dtype="float32", attention="sdpa")
     anatomy = dissect(skeleton)
-    assert anatomy.kinds == KINDS[family]
+    assert [stage.kind for stage in anatomy.stages] == KINDS[family]
     assert anatomy.tied_head == (family in TIED)
-    names = [slotted.spec.name for stage in anatomy.parameters for slotted in stage]
+    names = [tensor.name for stage in anatomy.stages for tensor in stage.tensors]
     assert sorted(names) == sorted(name for name, _ in skeleton.named_parameters())
     assert {p.device.type for p in skeleton.parameters()} == {"meta"}
     assert {b.device.type for b in skeleton.buffers()} <= {"cpu"}
-    for params, stage in zip(anatomy.params, anatomy.parameters, strict=True):
+    for stage in anatomy.stages:
         end = 0
-        for slotted in stage:
-            spec = slotted.spec
+        for spec in stage.tensors:
             assert spec.offset % TENSOR_ALIGN == 0 and spec.offset >= end
             assert spec.decay == (len(spec.shape) >= 2)
             end = spec.offset + spec.numel
-        assert params % STAGE_ALIGN == 0 and end <= params < end + STAGE_ALIGN
+        assert stage.params % STAGE_ALIGN == 0 and end <= stage.params < end + STAGE_ALIGN
 
 
 def test_projections_are_stages_in_running_order() -> None:
     anatomy = dissect(build(opt(projected_to=16), dtype="float32", attention="sdpa"))
-    names = [name.rsplit(".", 1)[-1] for name in anatomy.names]
+    names = [name.rsplit(".", 1)[-1] for name in (stage.name for stage in anatomy.stages)]
     assert names.index("project_in") < names.index("0") < names.index("1") < names.index("project_out")
 
 
@@ -93,8 +92,11 @@ class _Passes:
     def forward(self, call: Any, x: torch.Tensor) -> torch.Tensor:
         return call.run(x)
 
-    def backward(self, call: Any, x: torch.Tensor | None, grad_y: torch.Tensor) -> torch.Tensor | None:
+    def backward(self, call: Any, ids: torch.Tensor | None, grad_y: torch.Tensor) -> torch.Tensor | None:
         return grad_y
+
+    def shared(self, value: torch.Tensor) -> torch.Tensor:
+        return value
 
 
 def _called(original: Any, *args: Any, **kwargs: Any) -> Any:

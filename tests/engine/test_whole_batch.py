@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from fuyou_cli.engine.crossings import WholeBatches
-from fuyou_cli.engine.host_memory import HostMemory
-from fuyou_cli.engine.whole_batch import whole_batch
+from fuyou_cli.engine.host_memory import HostMemory, whole_batch
 from fuyou_cli.machine.probe import process_bytes
 from fuyou_cli.spec.plan import Span
 from fuyou_cli.swap.arena import Arena

@@ -1,4 +1,4 @@
-"""Where compute happens. `Device` is the interface; cpu, emulated and cuda implement it."""
+"""Where compute happens. `Device` is the interface, and device cpu; emulated and cuda have memory of their own."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from .base import Device
 
 
 def open_device(kind: str, *, memory: int | None = None) -> Device:
-    """The device a plan names: "cpu", "emulated" or "cuda". `memory`: bytes of its own that it may have in use; what is asked
-    for beyond them raises torch.OutOfMemoryError."""
+    """Opens the device a plan names: "cpu", "emulated" or "cuda". `memory`: bytes of its own that it may have in use; what is
+    asked for beyond them raises torch.OutOfMemoryError."""
     if kind == "cpu":
-        from .cpu import CpuDevice
-
-        return CpuDevice()
+        return Device()
     if kind == "emulated":
         from .emulated import EmulatedDevice
 

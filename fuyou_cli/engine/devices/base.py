@@ -1,20 +1,26 @@
-"""The interface between the executor and a device.
+"""A device as the executor sees it, and the simplest one: the host itself.
 
 Host memory is always ordinary (pinned, where that means something) CPU tensors. A device with memory of its own
 (`separate`) computes on copies: uploads and downloads are ordered after what they depend on and run beside compute. On
-device cpu host memory is device memory and nothing is copied.
+device cpu host memory is device memory, nothing is copied, and every event has already passed.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from ...spec.model import Dtype
+from ...swap.kernels import sum_squares
+
 MOST_COPIES = 1 << 14  # that are remembered until somebody asks
+PIECE = 32 << 20  # bytes: 1.5 ms of PCIe 4, a quarter of a micro-batch's forward; what a copy costs to begin is nothing to it
+
+Run = tuple[int, int]  # of values: the first, and how many
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,34 +33,18 @@ class Copy:
     bytes: int
 
 
-class CopyLog:
-    """Copies that are over, the oldest forgotten where nobody asks. Written by copy threads, read by the one that steps."""
-
-    def __init__(self) -> None:
-        self._copies: deque[Copy] = deque(maxlen=MOST_COPIES)
-
-    def add(self, copy: Copy) -> None:
-        self._copies.append(copy)
-
-    def take(self) -> Iterator[Copy]:
-        while self._copies:
-            yield self._copies.popleft()
-
-
-class Event(Protocol):
-    """A point in a device's work."""
+class Event:
+    """A point in a device's work: as it stands, of work that was done before the call returned."""
 
     def wait(self) -> None:
-        """Compute submitted from now on runs after this point."""
+        """Has compute submitted from now on run after this point."""
 
     def synchronize(self) -> None:
         """Returns when this point has passed."""
 
     def done(self) -> bool:
         """Whether it has passed already; never waits."""
-
-
-Run = tuple[int, int]  # of values: the first, and how many
+        return True
 
 
 class Squares(Protocol):
@@ -63,65 +53,100 @@ class Squares(Protocol):
     def done(self) -> bool:
         """Whether they are there; never waits."""
 
-    def values(self) -> list[float]:
-        """One per run, in order; waits until they are there."""
+    def result(self) -> list[float]:
+        """Returns one per run, in order; waits until they are there."""
 
 
-class Device(Protocol):
-    """One place to compute."""
+class Device:
+    """One place to compute: as it stands, device cpu."""
 
-    name: str
-    torch_device: torch.device
-    separate: bool
+    name = "cpu"
+    torch_device = torch.device("cpu")
+    separate = False
 
     def empty(self, size: int) -> torch.Tensor:
-        """`size` bytes of device memory (uint8, 1-D), to be viewed by dtype. Raises torch.OutOfMemoryError beyond what the
-        device was opened with."""
+        """Takes `size` bytes of device memory (uint8, 1-D), to be viewed by dtype. Raises torch.OutOfMemoryError beyond what
+        the device was opened with."""
+        return torch.empty(size, dtype=torch.uint8)
 
     def empty_like(self, host: torch.Tensor) -> torch.Tensor:
-        """Device memory for a copy of `host`, of its shape and strides."""
+        """Takes device memory for a copy of `host`, of its shape and strides."""
+        return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype)
 
     def upload(self, host: torch.Tensor, device: torch.Tensor, *, after: Event | None = None, bulk: bool = False) -> Event:
-        """Host to device, after the compute that may still read `device`: what ran before `after`, or all submitted so far.
+        """Copies after the compute that may still read `device`: what ran before `after`, or all submitted so far.
         With `bulk` (1-D, whose memory stays) behind boundaries, in pieces: in no order with copies that are not."""
+        device.copy_(host)
+        return Event()
 
     def download(self, device: torch.Tensor, host: torch.Tensor, *, bulk: bool = False) -> Event:
-        """Device to host, after the compute submitted so far (it produces `device`). `bulk` as above."""
+        """Copies after the compute submitted so far (it produces `device`). `bulk` as above."""
+        host.copy_(device)
+        return Event()
 
     def computed(self) -> Event:
         """The point behind the compute submitted so far."""
+        return Event()
 
     def squares(self, flat: torch.Tensor, runs: Sequence[Run], lanes: torch.Tensor) -> Squares:
-        """Of runs of `flat` (1-D, in device memory), after the compute submitted so far; `flat` stays as it is until they are
+        """Sums runs of `flat` (1-D, in device memory), after the compute submitted so far; `flat` stays as it is until they are
         there. The order of additions is fixed: the same bits on every device of this kind. `lanes`: device memory to compute
-        in, 8 bytes for each of the `square_lanes` of the longest run; no other call has it meanwhile, on device cpu none is
-        needed."""
+        in, 8 bytes for each of the `square_lanes` of the longest run, for this call alone; on device cpu none is needed."""
+        known = Future[list[float]]()
+        known.set_result(squares_of(flat, runs))
+        return known
 
     def pin(self, host: torch.Tensor) -> int:
         """Registers host memory for direct transfers, for as long as the device is open. Returns the bytes that could not be:
         copies of those pass through a small staging buffer."""
+        return 0
 
     def seed(self, seed: int) -> None:
         """Seeds the generators that compute on this device draws from."""
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed formats a stack for every backend not started: 0.3 ms
 
-    def random_state(self) -> object: ...
+    def random_state(self) -> object:
+        return torch.get_rng_state()
 
-    def restore_random_state(self, state: object) -> None: ...
+    def restore_random_state(self, state: object) -> None:
+        assert isinstance(state, torch.Tensor)
+        torch.set_rng_state(state)
 
     def copies(self) -> list[Copy]:
         """Those that ended since the last call; none on device cpu."""
+        return []
 
     def memory(self) -> int:
         """Bytes of device memory in use; 0 on device cpu."""
+        return 0
 
     def peak_memory(self) -> int:
         """Bytes of device memory in use at most so far; 0 on device cpu."""
+        return 0
 
     def free_memory(self) -> int | None:
         """Bytes that could still be had; None on device cpu, and where nothing says."""
+        return None
 
     def synchronize(self) -> None:
         """Returns when all compute and copies submitted so far have finished."""
 
     def close(self) -> None:
         """Lets go of what it has of the host. What was under way has failed or is over: nothing is raised for it."""
+
+
+def squares_of(flat: torch.Tensor, runs: Sequence[Run]) -> list[float]:
+    """Sums squares by the library, on this thread and without the GIL: a fixed tree per run."""
+    memory, item = flat.view(torch.uint8).numpy().data, flat.element_size()
+    dtype: Dtype = "bfloat16" if flat.dtype == torch.bfloat16 else "float32"
+    return [sum_squares(memory[first * item : (first + count) * item], dtype)[0] for first, count in runs]
+
+
+def in_pieces(source: torch.Tensor, target: torch.Tensor, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Cuts a copy (both 1-D) into copies of at most `size` bytes each, in order.
+
+    Nobody waits soon for weights and gradients, hundreds of MiB a stage; compute waits next for a micro-batch's boundary, which
+    is small. So of what a direction carries, at most `PIECE` bytes of large copies are before a boundary.
+    """
+    count = max(1, size // source.element_size())
+    return list(zip(source.split(count), target.split(count), strict=True))

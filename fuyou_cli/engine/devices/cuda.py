@@ -16,7 +16,7 @@ from contextlib import suppress
 import torch
 
 from ...core.errors import FuyouError
-from .base import Copy, Event, Run, Squares
+from .base import Copy, Device, Event, Run, Squares
 from .cuda_copies import BulkCopies, CudaCopies, CudaEvent
 from .lanes import squares_in_lanes
 from .pinned import STAGING, PinnedMemory, Staging
@@ -45,12 +45,12 @@ class CudaSquares:
     def done(self) -> bool:
         return self._arrived.done()
 
-    def values(self) -> list[float]:
+    def result(self) -> list[float]:
         self._arrived.synchronize()
         return [float(value) for value in self._host.tolist()]
 
 
-class CudaDevice:
+class CudaDevice(Device):
     name = "cuda"
     separate = True
 

@@ -13,13 +13,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from .base import MOST_COPIES
-from .pieces import PIECE, in_pieces
+from .base import MOST_COPIES, PIECE, Event, in_pieces
 
 _HALVES = 2
 
 
-class CudaEvent:
+class CudaEvent(Event):
     """`blocking`: who waits for it sleeps, where else a core would spin."""
 
     def __init__(self, stream: torch.cuda.Stream, *, blocking: bool = False) -> None:
@@ -44,7 +43,7 @@ class CudaEvent:
         return bool(self._event.query())
 
 
-class BulkEvent:
+class BulkEvent(Event):
     """The end of a copy in pieces. Until the last of them is with the device, only the host can wait for it."""
 
     def __init__(self, handed_on: Future[CudaEvent]) -> None:

@@ -1,10 +1,9 @@
 """An emulated accelerator: memory of its own (other CPU tensors), copy engines of its own (one thread each way), and a thread
 that sums squares.
 
-It exists so that everything about a separate device is exercised without one: uploads and downloads really run beside
-compute, each direction in order (boundaries before pieces of what is large) and in no order with the other, and reading a
-copy before its event is a real bug with real consequences. Device memory starts as NaN bytes, and so does the target of a copy
-from the moment it is asked for, so that whoever does not wait for it is seen.
+Copies really run beside compute, each direction in order (boundaries before pieces of what is large) and in no order with the
+other. Device memory starts as NaN bytes, and so does the target of a copy from the moment it is asked for, so that whoever does
+not wait for it is seen.
 
 With rates it takes its time as well, as a GPU does that is launched ahead of: copies move at so many bytes per second, and
 compute is told how long it takes (`takes`), which copies behind it wait for and the launching thread does not.
@@ -17,16 +16,14 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from ...core.units import gib
-from .base import Copy, CopyLog, Event, Run, Squares
-from .cpu import CpuDevice, PastEvent, squares_of
-from .pieces import PIECE, in_pieces
+from .base import MOST_COPIES, PIECE, Copy, Device, Event, Run, Squares, in_pieces, squares_of
 from .pinned import STAGING, PinnedMemory, Staging
 
 
@@ -45,7 +42,7 @@ class ComputeClock:
         self.over = max(self.over + seconds, time.monotonic())
 
 
-class ComputeEvent(PastEvent):
+class ComputeEvent(Event):
     """A point in the emulated compute."""
 
     def __init__(self, moment: float) -> None:
@@ -58,7 +55,7 @@ class ComputeEvent(PastEvent):
         return time.monotonic() >= self.moment
 
 
-class CopyEvent(PastEvent):
+class CopyEvent(Event):
     """Set by a copy engine when the copy is over."""
 
     def __init__(self, clock: ComputeClock) -> None:
@@ -92,7 +89,7 @@ class CopyEngine:
     another copy could. `rate`: bytes per second, None for as fast as it goes."""
 
     def __init__(
-        self, name: str, log: CopyLog, clock: ComputeClock, *, up: bool, rate: float | None = None, piece: int = PIECE
+        self, name: str, log: deque[Copy], clock: ComputeClock, *, up: bool, rate: float | None = None, piece: int = PIECE
     ) -> None:
         self._log, self._clock, self._up, self._rate, self._piece = log, clock, up, rate, piece
         self._urgent, self._bulk = deque[_Copying](), deque[_Copying]()
@@ -146,7 +143,7 @@ class CopyEngine:
         if self._rate is not None:
             self._over = max(self._over, copying.begins) + size / self._rate
             time.sleep(max(0.0, self._over - time.monotonic()))
-        self._log.add(Copy(up=self._up, begin=begin, end=time.monotonic(), bytes=size))
+        self._log.append(Copy(up=self._up, begin=begin, end=time.monotonic(), bytes=size))
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         target.copy_(source)
@@ -163,17 +160,6 @@ class CopyEngine:
             self._closed = True
             self._asked.notify()
         self._thread.join()
-
-
-class _FutureSquares:
-    def __init__(self, future: Future[list[float]]) -> None:
-        self._future = future
-
-    def done(self) -> bool:
-        return self._future.done()
-
-    def values(self) -> list[float]:
-        return self._future.result()
 
 
 def poison(target: torch.Tensor) -> None:
@@ -202,7 +188,7 @@ class _Memory:
         self.live -= size
 
 
-class EmulatedDevice(CpuDevice):
+class EmulatedDevice(Device):
     """Random streams are the CPU's; memory and copies are its own. What compute allocates for itself is not counted. `memory`:
     bytes that may be in use. `pinnable`: bytes of the host's that may be registered at a time (None: all). `rates`: bytes per
     second up and down (None: as fast as it goes)."""
@@ -222,7 +208,7 @@ class EmulatedDevice(CpuDevice):
         self._pinnable = pinnable
         self._host = PinnedMemory(self._register, lambda address: None)
         self._staging: list[Staging] = []  # up and down, where not all of the host's memory could be pinned
-        self._log, self._clock = CopyLog(), ComputeClock()
+        self._log, self._clock = deque[Copy](maxlen=MOST_COPIES), ComputeClock()
         self._up = CopyEngine("emulated-up", self._log, self._clock, up=True, rate=rates[0], piece=piece)
         self._down = CopyEngine("emulated-down", self._log, self._clock, up=False, rate=rates[1], piece=piece)
         self._summing = ThreadPoolExecutor(1, thread_name_prefix="emulated-squares")
@@ -271,10 +257,11 @@ class EmulatedDevice(CpuDevice):
         return True
 
     def squares(self, flat: torch.Tensor, runs: Sequence[Run], lanes: torch.Tensor) -> Squares:
-        return _FutureSquares(self._summing.submit(squares_of, flat, runs))
+        return self._summing.submit(squares_of, flat, runs)
 
     def copies(self) -> list[Copy]:
-        return [copy for copy in self._log.take() if copy.bytes]
+        ended = [self._log.popleft() for _ in range(len(self._log))]  # the copy threads only add
+        return [copy for copy in ended if copy.bytes]
 
     def memory(self) -> int:
         return self._memory.live

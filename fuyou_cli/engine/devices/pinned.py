@@ -107,7 +107,7 @@ class Staging:
             _move(buffer, host)
 
 
-class StagedCopy:
+class StagedCopy(Event):
     """A copy in pieces. `last`: what the last piece's copy to the device is over with."""
 
     def __init__(self, last: Future[Event | None]) -> None:

@@ -21,7 +21,7 @@ def measure_memory(*, repeats: int, size: int = COPIED) -> Found:
     each of them, as of a whole batch's tensor, which every visit makes anew."""
     import torch
 
-    from fuyou_cli.engine.whole_batch import whole_batch
+    from fuyou_cli.engine.host_memory import whole_batch
 
     source, there = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
     note = f"{size >> 20} MiB, {torch.get_num_threads()} threads"

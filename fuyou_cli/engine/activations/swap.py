@@ -8,25 +8,25 @@ wanted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ..core.errors import UsageError
-from ..core.units import align_up
-from ..planner.boundary_layout import OUTPUT_ALIGN
-from ..planner.device import BOUNDARIES_ACROSS
-from ..spec.model import ModelSpec, OperatorSpec, StageSpec
-from ..spec.plan import Plan, Span
-from .boundaries import Boundaries
-from .devices.base import Device, Event
-from .host_memory import HostMemory
+from ...core.errors import UsageError
+from ...core.units import align_up
+from ...planner.boundary_layout import OUTPUT_ALIGN
+from ...planner.device import BOUNDARIES_ACROSS
+from ...spec.model import OperatorSpec, StageSpec
+from ...spec.plan import Span
+from ..boundaries import Boundaries
+from ..devices.base import Device, Event
+from ..host_memory import HostMemory
+from ..moves import Waiting
 from .operators import Operators
-from .recompute import Recompute
+from .recompute import Run, Sparing
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,40 +50,38 @@ Outputs = dict[int, Output]  # by operator
 Arrived = dict[int, tuple[list[Any], list[Event]]]  # by operator: values where they are computed with, and copies to wait for
 
 
-class KeptOutputs:
-    """For the stages of one plan. Layouts of what rests are remembered from a micro-batch's forward to its backward."""
+class Swap:
+    """`Activations` of a stage that keeps outputs. Layouts of what rests are remembered from forward to backward."""
+
+    as_backward = True
 
     def __init__(
         self,
+        stage: StageSpec,
+        kept: tuple[int, ...],
         *,
-        model: ModelSpec,
-        plan: Plan,
         boundaries: Boundaries,
         memory: HostMemory,
         device: Device,
-        waiting: Callable[[str], AbstractContextManager[None]],
+        waiting: Waiting,
     ) -> None:
-        self.model, self.plan, self.boundaries, self.memory, self.device = model, plan, boundaries, memory, device
-        self._waiting = waiting  # inside, compute waits for what is named
-        self._resting: dict[tuple[int, int], Outputs] = {}
+        self._stage, self._boundaries, self._waiting = stage, boundaries, waiting
+        self.memory, self.device = memory, device
+        self.chosen = {operator.index: operator for operator in stage.operators if operator.index in kept}
+        self._resting: dict[int, Outputs] = {}  # by micro-batch
         self._leaving: list[list[Event]] = []  # copies to the host, by micro-batch
-        self._arriving: dict[tuple[int, int], Arrived] = {}
+        self._arriving: dict[int, Arrived] = {}
 
-    def keeps(self, stage: int) -> bool:
-        return bool(self.plan.stages[stage].kept)
-
-    @contextmanager
-    def keeping(self, stage: int, micro_batch: int) -> Iterator[None]:
-        """Inside, one micro-batch's forward runs, and the outputs that the plan keeps are copied to the host. The copies of the
-        micro-batch before are over at the end."""
-        chosen = {o.index: o for o in self.model.stages[stage].operators if o.index in self.plan.stages[stage].kept}
-        mode = _Keeping(self, chosen, self._place(stage, micro_batch))
+    def forward(self, run: Run, x: torch.Tensor, micro_batch: int) -> torch.Tensor:
+        """The copies of the micro-batch before are over at the end."""
+        mode = _Keeping(self, micro_batch)
         hooks = torch.autograd.graph.saved_tensors_hooks(_drop, _refuse)
         with torch.enable_grad(), hooks, mode:
-            yield
-        self._resting[stage, micro_batch] = mode.outputs
+            y = run(x.detach().requires_grad_(True))
+        self._resting[micro_batch] = mode.outputs
         self._leaving.append(list(mode.copies.values()))
         self._settle(but=1)
+        return y.detach()
 
     def settle(self) -> None:
         """sync: every copy to the host is over."""
@@ -96,31 +94,28 @@ class KeptOutputs:
                 for event in events:
                     event.synchronize()
 
-    def begin(self, stage: int, micro_batch: int) -> None:
-        """What one micro-batch kept is on its way to a device with memory of its own."""
-        if self.keeps(stage):
-            self._arriving[stage, micro_batch] = self._given(stage, micro_batch)
+    def begin(self, micro_batch: int) -> None:
+        self._arriving[micro_batch] = self._given(micro_batch)
 
-    def recomputing(self, stage: int, micro_batch: int, flat: torch.Tensor | None) -> AbstractContextManager[object]:
-        """Inside, one micro-batch is recomputed from what was kept, as far as backward needs it. `flat`: the weights."""
-        spec = self.model.stages[stage]
-        if self.keeps(stage):
-            given = self._arriving.pop((stage, micro_batch)) if self.device.separate else self._given(stage, micro_batch)
-            return GivingBack(given, self._resting.pop((stage, micro_batch)), spec, flat)
-        return Recompute(spec, flat) if spec.unneeded else nullcontext()
+    def again(self, run: Run, x: torch.Tensor, micro_batch: int, flat: torch.Tensor | None) -> torch.Tensor:
+        given = self._arriving.pop(micro_batch) if self.device.separate else self._given(micro_batch)
+        with GivingBack(given, self._resting.pop(micro_batch), self._stage, flat):
+            return run(x)
 
     def forget(self) -> None:
-        """A step was given up, and no copy is under way."""
         self._resting.clear()
         self._leaving.clear()
         self._arriving.clear()
 
-    def _given(self, stage: int, micro_batch: int) -> Arrived:
+    def place(self, micro_batch: int, operator: int) -> Span:
+        """Where in the arena an operator's output rests."""
+        return self._boundaries.output(self._stage.index, micro_batch, operator)
+
+    def _given(self, micro_batch: int) -> Arrived:
         """Values of every operator: the host's memory itself, or on a device with memory of its own copies under way."""
         arrived: Arrived = {}
-        place = self._place(stage, micro_batch)
-        for index, (values, _) in sorted(self._resting[stage, micro_batch].items()):
-            span, events = place(index), list[Event]()
+        for index, (values, _) in sorted(self._resting[micro_batch].items()):
+            span, events = self.place(micro_batch, index), list[Event]()
             arrived[index] = [self._value(value, span, events) for value in values], events
         return arrived
 
@@ -134,24 +129,20 @@ class KeptOutputs:
         events.append(self.device.upload(host, target))
         return target
 
-    def _place(self, stage: int, micro_batch: int) -> Callable[[int], Span]:
-        return lambda operator: self.boundaries.output(stage, micro_batch, operator)
-
 
 class _Keeping(Operators):
     """Copies outputs as soon as they are computed. On a device with memory of its own the copies run beside what follows;
     an operator that writes into a tensor being copied waits."""
 
-    def __init__(self, kept: KeptOutputs, chosen: dict[int, OperatorSpec], place: Callable[[int], Span]) -> None:
+    def __init__(self, swap: Swap, micro_batch: int) -> None:
         super().__init__()
         self.outputs: Outputs = {}
-        self._memory, self._device = kept.memory, kept.device
-        self._chosen, self._place = chosen, place
+        self._swap, self._micro_batch = swap, micro_batch
         self.copies: dict[int, Event] = {}  # by storage; the last one of a storage is behind its others
 
     def operator(self, index: int, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
-        spec = self._chosen.get(index)
+        spec = self._swap.chosen.get(index)
         if spec is not None:
             if spec.kind != kind:
                 raise UsageError(
@@ -169,7 +160,7 @@ class _Keeping(Operators):
         return func(*args, **kwargs)
 
     def _keep(self, spec: OperatorSpec, out: Any) -> Output:
-        span, end = self._place(spec.index), 0
+        span, end = self._swap.place(self._micro_batch, spec.index), 0
         values: list[Any] = []
         for value in out if isinstance(out, tuple) else (out,):
             if not isinstance(value, torch.Tensor) or value.numel() * value.element_size() < OUTPUT_ALIGN:
@@ -184,18 +175,18 @@ class _Keeping(Operators):
                     hint="set offload.activations=recompute, which keeps no outputs",
                 )
             values.append(resting)
-            self._copy(value, resting.view(self._memory, span))
+            self._copy(value, resting.view(self._swap.memory, span))
             end = align_up(end + size, OUTPUT_ALIGN)
         return values, isinstance(out, tuple)
 
     def _copy(self, value: torch.Tensor, host: torch.Tensor) -> None:
-        if self._device.separate:
-            self.copies[value.untyped_storage()._cdata] = self._device.download(value, host)
+        if self._swap.device.separate:
+            self.copies[value.untyped_storage()._cdata] = self._swap.device.download(value, host)
         else:
             host.copy_(value)
 
 
-class GivingBack(Recompute):
+class GivingBack(Sparing):
     """Returns what was kept instead of computing it, once it has arrived."""
 
     def __init__(self, given: Arrived, outputs: Outputs, stage: StageSpec, flat: torch.Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""A forward run again only for what its backward needs.
+"""A forward run again for its backward, from the stage's input, and only as far as backward needs it.
 
 A product whose value nothing of the backward looks at (the last one of a block that adds it to its input: only the sum leaves
 the block, and no gradient depends on the sum) is not computed again: zeros stand in for it. Which these are is found where a
@@ -7,15 +7,44 @@ block is inspected (`operator_trace`); here they are recognised by their number 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from ..spec.model import StageSpec
+from ...spec.model import StageSpec
 from .operators import Operators, factors
 
+Run = Callable[[torch.Tensor], torch.Tensor]  # a stage's forward of one micro-batch
 
-class Recompute(Operators):
+
+class Recompute:
+    """`Activations` of a stage that keeps nothing but its input."""
+
+    as_backward = False
+
+    def __init__(self, stage: StageSpec) -> None:
+        self._stage = stage
+
+    def forward(self, run: Run, x: torch.Tensor, micro_batch: int) -> torch.Tensor:
+        return run(x)
+
+    def settle(self) -> None:
+        return None
+
+    def begin(self, micro_batch: int) -> None:
+        return None
+
+    def again(self, run: Run, x: torch.Tensor, micro_batch: int, flat: torch.Tensor | None) -> torch.Tensor:
+        with Sparing(self._stage, flat) if self._stage.unneeded else nullcontext():
+            return run(x)
+
+    def forget(self) -> None:
+        return None
+
+
+class Sparing(Operators):
     """Around the second forward of `stage`, whose weights lie in `flat` (None: it has none)."""
 
     def __init__(self, stage: StageSpec, flat: torch.Tensor | None) -> None:

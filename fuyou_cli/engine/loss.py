@@ -1,10 +1,8 @@
-"""The head stage: the model's own `ForCausalLM.forward` on pieces of the last hidden state, forward and backward at once.
+"""Logits and loss of pieces of the last hidden state, by the model's own `ForCausalLM.forward`.
 
-Logits are never whole: each piece of tokens is computed, its loss differentiated, and dropped. The base model is stubbed
-to return the piece, so that whatever the family does to its logits (scaling, soft-capping) is done by its own code.
-
-A head cut along the vocabulary computes some columns of the logits at a time: `TokenLoss` folds them into the loss of
-every token, and tells a second pass over the same columns their gradient.
+Logits are never whole. The base model is stubbed to return the piece, so that whatever the family does to its logits (scaling,
+soft-capping) is done by its own code. A head cut along the vocabulary computes some columns at a time: `TokenLoss` folds them
+into the loss of every token, and tells a second pass over the same columns their gradient.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ IGNORED = -100
 
 
 def shifted(labels: torch.Tensor) -> torch.Tensor:
-    """Labels (B, S) moved one to the left: position t predicts token t + 1. The last position predicts nothing."""
+    """Moves labels (B, S) one to the left: position t predicts token t + 1. The last position predicts nothing."""
     return nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
 
 
@@ -60,7 +58,7 @@ class Head:
         self._piece = None
 
     def loss(self, piece: torch.Tensor, targets: torch.Tensor, *, normaliser: int) -> torch.Tensor:
-        """Cross entropy of one piece, summed and divided by the step's label tokens.
+        """Computes the cross entropy of one piece, summed and divided by the step's label tokens.
 
         piece: (rows, tokens, hidden) on the device; targets: the same rows and tokens, already shifted.
         """
@@ -71,7 +69,7 @@ class Head:
         return total / normaliser
 
     def logits(self, piece: torch.Tensor) -> torch.Tensor:
-        """float32 logits (rows, tokens, columns) of whatever rows of its weights the head holds now.
+        """Computes float32 logits (rows, tokens, columns) of whatever rows of its weights the head holds now.
 
         piece: (rows, tokens, hidden) on the device. Only inside `stubbed`.
         """
@@ -91,8 +89,8 @@ class Part:
 
 @dataclass(slots=True)
 class TokenLoss:
-    """Over the logits seen so far, for every token of the step's batch (float32, on the device): their maximum, the sum of
-    their exponentials relative to it, and the target's logit."""
+    """Of the logits seen so far, for every token of the step's batch (float32, on the device): the maximum, the sum of their
+    exponentials relative to it, and the target's logit."""
 
     targets: torch.Tensor  # (batch, tokens) int64, shifted
     maximum: torch.Tensor

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fuyou_cli.engine.updates import LearningRate
+from fuyou_cli.training.rates import LearningRate
 
 
 def _rates(name: str, *, warmup: int = 4, total: int = 20, ratio: float = 0.1, **more: Any) -> list[float]:

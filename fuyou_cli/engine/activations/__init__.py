@@ -1,0 +1,51 @@
+"""What backward has of each stage's forward: nothing but its input (`recompute`), or outputs of operators as well (`swap`)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from ...spec.model import ModelSpec
+from ...spec.plan import Plan
+from ..boundaries import Boundaries
+from ..devices.base import Device
+from ..host_memory import HostMemory
+from ..moves import Waiting
+from .recompute import Recompute, Run
+from .swap import Swap
+
+
+class Activations(Protocol):
+    """Between forward and backward of one stage."""
+
+    as_backward: bool  # whether forward runs as backward will run it, with gradients wanted
+
+    def forward(self, run: Run, x: torch.Tensor, micro_batch: int) -> torch.Tensor:
+        """Returns `run(x)`, of which no graph stays, and keeps what backward is to have."""
+
+    def settle(self) -> None:
+        """Waits until all that forward keeps is in its place."""
+
+    def begin(self, micro_batch: int) -> None:
+        """Sends what one micro-batch kept on its way to a device with memory of its own, which backward will be on soon."""
+
+    def again(self, run: Run, x: torch.Tensor, micro_batch: int, flat: torch.Tensor | None) -> torch.Tensor:
+        """Returns `run(x)` with its graph, for backward. `flat`: the stage's weights; None: it has none."""
+
+    def forget(self) -> None:
+        """Gives up a step, of which no copy is under way."""
+
+
+def open_activations(
+    *, model: ModelSpec, plan: Plan, boundaries: Boundaries, memory: HostMemory, device: Device, waiting: Waiting
+) -> list[Activations]:
+    """Chooses for every stage what its plan says."""
+
+    def of(stage: int) -> Activations:
+        spec, kept = model.stages[stage], plan.stages[stage].kept
+        if not kept:
+            return Recompute(spec)
+        return Swap(spec, kept, boundaries=boundaries, memory=memory, device=device, waiting=waiting)
+
+    return [of(stage.index) for stage in model.stages]

@@ -1,0 +1,90 @@
+"""The visits of blocks, norms and projections: forward, and backward from what forward kept, micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from ..activations import Activations
+from ..crossings import Gathering
+from ..gradients import GradientSum
+from ..streamed import Call
+from ..visits import Visits
+
+
+class BlockPasses:
+    """Computes stages whose input is a boundary. `activations`: by stage."""
+
+    def __init__(self, visits: Visits, activations: Sequence[Activations]) -> None:
+        self.visits, self.activations = visits, activations
+
+    def forward(self, call: Call, x: torch.Tensor) -> torch.Tensor:
+        """Returns the stage's output for the whole batch. x: (batch, tokens, ...) in host memory."""
+        visits, activations = self.visits, self.activations[call.stage]
+        visit, flat = visits.enter("forward", call.stage, x)
+        begin = time.monotonic()
+        state = visits.device.random_state()
+        with torch.no_grad(), visits.installed(call.stage, flat, trainable=activations.as_backward):
+            y = self.computed(call, x, stash=visit.stash and visits.device.separate)
+        visits.device.restore_random_state(state)
+        activations.settle()
+        visits.boundaries.seal(call.stage)
+        visits.leave(visit, begin)
+        return y
+
+    def computed(self, call: Call, x: torch.Tensor, *, stash: bool) -> torch.Tensor:
+        """`stash`: the boundary goes to its place by micro-batch, from the device: the host copies nothing."""
+        visits, activations = self.visits, self.activations[call.stage]
+        y = Gathering(visits.crossings, x.shape[0])
+        parts = visits.micro_batches(x.shape[0])
+        arriving = visits.inputs(partial(lambda rows: [x[rows]], rows) for rows in parts)
+        for number, rows in enumerate(parts):
+            (part,) = arriving.take()
+            if stash:
+                y.leaving.keep(part, visits.boundaries.rows(call.stage, number))
+            visits.seed(call.stage, number)
+            y.put(rows, activations.forward(call.run, part, number))
+            if len(parts) > 1:
+                visits.between()
+        return y.settled()
+
+    def backward(self, call: Call, ids: torch.Tensor | None, grad_y: torch.Tensor) -> torch.Tensor | None:
+        """Returns the gradient of the stage's input for the whole batch; the stage's own gradients are summed. `ids`: the input
+        of a stage that takes no boundary, whose gradient is None."""
+        visits = self.visits
+        visit, flat = visits.enter("backward", call.stage)
+        boundary = visits.boundaries.take(call.stage, visits.residency.wait_until) if visit.take else []
+        total = visits.sums.open(call.stage)
+        begin = time.monotonic()
+        grad_x = self.differentiated(call, boundary if ids is None else [ids], grad_y, flat, total)
+        if visit.take:
+            visits.boundaries.drop(call.stage)
+        visits.sums.close(call.stage, total)
+        visits.leave(visit, begin)
+        return grad_x
+
+    def differentiated(
+        self, call: Call, x: list[torch.Tensor], grad_y: torch.Tensor, flat: torch.Tensor | None, total: GradientSum | None
+    ) -> torch.Tensor | None:
+        """x: the boundary by micro-batch."""
+        visits, activations = self.visits, self.activations[call.stage]
+        parts = visits.micro_batches(grad_y.shape[0])
+        sources = (partial(lambda number, rows: [x[number], grad_y[rows]], *each) for each in enumerate(parts))
+        arriving = visits.inputs(sources, beside=activations.begin)
+        grad_x = Gathering(visits.crossings, grad_y.shape[0])
+        for number, rows in enumerate(parts):
+            part, grad = arriving.take()
+            part = part.detach().requires_grad_(True)
+            visits.seed(call.stage, number)
+            with torch.enable_grad(), visits.installed(call.stage, flat, trainable=True) as parameters:
+                y = activations.again(call.run, part, number, flat)
+                visits.differentiate(y, grad, [part, *parameters], total)
+            del y, grad
+            assert part.grad is not None
+            grad_x.put(rows, part.grad)
+            if len(parts) > 1:
+                visits.between()
+        return grad_x.settled()

@@ -1,0 +1,157 @@
+"""The visits of embeddings: by rows where one is a lookup, and piece by piece where it is cut along the vocabulary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+
+from ...core.errors import UsageError
+from ..activations import Activations
+from ..crossings import Gathering, Leaving
+from ..gradients import GradientSum
+from ..lookup import add_rows, is_lookup, is_plain, padding_at, scales_rows
+from ..skeleton import TORCH_DTYPE
+from ..streamed import Call
+from ..visits import Visits
+from .block import BlockPasses
+
+
+class EmbeddingPasses(BlockPasses):
+    """Computes stages whose input is ids, which the host has and which need no gradient."""
+
+    def __init__(self, visits: Visits, activations: Sequence[Activations]) -> None:
+        super().__init__(visits, activations)
+        modules = [stage.module if stage.kind == "embedding" else None for stage in visits.stages]
+        # Tables whose rows are looked up, and scaled at most, can be used by micro-batch. Tried before their forwards are
+        # replaced.
+        self._lookups = {i for i, m in enumerate(modules) if is_plain(m) or (is_lookup(m) and scales_rows(m))}
+        cut = [i for i, stage in enumerate(visits.stages) if stage.kind == "embedding" and stage.vocabulary is not None]
+        self._pieces = {cut[0]: cut} if cut else {}  # by the stage that the embedding's forward is called as
+
+    def forward(self, call: Call, x: torch.Tensor) -> torch.Tensor:
+        """x: (batch, tokens) int64 in host memory."""
+        if call.stage not in self._pieces:
+            return super().forward(call, x)
+        return self._forward_in_pieces(self._pieces[call.stage], call, x)
+
+    def backward(self, call: Call, ids: torch.Tensor | None, grad_y: torch.Tensor) -> None:
+        assert ids is not None
+        if call.stage in self._pieces:
+            self._backward_in_pieces(self._pieces[call.stage], call, ids, grad_y)
+        else:
+            super().backward(call, ids, grad_y)
+
+    # ---- whole -----------------------------------------------------------------------------------------------------
+
+    def computed(self, call: Call, x: torch.Tensor, *, stash: bool) -> torch.Tensor:
+        """ids may be shared by all rows; where memory is the host's, a lookup of the whole batch is its result."""
+        visits = self.visits
+        if visits.device.separate and call.stage in self._lookups:
+            return super().computed(call, x, stash=stash)
+        y = Gathering(visits.crossings, x.shape[0])
+        (ids,) = visits.inputs([lambda: [x]]).take()
+        visits.seed(call.stage, 0)
+        y.put(slice(None), call.run(ids))
+        return y.settled()
+
+    def differentiated(
+        self, call: Call, x: list[torch.Tensor], grad_y: torch.Tensor, flat: torch.Tensor | None, total: GradientSum | None
+    ) -> None:
+        """x: all ids (batch, tokens); grad_y: (batch, tokens, width)."""
+        visits, (ids,) = self.visits, x
+        assert total is not None
+        if call.stage in self._lookups and grad_y.shape[0] == ids.shape[0]:
+            for chosen, grad in self._by_token(ids, grad_y):
+                self._add_rows(call, chosen, grad, total, first=0)
+                visits.between()
+            return
+        whole_ids, whole_grad = visits.inputs([lambda: [ids, grad_y]]).take()
+        if flat is None:  # a deferred update needs no weights here; a lookup's gradient does not depend on their values
+            params = visits.model.stages[call.stage].params
+            flat = torch.zeros(params, dtype=TORCH_DTYPE[visits.model.compute_dtype], device=whole_ids.device)
+        with torch.enable_grad(), visits.installed(call.stage, flat, trainable=True) as parameters:
+            visits.differentiate(call.run(whole_ids), whole_grad, [*parameters], total)
+
+    # ---- in pieces -------------------------------------------------------------------------------------------------
+
+    def _forward_in_pieces(self, pieces: Sequence[int], call: Call, ids: torch.Tensor) -> torch.Tensor:
+        """Puts each piece's rows where its ids are: the result is that of the whole embedding to the bit. Raises UsageError for
+        an id of no piece."""
+        _, end = self.visits.stages[pieces[-1]].rows
+        if int(ids.min()) < 0 or int(ids.max()) >= end:
+            raise UsageError(f"the data holds a token id outside of the model's vocabulary of {end} tokens")
+        y: torch.Tensor | None = None
+        for stage in pieces:
+            y = self._look_up(stage, call, ids, y)
+        assert y is not None
+        return y
+
+    def _look_up(self, stage: int, call: Call, ids: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+        """Puts the rows of one piece in their places in `y`, on the device: there go up those of the pieces before, if any."""
+        visits = self.visits
+        visit, flat = visits.enter("forward", stage)
+        begin = time.monotonic()
+        module, before = visits.stages[stage].module, y
+        assert isinstance(module, torch.nn.Embedding)
+        parts = visits.micro_batches(ids.shape[0])
+        arriving = visits.inputs(
+            partial(lambda rows: [ids[rows]] if before is None else [ids[rows], before[rows]], rows) for rows in parts
+        )
+        leaving = Leaving(visits.crossings)
+        with torch.no_grad(), padding_at(module, None), visits.installed(stage, flat, trainable=False):
+            for rows in parts:
+                part_ids, *found = arriving.take()
+                chosen = part_ids.reshape(-1)
+                here, first = self._inside(stage, chosen)
+                looked_up = call.run(chosen[here] - first)
+                if y is None:
+                    y = visits.crossings.batches.lend((*ids.shape, looked_up.shape[-1]), looked_up.dtype)
+                found = found or [visits.crossings.begun(y[rows])]
+                found[0].view(-1, y.shape[-1]).index_copy_(0, here, looked_up)
+                leaving.put(found[0], y[rows])
+                del found, looked_up
+                visits.between()
+        leaving.settle()
+        visits.leave(visit, begin)
+        assert y is not None
+        return y
+
+    def _backward_in_pieces(self, pieces: Sequence[int], call: Call, ids: torch.Tensor, grad_y: torch.Tensor) -> None:
+        """Sums every piece's gradients by rows, as those of the whole embedding are, and hands them over. ids: (batch, tokens)
+        int64; grad_y: (batch, tokens, width)."""
+        assert grad_y.shape[: ids.dim()] == ids.shape, (grad_y.shape, ids.shape)
+        visits = self.visits
+        for stage in reversed(pieces):
+            visit, _ = visits.enter("backward", stage)
+            total = visits.sums.open(stage, resume=visit.resume)
+            begin = time.monotonic()
+            assert total is not None
+            for chosen, grad in self._by_token(ids, grad_y):
+                here, first = self._inside(stage, chosen)
+                if here.numel():
+                    self._add_rows(call, chosen[here], grad[here], total, first=first)
+                visits.between()
+            visits.sums.close(stage, total)
+            visits.leave(visit, begin)
+
+    def _by_token(self, ids: torch.Tensor, grad_y: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+        """(tokens,) and (tokens, width) of each micro-batch, on the device."""
+        parts, width = self.visits.micro_batches(ids.shape[0]), grad_y.shape[-1]
+        arriving = self.visits.inputs(
+            partial(lambda rows: [ids[rows].reshape(-1), grad_y[rows].reshape(-1, width)], rows) for rows in parts
+        )
+        for _ in parts:
+            yield arriving.take()
+
+    def _add_rows(self, call: Call, ids: torch.Tensor, grad: torch.Tensor, total: GradientSum, *, first: int) -> None:
+        module = self.visits.stages[call.stage].module
+        assert isinstance(module, torch.nn.Embedding)
+        add_rows(module, call.run, ids, grad, total, first=first)
+
+    def _inside(self, stage: int, ids: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Finds the ids, on the device, that are rows of the piece: their positions, and its first row."""
+        first, end = self.visits.stages[stage].rows
+        return ((ids >= first) & (ids < end)).nonzero().view(-1), first  # sync: how many there are

@@ -1,0 +1,163 @@
+"""The head's visits of a step: the loss, its gradient with respect to the last hidden state, and the head's own gradients.
+
+A whole head is visited once, forward and backward together. A head cut along the vocabulary is passed over twice: the
+loss needs every column of the logits before the gradient of any is known.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from transformers import PreTrainedModel
+
+from ...core.errors import UsageError
+from ..crossings import Leaving
+from ..gradients import add_in_pieces
+from ..loss import Head, Part, TokenLoss, pieces
+from ..visits import Visits
+
+
+class HeadPasses:
+    """Computes the loss and differentiates it. `check_loss` is called with the loss of the whole step and the stage that
+    computed it, before any of its updates may begin."""
+
+    def __init__(self, visits: Visits, model: PreTrainedModel, check_loss: Callable[[float, int], None]) -> None:
+        self.visits, self.head, self._check_loss = visits, Head(model), check_loss
+
+    def run(self, hidden: torch.Tensor, targets: torch.Tensor, *, label_tokens: int) -> tuple[float, torch.Tensor]:
+        """Returns the step's mean loss and its gradient with respect to the last hidden state.
+
+        hidden: (batch, tokens, width) in host memory, like the gradient; targets: (batch, tokens) int64, already shifted.
+        """
+        compute = self._in_pieces if self.visits.model.head_is_cut else self._whole
+        return compute(hidden, targets, normaliser=max(1, label_tokens))
+
+    # ---- whole -----------------------------------------------------------------------------------------------------
+
+    def _whole(self, hidden: torch.Tensor, targets: torch.Tensor, *, normaliser: int) -> tuple[float, torch.Tensor]:
+        """One visit, forward and backward at once."""
+        visits, head = self.visits, self.head
+        stage = visits.model.stages[-1].index
+        visit, flat = visits.enter("head", stage)
+        total = visits.sums.open(visit.owner if visit.owner is not None else stage)
+        begin = time.monotonic()
+        gradient = visits.crossings.batches.lend(tuple(hidden.shape), hidden.dtype)
+        loss, unread = 0.0, list[torch.Tensor]()
+        batch = visits.micro_batches(hidden.shape[0])
+        arriving = visits.inputs(partial(lambda rows: [hidden[rows], targets[rows]], rows) for rows in batch)
+        leaving = Leaving(visits.crossings)
+        with head.stubbed(), visits.installed(visit.owner, flat, trainable=True) as parameters:
+            for rows in batch:
+                part, part_targets = arriving.take()
+                for cut in pieces(part.shape[0], part.shape[1], visits.plan.numerics.head_chunk_tokens):
+                    piece = part[cut].detach().requires_grad_(True)
+                    with torch.enable_grad():
+                        piece_loss = head.loss(piece, part_targets[cut], normaliser=normaliser)
+                        visits.differentiate(piece_loss, None, [piece, *parameters], total)
+                    unread.append(piece_loss.detach())
+                    if not visits.device.separate:
+                        loss += float(unread.pop())
+                    assert piece.grad is not None
+                    leaving.put(piece.grad, gradient[rows][cut])
+                    del piece, piece_loss
+                    visits.between()
+        leaving.settle()
+        for piece_loss in unread:
+            loss += float(piece_loss)  # sync: only here, at the end of the visit, and added in order
+        self._check_loss(loss, stage)
+        if not visits.model.tied_head:
+            visits.sums.close(stage, total)
+        visits.leave(visit, begin)
+        return loss, gradient
+
+    # ---- in pieces -------------------------------------------------------------------------------------------------
+
+    def _in_pieces(self, hidden: torch.Tensor, targets: torch.Tensor, *, normaliser: int) -> tuple[float, torch.Tensor]:
+        """Two passes over the pieces of the vocabulary, each piece's weights fetched once per pass for the whole batch."""
+        visits = self.visits
+        heads = [stage.index for stage in visits.model.stages if stage.kind == "head"]
+        _, end = visits.stages[heads[-1]].rows
+        if int(targets.max()) >= end:
+            raise UsageError(f"the data holds a label outside of the model's vocabulary of {end} tokens")
+        tokens = TokenLoss.of(targets.to(visits.device.torch_device))
+        visits.crossings.count_staged(targets)
+        for stage in heads:
+            self._fold_piece(stage, hidden, tokens)
+        loss = tokens.mean(normaliser)
+        self._check_loss(loss, heads[-1])
+        # Summed in float32 whatever the dtypes: a rounding per piece would make the result depend on their number.
+        gradient = visits.crossings.batches.lend(tuple(hidden.shape), torch.float32)
+        is_result = gradient.dtype == hidden.dtype
+        result = gradient if is_result else visits.crossings.batches.lend(tuple(hidden.shape), hidden.dtype)
+        for stage in reversed(heads):
+            target = result if visits.stages[stage].rows[0] == 0 else gradient  # the last of all has the sum
+            self._differentiate_piece(stage, hidden, tokens, gradient, target, normaliser=normaliser)
+        return loss, result
+
+    def _fold_piece(self, stage: int, hidden: torch.Tensor, tokens: TokenLoss) -> None:
+        """Folds the piece's logits of every token into its loss."""
+        visits = self.visits
+        visit, flat = visits.enter("logits", stage)
+        begin = time.monotonic()
+        with torch.no_grad(), self.head.stubbed(), visits.installed(visit.owner, flat, trainable=False):
+            parts = visits.micro_batches(hidden.shape[0])
+            arriving = visits.inputs(partial(lambda rows: [hidden[rows]], rows) for rows in parts)
+            for rows in parts:
+                (batch,) = arriving.take()
+                for part, piece in self._chunks(rows, batch):
+                    tokens.fold(part, self.head.logits(piece), first=visits.stages[stage].rows[0])
+                    visits.between()
+        visits.leave(visit, begin)
+
+    def _differentiate_piece(
+        self, stage: int, hidden: torch.Tensor, tokens: TokenLoss, gradient: torch.Tensor, target: torch.Tensor,
+        *, normaliser: int,
+    ) -> None:  # fmt: skip
+        """Computes the piece's logits again, its own gradients, and its share of the hidden state's, added to `gradient` on the
+        device: its rows go up, from the second piece on, and come down to `target`."""
+        visits, first = self.visits, self.visits.stages[stage].rows[0]
+        visit, flat = visits.enter("head", stage)
+        assert visit.owner is not None
+        total = visits.sums.open(visit.owner)
+        begin = time.monotonic()
+        begins = stage == visits.model.stages[-1].index
+        batch = visits.micro_batches(hidden.shape[0])
+        arriving = visits.inputs(
+            partial(lambda rows: [hidden[rows]] if begins else [hidden[rows], gradient[rows]], rows) for rows in batch
+        )
+        leaving = Leaving(visits.crossings)
+        with self.head.stubbed(), visits.installed(visit.owner, flat, trainable=True) as parameters:
+            for rows in batch:
+                states, *sums = arriving.take()
+                sums = sums or [visits.crossings.begun(gradient[rows]).zero_()]
+                for part, piece in self._chunks(rows, states):
+                    piece.requires_grad_(True)
+                    with torch.enable_grad():
+                        logits = self.head.logits(piece)
+                    slope = tokens.gradient(part, logits, first=first, normaliser=normaliser)
+                    visits.differentiate(logits, slope, [piece, *parameters], total)
+                    del logits, slope
+                    assert piece.grad is not None
+                    _add(sums[0][part.cut], piece.grad)
+                    piece.grad = None
+                    visits.between()
+                leaving.put(sums[0], target[rows])
+                del states, sums, piece
+        leaving.settle()
+        hand_on = visits.sums.rest if visit.rest else visits.sums.close
+        hand_on(visit.owner, total)
+        visits.leave(visit, begin)
+
+    def _chunks(self, rows: slice, batch: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
+        """A micro-batch of the last hidden state, on the device, chunk by chunk: leaves of their own."""
+        for cut in pieces(batch.shape[0], batch.shape[1], self.visits.plan.numerics.head_chunk_tokens):
+            yield Part(rows, cut), batch[cut].detach()
+
+
+def _add(sums: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Adds whole rows, or a part of one: by token."""
+    flat = sums.view(-1, sums.shape[-1])
+    add_in_pieces(flat, gradient.reshape(flat.shape))

@@ -1,0 +1,220 @@
+"""The visits of a step, in the schedule's order: what each needs is there when it begins, and what it leaves goes on its way.
+
+A pass enters a visit, asks for the inputs of its micro-batches, installs weights, computes and differentiates, and leaves. It
+may wait for three things: weights (a slot, their fetch or update), a boundary (a slot, or the bytes) and gradients (a slot, or
+those that rest until their second user). Each wait is summed by cause. A device with memory of its own adds copies: those of a
+stage's results, and of weights about to change.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ..core.patience import Patience
+from ..planner.lookahead import Lookahead
+from ..planner.schedule import Visit, plan_schedule
+from ..spec.model import ModelSpec
+from ..spec.plan import Plan
+from ..swap.daemon import SwapDaemon
+from .anatomy import Anatomy
+from .boundaries import Boundaries
+from .compute_weights import ComputeWeights
+from .crossings import Arriving, Beside, Crossings, Source, nothing_beside
+from .devices.base import Device
+from .gradients import GradientSum, GradientSums, HandOver
+from .host_memory import HostMemory
+from .moves import DaemonMoves
+
+BETWEEN_STAGES = 1 << 30  # stands for the model's own forward where a random stream needs a stage number
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """When a visit computed, on the monotonic clock (seconds)."""
+
+    phase: str
+    stage: int
+    begin: float
+    end: float
+
+
+class Watcher(Protocol):
+    """Whoever hears how a step goes on."""
+
+    between_micro_batches: Callable[[], None]
+    after_visit: Callable[[Visit], None]
+
+
+class Visits:
+    """Everything that moves around compute. The passes compute; they hold nothing from one visit to the next."""
+
+    def __init__(
+        self,
+        *,
+        anatomy: Anatomy,
+        model: ModelSpec,
+        plan: Plan,
+        daemon: SwapDaemon,
+        memory: HostMemory,
+        device: Device,
+        hand_over: HandOver,
+        watcher: Watcher,
+        patience: Patience,
+    ) -> None:
+        self.model, self.plan, self.stages, self.device = model, plan, anatomy.stages, device
+        self.schedule = plan_schedule(model, plan)
+        self.moves = DaemonMoves(model=model, plan=plan, daemon=daemon, tick=self.tick, patience=patience)
+        self.residency, waiting = self.moves.residency, self.moves.waiting
+        self.boundaries = Boundaries(model=model, plan=plan, daemon=daemon, memory=memory)
+        self.lookahead = Lookahead(
+            schedule=self.schedule, residency=self.residency, boundaries=self.boundaries.ledger, tick=self.tick
+        )
+        self.crossings = Crossings(plan=plan, memory=memory, device=device, waiting=waiting)
+        self.weights = ComputeWeights(model=model, plan=plan, memory=memory, device=device, waiting=waiting)
+        self.sums = GradientSums(
+            model=model, plan=plan, residency=self.residency, memory=memory, device=device, hand_over=hand_over, waiting=waiting
+        )
+        self.step = 0
+        self.intervals: list[Interval] = []
+        self._watcher = watcher
+        self._shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by identity: masks and positions on the device
+
+    # ---- a step --------------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: int, *, last: bool) -> None:
+        """`last` stops prefetching for a step that will not come."""
+        self.step, self.intervals = step, []
+        self.lookahead.begin_step(last=last)
+        self._shared.clear()
+
+    def drain(self) -> None:
+        """Ends every update and every transfer: the stages rest at the same generation."""
+        self.sums.settle()
+        self.lookahead.pause()
+        self.weights.settle_all()
+        self.lookahead.give_up()
+        self.residency.drain()
+
+    def abandon(self) -> None:
+        """Forgets the step under way (or what was prefetched for the next). Updates of earlier steps stay due."""
+        self.device.synchronize()  # sync: copies of what was under way, whose memory is used for something else from now on
+        self.sums.forget()
+        self.lookahead.pause()
+        self.lookahead.forget()
+        self.boundaries.ledger.forget(self.residency.wait_until)
+        self.weights.settle_all()
+        self.residency.let_go_of_all()
+
+    # ---- a visit -------------------------------------------------------------------------------------------------
+
+    def enter(self, phase: str, stage: int, boundary: torch.Tensor | None = None) -> tuple[Visit, torch.Tensor | None]:
+        """Begins the next visit of the schedule: its weights are ready to compute with (None when it needs none), and
+        `boundary`, its input, is stashed where backward will want it. On a device with memory of its own `inputs` has to
+        follow: `boundary` has its place only, and is put there as it goes up.
+
+        As soon as the visit has its own slots what comes next may be prefetched, also while it waits for what its slots are
+        to hold: until then a visit behind it could take the slot it waits for, and wait for it in turn. Gradients are an
+        exception: only visits that resume a sum take slots for them ahead of time, and not before this one has its own.
+        """
+        visit = self.lookahead.enter(lambda visit: self._stash(visit, boundary))
+        assert (visit.phase, visit.stage) == (phase, stage), (visit, phase, stage)
+        span = None if visit.owner is None else self.residency.records[visit.owner].span
+        flat = None
+        if span is not None:
+            assert visit.owner is not None
+            flat = self.weights.flat(visit.owner, span, self.residency.records[visit.owner].generation)
+        if not self.device.separate:
+            self.lookahead.on_device()
+        return visit, flat
+
+    def _stash(self, visit: Visit, boundary: torch.Tensor | None) -> None:
+        assert boundary is not None
+        keep = self.boundaries.room if self.device.separate else self.boundaries.stash
+        keep(visit.stage, boundary, self.residency.wait_until)
+
+    def inputs(self, sources: Iterable[Source], beside: Beside = nothing_beside) -> Arriving:
+        """Begins to bring what the visit's micro-batches compute with. The first is on its way before the next visit's weights
+        may be: they would keep it waiting."""
+        arriving = self.crossings.into(sources, beside)
+        if self.device.separate:
+            self.lookahead.on_device()
+        return arriving
+
+    def installed(
+        self, owner: int | None, flat: torch.Tensor | None, *, trainable: bool
+    ) -> AbstractContextManager[list[torch.nn.Parameter]]:
+        """Inside, the model sees the weights of stage `owner` in `flat`; gives the list of its parameters."""
+        if owner is None or flat is None:
+            return nullcontext([])
+        return self.stages[owner].installed(flat, trainable=trainable)
+
+    def differentiate(
+        self, y: torch.Tensor, grad_y: torch.Tensor | None, leaves: list[torch.Tensor], total: GradientSum | None
+    ) -> None:
+        """Runs backward from `y` to `leaves`; gradients of parameters among them go to the sum."""
+        parameters = [leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter)]
+        with nullcontext() if total is None else total.collecting(parameters):
+            torch.autograd.backward([y], None if grad_y is None else [grad_y], inputs=leaves)
+
+    def leave(self, visit: Visit, begin: float) -> None:
+        """Ends the visit, whose compute is submitted."""
+        self.intervals.append(Interval(phase=visit.phase, stage=visit.stage, begin=begin, end=time.monotonic()))
+        if visit.owner is not None:
+            self.weights.computed(visit.owner)
+            self.weights.settle(visit.owner)
+        self.residency.release(visit)
+        self._watcher.after_visit(visit)
+        self.tick()
+
+    # ---- micro-batches -------------------------------------------------------------------------------------------
+
+    def micro_batches(self, rows: int) -> list[slice]:
+        """Cuts the step's batch, in order."""
+        size = self.plan.numerics.micro_batch_size
+        return [slice(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
+
+    def between(self) -> None:
+        """Looks around between micro-batches, and lets the watcher stop."""
+        self.tick()
+        self._watcher.between_micro_batches()
+
+    def seed(self, stage: int, micro_batch: int) -> None:
+        """Seeds the device for dropout: the same in forward and recompute."""
+        self.device.seed(random_stream(self.plan.numerics.seed, self.step, stage, micro_batch))
+
+    def shared(self, value: torch.Tensor) -> torch.Tensor:
+        """Returns `value` on the device, copied once per step. Its source is kept too, so that its identity stays its own."""
+        if id(value) not in self._shared:
+            self._shared[id(value)] = (value, value.to(self.device.torch_device))
+        return self._shared[id(value)][1]
+
+    def tick(self) -> None:
+        """Moves everything that can move; called whenever something may have finished. Never waits."""
+        self.residency.advance()
+        self.boundaries.ledger.advance()
+        self.sums.advance()
+        self.lookahead.advance(self._begin_upload)
+
+    def _begin_upload(self, visit: Visit, next_step: bool) -> None:
+        if not self.device.separate or visit.owner is None:
+            return
+        record = self.residency.records[visit.owner]
+        if next_step and record.generation < self.step:  # this step's update is still to come
+            return
+        if record.span is not None and record.fetch is None and record.update is None and record.due is None:
+            self.weights.begin(visit.owner, record.span, record.generation)
+
+
+def random_stream(seed: int, *place: int) -> int:
+    """Mixes a seed of its own from the run's and a place: step, stage, micro-batch."""
+    mixed = seed & 0xFFFFFFFF
+    for part in place:
+        mixed = (mixed * 6364136223846793005 + part + 1442695040888963407) & (2**64 - 1)
+        mixed ^= mixed >> 29
+    return mixed >> 1
