@@ -1,7 +1,7 @@
 """What the thread that launches a device's compute does itself with the host's memory, by kind, in bytes read and written.
 
 A device with memory of its own computes while this thread prepares what it is asked next, and stands still where that takes
-longer. So each of these bytes is charged in a plan and counted in a run (`engine/host_work`), by the same names. It is little:
+longer. So each of these bytes is charged in a plan and counted in a run (`engine/crossings`), by the same names. It is little:
 what stages hand on rests in pinned memory, and the device itself sums and squares gradients, picks the rows of a piece of a
 vocabulary and puts them in their places.
 """

@@ -233,7 +233,7 @@ def compute_memory(model: ModelSpec, wishes: Wishes) -> ComputeMemory:
     between = model.choreography_bytes_per_token * tokens
     if wishes.device != "cpu":
         boundary, hidden, between = 0, 0, max(0, between - boundary)
-    if numerics.batch_size <= numerics.micro_batch_size:  # else ours are in memory of their own (engine/whole_batch.py)
+    if numerics.batch_size <= numerics.micro_batch_size:  # else ours are in memory of their own (engine/host_memory.py)
         boundary, hidden = held(boundary), held(hidden)
     whole = held(between)
     if model.head_is_cut:  # the model's own forward is over by then

@@ -46,7 +46,10 @@ REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
         ),
         "no attention heads",
     ),
-    "mixtral": (transformers.MixtralConfig(**_SMALL, intermediate_size=64, num_local_experts=4), "mixture of experts"),
+    "mixtral": (
+        transformers.MixtralConfig(**_SMALL, num_key_value_heads=4, intermediate_size=64, num_local_experts=4),
+        "mixture of experts",
+    ),
     "opt with layerdrop": (_with_layerdrop(), "layerdrop is above 0"),
 }
 
