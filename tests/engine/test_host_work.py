@@ -67,9 +67,9 @@ def _by_place(rig: Rig, work: dict[int, int]) -> dict[tuple[str, str], int]:
 
 
 @pytest.mark.parametrize("family", ["llama", "tied", "gpt2"])
-@pytest.mark.parametrize("vocabulary", [0, 40])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype", "clip"), [(0, "float32", 0.5), (0, "bfloat16", None), (40, "float32", None), (40, "bfloat16", 0.5)]
+)
 def test_the_plan_charges_what_the_launching_thread_does(
     family: str, vocabulary: int, dtype: Any, clip: float | None, tmp_path: Path
 ) -> None:

@@ -90,8 +90,10 @@ def _plain_gradients(model: PreTrainedModel, subject: Subject, accumulate: Dtype
     return sums or {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-@pytest.mark.parametrize("accumulate", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gpt_neox", "phi3"])
+@pytest.mark.parametrize(
+    ("family", "accumulate"),
+    [("llama", "float32"), ("llama", "bfloat16"), ("qwen3", "float32"), ("gpt_neox", "bfloat16"), ("phi3", "float32")],
+)
 def test_first_gradients_are_those_of_plain_pytorch(family: str, accumulate: Dtype, tmp_path: Path) -> None:
     subject = Subject(FAMILIES[family], Shape(dtype="bfloat16", accumulate=accumulate, chunk=0))
     _check_first_gradients(subject, accumulate, tmp_path)

@@ -78,9 +78,9 @@ def test_gradients_of_the_first_stage_change_nothing(device: Any, subject: Subje
         assert unequal(rig.weights(), subject.initial) == []
 
 
-@pytest.mark.parametrize("vocabulary", [0, 40])
-@pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
-@pytest.mark.parametrize("device", ["cpu", "emulated"])
+@pytest.mark.parametrize(
+    ("device", "clip", "vocabulary"), [("cpu", 0.5, 0), ("cpu", None, 40), ("emulated", 0.5, 40), ("emulated", None, 0)]
+)
 def test_a_loss_that_is_not_finite_changes_nothing(clip: float | None, device: Any, vocabulary: int, tmp_path: Path) -> None:
     """A NaN in a block reaches the loss, which is looked at before anything is updated."""
     subject = Subject(llama(), Shape(vocabulary=vocabulary))
@@ -100,8 +100,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(clip: float | None, device: A
 BFLOAT16 = Shape(dtype="bfloat16")
 
 
-@pytest.mark.parametrize("home", ["ssd", "cpu"])
-@pytest.mark.parametrize("device", ["cpu", "emulated"])
+@pytest.mark.parametrize(("device", "home"), [("cpu", "ssd"), ("emulated", "cpu")])
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_skipped_step_is_as_if_it_had_not_been(step: int, device: Any, home: Any, tmp_path: Path) -> None:
     """Weights, masters, moments and AdamW's count of steps: the run goes on as one that never had that batch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,12 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 Outcome = tuple[list[float], dict[str, torch.Tensor]]
+# (model, clipping): every way, and every room on the device, has one of the pairs, in turn
+PAIRS = ([("gpt2", 0.5), ("llama", None)], [("gpt2", None), ("llama", 0.5)])
+
+
+def _in_turn(cases: Iterable[Any]) -> list[tuple[Any, str, float | None]]:
+    return [(case, *pair) for number, case in enumerate(cases) for pair in PAIRS[number % 2]]
 
 
 def _subject(family: str) -> Subject:
@@ -43,13 +50,13 @@ def _subject(family: str) -> Subject:
     return Subject(llama(hidden_size=64, intermediate_size=128, num_hidden_layers=3), Shape())
 
 
-@pytest.fixture(scope="module", params=["gpt2", "llama"])
+@pytest.fixture(scope="module")
 def subject(request: pytest.FixtureRequest) -> Subject:
     """GPT-2: dropout and a tied head. Llama: several update chunks, untied."""
     return _subject(request.param)
 
 
-@pytest.fixture(scope="module", params=[0.5, None], ids=["clipped", "unclipped"])
+@pytest.fixture(scope="module")
 def clip(request: pytest.FixtureRequest) -> float | None:
     return request.param
 
@@ -65,7 +72,7 @@ def _outcome(subject: Subject, folder: Path, **way: Any) -> Outcome:
         return rig.run(STEPS), rig.weights()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "subject", "clip"), _in_turn(WAYS), indirect=["subject", "clip"])
 def test_bitwise_the_same(way: str, subject: Subject, clip: float | None, expected: Outcome, tmp_path: Path) -> None:
     try:
         losses, weights = _outcome(subject, tmp_path, clip=clip, **WAYS[way])
@@ -77,7 +84,7 @@ def test_bitwise_the_same(way: str, subject: Subject, clip: float | None, expect
     assert unequal(weights, expected[1]) == []
 
 
-@pytest.mark.parametrize("room", [1, 2, 1 << 20])
+@pytest.mark.parametrize(("room", "subject", "clip"), _in_turn([1, 2, 1 << 20]), indirect=["subject", "clip"])
 def test_weights_of_some_stages_on_the_device(
     room: int, subject: Subject, clip: float | None, expected: Outcome, tmp_path: Path
 ) -> None:

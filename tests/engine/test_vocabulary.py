@@ -48,8 +48,10 @@ def pieces_of(subject: Subject, kind: StageKind) -> list[tuple[int, int] | None]
 # ---- the result ------------------------------------------------------------------------------------------------------
 
 
-@CLIPS
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "clip"),
+    [("untied", 0.5), ("tied", 0.5), ("tied", None), ("scaled, capped, tied", None), ("positions, tied", 0.5)],
+)
 def test_beside_plain_pytorch(name: str, clip: float | None, tmp_path: Path) -> None:
     """20 steps of torch's AdamW with weight decay over the same micro-batches; chunks of 5 tokens cut rows unevenly."""
     optimizer = SETTINGS.get(name, QUIET)
@@ -112,7 +114,8 @@ def test_bitwise_the_same_wherever_bytes_rest(clip: float | None, subject: Subje
     with Rig(subject, tmp_path / "ssd", clip=clip) as rig:
         expected, weights = rig.run(4), rig.weights()
         assert not rig.padding().any()
-    for way, options in WAYS.items():
+    ways = list(WAYS.items())[1 if clip else 0 :: 2]
+    for way, options in ways:
         with Rig(subject, tmp_path / way.replace(" ", "-"), clip=clip, **options) as rig:
             assert rig.run(4) == expected, way
             assert unequal(rig.weights(), weights) == [], way
@@ -125,8 +128,7 @@ def large(request: pytest.FixtureRequest) -> Subject:
     return Subject(config, Shape(batch=2, micro=1, vocabulary=2500))
 
 
-@CLIPS
-@pytest.mark.parametrize("lookahead", [1, 2, 4])
+@pytest.mark.parametrize(("lookahead", "clip"), [(1, 0.5), (2, None), (4, 0.5)])
 def test_the_fewest_slots_are_enough(lookahead: int, clip: float | None, large: Subject, tmp_path: Path) -> None:
     """One slot of gradients for all: what is read ahead must not take the one that is needed first. (Much scratch, so that
     a step takes more memory than loading.)"""
@@ -242,9 +244,10 @@ def test_an_id_outside_of_the_vocabulary_is_refused(tmp_path: Path) -> None:
 # ---- bytes -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@CLIPS
+@pytest.mark.parametrize(
+    ("clip", "dtype", "tied"),
+    [(0.5, "float32", False), (0.5, "bfloat16", True), (None, "float32", True), (None, "bfloat16", False)],
+)
 def test_one_more_step_moves_exactly_what_was_predicted(clip: float | None, dtype: Any, tied: bool, tmp_path: Path) -> None:
     """Pieces of 700, 700 and 600 rows share their slots with the blocks; four steps beside three."""
     config = llama(vocab_size=2000, hidden_size=128, intermediate_size=256, tie_word_embeddings=tied)
@@ -285,8 +288,7 @@ def test_slots_are_those_of_a_piece(tmp_path: Path) -> None:
 # ---- giving up -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["untied", "tied"])
-@pytest.mark.parametrize("device", ["cpu", "emulated"])
+@pytest.mark.parametrize(("device", "name"), [("cpu", "tied"), ("emulated", "untied")])
 @pytest.mark.parametrize("phase", ["forward", "logits", "head", "backward"])
 def test_a_step_given_up_in_any_pass_can_be_done_again(phase: str, device: Any, name: str, tmp_path: Path) -> None:
     """Clipped: nothing of it has been applied before its end."""
