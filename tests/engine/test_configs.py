@@ -120,8 +120,8 @@ def test_a_family_that_keeps_some_parameters_in_float32() -> None:
 
 
 def test_bytes_in_float32() -> None:
-    model = describe(_config("ernie-4.5-21b-a3b"), dtype="float32", tokens=32).model
-    assert model.weights_bytes == 4 * _truth("ernie-4.5-21b-a3b").total()
+    model = describe(_config("llama-3.2-1b"), dtype="float32", tokens=32).model
+    assert model.weights_bytes == 4 * _truth("llama-3.2-1b").total()
     assert (model.state_bytes, model.float32_parameters) == (8 * model.parameters, 0)
 
 
@@ -250,12 +250,11 @@ def test_a_shape_that_cannot_be_traced() -> None:
         describe(llama(), dtype="float32", rows=1 << 30, tokens=1 << 24)
 
 
-@pytest.mark.parametrize("chunk", [0, 16])
-def test_recurrent_blocks_are_traced_in_short_rows(chunk: int) -> None:
+def test_recurrent_blocks_are_traced_in_short_rows() -> None:
     config = transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, state_size=16)
     anatomy = outline(build(config, dtype="float32", attention="sdpa"))
-    short = estimate(anatomy, dtype="float32", shape=(2, 32), head_chunk_tokens=chunk)
-    traced = inspect(anatomy, dtype="float32", micro_batch_size=2, max_seq_len=32, head_chunk_tokens=chunk)
+    short = estimate(anatomy, dtype="float32", shape=(2, 32), head_chunk_tokens=16)
+    traced = inspect(anatomy, dtype="float32", micro_batch_size=2, max_seq_len=32, head_chunk_tokens=16)
     for ours, theirs in zip(short.stages, traced.stages, strict=True):
         assert ours.forward_peak == pytest.approx(theirs.forward_peak, rel=0.05), ours.name
         assert ours.backward_peak == pytest.approx(theirs.backward_peak, rel=0.05), ours.name

@@ -16,7 +16,7 @@ OPTIMIZER = Optimizer(lr=1e-3, beta1=0.9, beta2=0.95, epsilon=1e-8, weight_decay
 BLOCKS = 8
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module")
 def subject(request: pytest.FixtureRequest) -> Subject:
     """Eight blocks, and an embedding and a head nearly as large, so that all share their slots."""
     config = llama(vocab_size=2000, hidden_size=256, intermediate_size=768, num_hidden_layers=BLOCKS)
@@ -37,7 +37,9 @@ def _moved(subject: Subject, folder: Path, steps: int, clip: float | None, defer
 
 
 @pytest.mark.parametrize(
-    ("clip", "defer"), [(0.5, None), (None, None), (None, 0.4)], ids=["clipped", "unclipped", "some deferred"]
+    ("subject", "clip", "defer"),
+    [("bfloat16", 0.5, None), ("float32", None, None), ("bfloat16", None, 0.4)],
+    indirect=["subject"],
 )
 def test_one_more_step_moves_exactly_what_was_predicted(
     clip: float | None, defer: float | None, subject: Subject, tmp_path: Path
@@ -54,6 +56,7 @@ def test_one_more_step_moves_exactly_what_was_predicted(
 
 
 @pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
+@pytest.mark.parametrize("subject", ["float32", "bfloat16"], indirect=True)
 def test_weights_twice_states_once(clip: float | None, subject: Subject, tmp_path: Path) -> None:
     with Rig(subject, tmp_path, clip=clip, lookahead=1) as rig:
         predicted, stages = rig.plan.predicted, subject.spec.stages
