@@ -75,7 +75,7 @@ def _parents(root: Path) -> list[tuple[Path, int]]:
     be still hold. Version 2 lets no group but the topmost have both processes and children with limits, and ours has a
     process, this one: then the new group is a sibling."""
     found = []
-    for own in probe.own_memory_groups(root):
+    for own in probe.own_groups("memory", root):
         for place in (own.folder, *own.folder.parents):
             if place.is_relative_to(own.top):
                 found.append((place, own.version))

@@ -130,7 +130,7 @@ def mounts(root: Path = ROOT) -> list[Mount]:
 
 def cgroup_limits(root: Path = ROOT) -> list[CgroupMemory]:
     """Lists every limit on the way from this process's cgroup to the top, unlimited ones left out."""
-    found = (_read_group(folder, group.version) for group in own_memory_groups(root) for folder in _up(group))
+    found = (_read_group(folder, group.version) for group in own_groups("memory", root) for folder in _up(group))
     return [limit for limit in found if limit is not None]
 
 
@@ -141,11 +141,6 @@ class OwnGroup:
     version: int
     folder: Path
     top: Path
-
-
-def own_memory_groups(root: Path = ROOT) -> list[OwnGroup]:
-    """Lists this process's memory cgroups, at most one per version."""
-    return own_groups("memory", root)
 
 
 def own_groups(controller: str, root: Path = ROOT) -> list[OwnGroup]:

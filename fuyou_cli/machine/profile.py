@@ -48,6 +48,14 @@ def cpu_name() -> str:
     return found[1].strip() if found else platform.machine()
 
 
+def card() -> tuple[str, int]:
+    """Returns the name and the memory of the CUDA device that torch computes on."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return properties.name, properties.total_memory
+
+
 def usable_memory() -> int:
     """Returns the bytes this process may have in all: what is free and what it holds already, within its control groups'
     limits. In steps, so that a little more or less of it makes the same plan."""

@@ -21,7 +21,7 @@ from fuyou_cli.core.units import MiB, in_steps
 from fuyou_cli.spec.hardware import HardwareProfile, merged_rates, wrong_rates
 
 from . import probe
-from .profile import FILE_KEYS, assumed_hardware, core_count, cpu_name, facts_now
+from .profile import FILE_KEYS, assumed_hardware, card, core_count, cpu_name, facts_now
 
 SCHEMA_VERSION = 2
 PROCESS_STEP = 16 * MiB  # model, tokenizer and rows of a small model's plan add 5 to 12 MiB to the libraries
@@ -206,8 +206,7 @@ def _device_facts(device: str) -> tuple[str | None, int]:
             "offload.device: cuda, but no CUDA device is usable by this torch build",
             hint="run `fuyou doctor`, or set offload.device=cpu",
         )
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return properties.name, properties.total_memory
+    return card()
 
 
 def _device_free(device: str, memory: int) -> int:

@@ -36,6 +36,7 @@ Count = Annotated[int, Field(ge=0, lt=2**31)]
 Share = Annotated[float, Field(ge=0, le=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 AnyTier = Literal["auto", "gpu", "cpu", "ssd"]
+NotBuilt = Any  # a section of the schema to come: whatever is written in it, `unbuilt` says so
 
 _AUTO = MemoryLimit(text="auto")
 
@@ -53,15 +54,6 @@ class TokenizerSection(Section):
     pad_token: Text | None = None
 
 
-class AdapterSection(Section):
-    type: Literal["lora"]
-    r: Positive = 16
-    alpha: PositiveFloat = 32.0
-    dropout: Share = 0.0
-    target_modules: Text = "all-linear"
-    quantize: Literal["nf4", "int8"] | None = None
-
-
 class DatasetEntry(Section):
     path: Text
     name: Text | None = None
@@ -74,7 +66,7 @@ class DatasetEntry(Section):
 
 class DatasetSection(Section):
     train: Annotated[tuple[DatasetEntry, ...], Field(strict=False), AfterValidator(not_empty)]
-    eval: Annotated[tuple[DatasetEntry, ...] | None, Field(strict=False)] = None
+    eval: NotBuilt = None
     eval_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     max_seq_len: Annotated[int, Field(ge=2, le=2**24)] = 4096
     overlong: Literal["truncate", "drop", "split", "error"] = "truncate"
@@ -110,12 +102,6 @@ class LrSchedulerSection(Section):
         return data
 
 
-class EarlyStopping(Section):
-    metric: Text = "eval_loss"
-    patience: Positive = 3
-    min_delta: Annotated[float, Field(ge=0)] = 0.0
-
-
 class TrainSection(Section):
     epochs: Positive | None = None  # 1 unless it or max_steps is written
     max_steps: Positive | None = None
@@ -128,7 +114,7 @@ class TrainSection(Section):
     clip_grad_norm: PositiveFloat | None = 1.0
     skip_nonfinite: Count = 0  # steps in a row
     compile: bool = False
-    early_stopping: EarlyStopping | None = None
+    early_stopping: NotBuilt = None
 
     @classmethod
     def _fill(cls, data: dict[Any, Any]) -> dict[Any, Any]:
@@ -185,12 +171,6 @@ class CheckpointSection(Section):
     resume: Text = "auto"  # auto | never | a path
 
 
-class EvalSection(Section):
-    every_steps: Positive = 200
-    at_start: bool = False
-    max_batches: Positive | None = 50
-
-
 class ExportSection(Section):
     at_end: bool = True
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -222,7 +202,7 @@ class Recipe(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 42
     model: ModelSection
     tokenizer: TokenizerSection = TokenizerSection()
-    adapter: AdapterSection | None = None
+    adapter: NotBuilt = None
     freeze: Annotated[tuple[Text, ...], Field(strict=False)] = ()
     dataset: DatasetSection
     optimizer: OptimizerSection = OptimizerSection()
@@ -231,7 +211,7 @@ class Recipe(Section):
     precision: PrecisionSection = PrecisionSection()
     offload: OffloadSection = OffloadSection()
     checkpoint: CheckpointSection = CheckpointSection()
-    eval: EvalSection | None = None
+    eval: NotBuilt = None
     export: ExportSection = ExportSection()
     logging: LoggingSection = LoggingSection()
 

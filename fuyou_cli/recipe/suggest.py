@@ -45,7 +45,7 @@ _OTHER_NAMES = {
     "checkpoint.resume": "resume_from_checkpoint auto_resume_from_checkpoints",
     "checkpoint.commit_every_steps": "save_steps",
     "checkpoint.keep_last": "save_total_limit",
-    "eval.every_steps": "eval_steps",
+    "eval": "eval_steps",
     "logging.every_steps": "logging_steps",
     "logging.backends": "report_to",
 }
@@ -55,7 +55,7 @@ _CLOSE = 0.7
 
 
 def section_in(annotation: Any) -> type[Section] | None:
-    """Finds the section class inside an annotation such as `tuple[DatasetEntry, ...]` or `EvalSection | None`."""
+    """Finds the section class inside an annotation such as `tuple[DatasetEntry, ...]`."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     return next((found for part in get_args(annotation) if (found := section_in(part)) is not None), None)

@@ -21,7 +21,7 @@ from fuyou_cli.spec.model import Dtype
 from .. import probe
 from ..allocator import settle_for_training
 from ..drives import drives_under
-from ..profile import assumed_hardware, cpu_name
+from ..profile import assumed_hardware, card, cpu_name
 from .findings import DTYPES, Found, Rate, each, rate_of, seconds_of
 
 if TYPE_CHECKING:
@@ -66,12 +66,15 @@ def measure(*directories: Path, quick: bool, device: str = "auto", progress: Pro
     begin = time.monotonic()
     progress("starting torch")
     target = device_named(device)
+    facts = _facts_as_in_runs(directories)
+    process = probe.process_bytes()  # before a device's driver is part of it
+    name, memory = card() if target.type == "cuda" else (cpu_name(), 0)
     facts = replace(
-        _facts_as_in_runs(directories),
-        process_bytes=probe.process_bytes(),  # before a device's driver is part of it
+        facts,
+        process_bytes=process,
         device=target.type,
-        device_name=_device_name(target),
-        device_memory=_device_memory(target),
+        device_name=name,
+        device_memory=memory,
         drives=drives_under(*directories),
         measured=date.today().isoformat(),
         sources=(f"fuyou bench, {'quick' if quick else 'full'}",),
@@ -182,15 +185,3 @@ def device_named(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise UsageError("torch finds no CUDA device here", hint="use device cpu")
     return torch.device("cpu" if name == "cpu" or not torch.cuda.is_available() else "cuda")
-
-
-def _device_name(device: torch.device) -> str:
-    import torch
-
-    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else cpu_name()
-
-
-def _device_memory(device: torch.device) -> int:
-    import torch
-
-    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 0
