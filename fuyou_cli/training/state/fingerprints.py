@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def of(
     recipe: Recipe, model_dir: Path, model: ModelSpec, *, device: str, weights_mark: str, data: str, total_steps: int
 ) -> dict[str, str]:
-    """Returns digests by name; `saved` has the words for each. `weights_mark`, `data`: digests already."""
+    """Returns digests by name; `resume` has the words for each. `weights_mark`, `data`: digests already."""
     config = read_json(model_dir / "config.json")  # as it is: libraries add their defaults
     described: dict[str, Any] = {
         "model": [

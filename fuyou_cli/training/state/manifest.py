@@ -25,8 +25,8 @@ from ...core.errors import FuyouError, UsageError
 from ...core.json_files import find_text, has_too_many_values, object_in
 from ...core.own_files import write_own
 from ...core.typed import from_json
-from .stored import Manifest
-from .validate import MOST_KEPT, why_not
+from .stored import MOST_KEPT, Manifest
+from .validate import why_not
 
 NAME = "manifest.json"
 BEFORE = "manifest.before.json"  # of the commit before

@@ -7,13 +7,18 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 
+from ...checkpoint.header import NAME_LIMIT
 from ...spec.plan import Numerics, StateTensor, StoreMode
 
 State = Literal["loading", "committed"]
 
 TENSORS = get_args(StateTensor)  # of a stage, in the order of a place
 _EXTENTS = (*TENSORS, "gradients")
-_LARGEST_SUM = (1 << 64) - 1
+ALIGN = 4096  # of stripes and extents, as direct I/O wants them
+MOST_KEPT = 16  # states of a store; recipe/schema knows it too
+
+Aligned = Annotated[int, Field(multiple_of=ALIGN)]
+Sum = Annotated[int, Field(le=(1 << 64) - 1)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,8 +26,8 @@ class StoredTensor:
     """Describes a tensor, or the run of its elements that a stage holds."""
 
     name: str  # in the model
-    stored_as: str  # in the checkpoint it came from, and in every export
-    shape: tuple[int, ...]  # of the whole tensor
+    stored_as: Annotated[str, Field(min_length=1, max_length=NAME_LIMIT)]  # in the checkpoint it came from, and in every export
+    shape: Annotated[tuple[int, ...], Field(max_length=64)]  # of the whole tensor; torch can hold no more dimensions
     offset: int  # elements within the stage
     first: int  # elements of the tensor before these
     count: int
@@ -33,9 +38,9 @@ class StoredTensor:
 class StoredExtent:
     """Names bytes of the store, and the sum (`swap.kernels.checksum`) of what was written there."""
 
-    offset: int
+    offset: Aligned
     size: int
-    sum: Annotated[int, Field(le=_LARGEST_SUM)]
+    sum: Sum
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +72,7 @@ class DueUpdate:
 
     lr: float
     gradient_scale: float  # the clipping factor
-    step: int  # 1 for the first: bias corrections
+    step: Annotated[int, Field(ge=1)]  # 1 for the first: bias corrections
     skipped: bool  # every value stays as it is
     beta1: float
     beta2: float
@@ -83,7 +88,7 @@ class Manifest:
     files: tuple[str, ...]  # absolute paths of the store's files, in the order of the stripe
     parts: tuple[str, ...]  # of the part files beside them
     companions: tuple[str, ...]  # of what else there is of the run; all three are what `fuyou clean` may remove
-    stripe: int
+    stripe: Annotated[int, Field(ge=ALIGN, multiple_of=ALIGN)]
     store_size: int
     state: State
     step: int  # finished steps, the generation of every stage without gradients; as many losses are in training/losses.py
@@ -96,7 +101,7 @@ class Manifest:
     libraries: dict[str, str]  # versions of what computed it (training/libraries.py)
     random: dict[str, Any]  # states of generators (training/state/random_states.py)
     mode: StoreMode
-    keep: int  # states that are there whole at any time, this one among them
+    keep: Annotated[int, Field(ge=1, le=MOST_KEPT)]  # states that are there whole at any time, this one among them
     due: DueUpdate | None  # of stages with gradients
     stages: tuple[StoredStage, ...]
     skipped: int = 0  # of these steps, that updated nothing (train.skip_nonfinite)

@@ -7,17 +7,14 @@ from collections.abc import Iterator
 from math import prod
 from pathlib import PurePath
 
-from ...checkpoint.header import METADATA, NAME_LIMIT
+from ...checkpoint.header import METADATA
 from ...core.json_files import shown
 from ...core.typed import LARGEST
 from ...spec.model import ITEM_SIZE
 from ...spec.plan import Numerics
 from .stored import Manifest, StoredExtent, StoredStage, StoredTensor
 
-_ALIGN = 4096  # of stripes and extents, as direct I/O wants them
-MOST_KEPT = 16  # states of a store; recipe/schema knows it too
 _MOST_FILES = 16  # of a stripe: FY_MAX_DIRECTORIES of native/include/fuyou.h
-_MOST_DIMENSIONS = 64  # of a tensor that torch can hold
 _ITEMS = {"remainder": 2, "momentum": 4, "variance": 4}  # bytes of an element; of weights it is the compute dtype's
 MOST_THREADS = 1024  # torch crashes when the system has no more of them; a recipe may ask for as many
 _LARGEST_WHOLE = (1 << 31) - 1  # of the numbers of a recipe
@@ -38,8 +35,6 @@ def why_not(manifest: Manifest) -> str:
 
 def _contradictions(manifest: Manifest) -> Iterator[str]:
     yield from _paths(manifest)
-    if not manifest.stripe or manifest.stripe % _ALIGN:
-        yield f"a stripe of {manifest.stripe} bytes"
     yield from _of_numerics(manifest.numerics)
     if manifest.numerics.compute_dtype != manifest.compute_dtype:
         yield f"weights in {manifest.compute_dtype}, computed with in {manifest.numerics.compute_dtype}"
@@ -51,12 +46,8 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
         yield "no tensor is committed"
     if manifest.state == "committed" and not manifest.random:
         yield "no states of random generators"
-    if not 1 <= manifest.keep <= MOST_KEPT:
-        yield f"keep is {manifest.keep}"
     if (manifest.due is not None) != any(stage.gradients is not None for stage in manifest.stages):
         yield "gradients without an update that is due, or one without gradients"
-    if manifest.due is not None and not manifest.due.step:
-        yield "due.step is 0"
     if not manifest.skipped_in_row <= manifest.skipped <= manifest.step:
         yield f"{manifest.skipped} steps of {manifest.step} skipped, {manifest.skipped_in_row} of them last"
     for index, stage in enumerate(manifest.stages):
@@ -118,15 +109,15 @@ def _of_stage(stage: StoredStage, manifest: Manifest) -> Iterator[str]:
 def _of_extent(extent: StoredExtent, size: int, store_size: int) -> Iterator[str]:
     if extent.size != size:
         yield f"{extent.size} bytes, {size} are wanted"
-    if extent.offset % _ALIGN or extent.offset + extent.size > store_size:
+    if extent.offset + extent.size > store_size:
         yield f"bytes {extent.offset} to {extent.offset + extent.size} of a store of {store_size}"
 
 
 def _of_tensor(tensor: StoredTensor, params: int) -> Iterator[str]:
-    if not 0 < len(tensor.stored_as) <= NAME_LIMIT or tensor.stored_as == METADATA:
+    if tensor.stored_as == METADATA:
         yield f"no tensor of a checkpoint is called {shown(tensor.stored_as)}"
-    whole = prod(tensor.shape[:_MOST_DIMENSIONS])
-    if len(tensor.shape) > _MOST_DIMENSIONS or whole > LARGEST:
+    whole = prod(tensor.shape)
+    if whole > LARGEST:
         yield f"{len(tensor.shape)} dimensions of more elements than any tensor has"
     elif tensor.first + tensor.count > whole:
         yield f"elements {tensor.first} to {tensor.first + tensor.count} of {whole}"
