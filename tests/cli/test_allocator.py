@@ -11,7 +11,7 @@ import pytest
 # A hole of 80 MiB under a small block that stays: then a block of 40 MiB, freed again. How much of it stays taken?
 _HOLE = """
 import ctypes, sys
-from fuyou_cli.cli import allocator
+from fuyou_cli.machine import allocator
 from fuyou_cli.machine.probe import process_bytes
 C = allocator._C
 C.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
