@@ -23,7 +23,6 @@ from fuyou_cli.spec.plan import Plan
 if TYPE_CHECKING:
     from fuyou_cli.training.prepare import Prepared
 
-HIDDEN = 0.05  # of a step: compute that waits less need not wait less
 USUAL = 1000  # steps that writes are shown of, where nobody knows how many there are
 _CLOSE = 0.9  # of the busiest resource's seconds: one that is nearly as busy decides as well
 _RATED = {  # resource -> how the names of the rates behind it begin (`machine/origins`)
@@ -113,28 +112,6 @@ class RunFacts:
         other = "store, both" if self.plan.sustained else "store, sustained"
         rates = (rate for rate in origins_of(self.hardware) if rate.origin == "assumption" and rate.what.startswith(names))
         return tuple(rate for rate in rates if not rate.what.startswith(other))
-
-    @property
-    def hiding_tokens(self) -> int | None:
-        """Estimate the tokens per step from which compute takes longer than drives and updates do. Weights and states move
-        once a step, whatever its batch; only boundaries grow with it. None where compute hardly waits, no batch is enough, or
-        the batch is that of a saved run."""
-        predicted = self.plan.predicted
-        if self.done is not None or sum(predicted.stalls.values()) <= HIDDEN * predicted.step_seconds:
-            return None
-        compute = predicted.seconds.get("compute", 0.0)
-        times = []
-        for name, total, by in (
-            ("ssd read", predicted.read_per_step, predicted.read_by),
-            ("ssd write", predicted.written_per_step, predicted.written_by),
-            ("update", 0, {}),
-        ):
-            seconds = predicted.seconds.get(name, 0.0)
-            growing = seconds * by.get("boundaries", 0) / total if total else 0.0
-            if compute <= growing:
-                return None
-            times.append((seconds - growing) / (compute - growing))
-        return round(max(times) * self.tokens) if max(times) > 1 else None
 
 
 def facts_of(prepared: Prepared, room: Room, *, described: bool = False, command: str = "") -> RunFacts:

@@ -15,6 +15,7 @@ from .theme import Symbols, pairs, percent, say, some, speed
 from .traffic import wear_in_brief
 
 _BUSY = 0.9  # of a step: compute that works so much of it leaves little to gain
+_WAITING = 0.1  # of a step: compute that waits more would gain from a larger batch, as states move once a step
 
 
 def show_answer(console: Console, facts: RunFacts, shapes: Symbols) -> None:
@@ -100,9 +101,11 @@ def _faster(facts: RunFacts) -> str:
     if are_busy(hardware.others_cores):
         others = f"other programs used {hardware.others_cores:.1f} cores"
         return f"measure again when the machine is idle: `fuyou bench --dir {facts.folder}` ({others})"
-    if tokens := facts.hiding_tokens:
-        return f"try a larger train.batch_size: from about {tokens:,} tokens per step on, compute hides the drives"
-    busy = plan.predicted.seconds.get(plan.predicted.bottleneck, 0.0) / (plan.predicted.step_seconds or 1.0)
-    if plan.predicted.bottleneck in ("compute", "cpu") and busy >= _BUSY:
+    step = plan.predicted.step_seconds or 1.0
+    if plan.predicted.bottleneck in ("compute", "cpu") and plan.predicted.seconds[plan.predicted.bottleneck] >= _BUSY * step:
         return "nothing to change: compute is nearly always busy"
+    waits = sum(plan.predicted.stalls.values()) / step
+    if waits > _WAITING:
+        batch = "" if facts.done is not None else "a larger train.batch_size, "  # a saved run keeps its batch
+        return f"try {batch}more RAM or faster drives: compute waits {waits:.0%} of the step"
     return "nothing better is known (see `fuyou plan --compare`)"

@@ -43,7 +43,6 @@ def plan_json(facts: RunFacts) -> dict[str, object]:
         "endings": [asdict(ending) for ending in facts.endings],
         "fast_region": None if facts.region is None else _region(facts.region, plan),
         **_speed(plan),
-        "hiding_tokens": facts.hiding_tokens,
         "cpu_peak": plan.predicted.cpu_peak,
         "phase_peaks": phase_peaks(plan),
         "written_by_run": None if writes is None else writes.total,
