@@ -17,8 +17,6 @@ _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 _GOLDEN = 0.618  # multiples of it, without their whole part, fill an interval evenly
 NONE_KEPT = -1.0  # of `Choice.activations`: copying outputs takes time too, more than some are worth
 
-NONE_PICKED = -1  # of `Choice.picked`: tensors go to RAM in a fixed order
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Choice:
@@ -30,7 +28,6 @@ class Choice:
     defer: float = 0.0  # share of the parameters whose updates wait for the next forward; without meaning under clipping
     activations: float = 0.0  # share of the spare RAM that goes to outputs of operators before anything else; what is left does
     swap: float = 0.0  # share of the outputs' bytes that rest with boundaries on the ssd
-    picked: int = NONE_PICKED  # a set of tensors that goes to RAM, whatever `states` and `activations` say (`picks`)
 
     def values(self) -> tuple[tuple[str, object], ...]:
         """Of every knob its name and value."""

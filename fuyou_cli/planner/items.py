@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -11,11 +11,9 @@ from ..spec.model import ITEM_SIZE, STATE_SIZES, StageSpec
 from ..spec.plan import StagePlan
 from .ground import Ground
 from .memory import ARENA_UNIT, Homes, Layout
-from .picks import Slots, Tensor
 from .wishes import Wishes
 
 KINDS = ("weights", "boundaries", "gradients", "states")  # fields of `Homes`
-_HARDLY = 64  # of the largest tensor: what is smaller takes hardly anything
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,30 +98,3 @@ def _together(single: list[Item], homes: Homes, spans: Layout) -> Iterator[Item]
                 freed=sum(align_up(span.size, ARENA_UNIT) for span in slots),
                 saved=sum(item.saved for item in items),
             )
-
-
-def single_tensors(items: Sequence[Item]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """In an order that does not depend on what they save; those apart that take hardly anything."""
-    alone = [item for item in items if len(item.stages) == 1 and not item.freed]
-    found = [Tensor(kind=item.kind, stage=item.stages[0], size=item.sizes[0], saved=item.saved) for item in alone]
-    found.sort(key=lambda tensor: (tensor.kind, tensor.stage))
-    least = max((tensor.size for tensor in found), default=0) // _HARDLY
-    large = tuple(tensor for tensor in found if tensor.size > least)
-    return large, tuple(tensor for tensor in found if tensor.size <= least)
-
-
-def passed_slots(tensors: Sequence[Tensor], spans: Layout) -> Iterator[Slots]:
-    """Of weights and of boundaries, which are as many as the tensors that pass through (`memory.layout`)."""
-    for number, slots in enumerate(spans.slot_classes):
-        members = set_of(t.kind == "weights" and spans.stages[t.stage].slot_class == number for t in tensors)
-        if slots.weight_slots:
-            size = align_up(slots.weight_size, ARENA_UNIT)
-            yield Slots(members=members, count=len(slots.weight_slots), more=0, size=size)
-    if spans.boundary_slots:
-        members = set_of(tensor.kind == "boundaries" for tensor in tensors)
-        size = align_up(spans.boundary_slots[0].size, ARENA_UNIT)
-        yield Slots(members=members, count=len(spans.boundary_slots), more=1, size=size)
-
-
-def set_of(members: Iterable[bool]) -> int:
-    return sum(1 << place for place, member in enumerate(members) if member)

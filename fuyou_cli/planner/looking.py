@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Literal
@@ -115,8 +115,7 @@ class Looking:
             if not self._fits(found.choice, found.plan) or (known is not None and known.timeline is not None):
                 continue
             self.pool[key] = found
-            if key in other._plans:  # not what was picked (`closer`)
-                self._plans[key] = other._plans[key]
+            self._plans[key] = other._plans[key]
             if found.timeline is not None and (self.best is None or found.seconds < self.best.seconds):
                 self.best = found
 
@@ -130,16 +129,6 @@ class Looking:
         self._looked_around.add(nearest.choice)
         self.place(choices.lines(nearest.choice))
         return True
-
-    def placed_anew(self, choices: Iterable[Choice]) -> Iterator[Alternative]:
-        """Of what no family has (`closer`), what comes to plans that nobody saw yet."""
-        for choice in choices:
-            found = self.placing.placed(choice)
-            if found is None or id(found) in self._plans:
-                continue
-            self._plans[id(found)] = found
-            if self._fits(choice, found.plan):
-                yield _alternative(choice, found)
 
     # ---- simulating ----------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ fixed order (`items`, `filling`); what is left goes to outputs again. `plan` is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..core.errors import PlanError
@@ -18,16 +17,15 @@ from ..spec.plan import Plan, Tier
 from .assemble import assembled, host_peaks
 from .bound import lower_bound, phase_estimate
 from .boundary_layout import Kept, every_operator
-from .choice import NONE_KEPT, NONE_PICKED, Choice, pipelines
+from .choice import NONE_KEPT, Choice, pipelines
 from .commit_interval import guessed_interval, with_interval
 from .costs import Costs
 from .defer import deferrals
 from .device_memory import with_homes_on_device
-from .filling import Filling, outputs_of, with_value
+from .filling import Filling, outputs_of
 from .ground import Ground
-from .items import KINDS, Item, passed_slots, set_of, single_tensors, traffic_items
+from .items import KINDS, Item, traffic_items
 from .memory import Homes, Layout, layout
-from .picks import MOST_TENSORS, Slots, Tensor, best_first, nearest
 from .schedule import Schedule, expand, recommitted
 from .wishes import Wishes
 
@@ -68,7 +66,7 @@ class Placing:
         self.costs = Costs.asked(model, hardware, wishes)
         self._ground = Ground(model, wishes.numerics, mode=wishes.store_mode, keep=wishes.keep)
         self._outputs = outputs_of(model, wishes)
-        self._starts: dict[tuple[object, ...], _Start] = {}
+        self._starts: dict[tuple[object, ...], _Start | None] = {}
         self._placed: dict[tuple[object, ...], Placed] = {}
 
     def placed(self, choice: Choice) -> Placed | None:
@@ -77,62 +75,15 @@ class Placing:
         deferred = deferrals(self.model, asked)
         pipeline = (choice.lookahead, choice.gradient_slots, deferred)
         start = self._started(asked, choice, pipeline)
-        filling = self._picked(asked, choice, start)
-        if filling is None:
-            if not start.fits:
-                return None
-            filling = self._filled(asked, choice, start)
+        if start is None:
+            return None
+        filling = self._filled(asked, choice, start)
         key = (filling.homes, pipeline)
         if key not in self._placed:
             homes, spans = self._within(filling, choice)
             same = (homes, choice.lookahead, spans.slot_classes, deferred)
             self._placed[key] = self._placed[same] = self._placed.get(same) or self._assembled(asked, spans, choice)
         return self._placed[key]
-
-    def is_small(self, choice: Choice) -> bool:
-        """Whether the model has so few tensors that sets of them can be looked at."""
-        return len(self._start_of(choice).tensors) <= MOST_TENSORS
-
-    def picks(self, choice: Choice) -> Iterator[Choice]:
-        """The same choice with sets of tensors of a small model in RAM that fit there, those first that save most traffic."""
-        start = self._start_of(choice)
-        room = (
-            start.nothing.spare
-            + sum(slots.count * slots.size for slots in start.slots)
-            - sum(item.size for item in start.small)
-        )
-        for number in best_first(start.tensors, start.slots, room=room):
-            yield replace(choice, picked=number)
-
-    def near(self, choice: Choice, plan: Plan, in_flight: Sequence[tuple[int, int]]) -> Iterator[Choice]:
-        """What differs from a choice's plan in the home of one tensor or of two, or in its pipeline."""
-        start = self._start_of(choice)
-        fields = {"weights": "weights", "states": "states", "gradients": "gradients", "boundaries": "boundary"}
-        number = set_of(getattr(plan.stages[tensor.stage], fields[tensor.kind]) != "ssd" for tensor in start.tensors)
-        yield from (replace(choice, picked=other) for other in nearest(number, start.tensors))
-        for lookahead, slots in in_flight:
-            yield replace(choice, lookahead=lookahead, gradient_slots=slots, picked=number)
-
-    def _start_of(self, choice: Choice) -> _Start:
-        asked = as_chosen(self.wishes, choice)
-        return self._started(asked, choice, (choice.lookahead, choice.gradient_slots, deferrals(self.model, asked)))
-
-    def _picked(self, asked: Wishes, choice: Choice, start: _Start) -> Filling | None:
-        """With the tensors of the choice's set in RAM, and outputs of operators in what is left; None where that does not fit,
-        or where the choice has no such set."""
-        if choice.picked == NONE_PICKED or choice.picked >= 1 << len(start.tensors):
-            return None
-        homes = start.nothing.homes
-        there = (tensor for place, tensor in enumerate(start.tensors) if choice.picked >> place & 1)
-        for tensor in (*there, *start.small):
-            homes = replace(homes, **{tensor.kind: with_value(getattr(homes, tensor.kind), tensor.stage, "cpu")})
-        peaks = host_peaks(self.model, self.hardware, asked, self._layout(asked, homes, choice))
-        if max(peaks.values()) > asked.cpu_budget:
-            return None
-        filling = Filling.of(self._ground, asked, homes, peaks)
-        if asked.kept is None and choice.activations != NONE_KEPT:
-            filling.keep(self._outputs, share=1.0)
-        return filling
 
     def _assembled(self, asked: Wishes, spans: Layout, choice: Choice) -> Placed:
         at_most_one = asked.commit_every in (None, 1)  # step between two commits
@@ -173,30 +124,23 @@ class Placing:
             self.model, asked, homes, lookahead=choice.lookahead, gradient_slots=choice.gradient_slots, ground=self._ground
         )
 
-    def _started(self, asked: Wishes, choice: Choice, pipeline: tuple[object, ...]) -> _Start:
-        """With nothing moved to RAM yet."""
+    def _started(self, asked: Wishes, choice: Choice, pipeline: tuple[object, ...]) -> _Start | None:
+        """With nothing moved to RAM yet; None where even that does not fit."""
         homes = _start(self.model, asked, choice.swap)
         key = (homes.kept, pipeline)
         if key not in self._starts:
             spans = self._layout(asked, homes, choice)
             peaks = host_peaks(self.model, self.hardware, asked, spans)
-            self._starts[key] = self._begun(asked, choice, homes, spans, peaks)
+            fits = max(peaks.values()) <= asked.cpu_budget
+            self._starts[key] = self._begun(asked, choice, homes, spans, peaks) if fits else None
         return self._starts[key]
 
     def _begun(self, asked: Wishes, choice: Choice, homes: Homes, spans: Layout, peaks: dict[str, int]) -> _Start:
-        """What does not fit like that is no start for any but the sets of a small model."""
-        nothing, fits = Filling.of(self._ground, asked, homes, peaks), max(peaks.values()) <= asked.cpu_budget
-        is_of_use = fits or len(self.model.stages) <= MOST_TENSORS
-        items = sorted(traffic_items(self._ground, asked, homes, spans), key=lambda item: item.order) if is_of_use else []
-        tensors, small = single_tensors(items)
+        items = sorted(traffic_items(self._ground, asked, homes, spans), key=lambda item: item.order)
         return _Start(
-            nothing=nothing,
-            fits=fits,
+            nothing=Filling.of(self._ground, asked, homes, peaks),
             items=tuple(items),
-            tensors=tensors,
-            small=small,
-            slots=tuple(passed_slots(tensors, spans)),
-            everything=self._everything(asked, choice, homes, items) if fits else None,
+            everything=self._everything(asked, choice, homes, items),
         )
 
     def _everything(self, asked: Wishes, choice: Choice, homes: Homes, items: list[Item]) -> Filling | None:
@@ -256,12 +200,8 @@ class _Start:
     """Where the filling of RAM begins, and what may move there, in the order in which it does."""
 
     nothing: Filling  # in RAM yet
-    fits: bool  # even that may be too much
     everything: Filling | None  # that may be; None where it does not fit
     items: tuple[Item, ...]
-    tensors: tuple[Tensor, ...]  # of the items, one by one
-    small: tuple[Tensor, ...]  # that take hardly anything, and are in RAM wherever others are picked
-    slots: tuple[Slots, ...]  # that they pass through
 
 
 def _settled(homes: Homes, items: list[Item], kind: str) -> tuple[Tier, ...]:

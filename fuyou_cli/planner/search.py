@@ -4,7 +4,7 @@ Placing a choice is cheap beside simulating it, and says two things of it: a bou
 The likeliest is simulated first. What simulations show to be better than all before is looked at from all sides: every other
 value of each of its knobs is placed, and simulated in its turn. The search ends where what is left cannot be better by
 its bound, or where many simulations in a row have found nothing better, or at a fixed amount of work, whatever the size of
-the model (that of `closer`, which follows, is bounded by how small it has to be). Of small models most choices are placed.
+the model. Of small models most choices are placed.
 Nothing here depends on a clock: the same inputs give the same plan.
 
 How near that comes to the best of the whole family: of a small one every choice is placed, and as a rule all are simulated
@@ -13,8 +13,6 @@ finds, of the small ones of tests/planner/test_search.py, a step at most `NEAR` 
 dozen choices are placed and eight simulated: nobody knows what the best is.
 
 Where the fastest choice spends drives for little, those that do not are searched in the same way (`sparing`).
-
-Choices fill RAM in a fixed order. Of a model of few tensors the sets of them that fit are looked at as well (`closer`).
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
 from .choice import Family, family
-from .closer import look_closer
 from .commit_interval import timed_plan
 from .looking import Alternative, Effort, Looking
 from .place import Placing, too_small
@@ -65,7 +62,7 @@ def search(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, *, effor
     for with_room in (True, False):  # what overflows disk or device is refused by name, by who knows what is there already
         looking = Looking(placing=placing, pipelines=choices.pipelines, with_room=with_room, effort=effort)
         with _uncollected():
-            complete = _looked(looking, choices)
+            complete = _explored(looking, choices)
             if looking.best is not None:
                 return _found(looking, choices, complete=complete)
     raise too_small(model, hardware, wishes)
@@ -101,19 +98,11 @@ def _found(every: Looking, choices: Family, *, complete: bool) -> Found:
     sparing = Sparing(every.placing, choices, fastest)
     if policy == "balanced" or (policy == "spare" and sparing.spends(fastest.choice, fastest.plan)):
         frugal = every.among(sparing.allows)
-        complete = _looked(frugal, sparing.family) and complete
+        complete = _explored(frugal, sparing.family) and complete
         best = (spared if policy == "spare" else balanced)(every, frugal)
         every.learn_from(frugal)
         placed, visits = placed + frugal.placed, visits + frugal.visits
     return Found(best=best, fastest=fastest, others=every.others(best), complete=complete, placed=placed, visits=visits)
-
-
-def _looked(looking: Looking, choices: Family) -> bool:
-    """At the family, and closer at what came out best; whether none of it can be better than the best."""
-    complete = _explored(looking, choices)
-    if looking.best is not None:
-        look_closer(looking, choices)
-    return complete
 
 
 def _explored(looking: Looking, choices: Family) -> bool:

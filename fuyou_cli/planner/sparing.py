@@ -68,7 +68,7 @@ class Sparing:
         return self.family.pipelines[0]
 
     def _without_outputs(self, lookahead: int, slots: int) -> Plan | None:
-        """None where it does not fit: then nothing else with this pipeline does but tensors that were picked."""
+        """None where it does not fit: then nothing else with this pipeline does."""
         pipeline = (lookahead, slots)
         if pipeline not in self._bare:
             found = self._placing.placed(self.family.bare(pipeline))

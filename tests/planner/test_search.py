@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -15,10 +13,8 @@ from hypothesis import strategies as st
 
 from fuyou_cli.core.errors import PlanError
 from fuyou_cli.core.units import GiB, MiB
-from fuyou_cli.planner.assemble import assemble
-from fuyou_cli.planner.choice import NONE_PICKED, family
+from fuyou_cli.planner.choice import family
 from fuyou_cli.planner.looking import GAIN, MOST_PLACED, MOST_VISITS
-from fuyou_cli.planner.memory import Homes
 from fuyou_cli.planner.place import Placing, least_memory, made_of
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.search import NEAR, fastest, search, timed
@@ -69,15 +65,14 @@ def free(draw: st.DrawFn) -> tuple[ModelSpec, HardwareProfile, Wishes]:
 @given(free())
 def test_nothing_in_the_family_is_faster(case: tuple[ModelSpec, HardwareProfile, Wishes]) -> None:
     """Brute force over the family beside what the search does with a small case: equal, but that of about equal ones the
-    cheaper is taken; only what no choice of the family comes to may be faster."""
+    cheaper is taken."""
     spec, hardware, wishes = case
     placing = Placing(spec, hardware, wishes)
     placed = {id(found): found for found in map(placing.placed, family(spec, wishes)) if found is not None}
     seconds = min(_step(spec, hardware, found.plan) for found in placed.values())
     found = search(spec, hardware, wishes)
     assert found.complete
-    assert found.best.seconds <= seconds * (1 + GAIN)
-    assert found.best.seconds >= seconds or found.best.choice.picked != NONE_PICKED
+    assert seconds <= found.best.seconds <= seconds * (1 + GAIN)
 
 
 def test_what_the_estimate_is_wrong_of_is_found_as_well() -> None:
@@ -200,49 +195,6 @@ def test_a_plan_stays_inside_what_it_was_given(case: tuple[ModelSpec, HardwarePr
         for kind, tier in pins:
             if tier is not None and (kind != "boundary" or spec_stage.kind in ("block", "norm")):
                 assert getattr(stage, kind) == tier
-
-
-@st.composite
-def unequal(draw: st.DrawFn) -> tuple[ModelSpec, HardwareProfile, Wishes]:
-    """Few tensors, of which some are several times as large as others: which of them fit beside which makes the difference."""
-
-    def rate() -> float:
-        return draw(st.sampled_from([3e8, 9e8, 3e9]))
-
-    blocks = draw(st.lists(st.sampled_from([2, 4, 8, 16]), min_size=1, max_size=2))
-    ends = st.sampled_from([2, 8, 16])
-    spec = model(draw(ends) << 20, *[size << 20 for size in blocks], 2048, draw(ends) << 20)
-    hardware = replace(SLOW_STORE, store_read=rate(), store_write=rate(), matmul_flops=draw(st.sampled_from([2e9, 2e10, 2e11])))
-    hardware = replace(hardware, store_read_mixed=hardware.store_read / 2, store_write_mixed=hardware.store_write / 2)
-    wishes = replace(_large(spec), clip_grad_norm=None, lookahead=1, defer=0.0, kept=((),) * len(spec.stages))
-    numerics = replace(wishes.numerics, max_seq_len=draw(st.sampled_from([128, 2048])))
-    wishes = replace(wishes, numerics=numerics)
-    spare = draw(st.integers(0, 40)) * 10 * MiB
-    return spec, hardware, replace(wishes, cpu_budget=least_memory(spec, hardware, wishes) + spare)
-
-
-@examples(6)
-@given(unequal())
-def test_nothing_that_fits_is_much_faster(case: tuple[ModelSpec, HardwareProfile, Wishes]) -> None:
-    """Brute force over all homes that fit, not only those that a choice leads to. Nearly always the search finds the best."""
-    spec, hardware, wishes = case
-    seconds = min((_step(spec, hardware, plan) for plan in _everywhere(spec, hardware, wishes)), default=float("inf"))
-    assert search(spec, hardware, wishes).best.seconds <= seconds * (1 + 2 * NEAR)
-
-
-def _everywhere(spec: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Iterator[Plan]:
-    """The norm, which hardly takes anything, stays where it is."""
-    blocks = len(spec.stages) - 3
-    of_all = [("ssd", "cpu")] * (blocks + 2)
-    for weights, states, boundaries in product(product(*of_all), product(*of_all), product(*of_all[2:])):
-        homes = Homes(
-            weights=(*weights[:-1], "ssd", weights[-1]), states=(*states[:-1], "ssd", states[-1]),
-            gradients=("cpu",) * len(spec.stages), boundaries=("cpu", *boundaries, "ssd", "cpu"), kept=((),) * len(spec.stages),
-        )  # type: ignore[arg-type] # fmt: skip
-        for slots in (1, 2):
-            plan = assemble(spec, hardware, wishes, homes, lookahead=1, gradient_slots=slots)
-            if plan.predicted.cpu_peak <= wishes.cpu_budget:
-                yield plan
 
 
 def test_deferral_is_found_where_it_helps() -> None:
