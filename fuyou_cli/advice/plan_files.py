@@ -1,29 +1,42 @@
-"""`fuyou plan -o plan.json`, and a run of that very plan."""
+"""Writes the choice behind a plan to a file (`fuyou plan -o plan.json`), and runs that very plan later.
+
+The file holds what the planner chose, not the plan: a run plans again from it, which takes no search, and refuses where
+anything else than the same placement comes of it. Nothing in it names a clock or a folder: equal inputs give equal bytes.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import stat
-from dataclasses import fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.core.json_files import find_text
-from fuyou_cli.core.units import gib
-from fuyou_cli.planner.choice import Choice
-from fuyou_cli.planner.rebuilt import difference, rebuilt
+from fuyou_cli.core.json_files import find_text, parsed
+from fuyou_cli.core.typed import from_json
+from fuyou_cli.planner.choice import Choice, family
+from fuyou_cli.planner.commit_interval import timed_plan, with_interval
+from fuyou_cli.planner.costs import Costs
+from fuyou_cli.planner.place import made_of
+from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.store_modes import redone
 from fuyou_cli.planner.wishes import Wishes
-from fuyou_cli.spec import plan_file as files
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
-from fuyou_cli.spec.plan import Numerics, Plan
+from fuyou_cli.spec.plan import Plan
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import Recipe
     from fuyou_cli.training.prepare import Prepared
+
+MARK = "fuyou_plan"  # a plan file's first key
+FORMAT = 4
+LARGEST = 1 << 20  # bytes of a file
 
 # Sections and keys that a plan depends on: the rest (rates of learning, logs, folders) may change beneath it.
 _DEPENDS = (
@@ -36,27 +49,102 @@ _DEPENDS = (
 _NOT_OF_A_PLAN = (
     "offload.dir", "offload.ssd_write_limit", "offload.verify_reads", "offload.measure", "offload.expandable_segments",
 )  # fmt: skip
+# What is asked of a plan and may be another by the time it runs; the rest must be the same.
+_FREE = ("model_name", "cpu_budget", "gpu_budget", "ssd_budget", "sustained", "may_redo", "wear")
+_MICRO_BATCH = "numerics.micro_batch_size"
 _AGAIN = "make the plan again: fuyou plan RECIPE -o FILE"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanFile:
+    """Holds all that a plan is made of again."""
+
+    fuyou_plan: int  # the format's version
+    model: str  # what it is called, and a digest of its stages and tensors
+    recipe: dict[str, str]  # dotted key -> value as JSON, of the keys that a plan depends on
+    asked: dict[str, str]  # the same of `Wishes`
+    memory: int  # bytes of RAM for the plan beside the bare process
+    gpu_budget: int | None
+    choice: dict[str, Any]
+    commit_every: int | None
+    placement: str  # digest of all that the plan places
+
+
+def plan_file(
+    plan: Plan, model: ModelSpec, process: int, wishes: Wishes, choice: Choice, recipe: Mapping[str, str]
+) -> PlanFile:
+    """`process`: bytes of RAM of the bare process that it was planned for (`HardwareProfile.process_bytes`)."""
+    return PlanFile(
+        fuyou_plan=FORMAT,
+        model=_mark(model),
+        recipe=dict(recipe),
+        asked=_asked(wishes),
+        memory=wishes.cpu_budget - process,
+        gpu_budget=wishes.gpu_budget,
+        choice=asdict(choice),
+        commit_every=plan.commit_every,
+        placement=_placement(plan),
+    )
+
+
+def to_text(file: PlanFile) -> str:
+    """Writes keys in order, whole numbers and floats exact."""
+    return json.dumps(asdict(file), sort_keys=True, indent=1, allow_nan=False) + "\n"
+
+
+def from_text(text: str) -> PlanFile:
+    """Raises UsageError naming the first key that is unknown, missing, twice there, of another type or negative."""
+    data = parsed(text)
+    if not isinstance(data, dict) or type(data.get(MARK)) is not int:
+        raise UsageError(f"{MARK}: missing: this is no plan file", hint="make one: fuyou plan RECIPE -o plan.json")
+    if data[MARK] != FORMAT:
+        raise UsageError(f"{MARK}: format {FORMAT} is wanted, not {data[MARK]}", hint="make the plan again")
+    file = from_json(PlanFile, data)
+    if not re.fullmatch("[1-9][0-9]{0,8}", file.asked.get(_MICRO_BATCH, "")):
+        raise UsageError(f"asked.{_MICRO_BATCH}: a whole number of at least 1 is wanted")
+    return file
 
 
 def recipe_keys(recipe: Recipe) -> dict[str, str]:
     """Dotted key -> value as JSON, of all that a plan depends on."""
-    found: dict[str, str] = {}
-
-    def walk(prefix: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for key, one in value.items():
-                walk(f"{prefix}.{key}" if prefix else str(key), one)
-        elif _depends(prefix):
-            found[prefix] = json.dumps(value, sort_keys=True)
-
-    walk("", recipe.model_dump(mode="json"))
-    found["model.name_or_path"] = json.dumps(files.portable_name(recipe.model.name_or_path))
-    return found
+    found = _flat(recipe.model_dump(mode="json"))
+    name = recipe.model.name_or_path  # a hub's as it is, of a folder somewhere the last part alone
+    portable = name.rstrip("/").rpartition("/")[2] if name.startswith(("/", "~", ".")) else name
+    return {key: value for key, value in found.items() if _depends(key)} | {"model.name_or_path": json.dumps(portable)}
 
 
 def _depends(key: str) -> bool:
     return key not in _NOT_OF_A_PLAN and any(key == name or key.startswith(f"{name}.") for name in _DEPENDS)
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, str]:
+    if not isinstance(value, dict):
+        return {prefix: json.dumps(value, sort_keys=True)}
+    inner = (_flat(one, f"{prefix}.{key}" if prefix else str(key)) for key, one in value.items())
+    return {key: text for found in inner for key, text in found.items()}
+
+
+def _asked(wishes: Wishes) -> dict[str, str]:
+    return _flat({key: value for key, value in asdict(wishes).items() if key not in _FREE})
+
+
+def _mark(model: ModelSpec) -> str:
+    stages = [
+        (stage.kind, stage.params, stage.vocabulary, [(t.name, t.shape, t.offset, t.first) for t in stage.tensors])
+        for stage in model.stages
+    ]
+    digest = _digest((model.compute_dtype, model.hidden_size, model.vocab_size, model.tied_head, stages))
+    return f"{model.architecture} with {model.parameters:,} parameters ({digest})"
+
+
+def _placement(plan: Plan) -> str:
+    """Digests everything but what the machine decides: what a step takes, and how much memory there is."""
+    apart = ("model", "cpu_budget", "memory", "predicted", "sustained")
+    return _digest({key: value for key, value in asdict(plan).items() if key not in apart})
+
+
+def _digest(content: object) -> str:
+    return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def check_target(path: Path) -> None:
@@ -72,22 +160,17 @@ def check_target(path: Path) -> None:
         return
     except OSError as error:
         raise UsageError(f"-o {path}: {error.strerror}", hint="name a file") from None
-    if head and files.MARK.encode() not in head:
+    if head and MARK.encode() not in head:
         raise UsageError(f"-o {path}: it is there already and is no plan", hint="name another file")
 
 
-def write_plan(path: Path, prepared: Prepared, choice: Choice) -> None:
-    """The plan with what it was made for; whole or not at all. Raises UsageError where it cannot be written."""
-    file = files.plan_file(
-        prepared.plan,
-        prepared.model,
-        prepared.hardware,
-        keys=recipe_keys(prepared.recipe),
-        pipeline=files.Pipeline(lookahead=choice.lookahead, gradient_slots=choice.gradient_slots, defer=choice.defer),
-    )
+def write_plan(path: Path, prepared: Prepared, wishes: Wishes, choice: Choice) -> None:
+    """Writes the file whole or not at all. Raises UsageError where it cannot be written."""
+    process, keys = prepared.hardware.process_bytes, recipe_keys(prepared.recipe)
+    text = to_text(plan_file(prepared.plan, prepared.model, process, wishes, choice, keys))
     whole = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        whole.write_text(files.to_text(file), encoding="utf-8")
+        whole.write_text(text, encoding="utf-8")
         whole.replace(path)
     except OSError as error:
         whole.unlink(missing_ok=True)
@@ -96,15 +179,21 @@ def write_plan(path: Path, prepared: Prepared, choice: Choice) -> None:
 
 def read_plan(path: Path, recipe: Recipe) -> KeptPlan:
     """Raises UsageError naming the key that is wrong, or that the recipe has changed since."""
-    text = find_text(path, limit=files.LARGEST, hint=_AGAIN)
+    text = find_text(path, limit=LARGEST, hint=_AGAIN)
     if text is None:
         raise UsageError(f"cannot read the plan {path}: there is no such file", hint="make one: fuyou plan RECIPE -o FILE")
     try:
-        kept = KeptPlan(path, files.from_text(text))
-        kept.check_recipe(recipe)
+        kept = KeptPlan(path, from_text(text))
+        _check_same(kept.file.recipe, recipe_keys(recipe), "in the recipe")
     except UsageError as error:
         raise _refused(path, error) from None
     return kept
+
+
+def _check_same(before: Mapping[str, str], now: Mapping[str, str], where: str) -> None:
+    for key in dict.fromkeys((*now, *before)):
+        if before.get(key) != now.get(key):
+            raise UsageError(f"{key} was {before.get(key, 'not there')}, is {now.get(key, 'not there')} {where}")
 
 
 def _refused(path: Path, error: UsageError) -> UsageError:
@@ -112,88 +201,50 @@ def _refused(path: Path, error: UsageError) -> UsageError:
 
 
 class KeptPlan:
-    """Chooses the plan of a file, once it is sure that it is still one for this run."""
+    """Makes the plan of a file again, once it is sure that it is still one for this run."""
 
-    def __init__(self, path: Path, file: files.PlanFile) -> None:
+    def __init__(self, path: Path, file: PlanFile) -> None:
         self.path, self.file = path, file
 
-    def check_recipe(self, recipe: Recipe) -> None:
-        before, now = self.file.recipe.keys, recipe_keys(recipe)
-        for key in dict.fromkeys((*now, *before)):
-            if before.get(key) != now.get(key):
-                raise UsageError(f"{key} was {before.get(key, 'not there')}, is {now.get(key, 'not there')} in the recipe")
-        size, planned = recipe.offload.max_memory.cpu.size, self.file.plan.cpu_budget
-        if size is not None and planned > size:
-            raise UsageError(f"plan.cpu_budget: {planned}, offload.max_memory.cpu says {size}")
+    @property
+    def micro_batch_size(self) -> int:
+        return int(self.file.asked[_MICRO_BATCH])
 
     def __call__(self, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
-        """The same homes and spans, with what they take and promise on this machine. Raises UsageError naming what does not
-        agree; whether it fits what the machine has now is for the caller to see."""
-        file = self.file
-        if file.plan.store_mode == "redo" and wishes.may_redo:  # another plan has room in place, or had: this one is redo's
-            wishes = redone(wishes)
+        """Returns the same placement, with what it takes and promises on this machine. Raises UsageError naming what does
+        not agree; whether it fits what the machine has now is for the caller to see."""
+        if self.file.asked.get("store_mode") == '"redo"' and wishes.may_redo:
+            wishes = redone(wishes)  # another plan has room in place, or had: this one is redo's
         try:
-            _check_run(file, model, wishes)
-            _check_figures(file, model, wishes)
-            if wishes.commit_every == "auto":  # also on a machine for which the planner would say another
-                wishes = replace(wishes, commit_every=file.plan.commit_every)
-            return rebuilt(model, hardware, wishes, file.plan, file.pipeline)
+            _check_run(self.file, model, wishes)
+            plan = _placed(self.file, model, hardware, wishes)
         except UsageError as error:
             raise _refused(self.path, error) from None
+        return timed_plan(model, hardware, plan, chosen=False)
 
 
-def _check_run(file: files.PlanFile, model: ModelSpec, wishes: Wishes) -> None:
-    """The model and the numerics are those of the run."""
-    mark = files.model_mark(model)
-    if mark != file.model:
-        what = f"{file.model.architecture} with {file.model.parameters:,} parameters"
-        now = f"{mark.architecture} with {mark.parameters:,} parameters"
-        differ = ": their tensors differ" if what == now else ""
-        raise UsageError(f"it was made for {what}, the recipe's model is {now}{differ}")
-    for field in fields(Numerics):
-        planned, asked = getattr(file.plan.numerics, field.name), getattr(wishes.numerics, field.name)
-        if planned != asked:
-            raise UsageError(f"plan.numerics.{field.name} is {planned!r}, the run computes with {asked!r}")
-    if file.plan.device != wishes.device:
-        raise UsageError(f"plan.device is {file.plan.device}, the run computes on {wishes.device}")
-    if file.plan.store_mode != wishes.store_mode:
+def _check_run(file: PlanFile, model: ModelSpec, wishes: Wishes) -> None:
+    """Compares the model and what is asked of the plan with those of the run."""
+    if file.model != _mark(model):
+        raise UsageError(f"it was made for {file.model}, the recipe's model is {_mark(model)}")
+    threads = file.asked.get("update_threads")  # first: the size of the scratch memory follows from them
+    if threads != str(wishes.update_threads):
         raise UsageError(
-            f"plan.store_mode is {file.plan.store_mode}; by what the disks have free, or by what is saved, the run has "
-            f"{wishes.store_mode}"
+            f"update_threads was {threads}, is {wishes.update_threads} by this machine's cores and what AdamW on them was last "
+            "measured at"
         )
-    io = file.plan.io  # before the spans, all of which shift with what the daemon's chunks take
-    if io.update_threads != wishes.update_threads:
-        raise UsageError(
-            f"plan.io.update_threads: made for {_threads(io.update_threads)}, this machine uses {wishes.update_threads} "
-            "by its cores and what AdamW on them was last measured at"
-        )
-    for name, asked in _io_of(wishes).items():
-        if getattr(io, name) != asked:
-            raise UsageError(f"plan.io.{name} is {getattr(io, name)!r}, the run uses {asked!r}")
-    if io.scratch.size != wishes.scratch_size:
-        raise UsageError(f"plan.io.scratch: {io.scratch.size} bytes for chunks, the run takes {wishes.scratch_size}")
+    _check_same(file.asked, _asked(wishes), "for this run")
 
 
-def _threads(number: int) -> str:
-    return f"{number} update thread{'s' * (number != 1)}"
-
-
-def _io_of(wishes: Wishes) -> dict[str, object]:
-    """What a plan says of transfers, as the run asks for it."""
-    names = ("read_depth", "write_depth", "block_size", "stripe", "chunk_params")
-    return {"backend": wishes.io_backend, **{name: getattr(wishes, name) for name in names}}
-
-
-def _check_figures(file: files.PlanFile, model: ModelSpec, wishes: Wishes) -> None:
-    """Every figure is what its homes give: spans inside arena and store and apart from each other, sizes of the model."""
-    if file.plan.sustained and not file.hardware.slows_down:
-        raise UsageError("plan.sustained: drives that do not slow down are planned at one rate")
-    if file.pipeline.defer and wishes.clip_grad_norm is not None:
-        raise UsageError("pipeline.defer: with train.clip_grad_norm no update is deferred")
-    asked = replace(wishes, cpu_budget=file.plan.cpu_budget, sustained=file.plan.sustained)
-    expected = rebuilt(model, file.hardware, asked, file.plan, file.pipeline)
-    expected = replace(expected, model=files.portable_name(wishes.model_name))
-    if where := difference(file.plan, expected):
-        raise UsageError(f"{where}: is not what the planner makes of these homes")
-    if expected.predicted.cpu_peak > expected.cpu_budget:
-        raise UsageError(f"plan.cpu_budget: {gib(expected.cpu_budget)}, the plan needs {gib(expected.predicted.cpu_peak)}")
+def _placed(file: PlanFile, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
+    """Places the choice in as much memory as it was made for, however large the process is now."""
+    choice = next((known for known in family(model, wishes) if asdict(known) == file.choice), None)
+    if choice is None:
+        raise UsageError("choice: none that the planner has for this recipe")
+    asked = replace(wishes, cpu_budget=file.memory + hardware.process_bytes, gpu_budget=file.gpu_budget)
+    plan = made_of(model, hardware, asked, choice)
+    if plan is not None and plan.commit_every != file.commit_every:  # also where the planner would now say another
+        plan = with_interval(Costs.of(model, hardware, plan), plan, plan_schedule(model, plan), file.commit_every)
+    if plan is None or _placement(plan) != file.placement:
+        raise UsageError("placement: the planner of this fuyou makes something else of `choice`")
+    return replace(plan, cpu_budget=wishes.cpu_budget)

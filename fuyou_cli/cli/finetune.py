@@ -60,7 +60,7 @@ def _finetune(loaded: LoadedRecipe, plan_file: Path | None, *, calibrated: bool,
         from fuyou_cli.advice.plan_files import read_plan
 
         introduction.given = kept = read_plan(plan_file, loaded.recipe)
-        options["micro_batch_size"] = kept.file.plan.numerics.micro_batch_size
+        options["micro_batch_size"] = kept.micro_batch_size
     check_output(loaded.recipe)
     try:
         prepared = prepared_for(loaded, **options)

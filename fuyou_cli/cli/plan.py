@@ -147,6 +147,6 @@ def _write(path: Path, outcome: Outcome, planning: Planning) -> None:
     if outcome.problems:
         write_status(f"plan: {path} was not written, because the run does not fit")
         return
-    assert planning.found is not None
-    write_plan(path, outcome.prepared, planning.found.best.choice)
+    assert planning.found is not None and planning.wishes is not None
+    write_plan(path, outcome.prepared, planning.wishes, planning.found.best.choice)
     write_status(f"plan: written to {path}; to run it: fuyou finetune RECIPE --plan {path}")

@@ -53,6 +53,7 @@ class Candidate:
 
     name: str
     prepared: Prepared
+    wishes: Wishes
     choice: Choice
     overrides: tuple[str, ...] = ()
 
@@ -63,7 +64,7 @@ class Candidate:
 
     def written(self, folder: Path) -> dict[str, object]:
         path = folder / "plan.json"
-        write_plan(path, self.prepared, self.choice)
+        write_plan(path, self.prepared, self.wishes, self.choice)
         seconds = self.prepared.plan.predicted.step_seconds
         return {
             "name": self.name, "overrides": list(self.overrides), "plan": path.read_text(encoding="utf-8"), "seconds": seconds,
@@ -91,7 +92,7 @@ def candidates(recipe: Path, seed: int) -> list[Candidate]:
     planning = Roomy()
     prepared = prepared_for(loaded, planning_only=True, choose=planning)
     assert planning.found is not None and planning.wishes is not None
-    best = Candidate(name="chosen", prepared=prepared, choice=planning.found.best.choice)
+    best = Candidate(name="chosen", prepared=prepared, wishes=planning.wishes, choice=planning.found.best.choice)
     found = [best]
     elsewise = Elsewise(loaded=loaded, prepared=prepared, described=False)
     named = [
@@ -121,9 +122,10 @@ def add(found: list[Candidate], candidate: Candidate) -> bool:
 def changed(elsewise: Elsewise, name: str, overrides: tuple[str, ...]) -> Candidate | None:
     planning = Roomy()
     outcome = elsewise.with_keys(overrides, choose=planning)
-    if outcome is None or outcome.problems or planning.found is None:
+    if outcome is None or outcome.problems or planning.found is None or planning.wishes is None:
         return None
-    return Candidate(name=name, prepared=outcome.prepared, choice=planning.found.best.choice, overrides=overrides)
+    choice = planning.found.best.choice
+    return Candidate(name=name, prepared=outcome.prepared, wishes=planning.wishes, choice=choice, overrides=overrides)
 
 
 def micro_batches(elsewise: Elsewise, best: Candidate) -> Iterator[Candidate | None]:
@@ -143,7 +145,7 @@ def placed(best: Candidate, wishes: Wishes, choice: Choice, name: str) -> Candid
     if plan is None or not wishes.has_room_for(plan, prepared.hardware):
         return None
     step = timed(alternative(choice, plan), prepared.model, prepared.hardware, wishes)
-    return Candidate(name=name, prepared=replace(prepared, plan=step), choice=choice)
+    return Candidate(name=name, prepared=replace(prepared, plan=step), wishes=wishes, choice=choice)
 
 
 def near_the_bound(best: Candidate, wishes: Wishes, draw: random.Random) -> list[Candidate]:

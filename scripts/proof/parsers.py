@@ -15,10 +15,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from fuyou_cli.advice import plan_files
 from fuyou_cli.checkpoint.files import INDEX_NAME, SINGLE_NAME
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.json_files import find_text
-from fuyou_cli.spec import plan_file
+from fuyou_cli.planner.choice import Choice
+from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Numerics, Plan
@@ -125,16 +127,15 @@ def _machine() -> HardwareProfile:
 
 
 def _plan_bytes() -> list[bytes]:
-    pipeline = plan_file.Pipeline(lookahead=1, gradient_slots=2, defer=0.5)
-    keys = {"train.batch_size": "4"}
-    file = plan_file.plan_file(example(Plan), example(ModelSpec), _machine(), keys=keys, pipeline=pipeline)
-    return [json.dumps(json.loads(plan_file.to_text(file))).encode()]
+    choice, keys = example(Choice), {"train.batch_size": "4"}
+    file = plan_files.plan_file(example(Plan), example(ModelSpec), 0, example(Wishes), choice, keys)
+    return [json.dumps(json.loads(plan_files.to_text(file))).encode()]
 
 
 def _planned(folder: Path) -> object:
-    text = find_text(folder / "plan.json", limit=plan_file.LARGEST)
+    text = find_text(folder / "plan.json", limit=plan_files.LARGEST)
     assert text is not None
-    return plan_file.from_text(text)
+    return plan_files.from_text(text)
 
 
 def _profile_bytes() -> list[bytes]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from hypothesis import strategies as st
 
 from fuyou_cli.core.units import GiB, MiB
+from fuyou_cli.planner.place import least_memory
 from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import STAGE_ALIGN, ModelSpec, OperatorSpec, StageKind, StageSpec, TensorSpec
@@ -47,6 +49,22 @@ def model(*params: int, tied: bool = False, dtype: str = "bfloat16", hidden: int
         choreography_bytes_per_token=hidden * item,
         stages=tuple(stage(i, kind, size) for i, (kind, size) in enumerate(zip(kinds, sizes, strict=True))),
     )  # fmt: skip
+
+
+SPEC = model(1 << 20, 1 << 20, 1 << 20, 1 << 20, 1 << 11, 1 << 20)
+NUMERICS = Numerics(
+    compute_dtype="bfloat16", accumulate_dtype="float32", batch_size=4, micro_batch_size=2, max_seq_len=64, head_chunk_tokens=0,
+    torch_threads=2, seed=7,
+)  # fmt: skip
+
+
+def wishes(**changes: Any) -> Wishes:
+    """Asks for a plan of `SPEC` with room in RAM for a little of everything, and no clipping."""
+    asked = Wishes(
+        numerics=NUMERICS, model_name="/somewhere/tiny", device="cpu", clip_grad_norm=None, cpu_budget=0, scratch_size=MiB,
+    )  # fmt: skip
+    asked = replace(asked, **changes)
+    return replace(asked, cpu_budget=least_memory(SPEC, HARDWARE, asked) + 24 * MiB)
 
 
 @st.composite

@@ -23,8 +23,7 @@ from fuyou_cli.training.report import Busy, Compared, StepReport
 from fuyou_cli.training.reporting import Steps, run_report
 from fuyou_cli.training.run_limits import written_by_step
 
-from .models import HARDWARE
-from .test_plan_file import SPEC, wishes
+from .models import HARDWARE, SPEC, wishes
 
 
 @pytest.fixture

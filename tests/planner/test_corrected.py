@@ -21,9 +21,8 @@ from fuyou_cli.training.corrected import LEAST_STEPS, corrected
 from fuyou_cli.training.report import Busy, RunReport, StepReport
 from fuyou_cli.training.reporting import run_report
 
-from .models import HARDWARE
+from .models import HARDWARE, SPEC, wishes
 from .test_compared import collected
-from .test_plan_file import SPEC, wishes
 
 KNOWN = replace(HARDWARE, matmul_flops=2e8, shared_compute=0.6, shared_adamw=0.8)
 PLAN = fastest(SPEC, KNOWN, wishes())

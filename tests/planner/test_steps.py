@@ -10,9 +10,8 @@ from fuyou_cli.planner.place import plan as first_that_fits
 from fuyou_cli.training.report import Busy, RunReport, StepReport
 from fuyou_cli.training.reporting import LATEST, Steps, run_report, settling_steps
 
-from .models import HARDWARE
+from .models import HARDWARE, SPEC, wishes
 from .test_compared import collected, step
-from .test_plan_file import SPEC, wishes
 
 PLAN = first_that_fits(SPEC, HARDWARE, wishes())
 

@@ -15,8 +15,7 @@ from fuyou_cli.planner.search import fastest
 from fuyou_cli.planner.wishes import MOST_UPDATE_THREADS, NEARLY_BEST, update_chunks_for, update_threads_for
 from fuyou_cli.spec.hardware import HardwareProfile
 
-from .models import HARDWARE
-from .test_plan_file import SPEC, wishes
+from .models import HARDWARE, SPEC, wishes
 
 RATES = ((1, 12e9), (2, 24e9), (4, 40e9), (8, 55e9), (16, 56e9))
 DESKTOP = replace(HARDWARE, cores=16, adamw=RATES)
