@@ -10,7 +10,8 @@ from typing import Protocol
 from ..core.errors import NumericsError
 from ..core.patience import SILENT, Patience
 from ..planner.commits import FOREVER
-from ..planner.residency import Record, Residency
+from ..planner.records import Record
+from ..planner.residency import Residency
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
 from ..swap.daemon import Result, SwapDaemon

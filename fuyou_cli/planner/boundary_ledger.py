@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..core.units import align_up
 from ..spec.plan import Plan, Span
-from .residency import Transfers
+from .records import Transfers
 
 _WRITE_PRIORITY = 1  # behind weights being waited for, before updates: it frees a slot
 _READ_PRIORITY = 0

@@ -10,86 +10,17 @@ micro-batches (`advance`).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any
 
 from ..spec.model import ITEM_SIZE, ModelSpec
 from ..spec.plan import Plan, Span
 from .commits import CommitLedger, left_before
+from .records import Record, Runner, Transfers
 from .schedule import Visit
 
 FETCH_PRIORITY = 0  # before any update: compute waits for it
 UPDATE_PRIORITY = 1 << 16  # plus the stage's place in the next forward
-
-
-class Transfers(Protocol):
-    """Moves bytes between arena and store, both named by offsets. Every submit returns a ticket."""
-
-    def read(self, arena_offset: int, store_offset: int, size: int, *, priority: int = 0, label: int = 0) -> int: ...
-
-    def write(self, arena_offset: int, store_offset: int, size: int, *, priority: int = 0, label: int = 0) -> int: ...
-
-    def poll(self, ticket: int) -> object | None:
-        """What the request ended with, once; None while it is under way."""
-        ...
-
-
-class Runner(Protocol):
-    """Whoever runs the step that the ledger is kept for."""
-
-    def update(self, record: Record) -> int:
-        """Starts AdamW of the record's stage with what is `due`; its ticket."""
-        ...
-
-    def updated(self, record: Record, result: Any) -> None:
-        """The update is over; raises where the step cannot go on."""
-        ...
-
-    def rested(self, record: Record, result: Any) -> None:
-        """The stage's gradients rest on the ssd."""
-        ...
-
-    def completed(self, generation: int) -> None:
-        """Every stage has reached this generation, which is to be committed; none goes on before it is durable."""
-        ...
-
-    def durable(self, stage: int) -> int:
-        """The turn at which the newest manifest names the stage; raises where committing failed."""
-        ...
-
-    def blocked(self) -> None:
-        """An update waits until a manifest names what other stages have come to."""
-        ...
-
-    def waited(self, done: Callable[[], bool], cause: str) -> float:
-        """Returns when `done()`, moving everything that can move meanwhile; the seconds it took. `cause`: what is waited
-        for, for people."""
-        ...
-
-
-@dataclass(slots=True)
-class Record:
-    """One stage. At most one of `fetch` and `update` is under way."""
-
-    stage: int
-    generation: int = 0  # of the weights, once `update` has finished
-    turn: int = 0  # of the stage's ring: where this generation rests
-    sums: Any = None  # of what was written there (the runner's)
-    gradients_sum: int | None = None  # of gradients that rest on the ssd to make their step durable
-    zero_moments: bool = True  # momentum and variance were never written
-    zero_remainder: bool = True
-    span: Span | None = None  # where the weights are in the arena
-    slotted: bool = False  # span is a slot, not a home
-    fetch: int | None = None
-    update: int | None = None
-    due: Any = None  # what a deferred update needs (the runner's), to run before the next visit's compute
-    held: int = 0  # visits, prefetches and downloads that need the span
-    kept: bool = False  # the schedule keeps the span for the stage's next visit
-    gradient_slot: Span | None = None  # freed when the update has finished
-    gradient_write: int | None = None  # gradients on their way to rest on the ssd
-    gradient_read: int | None = None  # and back, to be summed on
-    gradients: Literal["summed", "resting", "resumed"] = "summed"  # at home since `rest_gradients`; wanted back since
 
 
 class Residency:
@@ -107,9 +38,7 @@ class Residency:
         self._owners = sum(stage.params > 0 for stage in model.stages)
         self._sharing = _sharing(model, plan)
         self._reached: dict[int, int] = {}  # generation -> stages that have come to it, while some have not
-        self.with_gradients: set[int] = (
-            set()
-        )  # stages whose gradients exist: from the first of their sum to the end of their update
+        self.with_gradients: set[int] = set()  # stages whose gradients exist: from the first of a sum to their update's end
         self._moving: set[int] = set()  # stages with something under way or due: the others need no look
         for record, stage in zip(self.records, plan.stages, strict=True):
             if stage.weights_ram is not None:
@@ -159,20 +88,23 @@ class Residency:
 
     def try_prefetch(self, visit: Visit) -> bool:
         """Starts what `visit` needs, if a slot is free now. False: nothing was started, try later."""
-        if visit.owner is None or self.model.stages[visit.owner].params == 0:
+        record = self._computed_with(visit)
+        if record is None:
             return True
-        record = self.records[visit.owner]
         if record.span is None and not self._take_slot(record):
             return False
         self.hold(record)
         record.kept = False
         return True
 
+    def _computed_with(self, visit: Visit) -> Record | None:
+        """Returns the stage whose weights the visit needs; None where it needs none."""
+        return None if visit.owner is None or not self.model.stages[visit.owner].params else self.records[visit.owner]
+
     def needs_slot(self, visit: Visit) -> bool:
         """Whether the visit computes with weights that do not rest in RAM."""
-        if visit.owner is None or self.model.stages[visit.owner].params == 0:
-            return False
-        return self.plan.stages[visit.owner].weights_ram is None
+        record = self._computed_with(visit)
+        return record is not None and self.plan.stages[record.stage].weights_ram is None
 
     def in_slot(self, visit: Visit) -> bool:
         """Whether a slot holds, or is to hold, the weights of the visit's stage."""
@@ -186,9 +118,10 @@ class Residency:
 
     def acquire(self, visit: Visit) -> Span | None:
         """The span holding the weights this visit computes with, of the right generation."""
-        if visit.owner is None or self.model.stages[visit.owner].params == 0:
+        record = self._computed_with(visit)
+        if record is None:
             return None
-        record, kind = self.records[visit.owner], self.model.stages[visit.owner].kind
+        kind = self.model.stages[record.stage].kind
         self.wait_until(lambda: record.fetch is None, f"weights of the {kind}")
         self.wait_until(lambda: self.is_current(record.stage), f"update of the {kind}")
         return record.span
@@ -200,11 +133,10 @@ class Residency:
 
     def release(self, visit: Visit) -> None:
         """The visit is over. A kept span stays for the next visit's prefetch."""
-        if visit.owner is None or self.model.stages[visit.owner].params == 0:
-            return
-        record = self.records[visit.owner]
-        record.kept = visit.keep
-        self.let_go(record)
+        record = self._computed_with(visit)
+        if record is not None:
+            record.kept = visit.keep
+            self.let_go(record)
 
     def hold(self, record: Record) -> None:
         """One need of the span more; an update that is due may begin."""

@@ -21,7 +21,8 @@ from .device import BOUNDARIES_ACROSS, BULK_PRIORITY, GRADIENTS_ACROSS, WEIGHTS_
 from .lookahead import Lookahead
 from .machine import Sharing, VirtualMachine, Work
 from .occupancy import Occupancy
-from .residency import UPDATE_PRIORITY, Record, Residency
+from .records import Record
+from .residency import UPDATE_PRIORITY, Residency
 from .schedule import Schedule, Visit, written_by_update
 from .timeline import Asked, Timeline
 

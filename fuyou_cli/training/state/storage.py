@@ -20,7 +20,7 @@ from ...core.errors import OutOfSpaceError, UsageError
 from ...engine.host_memory import HostMemory
 from ...engine.skeleton import TORCH_DTYPE
 from ...engine.updates import Sums
-from ...planner.residency import Record
+from ...planner.records import Record
 from ...spec.model import Dtype, ModelSpec, StageSpec
 from ...spec.plan import Plan, Span, StagePlan, StateTensor
 from ...swap.daemon import SwapDaemon
