@@ -1,0 +1,323 @@
+"""One run of a schedule on paper: the ledgers' runner, whose transfers, updates and copies are jobs of a virtual machine.
+
+`visit` is the executor's sequence: weights, boundary and a place for gradients first, then everything that comes next may
+start, then compute, then what was summed goes to rest or to its update. All decisions (which slot, what is prefetched, when an
+update may begin) are the ledgers', the same objects that a run uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..spec.model import ITEM_SIZE, ModelSpec
+from ..spec.plan import Plan, StagePlan
+from .bound import micro_batch_crossing
+from .boundary_layout import kept_bytes
+from .boundary_ledger import BoundaryLedger
+from .commits import FOREVER
+from .costs import Costs
+from .device import BOUNDARIES_ACROSS, BULK_PRIORITY, GRADIENTS_ACROSS, WEIGHTS_UP, DeviceSide
+from .lookahead import Lookahead
+from .machine import VirtualMachine, Work
+from .occupancy import Occupancy
+from .records import Record
+from .residency import UPDATE_PRIORITY, Residency
+from .schedule import Schedule, Visit, written_by_update
+from .timeline import Asked
+
+_LOOKS = 4  # at most, per visit: a run looks around after every micro-batch
+_MANY_VISITS = 150  # from here on half as many: with so many stages when within a visit something starts says little
+
+
+class Imagined:
+    """The ledgers' runner on a virtual machine: transfers and updates become jobs, waiting is letting time pass."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        plan: Plan,
+        schedule: Schedule,
+        costs: Costs,
+        machine: VirtualMachine,
+        *,
+        state_bytes: int,
+        batch_on_device: bool,
+        commits: bool,
+    ) -> None:
+        self.model, self.plan, self.costs, self.machine = model, plan, costs, machine
+        self.residency = Residency(model=model, plan=plan, transfers=self, runner=self)
+        self.boundaries = BoundaryLedger(plan=plan, transfers=self)
+        self.lookahead = Lookahead(schedule=schedule, residency=self.residency, boundaries=self.boundaries, tick=self.tick)
+        self.device = DeviceSide(model, plan.stages) if plan.device != "cpu" else None
+        self.moved_in, self.moved_out = 0, 0  # bytes of the store
+        self.computing: Visit | None = None
+        self.sums: set[int] = set()  # stages whose gradients are on a device of its own
+        self.watch: Occupancy | None = None
+        self.asked: list[Asked] = []
+        self.after: list[tuple[int, Callable[[], None]]] = []  # downloads under way and what follows them
+        self._state_bytes = state_bytes
+        if not commits and plan.commit_every != 1:
+            self.residency.commits.every = None
+        self._unhidden = 0 if batch_on_device else 1  # micro-batches at either end of a visit that cross beside nothing
+        self._looks = _LOOKS if len(schedule.visits) < _MANY_VISITS else _LOOKS // 2
+
+    def watched(self) -> Occupancy:
+        """Memory from now on."""
+        return Occupancy(
+            self.model,
+            self.plan,
+            residency=self.residency,
+            boundaries=self.boundaries,
+            device=self.device,
+            sums=self.sums,
+        )
+
+    def let_go(self) -> None:
+        """Of the ledgers, which call back here: what both hold is free at once, and waits for no cycle collector."""
+        del self.residency, self.boundaries, self.lookahead, self.watch
+
+    # ---- transfers (the ledgers call these) ------------------------------------------------------------------------
+
+    def read(self, arena_offset: int, store_offset: int, size: int, *, priority: int = 0, label: int = 0) -> int:
+        self.moved_in += size
+        what = self._ask("read", store_offset, label)
+        return self.machine.submit(Work(read=size), what=what, stage=label, priority=priority)
+
+    def write(self, arena_offset: int, store_offset: int, size: int, *, priority: int = 0, label: int = 0) -> int:
+        self.moved_out += size
+        what = self._ask("write", store_offset, label)
+        return self.machine.submit(Work(write=size), what=what, stage=label, priority=priority)
+
+    def poll(self, ticket: int) -> object | None:
+        return ticket if self.machine.collect(ticket) else None
+
+    def _ask(self, direction: str, store_offset: int, stage: int) -> str:
+        what = f"{direction} {_content(self.plan.stages[stage], store_offset)}"
+        self.asked.append(Asked(what=what, stage=stage))
+        return what
+
+    # ---- updates and waiting (the residency ledger calls these) ----------------------------------------------------
+
+    def update(self, record: Record) -> int:
+        plan, params = self.plan.stages[record.stage], self.model.stages[record.stage].params
+        is_written = self.residency.commits.is_written(record.generation + 1)
+        weights, states = written_by_update(self.model, plan, 1 if is_written else None)
+        read = 0
+        if plan.states == "ssd":
+            read = states = self._state_bytes * params
+        written = weights + states
+        if record.gradient_slot is None and plan.gradients_ram is None and plan.gradients_extent is not None:
+            read += plan.gradients_extent.size
+        self.moved_in += read
+        self.moved_out += written
+        self.asked.append(Asked(what="update", stage=record.stage))
+        work = Work(read=read, write=written, update=self.costs.update_seconds(plan))
+        return self.machine.submit(work, what="update", stage=record.stage, priority=UPDATE_PRIORITY + record.stage)
+
+    def updated(self, record: Record, result: object) -> None:
+        pass
+
+    def rested(self, record: Record, result: object) -> None:
+        pass
+
+    def completed(self, generation: int) -> None:
+        pass
+
+    def durable(self, stage: int) -> int:
+        return FOREVER  # flushing and naming is beside everything, and small
+
+    def blocked(self) -> None:
+        pass
+
+    def pass_time(self) -> None:
+        """To the next completion."""
+        if self.watch is not None:
+            self.watch.look(self.machine.now, self.computing)
+        self.machine.advance()
+
+    def waited(self, done: Callable[[], bool], cause: str) -> float:
+        begin = self.machine.now
+        while not done():
+            self.pass_time()
+            self.tick()
+        return self.machine.now - begin
+
+    # ---- one visit -------------------------------------------------------------------------------------------------
+
+    def visit(self, *, update: Callable[[int], None]) -> Visit:
+        """The next one, as the executor does it. `update` hears of complete gradients."""
+        visit = self.lookahead.enter(self._stash)
+        if visit.take:
+            self.boundaries.ready(visit.stage, self.residency.wait_until)
+        total = visit.owner if visit.owner is not None else visit.stage
+        summed = visit.sum_gradients and self.model.stages[total].params > 0
+        if summed and visit.resume:
+            self.residency.resume_gradients(total)
+        if self.device is not None and visit.owner is not None:
+            self._wait_for_upload(visit.owner)
+        up, down = self._crossing(visit)
+        first = self._begin_copies(visit, up=up * self._unhidden)
+        self.lookahead.on_device()
+        if summed and self.device is not None:
+            self.sums.add(total)
+        self.computing = visit
+        self._compute(visit, first, up=up, down=down)
+        self.computing = None
+        if visit.stash and not self._seals_at_once(visit.stage):
+            self.boundaries.seal(visit.stage)
+        if visit.take:
+            self.boundaries.drop(visit.stage)
+        if summed and not self._stays(visit):
+            self._close_sum(visit, total, update)
+        self.residency.release(visit)
+        self.tick()
+        return visit
+
+    def _stash(self, visit: Visit) -> None:
+        span = self.boundaries.room(visit.stage, self.residency.wait_until)
+        self.boundaries.stashed(visit.stage, span, self._kept_bytes(visit.stage))
+        if self._seals_at_once(visit.stage):
+            self.boundaries.seal(visit.stage)
+
+    def _seals_at_once(self, stage: int) -> bool:
+        """Whether a boundary is whole when its visit begins: on a device with memory of its own it is put in its place as it
+        goes up, micro-batch by micro-batch, and kept outputs join it."""
+        return self.device is None and not self.plan.stages[stage].kept
+
+    def tick(self) -> None:
+        """Everything that can move moves."""
+        self.residency.advance()
+        self.boundaries.advance()
+        while self.after and self.machine.collect(self.after[0][0]):
+            self.after.pop(0)[1]()
+        self.lookahead.advance(self._begin_upload)
+
+    def _stays(self, visit: Visit) -> bool:
+        """The sum of a tied head that is not cut goes on in the embedding's backward."""
+        return visit.phase == "head" and self.model.tied_head and not self.model.head_is_cut
+
+    def _close_sum(self, visit: Visit, total: int, update: Callable[[int], None]) -> None:
+        def handed_over() -> None:
+            if visit.rest:
+                self.residency.rest_gradients(total)
+            else:
+                update(total)
+
+        if self.device is None:
+            handed_over()
+            return
+        record = self.residency.records[total]
+        self.residency.hold(record)  # as in a run: the update that follows reads and writes the host's weights
+
+        def arrived() -> None:
+            self.sums.discard(total)
+            handed_over()
+            self.residency.let_go(record)
+
+        size = ITEM_SIZE[self.plan.numerics.accumulate_dtype] * self.model.stages[total].params
+        ticket = self.machine.submit(self._copy(down=size), what="gradients", stage=total, priority=BULK_PRIORITY)
+        self.after.append((ticket, arrived))
+        if len(self.after) > 1:  # two spans take turns
+            first = self.after[0]
+            self.residency.wait_until(lambda: first not in self.after, GRADIENTS_ACROSS)
+
+    # ---- compute ---------------------------------------------------------------------------------------------------
+
+    def _compute(self, visit: Visit, first: list[int], *, up: float, down: float) -> None:
+        """Micro-batch by micro-batch: while one computes, the next one's inputs go up and the results of the one before come
+        down. Nothing hides the `first` upload and the last download, but that of an input that is kept: it goes back while its
+        micro-batch computes. `up`, `down`: bytes of one micro-batch."""
+        kept = kept_bytes(self.model.stages[visit.stage], self.plan.stages[visit.stage].kept)
+        seconds = self.costs.compute_seconds(visit, kept)
+        looks = min(self._looks, self.costs.micro_batches)
+        share = self.costs.micro_batches / looks  # of the micro-batches, between two looks
+        last = (down - self.costs.boundary / self.costs.micro_batches * (visit.stash and down > 0)) * self._unhidden
+        self._cross(first)
+        for look in range(looks):
+            rising = up * (share - self._unhidden * (look == looks - 1))
+            copies = self._begin_copies(visit, up=rising, down=down * share - last * (look == 0))
+            ticket = self.machine.submit(Work(compute=seconds / looks), what=visit.phase, stage=visit.stage)
+            while not self.machine.collect(ticket):
+                self.pass_time()
+            self._cross(copies)
+            self.tick()
+        self._cross(self._begin_copies(visit, down=last))
+
+    def _cross(self, copies: list[int]) -> None:
+        """Boundaries are across."""
+        if copies:
+            self._stand_still(lambda: all(self.machine.is_done(copy) for copy in copies), BOUNDARIES_ACROSS)
+        for copy in copies:
+            self.machine.collect(copy)
+
+    def _crossing(self, visit: Visit) -> tuple[float, float]:
+        """Bytes of one micro-batch that go to the device, and back: boundaries and kept outputs. Where stages hand on their
+        results there, the copy that is kept is the only one that comes back."""
+        if self.device is None:
+            return 0.0, 0.0
+        up, down = micro_batch_crossing(self.costs, visit, self.plan.stages[visit.stage])
+        twice = visit.stash and not self._unhidden
+        return up, down - twice * self.costs.boundary / self.costs.micro_batches
+
+    def _begin_copies(self, visit: Visit, *, up: float = 0.0, down: float = 0.0) -> list[int]:
+        """Tickets, up and down: the two directions do not wait for each other."""
+        copies = [self._copy(up=up), self._copy(down=down)]
+        return [self.machine.submit(copy, what="boundary", stage=visit.stage) for copy in copies if copy.parts()]
+
+    def _wait_for_upload(self, owner: int) -> None:
+        ticket = self._upload(owner, self.residency.records[owner].generation)
+        self._stand_still(lambda: ticket is None or self.machine.is_done(ticket), WEIGHTS_UP)
+
+    def _stand_still(self, done: Callable[[], bool], cause: str) -> None:
+        """Waits for copies as a run does: nobody looks around meanwhile."""
+        begin = self.machine.now
+        while not done():
+            self.pass_time()
+        self.residency.stalled(cause, self.machine.now - begin)
+
+    def settle(self) -> None:
+        """All gradients have arrived and are handed over."""
+        self.residency.wait_until(lambda: not self.after, GRADIENTS_ACROSS)
+
+    def _copy(self, *, up: float = 0.0, down: float = 0.0) -> Work:
+        """Between host and device; an unknown rate costs nothing."""
+        hardware = self.machine.hardware
+        return Work(up=up if hardware.h2d else 0.0, down=down if hardware.d2h else 0.0)
+
+    def _begin_upload(self, visit: Visit, next_step: bool) -> None:
+        if self.device is None or visit.owner is None:
+            return
+        record = self.residency.records[visit.owner]
+        ready = record.span is not None and record.fetch is None and record.update is None and record.due is None
+        if ready and not (next_step and not self._updated(record)):
+            self._upload(visit.owner, record.generation)
+
+    def _updated(self, record: Record) -> bool:
+        return record.generation >= self.generation
+
+    def _upload(self, owner: int, generation: int) -> int | None:
+        """The ticket of the copy under way, None where the weights are there."""
+        assert self.device is not None
+        size = ITEM_SIZE[self.model.compute_dtype] * self.model.stages[owner].params
+
+        def begin() -> int:
+            return self.machine.submit(self._copy(up=size), what="weights", stage=owner, priority=BULK_PRIORITY)
+
+        return self.device.upload(owner, generation, begin)
+
+    def _kept_bytes(self, stage: int) -> int:
+        plan = self.plan.stages[stage]
+        span = plan.boundary_ram or plan.boundary_extent
+        assert span is not None
+        return span.size
+
+    generation = 0  # of the step under way, once its updates are done
+
+
+def _content(plan: StagePlan, store_offset: int) -> str:
+    """What rests at this place of the store."""
+    if plan.gradients_extent is not None and store_offset == plan.gradients_extent.offset:
+        return "gradients"
+    if plan.boundary_extent is not None and store_offset == plan.boundary_extent.offset:
+        return "boundary"
+    return "weights"
