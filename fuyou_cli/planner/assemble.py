@@ -12,8 +12,8 @@ from .bound import busy_seconds
 from .costs import Costs
 from .device_memory import device_memory
 from .ground import Ground
-from .memory import BASE_SLACK, Homes, Layout, compute_memory, layout
-from .schedule import Schedule, expand
+from .memory import BASE_SLACK, Layout, compute_memory
+from .schedule import Schedule
 from .wishes import Wishes
 
 PLAN_VERSION = 1
@@ -33,26 +33,8 @@ def host_peaks(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, plac
     return {"load": base + homes_in_ram + 2 * largest_slot + 64 * MiB, "train": train, "export": train}
 
 
-def assemble(
-    model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, homes: Homes, *, lookahead: int, gradient_slots: int
-) -> Plan:
-    """The plan with these homes: every span of arena and store, and what one step takes by the closed form; where the planner
-    is to say when it commits, nobody has yet."""
-    ground = Ground(model, wishes.numerics, mode=wishes.store_mode, keep=wishes.keep)
-    spans = layout(model, wishes, homes, lookahead=lookahead, gradient_slots=gradient_slots, ground=ground)
-    costs = Costs.asked(model, hardware, wishes)
-    schedule = expand(
-        model,
-        stages=spans.stages,
-        lookahead=lookahead,
-        micro_batches=costs.micro_batches,
-        commit_every=wishes.asked_interval,
-    )
-    return assembled(costs, wishes, spans, schedule, lookahead=lookahead, ground=ground)
-
-
 def assembled(costs: Costs, wishes: Wishes, placed: Layout, schedule: Schedule, *, lookahead: int, ground: Ground) -> Plan:
-    """The same of spans and a schedule that are known."""
+    """Makes the plan of these spans, and what one step takes by the closed form."""
     return Plan(
         version=PLAN_VERSION,
         model=wishes.model_name,
@@ -80,7 +62,6 @@ def assembled(costs: Costs, wishes: Wishes, placed: Layout, schedule: Schedule, 
 
 def _predict(costs: Costs, wishes: Wishes, placed: Layout, schedule: Schedule, ground: Ground) -> Predicted:
     model, numerics = costs.model, wishes.numerics
-    tokens = numerics.batch_size * numerics.max_seq_len
     seconds = busy_seconds(costs, schedule, stages=placed.stages, device=wishes.device)
     bottleneck = max(sorted(seconds), key=lambda name: seconds[name])
     return Predicted(
@@ -92,7 +73,7 @@ def _predict(costs: Costs, wishes: Wishes, placed: Layout, schedule: Schedule, g
         written_per_step=schedule.traffic.written_total,
         read_by=schedule.traffic.read,
         written_by=schedule.traffic.written,
-        step_flops=6.0 * (ground.parameters - model.inactive_parameters) * tokens,
+        step_flops=6.0 * (ground.parameters - model.inactive_parameters) * numerics.tokens,
         compute_flops=sum(visit.flops for visit in schedule.visits),
         seconds=seconds,
         step_seconds=seconds[bottleneck],

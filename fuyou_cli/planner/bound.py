@@ -184,12 +184,11 @@ def copied_bytes(model: ModelSpec, schedule: Schedule, *, stages: tuple[StagePla
     gradient = ITEM_SIZE[numerics.accumulate_dtype]
     params = [stage.params for stage in model.stages]
     shared = sum(params[stage.index] for stage in model.stages if model.has_two_users(stage.index))  # rest in between
-    boundary = model.boundary_bytes_per_token * numerics.batch_size * numerics.max_seq_len
+    boundary = model.boundary_bytes_per_token * numerics.tokens
     moved = [crossing(model, visit.stage, visit.phase, stash=visit.stash) for visit in schedule.visits]
     to_device = _uploaded_weights(model, schedule, stages) + gradient * shared + boundary * sum(into for into, _ in moved)
     to_host = gradient * (sum(params) + shared) + boundary * sum(back for _, back in moved)
-    micro_batches = -(-numerics.batch_size // numerics.micro_batch_size)
-    kept = sum(kept_bytes(model.stages[stage.stage], stage.kept) for stage in stages) * micro_batches
+    kept = sum(kept_bytes(model.stages[stage.stage], stage.kept) for stage in stages) * numerics.micro_batches
     return to_device + kept, to_host + kept
 
 

@@ -9,12 +9,11 @@ followed beyond the work that a kill may cost.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil, floor, inf
 
 from ..spec.hardware import HardwareProfile
-from ..spec.model import ITEM_SIZE, ModelSpec
+from ..spec.model import ModelSpec
 from ..spec.plan import Plan, Span, StagePlan
 from .bound import busy_seconds
 from .costs import Costs
@@ -42,10 +41,8 @@ def commit_costs(plan: Plan) -> CommitCosts | None:
     """None where no commit follows another."""
     if plan.commit_every is None:
         return None
-    predicted, resting = plan.predicted, 0
-    step, written = predicted.step_seconds, predicted.written_per_step
-    if plan.commit_every > 1:
-        resting = sum(at.size for stage in plan.stages for at in _in_ram(stage)) // plan.commit_every
+    step, written = plan.predicted.step_seconds, plan.predicted.written_per_step
+    resting = resting_in_ram(plan) // plan.commit_every if plan.has_apart_commits else 0
     return CommitCosts(
         time=(step - plan.plain_seconds) / step if step else 0.0,
         written=min(1.0, resting / written) if written else 0.0,
@@ -65,21 +62,20 @@ def least_interval(*, step: float, commit: float, written: int, resting: int) ->
     return max(1, ceil(in_time), ceil(by_writes) if by_writes < inf else 1)
 
 
-def resting_in_ram(model: ModelSpec, stages: tuple[StagePlan, ...]) -> int:
+def resting_in_ram(plan: Plan) -> int:
     """Bytes that a commit writes beside what every step does: weights and states whose home is not the ssd."""
-    weights, states = ITEM_SIZE[model.compute_dtype], model.state_item
     return sum(
-        spec.params * (weights * (stage.weights != "ssd") + states * (stage.states != "ssd"))
-        for spec, stage in zip(model.stages, stages, strict=True)
+        (stage.weights != "ssd") * _size(stage.weights_at) + (stage.states != "ssd") * _states_size(stage)
+        for stage in plan.stages
     )
 
 
-def _in_ram(stage: StagePlan) -> Iterator[Span]:
-    """Of what a commit writes beside every step's updates, the extents."""
-    if stage.weights != "ssd":
-        yield stage.weights_at
-    if stage.states != "ssd":
-        yield from (at for at in (stage.remainder_at, stage.momentum_at, stage.variance_at) if at is not None)
+def _states_size(stage: StagePlan) -> int:
+    return sum(map(_size, (stage.remainder_at, stage.momentum_at, stage.variance_at)))
+
+
+def _size(span: Span | None) -> int:
+    return 0 if span is None else span.size
 
 
 def _has_states_in_ram(plan: Plan) -> bool:
@@ -90,7 +86,7 @@ def guessed_interval(costs: Costs, plan: Plan, *, step: float) -> tuple[int, flo
     """Of a plan that commits nothing, in closed form: the interval, and what a commit adds as if nothing hid its writes."""
     if not _has_states_in_ram(plan):
         return 1, 0.0
-    resting, rate = resting_in_ram(costs.model, plan.stages), costs.hardware.store_write
+    resting, rate = resting_in_ram(plan), costs.hardware.store_write
     commit = resting / rate if rate else 0.0
     return least_interval(step=step, commit=commit, written=plan.predicted.written_per_step, resting=resting), commit
 
@@ -116,7 +112,7 @@ def with_interval(costs: Costs, plan: Plan, schedule: Schedule, every: int | Non
 def timed_plan(model: ModelSpec, hardware: HardwareProfile, plan: Plan, *, chosen: bool, step: Timeline | None = None) -> Plan:
     """The plan with figures of time that are simulated: averages of the steps from one commit to the next. `chosen`: how many
     these are is for the planner to say, now that it knows what a step takes. `step`: the plan's, where that is known."""
-    schedule, resting = plan_schedule(model, plan), resting_in_ram(model, plan.stages)
+    schedule, resting = plan_schedule(model, plan), resting_in_ram(plan)
     if chosen and not _has_states_in_ram(plan):
         plan, chosen = with_interval(Costs.of(model, hardware, plan), plan, schedule, 1), False
     if not resting or (not chosen and plan.commit_every in (None, 1)):

@@ -65,12 +65,12 @@ class Costs:
 
     @property
     def micro_batches(self) -> int:
-        return -(-self.numerics.batch_size // self.numerics.micro_batch_size)
+        return self.numerics.micro_batches
 
     @property
     def boundary(self) -> int:
         """Bytes of one boundary of the whole batch."""
-        return self.model.boundary_bytes_per_token * self.numerics.batch_size * self.numerics.max_seq_len
+        return self.model.boundary_bytes_per_token * self.numerics.tokens
 
     def compute_seconds(self, visit: Visit, kept: int = 0) -> float:
         """Of the whole batch, nothing else running. `kept`: bytes of outputs that one micro-batch keeps in this stage, copied
@@ -128,7 +128,7 @@ class Costs:
             dtype=self.model.compute_dtype,
             hidden=self.model.hidden_size,
             params=owner.params,
-            tokens=self.numerics.micro_batch_size * self.numerics.max_seq_len,
+            tokens=self.numerics.micro_batch_tokens,
         )
         if visit.phase in ("forward", "logits"):
             return visit.flops / rate.forward if rate.forward else 0.0

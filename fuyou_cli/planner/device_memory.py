@@ -36,8 +36,7 @@ def device_memory(model: ModelSpec, wishes: Wishes, stages: tuple[StagePlan, ...
     spans = 3 if model.tied_head and not model.head_is_cut else 2
     sums = spans * max(stage.params for stage in model.stages) * ITEM_SIZE[wishes.numerics.accumulate_dtype]
     lanes = square_lanes(max(tensor.numel for stage in model.stages for tensor in stage.tensors))
-    tokens = wishes.numerics.batch_size * wishes.numerics.max_seq_len
-    targets = HEAD_BYTES_PER_TOKEN * tokens if model.head_is_cut else 0
+    targets = HEAD_BYTES_PER_TOKEN * wishes.numerics.tokens if model.head_is_cut else 0
     return DeviceMemory(
         homes=item * sum(model.stages[stage.stage].params for stage in stages if stage.weights == "gpu"),
         turns=item * WEIGHTS_ON_DEVICE * max(streamed, default=0),

@@ -33,10 +33,8 @@ class Output:
 
 def outputs_of(model: ModelSpec, wishes: Wishes) -> list[Output]:
     """The most FLOPs saved per byte first."""
-    numerics = wishes.numerics
-    micro_batches = -(-numerics.batch_size // numerics.micro_batch_size)
     found = [
-        Output(stage=stage.index, operator=operator, size=operator.bytes * micro_batches)
+        Output(stage=stage.index, operator=operator, size=operator.bytes * wishes.numerics.micro_batches)
         for stage in model.stages
         for operator in stage.operators
     ]

@@ -24,7 +24,7 @@ def host_work(model: ModelSpec, numerics: Numerics, visit: Visit) -> dict[HostWo
     model with more than one table adds up what they give: of other operators that it may have between its stages nothing is
     known."""
     stage = model.stages[visit.stage]
-    tokens = numerics.batch_size * numerics.max_seq_len
+    tokens = numerics.tokens
     boundary = model.boundary_bytes_per_token * tokens
     first_piece = _begins_table(stage)
     if stage.kind == "embedding" and stage.index and first_piece:  # of positions, which all rows share

@@ -99,17 +99,17 @@ def layout(
 
 def micro_boundary(model: ModelSpec, wishes: Wishes) -> int:
     """Bytes of one micro-batch's boundary."""
-    return model.boundary_bytes_per_token * wishes.numerics.micro_batch_size * wishes.numerics.max_seq_len
+    return model.boundary_bytes_per_token * wishes.numerics.micro_batch_tokens
 
 
 def batch_boundary(model: ModelSpec, wishes: Wishes) -> int:
     """Bytes of one boundary of the whole batch."""
-    return model.boundary_bytes_per_token * wishes.numerics.batch_size * wishes.numerics.max_seq_len
+    return model.boundary_bytes_per_token * wishes.numerics.tokens
 
 
 def micro_sums(model: ModelSpec, wishes: Wishes) -> int:
     """Bytes of one micro-batch's gradient of the last hidden state, as pieces of a cut head sum it: float32."""
-    return _SUM * model.hidden_size * wishes.numerics.micro_batch_size * wishes.numerics.max_seq_len
+    return _SUM * model.hidden_size * wishes.numerics.micro_batch_tokens
 
 
 def _upload_slots(arena: Room, model: ModelSpec, wishes: Wishes) -> tuple[Span, ...]:
@@ -118,10 +118,8 @@ def _upload_slots(arena: Room, model: ModelSpec, wishes: Wishes) -> tuple[Span, 
     if wishes.device == "cpu":
         return ()
     numerics = wishes.numerics
-    at_once = min(2, -(-numerics.batch_size // numerics.micro_batch_size))
-    size = micro_boundary(model, wishes)
-    ids = align_up(size, COPY_ALIGN) + 8 * numerics.micro_batch_size * numerics.max_seq_len
-    return tuple(arena.take(ids) for _ in range(at_once))
+    size = align_up(micro_boundary(model, wishes), COPY_ALIGN) + 8 * numerics.micro_batch_tokens
+    return tuple(arena.take(size) for _ in range(min(2, numerics.micro_batches)))
 
 
 def _batch_slots(arena: Room, model: ModelSpec, wishes: Wishes) -> tuple[Span, ...]:
@@ -129,10 +127,9 @@ def _batch_slots(arena: Room, model: ModelSpec, wishes: Wishes) -> tuple[Span, .
     model's own forward holds the embedding's. The sums of a cut head are one of these in float32, and else larger."""
     if wishes.device == "cpu":
         return ()
-    sums = _SUM * model.hidden_size * wishes.numerics.batch_size * wishes.numerics.max_seq_len
     spans = [arena.take(batch_boundary(model, wishes)) for _ in range(3)]
     if model.head_is_cut and model.compute_dtype != "float32":
-        spans.append(arena.take(sums))
+        spans.append(arena.take(_SUM * model.hidden_size * wishes.numerics.tokens))
     return tuple(spans)
 
 
@@ -228,7 +225,7 @@ def compute_memory(model: ModelSpec, wishes: Wishes) -> ComputeMemory:
     has the last hidden state, its gradient in float32 (in the arena as well) and at the end in the compute dtype, and maximum,
     sum and target of every token."""
     numerics = wishes.numerics
-    tokens = numerics.batch_size * numerics.max_seq_len
+    tokens = numerics.tokens
     boundary, hidden = batch_boundary(model, wishes), _SUM * model.hidden_size * tokens
     between = model.choreography_bytes_per_token * tokens
     if wishes.device != "cpu":

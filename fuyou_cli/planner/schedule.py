@@ -103,12 +103,11 @@ def recommitted(model: ModelSpec, stages: tuple[StagePlan, ...], schedule: Sched
 
 
 def plan_schedule(model: ModelSpec, plan: Plan) -> Schedule:
-    numerics = plan.numerics
     return expand(
         model,
         stages=plan.stages,
         lookahead=plan.lookahead,
-        micro_batches=-(-numerics.batch_size // numerics.micro_batch_size),
+        micro_batches=plan.numerics.micro_batches,
         commit_every=plan.commit_every,
     )
 

@@ -29,6 +29,21 @@ class Numerics:
     seed: int
     vocabulary_rows: int = 0  # of a piece of embedding and head; 0: not cut
 
+    @property
+    def micro_batches(self) -> int:
+        """Of a step."""
+        return -(-self.batch_size // self.micro_batch_size)
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """With padding."""
+        return self.micro_batch_size * self.max_seq_len
+
+    @property
+    def tokens(self) -> int:
+        """Of a step, with padding."""
+        return self.batch_size * self.max_seq_len
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:

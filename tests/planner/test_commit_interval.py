@@ -92,7 +92,7 @@ def test_figures_are_averages_of_the_steps_between_commits(data: st.DataObject, 
     plain = simulate(spec, SLOW, plan, plan_schedule(spec, plan))
     assert plain.step_seconds == pytest.approx(plan.plain_seconds, rel=1e-9)
     assert plain.written == pytest.approx(written_by_step(plan), abs=8 * len(plan.stages))
-    each = resting_in_ram(spec, plan.stages) / plan.commit_every
+    each = resting_in_ram(plan) / plan.commit_every
     assert plan.predicted.written_per_step == pytest.approx(plain.written + each, abs=8 * len(plan.stages))
     longer = sum(plan.predicted.stalls.values()) - sum(plain.stalls.values())
     assert longer == pytest.approx(plan.predicted.step_seconds - plan.plain_seconds, abs=1e-12)
