@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from math import gcd
+from math import gcd, prod
 
 from ..spec.model import ModelSpec
 from .wishes import Wishes
@@ -48,7 +48,7 @@ class Family:
     swap: tuple[float, ...]
 
     def __len__(self) -> int:
-        return len(self.pipelines) * len(self.states) * len(self.defer) * len(self.activations) * len(self.swap)
+        return prod(map(len, (self.pipelines, self.states, self.defer, self.activations, self.swap)))
 
     def __iter__(self) -> Iterator[Choice]:
         for values in product(self.pipelines, self.states, self.defer, self.activations, self.swap):
@@ -88,14 +88,9 @@ class Family:
         """The choices that differ in one knob."""
         for lookahead, slots in self.pipelines:
             yield replace(choice, lookahead=lookahead, gradient_slots=slots)
-        for states in self.states:
-            yield replace(choice, states=states)
-        for late in self.defer:
-            yield replace(choice, defer=late)
-        for kept in self.activations:
-            yield replace(choice, activations=kept)
-        for swapped in self.swap:
-            yield replace(choice, swap=swapped)
+        for knob in ("states", "defer", "activations", "swap"):
+            for value in getattr(self, knob):
+                yield replace(choice, **{knob: value})
 
 
 def _choice(pipeline: tuple[int, int], states: float, defer: float, activations: float, swap: float) -> Choice:

@@ -33,10 +33,10 @@ class Alternative:
 
     choice: Choice
     plan: Plan
-    bound: float  # that its step cannot beat
-    estimate: float
+    bound: float = 0.0  # that its step cannot beat
+    estimate: float = 0.0
     commits: float = 0.0  # of these, by commits that are more than a step apart
-    timeline: Timeline | None  # without such commits; None: ruled out by its bound, or not come to
+    timeline: Timeline | None = None  # without such commits; None: ruled out by its bound, or not come to
 
     @property
     def seconds(self) -> float:
@@ -61,8 +61,8 @@ class Looking:
     visits: int = 0
     in_vain: int = 0  # of the visits, since the best was found
     best: Alternative | None = None  # the fastest
-    pool: dict[int, Alternative] = field(default_factory=dict)  # by the identity of the plan
-    _plans: dict[int, Placed] = field(default_factory=dict, init=False)
+    pool: dict[Placed, Alternative] = field(default_factory=dict)
+    _seen: set[Placed] = field(default_factory=set, init=False)
     _tried: set[Choice] = field(default_factory=set, init=False)
     _looked_around: set[Choice] = field(default_factory=set, init=False)
     _simulations: int = field(default=0, init=False)
@@ -90,13 +90,15 @@ class Looking:
             return
         self._tried.add(choice)
         found, stages = self.placing.placed(choice), len(self.placing.model.stages)
-        if found is None or id(found) in self._plans:
+        if found is None or found in self._seen:
             self.placed += -(-stages // _AGAIN)
             return
         self.placed += stages
-        self._plans[id(found)] = found
+        self._seen.add(found)
         if self._fits(choice, found.plan):
-            self.pool[id(found)] = _alternative(choice, found)
+            self.pool[found] = Alternative(
+                choice=choice, plan=found.plan, bound=found.bound, estimate=found.estimate, commits=found.commits
+            )
 
     def _fits(self, choice: Choice, plan: Plan) -> bool:
         has_room = not self.with_room or self.placing.wishes.has_room_for(plan, self.placing.hardware)
@@ -115,7 +117,7 @@ class Looking:
             if not self._fits(found.choice, found.plan) or (known is not None and known.timeline is not None):
                 continue
             self.pool[key] = found
-            self._plans[key] = other._plans[key]
+            self._seen.add(key)
             if found.timeline is not None and (self.best is None or found.seconds < self.best.seconds):
                 self.best = found
 
@@ -132,20 +134,20 @@ class Looking:
 
     # ---- simulating ----------------------------------------------------------------------------------------------------
 
-    def likeliest(self) -> tuple[int | None, bool]:
+    def likeliest(self) -> tuple[Placed | None, bool]:
         """Of those not simulated, which may still be better than the best, the one that is likeliest to be fast; whether it
         is likely to be the best."""
-        expected = self.expectation()
-        left = [((expected(found), found.choice), key) for key, found in self.pool.items() if self._may_win(found)]
+        expected = self._expectation()
+        left = {found.choice: (expected(found), key) for key, found in self.pool.items() if self._may_win(found)}
         if not left:
             return None, False
         if self.in_vain >= _ALIKE * self._one and self._simulations % 2:
-            key = min((self._known_of(self.pool[key].choice), seconds, key) for seconds, key in left)[2]
-            return key, True
-        (seconds, _), key = min(left)
+            choice = min(left, key=lambda choice: (self._known_of(choice), left[choice][0], choice))
+            return left[choice][1], True
+        seconds, _, key = min((seconds, choice, key) for choice, (seconds, key) in left.items())
         return key, self.best is None or seconds < self.best.seconds
 
-    def expectation(self) -> Callable[[Alternative], float]:
+    def _expectation(self) -> Callable[[Alternative], float]:
         """Seconds that a step may take, by what is known now. The estimate knows nothing of what waits for slots."""
         longer = {pipeline: self._longer_with(place) for place, pipeline in enumerate(self.pipelines)}
         return lambda found: max(found.bound, found.estimate * longer[found.choice.lookahead, found.choice.gradient_slots])
@@ -182,18 +184,16 @@ class Looking:
         one = self._one
         return self.effort == "exhaustive" or self.visits + one <= self.share * max(MOST_VISITS, _LEAST * one)
 
-    def simulated(self, found: Alternative) -> Alternative:
+    def simulate(self, key: Placed) -> None:
+        found = self.pool[key]
         schedule = plan_schedule(self.placing.model, found.plan)
         timeline = simulate(self.placing.model, self.placing.hardware, found.plan, schedule)
         visits = STEPS * len(schedule.visits)
         self.visits, self.in_vain = self.visits + visits, self.in_vain + visits
-        found = replace(found, timeline=replace(timeline, work=(), asked=()))  # of thousands, which nobody asks a search for
+        # Of thousands of jobs, which nobody asks a search for, nothing is kept.
+        found = self.pool[key] = replace(found, timeline=replace(timeline, work=(), asked=()))
         pipeline = (found.choice.lookahead, found.choice.gradient_slots)
         self._longer.setdefault(pipeline, []).append(found.seconds / found.estimate if found.estimate else 1.0)
-        return found
-
-    def simulate(self, key: int) -> None:
-        found = self.pool[key] = self.simulated(self.pool[key])
         self._simulations += 1
         for value in found.choice.values():
             self._values[value] = self._values.get(value, 0) + 1
@@ -213,12 +213,6 @@ class Looking:
     def others(self, best: Alternative) -> tuple[Alternative, ...]:
         seen = [found for found in self.pool.values() if found is not best]
         return tuple(sorted(seen, key=lambda found: (found.timeline is None, found.seconds, found.choice)))
-
-
-def _alternative(choice: Choice, found: Placed) -> Alternative:
-    return Alternative(
-        choice=choice, plan=found.plan, bound=found.bound, estimate=found.estimate, commits=found.commits, timeline=None
-    )
 
 
 def asked_for(found: Alternative) -> tuple[int, int, float, Choice]:
