@@ -44,23 +44,14 @@ class Costs:
     )  # seconds of visits and of updates
 
     @classmethod
-    def asked(cls, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Costs:
-        """What visits and updates of all plans take that are made for these wishes."""
-        return cls._with(model, hardware, wishes, update_threads=wishes.update_threads)
-
-    @classmethod
-    def of(cls, model: ModelSpec, hardware: HardwareProfile, plan: Plan) -> Costs:
-        """What a plan's visits and updates take."""
-        return cls._with(model, hardware, plan, update_threads=plan.io.update_threads)
-
-    @classmethod
-    def _with(cls, model: ModelSpec, hardware: HardwareProfile, run: Wishes | Plan, *, update_threads: int) -> Costs:
+    def of(cls, model: ModelSpec, hardware: HardwareProfile, run: Wishes | Plan) -> Costs:
+        """What visits and updates take of a plan, or of all plans that are made for these wishes."""
         return cls(
             model=model,
             hardware=hardware.lasting() if run.sustained else hardware,
             numerics=run.numerics,
             device=run.device,
-            update_threads=update_threads,
+            update_threads=run.io.update_threads if isinstance(run, Plan) else run.update_threads,
         )
 
     @property

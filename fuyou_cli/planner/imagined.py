@@ -18,7 +18,7 @@ from .commits import FOREVER
 from .costs import Costs
 from .device import BOUNDARIES_ACROSS, BULK_PRIORITY, GRADIENTS_ACROSS, WEIGHTS_UP, DeviceSide
 from .lookahead import Lookahead
-from .machine import VirtualMachine, Work
+from .machine import Parts, VirtualMachine
 from .occupancy import Occupancy
 from .records import Record
 from .residency import UPDATE_PRIORITY, Residency
@@ -81,12 +81,12 @@ class Imagined:
     def read(self, arena_offset: int, store_offset: int, size: int, *, priority: int = 0, label: int = 0) -> int:
         self.moved_in += size
         what = self._ask("read", store_offset, label)
-        return self.machine.submit(Work(read=size), what=what, stage=label, priority=priority)
+        return self.machine.submit((("ssd read", size),), what=what, stage=label, priority=priority)
 
     def write(self, arena_offset: int, store_offset: int, size: int, *, priority: int = 0, label: int = 0) -> int:
         self.moved_out += size
         what = self._ask("write", store_offset, label)
-        return self.machine.submit(Work(write=size), what=what, stage=label, priority=priority)
+        return self.machine.submit((("ssd write", size),), what=what, stage=label, priority=priority)
 
     def poll(self, ticket: int) -> object | None:
         return ticket if self.machine.collect(ticket) else None
@@ -111,8 +111,8 @@ class Imagined:
         self.moved_in += read
         self.moved_out += written
         self.asked.append(Asked(what="update", stage=record.stage))
-        work = Work(read=read, write=written, update=self.costs.update_seconds(plan))
-        return self.machine.submit(work, what="update", stage=record.stage, priority=UPDATE_PRIORITY + record.stage)
+        parts: Parts = (("update", self.costs.update_seconds(plan)), ("ssd read", read), ("ssd write", written))
+        return self.machine.submit(parts, what="update", stage=record.stage, priority=UPDATE_PRIORITY + record.stage)
 
     def updated(self, record: Record, result: object) -> None:
         pass
@@ -215,7 +215,7 @@ class Imagined:
             self.residency.let_go(record)
 
         size = ITEM_SIZE[self.plan.numerics.accumulate_dtype] * self.model.stages[total].params
-        ticket = self.machine.submit(self._copy(down=size), what="gradients", stage=total, priority=BULK_PRIORITY)
+        ticket = self.machine.submit((("d2h", size),), what="gradients", stage=total, priority=BULK_PRIORITY)
         self.after.append((ticket, arrived))
         if len(self.after) > 1:  # two spans take turns
             first = self.after[0]
@@ -236,7 +236,7 @@ class Imagined:
         for look in range(looks):
             rising = up * (share - self._unhidden * (look == looks - 1))
             copies = self._begin_copies(visit, up=rising, down=down * share - last * (look == 0))
-            ticket = self.machine.submit(Work(compute=seconds / looks), what=visit.phase, stage=visit.stage)
+            ticket = self.machine.submit((("compute", seconds / looks),), what=visit.phase, stage=visit.stage)
             while not self.machine.collect(ticket):
                 self.pass_time()
             self._cross(copies)
@@ -261,8 +261,8 @@ class Imagined:
 
     def _begin_copies(self, visit: Visit, *, up: float = 0.0, down: float = 0.0) -> list[int]:
         """Tickets, up and down: the two directions do not wait for each other."""
-        copies = [self._copy(up=up), self._copy(down=down)]
-        return [self.machine.submit(copy, what="boundary", stage=visit.stage) for copy in copies if copy.parts()]
+        copies: tuple[Parts, ...] = ((("h2d", up),), (("d2h", down),))
+        return [self.machine.submit(copy, what="boundary", stage=visit.stage) for copy in copies if copy[0][1] > 0]
 
     def _wait_for_upload(self, owner: int) -> None:
         ticket = self._upload(owner, self.residency.records[owner].generation)
@@ -278,11 +278,6 @@ class Imagined:
     def settle(self) -> None:
         """All gradients have arrived and are handed over."""
         self.residency.wait_until(lambda: not self.after, GRADIENTS_ACROSS)
-
-    def _copy(self, *, up: float = 0.0, down: float = 0.0) -> Work:
-        """Between host and device; an unknown rate costs nothing."""
-        hardware = self.machine.hardware
-        return Work(up=up if hardware.h2d else 0.0, down=down if hardware.d2h else 0.0)
 
     def _begin_upload(self, visit: Visit, next_step: bool) -> None:
         if self.device is None or visit.owner is None:
@@ -301,7 +296,7 @@ class Imagined:
         size = ITEM_SIZE[self.model.compute_dtype] * self.model.stages[owner].params
 
         def begin() -> int:
-            return self.machine.submit(self._copy(up=size), what="weights", stage=owner, priority=BULK_PRIORITY)
+            return self.machine.submit((("h2d", size),), what="weights", stage=owner, priority=BULK_PRIORITY)
 
         return self.device.upload(owner, generation, begin)
 

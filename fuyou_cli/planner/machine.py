@@ -18,43 +18,14 @@ from typing import Literal
 from ..spec.hardware import HardwareProfile
 
 Resource = Literal["compute", "update", "ssd read", "ssd write", "h2d", "d2h"]
-Parts = tuple[tuple[Resource, float], ...]  # resources that a job uses, and how much
+# What a job takes, all at once: bytes of transfers, seconds of one update thread, or seconds of compute, which is a job of its
+# own; with nothing beside it.
+Parts = tuple[tuple[Resource, float], ...]
 
 _PAIRS: tuple[tuple[Resource, Resource], ...] = (("ssd read", "ssd write"), ("h2d", "d2h"))  # in each other's way
 _DONE = 1e-12  # of a job: left over by rounding
 _LEAST_COMPUTE = 0.05  # of its rate: compute never stands still beside updates and transfers, however busy the cores
 _HALVINGS, _CLOSE = 8, 0.002
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
-    """What a job takes: bytes of transfers, seconds of one update thread, or seconds of compute, with nothing beside them.
-    Compute is a job of its own."""
-
-    read: float = 0.0
-    write: float = 0.0
-    update: float = 0.0
-    compute: float = 0.0
-    up: float = 0.0  # to the device
-    down: float = 0.0  # back
-
-    def parts(self) -> Parts:
-        """Resources the job uses, and how much."""
-        if self.compute:  # most jobs
-            assert not (self.update or self.read or self.write or self.up or self.down)
-            return (("compute", self.compute),)
-        parts: list[tuple[Resource, float]] = []  # one by one: a search asks a hundred thousand times
-        if self.update > 0:
-            parts.append(("update", self.update))
-        if self.read > 0:
-            parts.append(("ssd read", self.read))
-        if self.write > 0:
-            parts.append(("ssd write", self.write))
-        if self.up > 0:
-            parts.append(("h2d", self.up))
-        if self.down > 0:
-            parts.append(("d2h", self.down))
-        return tuple(parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,10 +99,10 @@ class VirtualMachine:
         }  # fmt: skip
         self._mixed = {name: rate or self._alone[name] for name, rate in known.items()}
 
-    def submit(self, work: Work, *, what: str, stage: int, priority: int = 0) -> int:
-        """The job's ticket. Work of nothing is done at once."""
+    def submit(self, parts: Parts, *, what: str, stage: int, priority: int = 0) -> int:
+        """Begins a job and returns its ticket. One of nothing is done at once."""
         self._tickets += 1
-        parts = tuple([part for part in work.parts() if self._alone.get(part[0], 1.0)])
+        parts = tuple([part for part in parts if part[1] > 0 and self._alone.get(part[0], 1.0)])
         if not parts:
             self._finished.add(self._tickets)
             return self._tickets

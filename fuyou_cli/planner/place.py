@@ -63,7 +63,7 @@ class Placing:
 
     def __init__(self, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> None:
         self.model, self.hardware, self.wishes = model, hardware, wishes
-        self.costs = Costs.asked(model, hardware, wishes)
+        self.costs = Costs.of(model, hardware, wishes)
         self._ground = Ground(model, wishes.numerics, mode=wishes.store_mode, keep=wishes.keep)
         self._outputs = outputs_of(model, wishes)
         self._starts: dict[tuple[object, ...], _Start | None] = {}
