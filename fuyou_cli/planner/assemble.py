@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ..core.units import MiB
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ITEM_SIZE, ModelSpec
@@ -11,8 +9,8 @@ from ..spec.plan import MemoryLine, Plan, Predicted, Tier
 from .bound import busy_seconds
 from .costs import Costs
 from .device_memory import device_memory
-from .ground import Ground
 from .memory import BASE_SLACK, Layout, compute_memory
+from .placement_context import PlacementContext
 from .schedule import Schedule
 from .wishes import Wishes
 
@@ -33,7 +31,9 @@ def host_peaks(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, plac
     return {"load": base + homes_in_ram + 2 * largest_slot + 64 * MiB, "train": train, "export": train}
 
 
-def assembled(costs: Costs, wishes: Wishes, placed: Layout, schedule: Schedule, *, lookahead: int, ground: Ground) -> Plan:
+def assembled(
+    costs: Costs, wishes: Wishes, placed: Layout, schedule: Schedule, *, lookahead: int, context: PlacementContext
+) -> Plan:
     """Makes the plan of these spans, and what one step takes by the closed form."""
     return Plan(
         version=PLAN_VERSION,
@@ -55,12 +55,12 @@ def assembled(costs: Costs, wishes: Wishes, placed: Layout, schedule: Schedule, 
         store_mode=wishes.store_mode,
         keep=wishes.keep,
         memory=_memory_lines(costs.model, costs.hardware, wishes, placed),
-        predicted=_predict(costs, wishes, placed, schedule, ground),
+        predicted=_predict(costs, wishes, placed, schedule, context),
         sustained=wishes.sustained,
     )
 
 
-def _predict(costs: Costs, wishes: Wishes, placed: Layout, schedule: Schedule, ground: Ground) -> Predicted:
+def _predict(costs: Costs, wishes: Wishes, placed: Layout, schedule: Schedule, context: PlacementContext) -> Predicted:
     model, numerics = costs.model, wishes.numerics
     seconds = busy_seconds(costs, schedule, stages=placed.stages, device=wishes.device)
     bottleneck = max(sorted(seconds), key=lambda name: seconds[name])
@@ -68,12 +68,12 @@ def _predict(costs: Costs, wishes: Wishes, placed: Layout, schedule: Schedule, g
         cpu_peaks=host_peaks(model, costs.hardware, wishes, placed),
         gpu_peak=device_memory(model, wishes, placed.stages).total,
         ssd_bytes=placed.store_size,
-        export_bytes=ground.parameters * wishes.export_item,
+        export_bytes=context.parameters * wishes.export_item,
         read_per_step=schedule.traffic.read_total,
         written_per_step=schedule.traffic.written_total,
         read_by=schedule.traffic.read,
         written_by=schedule.traffic.written,
-        step_flops=6.0 * (ground.parameters - model.inactive_parameters) * numerics.tokens,
+        step_flops=6.0 * (context.parameters - model.inactive_parameters) * numerics.tokens,
         compute_flops=sum(visit.flops for visit in schedule.visits),
         seconds=seconds,
         step_seconds=seconds[bottleneck],
@@ -101,10 +101,10 @@ def _memory_lines(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, p
     slots = sum(span.size for slot in placed.slot_classes for span in slot.weight_slots)
     weights_ram = home("weights", item, "cpu") + home("weights", item, "gpu")
     add("weights", "cpu", weights_ram + slots, params * item, "home and slots")
-    places = _places(placed, wishes)
-    add("weights", "ssd", int(places.often * params * item), params * item, places.policy)
+    often, why = _places(placed, wishes)
+    add("weights", "ssd", int(often * params * item), params * item, why)
     add("optimizer states", "cpu", home("states", states_item, "cpu"), params * states_item, "home")
-    add("optimizer states", "ssd", int(places.often * params * states_item), params * states_item, places.policy)
+    add("optimizer states", "ssd", int(often * params * states_item), params * states_item, why)
     gradient_slots = sum(span.size for slot in placed.slot_classes for span in slot.gradient_slots)
     resting = sum(stage.gradients_ram.size for stage in placed.stages if stage.gradients_ram)
     on_ssd = sum(stage.gradients_extent.size for stage in placed.stages if stage.gradients_extent)
@@ -133,21 +133,14 @@ def _memory_lines(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, p
     return tuple(lines)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Places:
-    """How often what survives a run is on the store, and why."""
-
-    often: float
-    policy: str
-
-
-def _places(placed: Layout, wishes: Wishes) -> _Places:
+def _places(placed: Layout, wishes: Wishes) -> tuple[float, str]:
+    """Tells how often what survives a run is on the store, and why."""
     if wishes.store_mode == "in_place":
-        return _Places(often=1 + wishes.keep, policy="two extents" if wishes.keep == 1 else f"{1 + wishes.keep} extents")
+        return 1 + wishes.keep, "two extents" if wishes.keep == 1 else f"{1 + wishes.keep} extents"
     rings = {stage.ring.offset: stage.ring for stage in placed.stages if stage.ring.size}.values()
     once = sum(ring.stages * ring.size for ring in rings)
     spare = sum(ring.spares * ring.size for ring in rings)
-    return _Places(often=1 + spare / once if once else 1.0, policy="one extent and spare ones")
+    return 1 + spare / once if once else 1.0, "one extent and spare ones"
 
 
 def _gradients_policy(model: ModelSpec, wishes: Wishes, placed: Layout) -> str:

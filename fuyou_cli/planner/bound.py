@@ -41,7 +41,10 @@ def lower_bound(costs: Costs, schedule: Schedule, plan: Plan) -> float:
         if visit.fetch and visit.owner is not None and not plan.stages[visit.owner].deferred
     )
     busiest = _least_seconds(costs, schedule, stages=plan.stages, device=plan.device, spared=spared)
-    return max(*busiest.values(), slot_seconds(costs, schedule.visits, plan, rates=_alone(costs.hardware)))
+    return max(
+        *busiest.values(),
+        slot_seconds(costs, schedule.visits, plan, rates=(costs.hardware.store_read, costs.hardware.store_write)),
+    )
 
 
 def phase_estimate(costs: Costs, schedule: Schedule, plan: Plan) -> float:
@@ -127,10 +130,6 @@ def _update_seconds(costs: Costs, stage: StagePlan, rates: tuple[float, float], 
     return max(costs.update_seconds(stage) / costs.updates_at_once, *moving, 0.0)
 
 
-def _alone(hardware: HardwareProfile) -> tuple[float, float]:
-    return hardware.store_read, hardware.store_write
-
-
 def _mixed(hardware: HardwareProfile) -> tuple[float, float]:
     return hardware.store_read_mixed or hardware.store_read, hardware.store_write_mixed or hardware.store_write
 
@@ -162,7 +161,7 @@ def _compute_seconds(costs: Costs, visit: Visit, stages: tuple[StagePlan, ...]) 
 def store_seconds(hardware: HardwareProfile, read: int, written: int) -> dict[str, float]:
     """The least time for these bytes: both directions at once as long as both have something to do, the rest alone."""
     reading, writing = hardware.store_read, hardware.store_write
-    both_read, both_write = hardware.store_read_mixed or reading, hardware.store_write_mixed or writing
+    both_read, both_write = _mixed(hardware)
     seconds: dict[str, float] = {}
     together = min(read / both_read if both_read else 0.0, written / both_write if both_write else 0.0)
     if reading and read:
@@ -186,15 +185,11 @@ def copied_bytes(model: ModelSpec, schedule: Schedule, *, stages: tuple[StagePla
     shared = sum(params[stage.index] for stage in model.stages if model.has_two_users(stage.index))  # rest in between
     boundary = model.boundary_bytes_per_token * numerics.tokens
     moved = [crossing(model, visit.stage, visit.phase, stash=visit.stash) for visit in schedule.visits]
-    to_device = _uploaded_weights(model, schedule, stages) + gradient * shared + boundary * sum(into for into, _ in moved)
+    weights = sum(params[owner] * often for owner, often in uploads(model, schedule, stages).items())
+    to_device = ITEM_SIZE[model.compute_dtype] * weights + gradient * shared + boundary * sum(into for into, _ in moved)
     to_host = gradient * (sum(params) + shared) + boundary * sum(back for _, back in moved)
     kept = sum(kept_bytes(model.stages[stage.stage], stage.kept) for stage in stages) * numerics.micro_batches
     return to_device + kept, to_host + kept
-
-
-def _uploaded_weights(model: ModelSpec, schedule: Schedule, stages: tuple[StagePlan, ...]) -> int:
-    times = uploads(model, schedule, stages)
-    return sum(ITEM_SIZE[model.compute_dtype] * model.stages[owner].params * often for owner, often in times.items())
 
 
 def uploads(model: ModelSpec, schedule: Schedule, stages: tuple[StagePlan, ...]) -> dict[int, int]:

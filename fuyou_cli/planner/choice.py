@@ -104,7 +104,7 @@ def _ends(values: tuple[float, ...]) -> tuple[float, ...]:
 
 
 def pipelines(wishes: Wishes, *, stages: int) -> list[tuple[int, int]]:
-    """(lookahead, gradient slots) for a plan without a search: the usual one, then with less memory. Looking ahead further
+    """(lookahead, gradient slots) for a plan without a search: the usual one, then with less memory. SearchState ahead further
     than every stage buys nothing."""
     if wishes.lookahead is not None:
         lookahead = min(wishes.lookahead, stages)

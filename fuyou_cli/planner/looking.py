@@ -48,7 +48,7 @@ def _any(choice: Choice, plan: Plan) -> bool:
 
 
 @dataclass(slots=True)
-class Looking:
+class SearchState:
     """What was seen so far; a choice is placed once, and a plan simulated once."""
 
     placing: Placing
@@ -104,13 +104,13 @@ class Looking:
         has_room = not self.with_room or self.placing.wishes.has_room_for(plan, self.placing.hardware)
         return has_room and self.allows(choice, plan)
 
-    def among(self, allows: Callable[[Choice, Plan], bool]) -> Looking:
+    def among(self, allows: Callable[[Choice, Plan], bool]) -> SearchState:
         """A shorter search, of what is allowed alone, that knows what this one has seen."""
         other = replace(self, allows=allows, share=SHORTER, pool={}, best=None, placed=0, visits=0, in_vain=0)
         other.learn_from(self)
         return other
 
-    def learn_from(self, other: Looking) -> None:
+    def learn_from(self, other: SearchState) -> None:
         """Takes over what another search with the same placing has seen, as far as it is allowed here."""
         for key, found in other.pool.items():
             known = self.pool.get(key)

@@ -14,7 +14,7 @@ from ..spec.model import ITEM_SIZE, ModelSpec
 from ..spec.plan import IoPlan, SlotClass, Span, StagePlan, Tier
 from .boundary_layout import Kept
 from .defer import deferrals
-from .ground import STORE_UNIT, Ground, Room
+from .placement_context import STORE_UNIT, PlacementContext, Room
 from .wishes import Wishes
 
 ARENA_UNIT = 2 * MiB  # hugepages round what is touched to this
@@ -50,16 +50,14 @@ class Layout:
     store_size: int
 
 
-def layout(
-    model: ModelSpec, wishes: Wishes, homes: Homes, *, lookahead: int, gradient_slots: int, ground: Ground | None = None
-) -> Layout:
+def layout(context: PlacementContext, wishes: Wishes, homes: Homes, *, lookahead: int, gradient_slots: int) -> Layout:
     """Every span of arena and store for this placement."""
-    ground = ground or Ground(model, wishes.numerics, mode=wishes.store_mode, keep=wishes.keep)
+    model = context.model
     arena = Room(ARENA_UNIT)
     # What survives a run comes first and depends on the model alone: a resumed run may place everything else anew.
-    transient = Room(STORE_UNIT, used=ground.durable_size)
-    classes = ground.classes
-    boundaries = [ground.boundary_size(index, kept) for index, kept in enumerate(homes.kept)]
+    transient = Room(STORE_UNIT, used=context.durable_size)
+    classes = context.classes
+    boundaries = [context.boundary_size(index, kept) for index, kept in enumerate(homes.kept)]
     deferred = deferrals(model, wishes)
     slot_classes = tuple(
         _slot_class(arena, model, wishes, homes, deferred, classes, number, lookahead=lookahead, gradient_slots=gradient_slots)
@@ -73,7 +71,7 @@ def layout(
     batches = _batch_slots(arena, model, wishes)
     scratch = arena.take(wishes.scratch_size)
     stages = tuple(
-        _stage(arena, transient, ground, wishes, homes, index, boundary=boundaries[index], deferred=deferred[index])
+        _stage(arena, transient, context, wishes, homes, index, boundary=boundaries[index], deferred=deferred[index])
         for index in range(len(model.stages))
     )
     return Layout(
@@ -173,10 +171,18 @@ def _rests(model: ModelSpec, stage: int, deferred: bool) -> bool:
 
 
 def _stage(
-    arena: Room, transient: Room, ground: Ground, wishes: Wishes, homes: Homes, index: int, *, boundary: int, deferred: bool
+    arena: Room,
+    transient: Room,
+    context: PlacementContext,
+    wishes: Wishes,
+    homes: Homes,
+    index: int,
+    *,
+    boundary: int,
+    deferred: bool,
 ) -> StagePlan:
-    model = ground.model
-    stage, at_rest = model.stages[index], ground.at_rest[index]
+    model = context.model
+    stage, at_rest = model.stages[index], context.at_rest[index]
     rests = _rests(model, index, deferred)
     bf16 = model.compute_dtype == "bfloat16"
     gradient_size = stage.params * ITEM_SIZE[wishes.numerics.accumulate_dtype]
@@ -187,7 +193,7 @@ def _stage(
         states=states_home,
         gradients=homes.gradients[index],
         boundary=homes.boundaries[index],
-        slot_class=ground.classes[index],
+        slot_class=context.classes[index],
         deferred=deferred,
         ring=at_rest.ring,
         weights_at=at_rest.weights,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ..core.units import MiB
-from ..spec.model import ModelSpec
 from ..spec.plan import Plan
 
 READ_BACK = 32 * MiB  # of the arena, through which a saved state is read and compared with its sums
@@ -29,13 +28,3 @@ def phase_peaks(plan: Plan) -> dict[str, int]:
     order = ("load", "train", "save", "resume", "export")
     known = {**peaks, **around}
     return {name: known[name] for name in (*order, *known) if name in known}
-
-
-def evaluation_peak(plan: Plan, model: ModelSpec) -> int:
-    """Bytes at most of a pass without gradients in the same arena: forward visits, and a head's logits (of a head in one piece
-    what its loss and gradients take together, which nobody has measured apart). No run has such a phase yet."""
-    train = phase_peaks(plan).get("train", 0)
-    if plan.device == "cuda":  # what a visit allocates is not in the host's memory
-        return train
-    hungriest = max(stage.backward_peak for stage in model.stages)
-    return train - hungriest + max(stage.forward_peak for stage in model.stages)

@@ -2,7 +2,7 @@
 
 Everything rests on the ssd first. Outputs of operators get their share of what RAM is spare (the paper's Algorithm 1: the
 most FLOPs saved per byte first); then the tensors whose home in RAM saves most bytes of traffic per byte move there, in a
-fixed order (`items`, `filling`); what is left goes to outputs again. `plan` is the first choice that fits, without a search.
+fixed order (`greedy_fill`); what is left goes to outputs again. `plan` is the first choice that fits, without a search.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from .commit_interval import guessed_interval, with_interval
 from .costs import Costs
 from .defer import deferrals
 from .device_memory import with_homes_on_device
-from .filling import Filling, outputs_of
-from .ground import Ground
-from .items import KINDS, Item, traffic_items
+from .greedy_fill import KINDS, GreedyFill, Item, outputs_of, traffic_items
 from .memory import Homes, Layout, layout
+from .placement_context import PlacementContext
 from .schedule import Schedule, expand, recommitted
 from .wishes import Wishes
 
@@ -64,7 +63,7 @@ class Placing:
     def __init__(self, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> None:
         self.model, self.hardware, self.wishes = model, hardware, wishes
         self.costs = Costs.of(model, hardware, wishes)
-        self._ground = Ground(model, wishes.numerics, mode=wishes.store_mode, keep=wishes.keep)
+        self._context = PlacementContext(model, wishes)
         self._outputs = outputs_of(model, wishes)
         self._starts: dict[tuple[object, ...], _Start | None] = {}
         self._placed: dict[tuple[object, ...], Placed] = {}
@@ -96,7 +95,7 @@ class Placing:
             commit_every=plain.asked_interval,
         )
         spans = replace(spans, stages=with_homes_on_device(self.model, asked, schedule, spans.stages))
-        plan = assembled(self.costs, plain, spans, schedule, lookahead=choice.lookahead, ground=self._ground)
+        plan = assembled(self.costs, plain, spans, schedule, lookahead=choice.lookahead, context=self._context)
         found = self._bounded(plan, schedule)
         return found if at_most_one else self._committing(asked, found, schedule)
 
@@ -120,9 +119,7 @@ class Placing:
         return Placed(plan=plan, bound=plain.bound + each, estimate=plain.estimate + each, commits=each)
 
     def _layout(self, asked: Wishes, homes: Homes, choice: Choice) -> Layout:
-        return layout(
-            self.model, asked, homes, lookahead=choice.lookahead, gradient_slots=choice.gradient_slots, ground=self._ground
-        )
+        return layout(self._context, asked, homes, lookahead=choice.lookahead, gradient_slots=choice.gradient_slots)
 
     def _started(self, asked: Wishes, choice: Choice, pipeline: tuple[object, ...]) -> _Start | None:
         """With nothing moved to RAM yet; None where even that does not fit."""
@@ -136,21 +133,21 @@ class Placing:
         return self._starts[key]
 
     def _begun(self, asked: Wishes, choice: Choice, homes: Homes, spans: Layout, peaks: dict[str, int]) -> _Start:
-        items = sorted(traffic_items(self._ground, asked, homes, spans), key=lambda item: item.order)
+        items = sorted(traffic_items(self._context, asked, homes, spans), key=lambda item: item.order)
         return _Start(
-            nothing=Filling.of(self._ground, asked, homes, peaks),
+            nothing=GreedyFill.of(self._context, asked, homes, peaks),
             items=tuple(items),
             everything=self._everything(asked, choice, homes, items),
         )
 
-    def _everything(self, asked: Wishes, choice: Choice, homes: Homes, items: list[Item]) -> Filling | None:
+    def _everything(self, asked: Wishes, choice: Choice, homes: Homes, items: list[Item]) -> GreedyFill | None:
         """All of it in RAM; None where it does not fit."""
         weights, boundaries, gradients, states = (_settled(homes, items, kind) for kind in KINDS)
         everything = replace(homes, weights=weights, boundaries=boundaries, gradients=gradients, states=states)
         peaks = host_peaks(self.model, self.hardware, asked, self._layout(asked, everything, choice))
-        return Filling.of(self._ground, asked, everything, peaks) if max(peaks.values()) <= asked.cpu_budget else None
+        return GreedyFill.of(self._context, asked, everything, peaks) if max(peaks.values()) <= asked.cpu_budget else None
 
-    def _filled(self, asked: Wishes, choice: Choice, start: _Start) -> Filling:
+    def _filled(self, asked: Wishes, choice: Choice, start: _Start) -> GreedyFill:
         if start.everything is not None and choice.activations <= 0:
             # Tensor by tensor, slots that the last one would free are in the way of it.
             filling = replace(start.everything, before=[])
@@ -165,7 +162,7 @@ class Placing:
             filling.keep(self._outputs, share=1.0)
         return filling
 
-    def _within(self, filling: Filling, choice: Choice) -> tuple[Homes, Layout]:
+    def _within(self, filling: GreedyFill, choice: Choice) -> tuple[Homes, Layout]:
         """Takes back what moved last while the sums were a little short of what the layout takes."""
         while True:
             spans = self._layout(filling.wishes, filling.homes, choice)
@@ -181,10 +178,12 @@ def as_chosen(wishes: Wishes, choice: Choice) -> Wishes:
 
 def least_memory(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> int:
     """Bytes of the whole process with nothing at home in RAM that may rest on the ssd."""
-    return min(
-        _host_peak(model, hardware, wishes, _start(model, wishes, 0.0), lookahead, slots)
+    context, homes = PlacementContext(model, wishes), _start(model, wishes, 0.0)
+    spans = (
+        layout(context, wishes, homes, lookahead=lookahead, gradient_slots=slots)
         for lookahead, slots in pipelines(wishes, stages=len(model.stages))
     )
+    return min(max(host_peaks(model, hardware, wishes, some).values()) for some in spans)
 
 
 def too_small(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> PlanError:
@@ -199,8 +198,8 @@ def too_small(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Pl
 class _Start:
     """Where the filling of RAM begins, and what may move there, in the order in which it does."""
 
-    nothing: Filling  # in RAM yet
-    everything: Filling | None  # that may be; None where it does not fit
+    nothing: GreedyFill  # in RAM yet
+    everything: GreedyFill | None  # that may be; None where it does not fit
     items: tuple[Item, ...]
 
 
@@ -250,10 +249,3 @@ def _swapped(operators: tuple[OperatorSpec, ...], share: float) -> tuple[int, ..
             left -= operator.bytes
             chosen.append(operator.index)
     return tuple(sorted(chosen))
-
-
-def _host_peak(
-    model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, homes: Homes, lookahead: int, gradient_slots: int
-) -> int:
-    spans = layout(model, wishes, homes, lookahead=lookahead, gradient_slots=gradient_slots)
-    return max(host_peaks(model, hardware, wishes, spans).values())

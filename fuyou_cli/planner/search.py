@@ -27,7 +27,7 @@ from ..spec.model import ModelSpec
 from ..spec.plan import Plan
 from .choice import Family, family
 from .commit_interval import timed_plan
-from .looking import Alternative, Effort, Looking
+from .looking import Alternative, Effort, SearchState
 from .place import Placing, too_small
 from .sparing import Sparing, balanced, spared
 from .wishes import Wishes
@@ -60,7 +60,7 @@ def search(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, *, effor
     is_small = stages <= SMALL_STAGES and len(choices) * stages <= SMALL
     effort = effort or ("placed" if is_small else "limited")
     for with_room in (True, False):  # what overflows disk or device is refused by name, by who knows what is there already
-        looking = Looking(placing=placing, pipelines=choices.pipelines, with_room=with_room, effort=effort)
+        looking = SearchState(placing=placing, pipelines=choices.pipelines, with_room=with_room, effort=effort)
         with _uncollected():
             complete = _explored(looking, choices)
             if looking.best is not None:
@@ -91,7 +91,7 @@ def timed(found: Alternative, model: ModelSpec, hardware: HardwareProfile, wishe
     return timed_plan(model, hardware, found.plan, chosen=wishes.commit_every == "auto", step=found.timeline)
 
 
-def _found(every: Looking, choices: Family, *, complete: bool) -> Found:
+def _found(every: SearchState, choices: Family, *, complete: bool) -> Found:
     """The fastest of all, or what is taken instead of it to spare the drives."""
     fastest, policy = every.cheapest(), every.placing.wishes.wear
     best, placed, visits = fastest, every.placed, every.visits
@@ -105,7 +105,7 @@ def _found(every: Looking, choices: Family, *, complete: bool) -> Found:
     return Found(best=best, fastest=fastest, others=every.others(best), complete=complete, placed=placed, visits=visits)
 
 
-def _explored(looking: Looking, choices: Family) -> bool:
+def _explored(looking: SearchState, choices: Family) -> bool:
     """Looks at the family, the likeliest choices first; whether none of it can be better than the best."""
     looking.place(choices.corners() if looking.effort == "limited" else choices)
     if not looking.pool:

@@ -36,7 +36,7 @@ from dataclasses import replace
 
 from ..spec.plan import Plan
 from .choice import Choice, Family
-from .looking import Alternative, Looking, asked_for
+from .looking import Alternative, SearchState, asked_for
 from .place import Placing
 
 WORTH = 0.05  # of the step, that spending drives has to save
@@ -76,7 +76,7 @@ class Sparing:
         return self._bare[pipeline]
 
 
-def spared(every: Looking, frugal: Looking) -> Alternative:
+def spared(every: SearchState, frugal: SearchState) -> Alternative:
     """`spare`, of what a search saw of all plans, and one of those that do not spend."""
     assert every.best is not None
     fastest, limit = every.cheapest(), every.best.seconds * (1 + WORTH)
@@ -87,7 +87,7 @@ def spared(every: Looking, frugal: Looking) -> Alternative:
     return min((fastest, *_no_more_written(every.simulated_within(limit), fastest)), key=asked_for)
 
 
-def balanced(every: Looking, frugal: Looking) -> Alternative:
+def balanced(every: SearchState, frugal: SearchState) -> Alternative:
     """`balanced`, of the same."""
     price, fastest = every.placing.hardware.seconds_per_byte, every.cheapest()
     seen = [*every.simulated_within(float("inf")), *frugal.simulated_within(float("inf"))]

@@ -12,14 +12,14 @@ from ..core.errors import PlanError
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan, StoreMode
-from .ground import Ground
 from .lasting import Choose, planned_for
+from .placement_context import PlacementContext
 from .wishes import Wishes
 
 
 def at_rest(model: ModelSpec, wishes: Wishes, mode: StoreMode) -> int:
     """Bytes of the store that survive a run, the gradients of redo among them."""
-    return Ground(model, wishes.numerics, mode=mode, keep=wishes.keep).durable_size
+    return PlacementContext(model, replace(wishes, store_mode=mode)).durable_size
 
 
 def redone(wishes: Wishes) -> Wishes:

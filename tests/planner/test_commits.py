@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuyou_cli.planner.commits import CommitLedger, left_before
-from fuyou_cli.planner.ground import Ground
 from fuyou_cli.planner.place import least_memory, plan
+from fuyou_cli.planner.placement_context import PlacementContext
 from fuyou_cli.planner.store_modes import at_rest, planned_with_room, redone, with_fitting_mode
 from fuyou_cli.spec.plan import Ring
 
@@ -56,7 +56,7 @@ def test_between_commits_updates_are_in_place() -> None:
 def test_redo_is_chosen_where_two_extents_have_no_room(data: st.DataObject, spec) -> None:  # type: ignore[no-untyped-def]
     wishes = replace(data.draw(wishes_for(spec, pinned=False)), may_redo=True)
     twice, once = at_rest(spec, wishes, "in_place"), at_rest(spec, wishes, "redo")
-    assert twice == 2 * sum(Ground(spec, wishes.numerics).at_rest[stage.index].ring.size for stage in spec.stages)
+    assert twice == 2 * sum(PlacementContext(spec, wishes).at_rest[stage.index].ring.size for stage in spec.stages)
     for disk in (twice, twice - 1, once, once - 1):
         chosen = with_fitting_mode(spec, wishes, disk)
         assert chosen.store_mode == ("redo" if once <= disk < twice else "in_place")

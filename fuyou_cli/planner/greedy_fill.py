@@ -1,0 +1,195 @@
+"""Fills RAM: tensors that save most bytes of traffic per byte there first, and outputs of operators by FLOPs per byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import TypeVar
+
+from ..core.units import align_up
+from ..spec.model import ITEM_SIZE, STATE_SIZES, ModelSpec, OperatorSpec, StageSpec
+from ..spec.plan import StagePlan
+from .memory import ARENA_UNIT, Homes, Layout
+from .placement_context import PlacementContext
+from .wishes import Wishes
+
+KINDS = ("weights", "boundaries", "gradients", "states")  # fields of `Homes`
+_LOADED = ("weights", "states")
+_HUGE_PAGES = 1 + 1 / 512  # page tables of the arena
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Item:
+    """Tensors of one kind, of one stage or of all that share slots, which may rest in RAM instead of on the ssd."""
+
+    kind: str
+    stages: tuple[int, ...]
+    sizes: tuple[int, ...]  # bytes of RAM, per stage
+    freed: int  # bytes of slots that nobody needs once all of them rest in RAM
+    saved: float  # bytes of traffic per step
+
+    @property
+    def order(self) -> tuple[float, int, int, int]:
+        """The most traffic saved per byte of RAM first. Stages of one kind are taken spread out over the step, so that what
+        stays on the ssd is spread out too."""
+        size = sum(self.sizes) - self.freed
+        per_byte = self.saved / size if size > 0 else float("inf")
+        return (-per_byte, KINDS.index(self.kind), spread(self.stages[0]), len(self.stages))
+
+
+@cache
+def spread(stage: int) -> int:
+    return int(f"{stage:016b}"[::-1], 2)
+
+
+def traffic_items(context: PlacementContext, wishes: Wishes, homes: Homes, spans: Layout) -> list[Item]:
+    """What may move to RAM."""
+    single = [
+        item
+        for stage in context.model.stages
+        if stage.params
+        for item in _items_of(context, wishes, homes, spans.stages[stage.index], stage)
+    ]
+    return [*single, *_together(single, homes, spans)]
+
+
+def _items_of(context: PlacementContext, wishes: Wishes, homes: Homes, plan: StagePlan, stage: StageSpec) -> Iterator[Item]:
+    model, index, params = context.model, stage.index, stage.params
+    item, gradient = ITEM_SIZE[model.compute_dtype], ITEM_SIZE[wishes.numerics.accumulate_dtype]
+    states = STATE_SIZES[model.compute_dtype]
+    rests = int(plan.deferred) + int(model.has_two_users(index))
+    boundary = context.boundary_size(index, homes.kept[index])
+    uses = 2 if stage.kind in ("block", "norm") else 1  # in forward and in backward; what is visited twice in a row is kept
+    # Where the planner says when to commit the order is that of frequent commits; choices that put states first have the other.
+    every = 1 if wishes.commit_every == "auto" else wishes.commit_every
+    spared = 1.0 - (1.0 / every if every else 0.0)  # writes: commits have theirs from RAM as well
+    options: tuple[tuple[str, tuple[int, ...], float, bool], ...] = (
+        ("weights", (item * params,), (uses + spared) * item * params, wishes.weights is None),
+        ("boundaries", (boundary,), 2.0 * boundary, wishes.boundaries is None),
+        ("gradients", (gradient * params,), 2.0 * rests * gradient * params, wishes.gradients is None),
+        ("states", tuple(size * params for size in states), (1.0 + spared) * sum(states) * params, wishes.states is None),
+    )
+    for kind, sizes, saved, free in options:
+        if free and saved:
+            size = sum(align_up(size, ARENA_UNIT) for size in sizes)
+            yield Item(kind=kind, stages=(index,), sizes=(size,), freed=0, saved=saved)
+
+
+def _together(single: list[Item], homes: Homes, spans: Layout) -> Iterator[Item]:
+    """All stages that share slots: once the last of them rests in RAM, the slots are not needed. Of a few large stages (an
+    embedding and a head) that is as much as they take at home."""
+    shared: dict[tuple[str, int], list[Item]] = {}
+    for item in single:
+        stage = spans.stages[item.stages[0]]
+        if item.kind in ("weights", "gradients") and getattr(homes, item.kind)[stage.stage] == "ssd":
+            shared.setdefault((item.kind, stage.slot_class), []).append(item)
+        elif item.kind == "boundaries":
+            shared.setdefault((item.kind, 0), []).append(item)
+    for (kind, number), items in sorted(shared.items()):
+        members = [stage for stage in spans.stages if stage.slot_class == number and stage.momentum_at.size]
+        slots = {
+            "weights": spans.slot_classes[number].weight_slots,
+            "gradients": spans.slot_classes[number].gradient_slots if len(items) == len(members) else (),
+            "boundaries": spans.boundary_slots,
+        }[kind]
+        if slots:
+            yield Item(
+                kind=kind,
+                stages=tuple(item.stages[0] for item in items),
+                sizes=tuple(item.sizes[0] for item in items),
+                freed=sum(align_up(span.size, ARENA_UNIT) for span in slots),
+                saved=sum(item.saved for item in items),
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Output:
+    """An operator's outputs of the whole batch."""
+
+    stage: int
+    operator: OperatorSpec
+    size: int
+
+    @property
+    def order(self) -> tuple[float, int, int, int]:
+        return (-self.operator.flops / max(1, self.operator.bytes), spread(self.stage), self.stage, self.operator.index)
+
+
+def outputs_of(model: ModelSpec, wishes: Wishes) -> list[Output]:
+    """The most FLOPs saved per byte first."""
+    found = [
+        Output(stage=stage.index, operator=operator, size=operator.bytes * wishes.numerics.micro_batches)
+        for stage in model.stages
+        for operator in stage.operators
+    ]
+    return sorted(found, key=lambda output: output.order)
+
+
+@dataclass(slots=True)
+class GreedyFill:
+    """Moves tensors to RAM while there is room. `before` holds the homes before each move, to take moves back."""
+
+    context: PlacementContext
+    wishes: Wishes
+    homes: Homes
+    spare: int
+    spare_loading: int  # while a checkpoint is read straight to the homes of weights and states
+    before: list[Homes] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, context: PlacementContext, wishes: Wishes, homes: Homes, peaks: dict[str, int]) -> GreedyFill:
+        """From homes that take `peaks`."""
+        return cls(
+            context=context,
+            wishes=wishes,
+            homes=homes,
+            spare=int((wishes.cpu_budget - peaks["train"]) / _HUGE_PAGES),
+            spare_loading=wishes.cpu_budget - peaks["load"],
+        )
+
+    def settle(self, items: Sequence[Item], *, share: float = 1.0) -> None:
+        """Tensors, in their order, as far as they fit in `share` of what is spare."""
+        limit = self.spare - int(self.spare * share)  # what is to be left
+        for item in items:
+            tiers = getattr(self.homes, item.kind)
+            left = [place for place, stage in enumerate(item.stages) if tiers[stage] == "ssd"]
+            homes = sum(item.sizes[place] for place in left)
+            size, loaded = homes - item.freed, homes if item.kind in _LOADED else 0
+            if not left or self.spare - size < limit or loaded > self.spare_loading:
+                continue
+            self.spare_loading -= loaded
+            for place in left:
+                tiers = with_value(tiers, item.stages[place], "cpu")
+            self._take(size, replace(self.homes, **{item.kind: tiers}))
+
+    def keep(self, outputs: list[Output], *, share: float) -> None:
+        """Outputs of operators, in their order, within `share` of what is spare; the boundary they rest with comes along."""
+        limit = self.spare - int(self.spare * share)  # what is to be left
+        for output in outputs:
+            kept = self.homes.kept[output.stage]
+            if output.operator.index in kept:
+                continue
+            taken = tuple(sorted((*kept, output.operator.index)))
+            at_home = self.homes.boundaries[output.stage] == "cpu"
+            if not at_home and self.wishes.boundaries is not None:
+                continue
+            size = self._size(output.stage, taken) - (self._size(output.stage, kept) if at_home else 0)
+            if self.spare - size < limit:
+                continue
+            kept_with = with_value(self.homes.kept, output.stage, taken)
+            boundaries = self.homes.boundaries if at_home else with_value(self.homes.boundaries, output.stage, "cpu")
+            self._take(size, replace(self.homes, kept=kept_with, boundaries=boundaries))
+
+    def _size(self, stage: int, kept: tuple[int, ...]) -> int:
+        """Bytes of RAM that the stage's boundary takes with these outputs."""
+        return align_up(self.context.boundary_size(stage, kept), ARENA_UNIT)
+
+    def _take(self, size: int, homes: Homes) -> None:
+        self.before.append(self.homes)
+        self.homes, self.spare = homes, self.spare - size
+
+
+def with_value(values: tuple[_Value, ...], index: int, value: _Value) -> tuple[_Value, ...]:
+    return (*values[:index], value, *values[index + 1 :])
