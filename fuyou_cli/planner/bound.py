@@ -1,5 +1,5 @@
-"""Seconds of work per resource in one step, in closed form. No step is faster than its busiest resource, so this is what
-candidates are pruned with; how much of it overlaps is the simulator's to say.
+"""Sums the seconds of work per resource in one step, in closed form. No step is faster than its busiest resource, which rules
+choices out; how much of the work overlaps is for the simulator to say.
 
 On device cpu compute and updates share the cores, so their seconds add up. On a device with memory of its own weights and
 boundaries go to it and gradients and boundaries come back, always by way of the host's memory.

@@ -1,5 +1,5 @@
-"""What rests with a stage's boundary from forward to backward: per micro-batch its rows, then the outputs of the operators
-that are kept, so that backward takes them instead of computing them again.
+"""Lays out what rests with a stage's boundary from forward to backward: per micro-batch its rows, then the outputs of the kept
+operators, so that backward takes them instead of computing them again.
 
 One description for who plans the memory and who fills it.
 """

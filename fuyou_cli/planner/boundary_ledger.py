@@ -1,4 +1,4 @@
-"""The ledger of boundaries: where each stage's input rests between forward and backward, and what is on its way.
+"""Keeps the ledger of boundaries: where each stage's input rests between forward and backward, and what is on its way.
 
 Like the residency ledger it moves nothing itself: the executor and the simulator follow the same rules.
 """

@@ -1,10 +1,9 @@
-"""How many steps are between two commits, where that is the planner's to say: commits that cost what they save.
+"""Chooses how many steps are between two commits, so that commits cost about what they save.
 
-Where states rest on the ssd every step writes them anyway: to name them costs nothing, and every step is committed. What rests
-in RAM is written for a commit alone, within one update of each stage, and the steps around a commit are longer by what that
-takes. The interval is the least at which commits take little of the time, and little of what is written; but where steps
-hardly write anything, nearly all that a run writes are its commits, however rare they are, so that the second bound is not
-followed beyond the work that a kill may cost.
+Where states rest on the ssd every step writes them anyway: every step is committed. What rests in RAM is written for a commit
+alone, within one update of each stage, and the steps around a commit are longer by what that takes. The interval is the least
+at which commits take little of the time, and little of what is written. Where steps hardly write anything, nearly all that a
+run writes are its commits: there the second bound is not followed beyond the work that a kill may cost.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Seconds of compute per visit, and what one update takes, from the rates of a machine.
+"""Gives the seconds of compute per visit, and what one update takes, from the rates of a machine.
 
-Matrix products and attention go at the rate measured on a stage of this kind (`HardwareProfile.stage_rate`), which its
-gradients' sum is a part of; a backward that is given outputs lies between the rates without any and with all of them. Beside
-these compute moves bytes that no product hides. Boundaries and what norms make of them go to pages that are new to the process,
-which the kernel clears first; outputs that are kept, the embedding's gradients, and all gradients once more as they are looked
-at (for the norm, and whether they are finite), to pages that are there. A device with memory of its own is fed by a thread that
-moves some bytes itself (`host_work`): a GPU computes meanwhile, and the longer of the two is what a visit takes.
+Matrix products and attention go at the rate measured on a stage of this kind (`HardwareProfile.stage_rate`), which includes its
+gradients' sum; a backward that is given outputs lies between the rates without any and with all of them. Compute also moves
+bytes that no product hides: boundaries and what norms make of them to pages new to the process, which the kernel clears first;
+kept outputs, the embedding's gradients, and all gradients once more (for the norm, and whether they are finite) to pages that
+are there. A device with memory of its own is fed by a thread that moves some bytes itself (`host_work`): a GPU computes
+meanwhile, and a visit takes the longer of the two.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which stages' updates wait for the next forward: all of them where the gradient norm must be known first, else a share.
+"""Says which stages' updates wait for the next forward: all where the gradient norm must be known first, else a share.
 
 A stage that is not deferred is updated as soon as its gradients are complete. One that is rests its gradients at their home
 and is updated in the next forward, before its own use: the same numbers, moved to where the store has less to do.

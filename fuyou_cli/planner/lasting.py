@@ -1,8 +1,8 @@
-"""Drives that slow down: at which of their rates a run is planned, and how far the first ones reach.
+"""Chooses at which of its drives' rates a run is planned, and tells how far the first ones reach.
 
-A drive takes writes fast until its fast region is full. A run is planned with what the drive sustains, from its first step
-on, unless it is known to end before that: one whose length is not known yet counts as long. What idle time or a trim empties
-again is not counted: nobody measured how much.
+A drive takes writes fast until its fast region is full. A run is planned with what the drive sustains from its first step on,
+unless it is known to end before that; one of unknown length counts as long. What idle time or a trim empties again is not
+counted: nobody measured how much.
 """
 
 from __future__ import annotations

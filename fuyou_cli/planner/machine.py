@@ -1,13 +1,13 @@
-"""A machine that exists on paper: work takes the time its rates say, and work under way at once shares them.
+"""Runs jobs on a machine that exists on paper: each takes the time its rates say, and jobs under way at once share them.
 
 Time jumps from one completion to the next. In between every job moves at a constant speed, all its parts in step (an
 update reads, computes and writes chunk by chunk, so it is as fast as the slowest of the three). Jobs are served by
 priority, then in order of arrival, as the daemon serves them; what a job cannot use is left to the next.
 
-Reading and writing at once interfere, and so do copies to a device and back: either is held to its mixed rate while the other
-runs at its own, and gets back in proportion what the other leaves. What is not known (zero): a mixed rate is the rate alone,
-and work of a resource without any takes no time. On device cpu compute and updates share cores: what one update thread
-takes, compute loses (all its threads wait for the slowest).
+Reading and writing at once interfere, and so do copies to a device and back: each is held to its mixed rate while the other
+runs at its own, and gets back in proportion what the other leaves. An unknown mixed rate (zero) is the rate alone, and work
+of a resource without any rate takes no time. On device cpu compute and updates share cores: what one update thread takes,
+compute loses (all its threads wait for the slowest).
 """
 
 from __future__ import annotations

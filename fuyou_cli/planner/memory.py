@@ -1,7 +1,6 @@
-"""How much memory a placement takes: slots, homes, what compute allocates, and the process itself.
+"""Says how much memory a placement takes: slots, homes, what compute allocates, and the process itself.
 
-`layout` is the single place where spans are handed out, for the arena and for the store; what it hands out is what the
-run uses, so the sums here are the plan's peaks.
+Only `layout` hands out spans, for the arena and for the store; the run uses them, so the sums here are the plan's peaks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Memory in use over a simulated step, tier by tier: of what the plan sets aside, how much holds something, and when.
+"""Watches memory in use over a simulated step, tier by tier: of what the plan sets aside, how much holds something, and when.
 
-A run takes all of its arena before the first step, so that the plan's own lines are what the process needs. What is here says
-what that is good for: which slots the ledgers have handed out, which boundaries and gradients exist, and what the visit under
-way allocates. It never exceeds the plan's lines.
+A run takes all of its arena before the first step, so the plan's own lines are what the process needs. Here is what that is
+good for: slots handed out, boundaries and gradients that exist, what the visit under way allocates. It never exceeds the lines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a `Choice` to homes: which stages' tensors rest in RAM.
+"""Turns a `Choice` into homes: which stages' tensors rest in RAM.
 
 Everything rests on the ssd first. Outputs of operators get their share of what RAM is spare (the paper's Algorithm 1: the
 most FLOPs saved per byte first); then the tensors whose home in RAM saves most bytes of traffic per byte move there, in a

@@ -1,10 +1,9 @@
-"""The residency ledger: which stage's weights are where, of which generation, and what is on its way.
+"""Keeps the residency ledger: which stage's weights are where, of which generation, and what is on its way.
 
-One record per stage. Weights of a stage carry the number of the step whose update they contain; a visit gets exactly
-the generation it asks for or waits for it, and nothing else waits. The ledger moves no bytes and reads no clock: whoever
-runs a step (the executor, with the swap daemon) or imagines one (the simulator, with rates) gives it what does, so that
-both follow the same rules. It is used from one thread, which looks for finished requests whenever it waits and between
-micro-batches (`advance`).
+Weights of a stage carry the number of the step whose update they contain; a visit gets exactly the generation it asks for or
+waits for it, and nothing else waits. The ledger moves no bytes and reads no clock: whoever runs a step (the executor, with the
+swap daemon) or imagines one (the simulator, with rates) gives it what does, so that both follow the same rules. It is used from
+one thread, which looks for finished requests whenever it waits and between micro-batches (`advance`).
 """
 
 from __future__ import annotations

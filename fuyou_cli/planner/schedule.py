@@ -1,13 +1,12 @@
-"""`plan_schedule(model, plan)`: one training step as an ordered list of visits. The executor follows it and the simulator
-runs it; no other description of a step exists.
+"""Lists one training step as visits in order. The executor follows it and the simulator runs it; no other description of a step
+exists.
 
 A visit is one pass over one stage. The order is forward through all stages, the head (forward and backward at once),
 then backward through all stages. A head cut along the vocabulary is passed over twice: "logits" folds the loss of every
 token over the pieces, "head" differentiates piece by piece, in reverse, so that it begins with weights just used.
 
-Weights come from the ssd unless they rest in RAM or were kept since the visit before;
-updates run after a stage's backward, or, where they are deferred (all of them when the gradient norm must be known first),
-before its forward in the next step.
+Weights come from the ssd unless they rest in RAM or were kept since the visit before; updates run after a stage's backward, or,
+where they are deferred, before its forward in the next step.
 """
 
 from __future__ import annotations

@@ -1,16 +1,13 @@
-"""`search(...)`: the fastest plan of a family of choices, by simulation, that is worth what it writes.
+"""Finds the fastest plan of a family of choices, by simulation, that is worth what it writes.
 
-Placing a choice is cheap beside simulating it, and says two things of it: a bound that its step cannot beat, and an estimate.
-The likeliest is simulated first. What simulations show to be better than all before is looked at from all sides: every other
-value of each of its knobs is placed, and simulated in its turn. The search ends where what is left cannot be better by
-its bound, or where many simulations in a row have found nothing better, or at a fixed amount of work, whatever the size of
-the model. Of small models most choices are placed.
-Nothing here depends on a clock: the same inputs give the same plan.
+To place a choice is cheap, and gives a bound that its step cannot beat and an estimate of it. The likeliest is simulated first.
+Around a choice that turns out best so far every other value of each of its knobs is placed and simulated in its turn. The
+search ends where nothing left can be better by its bound, where many simulations in a row found nothing better, or at a fixed
+amount of work, whatever the size of the model. No clock is read: the same inputs give the same plan.
 
-How near that comes to the best of the whole family: of a small one every choice is placed, and as a rule all are simulated
-that their bounds do not rule out; then it is the best, and `complete` says so. A search as limited as that of a large family
-finds, of the small ones of tests/planner/test_search.py, a step at most `NEAR` longer than the best. Of a hundred stages a few
-dozen choices are placed and eight simulated: nobody knows what the best is.
+Of a small family every choice is placed, and as a rule all are simulated that their bounds do not rule out: then the best is
+the best of all, and `complete` says so. Of a hundred stages a few dozen choices are placed and eight simulated. A search that
+is limited like that finds, of small families, a step at most `NEAR` longer than the best (tests/planner/test_search.py).
 
 Where the fastest choice spends drives for little, those that do not are searched in the same way (`sparing`).
 """

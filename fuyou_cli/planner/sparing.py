@@ -1,33 +1,21 @@
-"""What drives are spent for (`offload.wear`): a plan that writes more has to be worth it.
+"""Says what drives are spent for (`offload.wear`): a plan that writes more has to be worth it.
 
 A plan *spends* drives where it writes more than it must:
 
-- more bytes of boundaries, and of the outputs of operators that rest with them, than the plan of the same pipeline that keeps
-  no outputs and fills RAM in the usual order. Boundaries that have no room there are necessary; outputs that are swapped to the
-  ssd are not, nor boundaries that went there because outputs or states took their place;
-- or in all over `ALIKE` more bytes than such a plan with as little in flight as can be: states, weights and gradients that
-  rest on the ssd so that outputs have RAM, or updates that wait for the next forward.
+- more bytes of boundaries, with the outputs that rest with them, than the plan of the same pipeline that keeps no outputs and
+  fills RAM in the usual order. Boundaries that have no room there are necessary; swapped outputs are not, nor boundaries whose
+  place outputs or states took;
+- or in all over `ALIKE` more bytes than such a plan with as little in flight as can be.
 
 `spare` takes the fastest plan that does not spend, if it is at most `WORTH` slower than the fastest of all. Else spending is
 worth it, and of the plans that are at most `WORTH` slower than the fastest of all, and faster by as much than all that do not
 spend, it takes the one that writes least.
 `balanced` takes the plan with the least sum of its seconds and of what it writes at the price of a byte in seconds
-(`HardwareProfile.seconds_per_byte`). Of drives for consumers nearly nothing is worth that.
+(`HardwareProfile.seconds_per_byte`).
 `ignore` takes the fastest. The other two never write more than it.
 
-Drives whose endurance nobody knows are spared like others: they wear too. Steps are compared at the rates that the run is
-planned for: those that last, unless the whole run is known to end before the fast region does (`lasting`).
-
-`rtx4090,2xgen4,128GiB`, 64 rows of 4,096 tokens one by one, no clipping, at rates that last; seconds and GB written per step:
-
-               ignore         spare
-    8B     102.1   156    101.4    80     boundaries stay in RAM, for which `ignore` has outputs there
-    14B    185.8   277    186.9   226
-    70B    884.8 1,186    884.8 1,186     nothing to spare: boundaries have no room in RAM
-
-At the first rates outputs on the ssd bring 8B more than a twentieth (94.8 s and 387 GB): `spare` swaps fewer of them (95.9 s
-and 284 GB) in a run that is known to end within the region. With commits as far apart as the planner says, bytes and seconds
-are compared as they are guessed while it searches; the figures above are of the plans that come of it.
+Drives whose endurance nobody knows are spared like others. Steps are compared at the rates that the run is planned for
+(`lasting`). With commits as far apart as the planner says, bytes and seconds are compared as they are guessed in the search.
 """
 
 from __future__ import annotations

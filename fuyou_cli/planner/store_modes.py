@@ -1,4 +1,4 @@
-"""What makes a step durable: other extents for everything (`in_place`), or its gradients and a few spare places (`redo`).
+"""Chooses what makes a step durable: other extents for everything (`in_place`), or its gradients and spare places (`redo`).
 
 In place costs no traffic and twice the disk. Redo has everything once: the gradients of a step go to the ssd, which they do
 with clipping anyway, and a crash updates again what had not been updated.
