@@ -1,6 +1,6 @@
 """Goes one visit after the other: each takes its slots first, then what the next visits need is started, in order, as far as
-slots are free. So what is ahead never waits for something that a visit behind it holds. As soon as a visit has its own slots, what
-comes next may start, also while the visit waits for what its slots are to hold.
+slots are free. So what is ahead never waits for something that a visit behind it holds. As soon as a visit has its own slots,
+what comes next may start, also while the visit waits for what its slots are to hold.
 """
 
 from __future__ import annotations
