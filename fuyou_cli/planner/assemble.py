@@ -82,8 +82,7 @@ def _predict(costs: Costs, wishes: Wishes, placed: Layout, schedule: Schedule, c
 
 
 def _memory_lines(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, placed: Layout) -> tuple[MemoryLine, ...]:
-    """The placement matrix: what each kind takes in each tier. Weights at home on a device are in RAM as well, where updates
-    write them."""
+    """Lists what each kind takes in each tier. Weights at home on a device are in RAM as well, where updates write them."""
     item = ITEM_SIZE[model.compute_dtype]
     states_item = model.state_item
     params = model.stored_parameters

@@ -31,8 +31,10 @@ def busy_seconds(costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan, .
 
 
 def lower_bound(costs: Costs, schedule: Schedule, plan: Plan) -> float:
-    """Seconds that no step of this plan is faster than. What transfers take from the cores is left out: while compute waits
-    they take nothing. So are fetches that find the weights still there from an update."""
+    """Returns seconds that no step of this plan is faster than.
+
+    Left out: what transfers take from the cores (nothing while compute waits), and fetches that find weights still there.
+    """
     in_flight = max(len(slots.weight_slots) for slots in plan.slot_classes)
     item = ITEM_SIZE[costs.model.compute_dtype]
     spared = sum(
@@ -48,9 +50,10 @@ def lower_bound(costs: Costs, schedule: Schedule, plan: Plan) -> float:
 
 
 def phase_estimate(costs: Costs, schedule: Schedule, plan: Plan) -> float:
-    """Seconds if forward and backward (with the head) each took as long as their busiest resource, or as their slots can
-    serve, and nothing reached from one into the other. Not a bound: updates do run on into the next forward. Good enough to
-    say what to simulate first."""
+    """Estimates the seconds of a step as if forward and the rest each took as long as their busiest resource or their slots.
+
+    Not a bound (updates run on into the next forward), but good enough to say what to simulate first.
+    """
     hardware, stages, seconds = costs.hardware, plan.stages, 0.0
     for forward in (True, False):
         visits = [visit for visit in schedule.visits if (visit.phase == "forward") == forward]
@@ -91,8 +94,7 @@ def _beside_copies(costs: Costs, visits: Sequence[Visit], plan: Plan) -> tuple[f
 
 
 def micro_batch_crossing(costs: Costs, visit: Visit, stage: StagePlan) -> tuple[float, float]:
-    """Bytes of one micro-batch that a visit takes to a device with memory of its own, and brings back: boundaries and kept
-    outputs."""
+    """Returns bytes of boundaries and kept outputs that one micro-batch of a visit moves to a device of its own, and back."""
     up, down = crossing(costs.model, visit.stage, visit.phase, stash=visit.stash)
     size = costs.boundary / costs.micro_batches
     kept = kept_bytes(costs.model.stages[visit.stage], stage.kept)

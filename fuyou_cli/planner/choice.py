@@ -104,8 +104,7 @@ def _ends(values: tuple[float, ...]) -> tuple[float, ...]:
 
 
 def pipelines(wishes: Wishes, *, stages: int) -> list[tuple[int, int]]:
-    """(lookahead, gradient slots) for a plan without a search: the usual one, then with less memory. SearchState ahead further
-    than every stage buys nothing."""
+    """Lists (lookahead, gradient slots) for a plan without a search: the usual pair, then those that take less memory."""
     if wishes.lookahead is not None:
         lookahead = min(wishes.lookahead, stages)
         return [(lookahead, 2), (lookahead, 1)]

@@ -21,8 +21,7 @@ FOREVER = 1 << 62  # a turn that is never come to: nothing waits
 
 @dataclass(slots=True)
 class CommitLedger:
-    """`every`: steps between commits; None: a run is committed where it begins and where it ends. `base`: the generation it
-    begins with."""
+    """Knows which generations are committed: `base`, where a run begins, and each `every`-th (None: no other until its end)."""
 
     every: int | None
     base: int = 0

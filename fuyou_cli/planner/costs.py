@@ -24,8 +24,7 @@ _NORM_PASSES = {"forward": 6, "backward": 16}  # over the boundary: float32 insi
 
 
 def update_bytes(numerics: Numerics) -> int:
-    """Bytes of memory that one update reads and writes per parameter: weights, remainder and moments twice, the gradient
-    once. 26 in bfloat16; 28 with float32 gradients, and in float32."""
+    """Returns bytes of memory that one update reads and writes per parameter: 26 in bfloat16, 28 with float32 gradients."""
     rewritten = ITEM_SIZE[numerics.compute_dtype] + sum(STATE_SIZES[numerics.compute_dtype])
     return 2 * rewritten + ITEM_SIZE[numerics.accumulate_dtype]
 
@@ -64,8 +63,7 @@ class Costs:
         return self.model.boundary_bytes_per_token * self.numerics.tokens
 
     def compute_seconds(self, visit: Visit, kept: int = 0) -> float:
-        """Of the whole batch, nothing else running. `kept`: bytes of outputs that one micro-batch keeps in this stage, copied
-        in forward and seen where they are in backward."""
+        """Returns seconds for the whole batch, nothing else running. `kept`: bytes of outputs that a micro-batch keeps."""
         key = (visit.phase, visit.stage, visit.owner, visit.flops, visit.stash, visit.sum_gradients, kept)
         if key not in self._known:
             self._known[key] = self._visit_seconds(visit, kept)

@@ -43,8 +43,7 @@ def deferred_stages(model: ModelSpec, share: float) -> tuple[bool, ...]:
 
 
 def _spread(indexes: Sequence[int], params: Sequence[int], wanted: float) -> set[int]:
-    """Of `indexes` those that hold `wanted` parameters, evenly spread: each is taken when what is taken falls behind by
-    more than half of it."""
+    """Takes those of `indexes` that hold `wanted` parameters, evenly spread: each as what is taken falls half of it behind."""
     total = sum(params[index] for index in indexes)
     chosen: set[int] = set()
     passed = taken = 0

@@ -47,8 +47,10 @@ class DeviceSide:
         return self._at_home | self._there.keys()
 
     def upload(self, owner: int, generation: int, begin: Callable[[], int]) -> int | None:
-        """Makes the weights of `owner` be there: the ticket of their copy, new or under way; None for a stage without
-        weights. They stay until `WEIGHTS_ON_DEVICE` others were needed since, or for good at home."""
+        """Makes the weights of `owner` be there; returns the ticket of their copy, or None for a stage without weights.
+
+        They stay until `WEIGHTS_ON_DEVICE` others were needed since, or for good at home.
+        """
         if self.model.stages[owner].params == 0:
             return None
         there = self._there.pop(owner, None)

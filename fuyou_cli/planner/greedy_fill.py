@@ -32,8 +32,7 @@ class Item:
 
     @property
     def order(self) -> tuple[float, int, int, int]:
-        """The most traffic saved per byte of RAM first. Stages of one kind are taken spread out over the step, so that what
-        stays on the ssd is spread out too."""
+        """Sorts the most traffic saved per byte of RAM first, stages of one kind spread out over the step."""
         size = sum(self.sizes) - self.freed
         per_byte = self.saved / size if size > 0 else float("inf")
         return (-per_byte, KINDS.index(self.kind), spread(self.stages[0]), len(self.stages))

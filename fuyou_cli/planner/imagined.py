@@ -180,8 +180,7 @@ class Imagined:
             self.boundaries.seal(visit.stage)
 
     def _seals_at_once(self, stage: int) -> bool:
-        """Whether a boundary is whole when its visit begins: on a device with memory of its own it is put in its place as it
-        goes up, micro-batch by micro-batch, and kept outputs join it."""
+        """Whether a boundary is whole when its visit begins: a device of its own puts it in its place as it goes up."""
         return self.device is None and not self.plan.stages[stage].kept
 
     def tick(self) -> None:
@@ -251,8 +250,7 @@ class Imagined:
             self.machine.collect(copy)
 
     def _crossing(self, visit: Visit) -> tuple[float, float]:
-        """Bytes of one micro-batch that go to the device, and back: boundaries and kept outputs. Where stages hand on their
-        results there, the copy that is kept is the only one that comes back."""
+        """Returns bytes of one micro-batch that go to the device, and back: boundaries and kept outputs."""
         if self.device is None:
             return 0.0, 0.0
         up, down = micro_batch_crossing(self.costs, visit, self.plan.stages[visit.stage])

@@ -122,8 +122,7 @@ class SearchState:
                 self.best = found
 
     def look_around(self, choices: Family) -> bool:
-        """Places what differs in one knob from the best simulated choice around which nobody looked yet; whether there is
-        one."""
+        """Places what differs in one knob from the best simulated choice not looked around yet; whether there is one."""
         simulated = [found for found in self.pool.values() if found.timeline and found.choice not in self._looked_around]
         if not simulated or not self._may_place():
             return False
@@ -135,8 +134,7 @@ class SearchState:
     # ---- simulating ----------------------------------------------------------------------------------------------------
 
     def likeliest(self) -> tuple[Placed | None, bool]:
-        """Of those not simulated, which may still be better than the best, the one that is likeliest to be fast; whether it
-        is likely to be the best."""
+        """Finds the one not simulated yet that is likeliest to be fast; whether it is likely to be the best."""
         expected = self._expectation()
         left = {found.choice: (expected(found), key) for key, found in self.pool.items() if self._may_win(found)}
         if not left:

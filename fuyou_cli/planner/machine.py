@@ -71,8 +71,7 @@ class Sharing:
 
 @dataclass(slots=True)
 class VirtualMachine:
-    """Runs jobs; `now` is seconds since it was made. `in_use` sums, by resource, seconds times the share of it that
-    is in use."""
+    """Runs jobs; `now` is in seconds. `in_use` sums, by resource, seconds times the share of it that is in use."""
 
     hardware: HardwareProfile
     sharing: Sharing

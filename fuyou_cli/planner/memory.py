@@ -27,8 +27,7 @@ BASE_SLACK = 24 * MiB
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Homes:
-    """Where each stage's tensors rest: one tier per stage and kind. `kept`: operators whose outputs rest with the
-    boundary."""
+    """Says where each stage's tensors rest. `kept`: operators whose outputs rest with the boundary."""
 
     weights: tuple[Tier, ...]
     states: tuple[Tier, ...]

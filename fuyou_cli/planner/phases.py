@@ -9,8 +9,10 @@ READ_BACK = 32 * MiB  # of the arena, through which a saved state is read and co
 
 
 def phase_peaks(plan: Plan) -> dict[str, int]:
-    """Phase -> anonymous and kernel bytes of the process at most, in the order of a run. Saving has all of the arena and
-    computes nothing; resuming reads everything once through a window of the arena, then what rests in RAM into its place."""
+    """Returns phase -> bytes of RAM at most, in the order of a run.
+
+    Saving has all of the arena; resuming reads everything through a window of it, then what rests in RAM into its place.
+    """
     peaks = dict(plan.predicted.cpu_peaks)
     computing = sum(line.size for line in plan.memory if line.what == "compute" and line.tier == "cpu")
     process = sum(line.size for line in plan.memory if line.what == "process")

@@ -30,8 +30,7 @@ from .wishes import Wishes
 
 
 def plan(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
-    """The first choice that fits, with no outputs kept unless they are asked for, or a PlanError that says how much memory
-    would be enough."""
+    """Returns the first choice that fits, no outputs kept unless asked for. Raises PlanError with the memory that is enough."""
     wishes = replace(wishes, kept=wishes.kept or "none")
     for lookahead, slots in pipelines(wishes, stages=len(model.stages)):
         made = made_of(model, hardware, wishes, Choice(lookahead=lookahead, gradient_slots=slots, defer=wishes.defer or 0.0))
@@ -57,8 +56,7 @@ class Placed:
 
 
 class Placing:
-    """Places choices of one run: what several have in common is found once, and choices that come to the same homes come
-    to one and the same object."""
+    """Places choices of one run. What several have in common is found once; equal homes give one and the same object."""
 
     def __init__(self, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> None:
         self.model, self.hardware, self.wishes = model, hardware, wishes
@@ -211,8 +209,7 @@ def _settled(homes: Homes, items: list[Item], kind: str) -> tuple[Tier, ...]:
 
 
 def _start(model: ModelSpec, wishes: Wishes, swap: float) -> Homes:
-    """All on the ssd except what the recipe pins elsewhere; stages without such a tensor say cpu. `swap` of the outputs
-    rest with the boundaries there."""
+    """Puts all on the ssd but what the recipe pins, with `swap` of the outputs; stages without such a tensor say cpu."""
     count = len(model.stages)
     keeps = [stage.kind in ("block", "norm") for stage in model.stages]
     deferred = deferrals(model, wishes)

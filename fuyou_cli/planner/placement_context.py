@@ -32,8 +32,7 @@ class Room:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AtRest:
-    """What of one stage survives a run: spans within a place of its ring, and durable gradients where a step is redone from
-    them."""
+    """Holds what of a stage survives a run: spans within a place of its ring, and in redo its durable gradients."""
 
     ring: Ring
     weights: Span

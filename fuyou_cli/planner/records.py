@@ -49,8 +49,7 @@ class Runner(Protocol):
         ...
 
     def waited(self, done: Callable[[], bool], cause: str) -> float:
-        """Returns when `done()`, moving everything that can move meanwhile; the seconds it took. `cause`: what is waited
-        for, for people."""
+        """Returns when `done()`, moving everything that can move; the seconds it took. `cause` is for people."""
         ...
 
 

@@ -202,8 +202,7 @@ class Residency:
         )
 
     def try_resume_gradients(self, stage: int) -> bool:
-        """Starts bringing gradients that rest back to where they are summed. False: they do not rest yet, or no slot is
-        free; try later."""
+        """Starts bringing resting gradients back to be summed on. False: they do not rest yet, or no slot is free."""
         record, plan = self.records[stage], self.plan.stages[stage]
         if record.gradients == "resumed":
             return True
@@ -243,8 +242,7 @@ class Residency:
     # ---- updates -------------------------------------------------------------------------------------------------
 
     def update_now(self, stage: int, due: object) -> None:
-        """The stage's gradients are complete and its weights are in RAM; AdamW starts at once, or as soon as what it would
-        write over is no longer what a crash goes back to."""
+        """Starts AdamW with complete gradients, once what it writes over is no longer what a crash goes back to."""
         record = self.records[stage]
         if not self._may_follow(record):
             self.wait_until(lambda: self._may_follow(record), "commit of the step before")

@@ -116,8 +116,7 @@ def _keeps_boundary(model: ModelSpec, stage: int) -> bool:
 
 
 def _order(model: ModelSpec, stages: tuple[StagePlan, ...]) -> list[tuple[Pass, int, int | None]]:
-    """(phase, stage, owner of the weights) in running order. An embedding's backward needs no weights, but its update
-    does, so it is visited with them when the update follows at once."""
+    """Lists (phase, stage, owner of the weights). An embedding's backward has weights only where its update follows at once."""
     body = [stage for stage in model.stages if stage.kind != "head"]
     heads = [stage.index for stage in model.stages if stage.kind == "head"]
     order: list[tuple[Pass, int, int | None]] = [("forward", stage.index, stage.index) for stage in body]
@@ -131,8 +130,7 @@ def _order(model: ModelSpec, stages: tuple[StagePlan, ...]) -> list[tuple[Pass, 
 
 
 def _distances(uses: list[int], index: int, visits: int) -> tuple[int, int]:
-    """Visits since the same weights were used, and until they are used again, counted over the step's end. `uses` are the
-    visits that use them, in order."""
+    """Counts visits since the same weights were used, and until they are again. `uses`: the visits that use them, in order."""
     place = uses.index(index)
     since = index - uses[place - 1] + (visits if place == 0 else 0)
     until = uses[(place + 1) % len(uses)] - index + (visits if place == len(uses) - 1 else 0)
@@ -142,8 +140,7 @@ def _distances(uses: list[int], index: int, visits: int) -> tuple[int, int]:
 def _update(
     model: ModelSpec, stages: tuple[StagePlan, ...], owner: int | None, uses: list[int], index: int
 ) -> Literal["none", "before", "after"]:
-    """Where the owner's AdamW happens relative to this visit: before its first visit of the step (deferred), or after its
-    last one."""
+    """Says whether AdamW runs before this visit (its first of the step, if deferred) or after it (its last)."""
     if owner is None or model.stages[owner].params == 0:
         return "none"
     if stages[owner].deferred:
@@ -162,8 +159,7 @@ def _flops(model: ModelSpec, phase: Pass, stage: int, kept: tuple[int, ...]) -> 
 
 
 def written_by_update(model: ModelSpec, plan: StagePlan, commit_every: int | None) -> tuple[int, int]:
-    """Bytes of weights and of states that the update of one stage writes to the store, on the average of all steps. What
-    rests in RAM is written in steps that are committed."""
+    """Returns bytes of weights and states that one stage's update writes to the store, on the average of all steps."""
     params = model.stages[plan.stage].params
     weights, states = ITEM_SIZE[model.compute_dtype] * params, model.state_item * params
     in_ram = commit_every or 0

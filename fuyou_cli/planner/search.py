@@ -46,9 +46,10 @@ class Found:
 
 
 def search(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, *, effort: Effort | None = None) -> Found:
-    """The best choice and those that lost. Raises PlanError where nothing fits. `effort`: `limited` in what is placed and
-    simulated; with every choice `placed`; or `exhaustive`, with all simulated that may be the best, however long that takes.
-    By default that of a small family is placed whole."""
+    """Finds the best choice and those that lost. Raises PlanError where nothing fits.
+
+    `effort`: "limited" places and simulates few, "placed" places every choice, "exhaustive" simulates all that may be the best.
+    """
     choices = family(model, wishes)
     if hardware.measured == "assumed":  # a guess may be far off: it is no reason to write more to a drive
         choices = replace(choices, activations=(0.0,), swap=choices.swap[:1])
@@ -67,8 +68,7 @@ def search(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, *, effor
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without Python's cycle collector, which looks through all plans found so far again and again and frees none: a third of
-    a search's time."""
+    """Turns the cycle collector off, which took a third of a search's time and freed nothing."""
     was_on = gc.isenabled()
     gc.disable()
     try:

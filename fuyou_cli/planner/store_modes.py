@@ -29,8 +29,7 @@ def redone(wishes: Wishes) -> Wishes:
 
 
 def with_fitting_mode(model: ModelSpec, wishes: Wishes, disk: int) -> Wishes:
-    """In place where `disk` (bytes) has room for its extents, or has none for redo's either, or where the recipe leaves no
-    choice; else redo."""
+    """Chooses redo where the recipe allows it and `disk` (bytes) has room for its extents alone; else leaves in place."""
     if not _may_be_redone(model, wishes, disk) or at_rest(model, wishes, "in_place") <= disk:
         return wishes
     return redone(wishes)

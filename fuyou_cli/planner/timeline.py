@@ -29,10 +29,10 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """One steady-state step. Seconds; `work` ends within the step, longer jobs may have begun before it.
+    """Holds one steady-state step. Seconds; `work` ends within the step, longer jobs may have begun before it.
 
-    Two measures of a resource: `in_use` is how much of what it can do was taken (a disk at a third of its rate for a minute: 20
-    seconds), `under_way` how long something of it moved (a minute), which is what a run can tell of itself."""
+    `in_use` counts how much of a resource was taken (half its rate for a minute: 30 s), `under_way` how long it was in use.
+    """
 
     begin: float  # on the clock of `work`
     step_seconds: float
