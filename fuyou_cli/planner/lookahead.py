@@ -35,7 +35,7 @@ class Lookahead:
         self.cursor, self._last_step = -1, last
 
     def enter(self, stash: Callable[[Visit], None]) -> Visit:
-        """Returns the next visit, once its slots are its own and its weights are there. `stash` keeps its input for backward."""
+        """Returns the next visit once its slots are its own and its weights there. `stash` keeps its input for backward."""
         self.cursor += 1
         visit = self._visits[self.cursor]
         summed = (visit.stage if visit.owner is None else visit.owner) if visit.sum_gradients else None
