@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..spec.hardware import HardwareProfile, StageRate
 from ..spec.model import ITEM_SIZE, STATE_SIZES, ModelSpec, StageSpec
@@ -38,9 +39,8 @@ class Costs:
     numerics: Numerics
     device: str
     update_threads: int = 1
-    _known: dict[Hashable, float] = field(
-        default_factory=dict, init=False, compare=False, repr=False
-    )  # seconds of visits and of updates
+    speeds: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)  # of jobs beside each other
+    _known: dict[Hashable, float] = field(default_factory=dict, init=False, compare=False, repr=False)  # visits and updates
 
     @classmethod
     def of(cls, model: ModelSpec, hardware: HardwareProfile, run: Wishes | Plan) -> Costs:

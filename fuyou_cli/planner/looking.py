@@ -10,7 +10,6 @@ from typing import Literal
 from ..spec.plan import Plan
 from .choice import Choice, Family
 from .place import Placed, Placing
-from .schedule import plan_schedule
 from .simulate import STEPS, simulate
 from .timeline import Timeline
 
@@ -184,9 +183,9 @@ class SearchState:
 
     def simulate(self, key: Placed) -> None:
         found = self.pool[key]
-        schedule = plan_schedule(self.placing.model, found.plan)
-        timeline = simulate(self.placing.model, self.placing.hardware, found.plan, schedule)
-        visits = STEPS * len(schedule.visits)
+        placing = self.placing
+        timeline = simulate(placing.model, placing.hardware, found.plan, key.schedule, costs=placing.costs)
+        visits = STEPS * len(key.schedule.visits)
         self.visits, self.in_vain = self.visits + visits, self.in_vain + visits
         # Of thousands of jobs, which nobody asks a search for, nothing is kept.
         found = self.pool[key] = replace(found, timeline=replace(timeline, work=(), asked=()))

@@ -75,6 +75,7 @@ class VirtualMachine:
 
     hardware: HardwareProfile
     sharing: Sharing
+    known: dict[tuple[Parts, ...], _Speeds] = field(default_factory=dict)  # blocks alike make the same jobs again and again
     now: float = 0.0
     in_use: dict[Resource, float] = field(default_factory=dict)
     log: list[Done] = field(default_factory=list)
@@ -83,7 +84,6 @@ class VirtualMachine:
     _tickets: int = 0
     _stale: bool = True  # speeds do not fit the jobs any more
     _shares: dict[Resource, float] = field(default_factory=dict)  # share of what each resource can do now
-    _known: dict[tuple[Parts, ...], _Speeds] = field(default_factory=dict)  # blocks alike make the same jobs again and again
     _alone: dict[Resource, float] = field(default_factory=dict)
     _mixed: dict[Resource, float] = field(default_factory=dict)  # while the other of the pair moves
 
@@ -156,9 +156,9 @@ class VirtualMachine:
         """Speeds of all jobs from now until one of them ends: what they are follows from the jobs' parts in order."""
         self._stale = False
         parts = tuple([job.parts for job in self._jobs])
-        known = self._known.get(parts)
+        known = self.known.get(parts)
         if known is None:
-            known = self._known[parts] = self._speeds()
+            known = self.known[parts] = self._speeds()
         self._shares = known.shares
         for job, speed in zip(self._jobs, known.jobs, strict=True):
             job.speed = speed

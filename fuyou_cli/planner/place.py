@@ -50,6 +50,7 @@ class Placed:
     """A plan, and what the closed form says of its step. Seconds."""
 
     plan: Plan
+    schedule: Schedule
     bound: float  # that the step cannot beat
     estimate: float
     commits: float  # seconds of both that commits take, where they are more than a step apart
@@ -100,6 +101,7 @@ class Placing:
     def _bounded(self, plan: Plan, schedule: Schedule) -> Placed:
         return Placed(
             plan=plan,
+            schedule=schedule,
             bound=lower_bound(self.costs, schedule, plan),
             estimate=phase_estimate(self.costs, schedule, plan),
             commits=0.0,
@@ -114,7 +116,7 @@ class Placing:
         if every == 1:
             return self._bounded(plan, recommitted(self.model, plan.stages, schedule, 1))
         each = commit / every
-        return Placed(plan=plan, bound=plain.bound + each, estimate=plain.estimate + each, commits=each)
+        return replace(plain, plan=plan, bound=plain.bound + each, estimate=plain.estimate + each, commits=each)
 
     def _layout(self, asked: Wishes, homes: Homes, choice: Choice) -> Layout:
         return layout(self._context, asked, homes, lookahead=choice.lookahead, gradient_slots=choice.gradient_slots)

@@ -36,34 +36,29 @@ def simulate(
     plan: Plan,
     schedule: Schedule,
     *,
+    costs: Costs | None = None,
     steps: int = STEPS,
     state_bytes: int | None = None,
     memory: bool = False,
     batch_on_device: bool = False,
     commits: bool = False,
 ) -> Timeline:
-    """The last of `steps` steps. Where commits are more than a step apart it is one without, unless `commits` are to be where
-    the plan has them. `memory`: with what is held when, which takes longer. For steps of other systems than fuyou:
-    `state_bytes` per parameter beside the weights, and `batch_on_device` where stages hand their results on there, so that all
-    copies run beside compute."""
-    costs = Costs.of(model, hardware, plan)
-    machine = VirtualMachine(costs.hardware, sharing_of(costs.hardware, plan, costs))
+    """Returns the last of `steps` steps. Where commits are more than a step apart it has none, unless `commits` are to be
+    where the plan has them. `costs`: of the plan, kept from one simulation to the next. `memory`: with what is held when, which
+    takes longer. For steps of other systems than fuyou: `state_bytes` per parameter beside the weights, and `batch_on_device`
+    where stages hand their results on there, so that all copies run beside compute."""
+    costs = costs or Costs.of(model, hardware, plan)
+    machine = VirtualMachine(costs.hardware, sharing_of(costs.hardware, plan, costs), costs.speeds)
     layout = state_bytes if state_bytes is not None else model.state_item
     run = Imagined(model, plan, schedule, costs, machine, state_bytes=layout, batch_on_device=batch_on_device, commits=commits)
-    ends: list[float] = []
-    forward = 0.0
-    before = _Before(run)
-    for step in range(steps):
-        if step == steps - 1:
-            before = _Before(run)
-            run.watch = run.watched() if memory else None
-        run.generation = step + 1
-        forward = _step(run, len(schedule.visits))
-        ends.append(machine.now)
-    begin = before.now
+    for number in range(1, steps):
+        _step(run, number, len(schedule.visits))
+    before, begin = _Before(run), machine.now
+    run.watch = run.watched() if memory else None
+    forward = _step(run, steps, len(schedule.visits))
     found = Timeline(
         begin=begin,
-        step_seconds=ends[-1] - begin,
+        step_seconds=machine.now - begin,
         forward_seconds=forward - begin,
         in_use={name: seconds - before.in_use.get(name, 0.0) for name, seconds in sorted(machine.in_use.items())},
         stalls={
@@ -85,14 +80,13 @@ class _Before:
     """What had happened when the step began."""
 
     def __init__(self, run: Imagined) -> None:
-        self.now, self.in_use = run.machine.now, dict(run.machine.in_use)
-        self.stalls = dict(run.residency.stalls)
+        self.in_use, self.stalls = dict(run.machine.in_use), dict(run.residency.stalls)
         self.read, self.written, self.asked = run.moved_in, run.moved_out, len(run.asked)
 
 
-def _step(run: Imagined, visits: int) -> float:
-    """Runs one step; when its forward was over."""
-    forward = run.machine.now
+def _step(run: Imagined, number: int, visits: int) -> float:
+    """Runs one step, the first being number 1; returns when its forward was over."""
+    run.generation, forward = number, run.machine.now
 
     def update(stage: int) -> None:
         if run.plan.stages[stage].deferred:
