@@ -87,7 +87,7 @@ def test_commits_stay_as_far_apart_as_they_were() -> None:
     """Also on a machine for which the planner would say another number."""
     asked = wishes(commit_every="auto", states="cpu", weights="cpu")
     plan, file = made(asked)
-    slower = replace(HARDWARE, store_write=HARDWARE.store_write / 16)
+    slower = replace(HARDWARE, matmul_flops=HARDWARE.matmul_flops / 2)
     assert plan.commit_every != timed(search(SPEC, slower, asked).best, SPEC, slower, asked).commit_every
     assert chosen(to_text(file), asked, hardware=slower).commit_every == plan.commit_every
 
