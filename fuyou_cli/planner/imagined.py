@@ -19,7 +19,6 @@ from .costs import Costs
 from .device import BOUNDARIES_ACROSS, BULK_PRIORITY, GRADIENTS_ACROSS, WEIGHTS_UP, DeviceSide
 from .lookahead import Lookahead
 from .machine import Parts, VirtualMachine
-from .occupancy import Occupancy
 from .records import Record
 from .residency import UPDATE_PRIORITY, Residency
 from .schedule import Schedule, Visit, written_by_update
@@ -50,9 +49,6 @@ class Imagined:
         self.lookahead = Lookahead(schedule=schedule, residency=self.residency, boundaries=self.boundaries, tick=self.tick)
         self.device = DeviceSide(model, plan.stages) if plan.device != "cpu" else None
         self.moved_in, self.moved_out = 0, 0  # bytes of the store
-        self.computing: Visit | None = None
-        self.sums: set[int] = set()  # stages whose gradients are on a device of its own
-        self.watch: Occupancy | None = None
         self.asked: list[Asked] = []
         self.after: list[tuple[int, Callable[[], None]]] = []  # downloads under way and what follows them
         self._state_bytes = state_bytes
@@ -61,20 +57,9 @@ class Imagined:
         self._unhidden = 0 if batch_on_device else 1  # micro-batches at either end of a visit that cross beside nothing
         self._looks = _LOOKS if len(schedule.visits) < _MANY_VISITS else _LOOKS // 2
 
-    def watched(self) -> Occupancy:
-        """Memory from now on."""
-        return Occupancy(
-            self.model,
-            self.plan,
-            residency=self.residency,
-            boundaries=self.boundaries,
-            device=self.device,
-            sums=self.sums,
-        )
-
     def let_go(self) -> None:
         """Of the ledgers, which call back here: what both hold is free at once, and waits for no cycle collector."""
-        del self.residency, self.boundaries, self.lookahead, self.watch
+        del self.residency, self.boundaries, self.lookahead
 
     # ---- transfers (the ledgers call these) ------------------------------------------------------------------------
 
@@ -131,8 +116,6 @@ class Imagined:
 
     def pass_time(self) -> None:
         """To the next completion."""
-        if self.watch is not None:
-            self.watch.look(self.machine.now, self.computing)
         self.machine.advance()
 
     def waited(self, done: Callable[[], bool], cause: str) -> float:
@@ -158,11 +141,7 @@ class Imagined:
         up, down = self._crossing(visit)
         first = self._begin_copies(visit, up=up * self._unhidden)
         self.lookahead.on_device()
-        if summed and self.device is not None:
-            self.sums.add(total)
-        self.computing = visit
         self._compute(visit, first, up=up, down=down)
-        self.computing = None
         if visit.stash and not self._seals_at_once(visit.stage):
             self.boundaries.seal(visit.stage)
         if visit.take:
@@ -209,7 +188,6 @@ class Imagined:
         self.residency.hold(record)  # as in a run: the update that follows reads and writes the host's weights
 
         def arrived() -> None:
-            self.sums.discard(total)
             handed_over()
             self.residency.let_go(record)
 

@@ -37,7 +37,6 @@ class Residency:
         self._owners = sum(stage.params > 0 for stage in model.stages)
         self._sharing = _sharing(model, plan)
         self._reached: dict[int, int] = {}  # generation -> stages that have come to it, while some have not
-        self.with_gradients: set[int] = set()  # stages whose gradients exist: from the first of a sum to their update's end
         self._moving: set[int] = set()  # stages with something under way or due: the others need no look
         for record, stage in zip(self.records, plan.stages, strict=True):
             if stage.weights_ram is not None:
@@ -175,7 +174,6 @@ class Residency:
         """Where the gradients of `stage` are summed: their home in RAM, or a slot."""
         record, plan = self.records[stage], self.plan.stages[stage]
         record.gradients = "summed"
-        self.with_gradients.add(stage)
         if plan.gradients_ram is not None:
             return plan.gradients_ram
         if record.gradient_slot is None:
@@ -264,7 +262,6 @@ class Residency:
         for stage in stages:
             record = self.records[stage]
             record.due, record.gradients = due, "resting"
-            self.with_gradients.add(stage)
             self._moving.add(stage)
 
     def _may_update(self, record: Record) -> bool:
@@ -301,7 +298,6 @@ class Residency:
         record.zero_moments = False
         record.zero_remainder = False
         self._reach(record.generation)
-        self.with_gradients.discard(record.stage)
         self._free_gradient_slot(record)
         self._free_if_idle(record)
 

@@ -39,14 +39,15 @@ def simulate(
     costs: Costs | None = None,
     steps: int = STEPS,
     state_bytes: int | None = None,
-    memory: bool = False,
     batch_on_device: bool = False,
     commits: bool = False,
 ) -> Timeline:
     """Returns the last of `steps` steps. Where commits are more than a step apart it has none, unless `commits` are to be
-    where the plan has them. `costs`: of the plan, kept from one simulation to the next. `memory`: with what is held when, which
-    takes longer. For steps of other systems than fuyou: `state_bytes` per parameter beside the weights, and `batch_on_device`
-    where stages hand their results on there, so that all copies run beside compute."""
+    where the plan has them. `costs`: of the plan, kept from one simulation to the next.
+
+    For steps of other systems than fuyou: `state_bytes` per parameter beside the weights, and `batch_on_device` where stages
+    hand their results on there, so that all copies run beside compute.
+    """
     costs = costs or Costs.of(model, hardware, plan)
     machine = VirtualMachine(costs.hardware, sharing_of(costs.hardware, plan, costs), costs.speeds)
     layout = state_bytes if state_bytes is not None else model.state_item
@@ -54,7 +55,6 @@ def simulate(
     for number in range(1, steps):
         _step(run, number, len(schedule.visits))
     before, begin = _Before(run), machine.now
-    run.watch = run.watched() if memory else None
     forward = _step(run, steps, len(schedule.visits))
     found = Timeline(
         begin=begin,
@@ -70,7 +70,6 @@ def simulate(
         written=run.moved_out - before.written,
         work=tuple(done for done in machine.log if done.end > begin),
         asked=tuple(run.asked[before.asked :]),
-        memory=() if run.watch is None else tuple(run.watch.moments),
     )
     run.let_go()
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..spec.plan import Tier
 from .machine import Done
 
 
@@ -14,17 +13,6 @@ class Asked:
 
     what: str
     stage: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
-    """Bytes that hold something from this moment on, by tier and kind (a plan's memory lines have the same names)."""
-
-    at: float  # on the clock of a timeline's `work`
-    held: dict[tuple[Tier, str], int]
-
-    def total(self, tier: Tier) -> int:
-        return sum(size for (where, _), size in self.held.items() if where == tier)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,16 +31,11 @@ class Timeline:
     written: int
     work: tuple[Done, ...]
     asked: tuple[Asked, ...]  # in order
-    memory: tuple[Held, ...] = ()  # where it was asked for: whenever it changed, the first at the step's begin
 
     @property
     def end(self) -> float:
         """On the clock of `work`."""
         return self.begin + self.step_seconds
-
-    def peak(self, tier: Tier) -> Held | None:
-        """The first moment at which most of a tier is held; None where memory was not looked at."""
-        return max(self.memory, key=lambda moment: moment.total(tier), default=None)
 
     @property
     def under_way(self) -> dict[str, float]:
