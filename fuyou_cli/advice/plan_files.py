@@ -88,8 +88,8 @@ def plan_file(
 
 
 def to_text(file: PlanFile) -> str:
-    """Writes keys in order, whole numbers and floats exact."""
-    return json.dumps(asdict(file), sort_keys=True, indent=1, allow_nan=False) + "\n"
+    """Writes the mark first, by which a plan is known, and whole numbers and floats exact."""
+    return json.dumps(asdict(file), indent=1, allow_nan=False) + "\n"
 
 
 def from_text(text: str) -> PlanFile:

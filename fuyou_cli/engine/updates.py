@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..planner.residency import UPDATE_PRIORITY, Record
+from ..planner.records import Record
+from ..planner.residency import UPDATE_PRIORITY
 from ..spec.model import Dtype, StageSpec
 from ..spec.plan import Span, StagePlan, StateTensor
 from ..swap.daemon import Home, Result, Segment, Update
