@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..core.units import align_up
 from ..spec.model import ITEM_SIZE, STATE_SIZES, ModelSpec, OperatorSpec, StageSpec
@@ -128,14 +128,14 @@ def outputs_of(model: ModelSpec, wishes: Wishes) -> list[Output]:
 
 @dataclass(slots=True)
 class GreedyFill:
-    """Moves tensors to RAM while there is room. `before` holds the homes before each move, to take moves back."""
+    """Moves tensors to RAM while there is room. `before` holds what each move changed, to take moves back."""
 
     context: PlacementContext
     wishes: Wishes
-    homes: Homes
+    fields: dict[str, Any]  # of `Homes`
     spare: int
     spare_loading: int  # while a checkpoint is read straight to the homes of weights and states
-    before: list[Homes] = field(default_factory=list)
+    before: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def of(cls, context: PlacementContext, wishes: Wishes, homes: Homes, peaks: dict[str, int]) -> GreedyFill:
@@ -143,52 +143,77 @@ class GreedyFill:
         return cls(
             context=context,
             wishes=wishes,
-            homes=homes,
+            fields={
+                "weights": homes.weights,
+                "states": homes.states,
+                "gradients": homes.gradients,
+                "boundaries": homes.boundaries,
+                "kept": homes.kept,
+            },
             spare=int((wishes.cpu_budget - peaks["train"]) / _HUGE_PAGES),
             spare_loading=wishes.cpu_budget - peaks["load"],
         )
+
+    def copy(self) -> GreedyFill:
+        """Returns one that goes on from here, whose moves are its own."""
+        return GreedyFill(self.context, self.wishes, dict(self.fields), self.spare, self.spare_loading)
+
+    @property
+    def homes(self) -> Homes:
+        return Homes(**self.fields)
 
     def settle(self, items: Sequence[Item], *, share: float = 1.0) -> None:
         """Tensors, in their order, as far as they fit in `share` of what is spare."""
         limit = self.spare - int(self.spare * share)  # what is to be left
         for item in items:
-            tiers = getattr(self.homes, item.kind)
+            tiers = self.fields[item.kind]
             left = [place for place, stage in enumerate(item.stages) if tiers[stage] == "ssd"]
+            if not left:
+                continue
             homes = sum(item.sizes[place] for place in left)
             size, loaded = homes - item.freed, homes if item.kind in _LOADED else 0
-            if not left or self.spare - size < limit or loaded > self.spare_loading:
+            if self.spare - size < limit or loaded > self.spare_loading:
                 continue
             self.spare_loading -= loaded
             for place in left:
-                tiers = with_value(tiers, item.stages[place], "cpu")
-            self._take(size, replace(self.homes, **{item.kind: tiers}))
+                tiers = _with_value(tiers, item.stages[place], "cpu")
+            self._take(size, {item.kind: tiers})
 
     def keep(self, outputs: list[Output], *, share: float) -> None:
         """Outputs of operators, in their order, within `share` of what is spare; the boundary they rest with comes along."""
         limit = self.spare - int(self.spare * share)  # what is to be left
         for output in outputs:
-            kept = self.homes.kept[output.stage]
+            kept = self.fields["kept"][output.stage]
             if output.operator.index in kept:
                 continue
             taken = tuple(sorted((*kept, output.operator.index)))
-            at_home = self.homes.boundaries[output.stage] == "cpu"
+            at_home = self.fields["boundaries"][output.stage] == "cpu"
             if not at_home and self.wishes.boundaries is not None:
                 continue
             size = self._size(output.stage, taken) - (self._size(output.stage, kept) if at_home else 0)
             if self.spare - size < limit:
                 continue
-            kept_with = with_value(self.homes.kept, output.stage, taken)
-            boundaries = self.homes.boundaries if at_home else with_value(self.homes.boundaries, output.stage, "cpu")
-            self._take(size, replace(self.homes, kept=kept_with, boundaries=boundaries))
+            moved = {"kept": _with_value(self.fields["kept"], output.stage, taken)}
+            if not at_home:
+                moved["boundaries"] = _with_value(self.fields["boundaries"], output.stage, "cpu")
+            self._take(size, moved)
 
     def _size(self, stage: int, kept: tuple[int, ...]) -> int:
         """Bytes of RAM that the stage's boundary takes with these outputs."""
         return align_up(self.context.boundary_size(stage, kept), ARENA_UNIT)
 
-    def _take(self, size: int, homes: Homes) -> None:
-        self.before.append(self.homes)
-        self.homes, self.spare = homes, self.spare - size
+    def _take(self, size: int, moved: dict[str, Any]) -> None:
+        self.before.append({name: self.fields[name] for name in moved})
+        self.fields.update(moved)
+        self.spare -= size
+
+    def take_back(self) -> bool:
+        """Takes the last move back; whether there was one."""
+        if self.before:
+            self.fields.update(self.before.pop())
+            return True
+        return False
 
 
-def with_value(values: tuple[_Value, ...], index: int, value: _Value) -> tuple[_Value, ...]:
+def _with_value(values: tuple[_Value, ...], index: int, value: _Value) -> tuple[_Value, ...]:
     return (*values[:index], value, *values[index + 1 :])

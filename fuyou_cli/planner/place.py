@@ -66,20 +66,37 @@ class Placing:
         self._outputs = outputs_of(model, wishes)
         self._starts: dict[tuple[object, ...], _Start | None] = {}
         self._placed: dict[tuple[object, ...], Placed] = {}
+        self._filled: dict[tuple[_Start, float, float], Placed] = {}
+        self._deferring: dict[float, tuple[Wishes, tuple[bool, ...]]] = {}  # by share
+        self._kept: dict[float, Kept] = {}  # by share swapped
 
     def placed(self, choice: Choice) -> Placed | None:
         """The plan of this choice; None where it does not fit."""
-        asked = as_chosen(self.wishes, choice)
-        deferred = deferrals(self.model, asked)
+        asked, deferred = self._asked(choice)
         pipeline = (choice.lookahead, choice.gradient_slots, deferred)
         start = self._started(asked, choice, pipeline)
         if start is None:
             return None
-        filling = self._filled(asked, choice, start)
+        if start.everything is not None and choice.activations <= 0:
+            choice = replace(choice, states=0.0)  # where all of them rest in RAM, none come first
+        known = (start, choice.activations, choice.states)
+        if known not in self._filled:
+            self._filled[known] = self._placed_from(asked, choice, start, pipeline)
+        return self._filled[known]
+
+    def _asked(self, choice: Choice) -> tuple[Wishes, tuple[bool, ...]]:
+        """Returns what is asked for with the choice's share of deferred updates, and which these are."""
+        if choice.defer not in self._deferring:
+            asked = as_chosen(self.wishes, choice)
+            self._deferring[choice.defer] = asked, deferrals(self.model, asked)
+        return self._deferring[choice.defer]
+
+    def _placed_from(self, asked: Wishes, choice: Choice, start: _Start, pipeline: tuple[int, int, tuple[bool, ...]]) -> Placed:
+        filling = self._fill(asked, choice, start)
         key = (filling.homes, pipeline)
         if key not in self._placed:
             homes, spans = self._within(filling, choice)
-            same = (homes, choice.lookahead, spans.slot_classes, deferred)
+            same = (homes, choice.lookahead, spans.slot_classes, pipeline[2])
             self._placed[key] = self._placed[same] = self._placed.get(same) or self._assembled(asked, spans, choice)
         return self._placed[key]
 
@@ -123,9 +140,11 @@ class Placing:
 
     def _started(self, asked: Wishes, choice: Choice, pipeline: tuple[object, ...]) -> _Start | None:
         """With nothing moved to RAM yet; None where even that does not fit."""
-        homes = _start(self.model, asked, choice.swap)
-        key = (homes.kept, pipeline)
+        if choice.swap not in self._kept:
+            self._kept[choice.swap] = _kept(self.model, asked, choice.swap)
+        key = (self._kept[choice.swap], pipeline)
         if key not in self._starts:
+            homes = _start(self.model, asked, choice.swap)
             spans = self._layout(asked, homes, choice)
             peaks = host_peaks(self.model, self.hardware, asked, spans)
             fits = max(peaks.values()) <= asked.cpu_budget
@@ -147,12 +166,12 @@ class Placing:
         peaks = host_peaks(self.model, self.hardware, asked, self._layout(asked, everything, choice))
         return GreedyFill.of(self._context, asked, everything, peaks) if max(peaks.values()) <= asked.cpu_budget else None
 
-    def _filled(self, asked: Wishes, choice: Choice, start: _Start) -> GreedyFill:
+    def _fill(self, asked: Wishes, choice: Choice, start: _Start) -> GreedyFill:
         if start.everything is not None and choice.activations <= 0:
             # Tensor by tensor, slots that the last one would free are in the way of it.
-            filling = replace(start.everything, before=[])
+            filling = start.everything.copy()
         else:
-            filling = replace(start.nothing, before=[])
+            filling = start.nothing.copy()
             if choice.activations > 0:
                 filling.keep(self._outputs, share=choice.activations)
             if choice.states:
@@ -167,9 +186,8 @@ class Placing:
         while True:
             spans = self._layout(filling.wishes, filling.homes, choice)
             peaks = host_peaks(self.model, self.hardware, filling.wishes, spans)
-            if not filling.before or max(peaks.values()) <= filling.wishes.cpu_budget:
+            if max(peaks.values()) <= filling.wishes.cpu_budget or not filling.take_back():
                 return filling.homes, spans
-            filling.homes = filling.before.pop()
 
 
 def as_chosen(wishes: Wishes, choice: Choice) -> Wishes:
@@ -194,7 +212,7 @@ def too_small(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Pl
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Start:
     """Where the filling of RAM begins, and what may move there, in the order in which it does."""
 
