@@ -165,8 +165,7 @@ class _Reached(Exception):
 
 
 def _call_of(anatomy: Anatomy, index: int, *, dtype: Dtype, shape: tuple[int, int]) -> tuple[StageCall, torch.Tensor]:
-    """Finds how the model's own forward calls its first block, stage `index`, for ids of `shape`, with real tensors. The stages
-    before it compute nothing: they return zeros."""
+    """Finds how the model's own forward calls its first block, stage `index`. The stages before it return zeros."""
     model, wanted = anatomy.model, anatomy.stages[index]
 
     def stand_in(module: nn.Module, name: str) -> Any:
@@ -184,7 +183,7 @@ def _call_of(anatomy: Anatomy, index: int, *, dtype: Dtype, shape: tuple[int, in
     try:
         with only_refusals(model, shape=shape), torch.no_grad(), one_row_masks(model), replaced_forwards(stages):
             ids = torch.zeros(shape, dtype=torch.long)
-            anatomy.base(input_ids=ids, position_ids=torch.arange(shape[1]).unsqueeze(0), use_cache=False)
+            model.base_model(input_ids=ids, position_ids=torch.arange(shape[1]).unsqueeze(0), use_cache=False)
     except _Reached as reached:
         return reached.call, reached.x
     raise UsageError(f"{type(model).__name__} never calls {wanted.name}")

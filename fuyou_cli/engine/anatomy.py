@@ -112,12 +112,6 @@ class Anatomy:
     stages: tuple[Stage, ...]
     tied_head: bool
 
-    @property
-    def base(self) -> nn.Module:
-        base = self.model.base_model
-        assert isinstance(base, nn.Module)
-        return base
-
     def modules(self) -> dict[nn.Module, str]:
         """Names of the stages that are modules; pieces of one module have the last one's."""
         return {stage.module: stage.name for stage in self.stages if stage.module is not None}
@@ -128,11 +122,6 @@ class Anatomy:
         if not self.tied_head or stage.kind != "head":
             return stage
         return next(other for other in self.stages if other.vocabulary == stage.vocabulary)
-
-
-def is_block(module: nn.Module, model: PreTrainedModel) -> bool:
-    names = getattr(model, "_no_split_modules", None) or ()
-    return isinstance(module, GradientCheckpointingLayer) or type(module).__name__ in names
 
 
 def dissect(model: PreTrainedModel) -> Anatomy:
@@ -159,7 +148,9 @@ def outline(model: PreTrainedModel) -> Anatomy:
 
 
 def _blocks(model: PreTrainedModel) -> set[nn.Module]:
-    blocks = {module for module in model.base_model.modules() if module is not model.base_model and is_block(module, model)}
+    names = getattr(model, "_no_split_modules", None) or ()
+    inside = (module for module in model.base_model.modules() if module is not model.base_model)
+    blocks = {m for m in inside if isinstance(m, GradientCheckpointingLayer) or type(m).__name__ in names}
     if not blocks:
         raise UsageError(f"{type(model).__name__} has no decoder blocks that can be streamed", hint=WORKING)
     return blocks

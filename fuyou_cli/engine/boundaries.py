@@ -27,8 +27,7 @@ class _Kind:
 
 
 class Boundaries:
-    """In forward `stash`, or `room` and then `rows` to be filled; `seal` when the stage's forward is over. In backward `take`,
-    and `drop` when that is over."""
+    """In forward `stash`, or `room` and `rows` to be filled, then `seal`. In backward `take`, then `drop`."""
 
     def __init__(self, *, model: ModelSpec, plan: Plan, daemon: SwapDaemon, memory: HostMemory) -> None:
         self.model, self.plan, self.memory = model, plan, memory

@@ -113,8 +113,7 @@ def check_shared(value: Any, name: str) -> None:
 
 
 class NotKept:
-    """Stands for what a stage returned beside its boundary, such as attention weights that nobody asked for. It would be
-    missing from the gradients, so a model that makes anything of it is refused."""
+    """Stands for what a stage returned beside its boundary. Gradients would miss it: a model that uses it is refused."""
 
     def __init__(self, stage: str) -> None:
         self._stage = stage
@@ -275,8 +274,7 @@ def put_back(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def one_row_masks(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, attention masks are built for one row and broadcast. Rows are padded on the right and causal, so every
-    row's mask is the same; a mask of the whole step's batch could be gigabytes."""
+    """Inside, attention masks are built for one row, the same for all: of the whole batch one could be gigabytes."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     name = model.config._attn_implementation

@@ -60,8 +60,7 @@ class ComputeWeights:
             self._upload(owner, self.memory.tensor(span, self.dtype, self.model.stages[owner].params), generation)
 
     def computed(self, owner: int) -> None:
-        """A visit with the weights of `owner` is submitted: what goes to their place next waits for it, and for nothing that
-        is submitted later."""
+        """Has what goes to the place of these weights next wait for the visit that was submitted last."""
         for uploaded in (*self.turns, *self.homes.values()):
             if uploaded.owner == owner:
                 uploaded.used = self.device.computed()

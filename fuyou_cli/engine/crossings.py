@@ -42,8 +42,7 @@ class _Slot:
 
 
 class Crossings:
-    """Copies of one visit at a time. `staged`: bytes read and written so far to bring inputs to pinned memory; a plan charges
-    them (`planner.host_work`)."""
+    """Copies of one visit at a time. `staged`: bytes read and written to bring inputs to pinned memory, as a plan charges."""
 
     def __init__(self, *, plan: Plan, memory: HostMemory, device: Device, waiting: Waiting) -> None:
         self.memory, self.device, self.waiting = memory, device, waiting
@@ -52,13 +51,11 @@ class Crossings:
         self.staged = 0
 
     def into(self, sources: Iterable[Source], beside: Beside = nothing_beside) -> Arriving:
-        """Begins to bring the inputs of a visit's micro-batches, in order. `beside` hears of each one behind its upload, on a
-        device with memory of its own."""
+        """Begins to bring the inputs of a visit's micro-batches, in order. `beside` hears of each behind its upload, if any."""
         return Arriving(self, sources, beside)
 
     def begun(self, host: torch.Tensor) -> torch.Tensor:
-        """Makes room for what a visit is the first to compute for these rows of a whole batch: on the device, to be `put`
-        there. On device cpu that place itself."""
+        """Makes room on the device for what a visit computes first for these rows of a whole batch, to be `put` there."""
         return self.device.empty_like(host) if self.device.separate else host
 
     def count_staged(self, tensor: torch.Tensor) -> None:
@@ -95,8 +92,7 @@ class Arriving:
         self._ahead: list[tuple[torch.Tensor, Event]] = self._begin() if self._separate else []
 
     def take(self) -> list[torch.Tensor]:
-        """Returns what the next micro-batch computes with, for compute submitted from now on; the one behind it is on its
-        way."""
+        """Returns what the next micro-batch computes with, from now on; what the one behind it does is on its way."""
         if not self._separate:
             return next(self._sources)()
         here, self._ahead = self._ahead, self._begin()
@@ -173,8 +169,7 @@ class Leaving:
             self._arrive()
 
     def _submit(self, part: torch.Tensor, host: torch.Tensor) -> None:
-        """Sends the last of a micro-batch. The host waits for the one before it, so that what is launched ahead is bounded,
-        and with it the device's memory."""
+        """Sends the last of a micro-batch. The host waits for the one before: that bounds the device's memory."""
         self._under_way.append([*self._beside, _Return(part, self._device.download(part, host))])
         self._beside.clear()
         while len(self._under_way) > 1:

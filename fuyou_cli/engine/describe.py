@@ -52,19 +52,15 @@ def outlined(model: PreTrainedModel, *, strict: bool = False) -> Outlined:
 
 def specified(known: Outlined, *, dtype: str, micro_batch_size: int, max_seq_len: int, head_chunk_tokens: int) -> Described:
     """Specifies the model at micro-batches of (micro_batch_size, max_seq_len). Raises UsageError where it cannot be traced."""
-    anatomy, refusal = known.anatomy, known.refusal
-    if refusal is None:
-        model = inspect(
-            anatomy,
-            dtype=dtype,
-            micro_batch_size=micro_batch_size,
-            max_seq_len=max_seq_len,
-            head_chunk_tokens=head_chunk_tokens,
-        )
-    else:
-        shape = (micro_batch_size, max_seq_len)
-        model = estimate(anatomy, dtype=dtype, shape=shape, head_chunk_tokens=head_chunk_tokens)
-    return Described(model=_counted(model, anatomy), refusal=refusal)
+    specify = inspect if known.refusal is None else estimate
+    model = specify(
+        known.anatomy,
+        dtype=dtype,
+        micro_batch_size=micro_batch_size,
+        max_seq_len=max_seq_len,
+        head_chunk_tokens=head_chunk_tokens,
+    )
+    return Described(model=_counted(model, known.anatomy), refusal=known.refusal)
 
 
 def _counted(model: ModelSpec, anatomy: Anatomy) -> ModelSpec:
@@ -78,8 +74,7 @@ def _counted(model: ModelSpec, anatomy: Anatomy) -> ModelSpec:
 
 
 def _kept_in_float32(model: PreTrainedModel) -> int:
-    """Counts elements that a bfloat16 model of this family has in float32: made so, or listed by its class as parts of
-    names, with `*` for a number."""
+    """Counts elements that a bfloat16 model of this family has in float32: made so, or listed by its class."""
     listed = [re.compile(re.escape(part).replace(r"\*", ".*")) for part in model._keep_in_fp32_modules_strict or ()]
     return sum(
         parameter.numel()
@@ -91,13 +86,13 @@ def _kept_in_float32(model: PreTrainedModel) -> int:
 # ---- what cannot be trained ------------------------------------------------------------------------------------------
 
 
-def estimate(anatomy: Anatomy, *, dtype: str, shape: tuple[int, int], head_chunk_tokens: int) -> ModelSpec:
+def estimate(anatomy: Anatomy, *, dtype: str, micro_batch_size: int, max_seq_len: int, head_chunk_tokens: int) -> ModelSpec:
     """Specifies a model that the engine cannot train: its counts are exact, the work of its blocks is by rule.
 
     Recurrent blocks run one step per token, so tracing a long row takes minutes: as many tokens are traced in short rows
     instead, since what such a block keeps grows with the tokens and not with their distance.
     """
-    rows, tokens = shape
+    rows, tokens = shape = micro_batch_size, max_seq_len
     if tokens > STEPS and _is_recurrent(anatomy):
         rows, tokens = rows * -(-tokens // STEPS), STEPS
     model = inspect(anatomy, dtype=dtype, micro_batch_size=rows, max_seq_len=tokens, head_chunk_tokens=head_chunk_tokens)
@@ -109,8 +104,7 @@ def estimate(anatomy: Anatomy, *, dtype: str, shape: tuple[int, int], head_chunk
 
 
 def _is_recurrent(anatomy: Anatomy) -> bool:
-    """Whether some block may go token by token: without attention, or with a convolution over the latest few tokens, as
-    state-space models and linear attention have it."""
+    """Whether some block may go token by token: it has no attention, or a convolution over the latest few tokens."""
     modules = (module for block in anatomy.modules() for module in block.modules())
     text = anatomy.model.config.get_text_config()
     return not setting(text, "num_attention_heads") or any(isinstance(module, nn.Conv1d) for module in modules)

@@ -111,8 +111,9 @@ class Executor:
         self._outcome.intervals = self.visits.intervals
         self.visits.seed(BETWEEN_STAGES, 0)
         positions = torch.arange(input_ids.shape[1]).unsqueeze(0)
-        with one_row_masks(self.anatomy.model):
-            hidden = self.anatomy.base(input_ids=input_ids, position_ids=positions, use_cache=False).last_hidden_state
+        model = self.anatomy.model
+        with one_row_masks(model):
+            hidden = model.base_model(input_ids=input_ids, position_ids=positions, use_cache=False).last_hidden_state
         edge, output = get_gradient_edge(hidden), [hidden.detach()]
         del hidden  # whole-batch tensors are let go of as soon as they were used: each is as large as a boundary
         targets = shifted(labels)

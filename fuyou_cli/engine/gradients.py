@@ -95,8 +95,7 @@ class GradientSum:
 
 
 def add_in_pieces(target: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Adds in place: of a gradient of another dtype torch on the CPU first makes a whole copy, which by pieces stays in the
-    cache."""
+    """Adds in place. torch on the CPU first copies a gradient of another dtype: by pieces the copy stays in the cache."""
     if gradient.dtype == target.dtype or target.device.type != "cpu" or not gradient.dim():
         target.add_(gradient)
         return
@@ -139,8 +138,7 @@ def _nonfinite(spec: TensorSpec, host: torch.Tensor, dtype: Dtype) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Download:
-    """Complete gradients on their way to the host: the device span they leave, where they are squared meanwhile, and what
-    follows."""
+    """Complete gradients on their way to the host: the device span they leave, their squares, and what follows."""
 
     event: Event
     squares: Squares | None  # None: nobody asks for them

@@ -146,8 +146,7 @@ def _all_costs(anatomy: Anatomy, *, dtype: str, shape: tuple[int, int], head_chu
 
 
 def _settings(stage: Stage) -> object:
-    """What blocks alike in class and shapes may still differ in: the classes of their modules and plain attributes of those
-    (the type of attention, a window), but their number."""
+    """What blocks of one class and shapes may still differ in: classes and plain attributes of their modules."""
     plain = (bool, int, float, str)
     if stage.module is None or stage.kind != "block":
         return ()

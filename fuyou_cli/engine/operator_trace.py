@@ -19,8 +19,7 @@ _SUMMARY_TOKENS = 32  # kernels round the tokens of attention's log-sum-exp up t
 
 
 class OperatorTrace(Operators):
-    """Follows one forward of one micro-batch. `flat` holds the stage's weights, laid out as `tensors`; `names` are theirs
-    within the stage."""
+    """Follows one forward. `flat` holds the stage's weights, laid out as `tensors`; `names` are theirs within the stage."""
 
     def __init__(self, flat: torch.Tensor, tensors: tuple[TensorSpec, ...], names: tuple[str, ...]) -> None:
         super().__init__()

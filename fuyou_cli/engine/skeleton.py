@@ -68,8 +68,7 @@ class _Weightless(TorchFunctionMode):
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Inside, every parameter a module registers goes to the meta device. `torch.empty` touches no page, so creating a
-    real one first costs nothing; its initialisation then runs on meta."""
+    """Inside, every parameter a module registers goes to meta. A real one that is never filled costs nothing before."""
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

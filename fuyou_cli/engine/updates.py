@@ -99,8 +99,7 @@ def sums_of(result: Result, plan: StagePlan, *, copied: bool) -> Sums:
 
 
 def segments_of(stage: StageSpec, *, weight_decay: float) -> list[Segment]:
-    """Joins parameters with the same settings to runs. Padding between tensors is in one: its gradients are zero, so that its
-    weights and moments stay zero."""
+    """Joins parameters with the same settings to runs. Padding is in one: its gradients, so its weights, stay zero."""
     segments: list[Segment] = []
     for tensor in stage.tensors:
         decay = weight_decay if tensor.decay else 0.0

@@ -139,8 +139,7 @@ class Visits:
         keep(visit.stage, boundary, self.residency.wait_until)
 
     def inputs(self, sources: Iterable[Source], beside: Beside = nothing_beside) -> Arriving:
-        """Begins to bring what the visit's micro-batches compute with. The first is on its way before the next visit's weights
-        may be: they would keep it waiting."""
+        """Begins to bring what the visit's micro-batches compute with; the first goes before the next visit's weights."""
         arriving = self.crossings.into(sources, beside)
         if self.device.separate:
             self.lookahead.on_device()

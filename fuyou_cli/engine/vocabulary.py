@@ -40,8 +40,7 @@ def automatic_rows(vocabulary: int, width: int) -> int:
 
 
 def resolved_rows(anatomy: Anatomy, asked: int | Literal["auto"]) -> int:
-    """Chooses the rows of a piece for this model, 0 where it is not to be cut. Raises UsageError for a number that the model
-    does not allow."""
+    """Chooses the rows of a piece, 0 for none. Raises UsageError for a number that the model does not allow."""
     vocabulary, width = _largest(anatomy)
     rows = automatic_rows(vocabulary, width) if asked == "auto" else asked
     if rows == 0:
@@ -98,8 +97,7 @@ def obstacle(anatomy: Anatomy) -> str | None:
 
 
 def _logits_are_independent(anatomy: Anatomy, head: nn.Linear) -> bool:
-    """Whether what the model's own forward makes of some columns of the logits is the same columns of what it makes of
-    all: scaling and soft-capping are, a softmax or a mask of some columns is not."""
+    """Whether the model's own forward treats columns of the logits one by one: a softmax or a mask of some does not."""
     model, vocabulary = anatomy.model, head.out_features
     logits = torch.arange(2.0 * vocabulary).sin().view(1, 2, vocabulary) * torch.linspace(5, 60, vocabulary)
     hidden = torch.zeros(1, 2, head.in_features, dtype=head.weight.dtype)

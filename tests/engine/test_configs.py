@@ -253,7 +253,7 @@ def test_a_shape_that_cannot_be_traced() -> None:
 def test_recurrent_blocks_are_traced_in_short_rows() -> None:
     config = transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, state_size=16)
     anatomy = outline(build(config, dtype="float32", attention="sdpa"))
-    short = estimate(anatomy, dtype="float32", shape=(2, 32), head_chunk_tokens=16)
+    short = estimate(anatomy, dtype="float32", micro_batch_size=2, max_seq_len=32, head_chunk_tokens=16)
     traced = inspect(anatomy, dtype="float32", micro_batch_size=2, max_seq_len=32, head_chunk_tokens=16)
     for ours, theirs in zip(short.stages, traced.stages, strict=True):
         assert ours.forward_peak == pytest.approx(theirs.forward_peak, rel=0.05), ours.name

@@ -131,8 +131,7 @@ class Swap:
 
 
 class _Keeping(Operators):
-    """Copies outputs as soon as they are computed. On a device with memory of its own the copies run beside what follows;
-    an operator that writes into a tensor being copied waits."""
+    """Copies outputs as soon as they are computed. An operator that writes into a tensor being copied waits."""
 
     def __init__(self, swap: Swap, micro_batch: int) -> None:
         super().__init__()

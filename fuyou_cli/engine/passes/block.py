@@ -52,8 +52,7 @@ class BlockPasses:
         return y.settled()
 
     def backward(self, call: Call, ids: torch.Tensor | None, grad_y: torch.Tensor) -> torch.Tensor | None:
-        """Returns the gradient of the stage's input for the whole batch; the stage's own gradients are summed. `ids`: the input
-        of a stage that takes no boundary, whose gradient is None."""
+        """Returns the gradient of the stage's input for the whole batch, None for `ids`, and sums the stage's own."""
         visits = self.visits
         visit, flat = visits.enter("backward", call.stage)
         boundary = visits.boundaries.take(call.stage, visits.residency.wait_until) if visit.take else []

@@ -78,8 +78,7 @@ class EmbeddingPasses(BlockPasses):
     # ---- in pieces -------------------------------------------------------------------------------------------------
 
     def _forward_in_pieces(self, pieces: Sequence[int], call: Call, ids: torch.Tensor) -> torch.Tensor:
-        """Puts each piece's rows where its ids are: the result is that of the whole embedding to the bit. Raises UsageError for
-        an id of no piece."""
+        """Puts each piece's rows where its ids are, to the bit as one. Raises UsageError for an id of no piece."""
         _, end = self.visits.stages[pieces[-1]].rows
         if int(ids.min()) < 0 or int(ids.max()) >= end:
             raise UsageError(f"the data holds a token id outside of the model's vocabulary of {end} tokens")
@@ -120,8 +119,7 @@ class EmbeddingPasses(BlockPasses):
         return y
 
     def _backward_in_pieces(self, pieces: Sequence[int], call: Call, ids: torch.Tensor, grad_y: torch.Tensor) -> None:
-        """Sums every piece's gradients by rows, as those of the whole embedding are, and hands them over. ids: (batch, tokens)
-        int64; grad_y: (batch, tokens, width)."""
+        """Sums every piece's gradients by rows. ids: (batch, tokens) int64; grad_y: (batch, tokens, width)."""
         assert grad_y.shape[: ids.dim()] == ids.shape, (grad_y.shape, ids.shape)
         visits = self.visits
         for stage in reversed(pieces):

@@ -21,8 +21,7 @@ from ..visits import Visits
 
 
 class HeadPasses:
-    """Computes the loss and differentiates it. `check_loss` is called with the loss of the whole step and the stage that
-    computed it, before any of its updates may begin."""
+    """Computes the loss and differentiates it. `check_loss` hears of the step's loss and its stage before any update."""
 
     def __init__(self, visits: Visits, model: PreTrainedModel, check_loss: Callable[[float, int], None]) -> None:
         self.visits, self.head, self._check_loss = visits, Head(model), check_loss
