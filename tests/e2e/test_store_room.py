@@ -96,7 +96,7 @@ def test_what_is_shown_as_available_is_what_the_search_went_by(
     monkeypatch.chdir(project.folder)
     both = _planned(new_project("both", {"offload.dir": ["a", "b"], "export.at_end": False}), monkeypatch, PLENTY)
     devices = {folder: SimpleNamespace(st_dev=number) for number, folder in enumerate(both.directories)}
-    monkeypatch.setattr(room_module, "existing", lambda path: SimpleNamespace(stat=lambda: devices[path.parent]))
+    monkeypatch.setattr(room_module, "existing", lambda path: SimpleNamespace(stat=lambda: devices[path]))
     monkeypatch.setattr(probe, "free_space", lambda path: 4 * 10**12 if path == both.directories[0] else 5 * 10**11)
     assert room_of(both).store == 10**12
 
