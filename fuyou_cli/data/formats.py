@@ -6,32 +6,28 @@ own names to those of the data, e.g. {prompt: question, completion: answer}.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from fuyou_cli.core.errors import UsageError
 
-# Required and optional columns; the order is that of detection, the most specific first.
-REQUIRED: dict[str, tuple[str, ...]] = {
-    "messages": ("messages",),
-    "prompt_completion": ("prompt", "completion"),
-    "alpaca": ("instruction", "output"),
-    "text": ("text",),
-}
-OPTIONAL: dict[str, tuple[str, ...]] = {
-    "messages": ("tools",),
-    "prompt_completion": (),
-    "alpaca": ("input", "system", "history"),
-    "text": (),
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Format:
+    """The columns of a format, and what may carry loss in it: the first is what `auto` means."""
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    losses: tuple[str, ...] = ("completion", "all")
+
+
+FORMATS = {  # in the order of detection, the most specific first
+    "messages": Format(required=("messages",), optional=("tools",), losses=("assistant", "last_assistant", "all")),
+    "prompt_completion": Format(required=("prompt", "completion")),
+    "alpaca": Format(required=("instruction", "output"), optional=("input", "system", "history")),
+    "text": Format(required=("text",), losses=("all",)),
 }
 _MOST, _LONGEST = 9, 60  # columns that are told, characters of each
-NOT_BUILT = {"sharegpt": "messages", "tokenized": "text"}  # with what to convert to
-LOSS_CHOICES: dict[str, tuple[str, ...]] = {  # the first is what `auto` means
-    "messages": ("assistant", "last_assistant", "all"),
-    "prompt_completion": ("completion", "all"),
-    "alpaca": ("completion", "all"),
-    "text": ("all",),
-}
 
 
 class RowError(ValueError):
@@ -46,6 +42,9 @@ class Text:
     begins: bool = True
     ends: bool = True
 
+    def texts(self) -> Iterator[str]:
+        yield self.text
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
@@ -53,6 +52,9 @@ class Pair:
 
     prompt: str
     completion: str
+
+    def texts(self) -> Iterator[str]:
+        yield from (self.prompt, self.completion)
 
     @property
     def runs_together(self) -> bool:
@@ -68,53 +70,62 @@ class Chat:
     messages: tuple[dict[str, object], ...]
     tools: tuple[object, ...] = field(default=())
 
+    def texts(self) -> Iterator[str]:
+        """Yields every text in it, names of fields included, however deep: contents in parts, calls of tools."""
+        yield from _texts([*self.messages, *self.tools])
+
 
 Example = Text | Pair | Chat
 
 
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from value
+        yield from _texts(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner)
+
+
 def choose_format(asked: str, present: frozenset[str], columns: Mapping[str, str]) -> str:
-    """The format of data that has the columns `present`: the one asked for, or with `auto` the first whose columns are
-    all there. Raises RowError when none fits or the mapping names an unknown column."""
-    if asked in NOT_BUILT:
-        raise RowError(f"format: {asked} is not built yet; convert the data to {NOT_BUILT[asked]}")
-    if asked != "auto" and asked not in REQUIRED:
-        raise RowError(f"format: {asked} is unknown; use auto or one of {', '.join(REQUIRED)}")
-    candidates = tuple(REQUIRED) if asked == "auto" else (asked,)
-    known = {name for candidate in candidates for name in REQUIRED[candidate] + OPTIONAL[candidate]}
+    """Returns the format of data that has the columns `present`: the one asked for, or with `auto` the first that fits.
+
+    Raises RowError when none fits or the mapping names an unknown column."""
+    candidates = FORMATS if asked == "auto" else {asked: FORMATS[asked]}
+    known = {name for candidate in candidates.values() for name in candidate.required + candidate.optional}
     unknown = sorted(set(columns) - known)
     if unknown:
         raise RowError(f"columns: {unknown[0]} is no column of format {asked}; known are {', '.join(sorted(known))}")
-    for candidate in candidates:
-        if all(columns.get(name, name) in present for name in REQUIRED[candidate]):
-            mapped_elsewhere = set(columns) - set(REQUIRED[candidate] + OPTIONAL[candidate])
-            if not mapped_elsewhere:
-                return candidate
-    found = _listed(present)
+    for name, candidate in candidates.items():
+        missing = [column for one in candidate.required if (column := columns.get(one, one)) not in present]
+        if not missing and set(columns) <= {*candidate.required, *candidate.optional}:
+            return name
     if asked == "auto":
-        wanted = "; ".join(" + ".join(names) for names in REQUIRED.values())
-        raise RowError(f"no format fits the columns found ({found}); wanted are {wanted}")
-    missing = [columns.get(name, name) for name in REQUIRED[asked] if columns.get(name, name) not in present]
-    raise RowError(f"format {asked} needs the column {missing[0]}; found are: {found}")
+        wanted = "; ".join(" + ".join(candidate.required) for candidate in FORMATS.values())
+        raise RowError(f"no format fits the columns found ({_listed(present)}); wanted are {wanted}")
+    raise RowError(f"format {asked} needs the column {missing[0]}; found are: {_listed(present)}")
 
 
 def _listed(columns: Iterable[str]) -> str:
-    """Some of their names, each as far as it fits a line."""
+    """Lists some of their names, each as far as it fits a line."""
     names = sorted(columns)
     told = ", ".join(name if len(name) <= _LONGEST else f"{name[:_LONGEST]}..." for name in names[:_MOST]) or "none"
     return told if len(names) <= _MOST else f"{told} and {len(names) - _MOST} more"
 
 
 def mapping_hint(present: Iterable[str]) -> str | None:
-    """How to name the columns of data that is nearly prompt_completion."""
+    """Says how to name the columns of data that is nearly prompt_completion."""
     if {"question", "answer"} <= set(present):
         return "name the columns in the recipe: columns: {prompt: question, completion: answer}"
     return None
 
 
 def loss_target(loss_on: str, format_name: str) -> str:
-    """What carries loss in this format: all, completion, assistant or last_assistant. Raises UsageError for a pair that
+    """Returns what carries loss in this format: all, completion, assistant or last_assistant. Raises UsageError for a pair that
     means nothing."""
-    allowed = LOSS_CHOICES[format_name]
+    allowed = FORMATS[format_name].losses
     if loss_on == "auto":
         return allowed[0]
     if loss_on not in allowed:
@@ -126,7 +137,7 @@ def loss_target(loss_on: str, format_name: str) -> str:
 
 
 def read_example(row: Mapping[str, object], format_name: str, columns: Mapping[str, str]) -> Example:
-    """The row as an example. Raises RowError naming the column that is missing or has the wrong type."""
+    """Reads the row as an example. Raises RowError naming the column that is missing or has the wrong type."""
     if format_name == "messages":
         return _chat(row, columns)
     if format_name == "prompt_completion":
@@ -147,7 +158,7 @@ def _text(row: Mapping[str, object], name: str, columns: Mapping[str, str]) -> s
 
 
 def _alpaca(row: Mapping[str, object], columns: Mapping[str, str]) -> Pair:
-    """Headed sections, one blank line apart: system text if any, instruction, input if any, response."""
+    """Writes headed sections, one blank line apart: system text if any, instruction, input if any, response."""
     if row.get(columns.get("history", "history")):
         raise RowError("alpaca rows with a history are not supported: convert them to messages")
     sections = []
@@ -170,7 +181,8 @@ def _chat(row: Mapping[str, object], columns: Mapping[str, str]) -> Chat:
         # Columnar files fill keys that other rows have with null: those say nothing about this message.
         message = {key: value for key, value in turn.items() if value is not None}
         if not isinstance(message.get("role"), str):
-            raise RowError(f"message {number} of {column} has no role" + _sharegpt_advice(message))
+            sharegpt = ": this looks like sharegpt (from, value), which is not built yet; rename to role and content"
+            raise RowError(f"message {number} of {column} has no role" + sharegpt * ("from" in message))
         if not isinstance(message.get("content"), str | list) and "tool_calls" not in message:
             raise RowError(f"message {number} of {column} has no content")
         messages.append(message)
@@ -178,9 +190,3 @@ def _chat(row: Mapping[str, object], columns: Mapping[str, str]) -> Chat:
     if not isinstance(tools, list | tuple):
         raise RowError("the column tools must be a list")
     return Chat(messages=tuple(messages), tools=tuple(tools))
-
-
-def _sharegpt_advice(message: Mapping[str, object]) -> str:
-    if "from" in message:
-        return ": this looks like sharegpt (from, value), which is not built yet; rename to role and content"
-    return ""

@@ -44,27 +44,24 @@ class Counts:
 
 
 def has_loss(mask: Mask) -> bool:
-    """Whether any label of the row counts."""
+    """Finds whether any label of the row counts."""
     return bool(mask[1:].any())
 
 
 def lay_out(
     samples: Iterable[Sample], *, packing: str | bool, overlong: str, max_seq_len: int, counts: Counts
 ) -> Iterator[Row]:
-    """Rows in the order of the samples; rows without a label are left out and counted.
+    """Yields rows in the order of the samples; rows without a label are left out and counted.
 
     With `packing: concat` truncate and split are the same: the stream is cut at row ends and nothing is lost."""
     fitting = _fit(samples, packing=bool(packing), overlong=overlong, max_seq_len=max_seq_len, counts=counts)
-    rows = concat(fitting, max_seq_len=max_seq_len, counts=counts) if packing else _separate(fitting)
+    separate = ((sample.tokens, sample.mask) for sample in fitting)
+    rows = concat(fitting, max_seq_len=max_seq_len, counts=counts) if packing else separate
     for tokens, mask in rows:
         if has_loss(mask):
             yield tokens, mask
         else:
             counts.without_loss += 1
-
-
-def _separate(samples: Iterable[Sample]) -> Iterator[Row]:
-    return ((sample.tokens, sample.mask) for sample in samples)
 
 
 def _fit(samples: Iterable[Sample], *, packing: bool, overlong: str, max_seq_len: int, counts: Counts) -> Iterator[Sample]:
@@ -89,7 +86,7 @@ def _fit(samples: Iterable[Sample], *, packing: bool, overlong: str, max_seq_len
 
 
 def concat(samples: Iterable[Sample], *, max_seq_len: int, counts: Counts) -> Iterator[Row]:
-    """The samples as one stream cut into rows of exactly `max_seq_len` tokens; the last may be shorter.
+    """Cuts the samples, as one stream, into rows of exactly `max_seq_len` tokens; the last may be shorter.
 
     At a cut the next row's first token loses its label: one in max_seq_len."""
     tokens = np.empty(max_seq_len, np.int32)

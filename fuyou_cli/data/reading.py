@@ -1,58 +1,148 @@
-"""Rows of one data file, each with its place ("train.jsonl:17"), read as a stream.
+"""Rows of one data file, each with its place ("train.jsonl:17"), read as a stream with bounded memory.
 
-Text, CSV, Parquet and Arrow are read with the datasets library. JSON lines are parsed here, one by one, without it: its
-columnar JSON reader guesses one type per column, turns text that looks like a date into a date, refuses a file because of a
-column nobody asked for, and names no line. CSV cells are read as the text they are, for the same reason. Nothing is copied to
-a disk cache.
+Cells of a CSV file are read as the text they are, and JSON line by line: readers that guess a type per column turn text that
+looks like a date into a date, refuse a file because of a column nobody asked for, and name no line.
 """
 
 from __future__ import annotations
 
 import csv
-import glob
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from fuyou_cli.core.errors import UsageError
 
-from .json_rows import first_bad_line, json_array, json_lines
-from .sources import KINDS
-from .told import reason
+from .json_rows import LARGEST_ROW, Placed, bounded_lines, check_size, json_rows
+from .sandbox import reason
 
+KINDS = {".jsonl": "json", ".json": "json", ".txt": "text", ".csv": "csv", ".parquet": "columns", ".arrow": "columns"}
 PIECE_CHARS = 1 << 16  # a document is tokenised in pieces of this size: offsets cost ~100 bytes per character
-
-_OF_LIBRARIES = (LookupError, TypeError, AttributeError, AssertionError, ArithmeticError, RuntimeError)
-Placed = tuple[str, dict[str, Any]]
+_ROWS_AT_ONCE = 256
 
 
 def read_rows(file: Path) -> Iterator[Placed]:
-    """Place and row of every record of a JSON, CSV, Parquet or Arrow file; of a .txt file every paragraph, as `text`.
+    """Yields place and row of every record of a JSON, CSV, Parquet or Arrow file; of a .txt file every paragraph, as `text`.
 
     Raises UsageError naming the file and the line."""
-    kind = KINDS[file.suffix.lower()]
-    if kind == "json":
-        yield from _json_rows(file)
-    elif kind == "text":
-        for number, row in enumerate(_stream("text", file, sample_by="paragraph"), start=1):
-            if row["text"].strip():
-                yield f"{file}: paragraph {number}", row
-    elif kind == "csv":
-        yield from _csv_rows(file)
-    else:
-        for number, row in enumerate(_stream(kind, file), start=1):
-            yield f"{file}: row {number}", row
+    if file.stat().st_size == 0:
+        raise UsageError(f"{file}: the file is empty")
+    readers = {"json": json_rows, "csv": _csv_rows, "text": _paragraphs, "columns": _columnar_rows}
+    try:
+        yield from readers[KINDS[file.suffix.lower()]](file)
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{first_bad_line(file)}: not UTF-8 text: {error.reason}") from error
+
+
+def first_bad_line(file: Path) -> str:
+    """Finds file:line of the first line that is not UTF-8."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return f"{file}:{number}"
+    return str(file)
+
+
+def _csv_rows(file: Path) -> Iterator[Placed]:
+    """Yields records at the lines where they begin: a quoted cell may hold line breaks."""
+    csv.field_size_limit(LARGEST_ROW)
+    begin, held, ended = 1, 0, False
+
+    def lines() -> Iterator[str]:
+        nonlocal held, ended
+        for line in bounded_lines(file, newline=""):
+            held += len(line)
+            check_size(held, f"{file}:{begin}")
+            yield line
+        ended = True
+
+    records = csv.reader(lines())
+    names: list[str] = []
+    try:
+        for cells in records:
+            if ended:
+                raise UsageError(f"{file}:{begin}: a quoted cell is never closed")
+            if cells and not names:
+                names = cells
+                if len(set(names)) != len(names):
+                    raise UsageError(f"{file}:{begin}: a column name occurs twice")
+            elif cells:
+                if len(cells) != len(names):
+                    raise UsageError(f"{file}:{begin}: {len(cells)} cells, but the header has {len(names)}")
+                yield f"{file}:{begin}", dict(zip(names, cells, strict=True))
+            begin, held = records.line_num + 1, 0
+    except csv.Error as error:
+        raise UsageError(f"{file}:{begin}: not readable as csv: {error}") from error
+
+
+def _columnar_rows(file: Path) -> Iterator[Placed]:
+    from pyarrow import ArrowException  # type: ignore[import-untyped,unused-ignore]
+
+    number = 0
+    try:
+        for batch in _record_batches(file):
+            batch.validate(full=True)
+            for begin in range(0, batch.num_rows, _ROWS_AT_ONCE):
+                for row in batch.slice(begin, _ROWS_AT_ONCE).to_pylist():
+                    number += 1
+                    yield f"{file}: row {number}", row
+    except (ArrowException, ValueError, LookupError, TypeError, OSError) as error:  # damaged, or of a type that Python lacks
+        raise UsageError(f"{file}: not readable as {file.suffix[1:].lower()}: {reason(error)}") from error
+
+
+def _record_batches(file: Path) -> Iterator[Any]:
+    import pyarrow as pa  # type: ignore[import-untyped,unused-ignore]
+    from pyarrow.parquet import ParquetFile  # type: ignore[import-untyped,unused-ignore]
+
+    with file.open("rb") as stream:
+        if file.suffix.lower() == ".parquet":
+            yield from ParquetFile(stream).iter_batches(batch_size=_ROWS_AT_ONCE)
+            return
+        try:
+            yield from pa.ipc.open_stream(stream)
+        except (OSError, pa.ArrowInvalid):
+            reader = pa.ipc.open_file(stream)
+            yield from map(reader.get_batch, range(reader.num_record_batches))
+
+
+def _paragraphs(file: Path) -> Iterator[Placed]:
+    """Yields what stands between empty lines, as text."""
+    number, size = 0, 0
+    waiting: list[str] = []
+
+    def row() -> Iterator[Placed]:
+        nonlocal number
+        text = "".join(waiting).removesuffix("\n\n")
+        number += bool(text)
+        if text.strip():
+            yield f"{file}: paragraph {number}", {"text": text}
+
+    for line in bounded_lines(file):
+        size += len(line)
+        check_size(size, f"{file}: paragraph {number + 1}")
+        waiting.append(line)
+        if line == "\n" and len(waiting) > 1:
+            yield from row()
+            waiting, size = [], 0
+    yield from row()
 
 
 def read_document(file: Path) -> Iterator[tuple[str, bool, bool]]:
-    """A .txt file as one document, in pieces (text, begins, ends)."""
-    yield from pieces_of(row["text"] for row in _stream("text", file, keep_linebreaks=True))
+    """Yields a .txt file as one document, in pieces (text, begins, ends)."""
+    try:
+        with file.open(encoding="utf-8-sig") as stream:
+            yield from pieces_of(iter(lambda: stream.readline(LARGEST_ROW), ""))
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{first_bad_line(file)}: not UTF-8 text: {error.reason}") from error
 
 
 def pieces_of(parts: Iterable[str]) -> Iterator[tuple[str, bool, bool]]:
-    """The parts' text in pieces (text, begins, ends) of at most 3 * PIECE_CHARS, cut between parts, and inside a long one
-    after a line break, else before a space, else anywhere. A tokenizer may see the text around a cut differently: one
-    place in tens of thousands of characters."""
+    """Yields the parts' text in pieces (text, begins, ends) of at most 3 * PIECE_CHARS.
+
+    It is cut between parts, and inside a long one after a line break, else before a space, else anywhere. A tokenizer may see
+    the text around a cut differently: one place in tens of thousands of characters."""
     waiting: list[str] = []
     size, begins = 0, True
     for part in _shortened(parts):
@@ -75,74 +165,10 @@ def _shortened(parts: Iterable[str]) -> Iterator[str]:
 
 
 def _place_to_cut(text: str, begin: int) -> int:
-    """Where to end a piece of at least a half and at most the whole of PIECE_CHARS."""
+    """Finds where to end a piece of at least a half and at most the whole of PIECE_CHARS."""
     least, most = begin + PIECE_CHARS // 2, begin + PIECE_CHARS
     line = text.rfind("\n", least, most)
     if line >= 0 and text[line + 1] != "\n":  # line breaks in a row are often one token
         return line + 1
     space = text.rfind(" ", least, most)
     return space if space >= 0 else most
-
-
-def _stream(kind: str, file: Path, **options: Any) -> Iterator[dict[str, Any]]:
-    import datasets  # 0.8 s, 84 MiB: in the worker only
-    from pyarrow import ArrowException  # type: ignore[import-untyped,unused-ignore]
-
-    if file.stat().st_size == 0:
-        raise UsageError(f"{file}: the file is empty")
-    if "::" in str(file):
-        raise UsageError(f"{file}: :: in its name means a chain of archives to the datasets library", hint="rename it")
-    if kind in ("text", "csv"):
-        options["encoding"] = "utf-8-sig"  # with or without a byte order mark
-    try:
-        rows = datasets.load_dataset(kind, data_files=[glob.escape(str(file))], split="train", streaming=True, **options)
-        yield from rows
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{first_bad_line(file)}: not UTF-8 text: {error.reason}") from error
-    except ArrowException as error:
-        raise UsageError(f"{file}: not readable as {kind}: {_first_line(error)}") from error
-    except ValueError as error:  # pandas' parser error names the line itself
-        raise UsageError(f"{file}: not readable as {kind}: {_first_line(error)}") from error
-    except _OF_LIBRARIES as error:  # over a null character in a column's name, say
-        raise UsageError(f"{file}: not readable as {kind}: {reason(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0]
-
-
-def _json_rows(file: Path) -> Iterator[Placed]:
-    """One object per line, or one array of objects."""
-    with file.open("rb") as stream:
-        head = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
-    if head.startswith(b"["):
-        yield from json_array(file)
-        return
-    if file.suffix.lower() == ".json" and head.split(b"\n", 1)[0].strip() == b"{":
-        raise UsageError(
-            f"{file}:1: one object spread over several lines",
-            hint="write one object per line (JSON lines), or an array of objects",
-        )
-    if file.stat().st_size == 0:
-        raise UsageError(f"{file}: the file is empty")
-    yield from json_lines(file)
-
-
-def _csv_rows(file: Path) -> Iterator[Placed]:
-    """Places are lines where records begin, found by reading beside the library: a quoted cell may hold line breaks."""
-    import datasets
-
-    csv.field_size_limit(1 << 30)  # the default refuses cells of 128 KiB
-    with file.open(encoding="utf-8-sig", newline="", errors="replace") as text:
-        records = csv.reader(text)
-        names = next(records, [])
-        if len(set(names)) != len(names):
-            raise UsageError(f"{file}:1: a column name occurs twice")
-        features = datasets.Features({name: datasets.Value("string") for name in names})
-        for row in _stream("csv", file, features=features, na_filter=False):
-            begin = records.line_num + 1
-            while not (cells := next(records, names)):  # blank lines are no records to either reader
-                begin = records.line_num + 1
-            if len(cells) != len(names):
-                raise UsageError(f"{file}:{begin}: {len(cells)} cells, but the header has {len(names)}")
-            yield f"{file}:{begin}", row

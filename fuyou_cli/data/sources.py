@@ -1,23 +1,27 @@
-"""Where the data is: paths of the recipe to files, and what the tokenised rows depend on.
+"""Where the data is: paths of the recipe to files, and what their first rows say.
 
 Runs in the trainer before the worker starts: standard library only.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.paths import expanded
 from fuyou_cli.core.plain_files import kind_of
 
-KINDS = {".jsonl": "json", ".json": "json", ".txt": "text", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
-TOKENIZER_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
-TEMPLATE_FOLDER = "additional_chat_templates"  # the one folder that is part of a tokenizer
+from .formats import RowError, choose_format, loss_target, mapping_hint
+from .reading import KINDS, read_rows
+
+if TYPE_CHECKING:
+    from fuyou_cli.recipe.schema import DatasetSection
+
 NAMES_SHOWN = 4
+_KNOWN_KINDS = f"files end in {', '.join(KINDS)}"
 _SPLIT_WORDS = {
     "train": "train", "training": "train", "validation": "validation", "valid": "validation", "val": "validation",
     "dev": "validation", "test": "test", "testing": "test", "eval": "test",
@@ -38,7 +42,7 @@ class Source:
 
     @property
     def choice(self) -> str | None:
-        """Which files were taken and which were not, where the path alone does not say it."""
+        """Says which files were taken and which were not, where the path alone does not say it."""
         if not self.skipped and self.files == (expanded(self.path, key="dataset.train"),):
             return None
         taken = f"{self.path}: {len(self.files)} file{'s' * (len(self.files) != 1)} taken ({_names(self.files)})"
@@ -57,8 +61,9 @@ def _names(files: tuple[Path, ...]) -> str:
 
 
 def locate(path: str, split: str) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-    """The data files of a file, a directory or a glob, sorted, and those passed over. In a directory where names of files
-    say their split, only those of `split` are taken. Raises UsageError naming the path."""
+    """Finds the data files of a file, a directory or a glob, sorted, and those passed over.
+
+    In a directory where names of files say their split, only those of `split` are taken. Raises UsageError naming the path."""
     here = expanded(path, key="dataset.train")
     try:
         return _found(path, here, split)
@@ -73,7 +78,7 @@ def _found(path: str, here: Path, split: str) -> tuple[tuple[Path, ...], tuple[P
     if here.is_file():
         found = [here]
         if here.suffix.lower() not in KINDS:
-            raise UsageError(f"{path}: unknown kind of file {here.suffix or '(no suffix)'}", hint=_known_kinds())
+            raise UsageError(f"{path}: unknown kind of file {here.suffix or '(no suffix)'}", hint=_KNOWN_KINDS)
     elif here.is_dir():
         inside = (file for file in here.rglob("*") if not any(part[0] == "." for part in file.relative_to(here).parts))
         present = [file for file in inside if file.is_file() and file.suffix.lower() in KINDS]
@@ -87,12 +92,12 @@ def _found(path: str, here: Path, split: str) -> tuple[tuple[Path, ...], tuple[P
         raise UsageError(f"dataset.train: {path}: it is {what}, not a plain file", hint="write the rows to a file")
     if not found:
         hint = "give an existing file, directory or glob; data sets of the hub must be downloaded first"
-        raise MissingDataError(f"dataset.train: no data files at {path}", hint=f"{hint}. {_known_kinds()}")
+        raise MissingDataError(f"dataset.train: no data files at {path}", hint=f"{hint}. {_KNOWN_KINDS}")
     return tuple(sorted(found)), tuple(sorted(passed))
 
 
 def _of_split(files: list[Path], split: str, path: str) -> list[Path]:
-    """Those whose names say `split`; all of them where no name says anything."""
+    """Selects those whose names say `split`; all of them where no name says anything."""
     named = {file: _split_in_name(file) for file in files}
     if split in _SPLIT_WORDS:
         chosen = [file for file, name in named.items() if name == _SPLIT_WORDS[split]]
@@ -110,56 +115,38 @@ def _split_in_name(file: Path) -> str | None:
     return next((_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS), None)
 
 
-def _known_kinds() -> str:
-    return f"files end in {', '.join(KINDS)}"
-
-
-def find_sources(dataset: object) -> tuple[Source, ...]:
-    """The entries of `dataset.train` with their files. Raises UsageError for what is missing or not built yet."""
-    entries = getattr(dataset, "train", None) or ()
-    if not entries:
-        raise UsageError("dataset.train is empty", hint="name at least one file, directory or glob")
+def find_sources(dataset: DatasetSection) -> tuple[Source, ...]:
+    """Finds the files of the entries of `dataset.train`. Raises UsageError, MissingDataError where there are none."""
     sources = []
-    for entry in entries:
-        split = getattr(entry, "split", None) or "train"
-        if getattr(entry, "name", None) is not None:
-            raise UsageError("dataset.train.name: hub subsets are not built yet", hint="point path at local files")
-        if getattr(entry, "weight", 1.0) != 1.0:
-            raise UsageError("dataset.train.weight: mixing by weight is not built yet", hint="leave it at 1.0")
-        if not re.fullmatch(r"[\w.-]+", split):
-            hint = "name one split; use max_samples for a part of it"
-            raise UsageError(f"dataset.train.split: {split}: parts and sums of splits are not built yet", hint=hint)
-        max_samples = getattr(entry, "max_samples", None)
-        if max_samples is not None and max_samples < 1:
-            raise UsageError(f"dataset.train.max_samples: {max_samples} leaves no data", hint="null takes all")
-        files, skipped = locate(str(entry.path), split)
+    for entry in dataset.train:
+        files, skipped = locate(entry.path, entry.split)
         sources.append(
             Source(
-                path=str(entry.path),
-                split=split,
+                path=entry.path,
+                split=entry.split,
                 files=files,
                 skipped=skipped,
-                format=getattr(entry, "format", "auto"),
-                columns=dict(getattr(entry, "columns", None) or {}),
-                max_samples=max_samples,
+                format=entry.format,
+                columns=dict(entry.columns),
+                max_samples=entry.max_samples,
             )
         )
     return tuple(sources)
 
 
-def content_of(file: Path) -> str:
-    """The SHA-256 of a file. Content alone: a copied or touched file gives the same rows."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+def look(dataset: DatasetSection) -> tuple[Source, ...]:
+    """Finds the sources, and says in milliseconds, before anything is fetched, what is wrong with the first row of each.
 
-
-def tokenizer_content(tokenizer_dir: Path) -> dict[str, str]:
-    """Name to SHA-256 of every file beside the weights that may shape the tokens. Folders are not looked into: a run may
-    write into one below its model."""
-    if not tokenizer_dir.is_dir():
-        raise UsageError(f"tokenizer: {tokenizer_dir} is not a directory")
-    files = [*tokenizer_dir.iterdir(), *(tokenizer_dir / TEMPLATE_FOLDER).glob("*.jinja")]
-    kept = sorted(
-        file for file in files if file.suffix in TOKENIZER_SUFFIXES and not file.name.endswith(".index.json") and file.is_file()
-    )
-    return {str(file.relative_to(tokenizer_dir)): content_of(file) for file in kept}
+    Raises MissingDataError where there are no files, UsageError where the row cannot be read, is of no format, or of one that
+    `loss_on` means nothing for. Parquet and Arrow files are left to the worker: their library is large."""
+    sources = find_sources(dataset)
+    for source in sources:
+        file = source.files[0]
+        if KINDS[file.suffix.lower()] in ("json", "csv"):
+            for place, row in read_rows(file):
+                try:
+                    loss_target(dataset.loss_on, choose_format(source.format, frozenset(row), source.columns))
+                except RowError as error:
+                    raise UsageError(f"{place}: {error}", hint=mapping_hint(row)) from error
+                break
+    return sources

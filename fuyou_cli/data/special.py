@@ -3,42 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from .formats import Chat, Example, Pair
+from .formats import Example, Text
+from .packing import Counts
 
 
-class SpecialTexts:
-    """Finds them in what a sample says, before a chat template adds its own."""
+class SpecialTokens:
+    """Counts samples that have one in what they say, before a chat template adds its own; a document in pieces counts once."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, counts: Counts) -> None:
         added = tokenizer.added_tokens_decoder.values()
         names = {str(name) for name in (*tokenizer.all_special_tokens, *(token for token in added if token.special))}
         kept = () if getattr(tokenizer, "split_special_tokens", False) else sorted(names - {""}, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, kept))) if kept else None
+        self._counts, self._seen = counts, False
 
-    def first(self, example: Example) -> str | None:
-        """The first special token in the sample's text, None where there is none."""
+    def count(self, place: str, example: Example) -> None:
         if self._pattern is None:
-            return None
-        found = (self._pattern.search(text) for text in _texts(example))
-        return next((match.group() for match in found if match), None)
-
-
-def _texts(example: Example) -> Iterator[str]:
-    if isinstance(example, Pair):
-        yield from (example.prompt, example.completion)
-    elif isinstance(example, Chat):
-        yield from _strings([*example.messages, *example.tools])
-    else:
-        yield example.text
-
-
-def _strings(value: object) -> Iterator[str]:
-    """Every text in a message, however deep: contents in parts, calls of tools."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _strings(inner)
+            return
+        texts = () if self._seen else example.texts()
+        match = next((found for text in texts if (found := self._pattern.search(text))), None)
+        if match is not None:
+            self._counts.special += 1
+            self._counts.special_example = self._counts.special_example or f"{Path(place).name} {match.group()!r}"
+        self._seen = isinstance(example, Text) and not example.ends and (self._seen or match is not None)

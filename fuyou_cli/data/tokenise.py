@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +17,26 @@ import numpy as np
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.json_files import read_object
 
-from . import bounded
+from . import sandbox
 from .formats import Chat, Example, Pair, RowError, Text
 from .packing import Row
-from .told import Told
+from .sandbox import library_errors
 
 LARGEST_SAMPLE = 1 << 22  # characters that one sample may have where it cannot be cut
+PREVIEW_TOKENS = 400
 _LARGEST_SETTINGS = 16 << 20  # bytes of generation_config.json
 _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 
 
 def load_tokenizer(directory: Path, *, chat_template: str | None, pad_token: str | None) -> Any:
-    """The tokenizer of a checkpoint directory; nothing is fetched and no code of the checkpoint runs."""
+    """Loads the tokenizer of a checkpoint directory; nothing is fetched and no code of the checkpoint runs."""
     from transformers import AutoTokenizer
 
     def unloadable(why: str) -> UsageError:
         hint = "tokenizer.name_or_path names another; are its files whole?"
         return UsageError(f"tokenizer: {directory} cannot be loaded: {why}", hint=hint)
 
-    with Told(unloadable):
+    with library_errors(unloadable):
         tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
@@ -51,58 +53,54 @@ class Tokeniser:
 
     def __init__(self, tokenizer: Any, *, directory: Path, template_key: str | None = None) -> None:
         """`template_key`: of the recipe, where the chat template is not the tokenizer's own."""
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.template = f"the chat template of {template_key or directory}"
         self._directory = directory
         self.eos_id: int | None = tokenizer.eos_token_id
         self.stop_ids = frozenset(_stop_ids(tokenizer, directory))
-        with Told(lambda why: UsageError(f"tokenizer: {directory} does not tokenise: {why}")):
+        with library_errors(lambda why: UsageError(f"tokenizer: {directory} does not tokenise: {why}")):
             self._starts = self._start_tokens()
 
     @property
     def pad_id(self) -> int:
         """What fills short rows; it never carries loss, so any id serves where the tokenizer names none."""
-        known = (self._tokenizer.pad_token_id, self.eos_id, 0)
+        known = (self.tokenizer.pad_token_id, self.eos_id, 0)
         return next(value for value in known if value is not None)
 
     def encode(self, examples: Sequence[Example], *, target: str) -> list[Row]:
-        """Tokens int32 [n] and mask uint8 [n] of each example (all of one kind). Raises RowError on a sample that cannot be
-        rendered or tokenised, with the example's position as `args[1]` where it is known."""
+        """Makes tokens int32 [n] and mask uint8 [n] of each example (all of one kind). Raises RowError on a sample that cannot
+        be rendered or tokenised."""
         if isinstance(examples[0], Chat):
-            chats = [example for example in examples if isinstance(example, Chat)]
-            return self._chats(chats, target=target)
+            return self._chats([example for example in examples if isinstance(example, Chat)], target)
         if isinstance(examples[0], Pair):
-            pairs = [example for example in examples if isinstance(example, Pair)]
-            return self._pairs(pairs, target=target)
+            return self._pairs([example for example in examples if isinstance(example, Pair)], target)
         return self._texts([example for example in examples if isinstance(example, Text)])
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
-        with Told(self._untokenised):
-            encoded: list[list[int]] = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        with library_errors(self._untokenised):
+            encoded: list[list[int]] = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         return encoded
 
     def _untokenised(self, why: str) -> RowError:
         return RowError(f"the tokenizer {self._directory} cannot tokenise this sample: {why}")
 
     def _start_tokens(self) -> list[int]:
-        """What this tokenizer puts before a text: its start token, or nothing."""
-        plain, framed = (self._tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+        """Finds what this tokenizer puts before a text: its start token, or nothing."""
+        plain, framed = (self.tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
         for begin in range(len(framed) - len(plain) + 1):
             if framed[begin : begin + len(plain)] == plain:
                 return list(framed[:begin])
         return []
 
-    def _end_tokens(self) -> list[int]:
-        return [] if self.eos_id is None else [self.eos_id]
-
     def _texts(self, texts: list[Text]) -> list[Row]:
+        ends = [] if self.eos_id is None else [self.eos_id]
         rows = []
         for example, ids in zip(texts, self._ids([text.text for text in texts]), strict=True):
-            whole = (self._starts if example.begins else []) + ids + (self._end_tokens() if example.ends else [])
+            whole = (self._starts if example.begins else []) + ids + (ends if example.ends else [])
             rows.append(_row(whole, [1] * len(whole)))
         return rows
 
-    def _pairs(self, pairs: list[Pair], *, target: str) -> list[Row]:
+    def _pairs(self, pairs: list[Pair], target: str) -> list[Row]:
         if self.eos_id is None:
             raise UsageError("the tokenizer has no end token (eos_token): completions would never learn to stop")
         prompts = self._ids([pair.prompt for pair in pairs])
@@ -113,43 +111,37 @@ class Tokeniser:
             rows.append(_row(before + after, [int(target == "all")] * len(before) + [1] * len(after)))
         return rows
 
-    def _chats(self, chats: list[Chat], *, target: str) -> list[Row]:
-        if not self._tokenizer.chat_template:
+    def _chats(self, chats: list[Chat], target: str) -> list[Row]:
+        if not self.tokenizer.chat_template:
             raise UsageError(
                 "the tokenizer has no chat template, which data of format messages needs",
                 hint="set tokenizer.chat_template to a .jinja file, or use a tokenizer that has one",
             )
-        with Told(lambda why: UsageError(f"{self.template} cannot be used: {why}")):
-            marked = _GENERATION.search(self._tokenizer.get_chat_template()) is not None
-        if not self._tokenizer.is_fast and not marked:
+        with library_errors(lambda why: UsageError(f"{self.template} cannot be used: {why}")):
+            marked = _GENERATION.search(self.tokenizer.get_chat_template()) is not None
+        if not self.tokenizer.is_fast and not marked:
             raise UsageError("masking conversations needs a fast tokenizer (a tokenizer.json)")
-        rows = []
-        for number, chat in enumerate(chats):
-            try:
-                rows.append(self._marked(chat, target) if marked else self._by_prefixes(chat, target))
-            except RowError as error:
-                raise RowError(str(error), number) from error
-        return rows
+        return [self._marked(chat, target) if marked else self._by_prefixes(chat, target) for chat in chats]
 
     def _render(self, chat: Chat, messages: Sequence[dict[str, object]], **options: Any) -> str:
-        """Within bounds: a template is a program, and may write without end."""
+        """Renders within bounds: a template is a program, and may write without end."""
         try:
-            with bounded.bounded_memory():
+            with sandbox.memory_limit():
                 text: str = self._apply(chat, messages, tokenize=False, **options)
         except MemoryError:
             raise RowError(
-                f"{self.template} takes more than {bounded.TEMPLATE_BYTES >> 20} MiB over this conversation"
+                f"{self.template} takes more than {sandbox.TEMPLATE_BYTES >> 20} MiB over this conversation"
             ) from None
         if len(text) > LARGEST_SAMPLE:
             raise RowError(f"{self.template} makes {len(text):,} characters of this conversation, more than {LARGEST_SAMPLE:,}")
         return text
 
     def _apply(self, chat: Chat, messages: Sequence[dict[str, object]], **options: Any) -> Any:
-        with Told(lambda why: RowError(f"{self.template} refuses this conversation: {why}")):
-            return self._tokenizer.apply_chat_template(list(messages), tools=list(chat.tools) or None, **options)
+        with library_errors(lambda why: RowError(f"{self.template} refuses this conversation: {why}")):
+            return self.tokenizer.apply_chat_template(list(messages), tools=list(chat.tools) or None, **options)
 
     def _marked(self, chat: Chat, target: str) -> Row:
-        """The template itself says what the assistant generates."""
+        """Takes the mask from the template, which itself says what the assistant generates."""
         self._render(chat, chat.messages)  # else unbounded below: tokenising takes much more memory than the text
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         encoded = self._apply(chat, chat.messages, **options)
@@ -163,8 +155,8 @@ class Tokeniser:
 
     def _by_prefixes(self, chat: Chat, target: str) -> Row:
         whole = self._render(chat, chat.messages)
-        with Told(self._untokenised):
-            encoded = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        with library_errors(self._untokenised):
+            encoded = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         begins = np.asarray([begin for begin, _ in encoded["offset_mapping"]], np.int64)
         mask = np.full(len(begins), int(target == "all"), np.uint8)
         if target != "all":
@@ -173,8 +165,8 @@ class Tokeniser:
         return _row(encoded["input_ids"], mask)
 
     def _spans(self, chat: Chat, whole: str, *, last_only: bool) -> Iterator[tuple[int, int]]:
-        """Characters [begin, end) of `whole` that the assistant writes, end-of-turn token included. Refused where a turn
-        cannot be located exactly."""
+        """Yields characters [begin, end) of `whole` that the assistant writes, end-of-turn token included. Raises RowError
+        where a turn cannot be located exactly."""
         turns = [number for number, message in enumerate(chat.messages) if message["role"] == "assistant"]
         for turn in turns[-1:] if last_only else turns:
             if turn == 0:
@@ -187,7 +179,7 @@ class Tokeniser:
             yield len(before), end
 
     def _end_of_turn(self, chat: Chat, turn: int, whole: str) -> int | None:
-        """Where message `turn` ends in `whole`; None where that cannot be known.
+        """Finds where message `turn` ends in `whole`; None where that cannot be known.
 
         As a rule the rendering up to it is how the whole begins. A template that renders a turn differently once others
         follow (dropping its thinking) is asked for the chat without the turn: what stands after the turn is then how both
@@ -205,18 +197,33 @@ class Tokeniser:
         return len(whole) - len(rest) if located else None
 
 
+def decode_pieces(tokenizer: Any, row: Row, *, at_most: int = PREVIEW_TOKENS) -> list[tuple[str, bool]]:
+    """Decodes the first tokens of a sample into runs (text, carries loss), special tokens shown, so that a person can see what
+    will be learnt. The first token is predicted by nothing and shown without loss."""
+    tokens, mask = row[0][:at_most], row[1][:at_most].astype(bool)
+    mask[:1] = False
+    cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(tokens)]
+    pieces = []
+    for begin, end in pairwise(cuts):
+        text = tokenizer.decode(tokens[begin:end].tolist(), skip_special_tokens=False)
+        pieces.append((text, bool(mask[begin])))
+    if len(row[0]) > at_most:
+        pieces.append((f" ... ({len(row[0]) - at_most:,} more tokens)", False))
+    return pieces
+
+
 def _row(ids: Sequence[int], mask: Any) -> Row:
     return np.asarray(ids, np.int32), np.asarray(mask, np.uint8)
 
 
 def _stop_ids(tokenizer: Any, directory: Path) -> Iterator[int]:
-    """Tokens that end a generation: the tokenizer's, and those the checkpoint adds (end of turn is often one)."""
+    """Yields tokens that end a generation: the tokenizer's, and those the checkpoint adds (end of turn is often one)."""
     if tokenizer.eos_token_id is not None:
         yield tokenizer.eos_token_id
     file = directory / "generation_config.json"
     if file.is_file():
         hint = "put it right, or remove it"
-        with Told(lambda why: UsageError(f"{file}: cannot be read: {why}", hint=hint)):
+        with library_errors(lambda why: UsageError(f"{file}: cannot be read: {why}", hint=hint)):
             named = read_object(file, limit=_LARGEST_SETTINGS, finite=False, hint=hint).get("eos_token_id")
             ids = named if isinstance(named, list) else [] if named is None else [named]
             if not all(isinstance(number, int) for number in ids):

@@ -1,11 +1,12 @@
 """The process that reads and tokenises: `python -m fuyou_cli.data.worker`, request on stdin, reply on stdout.
 
-It exists so that the datasets library and the tokenizer leave no memory behind in the trainer. The request is one JSON
-object (see `rows._request`); the rows go to files in its `out`, and the reply is {"ok": true} or {"error", "hint", "kind"}.
+It exists so that the tokenizer leaves no memory behind in the trainer, and so that a chat template can be ended. The request
+is one JSON object (see `cache`); the rows go to files in its `out`, and the reply is {"ok": true} or {"error", "hint", "kind"}.
 
-Its memory does not grow with the number of rows: what is tokenised at once is `BATCH_CHARS`, or one sample, and the
-tokenizer takes some 100 bytes per character; a line of the file is held whole. A text that may become several rows
-(packing: concat) is cut into pieces; any other sample of more than `LARGEST_SAMPLE` characters is refused.
+One straight way: read (`reading`) -> examples (`formats`) -> tokens (`tokenise`) -> rows (`packing`) -> files. Its memory does
+not grow with the number of rows: what is tokenised at once is `BATCH_CHARS`, or one sample, and the tokenizer takes some
+100 bytes per character. A text that may become several rows (packing: concat) is cut into pieces; any other sample of more
+than `LARGEST_SAMPLE` characters is refused.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import traceback
 from array import array
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -28,17 +30,17 @@ import numpy as np
 
 from fuyou_cli.core.errors import UsageError
 
-from .bounded import Watch
 from .formats import Chat, Example, Pair, RowError, Text, choose_format, loss_target, mapping_hint, read_example
 from .packing import Counts, Row, Sample, has_loss, lay_out
-from .preview import decode_pieces
 from .reading import pieces_of, read_document, read_rows
-from .special import SpecialTexts
-from .tokenise import LARGEST_SAMPLE, Tokeniser, load_tokenizer
-from .told import reason
+from .sandbox import TimeLimit, reason
+from .special import SpecialTokens
+from .tokenise import LARGEST_SAMPLE, Tokeniser, decode_pieces, load_tokenizer
 
 BATCH_EXAMPLES = 256  # tokenised together: the tokenizer's threads share a batch
 BATCH_CHARS = 1 << 18  # of a batch: it is closed by the sample that reaches this
+
+Batch = list[tuple[str, Example]]  # each with its place
 
 
 class RowWriter:
@@ -51,7 +53,7 @@ class RowWriter:
         self._offsets = array("q", [0])
         self._digest = hashlib.sha256()
         self._stop_ids = np.asarray(sorted(stop_ids), np.int32)
-        self.label_tokens = self.longest = self.highest_id = 0
+        self.label_tokens = self._longest = self._highest_id = 0
         self.learns_to_stop = False
 
     def append(self, row: Row) -> None:
@@ -62,23 +64,21 @@ class RowWriter:
             file.write(data)
         self._offsets.append(self._offsets[-1] + len(tokens))
         self.label_tokens += int(np.count_nonzero(mask[1:]))
-        self.longest = max(self.longest, len(tokens))
-        self.highest_id = max(self.highest_id, int(tokens.max()))
+        self._longest = max(self._longest, len(tokens))
+        self._highest_id = max(self._highest_id, int(tokens.max()))
         if not self.learns_to_stop:
             self.learns_to_stop = bool(np.isin(tokens[1:][mask[1:] != 0], self._stop_ids).any())
 
-    @property
-    def rows(self) -> int:
-        return len(self._offsets) - 1
-
-    @property
-    def digest(self) -> str:
-        """Of every row's length, tokens and mask, in order."""
-        return self._digest.hexdigest()
-
-    @property
-    def tokens(self) -> int:
-        return self._offsets[-1]
+    def summary(self) -> dict[str, Any]:
+        """Describes the rows; the digest is of every row's length, tokens and mask, in order."""
+        return {
+            "rows": len(self._offsets) - 1,
+            "tokens": self._offsets[-1],
+            "label_tokens": self.label_tokens,
+            "longest_row": self._longest,
+            "highest_token_id": self._highest_id,
+            "digest": self._digest.hexdigest(),
+        }
 
     def __enter__(self) -> RowWriter:
         return self
@@ -96,28 +96,22 @@ class RowWriter:
 
 
 def build(request: dict[str, Any]) -> None:
-    """Files of the finished rows in `out`: tokens.bin, mask.bin, offsets.npy, summary.json. Raises UsageError."""
+    """Writes the finished rows to `out`: tokens.bin, mask.bin, offsets.npy, summary.json. Raises UsageError."""
     out, directory = Path(request["out"]), Path(request["tokenizer_dir"])
     tokenizer = load_tokenizer(directory, chat_template=request["chat_template"], pad_token=request["pad_token"])
     key = None if request["chat_template"] is None else "tokenizer.chat_template"
     tokeniser = Tokeniser(tokenizer, directory=directory, template_key=key)
     counts, formats = Counts(), dict[int, str]()
     shown: list[Row] = []
-    watch = SpecialWatch(SpecialTexts(tokenizer), counts)
-    samples = _watched(_samples(request, tokeniser, formats, counts, watch), shown, request["max_seq_len"])
+    samples = _first_shown(_samples(request, tokeniser, formats, counts), shown, request["max_seq_len"])
     with RowWriter(out, tokeniser.stop_ids) as writer:
         options = {name: request[name] for name in ("packing", "overlong", "max_seq_len")}
         for row in lay_out(samples, counts=counts, **options):
             writer.append(row)
         _check(writer, counts, formats, request, tokeniser)
     summary = {
-        "rows": writer.rows,
-        "tokens": writer.tokens,
-        "label_tokens": writer.label_tokens,
-        "longest_row": writer.longest,
-        "highest_token_id": writer.highest_id,
+        **writer.summary(),
         "pad_id": tokeniser.pad_id,
-        "digest": writer.digest,
         "formats": sorted(formats.items()),  # by number of the source: the rows do not depend on where it is
         "preview": decode_pieces(tokenizer, shown[0]) if shown else (),
         **asdict(counts),
@@ -128,55 +122,37 @@ def build(request: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-class SpecialWatch:
-    """Counts samples that have a special token as text; a document that comes in pieces counts once."""
-
-    def __init__(self, texts: SpecialTexts, counts: Counts) -> None:
-        self._texts, self._counts, self._seen = texts, counts, False
-
-    def __call__(self, place: str, example: Example) -> None:
-        found = None if self._seen else self._texts.first(example)
-        if found is not None:
-            self._counts.special += 1
-            self._counts.special_example = self._counts.special_example or f"{Path(place).name} {found!r}"
-        self._seen = isinstance(example, Text) and not example.ends and (self._seen or found is not None)
-
-
-def _samples(
-    request: dict[str, Any], tokeniser: Tokeniser, formats: dict[int, str], counts: Counts, watch: SpecialWatch
-) -> Iterator[Sample]:
+def _samples(request: dict[str, Any], tokeniser: Tokeniser, formats: dict[int, str], counts: Counts) -> Iterator[Sample]:
+    """Yields the tokenised samples of all sources; `formats` gets the format of each by its number."""
     timed = request.get("watch")
-    clock = Watch(Path(timed["at"]), timed["seconds"]) if timed else None
-    whole_documents = bool(request["packing"]) and request["overlong"] in ("truncate", "split")
+    limit = TimeLimit(Path(timed["at"]), timed["seconds"]) if timed else None
+    special = SpecialTokens(tokeniser.tokenizer, counts)
+    cut = bool(request["packing"]) and request["overlong"] in ("truncate", "split")
     for number, source in enumerate(request["sources"]):
         left = source["max_samples"]
         for name in source["files"]:
             if left == 0:
                 break
-            file = Path(name)
-            if file.suffix.lower() == ".txt" and whole_documents:
-                examples = _document(file)
-                formats[number] = "text"
-                loss_target(request["loss_on"], "text")
-            else:
-                examples = _bounded(_examples(file, source, formats, number), cut=whole_documents)
-            for batch in _batches(examples, left):
-                counts.run_together += sum(isinstance(example, Pair) and example.runs_together for _, example in batch)
-                for place, example in batch:
-                    watch(place, example)
+            for batch in _batches(_examples(Path(name), source, formats, number, cut=cut), left):
                 target = loss_target(request["loss_on"], formats[number])
-                yield from _encoded(batch, tokeniser, target, clock)
-                if left is not None:
-                    left -= sum(not isinstance(example, Text) or example.ends for _, example in batch)
+                for place, example in batch:
+                    special.count(place, example)
+                    counts.run_together += isinstance(example, Pair) and example.runs_together
+                    left = left and left - _ends(example)
+                yield from _encoded(batch, tokeniser, target, limit)
 
 
-def _document(file: Path) -> Iterator[tuple[str, Example]]:
-    for text, begins, ends in read_document(file):
-        yield str(file), Text(text=text, begins=begins, ends=ends)
+def _examples(
+    file: Path, source: dict[str, Any], formats: dict[int, str], number: int, *, cut: bool
+) -> Iterator[tuple[str, Example]]:
+    """Yields examples of one file with their places, of a size that may be tokenised at once.
 
-
-def _examples(file: Path, source: dict[str, Any], formats: dict[int, str], number: int) -> Iterator[tuple[str, Example]]:
-    """Rows of one file read as the source's format, which its first row decides when it is `auto`."""
+    The first row decides the source's format when it is `auto`. With `cut` long texts come in pieces: nothing is lost."""
+    if cut and file.suffix.lower() == ".txt":
+        formats[number] = "text"
+        for text, begins, ends in read_document(file):
+            yield str(file), Text(text=text, begins=begins, ends=ends)
+        return
     for place, row in read_rows(file):
         try:
             if number not in formats:
@@ -184,12 +160,6 @@ def _examples(file: Path, source: dict[str, Any], formats: dict[int, str], numbe
             example = read_example(row, formats[number], source["columns"])
         except RowError as error:
             raise UsageError(f"{place}: {error}", hint=mapping_hint(row)) from error
-        yield place, example
-
-
-def _bounded(examples: Iterator[tuple[str, Example]], *, cut: bool) -> Iterator[tuple[str, Example]]:
-    """Examples of a size that may be tokenised at once: long texts in pieces where `cut` says that nothing is lost."""
-    for place, example in examples:
         if cut and isinstance(example, Text):
             for text, begins, ends in pieces_of([example.text]):
                 yield place, Text(text=text, begins=begins, ends=ends)
@@ -203,85 +173,53 @@ def _bounded(examples: Iterator[tuple[str, Example]], *, cut: bool) -> Iterator[
 
 
 def _size(example: Example) -> int:
-    """Characters that the tokenizer will see, near enough."""
-    if isinstance(example, Text):
-        return len(example.text)
-    if isinstance(example, Pair):
-        return len(example.prompt) + len(example.completion)
-    return sum(_characters(message) for message in example.messages) + _characters(list(example.tools))
+    return sum(map(len, example.texts()))
 
 
-def _characters(value: object) -> int:
-    if isinstance(value, dict):
-        return sum(_characters(key) + _characters(inner) for key, inner in value.items())
-    return sum(map(_characters, value)) if isinstance(value, list) else len(str(value))
+def _ends(example: Example) -> bool:
+    return not isinstance(example, Text) or example.ends
 
 
-def _batches(examples: Iterator[tuple[str, Example]], limit: int | None) -> Iterator[list[tuple[str, Example]]]:
-    batch: list[tuple[str, Example]] = []
+def _batches(examples: Iterator[tuple[str, Example]], limit: int | None) -> Iterator[Batch]:
+    """Yields what is tokenised together, up to `limit` samples in all; a conversation is alone, for its time is limited."""
+    batch: Batch = []
     samples = characters = 0
-    for placed in examples:
-        batch.append(placed)
-        characters += _size(placed[1])
-        samples += not isinstance(placed[1], Text) or placed[1].ends
+    for place, example in examples:
+        batch.append((place, example))
+        characters += _size(example)
+        samples += _ends(example)
         if samples == limit:
             break
-        if len(batch) == BATCH_EXAMPLES or characters >= BATCH_CHARS:
+        if len(batch) == BATCH_EXAMPLES or characters >= BATCH_CHARS or isinstance(example, Chat):
             yield batch
             batch, characters = [], 0
     if batch:
         yield batch
 
 
-def _encoded(batch: list[tuple[str, Example]], tokeniser: Tokeniser, target: str, clock: Watch | None) -> Iterator[Sample]:
+def _encoded(batch: Batch, tokeniser: Tokeniser, target: str, limit: TimeLimit | None) -> Iterator[Sample]:
+    first, example = batch[0]
+    timed = limit is not None and isinstance(example, Chat)
     try:
-        if clock is not None and isinstance(batch[0][1], Chat):
-            rows = _within_time(batch, tokeniser, target, clock)
-        else:
+        with limit(f"{first}: {tokeniser.template}") if limit is not None and timed else nullcontext():
             rows = tokeniser.encode([example for _, example in batch], target=target)
     except RowError as error:
-        at = batch[error.args[1]][0] if len(error.args) > 1 else _refused_at(batch, tokeniser, target)
+        if len(batch) > 1:  # a tokenizer does not say which of them it refuses
+            for placed in batch:
+                yield from _encoded([placed], tokeniser, target, limit)
+            return
         hint = "mend the row, or leave it out; a template or a tokenizer that fails on every row is itself at fault"
-        raise UsageError(f"{at}: {error.args[0]}", hint=hint) from error
+        raise UsageError(f"{first}: {error}", hint=hint) from error
     for (place, example), (tokens, mask) in zip(batch, rows, strict=True):
-        ends = not isinstance(example, Text) or example.ends
-        yield Sample(tokens=tokens, mask=mask, place=place, ends=ends)
+        yield Sample(tokens=tokens, mask=mask, place=place, ends=_ends(example))
 
 
-def _within_time(batch: list[tuple[str, Example]], tokeniser: Tokeniser, target: str, clock: Watch) -> list[Row]:
-    """One conversation after the other, each with its time."""
-    rows = []
-    for number, (place, example) in enumerate(batch):
-        try:
-            with clock(f"{place}: {tokeniser.template}"):
-                rows += tokeniser.encode([example], target=target)
-        except RowError as error:
-            raise RowError(error.args[0], number) from error
-    return rows
-
-
-def _refused_at(batch: list[tuple[str, Example]], tokeniser: Tokeniser, target: str) -> str:
-    """Where the sample is that a tokenizer refuses: of a batch it does not say which."""
-    for place, example in batch:
-        try:
-            tokeniser.encode([example], target=target)
-        except RowError:
-            return place
-    return f"{batch[0][0]} or one of the {len(batch) - 1:,} samples after it"
-
-
-def _watched(samples: Iterator[Sample], shown: list[Row], max_seq_len: int) -> Iterator[Sample]:
-    """The samples unchanged; the first whose labels carry loss within a row is kept to be shown."""
+def _first_shown(samples: Iterator[Sample], shown: list[Row], max_seq_len: int) -> Iterator[Sample]:
+    """Yields the samples unchanged; the first whose labels carry loss within a row is kept to be shown."""
     for sample in samples:
         if not shown and has_loss(sample.mask[:max_seq_len]):
             shown.append((sample.tokens[:max_seq_len], sample.mask[:max_seq_len]))
         yield sample
-
-
-def _without_loss(counts: Counts) -> str:
-    if counts.truncated:
-        return "raise dataset.max_seq_len, or check loss_on"
-    return "check dataset.train: is `columns` mapped to the right ones, is there text in them, and what says loss_on?"
 
 
 def _check(writer: RowWriter, counts: Counts, formats: dict[int, str], request: dict[str, Any], tokeniser: Tokeniser) -> None:
@@ -291,7 +229,10 @@ def _check(writer: RowWriter, counts: Counts, formats: dict[int, str], request: 
         raise UsageError("the data has no samples", hint="check dataset.train.path and max_samples")
     if writer.label_tokens == 0:
         lost = f"{counts.samples:,} samples, {counts.truncated:,} truncated, {counts.dropped:,} dropped"
-        raise UsageError(f"no token of the data carries loss ({lost}; {limit})", hint=_without_loss(counts))
+        hint = "check dataset.train: is `columns` mapped to the right ones, is there text in them, and what says loss_on?"
+        if counts.truncated:
+            hint = "raise dataset.max_seq_len, or check loss_on"
+        raise UsageError(f"no token of the data carries loss ({lost}; {limit})", hint=hint)
     targets = {loss_target(request["loss_on"], name) for name in formats.values()}
     if targets - {"all"} and not writer.learns_to_stop:
         names = ", ".join(str(number) for number in sorted(tokeniser.stop_ids)) or "none"
@@ -303,7 +244,7 @@ def _check(writer: RowWriter, counts: Counts, formats: dict[int, str], request: 
 
 
 def main() -> int:
-    """Serve one request. Libraries may print: their standard output goes to standard error."""
+    """Serves one request. Libraries may print: their standard output goes to standard error."""
     reply_to = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     sys.excepthook = partial(_unforeseen, reply_to)
@@ -324,7 +265,7 @@ def main() -> int:
 
 
 def _unforeseen(reply_to: TextIO, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """What nobody expected, in one line, and the rest for whoever debugs."""
+    """Tells what nobody expected in one line, and the rest for whoever debugs."""
     rest = "".join(traceback.format_exception(kind, error, trace))
     with reply_to:
         json.dump({"error": reason(error), "hint": None, "kind": "unforeseen", "trace": rest}, reply_to)

@@ -265,22 +265,8 @@ def _understood(place: str, row: dict[str, Any]) -> object:
         raise UsageError(f"{place}: {error}") from None
 
 
-def _rows(folder: Path) -> object:
-    from fuyou_cli.data.json_rows import json_object
-
-    text = (folder / "rows.jsonl").read_bytes().decode(errors="replace")
-    lines = [(f"rows.jsonl:{number}", line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
-    return [_understood(place, json_object(line, place)) for place, line in lines]
-
-
-def _array(folder: Path) -> object:
-    from fuyou_cli.data.json_rows import json_array
-
-    return [_understood(place, row) for place, row in json_array(folder / "rows.json")]
-
-
 def _table(name: str) -> Callable[[Path], object]:
-    """As the worker reads it, with the datasets library."""
+    """As the worker reads it."""
 
     def read(folder: Path) -> object:
         from fuyou_cli.data.reading import read_rows
@@ -350,14 +336,13 @@ LIGHT = (
     Parser(name="safetensors", file=SINGLE_NAME, read=_header, seeds=lambda: [framed(table) for table in _TABLES]),
     Parser(name="header", file=SINGLE_NAME, read=_header, seeds=lambda: list(_TABLES), seal=framed),
     Parser(name="config", file="config.json", read=_config, seeds=lambda: [json.dumps(_CONFIG).encode()]),
-    Parser(name="rows", file="rows.jsonl", read=_rows, seeds=lambda: list(_ROWS)),
-    Parser(name="array", file="rows.json", read=_array, seeds=lambda: [b"[" + b",\n".join(_ROWS[:3]) + b"]\n"]),
+    Parser(name="rows", file="rows.jsonl", read=_table("rows.jsonl"), seeds=lambda: list(_ROWS)),
+    Parser(name="array", file="rows.json", read=_table("rows.json"), seeds=lambda: [b"[" + b",\n".join(_ROWS[:3]) + b"]\n"]),
+    Parser(name="csv", file="rows.csv", read=_table("rows.csv"), seeds=lambda: [_CSV]),
     Parser(name="recipe", file="recipe.yaml", read=_recipe, seeds=lambda: [_RECIPE], share=0.02),
     Parser(name="machine", file="machine.yaml", read=_described, seeds=lambda: [_MACHINE], share=0.02),
 )  # fmt: skip
-HEAVY = (  # torch, transformers or datasets
-    Parser(name="csv", file="rows.csv", read=_table("rows.csv"), seeds=lambda: [_CSV], share=0.005),
-    Parser(name="lines", file="rows.jsonl", read=_table("rows.jsonl"), seeds=lambda: list(_ROWS), share=0.005),
+HEAVY = (  # torch or transformers
     Parser(name="model", file="config.json", read=_model, seeds=lambda: [json.dumps(_CONFIG).encode()], share=0.005),
     _tokenizer("tokenizer.json", "tokenizer"),
     _tokenizer("tokenizer_config.json", "tokenizer-config"),

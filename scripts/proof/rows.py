@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from fuyou_cli.data import prepare
 from fuyou_cli.recipe.load import load_recipe
+from fuyou_cli.training.length import tokenised_rows
 
 from .report import ROOT, say
 
@@ -77,11 +77,4 @@ def model_folder(work: Path, shape: str, text: Path, *words: str) -> Path:
 def rows_folder(recipe: Path) -> Path:
     """The tokenised rows of a recipe, made now or found: what the other side reads, so that both see the same."""
     loaded = load_recipe(recipe, []).recipe
-    rows = prepare(
-        dataset=loaded.dataset,
-        tokenizer_dir=Path(loaded.model.name_or_path),
-        chat_template=None,
-        pad_token=None,
-        cache_dir=Path(loaded.dataset.cache_dir or Path(loaded.output_dir) / "data"),
-    )
-    return rows.directory
+    return tokenised_rows(loaded, Path(loaded.model.name_or_path)).directory

@@ -1,12 +1,10 @@
-"""A small tokenizer made on the spot, and a way to tokenise in this process (the worker's own entry) where starting the
-worker's process is not the point: loading the libraries takes seconds."""
+"""A small tokenizer made on the spot, a recipe's section, and a way to tokenise in this process (the worker's own entry)
+where starting the worker's process is not the point: loading the libraries takes seconds."""
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 
 from fuyou_cli.data import Rows
 from fuyou_cli.data.worker import build
+from fuyou_cli.recipe.schema import DatasetEntry, DatasetSection
 
 SAMPLE_TEXT = [
     "The ferry leaves the northern harbour at nine and reaches the island before noon.",
@@ -30,29 +29,10 @@ CHATML = (
 CHATML_UNMARKED = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 
-@dataclass(kw_only=True)
-class Entry:
-    """One entry of `dataset.train`, as in a recipe."""
-
-    path: str
-    name: str | None = None
-    split: str = "train"
-    format: str = "auto"
-    columns: dict[str, str] = field(default_factory=dict)
-    weight: float = 1.0
-    max_samples: int | None = None
-
-
-@dataclass(kw_only=True)
-class Section:
-    """The `dataset` section of a recipe."""
-
-    train: list[Entry]
-    max_seq_len: int = 64
-    overlong: str = "truncate"
-    packing: str | bool = False
-    loss_on: str = "auto"
-    num_workers: int = 1
+def section(*paths: Path | str, max_seq_len: int = 64, entry: dict[str, Any] | None = None, **options: Any) -> DatasetSection:
+    """The `dataset` section of a recipe. `entry`: what is said of each path."""
+    train = tuple(DatasetEntry(path=str(path), **(entry or {})) for path in paths)
+    return DatasetSection(train=train, max_seq_len=max_seq_len, num_workers=1, **options)
 
 
 @pytest.fixture(scope="session")
@@ -97,7 +77,7 @@ def write(tmp_path: Path) -> Callable[[str, list[dict[str, Any]]], Path]:
 
 
 @pytest.fixture
-def tokenise(tokenizer_dir: Path, tmp_path: Path) -> Iterator[Callable[..., Rows]]:
+def tokenise(tokenizer_dir: Path, tmp_path: Path) -> Callable[..., Rows]:
     """The rows of one source, made by the worker's entry in this process."""
     made = 0
 
@@ -106,7 +86,7 @@ def tokenise(tokenizer_dir: Path, tmp_path: Path) -> Iterator[Callable[..., Rows
         made += 1
         out = tmp_path / f"rows-{made}"
         out.mkdir()
-        source = {"path": str(files[0]), "files": [str(file) for file in files]}
+        source: dict[str, Any] = {"files": [str(file) for file in files]}
         source |= {name: options.pop(name, value) for name, value in SOURCE_DEFAULTS.items()}
         request = {"sources": [source], "out": str(out)}
         request |= {"tokenizer_dir": str(options.pop("tokenizer_dir", tokenizer_dir))}
@@ -116,13 +96,7 @@ def tokenise(tokenizer_dir: Path, tmp_path: Path) -> Iterator[Callable[..., Rows
         build(request)
         return Rows(out, paths=[str(files[0])])
 
-    earlier = os.environ.get("HF_DATASETS_CACHE")
-    os.environ["HF_DATASETS_CACHE"] = str(tmp_path / "datasets")
-    yield rows_of
-    if earlier is None:
-        del os.environ["HF_DATASETS_CACHE"]
-    else:
-        os.environ["HF_DATASETS_CACHE"] = earlier
+    return rows_of
 
 
 SOURCE_DEFAULTS: dict[str, Any] = {"format": "auto", "columns": {}, "max_samples": None}

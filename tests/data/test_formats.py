@@ -56,8 +56,6 @@ def test_auto_finds_the_format(columns: set[str], mapping: dict[str, str], expec
     [
         ("auto", {"foo"}, {}, "no format fits the columns found"),
         ("alpaca", {"instruction"}, {}, "needs the column output"),
-        ("sharegpt", {"conversations"}, {}, "sharegpt is not built yet"),
-        ("csv", {"text"}, {}, "unknown"),
         ("text", {"text"}, {"prompt": "text"}, "prompt is no column of format text"),
     ],
 )

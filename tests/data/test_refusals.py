@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 from fuyou_cli.core.errors import FuyouError, UsageError
-from fuyou_cli.data import Rows, bounded, prepare
-from fuyou_cli.data.first_look import look
+from fuyou_cli.data import Rows, look, prepare, sandbox
 from fuyou_cli.data.formats import RowError, choose_format
-from fuyou_cli.data.told import Told, reason
+from fuyou_cli.data.sandbox import library_errors, reason
 
-from .conftest import CHATML, CHATML_UNMARKED, Entry, Section
+from .conftest import CHATML, CHATML_UNMARKED, section
 
 Write = Callable[[str, list[dict[str, Any]]], Path]
 Tokenise = Callable[..., Rows]
@@ -26,8 +25,7 @@ TALK = {"messages": [{"role": "user", "content": "seven?"}, {"role": "assistant"
 
 
 def rows_of(file: Path, tokenizer_dir: Path, cache: Path, template: Path | None = None) -> Rows:
-    section = Section(train=[Entry(path=str(file))])
-    return prepare(dataset=section, tokenizer_dir=tokenizer_dir, chat_template=template, pad_token=None, cache_dir=cache)
+    return prepare(dataset=section(file), tokenizer_dir=tokenizer_dir, chat_template=template, pad_token=None, cache_dir=cache)
 
 
 @pytest.mark.parametrize("content", ["{}", "[", '{"model": 5}'])
@@ -76,7 +74,7 @@ WITHOUT_END = _LOOP * 3 + "{% endfor %}" * 3
 def test_a_template_without_end_is_ended_and_named_with_the_sample(
     template: str, write: Write, tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounded, "TEMPLATE_SECONDS", 2.0)  # of the processor: the same on a busy machine
+    monkeypatch.setattr(sandbox, "TEMPLATE_SECONDS", 2.0)  # of the processor: the same on a busy machine
     (path := tmp_path / "loops.jinja").write_text("{% if messages[0].content == 'loop' %}" + template + "{% endif %}" + CHATML)
     file = write("chat.jsonl", [TALK, {"messages": [{"role": "user", "content": "loop"}, *TALK["messages"]]}, TALK])
     told = f"^{file}:2: the chat template of tokenizer.chat_template takes more than 2 s over this conversation$"
@@ -97,7 +95,7 @@ def test_a_template_without_end_is_ended_and_named_with_the_sample(
 def test_a_template_that_writes_without_end_is_named_with_the_sample(
     template: str, words: str, marked: bool, write: Write, tokenise: Tokenise, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounded, "TEMPLATE_BYTES", 64 << 20)
+    monkeypatch.setattr(sandbox, "TEMPLATE_BYTES", 64 << 20)
     file = write("chat.jsonl", [TALK])
     limits = resource.getrlimit(resource.RLIMIT_DATA)
     with pytest.raises(UsageError, match=f"^{file}:1: the chat template of tokenizer.chat_template {words}"):
@@ -144,10 +142,10 @@ def test_what_nobody_expected_is_one_line_unless_one_debugs(
     tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An interpreter that loads a library of the user's in place of the real one: nothing we could name."""
-    (tmp_path / "path" / "datasets").mkdir(parents=True)
-    (tmp_path / "path" / "datasets" / "__init__.py").write_text("raise LookupError('one\\ntwo')")
+    (tmp_path / "path" / "pyarrow").mkdir(parents=True)
+    (tmp_path / "path" / "pyarrow" / "__init__.py").write_text("raise LookupError('one\\ntwo')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"))
-    file = tmp_path / "t.txt"
+    file = tmp_path / "t.parquet"
     file.write_text("x")
     for debugging, lines in (("0", 1), ("1", 2)):
         monkeypatch.setenv("FUYOU_DEBUG", debugging)
@@ -164,7 +162,7 @@ def test_a_reason_is_one_short_line() -> None:
     assert reason(PermissionError(13, "Permission denied", "x.jsonl")) == "x.jsonl: Permission denied"
     assert len(reason(ValueError("x" * 9999))) == 300
     for passed in (KeyboardInterrupt, MemoryError):
-        with pytest.raises(passed), Told(UsageError):
+        with pytest.raises(passed), library_errors(UsageError):
             raise passed
 
 
@@ -200,15 +198,14 @@ def test_a_long_document_counts_once(tokenise: Tokenise, tmp_path: Path) -> None
 
 
 def test_a_first_cell_of_any_length(tmp_path: Path) -> None:
-    """The glance before anything is fetched leaves it to the worker, which takes such cells."""
+    """Python's own limit is 128 KiB."""
     file = tmp_path / "long.csv"
-    for limit in (128 << 10, 1 << 30):  # Python's own, and the worker's
-        before = csv.field_size_limit(limit)
-        try:
-            file.write_text(f'prompt,completion,"{"x" * 200_000}"\na,b,c\n')
-            assert look(Section(train=[Entry(path=str(file))]))[0].files == (file,)
-        finally:
-            csv.field_size_limit(before)
+    before = csv.field_size_limit(128 << 10)
+    try:
+        file.write_text(f'prompt,completion,"{"x" * 200_000}"\na,b,c\n')
+        assert look(section(file))[0].files == (file,)
+    finally:
+        csv.field_size_limit(before)
 
 
 def test_columns_are_told_in_a_line() -> None:

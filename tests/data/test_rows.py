@@ -19,64 +19,65 @@ from hypothesis import strategies as some
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.data import NO_LOSS, Rows, Sampler, collate, prepare
+from fuyou_cli.recipe.schema import DatasetSection
 
-from .conftest import Entry, Section
+from .conftest import section
 
 Write = Callable[[str, list[dict[str, Any]]], Path]
 
 
-def prepared(section: Section, tokenizer_dir: Path, cache_dir: Path) -> Rows:
-    return prepare(dataset=section, tokenizer_dir=tokenizer_dir, chat_template=None, pad_token=None, cache_dir=cache_dir)
+def prepared(dataset: DatasetSection, tokenizer_dir: Path, cache_dir: Path) -> Rows:
+    return prepare(dataset=dataset, tokenizer_dir=tokenizer_dir, chat_template=None, pad_token=None, cache_dir=cache_dir)
 
 
 def test_rows_are_made_once_and_found_by_content(write: Write, tokenizer_dir: Path, tmp_path: Path) -> None:
     file = write("qa.jsonl", [{"prompt": f"{n} apples, less one?", "completion": f"{n - 1} apples"} for n in range(9)])
     store = tmp_path / "store"
-    rows = prepared(Section(train=[Entry(path=str(file))]), tokenizer_dir, store)
+    rows = prepared(section(file), tokenizer_dir, store)
     assert len(rows) == rows.summary.samples == 9
     assert sorted(item.name for item in store.iterdir()) == [rows.fingerprint]
     made = (rows.directory / "tokens.bin").stat().st_mtime_ns
 
     os.utime(file)  # touched or moved, but the same
     moved = file.rename(tmp_path / "moved.jsonl")
-    again = prepared(Section(train=[Entry(path=str(moved))]), tokenizer_dir, store)
+    again = prepared(section(moved), tokenizer_dir, store)
     assert again.fingerprint == rows.fingerprint
     assert (rows.summary.formats[0][0], again.summary.formats[0][0]) == (str(file), str(moved))  # not where it was once
     assert (again.directory / "tokens.bin").stat().st_mtime_ns == made
 
     moved.write_text(moved.read_text().replace("7 apples", "8 apples"))
-    changed = prepared(Section(train=[Entry(path=str(moved))]), tokenizer_dir, store)
-    longer = prepared(Section(train=[Entry(path=str(moved))], max_seq_len=65), tokenizer_dir, store)
+    changed = prepared(section(moved), tokenizer_dir, store)
+    longer = prepared(section(moved, max_seq_len=65), tokenizer_dir, store)
     assert len({rows.fingerprint, changed.fingerprint, longer.fingerprint}) == 3
 
 
 def test_a_run_that_writes_below_its_model_finds_its_rows_again(write: Write, tokenizer_dir: Path, tmp_path: Path) -> None:
     model = shutil.copytree(tokenizer_dir, tmp_path / "model")
-    section = Section(train=[Entry(path=str(write("t.jsonl", [{"text": "seven apples"}])))])
-    rows = prepared(section, model, model / "out" / "data")
+    dataset = section(write("t.jsonl", [{"text": "seven apples"}]))
+    rows = prepared(dataset, model, model / "out" / "data")
     (model / "out" / "summary.json").write_text("{}")
-    assert prepared(section, model, model / "out" / "data").fingerprint == rows.fingerprint
+    assert prepared(dataset, model, model / "out" / "data").fingerprint == rows.fingerprint
     (model / "generation_config.json").write_text('{"eos_token_id": 2}')  # names stop tokens
-    changed = prepared(section, model, model / "out" / "data")
+    changed = prepared(dataset, model, model / "out" / "data")
     (model / "additional_chat_templates").mkdir()
     (model / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
-    assert len({rows.fingerprint, changed.fingerprint, prepared(section, model, model / "out").fingerprint}) == 3
+    assert len({rows.fingerprint, changed.fingerprint, prepared(dataset, model, model / "out").fingerprint}) == 3
 
 
 def test_damage_is_noticed(write: Write, tokenizer_dir: Path, tmp_path: Path) -> None:
-    section = Section(train=[Entry(path=str(write("t.jsonl", [{"text": "seven apples"}])))])
-    rows = prepared(section, tokenizer_dir, tmp_path / "store")
+    dataset = section(write("t.jsonl", [{"text": "seven apples"}]))
+    rows = prepared(dataset, tokenizer_dir, tmp_path / "store")
     with (rows.directory / "mask.bin").open("ab") as file:
         file.write(b"\0")
     with pytest.raises(UsageError, match="damaged"):
-        prepared(section, tokenizer_dir, tmp_path / "store")
+        prepared(dataset, tokenizer_dir, tmp_path / "store")
 
 
 def test_errors_cross_the_process_with_their_words(tokenizer_dir: Path, tmp_path: Path) -> None:
     file = tmp_path / "qa.jsonl"
     file.write_text('{"question": "a", "answer": "b"}\n')
     with pytest.raises(UsageError, match=r"qa.jsonl:1: no format fits") as caught:
-        prepared(Section(train=[Entry(path=str(file))]), tokenizer_dir, tmp_path / "store")
+        prepared(section(file), tokenizer_dir, tmp_path / "store")
     assert "columns: {prompt: question, completion: answer}" in (caught.value.hint or "")
     assert list((tmp_path / "store").iterdir()) == []  # nothing half-made stays
 
@@ -85,42 +86,26 @@ def test_a_folder_of_the_user_does_not_stand_in_for_the_library(
     tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("datasets.py").write_text("raise SystemExit('the wrong datasets')")
+    Path("tokenizers.py").write_text("raise SystemExit('the wrong tokenizers')")
     Path("t.txt").write_text("x y z")
-    rows = prepared(Section(train=[Entry(path=str(tmp_path / "t.txt"))]), tokenizer_dir, tmp_path)
-    assert len(rows) == 1
+    assert len(prepared(section(tmp_path / "t.txt"), tokenizer_dir, tmp_path)) == 1
 
 
-def test_json_lines_need_no_datasets_library(
+def test_text_needs_no_library_of_tables(
     write: Write, tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "without").mkdir()
     for name in ("datasets", "pyarrow", "pandas"):
         (tmp_path / "without" / f"{name}.py").write_text(f"raise ImportError('no {name} here')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "without"))
-    rows = prepared(Section(train=[Entry(path=str(write("t.jsonl", [{"text": "x y z"}])))]), tokenizer_dir, tmp_path)
-    assert len(rows) == 1
+    (tmp_path / "t.csv").write_text("text\nx y z\n")
+    file = write("t.jsonl", [{"text": "x y z"}])
+    assert len(prepared(section(file, tmp_path / "t.csv"), tokenizer_dir, tmp_path)) == 2
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"packing": "isolated"}, "isolated is not built yet"),
-        ({"overlong": "cut"}, "overlong: cut"),
-        ({"max_seq_len": 1}, "max_seq_len: 1"),
-        ({"train": []}, "dataset.train is empty"),
-        ({"train": [Entry(path="x", weight=2.0)]}, "weight"),
-        ({"train": [Entry(path="x", name="main")]}, "name"),
-        ({"train": [Entry(path="x", split="train[:10%]")]}, "split"),
-        ({"train": [Entry(path="no/such/data")]}, "no data files at no/such/data"),
-    ],
-)
-def test_what_is_not_built_or_missing_is_refused_at_once(
-    change: dict[str, Any], words: str, tokenizer_dir: Path, tmp_path: Path
-) -> None:
-    section = Section(**({"train": [Entry(path=str(tmp_path))]} | change))
-    with pytest.raises(UsageError, match=words):
-        prepared(section, tokenizer_dir, tmp_path / "store")
+def test_missing_data_is_refused_at_once(tokenizer_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no data files at no/such/data"):
+        prepared(section("no/such/data"), tokenizer_dir, tmp_path / "store")
 
 
 @pytest.mark.parametrize("packing", [False, "concat"])
@@ -133,16 +118,16 @@ def test_the_workers_memory_does_not_grow_with_the_data(packing: str | bool, tok
         file, out = tmp_path / f"{number}.json", tmp_path / f"rows-{number}"
         file.write_text(json.dumps(rows))
         out.mkdir()
-        source = {"path": str(file), "files": [str(file)], "format": "auto", "columns": {}, "max_samples": None}
+        source = {"files": [str(file)], "format": "auto", "columns": {}, "max_samples": None}
         request = {"sources": [source], "tokenizer_dir": str(tokenizer_dir), "out": str(out), "chat_template": None}
         request |= {"pad_token": None, "max_seq_len": 512, "overlong": "truncate", "packing": packing, "loss_on": "auto"}
-        peaks.append(peak_of_worker(request, tmp_path))
+        peaks.append(peak_of_worker(request))
     assert peaks[1] - peaks[0] < 120 << 20, peaks
 
 
-def peak_of_worker(request: dict[str, Any], cache: Path) -> int:
+def peak_of_worker(request: dict[str, Any]) -> int:
     """Bytes of RAM the worker had at most."""
-    environment = os.environ | {"HF_DATASETS_CACHE": str(cache / "datasets"), "USE_TORCH": "0", "RAYON_NUM_THREADS": "2"}
+    environment = os.environ | {"USE_TORCH": "0", "RAYON_NUM_THREADS": "2"}
     command = [sys.executable, "-m", "fuyou_cli.data.worker"]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
@@ -158,7 +143,7 @@ def peak_of_worker(request: dict[str, Any], cache: Path) -> int:
 
 
 def test_the_trainer_side_imports_no_heavy_library() -> None:
-    heavy = "('torch', 'datasets', 'transformers', 'tokenizers')"
+    heavy = "('torch', 'pyarrow', 'transformers', 'tokenizers')"
     check = f"import sys, fuyou_cli.data; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -234,8 +219,8 @@ def test_real_questions_and_answers(tokenizer_dir: Path, tokenizer: Any, tmp_pat
     question fills a row, so none is left out for want of labels.)"""
     folder = Path(os.environ["FUYOU_TEST_DATA"], "gsm8k")
     columns = {"prompt": "question", "completion": "answer"}
-    section = Section(train=[Entry(path=str(folder), columns=columns)], packing="concat", max_seq_len=1024)
-    rows = prepared(section, tokenizer_dir, tmp_path)
+    dataset = section(folder, entry={"columns": columns}, packing="concat", max_seq_len=1024)
+    rows = prepared(dataset, tokenizer_dir, tmp_path)
     lines = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     assert rows.summary.samples == len(lines)
     tokens = np.concatenate([rows.tokens(index) for index in range(len(rows))])
@@ -254,11 +239,11 @@ def test_another_library_makes_the_same_rows_the_same_data(
 ) -> None:
     """A saved run goes on after an upgrade that changes no token; one that changes some is another run."""
     file = write("text.jsonl", [{"text": f"{n} apples"} for n in range(9)])
-    section = Section(train=[Entry(path=str(file))])
-    rows = prepared(section, tokenizer_dir, tmp_path / "store")
-    monkeypatch.setattr("fuyou_cli.data.rows.version", lambda name: "99.9")
-    again = prepared(section, tokenizer_dir, tmp_path / "store")
+    dataset = section(file)
+    rows = prepared(dataset, tokenizer_dir, tmp_path / "store")
+    monkeypatch.setattr("fuyou_cli.data.cache.version", lambda name: "99.9")
+    again = prepared(dataset, tokenizer_dir, tmp_path / "store")
     assert again.fingerprint != rows.fingerprint and again.summary.digest == rows.summary.digest
     other = write("other.jsonl", [{"text": f"{n} pears"} for n in range(9)])
-    changed = prepared(Section(train=[Entry(path=str(other))]), tokenizer_dir, tmp_path / "store")
+    changed = prepared(section(other), tokenizer_dir, tmp_path / "store")
     assert changed.summary.digest != rows.summary.digest

@@ -11,7 +11,7 @@ import pytest
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.plain_files import read_plain
-from fuyou_cli.data.rows import _read_template
+from fuyou_cli.data.cache import _read_template
 from fuyou_cli.data.sources import MissingDataError, locate
 from fuyou_cli.machine.described import described
 from fuyou_cli.recipe.diagnostics import RecipeErrors

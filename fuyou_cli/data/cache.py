@@ -1,0 +1,206 @@
+"""Tokenised rows of a recipe's data: made once by the worker, found again by what they depend on.
+
+They are in a directory `<fingerprint>` below the caller's `cache_dir`, which appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import fuyou_cli
+from fuyou_cli.core.errors import FuyouError, OutOfSpaceError, UsageError
+from fuyou_cli.core.plain_files import read_plain
+from fuyou_cli.core.units import MiB
+
+from . import sandbox
+from .reading import first_bad_line
+from .rows import Rows
+from .sources import find_sources
+
+if TYPE_CHECKING:
+    from fuyou_cli.recipe.schema import DatasetSection
+
+LAYOUT_VERSION = 3  # raise when the same data and options would give other rows
+TOKENIZER_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+TEMPLATE_FOLDER = "additional_chat_templates"  # the one folder that is part of a tokenizer
+_LARGEST_TEMPLATE = 4 * MiB
+
+
+def prepare(
+    *, dataset: DatasetSection, tokenizer_dir: Path, chat_template: Path | None, pad_token: str | None, cache_dir: Path
+) -> Rows:
+    """Finds the rows of `dataset` that an earlier run made, or tokenises now.
+
+    Call it before the arena is mapped: it starts a process. Raises UsageError for data that cannot be used."""
+    request, paths = _request(dataset, tokenizer_dir, chat_template, pad_token)
+    final = cache_dir / _fingerprint(request)
+    if not final.is_dir():
+        with _scratch(cache_dir) as scratch:
+            out = Path(scratch, "rows")
+            out.mkdir()
+            _serve({**request, "out": str(out)}, scratch=Path(scratch), threads=dataset.num_workers or 1)
+            _put_in_place(out, final)
+    return Rows(final, paths=paths)
+
+
+def find(
+    *, dataset: DatasetSection, tokenizer_dir: Path, chat_template: Path | None, pad_token: str | None, cache_dir: Path
+) -> Rows | None:
+    """Finds the same where they are there already; nothing is started, nothing written."""
+    request, paths = _request(dataset, tokenizer_dir, chat_template, pad_token)
+    final = cache_dir / _fingerprint(request)
+    return Rows(final, paths=paths) if final.is_dir() else None
+
+
+def size_of(dataset: DatasetSection) -> int:
+    """Sums the bytes of the files that `dataset` names."""
+    return sum(file.stat().st_size for source in find_sources(dataset) for file in source.files)
+
+
+def _request(
+    dataset: DatasetSection, tokenizer_dir: Path, chat_template: Path | None, pad_token: str | None
+) -> tuple[dict[str, Any], list[str]]:
+    """Makes what the worker is asked, and lists the recipe's paths."""
+    sources = find_sources(dataset)
+    return {
+        "sources": [
+            {
+                "files": [str(file) for file in source.files],
+                "format": source.format,
+                "columns": source.columns,
+                "max_samples": source.max_samples,
+            }
+            for source in sources
+        ],
+        "tokenizer_dir": str(tokenizer_dir),
+        "chat_template": _read_template(chat_template),
+        "pad_token": pad_token,
+        "packing": dataset.packing,
+        "overlong": dataset.overlong,
+        "max_seq_len": dataset.max_seq_len,
+        "loss_on": dataset.loss_on,
+    }, [source.path for source in sources]
+
+
+def _fingerprint(request: dict[str, Any]) -> str:
+    """Digests everything the rows depend on, as 32 hexadecimal digits: contents, options, library versions. Not where the
+    files are or when they changed."""
+    described = {
+        **request,
+        "layout": LAYOUT_VERSION,
+        "libraries": {name: version(name) for name in ("tokenizers", "transformers")},
+        "tokenizer": _tokenizer_content(Path(request["tokenizer_dir"])),
+        "sources": [
+            {**source, "files": [(Path(file).suffix.lower(), _content(Path(file))) for file in source["files"]]}
+            for source in request["sources"]
+        ],
+    }
+    del described["tokenizer_dir"]
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _content(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _tokenizer_content(directory: Path) -> dict[str, str]:
+    """Maps name to SHA-256 of every file beside the weights that may shape the tokens. Folders are not looked into: a run may
+    write into one below its model."""
+    if not directory.is_dir():
+        raise UsageError(f"tokenizer: {directory} is not a directory")
+    files = [*directory.iterdir(), *(directory / TEMPLATE_FOLDER).glob("*.jinja")]
+    kept = sorted(
+        file for file in files if file.suffix in TOKENIZER_SUFFIXES and not file.name.endswith(".index.json") and file.is_file()
+    )
+    return {str(file.relative_to(directory)): _content(file) for file in kept}
+
+
+def _scratch(cache_dir: Path) -> tempfile.TemporaryDirectory[str]:
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(dir=cache_dir, prefix=".rows-")
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        hint = "name a folder that can be written in dataset.cache_dir (without it, the output directory is used)"
+        raise UsageError(f"dataset.cache_dir: {cache_dir} cannot be written: {error.strerror}", hint=hint) from error
+
+
+def _put_in_place(out: Path, final: Path) -> None:
+    try:
+        out.rename(final)
+    except OSError:
+        if not final.is_dir():  # otherwise another run made the same rows meanwhile
+            raise
+
+
+def _read_template(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        text = read_plain(path, limit=_LARGEST_TEMPLATE + 1).decode()
+    except OSError as error:
+        raise UsageError(f"tokenizer.chat_template: {path}: {error.strerror}", hint="name a .jinja file") from error
+    except UnicodeDecodeError as error:
+        place = f"tokenizer.chat_template: {first_bad_line(path)}"
+        raise UsageError(f"{place}: not UTF-8 text: {error.reason}", hint="save it as UTF-8") from error
+    if len(text) > _LARGEST_TEMPLATE:
+        most = f"{_LARGEST_TEMPLATE // MiB} MiB"
+        raise UsageError(f"tokenizer.chat_template: {path}: more than {most}, which no template is", hint="name a .jinja file")
+    return text
+
+
+def _serve(request: dict[str, Any], *, scratch: Path, threads: int) -> None:
+    """Runs the worker to its end. Its errors for people come back as UsageError with the same words."""
+    package_root = str(Path(fuyou_cli.__file__).resolve().parents[1])
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH")))),
+        "HF_HUB_OFFLINE": "1",
+        "USE_TORCH": "0",
+        "TOKENIZERS_PARALLELISM": "true",
+        "RAYON_NUM_THREADS": str(min(threads, os.cpu_count() or 1)),
+    }
+    # -P: a file tokenizers.py in the current directory must not stand in for the library.
+    command = [sys.executable, "-P", "-m", "fuyou_cli.data.worker"]
+    at = scratch / "at"
+    watched = {**request, "watch": {"at": str(at), "seconds": sandbox.TEMPLATE_SECONDS}}
+    done = subprocess.run(command, input=json.dumps(watched), env=environment, capture_output=True, text=True)
+    if done.returncode == -sandbox.OVERDUE:
+        raise UsageError(
+            f"{sandbox.TimeLimit.was_at(at)} takes more than {sandbox.TEMPLATE_SECONDS:g} s over this conversation",
+            hint="mend the template (tokenizer.chat_template names another), or leave the row out; a conversation of thousands "
+            "of turns takes a fraction of that with {% generation %} marks in the template, or dataset.loss_on: last_assistant",
+        )
+    if done.returncode < 0:
+        raise FuyouError(
+            f"reading the data was ended by signal {-done.returncode}",
+            hint="signal 9 usually means that memory ran out" if done.returncode == -9 else None,
+        )
+    try:
+        reply = json.loads(done.stdout)
+    except ValueError:  # it did not get as far as its first line
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        reply = {"error": last, "hint": None, "kind": "unforeseen", "trace": done.stderr}
+    if "error" in reply:
+        raise _told(reply)
+
+
+def _told(reply: dict[str, Any]) -> FuyouError:
+    """Makes the worker's error as it would have been raised here."""
+    if reply["kind"] == "unforeseen":
+        told = f"reading the data failed: {reply['error']}"
+        if os.environ.get("FUYOU_DEBUG", "") in ("", "0"):
+            return FuyouError(told, hint="set FUYOU_DEBUG=1 to see the traceback")
+        return FuyouError(f"{told}\n{reply['trace'].strip()}")
+    kind = OutOfSpaceError if reply["kind"] == "space" else UsageError
+    return kind(reply["error"], hint=reply["hint"])
