@@ -13,6 +13,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 
 from fuyou_cli.core.errors import FuyouError
 
@@ -35,18 +36,21 @@ def reason(error: BaseException) -> str:
     return words if words and kind in _SPEAKS else f"{kind}: {words}" if words else kind
 
 
-@contextmanager
-def library_errors(as_error: Callable[[str], Exception]) -> Iterator[None]:
-    """Raises `as_error(reason)` in place of whatever a library raises inside.
+class LibraryErrors:
+    """`with LibraryErrors(as_error):` raises `as_error(reason)` in place of whatever a library raises.
 
     Errors that are told already pass, and so does a lack of memory. A panic of the Rust below a tokenizer is no Exception,
     but told as well."""
-    try:
-        yield
-    except _PASSED_ON:
-        raise
-    except BaseException as error:
-        raise as_error(reason(error)) from error
+
+    def __init__(self, as_error: Callable[[str], Exception]) -> None:
+        self._as_error = as_error
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is not None and not isinstance(error, _PASSED_ON):
+            raise self._as_error(reason(error)) from error
 
 
 class TimeLimit:

@@ -20,7 +20,7 @@ from fuyou_cli.core.json_files import read_object
 from . import sandbox
 from .formats import Chat, Example, Pair, RowError, Text
 from .packing import Row
-from .sandbox import library_errors
+from .sandbox import LibraryErrors
 
 LARGEST_SAMPLE = 1 << 22  # characters that one sample may have where it cannot be cut
 PREVIEW_TOKENS = 400
@@ -36,7 +36,7 @@ def load_tokenizer(directory: Path, *, chat_template: str | None, pad_token: str
         hint = "tokenizer.name_or_path names another; are its files whole?"
         return UsageError(f"tokenizer: {directory} cannot be loaded: {why}", hint=hint)
 
-    with library_errors(unloadable):
+    with LibraryErrors(unloadable):
         tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
@@ -58,7 +58,7 @@ class Tokeniser:
         self._directory = directory
         self.eos_id: int | None = tokenizer.eos_token_id
         self.stop_ids = frozenset(_stop_ids(tokenizer, directory))
-        with library_errors(lambda why: UsageError(f"tokenizer: {directory} does not tokenise: {why}")):
+        with LibraryErrors(lambda why: UsageError(f"tokenizer: {directory} does not tokenise: {why}")):
             self._starts = self._start_tokens()
 
     @property
@@ -77,7 +77,7 @@ class Tokeniser:
         return self._texts([example for example in examples if isinstance(example, Text)])
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
-        with library_errors(self._untokenised):
+        with LibraryErrors(self._untokenised):
             encoded: list[list[int]] = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         return encoded
 
@@ -117,7 +117,7 @@ class Tokeniser:
                 "the tokenizer has no chat template, which data of format messages needs",
                 hint="set tokenizer.chat_template to a .jinja file, or use a tokenizer that has one",
             )
-        with library_errors(lambda why: UsageError(f"{self.template} cannot be used: {why}")):
+        with LibraryErrors(lambda why: UsageError(f"{self.template} cannot be used: {why}")):
             marked = _GENERATION.search(self.tokenizer.get_chat_template()) is not None
         if not self.tokenizer.is_fast and not marked:
             raise UsageError("masking conversations needs a fast tokenizer (a tokenizer.json)")
@@ -137,7 +137,7 @@ class Tokeniser:
         return text
 
     def _apply(self, chat: Chat, messages: Sequence[dict[str, object]], **options: Any) -> Any:
-        with library_errors(lambda why: RowError(f"{self.template} refuses this conversation: {why}")):
+        with LibraryErrors(lambda why: RowError(f"{self.template} refuses this conversation: {why}")):
             return self.tokenizer.apply_chat_template(list(messages), tools=list(chat.tools) or None, **options)
 
     def _marked(self, chat: Chat, target: str) -> Row:
@@ -155,7 +155,7 @@ class Tokeniser:
 
     def _by_prefixes(self, chat: Chat, target: str) -> Row:
         whole = self._render(chat, chat.messages)
-        with library_errors(self._untokenised):
+        with LibraryErrors(self._untokenised):
             encoded = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         begins = np.asarray([begin for begin, _ in encoded["offset_mapping"]], np.int64)
         mask = np.full(len(begins), int(target == "all"), np.uint8)
@@ -223,7 +223,7 @@ def _stop_ids(tokenizer: Any, directory: Path) -> Iterator[int]:
     file = directory / "generation_config.json"
     if file.is_file():
         hint = "put it right, or remove it"
-        with library_errors(lambda why: UsageError(f"{file}: cannot be read: {why}", hint=hint)):
+        with LibraryErrors(lambda why: UsageError(f"{file}: cannot be read: {why}", hint=hint)):
             named = read_object(file, limit=_LARGEST_SETTINGS, finite=False, hint=hint).get("eos_token_id")
             ids = named if isinstance(named, list) else [] if named is None else [named]
             if not all(isinstance(number, int) for number in ids):

@@ -15,7 +15,7 @@ import pytest
 from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.data import Rows, look, prepare, sandbox
 from fuyou_cli.data.formats import RowError, choose_format
-from fuyou_cli.data.sandbox import library_errors, reason
+from fuyou_cli.data.sandbox import LibraryErrors, reason
 
 from .conftest import CHATML, CHATML_UNMARKED, section
 
@@ -162,7 +162,7 @@ def test_a_reason_is_one_short_line() -> None:
     assert reason(PermissionError(13, "Permission denied", "x.jsonl")) == "x.jsonl: Permission denied"
     assert len(reason(ValueError("x" * 9999))) == 300
     for passed in (KeyboardInterrupt, MemoryError):
-        with pytest.raises(passed), library_errors(UsageError):
+        with pytest.raises(passed), LibraryErrors(UsageError):
             raise passed
 
 
