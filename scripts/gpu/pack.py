@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LABEL = "pack.json"
 MOST = 60 * MiB
 GIVEN = ("torch", "transformers")  # there already, with everything that they need
-LEFT_OUT = ("datasets", "pyarrow")  # JSON lines are read without them, and pyarrow alone would fill the pack
+LEFT_OUT = ("pyarrow",)  # JSON lines are read without it, and it alone would fill the pack
 TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
 SOURCE_ONLY = ("antlr4-python3-runtime==4.9.*",)  # omegaconf's; the registry has no wheel of it
 OLDEST_GLIBC, NEWEST_GLIBC = 5, 28  # 2.x: wheels for a newer one are not taken

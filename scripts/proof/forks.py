@@ -23,8 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import datasets  # noqa: F401 - what a run imports
-import torch  # noqa: F401
+import torch  # noqa: F401 - what a run imports
 import transformers
 import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama

@@ -217,7 +217,7 @@ def machine() -> dict[str, object]:
 
 def versions() -> dict[str, str]:
     found = {"fuyou": __version__, "commit": commit(), "python": platform.python_version()}
-    for name in ("torch", "transformers", "datasets", "deepspeed"):
+    for name in ("torch", "transformers", "deepspeed"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

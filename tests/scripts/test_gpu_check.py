@@ -229,7 +229,7 @@ def test_the_trace_is_put_on_the_hosts_clock_by_its_mark() -> None:
 # ---- packs -----------------------------------------------------------------------------------------------------------
 
 PROJECT = {
-    "dependencies": ["torch>=2.10", "transformers>=5", "datasets", "pyarrow", "typer>=0.26,<1", "rich", "cffi", "numpy"],
+    "dependencies": ["torch>=2.10", "transformers>=5", "pyarrow", "typer>=0.26,<1", "rich", "cffi", "numpy"],
     "optional-dependencies": {"test": ["pytest", "ruff", "hypothesis"]},
 }
 
