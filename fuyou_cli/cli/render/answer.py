@@ -15,7 +15,7 @@ from .theme import Symbols, pairs, percent, say, some, speed
 from .traffic import wear_in_brief
 
 _BUSY = 0.9  # of a step: compute that works so much of it leaves little to gain
-_WAITING = 0.1  # of a step: compute that waits more would gain from a larger batch, as states move once a step
+_WAITING = 0.2  # of a step: compute that waits more would gain from a larger batch, as states move once a step
 
 
 def show_answer(console: Console, facts: RunFacts, shapes: Symbols) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from fuyou_cli.advice.compare import LITTLE, Row
@@ -245,16 +246,21 @@ def _ranges(stages: Sequence[StagePlan], model: ModelSpec) -> list[tuple[int, in
 def _comparison(console: Console, plan: Plan, rows: Sequence[Row], shapes: Symbols) -> None:
     """Print the plan, and what each other value of a knob would cost."""
     heading(console, "Other choices", "each planned and simulated: the plan with one thing different")
-    content = ruled(shapes)
-    column(content, "choice", wrap=True)
-    for title in ("step", "tokens/s", "RAM", "ssd a step"):
-        column(content, title, right=True)
+    content = _plans("choice", shapes)
     column(content, "result", wrap=True)
     content.add_row("the plan", *_figures(plan), "chosen", style="bold")
     content.add_section()
     for row in rows:
         content.add_row(Text(row.words), *_figures(row.plan), Text(_result(row)))
     show(console, content, indent=2)
+
+
+def _plans(title: str, shapes: Symbols) -> Table:
+    content = ruled(shapes)
+    column(content, title, wrap=True)
+    for figure in ("step", "tokens/s", "RAM", "ssd a step"):
+        column(content, figure, right=True)
+    return content
 
 
 def _result(row: Row) -> str:
@@ -272,10 +278,7 @@ def _changes(console: Console, outcomes: Sequence[Outcome], shapes: Symbols, *, 
         say(console, f"No change of one or two keys is enough ({tried} plans tried).")
         return
     heading(console, "Changes that help", f"the smallest of each kind, planned again ({tried} plans tried)")
-    content = ruled(shapes)
-    column(content, "add", wrap=True)
-    for title in ("step", "tokens/s", "RAM", "ssd a step"):
-        column(content, title, right=True)
+    content = _plans("add", shapes)
     for outcome in outcomes:
         content.add_row(Text(" ".join(outcome.overrides)), *_figures(outcome.plan))
     show(console, content, indent=2)

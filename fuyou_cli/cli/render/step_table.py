@@ -20,7 +20,7 @@ def show_step(console: Console, facts: RunFacts, shapes: Symbols) -> None:
     """Print the simulated step: a row per resource, then speed, waits and the length of the run."""
     note = "predicted from assumed rates" if facts.hardware.measured == "assumed" else "predicted"
     note += " at what the drives sustain" if facts.plan.sustained else ""
-    heading(console, "One optimizer step", f"{note}; resources work at the same time")
+    heading(console, "One optimizer step", f"{note}; resources overlap")
     predicted, step = facts.plan.predicted, facts.plan.predicted.step_seconds
     content = ruled(shapes)
     column(content, "resource")

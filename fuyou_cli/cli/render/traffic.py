@@ -26,7 +26,8 @@ def show_traffic(console: Console, facts: RunFacts, shapes: Symbols) -> None:
     column(content, "written", right=True)
     for kind in dict.fromkeys((*predicted.read_by, *predicted.written_by)):
         read, written = predicted.read_by.get(kind, 0), predicted.written_by.get(kind, 0)
-        content.add_row(Text(kind), gb(read) if read else shapes.none, gb(written) if written else shapes.none)
+        if read or written:
+            content.add_row(Text(kind), gb(read) if read else shapes.none, gb(written) if written else shapes.none)
     content.add_section()
     content.add_row("total", gb(predicted.read_per_step), gb(predicted.written_per_step), style="bold")
     show(console, content, indent=2)
