@@ -4,7 +4,7 @@ Matrix products and attention go at the rate measured on a stage of this kind (`
 gradients' sum; a backward that is given outputs lies between the rates without any and with all of them. Compute also moves
 bytes that no product hides: boundaries and what norms make of them to pages new to the process, which the kernel clears first;
 kept outputs, the embedding's gradients, and all gradients once more (for the norm, and whether they are finite) to pages that
-are there. A device with memory of its own is fed by a thread that moves some bytes itself (`host_work`): a GPU computes
+are there. A device with memory of its own is fed by a thread that moves some bytes itself (`staged_bytes`): a GPU computes
 meanwhile, and a visit takes the longer of the two.
 """
 
@@ -17,10 +17,10 @@ from typing import Any
 from ..spec.hardware import HardwareProfile, StageRate
 from ..spec.model import ITEM_SIZE, STATE_SIZES, ModelSpec, StageSpec
 from ..spec.plan import Numerics, Plan, StagePlan
-from .host_work import host_work
 from .schedule import Visit
 from .wishes import Wishes
 
+_ID = 8  # bytes of a token's id, or of what it is to predict
 _NORM_PASSES = {"forward": 6, "backward": 16}  # over the boundary: float32 inside, one weight
 
 
@@ -73,13 +73,8 @@ class Costs:
         products = self._products(visit)
         if self.device == "cpu":
             return products + self._moving(visit, kept)
-        feeding = self._feeding(visit)
+        feeding = staged_bytes(self.model, self.numerics, visit) / (self.hardware.host_copy or self._memory_rate)
         return max(products, feeding) if self.device == "cuda" else products + self._moving(visit, 0) + feeding
-
-    def _feeding(self, visit: Visit) -> float:
-        """Seconds for what the launching thread moves beside a device with memory of its own."""
-        work = host_work(self.model, self.numerics, visit)
-        return sum(work.values()) / (self.hardware.host_copy or self._memory_rate)
 
     def _moving(self, visit: Visit, kept: int) -> float:
         """Seconds for what compute moves through the host's memory beside its products."""
@@ -136,7 +131,7 @@ class Costs:
         """Bytes of boundaries, and of what norms make of them."""
         stage = self.model.stages[visit.stage]
         whole = self.boundary
-        first_piece = stage.vocabulary is None or stage.vocabulary[0] == 0
+        first_piece = _begins_table(stage)
         here = self.device == "cpu"  # elsewhere a device copies
         moved = float(whole * 2 * visit.stash * here)  # the copy that is kept
         if stage.kind == "embedding":
@@ -160,3 +155,27 @@ class Costs:
         times = {"embedding": 1, "norm": self.micro_batches}.get(stage.kind, 0)
         summed = params * times * (ITEM_SIZE[self.model.compute_dtype] + 2 * item)
         return float(summed + params * item * (self.device == "cpu"))
+
+
+def staged_bytes(model: ModelSpec, numerics: Numerics, visit: Visit) -> int:
+    """Returns bytes that the thread which feeds a device reads and writes itself: ids, targets and what a model's own operators
+    make between stages, copied to pinned memory. A run counts them as well (`engine/crossings`).
+
+    Pieces of a cut head share their targets, counted with the first. A model with more than one table adds up what they give.
+    """
+    stage, ids = model.stages[visit.stage], _ID * numerics.tokens
+    first_piece = _begins_table(stage)
+    if stage.kind == "embedding" and stage.index and first_piece:  # of positions, which all rows share
+        ids, rows = _ID * numerics.max_seq_len, model.boundary_bytes_per_token * numerics.max_seq_len
+        return 2 * ids if visit.phase == "forward" else 2 * (ids + rows)
+    if stage.kind == "embedding":
+        return 2 * ids
+    before = model.stages[stage.index - 1]
+    if visit.phase == "forward" and before.kind == "embedding" and before.index and _begins_table(before):
+        return 2 * model.boundary_bytes_per_token * numerics.tokens
+    is_given_targets = (visit.phase == "logits" and first_piece) or (visit.phase == "head" and not model.head_is_cut)
+    return 2 * ids if is_given_targets else 0
+
+
+def _begins_table(stage: StageSpec) -> bool:
+    return stage.vocabulary is None or stage.vocabulary[0] == 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fuyou_cli.planner.host_work import host_work
+from fuyou_cli.planner.costs import staged_bytes
 from fuyou_cli.planner.schedule import Visit
 from fuyou_cli.swap import kernels
 
@@ -87,5 +87,5 @@ def test_the_plan_charges_what_the_launching_thread_does(
         rig.run(2)
         assert before == crossings.staged
         visits = rig.executor.schedule.visits
-        charged = {visit.index: sum(host_work(rig.spec, subject.numerics, visit).values()) for visit in visits}
+        charged = {visit.index: staged_bytes(rig.spec, subject.numerics, visit) for visit in visits}
         assert _by_place(rig, counted) == _by_place(rig, charged)

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from fuyou_cli.planner.costs import Costs
+from fuyou_cli.planner.costs import Costs, staged_bytes
 from fuyou_cli.planner.device import crossing
-from fuyou_cli.planner.host_work import host_work
 from fuyou_cli.planner.place import plan
 from fuyou_cli.planner.schedule import Visit, plan_schedule
 from fuyou_cli.planner.wishes import Wishes
@@ -127,7 +126,7 @@ def test_sums_of_a_cut_head_cross_and_the_launching_thread_adds_nothing(dtype: A
     wishes = Wishes(numerics=numerics, model_name="test", device="cuda", clip_grad_norm=None, cpu_budget=1 << 40)
     made = plan(spec, HARDWARE, wishes)
     visits = [visit for visit in plan_schedule(spec, made).visits if visit.phase == "head"]
-    assert [host_work(spec, wishes.numerics, visit) for visit in visits] == [{}] * 3
+    assert [staged_bytes(spec, wishes.numerics, visit) for visit in visits] == [0] * 3
     found = [crossing(spec, visit.stage, visit.phase, stash=visit.stash) for visit in visits]
     assert found == [(1, wide), (1 + wide, wide), (1 + wide, 1)]
     assert any(span.size >= 4 * 1024 * 4 * 64 for span in made.batch_slots)  # where they rest
