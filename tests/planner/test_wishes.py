@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuyou_cli.advice.compare import _too_large
+from fuyou_cli.advice.compare import _why
 from fuyou_cli.planner.search import fastest
 from fuyou_cli.planner.wishes import MOST_UPDATE_THREADS, NEARLY_BEST, update_chunks_for, update_threads_for
 from fuyou_cli.spec.hardware import HardwareProfile
@@ -74,8 +74,8 @@ def test_a_plan_has_room_on_disk_and_device(limits: dict[str, int], room: bool) 
     there = {"ssd_budget": plan.store_size, "gpu_budget": 1 << 30}
     asked = replace(free, **{key: there[key] - less for key, less in limits.items()})
     assert asked.has_room_for(plan, HARDWARE) == room
-    prepared = cast("Any", SimpleNamespace(model=SPEC, hardware=HARDWARE))
-    assert (_too_large(plan, prepared, asked) == "") == room
+    prepared = cast("Any", SimpleNamespace(model=SPEC, hardware=HARDWARE, plan=plan))
+    assert ("available" not in _why(0.0, plan, prepared, asked)) == room
 
 
 def test_the_disk_is_what_the_run_may_have_of_it_where_that_is_known() -> None:
@@ -83,5 +83,5 @@ def test_the_disk_is_what_the_run_may_have_of_it_where_that_is_known() -> None:
     full = replace(HARDWARE, disk_free=plan.store_size - 1)
     assert not wishes().has_room_for(plan, full)
     assert wishes(ssd_budget=plan.store_size).has_room_for(plan, full)  # what an earlier run left there is taken over
-    prepared = cast("Any", SimpleNamespace(model=SPEC, hardware=HARDWARE))
-    assert "of disk" in _too_large(plan, prepared, wishes(ssd_budget=plan.store_size - 1))
+    prepared = cast("Any", SimpleNamespace(model=SPEC, hardware=HARDWARE, plan=plan))
+    assert "of disk" in _why(0.0, plan, prepared, wishes(ssd_budget=plan.store_size - 1))
