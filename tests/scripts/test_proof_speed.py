@@ -67,6 +67,7 @@ def test_each_case_of_a_part_asks_for_its_budget(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(prove_speed, "mix", lambda *_, **__: {"read": RATES[0], "write": RATES[1]})
     monkeypatch.setattr(prove_speed, "our_run", lambda *_: _ours(peak=9 * GiB))
     monkeypatch.setattr(prove_speed, "in_memory_run", lambda *_, **__: _ours())
+    monkeypatch.setattr(prove_speed, "on_measured_machine", lambda setting, case: case)
     options = argparse.Namespace(turns=1, measured=2, clipping="both", budget=2 * GiB, peers=None)
     rows = getattr(prove_speed, part)(_setting(tmp_path), options)
     cases = 2 * (1 if part == "ssd" else len(prove_speed.FASTER))
