@@ -379,7 +379,7 @@ def test_nothing_is_named_behind_a_flush_that_failed(stopped: Project) -> None:
 
     def flush() -> None:
         flushes.append(1)
-        assert both_begun.wait(30)
+        assert both_begun.wait(300)
         raise SwapError("syncing failed")
 
     commits = Commits(flush=flush, name=named.append)

@@ -19,7 +19,7 @@ from fuyou_cli.recipe.load import load_recipe
 
 from .conftest import Run
 
-pytestmark = pytest.mark.timeout(20)  # what it is about waits for ever
+pytestmark = pytest.mark.timeout(180)  # what it is about waits for ever; a busy machine imports torch for 20 s
 
 
 @pytest.fixture
