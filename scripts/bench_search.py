@@ -25,15 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from proof.on_paper import known_config, recipe_of
 from proof.report import PASS, Row, conclude, holds, plain_parser, say, show_command, unless_noisy
 
-from fuyou_cli.advice.planning import Planning
-from fuyou_cli.cli.prepared import prepared_elsewhere
+from fuyou_cli.cli.planned import planned_elsewhere
 from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.machine.described import described as machine_of
+from fuyou_cli.planner.place import too_small
 from fuyou_cli.planner.search import search
 from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
-from fuyou_cli.spec.plan import Plan
 
 BAR = 2.0  # seconds
 BUSY = 0.9  # of a search's seconds that the processor works for it, at least, where nobody else has its core
@@ -88,19 +87,12 @@ QUICK = tuple(case for case in WHOLE if case.model == SMALL)
 
 def asked_of(case: Case, hardware: HardwareProfile) -> tuple[ModelSpec, HardwareProfile, Wishes]:
     """What `fuyou plan --hardware` hands to the search. It also searches, once."""
-    asked: list[tuple[ModelSpec, HardwareProfile, Wishes]] = []
-    planning = Planning()
-
-    def choose(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
-        asked.append((model, hardware, wishes))
-        return planning(model, hardware, wishes)
-
     train = {"max_steps": 1000, "batch_size": 32, "micro_batch_size": 1}
     with recipe_of(known_config(case.model), length=1024, train=train, overrides=case.settings) as loaded:
-        prepared_elsewhere(loaded, hardware, choose=choose)
-    if planning.too_small is not None:
-        raise planning.too_small
-    return asked[-1]
+        planned = planned_elsewhere(loaded, hardware)
+    if not planned.fits_ram:
+        raise too_small(planned.model, planned.hardware, planned.wishes)
+    return planned.model, planned.hardware, planned.wishes
 
 
 def timed(case: Case, hardware: HardwareProfile, times: int) -> Row:

@@ -27,10 +27,10 @@ sys.path.insert(0, sys.argv[sys.argv.index("--checkout") + 1] if "--checkout" in
 from proof.on_paper import known_config, recipe_of
 from proof.report import FAIL, ROOT, Row, commit, conclude, holds, missing, plain_parser, reported, say, show_command
 
-from fuyou_cli.advice.planning import Planning
-from fuyou_cli.cli.prepared import prepared_elsewhere
+from fuyou_cli.cli.planned import planned_elsewhere
 from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.machine.described import described as machine_of
+from fuyou_cli.planner.place import too_small
 from fuyou_cli.spec.plan import Plan
 
 QWEN_32B = {"hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64, "num_hidden_layers": 64}
@@ -68,22 +68,22 @@ def cases() -> Iterator[Case]:
         yield Case(model=model, ram=ram, drives=drives, clipped=clipped)
 
 
-def planned(case: Case) -> dict[str, Any] | str:
+def figures_of(case: Case) -> dict[str, Any] | str:
     """The figures of its plan, or why there is none."""
     name, differences = MODELS[case.model]
     overrides = [] if case.clipped else ["train.clip_grad_norm=null"]
-    hardware, planning = machine_of(f"rtx4090,{case.drives},{case.ram}"), Planning()
+    hardware = machine_of(f"rtx4090,{case.drives},{case.ram}")
     train = {"max_steps": STEPS, "batch_size": ROWS}
     with recipe_of(known_config(name) | differences, length=LENGTH, train=train, overrides=overrides) as loaded:
         try:
-            prepared = prepared_elsewhere(loaded, hardware, choose=planning)
+            planned = planned_elsewhere(loaded, hardware)
         except FuyouError as error:
             return error.message
-    if planning.too_small is not None:
-        return planning.too_small.message
-    if planning.wishes is not None and not planning.wishes.has_room_for(prepared.plan, hardware):
+    if not planned.fits_ram:
+        return too_small(planned.model, hardware, planned.wishes).message
+    if not planned.wishes.has_room_for(planned.plan, hardware):
         return "the device or the drives have no room for it"
-    return figures(prepared.plan)
+    return figures(planned.plan)
 
 
 def figures(plan: Plan) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def main(words: Sequence[str] | None = None) -> int:
     show_command("scripts/plan_table.py", words)
     before, rows = kept(asked.beside), []
     for case in list(cases())[: 1 if asked.quick else None]:
-        rows.append(row_of(case, planned(case), before.get(case.words)))
+        rows.append(row_of(case, figures_of(case), before.get(case.words)))
         say(f"{case.words}: {rows[-1].measured}{' FAIL' if rows[-1].verdict == FAIL else ''}")
     if asked.readme:
         write_readme(for_readme(rows))

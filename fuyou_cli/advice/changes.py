@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 from fuyou_cli.core.units import GiB, MiB, align_up
 from fuyou_cli.planner.place import least_memory
 from fuyou_cli.planner.place import plan as first_that_fits
-from fuyou_cli.training.prepare import wishes
+from fuyou_cli.training.recipe_wishes import wishes
 
 from .planning import Elsewise, Outcome
 
 if TYPE_CHECKING:
-    from fuyou_cli.training.prepare import Prepared
+    from fuyou_cli.training.steps import Planned
 
 SHOWN = 5
 _MOST_QUICK = 40  # plans that are only looked at for whether they fit
@@ -113,7 +113,7 @@ class _Trials:
         return self._known[changes]
 
 
-def _trained(prepared: Prepared) -> int:
+def _trained(prepared: Planned) -> int:
     """Return the tokens of the whole run, padding included; 0 where the data decides."""
     numerics = prepared.plan.numerics
     return prepared.total_steps * numerics.batch_size * numerics.max_seq_len
@@ -122,7 +122,7 @@ def _trained(prepared: Prepared) -> int:
 # ---- what may be changed ---------------------------------------------------------------------------------------------
 
 
-def candidates(prepared: Prepared, *, fits: bool) -> Iterator[Kind]:
+def candidates(prepared: Planned, *, fits: bool) -> Iterator[Kind]:
     """Yield every kind of change that this recipe leaves room for. A run that `fits` is only to write less, for as many
     tokens; a saved run keeps its numbers."""
     kinds = [*_of_placement(prepared, fits=fits)]
@@ -131,7 +131,7 @@ def candidates(prepared: Prepared, *, fits: bool) -> Iterator[Kind]:
     yield from (kind for kind in kinds if kind.steps)
 
 
-def _of_placement(prepared: Prepared, *, fits: bool) -> Iterator[Kind]:
+def _of_placement(prepared: Planned, *, fits: bool) -> Iterator[Kind]:
     """Yield the changes that leave every loss as it is."""
     recipe, plan = prepared.recipe, prepared.plan
     keeps = any(stage.kept for stage in plan.stages) and recipe.offload.activations == "auto"
@@ -149,7 +149,7 @@ def _of_placement(prepared: Prepared, *, fits: bool) -> Iterator[Kind]:
         yield Kind(steps=_if(not getattr(recipe.offload.max_memory, key).is_auto, f"offload.max_memory.{key}=auto"))
 
 
-def _of_numbers(prepared: Prepared, *, fits: bool) -> Iterator[Steps]:
+def _of_numbers(prepared: Planned, *, fits: bool) -> Iterator[Steps]:
     """Yield the changes that give other losses."""
     recipe, numerics = prepared.recipe, prepared.plan.numerics
     batch, micro, length = numerics.batch_size, numerics.micro_batch_size, numerics.max_seq_len
@@ -173,7 +173,7 @@ def _if(possible: bool, change: str) -> Steps:
     return ((change,),) if possible else ()
 
 
-def _memory(prepared: Prepared) -> Steps:
+def _memory(prepared: Planned) -> Steps:
     """More RAM for the process, up to what the machine has: the least that is enough first, then in ever larger steps."""
     plan, hardware = prepared.plan, prepared.hardware
     asked = wishes(prepared.recipe, plan.numerics, hardware, device=plan.device)
@@ -189,7 +189,7 @@ def _memory(prepared: Prepared) -> Steps:
     return tuple((change,) for change in (*less, *(f"offload.max_memory.cpu={size}GiB" for size in sizes)))
 
 
-def _fewer_snapshots(prepared: Prepared) -> Steps:
+def _fewer_snapshots(prepared: Planned) -> Steps:
     checkpoint = prepared.recipe.checkpoint
     if checkpoint.mode != "snapshot" or prepared.manifest is not None:  # a saved run has the store that it has
         return ()
@@ -197,7 +197,7 @@ def _fewer_snapshots(prepared: Prepared) -> Steps:
     return tuple((f"checkpoint.keep_last={kept}",) for kept in dict.fromkeys(fewer))
 
 
-def _redo(prepared: Prepared) -> Steps:
+def _redo(prepared: Planned) -> Steps:
     """One extent of everything, where the planner may not choose it by itself."""
     checkpoint = prepared.recipe.checkpoint
     every_step = checkpoint.mode != "snapshot" and checkpoint.commit_every_steps in (1, "auto")
@@ -208,7 +208,7 @@ def _redo(prepared: Prepared) -> Steps:
     return (("checkpoint.mode=redo",) if every_step else ("checkpoint.mode=redo", "checkpoint.commit_every_steps=1"),)
 
 
-def _rarer_commits(prepared: Prepared) -> Steps:
+def _rarer_commits(prepared: Planned) -> Steps:
     """Fewer commits, which write what rests in RAM."""
     checkpoint, plan = prepared.recipe.checkpoint, prepared.plan
     every, key = plan.commit_every, "snapshot" if checkpoint.mode == "snapshot" else "commit"
@@ -218,12 +218,12 @@ def _rarer_commits(prepared: Prepared) -> Steps:
     return tuple((f"checkpoint.{key}_every_steps={factor * every}",) for factor in (10, 100))
 
 
-def _spills(prepared: Prepared) -> bool:
+def _spills(prepared: Planned) -> bool:
     """Tell whether anything that grows with the batch, or that it displaces, is on the ssd."""
     return any("ssd" in (stage.boundary, stage.gradients, stage.states) for stage in prepared.plan.stages)
 
 
-def _same_tokens(prepared: Prepared, batches: Iterable[int]) -> Steps:
+def _same_tokens(prepared: Planned, batches: Iterable[int]) -> Steps:
     """Other batches with as much training: a step writes its states once, whatever its batch."""
     train, trained = prepared.recipe.train, prepared.total_steps * prepared.plan.numerics.batch_size
     by_epochs = train.max_steps is None  # then the steps follow by themselves

@@ -11,14 +11,13 @@ from fuyou_cli.core.units import brief, gb, gib
 from fuyou_cli.planner.choice import NONE_KEPT, Choice, Family, family
 from fuyou_cli.planner.place import made_of
 from fuyou_cli.planner.search import Found, timed
-from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan
 
 from .planning import alternative
 
 if TYPE_CHECKING:
-    from fuyou_cli.training.prepare import Prepared
+    from fuyou_cli.training.steps import Planned
 
 MOST_ROWS = 9
 LITTLE = 0.0005  # of a step: what is not worth a word
@@ -34,10 +33,10 @@ class Row:
     why: str  # where the time goes, or what there is too little of
 
 
-def comparison(prepared: Prepared, found: Found, wishes: Wishes) -> tuple[Row, ...]:
+def comparison(prepared: Planned, found: Found) -> tuple[Row, ...]:
     """Plan and simulate every other value of each knob, with everything else as it is. Returns the nearest first, those that do
     not fit last; values that give a plan already seen are left out."""
-    by_knob, seen = [], [found.best.plan]
+    wishes, by_knob, seen = prepared.wishes, [], [found.best.plan]
     for choices in _turned(family(prepared.model, wishes), found.best.choice):
         rows = []
         for words, choice in choices:
@@ -47,7 +46,7 @@ def comparison(prepared: Prepared, found: Found, wishes: Wishes) -> tuple[Row, .
                 if any(_alike(plan, other) for other in seen):
                     continue
                 seen.append(plan)
-            rows.append(_row(words, plan, prepared, wishes))
+            rows.append(_row(words, plan, prepared))
         by_knob.append(sorted(rows, key=_order))
     # the nearest of every knob before the second of any
     taken = [row for together in zip_longest(*by_knob) for row in together if row is not None]
@@ -64,15 +63,16 @@ def _alike(one: Plan, other: Plan) -> bool:
     return all(getattr(one, key) == getattr(other, key) for key in keys)
 
 
-def _row(words: str, plan: Plan | None, prepared: Prepared, wishes: Wishes) -> Row:
+def _row(words: str, plan: Plan | None, prepared: Planned) -> Row:
     if plan is None:
         return Row(words=words, plan=None, slower=0.0, why="needs more RAM than there is")
     slower = plan.predicted.step_seconds / prepared.plan.predicted.step_seconds - 1
-    return Row(words=words, plan=plan, slower=slower, why=_why(slower, plan, prepared, wishes))
+    return Row(words=words, plan=plan, slower=slower, why=_why(slower, plan, prepared))
 
 
-def _why(slower: float, plan: Plan, prepared: Prepared, wishes: Wishes) -> str:
+def _why(slower: float, plan: Plan, prepared: Planned) -> str:
     """Say what the search passed it over for, else where its time goes."""
+    wishes = prepared.wishes
     device, disk = wishes.gpu_budget, wishes.disk(prepared.hardware)
     if device is not None and plan.predicted.gpu_peak > device:
         return f"needs {gib(plan.predicted.gpu_peak)} of GPU memory, {gib(device)} available"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fuyou_cli.advice.compare import Row
 from fuyou_cli.advice.planning import Outcome
 from fuyou_cli.advice.room import Room, plan_problems
-from fuyou_cli.advice.wear import Spared, Wear, Writes, wear_of, writes_of
+from fuyou_cli.advice.wear import Spared, Wear, Writes, spared_of, wear_of, writes_of
 from fuyou_cli.core.disk import existing
 from fuyou_cli.core.units import format_time
 from fuyou_cli.machine.origins import RatedBy, origins_of
@@ -21,7 +21,7 @@ from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan
 
 if TYPE_CHECKING:
-    from fuyou_cli.training.prepare import Prepared
+    from fuyou_cli.training.steps import Planned
 
 USUAL = 1000  # steps that writes are shown of, where nobody knows how many there are
 _CLOSE = 0.9  # of the busiest resource's seconds: one that is nearly as busy decides as well
@@ -114,7 +114,7 @@ class RunFacts:
         return tuple(rate for rate in rates if not rate.what.startswith(other))
 
 
-def facts_of(prepared: Prepared, room: Room, *, described: bool = False, command: str = "") -> RunFacts:
+def facts_of(prepared: Planned, room: Room, *, described: bool = False, command: str = "") -> RunFacts:
     """Collect what a plan's screen says beside the plan. `described`: of another machine, where nothing can be run."""
     from fuyou_cli.swap.kernels import has_io_uring
 
@@ -132,16 +132,23 @@ def facts_of(prepared: Prepared, room: Room, *, described: bool = False, command
         refusal=prepared.refusal,
         region=region,
         endings=endings(prepared, region),
+        spared=_spared(prepared),
     )
 
 
-def endings(prepared: Prepared, region: FastRegion | None) -> tuple[Ending, ...]:
+def _spared(prepared: Planned) -> Spared | None:
+    if prepared.found is None or not prepared.fits_ram:
+        return None
+    return spared_of(prepared.found, prepared.plan, prepared.model, prepared.hardware, prepared.wishes)
+
+
+def endings(prepared: Planned, region: FastRegion | None) -> tuple[Ending, ...]:
     """Return the limits that stop this process before the run's last step, by the plan's figures; loading is not counted."""
     steps = prepared.total_steps
     return tuple(ending for ending in _limits(prepared, region) if not steps or ending.step < steps)
 
 
-def _limits(prepared: Prepared, region: FastRegion | None) -> Iterator[Ending]:
+def _limits(prepared: Planned, region: FastRegion | None) -> Iterator[Ending]:
     from fuyou_cli.training.run_limits import loaded, steps_within_writes
 
     plan, recipe, saved = prepared.plan, prepared.recipe, prepared.manifest

@@ -32,7 +32,7 @@ from fuyou_cli.spec.plan import Plan
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import Recipe
-    from fuyou_cli.training.prepare import Prepared
+    from fuyou_cli.training.steps import Planned
 
 MARK = "fuyou_plan"  # a plan file's first key
 FORMAT = 4
@@ -164,7 +164,7 @@ def check_target(path: Path) -> None:
         raise UsageError(f"-o {path}: it is there already and is no plan", hint="name another file")
 
 
-def write_plan(path: Path, prepared: Prepared, wishes: Wishes, choice: Choice) -> None:
+def write_plan(path: Path, prepared: Planned, wishes: Wishes, choice: Choice) -> None:
     """Writes the file whole or not at all. Raises UsageError where it cannot be written."""
     process, keys = prepared.hardware.process_bytes, recipe_keys(prepared.recipe)
     text = to_text(plan_file(prepared.plan, prepared.model, process, wishes, choice, keys))

@@ -3,52 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fuyou_cli.core.errors import FuyouError, PlanError
+from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.machine.described import on_described
 from fuyou_cli.planner.choice import Choice
 from fuyou_cli.planner.lasting import Choose
 from fuyou_cli.planner.looking import Alternative
-from fuyou_cli.planner.place import least_memory
-from fuyou_cli.planner.search import Found, fastest, search, timed
-from fuyou_cli.planner.wishes import Wishes
-from fuyou_cli.spec.hardware import HardwareProfile
-from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan
 
 from .room import Room, plan_problems, room_of
-from .wear import Spared, Wear, spared_of, wear_of, writes_of
+from .wear import Wear, wear_of, writes_of
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
-    from fuyou_cli.training.prepare import Prepared
-
-
-@dataclass(slots=True)
-class Planning:
-    """Choose a plan as a run does, and remember what it was chosen from. Where nothing fits the budget, the plan is the one
-    that needs least, and its peak says so."""
-
-    wishes: Wishes | None = None
-    found: Found | None = None
-    too_small: PlanError | None = None
-
-    def __call__(self, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
-        self.wishes, self.too_small = wishes, None
-        try:
-            self.found = search(model, hardware, wishes)
-        except PlanError as error:
-            self.too_small = error
-            self.found = search(model, hardware, replace(wishes, cpu_budget=least_memory(model, hardware, wishes)))
-        return replace(timed(self.found.best, model, hardware, wishes), cpu_budget=wishes.cpu_budget)
-
-    def spared(self, prepared: Prepared) -> Spared | None:
-        """Return what the latest plan, which is that of `prepared`, does not write for the drives' sake."""
-        if self.found is None or self.wishes is None or self.too_small is not None:
-            return None
-        return spared_of(self.found, prepared.plan, prepared.model, prepared.hardware, self.wishes)
+    from fuyou_cli.training.steps import Planned
 
 
 def alternative(choice: Choice, plan: Plan) -> Alternative:
@@ -61,7 +31,7 @@ class Outcome:
     """What a recipe would be like, changed or not."""
 
     changes: tuple[str, ...]  # key=value
-    prepared: Prepared
+    prepared: Planned
     room: Room
     pinned: tuple[str, ...] = ()  # key=value of what a recipe with the changes alone would have chosen anew
 
@@ -100,22 +70,22 @@ class Elsewise:
     """Plan changed recipes for the machine and model of one that is planned already."""
 
     loaded: LoadedRecipe
-    prepared: Prepared
+    prepared: Planned
     described: bool
     plans: int = field(default=0)  # made so far
 
-    def with_keys(self, changes: Sequence[str], *, choose: Choose = fastest) -> Outcome | None:
+    def with_keys(self, changes: Sequence[str], *, choose: Choose | None = None) -> Outcome | None:
         """Plan the recipe with these `key=value`, as many rows at once as before unless they say otherwise. None where the
         recipe does not allow them, the model refuses them or nothing fits."""
         from fuyou_cli.recipe.load import load_recipe
-        from fuyou_cli.training.replan import replanned
+        from fuyou_cli.training.plan_step import replan
 
         try:
             loaded = load_recipe(self.loaded.path, [*self.loaded.overrides, *changes])
             if self.described:
                 loaded = on_described(loaded, self.prepared.hardware)
             self.plans += 1
-            prepared = replanned(self.prepared, loaded.recipe, choose=choose)
+            prepared = replan(self.prepared, loaded.recipe, choose=choose)
         except FuyouError:
             return None
         room = room_of(prepared, described=self.described)

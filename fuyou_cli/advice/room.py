@@ -16,11 +16,12 @@ from fuyou_cli.machine import probe
 from fuyou_cli.planner.phases import phase_peaks
 from fuyou_cli.spec.plan import Plan
 from fuyou_cli.training.limits import gpu_limit
+from fuyou_cli.training.recipe_wishes import DiskShare, StoreDisks
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import Recipe
     from fuyou_cli.spec.hardware import HardwareProfile
-    from fuyou_cli.training.prepare import Prepared
+    from fuyou_cli.training.steps import Planned, Resolved
 
 
 CLEARLY = 1.05  # of what is free, which comes and goes; of what a machine or a control group has at most, nothing
@@ -40,15 +41,13 @@ class Room:
     pinnable_why: str = ""
 
 
-def room_of(prepared: Prepared, *, described: bool = False) -> Room:
+def room_of(prepared: Planned, *, described: bool = False) -> Room:
     """Return the limits of this machine and its disks, or of a described one's drives, on which nothing is yet."""
-    recipe, hardware, directories = prepared.recipe, prepared.hardware, prepared.directories
-    places = (directories, prepared.model_dir, prepared.plan.predicted.export_bytes)
-    store = described_store_room if described else store_room
+    recipe, hardware, disks = prepared.recipe, prepared.hardware, prepared.disks
     return Room(
         gpu=gpu_limit(recipe, hardware),
-        ssd=_described_ssd_limit(recipe, hardware) if described else _ssd_limit(recipe, directories),
-        store=store(recipe, hardware, *places),
+        ssd=None if disks is None else disks.limit(recipe),
+        store=prepared.wishes.disk(hardware),
         ram=hardware.ram_available,
         ram_total=hardware.ram_total,
         pinnable=hardware.pinnable or None,
@@ -57,49 +56,29 @@ def room_of(prepared: Prepared, *, described: bool = False) -> Room:
     )
 
 
-def store_room(
-    recipe: Recipe, hardware: HardwareProfile, directories: tuple[Path, ...], model_dir: Path, export_bytes: int
-) -> int:
-    """Return the bytes that the run's store may have: free on its disks or its own already, what an export to the same disk
-    takes left out, and allowed. Files are striped, so the fullest disk counts for all."""
+def disks_of(resolved: Resolved) -> StoreDisks:
+    """Look at the disks under the run's store: what is free there, or its own already."""
     from fuyou_cli.training.state.parts import STORE_FILE
 
+    directories = resolved.directories
     systems = [existing(directory).stat().st_dev for directory in directories]
-    exported = existing(export_folder(recipe, model_dir)).stat().st_dev if recipe.export.at_end else None
+    exported = existing(export_folder(resolved.recipe, resolved.model_dir)).stat().st_dev
     shares = []
     for directory, system in zip(directories, systems, strict=True):
         held = sum(taken(other / STORE_FILE) for other, on in zip(directories, systems, strict=True) if on == system)
-        there = probe.free_space(directory) + held - (export_bytes if system == exported else 0)
-        shares.append(there // systems.count(system))
-    there, limit = max(0, min(shares) * len(directories)), _ssd_limit(recipe, directories)
-    return there if limit is None else min(there, limit)
+        free = probe.free_space(directory) + held
+        shares.append(DiskShare(free=free, files=systems.count(system), has_export=system == exported))
+    places = {system: existing(directory) for system, directory in zip(systems, directories, strict=True)}
+    return StoreDisks(shares=tuple(shares), total=sum(shutil.disk_usage(place).total for place in places.values()))
 
 
-def described_store_room(
-    recipe: Recipe, hardware: HardwareProfile, directories: tuple[Path, ...], model_dir: Path, export_bytes: int
-) -> int:
-    """Return the same of a described machine's drives, which the export goes to as well."""
-    there = max(0, hardware.disk_free - (export_bytes if recipe.export.at_end else 0))
-    limit = _described_ssd_limit(recipe, hardware)
-    return there if limit is None else min(there, limit)
+def described_disks(hardware: HardwareProfile) -> StoreDisks:
+    """Take a described machine's drives for one disk, which the export goes to as well."""
+    total = sum(drive.capacity for drive in hardware.drives) or hardware.disk_free
+    return StoreDisks(shares=(DiskShare(free=hardware.disk_free, files=1, has_export=True),), total=total)
 
 
-def _ssd_limit(recipe: Recipe, directories: tuple[Path, ...]) -> int | None:
-    """Resolve `offload.max_memory.ssd`: a share is of the file systems the store is on, each counted once."""
-    asked = recipe.offload.max_memory.ssd
-    if asked.is_auto:
-        return None
-    places = {existing(directory).stat().st_dev: existing(directory) for directory in directories}
-    return asked.resolve(total=sum(shutil.disk_usage(place).total for place in places.values()), auto=0)
-
-
-def _described_ssd_limit(recipe: Recipe, hardware: HardwareProfile) -> int | None:
-    limit = recipe.offload.max_memory.ssd
-    there = sum(drive.capacity for drive in hardware.drives) or hardware.disk_free
-    return None if limit.is_auto else limit.resolve(total=there, auto=0)
-
-
-def _disks(prepared: Prepared) -> tuple[FileSystem, ...]:
+def _disks(prepared: Planned) -> tuple[FileSystem, ...]:
     from fuyou_cli.training.state.parts import STORE_FILE
 
     plan = prepared.plan
@@ -110,7 +89,7 @@ def _disks(prepared: Prepared) -> tuple[FileSystem, ...]:
     return tuple(file_systems(files, probe.free_space))
 
 
-def _described_drives(prepared: Prepared) -> FileSystem:
+def _described_drives(prepared: Planned) -> FileSystem:
     plan, hardware = prepared.plan, prepared.hardware
     export = plan.predicted.export_bytes if prepared.recipe.export.at_end else 0
     return FileSystem(

@@ -98,7 +98,7 @@ def _beside_others(report: BenchReport, cores: float) -> BenchReport:
 def _with_recipe(places: tuple[Path, ...], recipe: Recipe, *, quick: bool, device: str, progress: Progress) -> BenchReport:
     from fuyou_cli.engine.devices.cuda import free_memory
     from fuyou_cli.machine.measure.recipe_stages import measure_recipe
-    from fuyou_cli.training.prepare import anatomy_of
+    from fuyou_cli.training.plan_step import anatomy_of
 
     target = device_named(device)
     progress("the recipe's model")

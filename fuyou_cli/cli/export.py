@@ -62,7 +62,7 @@ def _is_recipe(source: Path) -> bool:
 
 def _of_recipe(source: Path, overrides: Sequence[str]) -> _Asked:
     from fuyou_cli.recipe.load import load_recipe
-    from fuyou_cli.training.prepare import run_directories
+    from fuyou_cli.training.steps import run_directories
 
     from .recipes_cmd import find_recipe
 

@@ -7,27 +7,26 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fuyou_cli.advice.room import check_output, export_folder
-from fuyou_cli.core.errors import FuyouError, Interrupted, PlanError
+from fuyou_cli.core.errors import FuyouError, Interrupted
 from fuyou_cli.core.own_files import open_own
 from fuyou_cli.core.units import gb
 from fuyou_cli.machine import probe
 from fuyou_cli.machine.background_load import Others, are_busy
 
 from .console import status_console, write_last_result, write_status
-from .introduction import Introduction
-from .prepared import prepared_for
+from .introduction import made_ready
 from .signals import like_ctrl_c
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
     from fuyou_cli.swap.daemon import Counters
     from fuyou_cli.training.jsonl import JsonlLog
-    from fuyou_cli.training.prepare import Prepared
     from fuyou_cli.training.report import RunReport, StepReport
     from fuyou_cli.training.run import Run
+    from fuyou_cli.training.steps import Planned, Ready
 
 
 def run_finetune(
@@ -49,33 +48,22 @@ def _finetune(loaded: LoadedRecipe, plan_file: Path | None, *, calibrated: bool,
     _settle(loaded)
     from .output_folder import claimed, note_of_an_earlier_run
 
-    introduction = Introduction(loaded)
-    options: dict[str, Any] = {
-        "measure": measure and plan_file is None,
-        "calibrated": calibrated,
-        "choose": introduction.choose,
-        "planned": introduction.planned,
-    }
+    kept = None
     if plan_file is not None:
         from fuyou_cli.advice.plan_files import read_plan
 
-        introduction.given = kept = read_plan(plan_file, loaded.recipe)
-        options["micro_batch_size"] = kept.micro_batch_size
+        kept = read_plan(plan_file, loaded.recipe)
     check_output(loaded.recipe)
-    try:
-        prepared = prepared_for(loaded, **options)
-    except PlanError as error:
-        error.hint = error.hint or introduction.changes
-        raise
-    introduction.ready(prepared)
-    with claimed(Path(prepared.recipe.output_dir).expanduser()):
-        if note := note_of_an_earlier_run(prepared):
+    ready = made_ready(loaded, kept, measure=measure, calibrated=calibrated)
+    planned = ready.planned
+    with claimed(Path(planned.recipe.output_dir).expanduser()):
+        if note := note_of_an_earlier_run(planned):
             write_status(note)
-        report, source, stopped = _train(prepared, verbose=verbose)
-        _conclude(prepared, report)
+        report, source, stopped = _train(ready, verbose=verbose)
+        _conclude(planned, report)
         if stopped:
             raise Interrupted("stopped after the last step: the model is not written", hint=_again(source))
-        _export(prepared, source)
+        _export(planned, source)
 
 
 def _settle(loaded: LoadedRecipe) -> None:
@@ -89,7 +77,7 @@ def _settle(loaded: LoadedRecipe) -> None:
     settle_libraries(device=offload.device, expandable_segments=offload.expandable_segments)
 
 
-def _train(prepared: Prepared, *, verbose: bool) -> tuple[RunReport, Path, bool]:
+def _train(ready: Ready, *, verbose: bool) -> tuple[RunReport, Path, bool]:
     """Runs to the end and saves; the report, the store's folder, and whether somebody asked to stop before the export."""
     from fuyou_cli.machine.allocator import settle_for_training, trim
     from fuyou_cli.training.compared import as_records
@@ -97,9 +85,10 @@ def _train(prepared: Prepared, *, verbose: bool) -> tuple[RunReport, Path, bool]
     from fuyou_cli.training.run import Run
     from fuyou_cli.training.state.companions import keep_companions
 
-    out = Path(prepared.recipe.output_dir).expanduser()
+    planned = ready.planned
+    out = Path(planned.recipe.output_dir).expanduser()
     with Run(
-        prepared,
+        ready,
         memory_now=probe.process_bytes,
         memory_highest=probe.highest_bytes,
         free_space=probe.free_space,
@@ -108,27 +97,26 @@ def _train(prepared: Prepared, *, verbose: bool) -> tuple[RunReport, Path, bool]
         ends_process=True,
     ) as run:
         write_status(f"swap daemon: {run.daemon.description}")
-        _load(prepared, run)
-        keep_companions(
-            run.paths[0].parent, prepared.recipe.tokenizer, model_dir=prepared.model_dir, tokenizer_dir=prepared.tokenizer_dir
-        )
+        _load(planned, run)
+        folders = {"model_dir": planned.model_dir, "tokenizer_dir": planned.inspected.resolved.tokenizer_dir}
+        keep_companions(run.paths[0].parent, planned.recipe.tokenizer, **folders)
         with ExitStack() as stack:
             log = None
-            if "jsonl" in prepared.recipe.logging.backends:
-                log = stack.enter_context(JsonlLog(out / "log.jsonl", anew=prepared.manifest is None))
-                log.write("plan", _promises(prepared))
+            if "jsonl" in planned.recipe.logging.backends:
+                log = stack.enter_context(JsonlLog(out / "log.jsonl", anew=planned.manifest is None))
+                log.write("plan", _promises(planned))
             settle_for_training()
             before = run.daemon.counters()
             others = Others()
-            _steps(prepared, run, log, verbose=verbose)
-            report = _beside_plan(prepared, run.report(), others.cores(), gpu_peak=_gpu_peak(run))
-            if log is not None and not _waits_for_export(prepared, run):
+            _steps(planned, run, log, verbose=verbose)
+            report = _beside_plan(planned, run.report(), others.cores(), gpu_peak=_gpu_peak(run))
+            if log is not None and not _waits_for_export(planned, run):
                 moved = _moved(before, run.daemon.counters())
                 _end_log(log, {**moved, "saved_bytes": run.saver.saved_bytes, "compared": as_records(report.compared)})
-        return report, run.paths[0].parent, _waits_for_export(prepared, run)
+        return report, run.paths[0].parent, _waits_for_export(planned, run)
 
 
-def _beside_plan(prepared: Prepared, report: RunReport, others_cores: float, *, gpu_peak: int) -> RunReport:
+def _beside_plan(planned: Planned, report: RunReport, others_cores: float, *, gpu_peak: int) -> RunReport:
     """With the plan's step simulated once more, for what it says of every resource. What that shows of the machine is kept
     for the plans to come that ask for it, unless others used some of it meanwhile."""
     from fuyou_cli.machine.profile_store import keep_corrected
@@ -139,7 +127,7 @@ def _beside_plan(prepared: Prepared, report: RunReport, others_cores: float, *, 
 
     if not report.steps:
         return report
-    model, hardware, plan = prepared.model, prepared.hardware, prepared.plan
+    model, hardware, plan = planned.model, planned.hardware, planned.plan
     step = simulate(model, hardware, plan, plan_schedule(model, plan))
     shown = None
     if are_busy(others_cores):
@@ -148,19 +136,19 @@ def _beside_plan(prepared: Prepared, report: RunReport, others_cores: float, *, 
     else:
         shown = corrected(hardware, model, plan, step, report)
     if shown is not None:
-        keep_corrected(shown, *prepared.directories, instead_of=hardware, say=write_status)
+        keep_corrected(shown, *planned.directories, instead_of=hardware, say=write_status)
     assumed = hardware.measured == "assumed"
     return replace(report, compared=compared(report, plan, step, gpu_peak=gpu_peak), assumed=assumed)
 
 
 def _gpu_peak(run: Run) -> int:
     """0 of other devices: an emulated one does not know what of its memory was given back."""
-    return run.device.peak_memory() if run.prepared.plan.device == "cuda" else 0
+    return run.device.peak_memory() if run.plan.device == "cuda" else 0
 
 
-def _waits_for_export(prepared: Prepared, run: Run) -> bool:
+def _waits_for_export(planned: Planned, run: Run) -> bool:
     """All steps are done, and somebody asked to stop: the same command has the export left to do."""
-    return run.stopping.requested and prepared.recipe.export.at_end
+    return run.stopping.requested and planned.recipe.export.at_end
 
 
 def _end_log(log: JsonlLog, fields: dict[str, object]) -> None:
@@ -181,19 +169,19 @@ def _moved(before: Counters, after: Counters) -> dict[str, object]:
     }
 
 
-def _promises(prepared: Prepared) -> dict[str, object]:
+def _promises(planned: Planned) -> dict[str, object]:
     """What this very run's plan predicts, beside which its measurements are read."""
     from fuyou_cli.advice.compare import placed_in_words
 
-    plan = prepared.plan
+    plan = planned.plan
     return {
         "budget": plan.cpu_budget,
         "arena": plan.arena_size,
-        "process_bytes": prepared.hardware.process_bytes,
-        "parameters": prepared.model.parameters,
-        "total_steps": prepared.total_steps,
+        "process_bytes": planned.hardware.process_bytes,
+        "parameters": planned.model.parameters,
+        "total_steps": planned.total_steps,
         "numerics": asdict(plan.numerics),
-        "export": str(export_folder(prepared.recipe, prepared.model_dir)),
+        "export": str(export_folder(planned.recipe, planned.model_dir)),
         "predicted_cpu_peak": plan.predicted.cpu_peak,
         "predicted_read_per_step": plan.predicted.read_per_step,
         "predicted_written_per_step": plan.predicted.written_per_step,
@@ -202,17 +190,17 @@ def _promises(prepared: Prepared) -> dict[str, object]:
         "deferred_weights": sum(s.weights_at.size for s in plan.stages if s.deferred and s.weights == "ssd"),
         "predicted_step_seconds": plan.predicted.step_seconds,
         "commit_every": plan.commit_every,
-        "choice": placed_in_words(plan, prepared.model),
+        "choice": placed_in_words(plan, planned.model),
     }
 
 
-def _load(prepared: Prepared, run: Run) -> None:
+def _load(planned: Planned, run: Run) -> None:
     from rich.progress import Progress
 
     from fuyou_cli.training.state.verify import size_of
 
-    saved = prepared.manifest
-    total = prepared.model.parameters if saved is None else size_of(saved)
+    saved = planned.manifest
+    total = planned.model.parameters if saved is None else size_of(saved)
     what = "loading weights" if saved is None else "reading the saved state"
     with Progress(console=status_console(), transient=True) as progress:
         task = progress.add_task(what, total=total)
@@ -223,16 +211,16 @@ def _load(prepared: Prepared, run: Run) -> None:
         write_status(f"{what}: done, every sum is right" if run.step == saved.step else f"going on after step {run.step}")
 
 
-def _steps(prepared: Prepared, run: Run, log: JsonlLog | None, *, verbose: bool) -> None:
+def _steps(planned: Planned, run: Run, log: JsonlLog | None, *, verbose: bool) -> None:
     """Every step to the backends the recipe names."""
     from .render.progress import RunDisplay
 
-    logging = prepared.recipe.logging
+    logging = planned.recipe.logging
     with ExitStack() as stack:
         display = None
         if "console" in logging.backends:
-            total, done = prepared.total_steps, run.step
-            shown = RunDisplay(status_console(), total_steps=total, plan=prepared.plan, resumed=done, verbose=verbose)
+            total, done = planned.total_steps, run.step
+            shown = RunDisplay(status_console(), total_steps=total, plan=planned.plan, resumed=done, verbose=verbose)
             display = stack.enter_context(shown)
 
         def on_step(report: StepReport) -> None:
@@ -240,19 +228,19 @@ def _steps(prepared: Prepared, run: Run, log: JsonlLog | None, *, verbose: bool)
                 log.step(report)
                 if report.skipped:
                     log.write("skipped", {"step": report.step, "reason": report.skipped})
-            if display is not None and (report.step % logging.every_steps == 0 or report.step == prepared.total_steps):
+            if display is not None and (report.step % logging.every_steps == 0 or report.step == planned.total_steps):
                 display.step(report)
 
         run.train(on_step)
 
 
-def _export(prepared: Prepared, source: Path) -> None:
+def _export(planned: Planned, source: Path) -> None:
     """Whatever fails here has not harmed the trained state, and can be done again without training."""
-    if not prepared.recipe.export.at_end:
+    if not planned.recipe.export.at_end:
         return
     again = _again(source)
     try:
-        _write_model(prepared, source)
+        _write_model(planned, source)
     except KeyboardInterrupt:
         raise Interrupted("interrupted while the model was written", hint=again) from None
     except FuyouError as error:
@@ -267,12 +255,12 @@ def _again(source: Path) -> str:
     return f"the trained state is saved: fuyou export {source} OUT writes the model elsewhere"
 
 
-def _write_model(prepared: Prepared, source: Path) -> None:
+def _write_model(planned: Planned, source: Path) -> None:
     from fuyou_cli.training.exporting import export_store
 
     from .render.transfer import Transfers
 
-    out, options = export_folder(prepared.recipe, prepared.model_dir), prepared.recipe.export
+    out, options = export_folder(planned.recipe, planned.model_dir), planned.recipe.export
     with Transfers(status_console()) as transfers:
         export_store(
             source,
@@ -282,23 +270,23 @@ def _write_model(prepared: Prepared, source: Path) -> None:
             progress=partial(transfers, f"exporting to {out.name}"),
             say=write_status,
         )
-    computed = prepared.model.compute_dtype
+    computed = planned.model.compute_dtype
     rounded = f", rounded from {computed} (export.dtype={computed} keeps it)" if options.dtype != computed == "float32" else ""
     write_last_result(f"exported to {out} in {options.dtype}{rounded}")
 
 
-def _conclude(prepared: Prepared, report: RunReport) -> None:
+def _conclude(planned: Planned, report: RunReport) -> None:
     from .render.plots import timeline_svg
     from .render.summary import show_summary
 
     if not report.steps:  # nothing was measured, and the drawing of the run that did is still right
         write_status(
-            f"the run is finished: all {prepared.total_steps} steps were done before, loss {report.first_loss:.4f} to "
+            f"the run is finished: all {planned.total_steps} steps were done before, loss {report.first_loss:.4f} to "
             f"{report.last_loss:.4f}; checkpoint.resume=never starts over"
         )
         return
     show_summary(status_console(), report)
-    out = Path(prepared.recipe.output_dir).expanduser() / "timeline.svg"
+    out = Path(planned.recipe.output_dir).expanduser() / "timeline.svg"
     try:
         with os.fdopen(open_own(out, anew=True), "w", encoding="utf-8") as file:
             file.write(timeline_svg(report.timeline, title="One training step", stalls=report.timeline_stalls))

@@ -1,121 +1,121 @@
-"""What `fuyou finetune` says before it trains: the plan as soon as there is one, before anything is downloaded or tokenised;
-then a sample of the data, and of the plan what has changed since."""
+"""What `fuyou finetune` does and says before it trains: the plan as soon as there is one, before anything is downloaded or
+tokenised; then what the data changed of it, and a sample of the data."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.advice.facts import RunFacts, facts_of
 from fuyou_cli.advice.room import check_export, plan_problems, room_of
-from fuyou_cli.advice.wear import spared_of
 from fuyou_cli.core.errors import PlanError
 from fuyou_cli.core.units import gib
-from fuyou_cli.planner.lasting import Choose
-from fuyou_cli.planner.search import Found, search, timed
-from fuyou_cli.planner.wishes import Wishes
-from fuyou_cli.spec.hardware import HardwareProfile
-from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan
 
 from .console import status_console, write_status
-from .prepared import command_of
+from .planned import command_of, machine_here
 
 if TYPE_CHECKING:
+    from fuyou_cli.advice.plan_files import KeptPlan
+    from fuyou_cli.data import DataSummary
     from fuyou_cli.recipe.load import LoadedRecipe
-    from fuyou_cli.training.prepare import Prepared
+    from fuyou_cli.training.steps import Planned, Ready
 
 
-@dataclass(slots=True)
-class Introduction:
-    """Of one run. `given` chooses the plan, where that is no search's business."""
+def made_ready(loaded: LoadedRecipe, kept: KeptPlan | None, *, measure: bool, calibrated: bool) -> Ready:
+    """Takes every step from the recipe to a run. `kept`: the plan of a file. The plan of a saved run is shown once nothing can
+    refuse it any more. Raises UsageError or PlanError."""
+    try:
+        return _made_ready(loaded, kept, measure=measure, calibrated=calibrated)
+    except PlanError as error:
+        error.hint = error.hint or _advice(loaded)
+        raise
 
-    loaded: LoadedRecipe
-    given: Choose | None = None
-    _search: tuple[Found, Wishes] | None = None  # the latest one
-    _shown: Prepared | None = None
 
-    def choose(self, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
-        """The best plan, what was seen on the way to it remembered."""
-        if self.given is not None:
-            return self.given(model, hardware, wishes)
-        found = search(model, hardware, wishes)
-        self._search = found, wishes
-        return timed(found.best, model, hardware, wishes)
+def _made_ready(loaded: LoadedRecipe, kept: KeptPlan | None, *, measure: bool, calibrated: bool) -> Ready:
+    from fuyou_cli.training.plan_step import plan, settle
+    from fuyou_cli.training.steps import fetch, inspect, resolve, tokenise
 
-    def planned(self, prepared: Prepared) -> None:
-        """Shows the plan, and ends there where it does not fit. A saved run has fetched what it needs, and may be refused for
-        that yet: its plan is shown once it is not."""
-        self._refuse_unfit(prepared)
-        if prepared.manifest is None:
-            self._show(prepared)
+    from .render.transfer import Transfers
 
-    def ready(self, prepared: Prepared) -> None:
-        """The same for what is run, then one decoded sample with its mask."""
-        from .render.sample import show_sample
+    say, micro_batch_size = write_status, None if kept is None else kept.micro_batch_size
+    with Transfers(status_console()) as progress:
+        inspected = inspect(resolve(loaded.recipe, say=say, progress=progress), say=say)
+        machine = machine_here(loaded, inspected, measure=measure and kept is None, calibrated=calibrated)
+        planned = plan(inspected, *machine, micro_batch_size=micro_batch_size, choose=kept, say=say)
+        _refuse_unfit(loaded, planned)
+        if planned.manifest is None:
+            _show(loaded, planned)
+        tokenised = tokenise(fetch(planned, say=say, progress=progress), say=say)
+    ready = settle(tokenised, *machine_here(loaded, inspected, calibrated=calibrated), choose=kept)
+    _refuse_unfit(loaded, ready.planned)
+    if planned.manifest is None:
+        _show_changes(loaded, planned, ready.planned)
+    else:
+        _show(loaded, ready.planned)
+    _show_data(tokenised.rows.summary)
+    if planned.manifest is not None:
+        write_status(f"resuming after step {planned.manifest.step}: weights, states, schedule and data position")
+    return ready
 
-        self._refuse_unfit(prepared)
-        if self._shown is None or not _alike(self._shown.plan, prepared.plan):
-            self._show(prepared)
-        else:
-            if self._shown.total_steps != prepared.total_steps:  # the data decided
-                self._show_length(prepared)
-            _say_growth(self._shown.plan, prepared.plan)
-        assert prepared.rows is not None
-        summary = prepared.rows.summary
-        formats = ", ".join(f"{Path(path).name}: {name}" for path, name in summary.formats)
-        write_status(
-            f"data: {_some(summary.samples, 'sample')} ({formats}) in {_some(summary.rows, 'row')}, "
-            f"{_some(summary.tokens, 'token')}, {summary.label_tokens:,} learnt from; {summary.truncated:,} truncated, "
-            f"{summary.split:,} split, {summary.dropped:,} dropped, "
-            f"{_some(summary.without_loss, 'row')} without a label left out"
-        )
-        show_sample(status_console(), summary.preview)
-        if prepared.manifest is not None:
-            write_status(f"resuming after step {prepared.manifest.step}: weights, states, schedule and data position")
 
-    @property
-    def changes(self) -> str:
-        """Where changes that help are found: each is planned, which takes a while, and none is named that was not."""
-        return f"`{command_of(self.loaded, 'plan')}` plans the smallest changes that help"
+def _advice(loaded: LoadedRecipe) -> str:
+    """Names the command that looks for changes that help: each is planned, which takes a while."""
+    return f"`{command_of(loaded, 'plan')}` plans the smallest changes that help"
 
-    def _refuse_unfit(self, prepared: Prepared) -> None:
-        """Shows a plan that does not fit, and ends there: before weights are fetched, and again with rows and all."""
-        check_export(prepared.recipe, prepared.model_dir)
-        if problems := plan_problems(prepared.plan, room_of(prepared)):
-            self._show(prepared)
-            raise PlanError("the run does not fit: " + "; ".join(problems), hint=self.changes)
 
-    def _show(self, prepared: Prepared) -> None:
-        from .render.plan_screen import show_plan
+def _refuse_unfit(loaded: LoadedRecipe, planned: Planned) -> None:
+    """Shows a plan that does not fit, and ends there."""
+    check_export(planned.recipe, planned.model_dir)
+    if problems := plan_problems(planned.plan, room_of(planned)):
+        _show(loaded, planned)
+        raise PlanError("the run does not fit: " + "; ".join(problems))
 
-        self._shown = prepared
-        spared = None
-        if self._search is not None:
-            spared = spared_of(self._search[0], prepared.plan, prepared.model, prepared.hardware, self._search[1])
-        show_plan(status_console(), replace(self._facts(prepared), spared=spared), verbose=False)
 
-    def _show_length(self, prepared: Prepared) -> None:
-        from .render.plan_screen import show_length
+def _show(loaded: LoadedRecipe, planned: Planned) -> None:
+    from .render.plan_screen import show_plan
 
-        show_length(status_console(), self._facts(prepared))
+    show_plan(status_console(), _facts(loaded, planned), verbose=False)
 
-    def _facts(self, prepared: Prepared) -> RunFacts:
-        return replace(facts_of(prepared, room_of(prepared)), advice=self.changes)
+
+def _facts(loaded: LoadedRecipe, planned: Planned) -> RunFacts:
+    return replace(facts_of(planned, room_of(planned)), advice=_advice(loaded))
+
+
+def _show_changes(loaded: LoadedRecipe, shown: Planned, now: Planned) -> None:
+    """Shows what is different from the plan that was shown."""
+    from .render.plan_screen import show_length
+
+    if not _alike(shown.plan, now.plan):
+        _show(loaded, now)
+        return
+    if shown.total_steps != now.total_steps:  # the data decided
+        show_length(status_console(), _facts(loaded, now))
+    before, peak = gib(shown.plan.predicted.cpu_peak), gib(now.plan.predicted.cpu_peak)
+    if before != peak:  # what the run is held to and compared with
+        budget = gib(now.plan.cpu_budget)
+        write_status(f"RAM: a peak of {peak} with the data at hand, of {budget}; without it {before}, as above")
 
 
 def _alike(one: Plan, other: Plan) -> bool:
-    """Whether they do the same, whatever the process had grown to by then."""
+    """Compares what two plans do, whatever the process had grown to by then."""
     same: dict[str, Any] = {"memory": (), "predicted": other.predicted, "cpu_budget": other.cpu_budget}
     return replace(one, **same) == replace(other, memory=())
 
 
-def _say_growth(shown: Plan, plan: Plan) -> None:
-    """The peak that the run is held to and compared with, where another one was shown."""
-    before, now = gib(shown.predicted.cpu_peak), gib(plan.predicted.cpu_peak)
-    if before != now:
-        write_status(f"RAM: a peak of {now} with the data at hand, of {gib(plan.cpu_budget)}; without it {before}, as above")
+def _show_data(summary: DataSummary) -> None:
+    """Counts samples, rows and tokens, and shows one decoded sample with its mask."""
+    from .render.sample import show_sample
+
+    formats = ", ".join(f"{Path(path).name}: {name}" for path, name in summary.formats)
+    write_status(
+        f"data: {_some(summary.samples, 'sample')} ({formats}) in {_some(summary.rows, 'row')}, "
+        f"{_some(summary.tokens, 'token')}, {summary.label_tokens:,} learnt from; {summary.truncated:,} truncated, "
+        f"{summary.split:,} split, {summary.dropped:,} dropped, "
+        f"{_some(summary.without_loss, 'row')} without a label left out"
+    )
+    show_sample(status_console(), summary.preview)
 
 
 def _some(number: int, what: str) -> str:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.training.prepare import Prepared
+from fuyou_cli.training.steps import Planned
 
 from .console import write_status
 
@@ -39,14 +39,14 @@ def claimed(out: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def note_of_an_earlier_run(prepared: Prepared) -> str | None:
+def note_of_an_earlier_run(planned: Planned) -> str | None:
     """Of a run that begins where an earlier one wrote its log, though nobody asked it to start over: what was saved then is
     not where this recipe looks for it."""
-    log = Path(prepared.recipe.output_dir).expanduser() / "log.jsonl"
-    begins = prepared.manifest is None and prepared.recipe.checkpoint.resume != "never"
+    log = Path(planned.recipe.output_dir).expanduser() / "log.jsonl"
+    begins = planned.manifest is None and planned.recipe.checkpoint.resume != "never"
     if not begins or not log.is_file() or not log.stat().st_size:
         return None
     return (
-        f"note: {log} is of an earlier run, of which nothing is saved in {prepared.directories[0]}: this one begins with "
+        f"note: {log} is of an earlier run, of which nothing is saved in {planned.directories[0]}: this one begins with "
         "step 1, and keeps that log beside its own (to go on instead, stop here, and name that run's offload.dir)"
     )

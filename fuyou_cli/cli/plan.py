@@ -6,7 +6,6 @@ one that cannot be trained yet. A described machine stands in for this one in ev
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from .console import result_console, write_document, write_json, write_status
 
 if TYPE_CHECKING:
     from fuyou_cli.advice.facts import RunFacts
-    from fuyou_cli.advice.planning import Outcome, Planning
+    from fuyou_cli.advice.planning import Outcome
     from fuyou_cli.recipe.load import LoadedRecipe
 
 
@@ -40,7 +39,6 @@ def run_plan(loaded: LoadedRecipe, options: PlanOptions) -> bool:
     """Plan, and return whether the run fits. Raises PlanError where there is no plan at all (with --json also said on stdout),
     and UsageError for options that exclude each other."""
     from fuyou_cli.advice.plan_files import check_target
-    from fuyou_cli.advice.planning import Planning
 
     from .validate import config_of, config_text
 
@@ -51,11 +49,11 @@ def run_plan(loaded: LoadedRecipe, options: PlanOptions) -> bool:
     extra: dict[str, Any] = {"config": config_of(loaded)} if options.show_config else {}
     if options.show_config and not options.json_output:
         write_document(config_text(loaded))
-    planning, notes = Planning(), _Notes()
+    notes = _Notes()
     if options.hardware is None:
         check_output(loaded.recipe)
     try:
-        outcome = _planned(loaded, options, planning, notes)
+        outcome = _planned(loaded, options, notes)
     except PlanError as error:
         notes.write()
         if options.json_output:
@@ -63,7 +61,7 @@ def run_plan(loaded: LoadedRecipe, options: PlanOptions) -> bool:
         raise
     if options.hardware is None:
         check_export(loaded.recipe, outcome.prepared.model_dir)  # before a word is said: what is refused does not fit
-    facts = replace(_facts(loaded, options, outcome, planning), notes=tuple(notes.kept))
+    facts = replace(_facts(loaded, options, outcome), notes=tuple(notes.kept))
     if options.json_output:
         from .render.plan_json import plan_json
 
@@ -74,7 +72,7 @@ def run_plan(loaded: LoadedRecipe, options: PlanOptions) -> bool:
 
         show_plan(result_console(), facts, verbose=options.verbose)
     if options.out is not None:
-        _write(options.out, outcome, planning)
+        _write(options.out, outcome)
     return not outcome.problems
 
 
@@ -97,56 +95,47 @@ class _Notes:
             write_status(note if note.startswith("warning: ") else f"note: {note}")
 
 
-def _planned(loaded: LoadedRecipe, options: PlanOptions, planning: Planning, say: Callable[[str], None]) -> Outcome:
+def _planned(loaded: LoadedRecipe, options: PlanOptions, notes: _Notes) -> Outcome:
     from fuyou_cli.advice.planning import Outcome
-    from fuyou_cli.training.length import counted_rows, steps_of
-    from fuyou_cli.training.replan import replanned
+    from fuyou_cli.machine.described import described
 
-    from .prepared import prepared_elsewhere, prepared_for
+    from .planned import planned_elsewhere, planned_here
 
+    measured = not options.dry_run
     if options.hardware is not None:
-        from fuyou_cli.machine.described import described
-
-        prepared = prepared_elsewhere(loaded, described(options.hardware), choose=planning, say=say)
+        planned = planned_elsewhere(loaded, described(options.hardware), count=measured, say=notes)
     else:
-        prepared = prepared_for(
-            loaded, measure=not options.dry_run, calibrated=options.calibrated, planning_only=True, choose=planning, say=say
-        )
-    if not options.dry_run and not prepared.total_steps:  # epochs: the data says how long they are
-        rows = counted_rows(prepared.recipe, prepared.tokenizer_dir, say)
-        prepared = replace(prepared, epoch_rows=rows, total_steps=steps_of(prepared.recipe, rows))
-        if prepared.steps_left and prepared.plan.sustained:  # as of a long run, which it may not be
-            prepared = replanned(prepared, prepared.recipe, choose=planning)
-    return Outcome(changes=(), prepared=prepared, room=room_of(prepared, described=options.hardware is not None))
+        planned = planned_here(loaded, measure=measured, calibrated=options.calibrated, count=measured, say=notes)
+    return Outcome(changes=(), prepared=planned, room=room_of(planned, described=options.hardware is not None))
 
 
-def _facts(loaded: LoadedRecipe, options: PlanOptions, outcome: Outcome, planning: Planning) -> RunFacts:
+def _facts(loaded: LoadedRecipe, options: PlanOptions, outcome: Outcome) -> RunFacts:
     """Collect what is known of the plan, and find by planning again what else could be."""
     from fuyou_cli.advice.changes import changes_that_help
     from fuyou_cli.advice.compare import comparison
     from fuyou_cli.advice.facts import facts_of
     from fuyou_cli.advice.planning import Elsewise
 
-    from .prepared import command_of
+    from .planned import command_of
 
     prepared, described = outcome.prepared, options.hardware is not None
     facts = facts_of(prepared, outcome.room, described=described, command=command_of(loaded))
-    facts = replace(facts, spared=planning.spared(prepared))
     if not outcome.passes():
         elsewise = Elsewise(loaded=loaded, prepared=prepared, described=described)
         changes = tuple(changes_that_help(elsewise, fits=not outcome.problems))
         facts = replace(facts, changes=changes, tried=elsewise.plans)
-    if options.compare and planning.too_small is None and planning.found is not None and planning.wishes is not None:
-        facts = replace(facts, compared=comparison(prepared, planning.found, planning.wishes))
+    if options.compare and prepared.found is not None and prepared.fits_ram:
+        facts = replace(facts, compared=comparison(prepared, prepared.found))
     return facts
 
 
-def _write(path: Path, outcome: Outcome, planning: Planning) -> None:
+def _write(path: Path, outcome: Outcome) -> None:
     from fuyou_cli.advice.plan_files import write_plan
 
     if outcome.problems:
         write_status(f"plan: {path} was not written, because the run does not fit")
         return
-    assert planning.found is not None and planning.wishes is not None
-    write_plan(path, outcome.prepared, planning.wishes, planning.found.best.choice)
+    planned = outcome.prepared
+    assert planned.found is not None
+    write_plan(path, planned, planned.wishes, planned.found.best.choice)
     write_status(f"plan: written to {path}; to run it: fuyou finetune RECIPE --plan {path}")

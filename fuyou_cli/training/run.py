@@ -36,7 +36,6 @@ from .busy import busy_seconds
 from .first_steps import FirstSteps
 from .limits import gpu_most
 from .memory_watch import MemoryWatch
-from .prepare import Prepared
 from .rates import learning_rate
 from .report import RunReport, StepReport
 from .reporting import Steps, run_report, settling_steps, timeline
@@ -47,6 +46,7 @@ from .state.parts import STORE_FILE, write_parts
 from .state.resume import check_same_store, check_unchanged
 from .state.saver import Saver, Standing
 from .state.storage import StageFiles, check_space, check_stages
+from .steps import Planned, Ready
 from .stopping import StopRequests
 from .trimming import Trimming
 
@@ -58,7 +58,7 @@ class Run:
 
     def __init__(
         self,
-        prepared: Prepared,
+        ready: Ready,
         *,
         memory_now: Callable[[], int],
         memory_highest: Callable[[], int] = lambda: 0,
@@ -67,19 +67,20 @@ class Run:
         announce: Callable[[str], None] = lambda text: None,
         ends_process: bool = False,
     ) -> None:
-        self.prepared, self.plan, self.model = prepared, prepared.plan, prepared.model
+        planned = ready.planned
+        self.ready, self.planned, self.plan, self.model = ready, planned, planned.plan, planned.model
         self.memory = MemoryWatch(memory_now, memory_highest)
         self._trimming = Trimming(
             model=self.model, plan=self.plan, now=self.memory.look, reached=self.memory.reached, trim=trim
         )
-        self.standing = Standing.of(prepared.manifest)
+        self.standing = Standing.of(planned.manifest)
         self._announce = announce
         self.stopping = StopRequests(announce, to_the_end=ends_process)
         self.stopping.may_abandon, self.stopping.at_stake = self._may_abandon, self._at_stake
         self._training = self._in_step = self._saving = self._telling = False
-        self._limits = RunLimits(prepared.recipe, prepared.plan)
-        self._first_steps = FirstSteps(prepared.model, say=announce)
-        self._steps = Steps(settling=settling_steps(prepared.plan, resumed=prepared.manifest is not None))
+        self._limits = RunLimits(planned.recipe, planned.plan)
+        self._first_steps = FirstSteps(planned.model, say=announce)
+        self._steps = Steps(settling=settling_steps(planned.plan, resumed=planned.manifest is not None))
         self._began = time.monotonic()
         with ExitStack() as opening:
             opening.enter_context(self.stopping)  # the last to be closed
@@ -101,26 +102,26 @@ class Run:
     # ---- opening and closing -------------------------------------------------------------------------------------
 
     def _open(self, free_space: Callable[[Path], int]) -> None:
-        plan, prepared = self.plan, self.prepared
+        plan, planned = self.plan, self.planned
         torch.set_num_threads(plan.numerics.torch_threads)
-        random_states.seed(prepared.recipe.seed)
+        random_states.seed(planned.recipe.seed)
         self._claim_folders(free_space)
         arena = self._stack.enter_context(_open_arena(plan.arena_size))
-        self._device_most = gpu_most(prepared.recipe, prepared.hardware)
+        self._device_most = gpu_most(planned.recipe, planned.hardware)
         self.device = open_device(plan.device, memory=self._device_most)
         self._stack.callback(self.device.close)  # its copies reach into the arena: closed before that is unmapped
         self._open_store()
         names = {stage.index: stage.name for stage in self.model.stages}
         patience = Patience(self._announce, progress=self._moved, where=self._where)
         redo = plan.store_mode == "redo"  # whose manifests say what was written of gradients
-        options = DaemonOptions.of(plan.io, data_sums=prepared.recipe.offload.verify_reads, write_sums=redo)
+        options = DaemonOptions.of(plan.io, data_sums=planned.recipe.offload.verify_reads, write_sums=redo)
         self.daemon = self._stack.enter_context(SwapDaemon(arena, self.store, options, label_names=names, patience=patience))
         self.host_memory = memory = HostMemory(arena)
         self._pin(memory.tensor(Span(offset=0, size=arena.size), torch.uint8))
-        self.optimizer = _optimizer(prepared)
+        self.optimizer = _optimizer(planned)
         with self._naming_device_memory():
             self.executor = Executor(
-                anatomy=prepared.anatomy,
+                anatomy=planned.anatomy,
                 model=self.model,
                 plan=plan,
                 daemon=self.daemon,
@@ -134,7 +135,7 @@ class Run:
         self.executor.after_visit = self._after_visit
         self.files = StageFiles(model=self.model, plan=plan, daemon=self.daemon, memory=memory)
         self.saver = self.executor.moves.committing = Saver(
-            prepared,
+            self.ready,
             self.standing,
             files=self.files,
             residency=self.executor.residency,
@@ -144,7 +145,7 @@ class Run:
             patience=patience,
         )
         self._stack.callback(self.saver.close)
-        self.rates = learning_rate(prepared.recipe, prepared.total_steps)
+        self.rates = learning_rate(planned.recipe, planned.total_steps)
 
     def _naming_device_memory(self) -> AbstractContextManager[None]:
         return device_memory.named(self.device, self.plan, self._device_most, self._where)
@@ -156,14 +157,14 @@ class Run:
 
     def _claim_folders(self, free_space: Callable[[Path], int]) -> None:
         """A saved run is still the one that was planned for, and the store's folders are there and large enough."""
-        plan, prepared = self.plan, self.prepared
-        self.paths = [directory / STORE_FILE for directory in prepared.directories]
-        if prepared.manifest is not None:
-            check_same_store(prepared.manifest, self.paths, stripe=plan.io.stripe)
-            check_stages(prepared.manifest, self.model, plan)
+        plan, planned = self.plan, self.planned
+        self.paths = [directory / STORE_FILE for directory in planned.directories]
+        if planned.manifest is not None:
+            check_same_store(planned.manifest, self.paths, stripe=plan.io.stripe)
+            check_stages(planned.manifest, self.model, plan)
         else:
-            check_loading(prepared.recipe, plan)
-        for directory, path in zip(prepared.directories, self.paths, strict=True):
+            check_loading(planned.recipe, plan)
+        for directory, path in zip(planned.directories, self.paths, strict=True):
             own_folder(directory)
             if path.is_file() and path.stat().st_nlink > 1:
                 raise UsageError(f"{path} has a second name (hard link), which would be written over", hint="move it away")
@@ -171,12 +172,12 @@ class Run:
 
     def _open_store(self) -> None:
         """The store, locked; only then is its manifest sure to stay what it was."""
-        plan, prepared = self.plan, self.prepared
-        self._unnamed = [path for path in self.paths if prepared.manifest is None and _is_missing(path)]
+        plan, planned = self.plan, self.planned
+        self._unnamed = [path for path in self.paths if planned.manifest is None and _is_missing(path)]
         self.store = self._stack.enter_context(Store.open(self.paths, stripe=plan.io.stripe, size=plan.store_size, create=True))
         self._stack.callback(self._remove_unnamed)
-        start_over = prepared.recipe.checkpoint.resume == "never"
-        check_unchanged(prepared.manifest, self.paths[0].parent, start_over=start_over)
+        start_over = planned.recipe.checkpoint.resume == "never"
+        check_unchanged(planned.manifest, self.paths[0].parent, start_over=start_over)
 
     def _remove_unnamed(self) -> None:
         """A run that ends before it loads leaves none of the files it made: they are as large as the whole store, and nothing
@@ -195,7 +196,7 @@ class Run:
     def load(self, progress: Callable[[int], None]) -> None:
         """The model's weights as the store's generation 0, or the saved run's state. `progress` hears of parameters loaded, or
         of bytes of the saved state that were read and found as they were written."""
-        saved = self.prepared.manifest
+        saved = self.planned.manifest
         with self.stopping.during("loading"), self._telling_what_is_saved():
             self._unnamed.clear()  # a manifest names them, or is about to
             if saved is not None:
@@ -203,7 +204,7 @@ class Run:
                 return
             self.saver.give_up_what_was()
             write_parts(self.standing.run, [path.parent for path in self.paths])
-            self.files.load(self.prepared.entries, self.executor.residency.records, progress)
+            self.files.load(self.ready.tokenised.fetched.entries, self.executor.residency.records, progress)
 
     # ---- stepping ------------------------------------------------------------------------------------------------
 
@@ -219,7 +220,7 @@ class Run:
             self.executor.skipped = self.standing.skipped
             self._limits.begin(self.step, self._written)
             limit = None
-            while self.step < self.prepared.total_steps:
+            while self.step < self.planned.total_steps:
                 limit = self._limit_reached()
                 report = None if self.stopping.requested or limit else self._one_step()
                 if report is None:
@@ -231,9 +232,9 @@ class Run:
                 on_step(report)
                 self._telling = False
             self.save()
-            if self.step < self.prepared.total_steps:
+            if self.step < self.planned.total_steps:
                 why = f": {limit}" if limit else ""
-                raise Interrupted(f"stopped after step {self.step} of {self.prepared.total_steps}{why}")
+                raise Interrupted(f"stopped after step {self.step} of {self.planned.total_steps}{why}")
 
     @property
     def _written(self) -> int:
@@ -263,12 +264,11 @@ class Run:
 
     def _one_step(self) -> StepReport | None:
         """None where it was given up on request."""
-        prepared = self.prepared
-        assert prepared.rows is not None and prepared.sampler is not None
+        planned, tokenised = self.planned, self.ready.tokenised
         batch = collate(
-            prepared.rows,
-            prepared.sampler.batch(self.step),
-            pad_id=prepared.rows.summary.pad_id,
+            tokenised.rows,
+            tokenised.sampler.batch(self.step),
+            pad_id=tokenised.rows.summary.pad_id,
             max_len=self.plan.numerics.max_seq_len,
         )
         ids, labels = batch.tensors()
@@ -277,10 +277,10 @@ class Run:
         self.daemon.events(), self.device.copies()
         begin = time.monotonic()
         self._in_step = True
-        self.executor.may_skip = self.standing.skipped_in_row < prepared.recipe.train.skip_nonfinite
+        self.executor.may_skip = self.standing.skipped_in_row < planned.recipe.train.skip_nonfinite
         try:
             with self._naming_device_memory():
-                outcome = self.executor.step(ids, labels, step=number, lr=lr, last=number == prepared.total_steps)
+                outcome = self.executor.step(ids, labels, step=number, lr=lr, last=number == planned.total_steps)
         except StepAbandoned:
             self._in_step = False
             return None
@@ -295,7 +295,7 @@ class Run:
         return self._measured(outcome, lr, batch.tokens, begin, seconds, before, stalls_before)
 
     def _say_skipped(self, why: str) -> None:
-        row, most = self.standing.skipped_in_row, self.prepared.recipe.train.skip_nonfinite
+        row, most = self.standing.skipped_in_row, self.planned.recipe.train.skip_nonfinite
         self._announce(f"{why};\nit is skipped and changes nothing, {row} in a row of at most {most}")
 
     def _measured(
@@ -318,7 +318,7 @@ class Run:
         moved = timeline(outcome, self.daemon.events(), self.device.copies(), begin=begin, model=self.model)
         return StepReport(
             step=self.step,
-            total_steps=self.prepared.total_steps,
+            total_steps=self.planned.total_steps,
             loss=outcome.loss,
             lr=lr,
             grad_norm=outcome.grad_norm,
@@ -440,7 +440,7 @@ class Run:
         folder, step = self.paths[0].parent, self.saver.saved_step
         if not step:
             return f"{'no step is saved' if self.step else 'nothing was trained yet'}: the same command starts again"
-        without = ", without checkpoint.resume=never," if self.prepared.recipe.checkpoint.resume == "never" else ""
+        without = ", without checkpoint.resume=never," if self.planned.recipe.checkpoint.resume == "never" else ""
         return f"the state after step {step} is saved in {folder}: the same command{without} goes on from there"
 
     def save(self) -> None:
@@ -463,7 +463,7 @@ class Run:
             seconds=time.monotonic() - self._began,
             ram_peak=self.memory.peak,
             written_total=self._written,
-            output_dir=self.prepared.recipe.output_dir,
+            output_dir=self.planned.recipe.output_dir,
         )
 
 
@@ -480,8 +480,8 @@ def _is_missing(path: Path) -> bool:
     return False
 
 
-def _optimizer(prepared: Prepared) -> Optimizer:
-    optimizer = prepared.recipe.optimizer
+def _optimizer(planned: Planned) -> Optimizer:
+    optimizer = planned.recipe.optimizer
     return Optimizer(
         lr=optimizer.lr,
         beta1=optimizer.betas[0],

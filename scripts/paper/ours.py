@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from proof.on_paper import recipe_of
 
-from fuyou_cli.advice.planning import Elsewise, Outcome, Planning
+from fuyou_cli.advice.planning import Elsewise, Outcome
 from fuyou_cli.advice.room import room_of
-from fuyou_cli.cli.prepared import prepared_elsewhere
+from fuyou_cli.cli.planned import planned_elsewhere
 from fuyou_cli.core.errors import PlanError
 from fuyou_cli.machine.described import described
 from fuyou_cli.spec.hardware import HardwareProfile
@@ -189,7 +189,7 @@ def plan_of(case: Case) -> Ours:
     uncommitted = {"commit_every_steps": None}  # as there
     with recipe_of(config, length=given.LENGTH, train=train, overrides=case.settings, checkpoint=uncommitted) as loaded:
         try:
-            prepared = prepared_elsewhere(loaded, case.hardware, choose=Planning())
+            prepared = planned_elsewhere(loaded, case.hardware)
         except PlanError as error:
             return Ours(**named, problem=error.message)  # type: ignore[arg-type]
         outcome = Outcome(changes=(), prepared=prepared, room=room_of(prepared, described=True))

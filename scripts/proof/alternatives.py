@@ -22,8 +22,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fuyou_cli.advice.plan_files import write_plan
-from fuyou_cli.advice.planning import Elsewise, Planning, alternative
-from fuyou_cli.cli.prepared import prepared_for
+from fuyou_cli.advice.planning import Elsewise, alternative
+from fuyou_cli.cli.planned import planned_here
 from fuyou_cli.core.errors import PlanError
 from fuyou_cli.core.units import MiB
 from fuyou_cli.planner.bound import lower_bound
@@ -31,13 +31,13 @@ from fuyou_cli.planner.choice import Choice, family
 from fuyou_cli.planner.costs import Costs
 from fuyou_cli.planner.place import made_of
 from fuyou_cli.planner.schedule import plan_schedule
-from fuyou_cli.planner.search import timed
+from fuyou_cli.planner.search import Found, search, timed
 from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan
-from fuyou_cli.training.prepare import Prepared
+from fuyou_cli.training.steps import Planned
 
 ALL, AMONG = 10, 30
 DRAWN = 5
@@ -52,7 +52,7 @@ class Candidate:
     """A plan under its name, and what turns the recipe into the one that it is a plan of."""
 
     name: str
-    prepared: Prepared
+    prepared: Planned
     wishes: Wishes
     choice: Choice
     overrides: tuple[str, ...] = ()
@@ -76,21 +76,23 @@ def alike(plan: Plan) -> object:
     return plan.stages, plan.slot_classes, plan.boundary_slots, plan.lookahead, plan.numerics
 
 
-class Roomy(Planning):
-    """The planner's choice in a little less memory than there is."""
+class Roomy:
+    """The planner's choice in a little less memory than there is, and what it was chosen from."""
+
+    wishes: Wishes | None = None
+    found: Found | None = None
 
     def __call__(self, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
-        plan = super().__call__(model, hardware, replace(wishes, cpu_budget=wishes.cpu_budget - MARGIN))
-        if self.too_small is not None:
-            raise self.too_small
-        return plan
+        self.wishes = replace(wishes, cpu_budget=wishes.cpu_budget - MARGIN)
+        self.found = search(model, hardware, self.wishes)
+        return timed(self.found.best, model, hardware, self.wishes)
 
 
 def candidates(recipe: Path, seed: int) -> list[Candidate]:
     """The chosen one first."""
     loaded = load_recipe(recipe, [])
     planning = Roomy()
-    prepared = prepared_for(loaded, planning_only=True, choose=planning)
+    prepared = planned_here(loaded, choose=planning)
     assert planning.found is not None and planning.wishes is not None
     best = Candidate(name="chosen", prepared=prepared, wishes=planning.wishes, choice=planning.found.best.choice)
     found = [best]

@@ -5,19 +5,25 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
+from fuyou_cli.checkpoint.hub import Progress
 from fuyou_cli.machine import probe
 from fuyou_cli.machine.profile import assumed_hardware
 from fuyou_cli.recipe.load import load_recipe
+from fuyou_cli.recipe.schema import Recipe
+from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.training.exporting import export_store
-from fuyou_cli.training.prepare import Prepared, prepare
+from fuyou_cli.training.plan_step import plan, settle
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.stored import Manifest
+from fuyou_cli.training.steps import Planned, Ready, fetch, inspect, resolve, tokenise, unheard
 
 from .conftest import Project
 
@@ -25,9 +31,31 @@ STEPS = 6
 Between = Callable[[Run], None]
 
 
-def prepared_run(project: Project) -> Prepared:
+def silent(text: str) -> None:
+    pass
+
+
+def planned(
+    recipe: Recipe, hardware: HardwareProfile | None = None, *, to_run: bool = False, here: bool = True,
+    say: Callable[[str], None] = silent, **options: Any,
+) -> Planned:  # fmt: skip
+    """For a machine, or for this one with assumed rates."""
+    inspected = inspect(resolve(recipe, to_run=to_run, here=here, say=say), say=say)
+    return plan(inspected, hardware or assumed_hardware(device=inspected.device), say=say, **options)
+
+
+def prepared_run(project: Project, *, say: Callable[[str], None] = silent, progress: Progress = unheard) -> Ready:
     recipe = load_recipe(project.recipe).recipe
-    return prepare(recipe, probe=lambda device: assumed_hardware(device=device), say=lambda message: None)
+    inspected = inspect(resolve(recipe, say=say, progress=progress), say=say)
+    first = plan(inspected, assumed_hardware(device=inspected.device), say=say)
+    tokenised = tokenise(fetch(first, say=say, progress=progress), say=say)
+    return settle(tokenised, assumed_hardware(device=inspected.device))
+
+
+def resolved_as(planned: Planned, **changes: Any) -> Planned:
+    """The same plan, with other fields of what was resolved."""
+    resolved = replace(planned.inspected.resolved, **changes)
+    return replace(planned, inspected=replace(planned.inspected, resolved=resolved))
 
 
 def train(project: Project, between: Between | None = None) -> tuple[list[float], Path]:

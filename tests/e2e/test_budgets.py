@@ -12,7 +12,7 @@ from fuyou_cli.machine.described import described
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.plan import Numerics
 from fuyou_cli.training.limits import gpu_limit, gpu_most
-from fuyou_cli.training.prepare import wishes
+from fuyou_cli.training.recipe_wishes import wishes
 
 from .conftest import Project
 

@@ -80,7 +80,11 @@ def test_a_run_that_dies_anywhere_is_the_same_run(
     expected = whole(changes)
     project = new_project("broken", changes)
     prepared = prepared_run(project)
-    visits, every, done = len(plan_schedule(prepared.model, prepared.plan).visits), prepared.plan.commit_every, 0
+    visits, every, done = (
+        len(plan_schedule(prepared.planned.model, prepared.planned.plan).visits),
+        prepared.planned.plan.commit_every,
+        0,
+    )
     draw = random.Random(place)
     assert place != "as the planner says, in RAM" or (every is not None and 1 < every < STEPS)
     for step in range(1, STEPS + 1):
@@ -263,7 +267,7 @@ def test_an_orderly_end_between_two_commits_saves_the_state(new_project: NewProj
     """And what is gone on with from there ends as if nobody had stopped."""
     changes = {**AUTO, "train.max_steps": STEPS}
     project = new_project(changes=changes)
-    every = prepared_run(project).plan.commit_every
+    every = prepared_run(project).planned.plan.commit_every
     assert every is not None and every > 1
     with pytest.raises(Interrupted, match=f"stopped after step 1 of {STEPS}"):
         train(project, interrupt(2, "forward"))
@@ -338,7 +342,7 @@ def _pending(manifest: Manifest) -> list[bool]:
 def test_redo_has_everything_once(new_project: NewProject, whole: Callable[..., Whole]) -> None:
     """The store's durable part; and a step dies with some of its stages updated, the others by their gradients."""
     twice, once = (new_project(mode, {"checkpoint.mode": mode}) for mode in ("in_place", "redo"))
-    plans = [prepared_run(project).plan for project in (twice, once)]
+    plans = [prepared_run(project).planned.plan for project in (twice, once)]
     sizes = []
     for plan in plans:
         rings = {stage.ring.offset: stage.ring for stage in plan.stages}.values()

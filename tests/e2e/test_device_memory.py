@@ -18,7 +18,7 @@ from fuyou_cli.training.device_memory import named
 from fuyou_cli.training.run import Run
 
 from .conftest import Project, Whole
-from .running import STEPS, prepared_run, train
+from .running import STEPS, prepared_run, resolved_as, train
 
 MiB = 1 << 20
 NewProject = Callable[..., Project]
@@ -29,7 +29,7 @@ def test_a_step_that_runs_out_names_the_key_and_is_gone_on_from(
     new_project: NewProject, capsys: pytest.CaptureFixture[str], whole: Callable[..., Whole]
 ) -> None:
     project = new_project(changes={**EMULATED, "offload.max_memory.gpu": "64MiB"})
-    planned = gib(prepared_run(project).plan.predicted.gpu_peak)
+    planned = gib(prepared_run(project).planned.plan.predicted.gpu_peak)
 
     def take_all(run: Run) -> None:
         assert isinstance(run.device, EmulatedDevice)
@@ -52,7 +52,8 @@ def test_a_run_does_not_open_beyond_its_limit(new_project: NewProject) -> None:
     """As where others have taken the device since it was planned for."""
     project = new_project(changes=EMULATED)
     less = load_recipe(project.recipe, ["offload.max_memory.gpu=1KiB"]).recipe
-    prepared = replace(prepared_run(project), recipe=less)
+    prepared = prepared_run(project)
+    prepared = replace(prepared, planned=resolved_as(prepared.planned, recipe=less))
     with (
         pytest.raises(DeviceMemoryError, match=r"^loading: out of device memory: .*offload\.max_memory\.gpu"),
         Run(prepared, memory_now=probe.process_bytes, free_space=probe.free_space),
@@ -83,7 +84,7 @@ class _Card(EmulatedDevice):
 def test_what_to_do_depends_on_what_is_there(
     new_project: NewProject, words: str | None, limit: int, free: int, advice: str
 ) -> None:
-    plan = prepared_run(new_project(changes=EMULATED)).plan
+    plan = prepared_run(new_project(changes=EMULATED)).planned.plan
     device = _Card(limit=limit, free=free)
     held = device.empty(4 * MiB)
     with pytest.raises(DeviceMemoryError) as ended, named(device, plan, limit, lambda: "here"):
@@ -106,7 +107,7 @@ def test_what_cannot_be_pinned_is_said_once_and_changes_nothing(
         run.load(lambda count: None)
         run.train(lambda report: None)
         assert run.losses == expected
-    size = gib(prepared.plan.arena_size)
+    size = gib(prepared.planned.plan.arena_size)
     assert [text.partition(":")[2].partition(":")[0].strip() for text in said if "pinned" in text] == [
         f"{size} of {size} of host memory could not be pinned"
     ]

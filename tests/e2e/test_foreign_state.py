@@ -17,12 +17,12 @@ from fuyou_cli.core.errors import UsageError
 from fuyou_cli.machine import probe
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training import run as runs
-from fuyou_cli.training.prepare import run_directories
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.state import folder_names, resume
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.companions import keep_companions
 from fuyou_cli.training.state.stored import Manifest, StoredStage
+from fuyou_cli.training.steps import run_directories
 
 from .conftest import Project, Whole
 from .running import STEPS, manifest_of, prepared_run, store_of, train
@@ -35,10 +35,8 @@ def _run(project: Project) -> Run:
 
 
 def _keep_companions(run: Run) -> None:
-    prepared = run.prepared
-    keep_companions(
-        run.paths[0].parent, prepared.recipe.tokenizer, model_dir=prepared.model_dir, tokenizer_dir=prepared.tokenizer_dir
-    )
+    found = run.planned.inspected.resolved
+    keep_companions(run.paths[0].parent, found.recipe.tokenizer, model_dir=found.model_dir, tokenizer_dir=found.tokenizer_dir)
 
 
 class _Killed(BaseException):

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from fuyou_cli.core.errors import PlanError
-from fuyou_cli.machine.profile import assumed_hardware
 from fuyou_cli.recipe.load import load_recipe
-from fuyou_cli.training.prepare import Prepared, prepare
+from fuyou_cli.training.steps import Planned
 
 from .conftest import Project
+from .running import planned
 
 
 @pytest.fixture
@@ -30,7 +28,7 @@ def project(new_project: Callable[..., Project]) -> Project:
     return project
 
 
-def _planned(project: Project, **train: Any) -> Prepared:
+def _planned(project: Project, **train: Any) -> Planned:
     keys = {f"train.{key}": value for key, value in train.items()}
     memory = keys.pop("train.memory", "1TB")
     project.write_recipe(
@@ -39,17 +37,14 @@ def _planned(project: Project, **train: Any) -> Prepared:
             "train.micro_batch_size": 1, "offload.max_memory": {"cpu": memory}, **keys,
         }
     )  # fmt: skip
-    recipe = load_recipe(project.recipe).recipe
-    return prepare(recipe, probe=lambda device: assumed_hardware(device=device), planning_only=True, say=lambda message: None)
+    return planned(load_recipe(project.recipe).recipe)
 
 
-def _least(project: Project, **train: Any) -> float:
-    """GiB of RAM that the refusal of a tiny budget names."""
-    with pytest.raises(PlanError) as refused:
-        _planned(project, memory="100MiB", **train)
-    found = re.search(r"([\d.]+) GiB of RAM is the least", refused.value.message)
-    assert found
-    return float(found[1])
+def _least(project: Project, **train: Any) -> int:
+    """Bytes of RAM that the plan of a tiny budget takes."""
+    least = _planned(project, memory="100MiB", **train)
+    assert not least.fits_ram
+    return least.plan.predicted.cpu_peak
 
 
 def test_auto_cuts_it_and_plans_with_less_than_half_the_memory(project: Project) -> None:

@@ -10,13 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuyou_cli.machine.described import described
-from fuyou_cli.machine.profile import assumed_hardware
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.plan import Numerics
 from fuyou_cli.training.micro_batches import MOST_TOKENS, fastest_size, larger_sizes, smaller_sizes, usual_size
-from fuyou_cli.training.prepare import prepare
 
 from .conftest import Project
+from .running import planned
 
 
 @given(st.integers(1, 96), st.integers(1, 16384))
@@ -92,12 +91,8 @@ def test_a_gpu_leaves_torch_few_threads(
 ) -> None:
     machine = replace(described("rtx4090,gen4,64GiB"), device=device, cores=cores)
     recipe = load_recipe(new_project().recipe, [f"train.threads={asked}", f"offload.device={device}"]).recipe
-    planned = prepare(recipe, probe=lambda device: machine, say=lambda message: None, planning_only=True, elsewhere=True)
-    assert planned.plan.numerics.torch_threads == threads
+    assert planned(recipe, machine, here=False).plan.numerics.torch_threads == threads
 
 
 def _numerics(project: Project, micro_batch_size: int | None) -> Numerics:
-    return prepare(
-        load_recipe(project.recipe).recipe, probe=lambda device: assumed_hardware(device=device), say=lambda message: None,
-        planning_only=True, micro_batch_size=micro_batch_size,
-    ).plan.numerics  # fmt: skip
+    return planned(load_recipe(project.recipe).recipe, micro_batch_size=micro_batch_size).plan.numerics

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import yaml
@@ -11,7 +10,7 @@ import yaml
 from fuyou_cli.advice.changes import candidates
 
 from .conftest import Project
-from .running import manifest_of
+from .running import manifest_of, resolved_as
 from .test_plan_command import HERE, Command, NewProject
 from .test_store_room import PLENTY, _planned
 
@@ -62,7 +61,7 @@ def test_a_saved_run_keeps_its_numbers_and_its_store(stopped: Project, monkeypat
     for fits in (True, False):
         found = [key for kind in candidates(prepared, fits=fits) for step in kind.steps for key in step]
         assert found and not [key for key in found if key.startswith(fixed)]
-    anew = list(candidates(replace(prepared, manifest=None), fits=False))
+    anew = list(candidates(resolved_as(prepared, manifest=None), fits=False))
     assert any(key.startswith("train.") for kind in anew for step in kind.steps for key in step)
 
 

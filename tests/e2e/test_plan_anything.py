@@ -12,10 +12,11 @@ import pytest
 import transformers
 from engine.test_configs import CONFIGS
 
-from fuyou_cli.core.errors import PlanError, UsageError
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.recipe.load import load_recipe
 
 from .conftest import Project
-from .test_preparing import prepared
+from .running import planned, prepared_run
 
 NewProject = Callable[..., Project]
 PLENTY = 1 << 50  # bytes of disk
@@ -66,16 +67,15 @@ def _mixture(materials: Path, folder: Path) -> Path:
 
 def test_a_run_is_still_refused(new_project: NewProject, materials: Path, tmp_path: Path) -> None:
     project = new_project(changes={"model.name_or_path": str(_mixture(materials, tmp_path / "mixture"))})
-    planned = prepared(project, planning_only=True)
+    found = planned(load_recipe(project.recipe).recipe)
     with pytest.raises(UsageError) as refused:
-        prepared(project)
-    assert planned.refusal == refused.value.message
+        prepared_run(project)
+    assert found.refusal == refused.value.message
     assert "choose among experts" in refused.value.message
 
 
 def test_a_plan_that_does_not_fit_tells_both(new_project: NewProject, materials: Path, tmp_path: Path) -> None:
     model = str(_mixture(materials, tmp_path / "mixture"))
     project = new_project(changes={"model.name_or_path": model, "offload.max_memory.cpu": "64MiB"})
-    with pytest.raises(PlanError, match="does not fit") as error:
-        prepared(project, planning_only=True)
-    assert [note.startswith("cannot be trained yet: MixtralForCausalLM") for note in error.value.__notes__] == [True]
+    found = planned(load_recipe(project.recipe).recipe)
+    assert not found.fits_ram and found.refusal is not None and found.refusal.startswith("MixtralForCausalLM")

@@ -12,11 +12,11 @@ import pytest
 from checkpoint.test_hub import Hub
 
 from fuyou_cli.core.errors import PlanError, UsageError
-from fuyou_cli.machine.profile import assumed_hardware
 from fuyou_cli.recipe.load import load_recipe
-from fuyou_cli.training.prepare import Prepared, prepare
+from fuyou_cli.training.steps import Planned
 
 from .conftest import Project
+from .running import planned, prepared_run
 
 WEIGHTS = "model.safetensors"
 
@@ -39,10 +39,8 @@ def server(materials: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     hub.server_close()
 
 
-def prepared(project: Project, said: list[str] | None = None, **options: Any) -> Prepared:
-    recipe = load_recipe(project.recipe).recipe
-    say = (lambda text: None) if said is None else said.append
-    return prepare(recipe, probe=lambda device: assumed_hardware(device=device), say=say, **options)
+def _planned(project: Project, said: list[str] | None = None) -> Planned:
+    return planned(load_recipe(project.recipe).recipe, say=([] if said is None else said).append)
 
 
 @pytest.mark.parametrize(
@@ -63,17 +61,8 @@ def test_a_run_that_cannot_be_is_refused_before_its_weights_are_fetched(
     project = new_project(changes={"model.name_or_path": "o/model", **change})
     project.recipe.write_text(project.recipe.read_text().replace("ROWS", str(project.materials / "rows.jsonl")))
     with pytest.raises(error, match=words):
-        prepared(project)
+        prepared_run(project)
     assert "config.json" in server.sent
-    assert WEIGHTS not in server.sent
-
-
-def test_whoever_hears_the_plan_may_refuse_it_before_the_weights(new_project: Callable[..., Project], server: Hub) -> None:
-    def refuse(*_: object) -> None:
-        raise PlanError("no room on the drive")
-
-    with pytest.raises(PlanError, match="no room"):
-        prepared(new_project(changes={"model.name_or_path": "o/model"}), planned=refuse)
     assert WEIGHTS not in server.sent
 
 
@@ -81,20 +70,21 @@ def test_a_download_is_announced_and_followed(new_project: Callable[..., Project
     changes = {"model.name_or_path": "o/model", "tokenizer.name_or_path": "o/tokenizer"}
     said: list[str] = []
     heard: list[tuple[str, int, int]] = []
-    found = prepared(new_project(changes=changes), said, progress=lambda *report: heard.append(report))
+    found = prepared_run(new_project(changes=changes), say=said.append, progress=lambda *report: heard.append(report))
     size = len(server.repositories["o/model"][WEIGHTS])
     assert ("downloading o/model", size, size) in heard
     assert {what for what, _, _ in heard} == {"downloading o/model", "downloading o/tokenizer"}
     assert f"downloading o/model: 1 files, {size:,} bytes" in said
     assert any(text.startswith("downloading o/tokenizer: 2 files") for text in said)
-    assert found.rows is not None and len(found.rows) == 64 and found.entries
-    assert found.tokenizer_dir != found.model_dir
+    resolved = found.planned.inspected.resolved
+    assert len(found.tokenised.rows) == 64 and found.tokenised.fetched.entries
+    assert resolved.tokenizer_dir != resolved.model_dir
 
 
 def test_a_plan_needs_neither_weights_nor_data(new_project: Callable[..., Project], server: Hub) -> None:
     changes = {"model.name_or_path": "o/model", "dataset.train": [{"path": "no/such/data.jsonl"}]}
     said: list[str] = []
-    assert prepared(new_project(changes=changes), said, planning_only=True).plan.predicted.cpu_peak > 0
+    assert _planned(new_project(changes=changes), said).plan.predicted.cpu_peak > 0
     assert WEIGHTS not in server.sent
     assert said[-1].startswith("note: dataset.train: no data files at no/such/data.jsonl: a run would be refused")
 
@@ -106,7 +96,7 @@ def test_notes_on_the_data_are_said(new_project: Callable[..., Project], tmp_pat
     for name in ("a_train", "extra", "test_x"):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     said: list[str] = []
-    prepared(new_project(changes={"dataset.train": [{"path": str(folder)}]}), said)
+    prepared_run(new_project(changes={"dataset.train": [{"path": str(folder)}]}), say=said.append)
     assert f"data: {folder}: 1 file taken (a_train.jsonl), 2 skipped as not of split train (extra.jsonl, test_x.jsonl)" in said
     assert any(text.startswith("note: in 4 of 4 samples no white space parts prompt and completion") for text in said)
 
@@ -119,7 +109,7 @@ def test_rows_seen_more_often_than_asked_and_special_tokens_are_noted(
     said: list[str] = []
     changes = {"dataset.train": [{"path": str(file)}], "train.max_steps": None, "train.epochs": 1}
     changes["lr_scheduler.warmup_steps"] = 0
-    assert prepared(new_project(changes=changes), said).total_steps == 1
+    assert prepared_run(new_project(changes=changes), say=said.append).planned.total_steps == 1
     assert any(text.startswith("note: 2 rows, batches of 4: each row is seen about 2 times per step") for text in said)
     assert any(text.startswith("note: 1 sample contains special tokens as text, e.g. few.jsonl:1 '<|end|>'") for text in said)
 
@@ -139,7 +129,7 @@ def test_a_tokenizer_of_another_model_is_refused(new_project: Callable[..., Proj
         project = new_project(name, {"tokenizer.name_or_path": str(folder)})
         words = f"tokenizer of {folder} gives the {what} id {number}, but {materials / 'model'} has .* below {size} only"
         with pytest.raises(UsageError, match=words):
-            prepared(project)
+            prepared_run(project)
         assert not project.out.joinpath("store").exists()
 
 
@@ -156,11 +146,11 @@ def test_positions_that_are_computed_only_warn(new_project: Callable[..., Projec
     for file in (materials / "model").glob("tokenizer*"):
         (model / file.name).write_bytes(file.read_bytes())
     said: list[str] = []
-    prepared(new_project(changes={"model.name_or_path": str(model)}), said, planning_only=True)
+    _planned(new_project(changes={"model.name_or_path": str(model)}), said)
     assert f"warning: dataset.max_seq_len: 24 is more than the 16 positions of {model}" in said[-1]
     said.clear()
     shorter = {"model.name_or_path": str(model), "dataset.max_seq_len": 16}
-    prepared(new_project("shorter", shorter), said, planning_only=True)
+    _planned(new_project("shorter", shorter), said)
     assert said == []
 
 
@@ -168,16 +158,16 @@ def test_a_warm_up_longer_than_the_epochs_are_is_refused(new_project: Callable[.
     """Shortened in silence, a run made longer later would go on at another rate."""
     schedule = {"lr_scheduler.name": "constant", "lr_scheduler.warmup_steps": 17}
     with pytest.raises(UsageError, match=r"lr_scheduler\.warmup_steps: a warm-up of 17 steps .* 16"):
-        prepared(new_project("short", {"train.max_steps": None, "train.epochs": 1, **schedule}))
-    longer = prepared(new_project("long", {"train.max_steps": None, "train.epochs": 2, **schedule}))
-    assert longer.total_steps == 32
+        prepared_run(new_project("short", {"train.max_steps": None, "train.epochs": 1, **schedule}))
+    longer = prepared_run(new_project("long", {"train.max_steps": None, "train.epochs": 2, **schedule}))
+    assert longer.planned.total_steps == 32
 
 
 def test_the_order_of_the_rows_is_in_the_plan(new_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = prepared(new_project("plain"))
+    plain = prepared_run(new_project("plain"))
     monkeypatch.setattr("fuyou_cli.data.Sampler.PEAK_BYTES", 24 + 1_000_000)
-    larger = prepared(new_project("larger"))
-    assert larger.plan.predicted.cpu_peak - plain.plan.predicted.cpu_peak == 64 * 1_000_000
+    larger = prepared_run(new_project("larger"))
+    assert larger.planned.plan.predicted.cpu_peak - plain.planned.plan.predicted.cpu_peak == 64 * 1_000_000
 
 
 def test_a_backend_that_was_not_built_is_refused_at_once(
@@ -185,12 +175,12 @@ def test_a_backend_that_was_not_built_is_refused_at_once(
 ) -> None:
     monkeypatch.setattr("fuyou_cli.swap.kernels.build_info", lambda: "gcc; no io_uring; portable")
     with pytest.raises(UsageError, match=r"offload\.io\.backend: io_uring"):
-        prepared(new_project("wants", {"offload.io": {"backend": "io_uring"}}), planning_only=True)
-    assert prepared(new_project("leaves"), planning_only=True).plan.io.backend == "auto"
+        _planned(new_project("wants", {"offload.io": {"backend": "io_uring"}}))
+    assert _planned(new_project("leaves")).plan.io.backend == "auto"
 
 
 def test_swapped_activations_are_planned_for_every_block(new_project: Callable[..., Project]) -> None:
-    plans = {way: prepared(new_project(way, {"offload.activations": way}), planning_only=True) for way in ("recompute", "swap")}
+    plans = {way: _planned(new_project(way, {"offload.activations": way})) for way in ("recompute", "swap")}
     assert all(stage.kept == () for stage in plans["recompute"].plan.stages)
     for stage, placed in zip(plans["swap"].model.stages, plans["swap"].plan.stages, strict=True):
         assert placed.kept == tuple(operator.index for operator in stage.operators)

@@ -45,7 +45,7 @@ def test_a_run_never_writes_more_than_its_limit(
 ) -> None:
     changes = {**changes, "train.max_steps": STEPS}
     project = new_project(changes=changes)
-    plan = prepared_run(project).plan
+    plan = prepared_run(project).planned.plan
     step = plan.predicted.written_per_step
     project.write_recipe({**changes, "offload.ssd_write_limit": loaded(plan) + step - 1})
     with pytest.raises(

@@ -15,9 +15,9 @@ import pytest
 from fuyou_cli.core.errors import FuyouError, Interrupted, NumericsError, UsageError
 from fuyou_cli.machine import probe
 from fuyou_cli.recipe.load import load_recipe
-from fuyou_cli.training.prepare import run_directories
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.state.parts import PART_FILE
+from fuyou_cli.training.steps import run_directories
 
 from .conftest import Project, Whole
 from .running import STEPS, exported, interrupt, manifest_of, prepared_run, store_of, train

@@ -156,7 +156,9 @@ def test_other_weights_of_the_same_shapes_are_refused_before_the_plan_is_shown(s
     other = stopped.folder / "model"
     shutil.copytree(stopped.materials / "model", other)
     stopped.write_recipe({"model.name_or_path": str(other), "train.max_steps": STEPS})
-    check_unchanged_run(manifest_of(stopped), prepared_run(stopped).fingerprints, total_steps=STEPS)  # a copy is the same
+    check_unchanged_run(
+        manifest_of(stopped), prepared_run(stopped).tokenised.fingerprints, total_steps=STEPS
+    )  # a copy is the same
     (file,) = other.glob("*.safetensors")
     weights = load_file(file)
     save_file({name: value * 1.01 for name, value in weights.items()}, file, metadata={"format": "pt"})
@@ -172,7 +174,7 @@ def test_a_state_without_a_mark_is_nobodys(stopped: Project) -> None:
     stopped.write_recipe({"train.max_steps": STEPS})
     saved = manifest_of(stopped)
     without = {name: value for name, value in saved.fingerprints.items() if name != "weights"}
-    marks = prepared_run(stopped).fingerprints
+    marks = prepared_run(stopped).tokenised.fingerprints
     check_unchanged_run(saved, marks, total_steps=STEPS)
     with pytest.raises(UsageError, match="the weights it began with"):
         check_unchanged_run(replace(saved, fingerprints=without), marks, total_steps=STEPS)
@@ -288,7 +290,7 @@ def test_the_export_computes_what_the_store_holds(new_project: Callable[..., Pro
     export_store(store, tmp_path / "export", dtype="float32", max_shard_size=1 << 16)
     assert len(list((tmp_path / "export").glob("*.safetensors"))) > 1
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
-    plain = AutoModelForCausalLM.from_config(prepared.anatomy.model.config).eval()
+    plain = AutoModelForCausalLM.from_config(prepared.planned.anatomy.model.config).eval()
     plain.load_state_dict({**weights, "lm_head.weight": weights["transformer.wte.weight"]})
     ids = torch.arange(40).view(2, 20)
     assert torch.equal(exported(input_ids=ids).logits, plain(input_ids=ids).logits)
@@ -332,7 +334,7 @@ def test_a_run_that_ends_before_its_store_is_named_leaves_none(new_project: Call
     """Interrupted as its GPU is set up, say: files of the whole store's size, which no manifest names. Others' stay."""
     project = new_project(changes={"offload.dir": [str(tmp_path / "one"), str(tmp_path / "two")]})
     prepared = prepared_run(project)
-    paths = [directory / STORE_FILE for directory in prepared.directories]
+    paths = [directory / STORE_FILE for directory in prepared.planned.directories]
     for there in (0, 1, 2):
         for path in paths[:there]:
             path.parent.mkdir(parents=True, exist_ok=True)

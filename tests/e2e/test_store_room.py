@@ -6,21 +6,22 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from fuyou_cli.advice import room as room_module
-from fuyou_cli.advice.room import described_store_room, plan_problems, room_of, store_room
+from fuyou_cli.advice.room import described_disks, disks_of, plan_problems, room_of
 from fuyou_cli.machine import probe
 from fuyou_cli.machine.described import described
 from fuyou_cli.machine.profile import assumed_hardware
 from fuyou_cli.recipe.load import load_recipe
-from fuyou_cli.training.prepare import Prepared, prepare, run_directories
+from fuyou_cli.training.plan_step import plan
+from fuyou_cli.training.recipe_wishes import DiskShare, StoreDisks
 from fuyou_cli.training.state.parts import STORE_FILE
+from fuyou_cli.training.steps import Planned, inspect, resolve, run_directories
 
 from .conftest import Project
+from .running import silent
 
 NewProject = Callable[..., Project]
 PLENTY = 10**12
@@ -31,11 +32,12 @@ def _slow_computer(device: str) -> Any:
     return replace(assumed_hardware(device=device), measured="2026-01-01", matmul_flops=1e6)
 
 
-def _planned(project: Project, monkeypatch: pytest.MonkeyPatch, free: int, *changes: str) -> Prepared:
+def _planned(project: Project, monkeypatch: pytest.MonkeyPatch, free: int, *changes: str) -> Planned:
     """On a machine whose disks say that `free` bytes are left."""
     monkeypatch.setattr(probe, "free_space", lambda path: free)
     recipe = load_recipe(project.recipe, changes).recipe
-    return prepare(recipe, probe=_slow_computer, say=lambda text: None, planning_only=True, store_room=store_room)
+    inspected = inspect(resolve(recipe, to_run=False, say=silent), say=silent)
+    return plan(inspected, _slow_computer(inspected.device), disks_of(inspected.resolved), say=silent)
 
 
 def _preallocated(path: Path, size: int) -> None:
@@ -70,11 +72,10 @@ def test_files_on_one_disk_share_it(new_project: NewProject, monkeypatch: pytest
     project = new_project(changes={"offload.dir": ["a", "b"], "export.at_end": False})
     monkeypatch.chdir(project.folder)
     monkeypatch.setattr(probe, "free_space", lambda path: 6 << 20)
-    hardware = assumed_hardware(project.folder)
 
     def room(*changes: str) -> int:
-        recipe = load_recipe(project.recipe, changes).recipe
-        return store_room(recipe, hardware, run_directories(recipe), project.materials / "model", 1 << 20)
+        resolved = resolve(load_recipe(project.recipe, changes).recipe, to_run=False, say=silent)
+        return disks_of(resolved).budget(resolved.recipe, 1 << 20)
 
     assert room() == 6 << 20
     assert room("export.at_end=true") == 5 << 20
@@ -92,13 +93,8 @@ def test_what_is_shown_as_available_is_what_the_search_went_by(
     project = new_project()
     prepared = _planned(project, monkeypatch, PLENTY)
     assert room_of(prepared).store == PLENTY - prepared.plan.predicted.export_bytes
-    assert room_of(replace(prepared, hardware=described("2xgen4,64GiB")), described=True).store < 4 * 10**12
-    monkeypatch.chdir(project.folder)
-    both = _planned(new_project("both", {"offload.dir": ["a", "b"], "export.at_end": False}), monkeypatch, PLENTY)
-    devices = {folder: SimpleNamespace(st_dev=number) for number, folder in enumerate(both.directories)}
-    monkeypatch.setattr(room_module, "existing", lambda path: SimpleNamespace(stat=lambda: devices[path]))
-    monkeypatch.setattr(probe, "free_space", lambda path: 4 * 10**12 if path == both.directories[0] else 5 * 10**11)
-    assert room_of(both).store == 10**12
+    shares = tuple(DiskShare(free=free, files=1, has_export=False) for free in (4 * 10**12, 5 * 10**11))
+    assert StoreDisks(shares=shares, total=10**13).budget(prepared.recipe, 10**11) == 10**12
 
 
 def test_a_described_machine_has_what_its_drives_have(new_project: NewProject) -> None:
@@ -107,7 +103,7 @@ def test_a_described_machine_has_what_its_drives_have(new_project: NewProject) -
 
     def room(*changes: str) -> int:
         recipe = load_recipe(project.recipe, changes).recipe
-        return described_store_room(recipe, machine, (), project.materials, 10**11)
+        return described_disks(machine).budget(recipe, 10**11)
 
     assert room("export.at_end=false") == 4 * 10**12
     assert room() == 39 * 10**11

@@ -19,7 +19,7 @@ def calls_of(project: Project, size: Callable[[int], int]) -> tuple[list[str], i
     """What happened, in order, in a process that has size(planned peak) bytes; visits of the run."""
     prepared = prepared_run(project)
     calls: list[str] = []
-    now = size(prepared.plan.predicted.cpu_peak)
+    now = size(prepared.planned.plan.predicted.cpu_peak)
     with Run(prepared, memory_now=lambda: now, free_space=probe.free_space, trim=lambda apart: calls.append("trim")) as run:
         run.load(lambda count: None)
         executor = run.executor
@@ -58,7 +58,7 @@ def test_a_process_at_its_peak_gives_back_all_it_can(project: Project) -> None:
 def test_a_visit_needs_room_for_all_it_takes(project: Project) -> None:
     """There is room for all that compute takes, but a fifth of it is never counted on: the hungriest do not fit."""
     prepared = prepared_run(project)
-    compute = sum(line.size for line in prepared.plan.memory if line.what == "compute")
+    compute = sum(line.size for line in prepared.planned.plan.memory if line.what == "compute")
     calls, visits = calls_of(project, lambda peak: peak - compute)
     after_visits = [one for one, before in zip(calls[1:], calls, strict=False) if before == "visit"]
     assert 0 < after_visits.count("trim") < visits

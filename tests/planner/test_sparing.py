@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuyou_cli.advice.wear import spared_of
-from fuyou_cli.cli.prepared import prepared_elsewhere
+from fuyou_cli.cli.planned import planned_elsewhere
 from fuyou_cli.cli.render.traffic import spared_in_words
 from fuyou_cli.core.units import MiB
 from fuyou_cli.machine.described import described
@@ -59,15 +59,9 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelSpec, HardwareP
     folder = tmp_path_factory.mktemp("8b")
     (folder / "config.json").write_bytes(CONFIG.read_bytes())
     (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder))
-    asked: list[tuple[ModelSpec, HardwareProfile, Wishes]] = []
-
-    def choose(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
-        asked.append((model, hardware, wishes))
-        return first_that_fits(model, hardware, wishes)
-
     loaded = load_recipe(folder / "recipe.yaml", ["checkpoint.commit_every_steps=1"])
-    prepared_elsewhere(loaded, described("rtx4090,2xgen4,128GiB"), choose=choose)
-    return asked[-1]
+    planned = planned_elsewhere(loaded, described("rtx4090,2xgen4,128GiB"), choose=first_that_fits)
+    return planned.model, planned.hardware, planned.wishes
 
 
 def test_no_outputs_are_swapped_to_the_drives_of_the_case_seen(seen: tuple[ModelSpec, HardwareProfile, Wishes]) -> None:

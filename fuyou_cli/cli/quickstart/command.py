@@ -27,8 +27,8 @@ from fuyou_cli.recipe.schema import Recipe
 from fuyou_cli.recipe.shipped import shipped_recipes
 from fuyou_cli.training import losses
 from fuyou_cli.training.jsonl import read_log
-from fuyou_cli.training.prepare import run_directories
 from fuyou_cli.training.state import manifest as manifests
+from fuyou_cli.training.steps import run_directories
 
 from ..console import status_console, write_result, write_status
 from ..errors import INTERRUPTED

@@ -25,7 +25,7 @@ from ...spec.plan import Span
 from ...swap.store import Store
 from .. import libraries
 from .. import losses as loss_files
-from ..prepare import Prepared
+from ..steps import Ready
 from . import manifest as manifests
 from . import random_states
 from .commits import Commits
@@ -76,7 +76,7 @@ class Saver:
 
     def __init__(
         self,
-        prepared: Prepared,
+        ready: Ready,
         standing: Standing,
         *,
         files: StageFiles,
@@ -86,14 +86,14 @@ class Saver:
         say: Callable[[str], None],
         patience: Patience = SILENT,
     ) -> None:
-        self.prepared, self.standing, self.files, self.residency = prepared, standing, files, residency
+        self.ready, self.standing, self.files, self.residency = ready, standing, files, residency
         self.device, self.say = device, say
         self.paths = store.paths
         self.folder = store.paths[0].parent
         self.saved_bytes = 0  # that saving wrote, beside the steps
         self.began: Callable[[Manifest], None] = lambda manifest: None  # hears of every commit
         self._complete = -1  # the newest generation that every stage has come to
-        self.commits = Commits(flush=store.sync, name=self._name, durable=prepared.manifest, patience=patience)
+        self.commits = Commits(flush=store.sync, name=self._name, durable=ready.planned.manifest, patience=patience)
 
     def close(self) -> None:
         self.commits.close()
@@ -217,15 +217,16 @@ class Saver:
     def _reserve_disk(self) -> None:
         """Reserves room: a full disk, which ends a run by its log, would keep it from being saved. A run can do without."""
         with suppress(OSError), os.fdopen(open_own(self.spare, anew=True), "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, _SPARE_BYTES + _SPARE_PER_STEP * self.prepared.total_steps)
+            os.posix_fallocate(file.fileno(), 0, _SPARE_BYTES + _SPARE_PER_STEP * self.ready.planned.total_steps)
 
     def _manifest(self, state: State) -> Manifest:
         """Names what the store holds after the last step; nothing yet where it is `loading`."""
-        prepared, standing, plan, model = self.prepared, self.standing, self.files.plan, self.files.model
+        ready, standing, plan, model = self.ready, self.standing, self.files.plan, self.files.model
         names = (SPARE, loss_files.NAME, *manifests.BESIDE)
         beside = [*(self.folder / name for name in names), *(path.with_name(NEW_PART) for path in self.paths)]
         is_whole = state == "committed"
-        stages = self.files.describe(self.residency.records, prepared.stored_as, step=standing.step) if is_whole else ()
+        stored_as = ready.tokenised.fetched.stored_as
+        stages = self.files.describe(self.residency.records, stored_as, step=standing.step) if is_whole else ()
         is_due = any(stage.gradients is not None for stage in stages)
         return Manifest(
             run=standing.run,
@@ -237,11 +238,11 @@ class Saver:
             state=state,
             step=standing.step,
             written_total=standing.written_before + self.files.daemon.counters().written_bytes,
-            model_dir=str(prepared.model_dir.resolve()),
+            model_dir=str(ready.planned.model_dir.resolve()),
             architecture=model.architecture,
             compute_dtype=model.compute_dtype,
             numerics=plan.numerics,
-            fingerprints=prepared.fingerprints,
+            fingerprints=ready.tokenised.fingerprints,
             libraries=libraries.versions(),
             random=standing.random,
             mode=plan.store_mode,

@@ -1,0 +1,97 @@
+"""Plans of a recipe for a command: on this machine or on a described one, with words and bars on stderr."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from fuyou_cli.spec.hardware import HardwareProfile
+
+from .console import status_console, write_status
+
+if TYPE_CHECKING:
+    from fuyou_cli.planner.lasting import Choose
+    from fuyou_cli.recipe.load import LoadedRecipe
+    from fuyou_cli.training.recipe_wishes import StoreDisks
+    from fuyou_cli.training.steps import Inspected, Planned
+
+Say = Callable[[str], None]
+
+
+def planned_here(
+    loaded: LoadedRecipe,
+    *,
+    measure: bool = False,
+    calibrated: bool = False,
+    count: bool = False,
+    choose: Choose | None = None,
+    say: Say = write_status,
+) -> Planned:
+    """Plans for this machine, without a run. `measure`, `calibrated`: as in `machine_here`; `count`: counts the
+    rows of an epoch in the data."""
+    from fuyou_cli.training.plan_step import plan
+
+    inspected = _inspected(loaded, here=True, say=say)
+    hardware, disks = machine_here(loaded, inspected, measure=measure, calibrated=calibrated)
+    return plan(inspected, hardware, disks, rows=_rows(inspected, say) if count else None, choose=choose, say=say)
+
+
+def planned_elsewhere(
+    loaded: LoadedRecipe,
+    hardware: HardwareProfile,
+    *,
+    count: bool = False,
+    choose: Choose | None = None,
+    say: Say = write_status,
+) -> Planned:
+    """Plans for a described machine. Its device, memory and drives count, and nothing of this one does."""
+    from fuyou_cli.advice.room import described_disks
+    from fuyou_cli.machine.described import on_described
+    from fuyou_cli.training.plan_step import plan
+
+    inspected = _inspected(on_described(loaded, hardware), here=False, say=say)
+    rows = _rows(inspected, say) if count else None
+    return plan(inspected, hardware, described_disks(hardware), rows=rows, choose=choose, say=say)
+
+
+def machine_here(
+    loaded: LoadedRecipe, inspected: Inspected, *, measure: bool = False, calibrated: bool = False
+) -> tuple[HardwareProfile, StoreDisks]:
+    """Looks at this machine as it is now. `measure`: where nobody has measured it yet, that is done first. `calibrated`: with
+    rates as the latest run showed them."""
+    from fuyou_cli.advice.room import disks_of
+    from fuyou_cli.machine.profile_store import hardware_for
+    from fuyou_cli.training.steps import run_directories
+
+    from .probing import probe_once
+
+    if measure and loaded.recipe.offload.measure:
+        probe_once(loaded, inspected.device)
+    directories = run_directories(loaded.recipe)
+    hardware = hardware_for(*directories, device=inspected.device, say=write_status, calibrated=calibrated)
+    return hardware, disks_of(inspected.resolved)
+
+
+def command_of(loaded: LoadedRecipe, command: str = "finetune") -> str:
+    """Return the command line that runs (or plans) the recipe as it is here."""
+    import shlex
+
+    return shlex.join(["fuyou", command, str(loaded.path), *loaded.overrides])
+
+
+def _inspected(loaded: LoadedRecipe, *, here: bool, say: Say) -> Inspected:
+    from fuyou_cli.training.steps import inspect, resolve
+
+    from .render.transfer import Transfers
+
+    with Transfers(status_console()) as transfers:
+        return inspect(resolve(loaded.recipe, to_run=False, here=here, say=say, progress=transfers), say=say)
+
+
+def _rows(inspected: Inspected, say: Say) -> int | None:
+    """Counts the rows of an epoch, where the number of steps depends on them."""
+    from fuyou_cli.training.length import counted_rows
+
+    if inspected.recipe.train.max_steps is not None:
+        return None
+    return counted_rows(inspected.recipe, inspected.resolved.tokenizer_dir, say)

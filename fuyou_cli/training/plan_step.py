@@ -1,0 +1,258 @@
+"""The plan step: a plan for what was inspected, of a changed recipe (`replan`), or once the rows are known (`settle`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..checkpoint.hub import Hub, Progress
+from ..core.errors import PlanError
+from ..planner.choice import Choice
+from ..planner.commit_interval import timed_plan
+from ..planner.lasting import Choose, planned_for
+from ..planner.place import least_memory, made_of
+from ..planner.place import plan as first_that_fits
+from ..planner.search import Found, search, timed
+from ..planner.store_modes import planned_with_room
+from ..planner.wishes import Wishes
+from ..spec.hardware import HardwareProfile
+from ..spec.model import ModelSpec
+from ..spec.plan import Numerics, Plan
+from .length import steps_of
+from .limits import check_positions
+from .micro_batches import fastest_size, likely_sizes
+from .numerics import numerics_of
+from .recipe_wishes import StoreDisks, wishes
+from .state.resume import planned_from, steps_left
+from .steps import Inspected, Planned, Ready, Say, Tokenised, outline_of, unheard
+
+if TYPE_CHECKING:
+    from ..engine.anatomy import Anatomy
+    from ..engine.describe import Described
+    from ..recipe.schema import Recipe
+
+SLOWER = 0.01  # of the step: placed anew for what is known by now, the choice made before may be so much slower
+_NUMBERS = ("seed", "dataset", "train", "precision")  # sections of a recipe that numerics depend on
+
+
+def plan(
+    inspected: Inspected,
+    hardware: HardwareProfile,
+    disks: StoreDisks | None = None,
+    *,
+    say: Say,
+    rows: int | None = None,
+    micro_batch_size: int | None = None,
+    choose: Choose | None = None,
+) -> Planned:
+    """Plans for a machine. Raises PlanError where nothing fits; only to plan, the plan that needs least is returned instead.
+
+    `rows`: of an epoch, where they are known; `micro_batch_size`: what `auto` means, where that was chosen before; `choose`: a
+    pure function that makes the plan, instead of the search."""
+    inspected = _resumable(inspected, hardware, say)
+    resolved, recipe = inspected.resolved, inspected.recipe
+    planner = _Planner(inspected, hardware, disks, or_least=not resolved.to_run)
+    if micro_batch_size is None and recipe.train.micro_batch_size == "auto" and resolved.manifest is None:
+        micro_batch_size = planner.fastest_micro_batch()
+    numerics = numerics_of(recipe, inspected.outline.anatomy, hardware, resolved.manifest, micro=micro_batch_size)
+    return planner.planned(numerics, rows, choose=choose)
+
+
+def replan(before: Planned, recipe: Recipe, *, choose: Choose | None = None) -> Planned:
+    """Plans with changed keys of batch, numerics or placement for the same model and machine. Raises PlanError where nothing
+    fits, UsageError where the model refuses it."""
+    resolved = replace(before.inspected.resolved, recipe=recipe)
+    planner = _Planner(replace(before.inspected, resolved=resolved), before.hardware, before.disks)
+    planner.know(before)
+    rows = before.epoch_rows if recipe.dataset == before.recipe.dataset else None
+    return planner.planned(_numerics_again(before, recipe), rows, choose=choose)
+
+
+def settle(
+    tokenised: Tokenised, hardware: HardwareProfile, disks: StoreDisks | None = None, *, choose: Choose | None = None
+) -> Ready:
+    """Plans for the rows, and for the process and disks as they are by now: the same choice placed anew; a new search only
+    where that does not fit, is slower, or the run has another length in the eyes of its drives. Raises PlanError."""
+    before, sampler = tokenised.fetched.planned, tokenised.sampler
+    hardware = replace(hardware, process_bytes=hardware.process_bytes + sampler.peak_bytes)
+    planner = _Planner(before.inspected, hardware, disks)
+    planner.know(before)
+    planned, rows = None, len(tokenised.rows)
+    if choose is None and before.found is not None:
+        planned = _placed_anew(planner, before, before.found, rows)
+    return Ready(tokenised=tokenised, planned=planned or planner.planned(before.plan.numerics, rows, choose=choose))
+
+
+def _placed_anew(planner: _Planner, before: Planned, found: Found, rows: int) -> Planned | None:
+    """Returns the plan of the choice made before; None where that is not good enough."""
+    try:
+        planned = planner.planned(before.plan.numerics, rows, choose=_as_chosen(found.best.choice))
+    except PlanError:
+        return None
+    plan, old = planned.plan, before.plan
+    same = plan.sustained == old.sustained and plan.store_mode == old.store_mode
+    is_slower = plan.predicted.step_seconds > old.predicted.step_seconds * (1 + SLOWER)
+    return replace(planned, found=found) if same and not is_slower else None
+
+
+def _as_chosen(choice: Choice) -> Choose:
+    """Places this choice, and nothing else."""
+
+    def choose(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
+        plan = made_of(model, hardware, wishes, choice)
+        if plan is None or not wishes.has_room_for(plan, hardware):
+            raise PlanError("the choice made before does not fit any more")
+        return timed_plan(model, hardware, plan, chosen=wishes.commit_every == "auto")
+
+    return choose
+
+
+def _usual_plan(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
+    plan = first_that_fits(model, hardware, wishes)
+    return timed_plan(model, hardware, plan, chosen=wishes.commit_every == "auto")
+
+
+class _Planner:
+    """Plans one model on one machine. What is specified or searched is kept, so that nothing is done twice."""
+
+    def __init__(
+        self, inspected: Inspected, hardware: HardwareProfile, disks: StoreDisks | None, *, or_least: bool = False
+    ) -> None:
+        self._inspected, self._hardware, self._disks, self._or_least = inspected, hardware, disks, or_least
+        self._described: dict[tuple[object, ...], Described] = {}
+        self._found: dict[Wishes, Found] = {}
+
+    def know(self, before: Planned) -> None:
+        """Takes over the specification of an earlier plan for the same model."""
+        self._described[_traced(before.plan.numerics)] = before.described
+
+    def planned(self, numerics: Numerics, rows: int | None, *, choose: Choose | None = None) -> Planned:
+        """Plans in the store that the disks have room for."""
+        inspected, hardware = self._inspected, self._hardware
+        described = self._specified(numerics)
+        last: list[Wishes] = []
+
+        def chosen(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
+            last[:] = [wishes]
+            return (choose or self._searched)(model, hardware, wishes)
+
+        steps = steps_left(steps_of(inspected.recipe, rows), inspected.resolved.manifest)
+        asked = self._asked(numerics, described.model)
+        plan = planned_with_room(chosen, described.model, hardware, asked, steps=steps)
+        return Planned(
+            inspected=inspected,
+            hardware=hardware,
+            disks=self._disks,
+            anatomy=cut(inspected.outline.anatomy, numerics),
+            described=described,
+            wishes=last[0],
+            plan=plan,
+            found=self._found.get(last[0]) if choose is None else None,
+            epoch_rows=rows,
+        )
+
+    def _asked(self, numerics: Numerics, model: ModelSpec) -> Wishes:
+        resolved, device = self._inspected.resolved, self._inspected.device
+        options: dict[str, Any] = {"device": device, "saved": resolved.manifest, "disks": self._disks}
+        return wishes(resolved.recipe, numerics, self._hardware, parameters=model.parameters, **options)
+
+    def _searched(self, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
+        found = self._found.get(wishes)
+        if found is None:
+            try:
+                found = search(model, hardware, wishes)
+            except PlanError:
+                if not self._or_least:
+                    raise
+                found = search(model, hardware, replace(wishes, cpu_budget=least_memory(model, hardware, wishes)))
+            self._found[wishes] = found
+        return replace(timed(found.best, model, hardware, wishes), cpu_budget=wishes.cpu_budget)
+
+    def _specified(self, numerics: Numerics) -> Described:
+        from ..engine.describe import specified
+
+        traced = _traced(numerics)
+        known = self._described.get(traced)
+        if known is None:
+            outline = self._inspected.outline
+            known = self._described[traced] = specified(
+                replace(outline, anatomy=cut(outline.anatomy, numerics)),
+                dtype=numerics.compute_dtype,
+                micro_batch_size=numerics.micro_batch_size,
+                max_seq_len=numerics.max_seq_len,
+                head_chunk_tokens=numerics.head_chunk_tokens,
+            )
+        return known
+
+    def fastest_micro_batch(self) -> int:
+        """Compares the usual plans of the sizes, simulated; and the searched ones of the best two."""
+        recipe, hardware = self._inspected.recipe, self._hardware
+
+        def seconds(size: int, choose: Choose) -> float | None:
+            numerics = numerics_of(recipe, self._inspected.outline.anatomy, hardware, None, micro=size)
+            model = self._specified(numerics).model
+            asked = self._asked(numerics, model)
+            try:
+                plan = planned_for(choose, model, hardware, asked, steps=steps_of(recipe, None))
+            except PlanError:
+                return None
+            fits = asked.gpu_budget is None or plan.predicted.gpu_peak <= asked.gpu_budget
+            return plan.predicted.step_seconds if fits else None
+
+        return fastest_size(
+            recipe.train.batch_size,
+            recipe.dataset.max_seq_len,
+            planned=lambda size: seconds(size, _usual_plan),
+            searched=lambda size: seconds(size, self._fastest),
+        )
+
+    def _fastest(self, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
+        """Searches without a way out."""
+        if wishes not in self._found:
+            self._found[wishes] = search(model, hardware, wishes)
+        return timed(self._found[wishes].best, model, hardware, wishes)
+
+
+def _resumable(inspected: Inspected, hardware: HardwareProfile, say: Say) -> Inspected:
+    """Plans as a new run where a run could not resume the saved one with these numerics, which a run refuses."""
+    resolved = inspected.resolved
+    if resolved.to_run or resolved.manifest is None:
+        return inspected
+    saved = planned_from(resolved.recipe, inspected.outline.anatomy, hardware, resolved.manifest, say=say)
+    return replace(inspected, resolved=replace(resolved, manifest=saved))
+
+
+def _numerics_again(before: Planned, recipe: Recipe) -> Numerics:
+    """Keeps the numerics where nothing of them changed, those of a saved run too; else they are as for a new run."""
+    now = before.plan.numerics
+    if all(getattr(recipe, section) == getattr(before.recipe, section) for section in _NUMBERS):
+        return now
+    micro = now.micro_batch_size if recipe.train.batch_size % now.micro_batch_size == 0 else None
+    return numerics_of(recipe, before.inspected.outline.anatomy, before.hardware, None, micro=micro)
+
+
+def _traced(numerics: Numerics) -> tuple[object, ...]:
+    """Returns what a specification depends on."""
+    numbers = (numerics.micro_batch_size, numerics.max_seq_len, numerics.head_chunk_tokens, numerics.vocabulary_rows)
+    return (numerics.compute_dtype, *numbers)
+
+
+def cut(anatomy: Anatomy, numerics: Numerics) -> Anatomy:
+    """Cuts embedding and head into as many stages as the numerics say."""
+    from ..engine.vocabulary import cut_vocabulary
+
+    return cut_vocabulary(anatomy, numerics.vocabulary_rows)
+
+
+def anatomy_of(
+    recipe: Recipe, hardware: HardwareProfile, *, say: Say, progress: Progress = unheard
+) -> tuple[Anatomy, list[Numerics]]:
+    """Finds what a run of the recipe would compute with, without data, weights or a plan: the stages, and the numerics of every
+    size of micro-batch that is likely, the usual one first."""
+    model_dir = Hub(recipe, say=say, progress=progress).model(need_weights=False)
+    anatomy = outline_of(recipe, model_dir, strict=True).anatomy
+    check_positions(recipe, anatomy, say)
+    size = recipe.train.micro_batch_size
+    sizes = likely_sizes(recipe.train.batch_size, recipe.dataset.max_seq_len) if size == "auto" else [size]
+    numerics = [numerics_of(recipe, anatomy, hardware, None, micro=size) for size in sizes]
+    return cut(anatomy, numerics[0]), numerics

@@ -1,0 +1,123 @@
+"""Turns the placement keys of a recipe into what the planner is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, cast
+
+from ..core.errors import UsageError
+from ..planner.wishes import Wishes, update_chunks_for, update_threads_for
+from ..spec.hardware import HardwareProfile
+from ..spec.plan import Numerics, StoreMode, Tier
+from .limits import gpu_limit
+from .state.stored import Manifest
+
+if TYPE_CHECKING:
+    from ..recipe.schema import CheckpointSection, Recipe
+
+CHUNK_PARAMS = 1 << 19
+_KEPT: dict[str, Literal["all", "none"] | None] = {"auto": None, "swap": "all", "recompute": "none"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiskShare:
+    """The disk under one file of a store. Bytes."""
+
+    free: int  # with what files of this store hold there already
+    files: int  # of this store, on the same disk
+    has_export: bool  # whether the exported model goes there too
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreDisks:
+    """What the disks under a store have for it, as they were looked at."""
+
+    shares: tuple[DiskShare, ...]  # one per file: files are striped, so the fullest disk counts for all
+    total: int  # bytes of all these disks, of which offload.max_memory.ssd may name a share
+
+    def limit(self, recipe: Recipe) -> int | None:
+        """Resolves `offload.max_memory.ssd`; None where it is auto."""
+        asked = recipe.offload.max_memory.ssd
+        return None if asked.is_auto else asked.resolve(total=self.total, auto=0)
+
+    def budget(self, recipe: Recipe, export_bytes: int) -> int:
+        """Returns the bytes that the store may have beside an export at the end."""
+        export = export_bytes if recipe.export.at_end else 0
+        least = min((share.free - export * share.has_export) // share.files for share in self.shares)
+        there, limit = max(0, least * len(self.shares)), self.limit(recipe)
+        return there if limit is None else min(there, limit)
+
+
+def wishes(
+    recipe: Recipe,
+    numerics: Numerics,
+    hardware: HardwareProfile,
+    *,
+    device: str,
+    saved: Manifest | None = None,
+    disks: StoreDisks | None = None,
+    parameters: int = 0,
+) -> Wishes:
+    """Resolves the keys to numbers. A `saved` run keeps the kind of store that it has. `disks`: what there is for the store
+    beside the export of so many parameters; None: what the profile of the machine found free."""
+    from ..swap.kernels import scratch_size
+
+    offload, checkpoint = recipe.offload, recipe.checkpoint
+    mode = _store_mode(checkpoint, saved)
+    everything: Tier | None = "cpu" if offload.strategy == "none" else None
+    depth = 16 if offload.io.queue_depth == "auto" else offload.io.queue_depth
+    threads = update_threads_for(hardware, device=device, torch_threads=numerics.torch_threads)
+    export_item = 2 if recipe.export.dtype == "bfloat16" else 4
+    return Wishes(
+        numerics=numerics,
+        model_name=recipe.model.name_or_path,
+        device=device,
+        clip_grad_norm=recipe.train.clip_grad_norm,
+        gpu_budget=gpu_limit(recipe, hardware),
+        cpu_budget=offload.max_memory.cpu.resolve(total=hardware.ram_total, auto=_usual_budget(hardware, device)),
+        ssd_budget=None if disks is None else disks.budget(recipe, parameters * export_item),
+        weights=_tier(offload.weights, device) or everything,
+        states=_tier(offload.optimizer_states, device) or everything,
+        gradients="ssd" if mode == "redo" else _tier(offload.gradients, device) or everything,
+        boundaries=_tier(offload.boundaries, device) or everything,
+        kept=_KEPT[offload.activations],
+        lookahead=None if offload.lookahead == "auto" else offload.lookahead,
+        defer=None if offload.defer_updates == "auto" else offload.defer_updates,
+        io_backend=offload.io.backend,
+        read_depth=depth,
+        write_depth=depth,
+        block_size=1 << 20 if offload.io.block_size == "auto" else offload.io.block_size,
+        update_threads=threads,
+        chunk_params=CHUNK_PARAMS,
+        scratch_size=scratch_size(CHUNK_PARAMS, update_chunks_for(threads)),
+        export_item=export_item,
+        commit_every=_commit_every(checkpoint, mode),
+        store_mode=mode,
+        may_redo=checkpoint.mode == "auto" and checkpoint.commit_every_steps in (1, "auto") and saved is None,
+        keep=saved.keep if saved is not None else checkpoint.keep_last if checkpoint.mode == "snapshot" else 1,
+        wear=offload.wear,
+    )
+
+
+def _tier(value: str, device: str) -> Tier | None:
+    if value == "gpu" and device == "cpu":
+        raise UsageError("a tensor is pinned to gpu, but offload.device is cpu", hint="use cpu, ssd or auto")
+    return None if value == "auto" else cast(Tier, value)
+
+
+def _store_mode(checkpoint: CheckpointSection, saved: Manifest | None) -> StoreMode:
+    if saved is not None:
+        return saved.mode
+    return "redo" if checkpoint.mode == "redo" else "in_place"
+
+
+def _commit_every(checkpoint: CheckpointSection, mode: StoreMode) -> int | Literal["auto"] | None:
+    if checkpoint.mode == "snapshot":
+        return checkpoint.snapshot_every_steps
+    return 1 if mode == "redo" and checkpoint.commit_every_steps == "auto" else checkpoint.commit_every_steps
+
+
+def _usual_budget(hardware: HardwareProfile, device: str) -> int:
+    """Returns nine tenths of what there is; beside a GPU no more than its driver may pin, as nearly all of it is pinned."""
+    most = int(hardware.ram_available * 0.9)
+    return min(most, hardware.pinnable) if device == "cuda" and hardware.pinnable else most

@@ -1,0 +1,309 @@
+"""The steps from a recipe to a run: resolve, inspect, plan (`plan_step`), fetch, tokenise, settle (`plan_step`), run (`run`).
+
+Each takes what the one before it returned and adds what it found. The cheap comes before the dear, and nothing of the run is
+written before it runs. A command calls the steps one after the other, and shows what it likes between them. Each raises
+UsageError for what it refuses. `say` hears of what takes a while and of what is worth a word.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..checkpoint.hub import Hub, Progress
+from ..core.errors import UsageError
+from ..core.paths import folder
+from ..spec.hardware import HardwareProfile
+from ..spec.model import ModelSpec
+from ..spec.plan import Plan
+from . import libraries
+from .length import sampler_of, steps_of, tokenised_rows
+from .limits import check_positions, check_tokens
+from .rates import learning_rate
+from .recipe_wishes import StoreDisks
+from .state import fingerprints
+from .state.resume import check_unchanged_run, saved_state, steps_left
+from .state.storage import run_name
+from .state.stored import Manifest
+
+if TYPE_CHECKING:
+    from ..checkpoint.header import TensorEntry
+    from ..data import Rows, Sampler
+    from ..engine.anatomy import Anatomy
+    from ..engine.describe import Described, Outlined
+    from ..planner.search import Found
+    from ..planner.wishes import Wishes
+    from ..recipe.schema import Recipe
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resolved:
+    """What the recipe names, found."""
+
+    recipe: Recipe
+    to_run: bool  # False: to plan, for which nothing is refused that a run would refuse
+    model_dir: Path
+    tokenizer_dir: Path
+    directories: tuple[Path, ...]  # one folder of this run per striped directory
+    manifest: Manifest | None  # of a stopped run to resume
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inspected:
+    """The model taken apart, without its weights."""
+
+    resolved: Resolved
+    device: str
+    outline: Outlined  # its stages before the vocabulary is cut
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.resolved.recipe
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """A plan for a machine, and what it was made of."""
+
+    inspected: Inspected
+    hardware: HardwareProfile
+    disks: StoreDisks | None  # None: what the profile found free
+    anatomy: Anatomy
+    described: Described
+    wishes: Wishes
+    plan: Plan
+    found: Found | None  # what the search saw; None where there was none
+    epoch_rows: int | None  # None: not counted yet, or not known
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.inspected.recipe
+
+    @property
+    def model(self) -> ModelSpec:
+        return self.described.model
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the model cannot be trained yet; None of a run."""
+        return self.described.refusal
+
+    @property
+    def model_dir(self) -> Path:
+        return self.inspected.resolved.model_dir
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        return self.inspected.resolved.directories
+
+    @property
+    def manifest(self) -> Manifest | None:
+        return self.inspected.resolved.manifest
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run; 0 where the data decides."""
+        return steps_of(self.recipe, self.epoch_rows)
+
+    @property
+    def steps_left(self) -> int:
+        """Steps that no earlier process has done; 0 where the data decides, or none is left."""
+        return steps_left(self.total_steps, self.manifest)
+
+    @property
+    def fits_ram(self) -> bool:
+        """False of the plan that needs least, made where nothing fits."""
+        return self.plan.predicted.cpu_peak <= self.plan.cpu_budget
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fetched:
+    """The model's weights, looked at. A run that is resumed reads none: where they are gone, `entries` is empty, and what its
+    manifest says of them stands."""
+
+    planned: Planned
+    entries: Mapping[str, TensorEntry]
+    stored_as: Mapping[str, str]  # names of the model's tensors in its checkpoint
+    mark: str  # of the weights (`checkpoint/reader.weights_mark`)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tokenised:
+    """The data as rows, and their order."""
+
+    fetched: Fetched
+    rows: Rows
+    sampler: Sampler
+    fingerprints: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ready:
+    """All that a run needs. `planned` counts on the rows and on the process as it is now."""
+
+    tokenised: Tokenised
+    planned: Planned
+
+
+def unheard(what: str, done: int, total: int) -> None:
+    pass
+
+
+def resolve(recipe: Recipe, *, to_run: bool = True, here: bool = True, say: Say, progress: Progress = unheard) -> Resolved:
+    """Finds the saved run, model, tokenizer and data that the recipe names; the model without its weights. `here`: on this
+    machine, so that what is saved on it counts. `progress` hears of a download, what it is, the bytes so far and in all,
+    from another thread."""
+    _check_backend(recipe)
+    directories, manifest = saved_state(recipe, run_directories(recipe), must=to_run, here=here, say=say)
+    hub = Hub(recipe, say=say, progress=progress)
+    model_dir = hub.model(need_weights=False)
+    tokenizer_dir = hub.tokenizer(model_dir, needed=to_run)
+    _look_at_data(recipe, say, needed=to_run)
+    return Resolved(
+        recipe=recipe,
+        to_run=to_run,
+        model_dir=model_dir,
+        tokenizer_dir=tokenizer_dir,
+        directories=directories,
+        manifest=manifest,
+    )
+
+
+def _check_backend(recipe: Recipe) -> None:
+    from ..swap.kernels import has_io_uring
+
+    if recipe.offload.io.backend == "io_uring" and not has_io_uring():
+        raise UsageError(
+            "offload.io.backend: io_uring, but fuyou was built without it",
+            hint="write auto or threads, or install liburing-dev and build again (scripts/quickstart does)",
+        )
+
+
+def run_directories(recipe: Recipe) -> tuple[Path, ...]:
+    """Returns the folders of this run's store, one per striped directory."""
+    name = run_name(folder(recipe.output_dir, key="output_dir"))
+    found: dict[Path, Path] = {}
+    for directory in recipe.offload_directories(os.environ):
+        if (other := found.setdefault(directory.resolve(), directory)) is not directory:
+            raise UsageError(f"offload.dir: {other} and {directory} are the same folder", hint="name each drive once")
+    return tuple(directory / name for directory in found)
+
+
+def _look_at_data(recipe: Recipe, say: Say, *, needed: bool) -> None:
+    """Says which files are taken. A plan can be made without data (of a shipped recipe, say): then it is a note."""
+    from ..data import MissingDataError, look
+
+    try:
+        sources = look(recipe.dataset)
+    except MissingDataError as error:
+        if needed:
+            raise
+        say(f"note: {error.message}: a run would be refused")
+        return
+    for source in sources:
+        if source.choice is not None:
+            say(f"data: {source.choice}")
+
+
+def inspect(resolved: Resolved, *, say: Say) -> Inspected:
+    """Builds the model without its weights and finds its stages; from here on the process has torch as a run has it."""
+    recipe = resolved.recipe
+    outline = outline_of(recipe, resolved.model_dir, strict=resolved.to_run)
+    check_positions(recipe, outline.anatomy, say)
+    device = device_name(recipe)
+    _warm_up(recipe)
+    return Inspected(resolved=resolved, device=device, outline=outline)
+
+
+def outline_of(recipe: Recipe, model_dir: Path, *, strict: bool) -> Outlined:
+    """Finds the stages of the model in a folder. `strict`: refuses one that cannot be trained."""
+    from ..engine.describe import outlined
+    from ..engine.skeleton import build, load_config
+
+    trusted = recipe.model.trust_remote_code
+    model = build(
+        load_config(model_dir, trust_remote_code=trusted),
+        dtype=recipe.precision.compute,
+        attention=recipe.model.attn_implementation,
+        trust_remote_code=trusted,
+    )
+    return outlined(model, strict=strict)
+
+
+def device_name(recipe: Recipe) -> str:
+    """Returns cuda where there is one, else cpu, unless the recipe says."""
+    if recipe.offload.device != "auto":
+        return recipe.offload.device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _warm_up(recipe: Recipe) -> None:
+    """Makes torch start its threads and generate its first kernels, so that the process is measured as it will be."""
+    import torch
+
+    if recipe.train.threads != "auto":
+        torch.set_num_threads(recipe.train.threads)
+    dtype = torch.bfloat16 if recipe.precision.compute == "bfloat16" else torch.float32
+    x = torch.zeros(1, 4, 64, 64, dtype=dtype, requires_grad=True)
+    weight = torch.zeros(64, 64, dtype=dtype, requires_grad=True)
+    y = torch.nn.functional.scaled_dot_product_attention(x @ weight, x, x, is_causal=True)
+    torch.nn.functional.silu(y).float().sum().backward()
+
+
+def fetch(planned: Planned, *, say: Say, progress: Progress = unheard) -> Fetched:
+    """Downloads the weights where they are not here, and matches them with the model's tensors."""
+    from ..checkpoint.files import open_checkpoint
+    from ..checkpoint.names import entries_for
+    from ..checkpoint.reader import weights_mark
+
+    recipe, saved = planned.recipe, planned.manifest
+    model_dir = Hub(recipe, say=say, progress=progress).model(need_weights=saved is None)
+    if model_dir != planned.model_dir:
+        raise UsageError(f"{recipe.model.name_or_path}: changed while it was read", hint="Run the same command again.")
+    try:
+        entries = entries_for(planned.anatomy.model, open_checkpoint(model_dir))
+        mark = weights_mark(entries)
+    except UsageError as error:
+        if saved is None:
+            raise
+        say(f"note: {error.message}: not compared with the weights that the run began with")
+        stored_as = {tensor.name: tensor.stored_as for stage in saved.stages for tensor in stage.tensors}
+        return Fetched(planned=planned, entries={}, stored_as=stored_as, mark=saved.fingerprints.get("weights", ""))
+    stored_as = {name: entry.name for name, entry in entries.items()}
+    return Fetched(planned=planned, entries=entries, stored_as=stored_as, mark=mark)
+
+
+def tokenise(fetched: Fetched, *, say: Say) -> Tokenised:
+    """Makes rows of the data, or finds those of an earlier run. Refuses what does not fit the model or the saved run."""
+    planned = fetched.planned
+    recipe, saved = planned.recipe, planned.manifest
+    say("reading and tokenising the data")
+    rows = tokenised_rows(recipe, planned.inspected.resolved.tokenizer_dir)
+    check_tokens(recipe, planned.anatomy, rows.summary)
+    for note in rows.summary.notes:
+        say(f"note: {note}")
+    sampler, total = sampler_of(recipe, len(rows)), steps_of(recipe, len(rows))
+    learning_rate(recipe, total)  # refuses a warm-up longer than the epochs are
+    if repeated := sampler.note(total, recipe.train.epochs):
+        say(f"note: {repeated}")
+    made_of = fingerprints.of(
+        recipe,
+        planned.model_dir,
+        planned.model,
+        device=planned.inspected.device,
+        weights_mark=fetched.mark,
+        data=rows.summary.digest,
+        total_steps=total,
+    )
+    if saved is not None:
+        check_unchanged_run(saved, made_of, total_steps=total)
+        if changed := libraries.change(saved.libraries, libraries.versions()):
+            say(f"note: {changed}")
+    return Tokenised(fetched=fetched, rows=rows, sampler=sampler, fingerprints=made_of)
