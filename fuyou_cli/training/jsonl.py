@@ -11,6 +11,7 @@ import errno
 import itertools
 import json
 import math
+import mmap
 import os
 import stat
 from collections.abc import Mapping
@@ -24,7 +25,6 @@ from fuyou_cli.core.errors import FuyouError, OutOfSpaceError, UsageError
 from .report import StepReport
 
 SCHEMA_VERSION = 1
-_BLOCK = 1 << 16
 
 
 class JsonlLog:
@@ -124,25 +124,14 @@ def _opened(path: Path) -> int:
 
 
 def _drop_torn_line(file: int) -> None:
-    """Cut the file after its last line end."""
-    end = os.fstat(file).st_size
-    while end > 0:
-        begin = max(end - _BLOCK, 0)
-        found = _read(file, begin, end).rfind(b"\n")
-        if found >= 0:
-            end = begin + found + 1
-            break
-        end = begin
-    if end < os.fstat(file).st_size:
-        os.ftruncate(file, end)
-
-
-def _read(file: int, begin: int, end: int) -> bytes:
-    """All of it: less than is there would pass for a torn line."""
-    content = b""
-    while begin + len(content) < end and (part := os.pread(file, end - begin - len(content), begin + len(content))):
-        content += part
-    return content
+    """Cuts the file after its last line end."""
+    size = os.fstat(file).st_size
+    if not size:
+        return
+    with mmap.mmap(file, size, access=mmap.ACCESS_READ) as content:
+        whole = content.rfind(b"\n") + 1
+    if whole < size:
+        os.ftruncate(file, whole)
 
 
 def _finite(value: object) -> object:

@@ -4,64 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..engine.devices.base import Copy
-from ..engine.executor import StepOutcome
-from ..spec.model import ModelSpec
 from ..spec.plan import Plan
-from ..swap.daemon import Event
-from .report import Busy, RunReport, StepReport
-
-
-def timeline(
-    outcome: StepOutcome, events: Iterable[Event], copies: Iterable[Copy], *, begin: float, model: ModelSpec
-) -> tuple[Busy, ...]:
-    """When which resource was busy in a step that began at `begin` (monotonic seconds)."""
-    names = [stage.name for stage in model.stages]
-    busy = [
-        Busy(
-            resource="compute",
-            label=f"{_direction(item.phase, model)} {names[item.stage]}",
-            begin=item.begin - begin,
-            end=item.end - begin,
-        )
-        for item in outcome.intervals
-    ]
-    resources = {"read": "ssd read", "write": "ssd write", "update": "update"}
-    busy += [
-        Busy(
-            resource=resources[event.operation],
-            label=f"{event.operation} {names[event.label]}",
-            begin=max(0.0, event.begin_ns / 1e9 - begin),
-            end=event.end_ns / 1e9 - begin,
-            bytes=event.bytes,
-        )
-        for event in events
-        if event.end_ns / 1e9 > begin
-    ]
-    busy += [
-        Busy(
-            resource="h2d" if copy.up else "d2h",
-            label="copy to the device" if copy.up else "copy to the host",
-            begin=max(0.0, copy.begin - begin),
-            end=copy.end - begin,
-            bytes=copy.bytes,
-        )
-        for copy in copies
-        if copy.end > begin
-    ]
-    return tuple(busy)
-
-
-def _direction(phase: str, model: ModelSpec) -> str:
-    """Where a visit counts: a whole head, which is both at once, with forward."""
-    if phase == "head":
-        return "backward" if model.head_is_cut else "forward"
-    return "forward" if phase == "logits" else phase
-
+from .report import RunReport, StepReport
 
 LATEST = 1000  # steps whose figures are kept for medians
 

@@ -3,42 +3,37 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 
 import torch
 
 from ..core.errors import (
-    DeviceMemoryError,
-    FuyouError,
     Interrupted,
-    NumericsError,
-    OutOfSpaceError,
-    SwapError,
     UsageError,
 )
 from ..core.own_files import own_folder
 from ..core.patience import Patience
 from ..data import collate
 from ..engine.devices import open_device
-from ..engine.executor import Executor, StepAbandoned, StepOutcome
+from ..engine.executor import Executor, StepAbandoned
 from ..engine.host_memory import HostMemory
 from ..engine.updates import Optimizer
 from ..planner.schedule import Visit
 from ..spec.plan import Span
 from ..swap.arena import Arena
-from ..swap.daemon import Counters, DaemonOptions, SwapDaemon
+from ..swap.daemon import DaemonOptions, SwapDaemon
 from ..swap.store import Store
 from . import device_memory
-from .busy import busy_seconds
 from .first_steps import FirstSteps
 from .limits import gpu_most
 from .memory_watch import MemoryWatch
 from .rates import learning_rate
 from .report import RunReport, StepReport
-from .reporting import Steps, run_report, settling_steps, timeline
+from .reporting import Steps, run_report, settling_steps
+from .run_endings import Doing, Endings
 from .run_limits import RunLimits, check_loading
 from .state import manifest as manifests
 from .state import random_states
@@ -46,6 +41,7 @@ from .state.parts import STORE_FILE, write_parts
 from .state.resume import check_same_store, check_unchanged
 from .state.saver import Saver, Standing
 from .state.storage import StageFiles, check_space, check_stages
+from .step_meter import StepMeter
 from .steps import Planned, Ready
 from .stopping import StopRequests
 from .trimming import Trimming
@@ -76,8 +72,7 @@ class Run:
         self.standing = Standing.of(planned.manifest)
         self._announce = announce
         self.stopping = StopRequests(announce, to_the_end=ends_process)
-        self.stopping.may_abandon, self.stopping.at_stake = self._may_abandon, self._at_stake
-        self._training = self._in_step = self._saving = self._telling = False
+        self.doing = Doing()
         self._limits = RunLimits(planned.recipe, planned.plan)
         self._first_steps = FirstSteps(planned.model, say=announce)
         self._steps = Steps(settling=settling_steps(planned.plan, resumed=planned.manifest is not None))
@@ -116,8 +111,13 @@ class Run:
         redo = plan.store_mode == "redo"  # whose manifests say what was written of gradients
         options = DaemonOptions.of(plan.io, data_sums=planned.recipe.offload.verify_reads, write_sums=redo)
         self.daemon = self._stack.enter_context(SwapDaemon(arena, self.store, options, label_names=names, patience=patience))
-        self.host_memory = memory = HostMemory(arena)
-        self._pin(memory.tensor(Span(offset=0, size=arena.size), torch.uint8))
+        self.host_memory = HostMemory(arena)
+        self._open_engine(patience)
+
+    def _open_engine(self, patience: Patience) -> None:
+        """Opens what computes and what saves, over the store, the daemon and the device."""
+        plan, planned, memory = self.plan, self.planned, self.host_memory
+        self._pin(memory.tensor(Span(offset=0, size=memory.arena.size), torch.uint8))
         self.optimizer = _optimizer(planned)
         with self._naming_device_memory():
             self.executor = Executor(
@@ -145,6 +145,12 @@ class Run:
             patience=patience,
         )
         self._stack.callback(self.saver.close)
+        self._endings = Endings(
+            planned, self.doing, executor=self.executor, saver=self.saver, stopping=self.stopping, save=self.save
+        )
+        self._meter = StepMeter(
+            model=self.model, daemon=self.daemon, device=self.device, stalls=self.executor.residency.stalls, memory=self.memory
+        )
         self.rates = learning_rate(planned.recipe, planned.total_steps)
 
     def _naming_device_memory(self) -> AbstractContextManager[None]:
@@ -197,7 +203,7 @@ class Run:
         """The model's weights as the store's generation 0, or the saved run's state. `progress` hears of parameters loaded, or
         of bytes of the saved state that were read and found as they were written."""
         saved = self.planned.manifest
-        with self.stopping.during("loading"), self._telling_what_is_saved():
+        with self.stopping.during("loading"), self._endings.telling_what_is_saved():
             self._unnamed.clear()  # a manifest names them, or is about to
             if saved is not None:
                 self.saver.restore(saved, progress)
@@ -211,8 +217,8 @@ class Run:
     def train(self, on_step: Callable[[StepReport], None]) -> None:
         """Steps until the last one. Raises Interrupted, state saved, after a request to stop with steps left to do, or where
         the next one would pass a limit of the recipe; what `on_step` raises ends the run in the same way."""
-        self._training = True
-        with self.stopping.during("training"), self._telling_what_is_saved():
+        self.doing.training = True
+        with self.stopping.during("training"), self._endings.telling_what_is_saved():
             self.host_memory.take()
             self._first_steps.begin(self.step, self.rates)
             self.saver.began = self._first_steps.committed
@@ -228,9 +234,9 @@ class Run:
                     break
                 self._steps.add(report)
                 self._limits.took(report)
-                self._telling = True
+                self.doing.telling = True
                 on_step(report)
-                self._telling = False
+                self.doing.telling = False
             self.save()
             if self.step < self.planned.total_steps:
                 why = f": {limit}" if limit else ""
@@ -248,9 +254,9 @@ class Run:
 
     def _where(self) -> str:
         """What the run is doing, for people."""
-        if not self._training:
+        if not self.doing.training:
             return "loading"
-        if not self._in_step:
+        if not self.doing.step:
             return f"after step {self.step}"
         visit = self.executor.schedule.visits[self.executor.lookahead.cursor]
         return f"step {self.step + 1}, {visit.phase} of {self.model.stages[visit.stage].name}"
@@ -273,70 +279,28 @@ class Run:
         )
         ids, labels = batch.tensors()
         number, lr = self.step + 1, self.rates.at(self.step + 1)
-        before, stalls_before = self.daemon.counters(), dict(self.executor.residency.stalls)
-        self.daemon.events(), self.device.copies()
-        begin = time.monotonic()
-        self._in_step = True
+        self._meter.begin()
+        self.doing.step = True
         self.executor.may_skip = self.standing.skipped_in_row < planned.recipe.train.skip_nonfinite
         try:
             with self._naming_device_memory():
                 outcome = self.executor.step(ids, labels, step=number, lr=lr, last=number == planned.total_steps)
         except StepAbandoned:
-            self._in_step = False
+            self.doing.step = False
             return None
-        seconds = time.monotonic() - begin
+        self._meter.end()
         self.standing.is_over(skipped=bool(outcome.skipped))
-        self._in_step = False
+        self.doing.step = False
         self.losses.append(outcome.loss)
         self.saver.step_is_over()
         self._first_steps.step(self.executor.reached, skipped=bool(outcome.skipped))
         if outcome.skipped:
             self._say_skipped(outcome.skipped)
-        return self._measured(outcome, lr, batch.tokens, begin, seconds, before, stalls_before)
+        return self._meter.report(outcome, step=self.step, total_steps=planned.total_steps, lr=lr, tokens=batch.tokens)
 
     def _say_skipped(self, why: str) -> None:
         row, most = self.standing.skipped_in_row, self.planned.recipe.train.skip_nonfinite
         self._announce(f"{why};\nit is skipped and changes nothing, {row} in a row of at most {most}")
-
-    def _measured(
-        self,
-        outcome: StepOutcome,
-        lr: float,
-        batch_tokens: int,
-        begin: float,
-        seconds: float,
-        before: Counters,
-        stalls_before: dict[str, float],
-    ) -> StepReport:
-        """The step that has just ended, beside the counters from before it."""
-        after = self.daemon.counters()
-        stalls = {
-            cause: total - stalls_before.get(cause, 0.0)
-            for cause, total in self.executor.residency.stalls.items()
-            if total > stalls_before.get(cause, 0.0)
-        }
-        moved = timeline(outcome, self.daemon.events(), self.device.copies(), begin=begin, model=self.model)
-        return StepReport(
-            step=self.step,
-            total_steps=self.planned.total_steps,
-            loss=outcome.loss,
-            lr=lr,
-            grad_norm=outcome.grad_norm,
-            skipped=outcome.skipped,
-            tokens=outcome.label_tokens,
-            batch_tokens=batch_tokens,
-            seconds=seconds,
-            tflops=6.0 * self.model.parameters * batch_tokens / seconds / 1e12,
-            ram_now=self.memory.look(),
-            ram_peak=self.memory.peak,
-            read_bytes=after.read_bytes - before.read_bytes,
-            written_bytes=after.written_bytes - before.written_bytes,
-            update_cpu_seconds=(after.update_cpu_ns - before.update_cpu_ns) / 1e9,
-            io_cpu_seconds=(after.ring_cpu_ns - before.ring_cpu_ns) / 1e9,
-            stalls=stalls,
-            timeline=moved,
-            busy=busy_seconds(moved),
-        )
 
     def _between_micro_batches(self) -> None:
         self._trimming.between_micro_batches()
@@ -351,107 +315,15 @@ class Run:
         self._trimming.between_visits(visit, visits[(visit.index + 1) % len(visits)])
         self._stop_here()  # a batch of one micro-batch has no other place to stop
 
-    # ---- stopping and saving -------------------------------------------------------------------------------------
-
-    def _may_abandon(self) -> bool:
-        """Whether the state could be saved as soon as the micro-batch under way is done."""
-        return not self._in_step or self.executor.may_abandon()
-
-    def _at_stake(self) -> str:
-        """What ending at once would lose, for people: steps that would be computed again, the one under way among them."""
-        lost = self._whole_steps_at_stake() + self._in_step
-        return "this step" if lost <= 1 else f"{lost} steps: step {self.saver.saved_step or 0} is the last one saved"
-
-    def _whole_steps_at_stake(self) -> int:
-        return self.step - (self.saver.saved_step or 0)
-
-    @contextmanager
-    def _telling_what_is_saved(self) -> Iterator[None]:
-        """Whatever ends the run, what is whole is saved, and the last words say what is left of it."""
-        try:
-            try:
-                yield
-            except Exception as error:
-                self._rescue(error)
-                raise
-        except KeyboardInterrupt:
-            self.stopping.end()
-            self.saver.close()  # a commit under way ends, and counts
-            lost = self._whole_steps_at_stake() > 1
-            raise Interrupted(self._stopped_where(), hint=self._what_is_saved(), lost=lost) from None
-        except Exception as error:
-            self.stopping.end()
-            self._tell(error)
-            raise
-
-    def _stopped_where(self) -> str:
-        if not self._training:
-            return "stopped while loading"
-        if self._saving:
-            return f"stopped while the state after step {self.step} was saved"
-        return f"stopped at once in step {self.step + 1}"
-
-    def _rescue(self, error: Exception) -> None:
-        """Saves the last whole step when an error ends the training, unless states may have been harmed."""
-        if not self._training or self._saving or self.saver.commits.has_failed or isinstance(error, Interrupted):
-            return
-        if isinstance(error, NumericsError):
-            whole = not error.changed  # seen before anything was updated
-        elif isinstance(error, DeviceMemoryError):
-            whole = not self._in_step or self.executor.may_abandon()
-        elif isinstance(error, SwapError | OutOfSpaceError):
-            whole = self._telling  # a log's; else it is the store's, and what that holds is not known then
-        else:
-            whole = not self._in_step or (self.executor.may_abandon() and not isinstance(error, FuyouError))
-        if not whole:
-            return
-        try:
-            self.executor.abandon()
-            self.save()
-        except (FuyouError, OSError, RuntimeError, MemoryError, ValueError) as failure:  # the first one has to be mended
-            error.add_note(f"saving the state failed as well: {failure}")
-        except KeyboardInterrupt:
-            error.add_note("saving the state was interrupted")
-
-    def _tell(self, error: Exception) -> None:
-        """Adds to the error what is left of the run."""
-        saved = self._what_is_saved()
-        if isinstance(error, NumericsError):
-            error.hint = self._after_bad_numbers(error)
-        elif isinstance(error, UsageError) and not self._training:
-            return  # what is wrong with what is there, the same command finds again
-        elif isinstance(error, FuyouError):
-            error.hint = f"{error.hint}; {saved}" if error.hint else saved
-        else:
-            error.add_note(saved)
-
-    def _after_bad_numbers(self, error: NumericsError) -> str:
-        """The same command computes the same numbers, and a saved run takes no other rate or data."""
-        step, row = self.saver.saved_step or 0, self.standing.skipped_in_row
-        hint = f"{error.hint}; either takes checkpoint.resume=never, which starts over"
-        if error.changed:
-            hint = f"updates of the step had begun, so the run is back at its last commit, after step {step}; {hint}"
-        elif self.plan.clip_grad_norm is not None:
-            skipping = f"the {row} steps before were skipped too" if row else "nothing was updated"
-            hint = f"{skipping}: train.skip_nonfinite={row + 1} goes on without such a step; or {hint}"
-        return f"{hint} (the state after step {step} is saved: fuyou export {self.paths[0].parent} OUT)"
-
-    def _what_is_saved(self) -> str:
-        folder, step = self.paths[0].parent, self.saver.saved_step
-        if not step:
-            return f"{'no step is saved' if self.step else 'nothing was trained yet'}: the same command starts again"
-        without = ", without checkpoint.resume=never," if self.planned.recipe.checkpoint.resume == "never" else ""
-        return f"the state after step {step} is saved in {folder}: the same command{without} goes on from there"
+    # ---- saving and reporting ------------------------------------------------------------------------------------
 
     def save(self) -> None:
         """Everything at one generation, on stable storage, and a manifest that says so."""
-        self._saving = True
+        self.doing.saving = True
         with self.stopping.during("saving"):
             self.executor.drain()
             self.saver.save()
-        self._saving = False
-
-    # ---- reporting -----------------------------------------------------------------------------------------------
+        self.doing.saving = False
 
     def report(self) -> RunReport:
         """The run beside its plan."""

@@ -33,7 +33,7 @@ BANNED_CALLS = {
 
 # What still is as it should not be: `test_exceptions_are_still_needed` makes these lists shrink.
 SHARED_NAMES = {"commits", "companions", "device_memory", "errors", "plan", "validate", "verify"}
-LONG_FILES = {"training/run"}
+LONG_FILES: set[str] = set()
 LONG_FUNCTIONS: set[str] = set()
 
 

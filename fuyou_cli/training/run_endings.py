@@ -1,0 +1,145 @@
+"""How a run ends before its last step: what is whole is saved, and the last words say what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ..core.errors import (
+    DeviceMemoryError,
+    FuyouError,
+    Interrupted,
+    NumericsError,
+    OutOfSpaceError,
+    SwapError,
+    UsageError,
+)
+from ..engine.executor import Executor
+from .state.saver import Saver
+from .steps import Planned
+from .stopping import StopRequests
+
+
+@dataclass(slots=True)
+class Doing:
+    """What a run is doing."""
+
+    training: bool = False  # False: it loads
+    step: bool = False  # one is under way
+    telling: bool = False  # a log or a display hears of the last one
+    saving: bool = False
+
+
+class Endings:
+    """Ends one run. `save` puts its state on stable storage."""
+
+    def __init__(
+        self,
+        planned: Planned,
+        doing: Doing,
+        *,
+        executor: Executor,
+        saver: Saver,
+        stopping: StopRequests,
+        save: Callable[[], None],
+    ) -> None:
+        self._planned, self._doing, self._executor, self._saver = planned, doing, executor, saver
+        self._stopping, self._save = stopping, save
+        stopping.may_abandon, stopping.at_stake = self._may_abandon, self._at_stake
+
+    @contextmanager
+    def telling_what_is_saved(self) -> Iterator[None]:
+        """Whatever ends the run inside, saves what is whole, and says what is left of it."""
+        try:
+            try:
+                yield
+            except Exception as error:
+                self._rescue(error)
+                raise
+        except KeyboardInterrupt:
+            self._stopping.end()
+            self._saver.close()  # a commit under way ends, and counts
+            lost = self._whole_steps_at_stake > 1
+            raise Interrupted(self._stopped_where(), hint=self._what_is_saved(), lost=lost) from None
+        except Exception as error:
+            self._stopping.end()
+            self._tell(error)
+            raise
+
+    @property
+    def _step(self) -> int:
+        return self._saver.standing.step
+
+    @property
+    def _whole_steps_at_stake(self) -> int:
+        return self._step - (self._saver.saved_step or 0)
+
+    def _may_abandon(self) -> bool:
+        """Tells whether the state could be saved as soon as the micro-batch under way is done."""
+        return not self._doing.step or self._executor.may_abandon()
+
+    def _at_stake(self) -> str:
+        """Says what ending at once would lose: steps that would be computed again, the one under way among them."""
+        lost = self._whole_steps_at_stake + self._doing.step
+        return "this step" if lost <= 1 else f"{lost} steps: step {self._saver.saved_step or 0} is the last one saved"
+
+    def _stopped_where(self) -> str:
+        if not self._doing.training:
+            return "stopped while loading"
+        if self._doing.saving:
+            return f"stopped while the state after step {self._step} was saved"
+        return f"stopped at once in step {self._step + 1}"
+
+    def _rescue(self, error: Exception) -> None:
+        """Saves the last whole step when an error ends the training, unless states may have been harmed."""
+        doing, interrupted = self._doing, isinstance(error, Interrupted)
+        if not doing.training or doing.saving or self._saver.commits.has_failed or interrupted or not self._is_whole(error):
+            return
+        try:
+            self._executor.abandon()
+            self._save()
+        except (FuyouError, OSError, RuntimeError, MemoryError, ValueError) as failure:  # the first one has to be mended
+            error.add_note(f"saving the state failed as well: {failure}")
+        except KeyboardInterrupt:
+            error.add_note("saving the state was interrupted")
+
+    def _is_whole(self, error: Exception) -> bool:
+        """Tells whether the state of the last step is as that step left it."""
+        if isinstance(error, NumericsError):
+            return not error.changed  # seen before anything was updated
+        if isinstance(error, DeviceMemoryError):
+            return self._may_abandon()
+        if isinstance(error, SwapError | OutOfSpaceError):
+            return self._doing.telling  # a log's; else it is the store's, and what that holds is not known then
+        return not self._doing.step or (self._executor.may_abandon() and not isinstance(error, FuyouError))
+
+    def _tell(self, error: Exception) -> None:
+        """Adds to the error what is left of the run."""
+        saved = self._what_is_saved()
+        if isinstance(error, NumericsError):
+            error.hint = self._after_bad_numbers(error)
+        elif isinstance(error, UsageError) and not self._doing.training:
+            return  # what is wrong with what is there, the same command finds again
+        elif isinstance(error, FuyouError):
+            error.hint = f"{error.hint}; {saved}" if error.hint else saved
+        else:
+            error.add_note(saved)
+
+    def _after_bad_numbers(self, error: NumericsError) -> str:
+        """Says what to do: the same command computes the same numbers, and a saved run takes no other rate or data."""
+        step, row = self._saver.saved_step or 0, self._saver.standing.skipped_in_row
+        hint = f"{error.hint}; either takes checkpoint.resume=never, which starts over"
+        if error.changed:
+            hint = f"updates of the step had begun, so the run is back at its last commit, after step {step}; {hint}"
+        elif self._planned.plan.clip_grad_norm is not None:
+            skipping = f"the {row} steps before were skipped too" if row else "nothing was updated"
+            hint = f"{skipping}: train.skip_nonfinite={row + 1} goes on without such a step; or {hint}"
+        return f"{hint} (the state after step {step} is saved: fuyou export {self._saver.folder} OUT)"
+
+    def _what_is_saved(self) -> str:
+        folder, step = self._saver.folder, self._saver.saved_step
+        if not step:
+            return f"{'no step is saved' if self._step else 'nothing was trained yet'}: the same command starts again"
+        without = ", without checkpoint.resume=never," if self._planned.recipe.checkpoint.resume == "never" else ""
+        return f"the state after step {step} is saved in {folder}: the same command{without} goes on from there"

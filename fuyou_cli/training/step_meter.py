@@ -1,0 +1,91 @@
+"""Measures one step: its seconds, bytes and waits, and when which resource was busy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+
+from ..engine.devices.base import Copy, Device
+from ..engine.executor import StepOutcome
+from ..spec.model import ModelSpec
+from ..swap.daemon import Event, SwapDaemon
+from .busy import busy_seconds
+from .memory_watch import MemoryWatch
+from .report import Busy, StepReport
+
+_OF_STORE = {"read": "ssd read", "write": "ssd write", "update": "update"}
+
+
+class StepMeter:
+    """Measures the steps of one run, each from `begin` to `end`. `stalls`: seconds waited so far, by cause."""
+
+    def __init__(
+        self, *, model: ModelSpec, daemon: SwapDaemon, device: Device, stalls: Mapping[str, float], memory: MemoryWatch
+    ) -> None:
+        self._model, self._daemon, self._device, self._stalls, self._memory = model, daemon, device, stalls, memory
+        self._begin = self._end = 0.0
+        self._counters, self._waited = daemon.counters(), dict(stalls)
+
+    def begin(self) -> None:
+        self._counters, self._waited = self._daemon.counters(), dict(self._stalls)
+        self._daemon.events(), self._device.copies()  # of what was before
+        self._begin = time.monotonic()
+
+    def end(self) -> None:
+        self._end = time.monotonic()
+
+    def report(self, outcome: StepOutcome, *, step: int, total_steps: int, lr: float, tokens: int) -> StepReport:
+        """Reports the step that has just ended. `tokens`: computed on."""
+        before, after, seconds = self._counters, self._daemon.counters(), self._end - self._begin
+        moved = timeline(outcome, self._daemon.events(), self._device.copies(), begin=self._begin, model=self._model)
+        waited = {cause: total - self._waited.get(cause, 0.0) for cause, total in self._stalls.items()}
+        return StepReport(
+            step=step,
+            total_steps=total_steps,
+            loss=outcome.loss,
+            lr=lr,
+            grad_norm=outcome.grad_norm,
+            skipped=outcome.skipped,
+            tokens=outcome.label_tokens,
+            batch_tokens=tokens,
+            seconds=seconds,
+            tflops=6.0 * self._model.parameters * tokens / seconds / 1e12,
+            ram_now=self._memory.look(),
+            ram_peak=self._memory.peak,
+            read_bytes=after.read_bytes - before.read_bytes,
+            written_bytes=after.written_bytes - before.written_bytes,
+            update_cpu_seconds=(after.update_cpu_ns - before.update_cpu_ns) / 1e9,
+            io_cpu_seconds=(after.ring_cpu_ns - before.ring_cpu_ns) / 1e9,
+            stalls={cause: seconds for cause, seconds in waited.items() if seconds > 0},
+            timeline=moved,
+            busy=busy_seconds(moved),
+        )
+
+
+def timeline(
+    outcome: StepOutcome, events: Iterable[Event], copies: Iterable[Copy], *, begin: float, model: ModelSpec
+) -> tuple[Busy, ...]:
+    """Tells when which resource was busy in a step that began at `begin` (monotonic seconds)."""
+    names = [stage.name for stage in model.stages]
+
+    def busy(resource: str, label: str, since: float, until: float, size: int = 0) -> Busy:
+        return Busy(resource=resource, label=label, begin=max(0.0, since - begin), end=until - begin, bytes=size)
+
+    found = [
+        busy("compute", f"{_direction(item.phase, model)} {names[item.stage]}", item.begin, item.end)
+        for item in outcome.intervals
+    ]
+    for event in events:
+        what = f"{event.operation} {names[event.label]}"
+        found.append(busy(_OF_STORE[event.operation], what, event.begin_ns / 1e9, event.end_ns / 1e9, event.bytes))
+    for copy in copies:
+        resource, to = ("h2d", "device") if copy.up else ("d2h", "host")
+        found.append(busy(resource, f"copy to the {to}", copy.begin, copy.end, copy.bytes))
+    return tuple(item for item in found if item.end > 0)
+
+
+def _direction(phase: str, model: ModelSpec) -> str:
+    """Returns where a visit counts: a whole head, which is both at once, with forward."""
+    if phase == "head":
+        return "backward" if model.head_is_cut else "forward"
+    return "forward" if phase == "logits" else phase
