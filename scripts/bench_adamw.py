@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from proof.report import Row, at_least, commit, described, exit_code, in_words, missing, now, unless_noisy
 
-from fuyou_cli.machine.background_load import Others
+from fuyou_cli.machine.background_load import BackgroundLoad
 
 QUIET_CORES = 0.15
 ENOUGH = 3  # quiet samples of a side, for its median to mean something
@@ -182,7 +182,7 @@ def one_pass_sides(threads: int, params: int) -> tuple[Memory, dict[str, Step]]:
 
 def sample(step: Step) -> tuple[float, float]:
     """Seconds per step and the cores that others used meanwhile."""
-    others, begin, steps = Others(), time.perf_counter(), 0
+    others, begin, steps = BackgroundLoad(), time.perf_counter(), 0
     while steps < 2 or time.perf_counter() - begin < SAMPLE_SECONDS:
         step()
         steps += 1

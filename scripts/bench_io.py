@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from proof.report import Row, at_least, at_most, commit, described, exit_code, in_words, missing, now, unless_noisy
 
 from fuyou_cli.core.units import MiB, parse_size
-from fuyou_cli.machine.background_load import Others
+from fuyou_cli.machine.background_load import BackgroundLoad
 from fuyou_cli.swap.arena import Arena
 from fuyou_cli.swap.daemon import DaemonOptions, SwapDaemon
 from fuyou_cli.swap.store import Store
@@ -160,7 +160,7 @@ def take_pair(mode: str, daemon: SwapDaemon, path: Path, size: int, args: argpar
     """Both sides once; who begins alternates."""
     with_fio = shutil.which("fio") is not None
     taken: dict[str, Sample | None] = {"fuyou": None, "fio": None}
-    others = Others()
+    others = BackgroundLoad()
     for side in ("fuyou", "fio") if turn % 2 else ("fio", "fuyou"):
         if side == "fuyou":
             taken[side] = ours(daemon, mode, size, OUTSTANDING)

@@ -29,8 +29,8 @@ from fuyou_cli.cli.planned import planned_elsewhere
 from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.machine.described import described as machine_of
 from fuyou_cli.planner.place import too_small
+from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.search import search
-from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
 
@@ -85,14 +85,14 @@ WHOLE = (
 QUICK = tuple(case for case in WHOLE if case.model == SMALL)
 
 
-def asked_of(case: Case, hardware: HardwareProfile) -> tuple[ModelSpec, HardwareProfile, Wishes]:
+def asked_of(case: Case, hardware: HardwareProfile) -> tuple[ModelSpec, HardwareProfile, PlanRequest]:
     """What `fuyou plan --hardware` hands to the search. It also searches, once."""
     train = {"max_steps": 1000, "batch_size": 32, "micro_batch_size": 1}
     with recipe_of(known_config(case.model), length=1024, train=train, overrides=case.settings) as loaded:
         planned = planned_elsewhere(loaded, hardware)
     if not planned.fits_ram:
-        raise too_small(planned.model, planned.hardware, planned.wishes)
-    return planned.model, planned.hardware, planned.wishes
+        raise too_small(planned.model, planned.hardware, planned.request)
+    return planned.model, planned.hardware, planned.request
 
 
 def timed(case: Case, hardware: HardwareProfile, times: int) -> Row:

@@ -80,8 +80,8 @@ def figures_of(case: Case) -> dict[str, Any] | str:
         except FuyouError as error:
             return error.message
     if not planned.fits_ram:
-        return too_small(planned.model, hardware, planned.wishes).message
-    if not planned.wishes.has_room_for(planned.plan, hardware):
+        return too_small(planned.model, hardware, planned.request).message
+    if not planned.request.has_room_for(planned.plan, hardware):
         return "the device or the drives have no room for it"
     return figures(planned.plan)
 

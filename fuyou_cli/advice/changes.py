@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from fuyou_cli.core.units import GiB, MiB, align_up
 from fuyou_cli.planner.place import least_memory
 from fuyou_cli.planner.place import plan as first_that_fits
-from fuyou_cli.training.recipe_wishes import wishes
+from fuyou_cli.training.plan_request_of import plan_request
 
-from .planning import Elsewise, Outcome
+from .planning import Outcome, Replanner
 
 if TYPE_CHECKING:
     from fuyou_cli.training.steps import Planned
@@ -39,7 +39,7 @@ class Kind:
     numerics: bool = False
 
 
-def changes_that_help(elsewise: Elsewise, *, fits: bool) -> list[Outcome]:
+def changes_that_help(elsewise: Replanner, *, fits: bool) -> list[Outcome]:
     """Return up to SHOWN, best first: few keys before many, the same numbers before others, then the faster per token. `fits`:
     only wear stands against the run. Where nothing makes it fit and spares its drives as well, return what makes it fit."""
     trials = _Trials(elsewise)
@@ -71,7 +71,7 @@ def _order(numerics: bool, outcome: Outcome) -> tuple[int, bool, float, tuple[st
 class _Trials:
     """Which changes help: looked at by the first plan that fits, then planned in full."""
 
-    def __init__(self, elsewise: Elsewise) -> None:
+    def __init__(self, elsewise: Replanner) -> None:
         self._elsewise = elsewise
         self.spare_drives = True
         self._trained = _trained(elsewise.prepared)
@@ -176,7 +176,7 @@ def _if(possible: bool, change: str) -> Steps:
 def _memory(prepared: Planned) -> Steps:
     """More RAM for the process, up to what the machine has: the least that is enough first, then in ever larger steps."""
     plan, hardware = prepared.plan, prepared.hardware
-    asked = wishes(prepared.recipe, plan.numerics, hardware, device=plan.device)
+    asked = plan_request(prepared.recipe, plan.numerics, hardware, device=plan.device)
     enough = max(least_memory(prepared.model, hardware, asked), plan.cpu_budget + 1)
     size, most, sizes = -(-enough // GiB), hardware.ram_available // GiB, []
     finer = align_up(enough, _FINER)

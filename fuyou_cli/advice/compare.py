@@ -36,13 +36,13 @@ class Row:
 def comparison(prepared: Planned, found: Found) -> tuple[Row, ...]:
     """Plan and simulate every other value of each knob, with everything else as it is. Returns the nearest first, those that do
     not fit last; values that give a plan already seen are left out."""
-    wishes, by_knob, seen = prepared.wishes, [], [found.best.plan]
-    for choices in _turned(family(prepared.model, wishes), found.best.choice):
+    request, by_knob, seen = prepared.request, [], [found.best.plan]
+    for choices in _turned(family(prepared.model, request), found.best.choice):
         rows = []
         for words, choice in choices:
-            plan = made_of(prepared.model, prepared.hardware, wishes, choice)
+            plan = made_of(prepared.model, prepared.hardware, request, choice)
             if plan is not None:
-                plan = timed(alternative(choice, plan), prepared.model, prepared.hardware, wishes)
+                plan = timed(alternative(choice, plan), prepared.model, prepared.hardware, request)
                 if any(_alike(plan, other) for other in seen):
                     continue
                 seen.append(plan)
@@ -72,15 +72,15 @@ def _row(words: str, plan: Plan | None, prepared: Planned) -> Row:
 
 def _why(slower: float, plan: Plan, prepared: Planned) -> str:
     """Say what the search passed it over for, else where its time goes."""
-    wishes = prepared.wishes
-    device, disk = wishes.gpu_budget, wishes.disk(prepared.hardware)
+    request = prepared.request
+    device, disk = request.gpu_budget, request.disk(prepared.hardware)
     if device is not None and plan.predicted.gpu_peak > device:
         return f"needs {gib(plan.predicted.gpu_peak)} of GPU memory, {gib(device)} available"
-    if not wishes.has_room_for(plan, prepared.hardware):
+    if not request.has_room_for(plan, prepared.hardware):
         return f"needs {gb(plan.store_size)} of disk, {gb(disk)} available to the store"
     more = plan.predicted.written_per_step - prepared.plan.predicted.written_per_step
     if slower < -LITTLE:
-        return f"writes {gb(more)} more per step (offload.wear)" if more > 0 and wishes.wear != "ignore" else ""
+        return f"writes {gb(more)} more per step (offload.wear)" if more > 0 and request.wear != "ignore" else ""
     return where_time_goes(plan, prepared.plan) if slower > LITTLE else ""
 
 

@@ -14,7 +14,7 @@ from fuyou_cli.advice.wear import Spared, Wear, Writes, spared_of, wear_of, writ
 from fuyou_cli.core.disk import existing
 from fuyou_cli.core.units import format_time
 from fuyou_cli.machine.origins import RatedBy, origins_of
-from fuyou_cli.planner.lasting import FastRegion, fast_region
+from fuyou_cli.planner.sustained_rates import FastRegion, fast_region
 from fuyou_cli.recipe.fields import format_size
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
@@ -139,7 +139,7 @@ def facts_of(prepared: Planned, room: Room, *, described: bool = False, command:
 def _spared(prepared: Planned) -> Spared | None:
     if prepared.found is None or not prepared.fits_ram:
         return None
-    return spared_of(prepared.found, prepared.plan, prepared.model, prepared.hardware, prepared.wishes)
+    return spared_of(prepared.found, prepared.plan, prepared.model, prepared.hardware, prepared.request)
 
 
 def endings(prepared: Planned, region: FastRegion | None) -> tuple[Ending, ...]:

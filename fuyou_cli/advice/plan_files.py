@@ -23,9 +23,9 @@ from fuyou_cli.planner.choice import Choice, family
 from fuyou_cli.planner.commit_interval import timed_plan, with_interval
 from fuyou_cli.planner.costs import Costs
 from fuyou_cli.planner.place import made_of
+from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.store_modes import redone
-from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan
@@ -62,7 +62,7 @@ class PlanFile:
     fuyou_plan: int  # the format's version
     model: str  # what it is called, and a digest of its stages and tensors
     recipe: dict[str, str]  # dotted key -> value as JSON, of the keys that a plan depends on
-    asked: dict[str, str]  # the same of `Wishes`
+    asked: dict[str, str]  # the same of `PlanRequest`
     memory: int  # bytes of RAM for the plan beside the bare process
     gpu_budget: int | None
     choice: dict[str, Any]
@@ -71,16 +71,16 @@ class PlanFile:
 
 
 def plan_file(
-    plan: Plan, model: ModelSpec, process: int, wishes: Wishes, choice: Choice, recipe: Mapping[str, str]
+    plan: Plan, model: ModelSpec, process: int, request: PlanRequest, choice: Choice, recipe: Mapping[str, str]
 ) -> PlanFile:
     """`process`: bytes of RAM of the bare process that it was planned for (`HardwareProfile.process_bytes`)."""
     return PlanFile(
         fuyou_plan=FORMAT,
         model=_mark(model),
         recipe=dict(recipe),
-        asked=_asked(wishes),
-        memory=wishes.cpu_budget - process,
-        gpu_budget=wishes.gpu_budget,
+        asked=_asked(request),
+        memory=request.cpu_budget - process,
+        gpu_budget=request.gpu_budget,
         choice=asdict(choice),
         commit_every=plan.commit_every,
         placement=_placement(plan),
@@ -124,8 +124,8 @@ def _flat(value: Any, prefix: str = "") -> dict[str, str]:
     return {key: text for found in inner for key, text in found.items()}
 
 
-def _asked(wishes: Wishes) -> dict[str, str]:
-    return _flat({key: value for key, value in asdict(wishes).items() if key not in _FREE})
+def _asked(request: PlanRequest) -> dict[str, str]:
+    return _flat({key: value for key, value in asdict(request).items() if key not in _FREE})
 
 
 def _mark(model: ModelSpec) -> str:
@@ -164,10 +164,10 @@ def check_target(path: Path) -> None:
         raise UsageError(f"-o {path}: it is there already and is no plan", hint="name another file")
 
 
-def write_plan(path: Path, prepared: Planned, wishes: Wishes, choice: Choice) -> None:
+def write_plan(path: Path, prepared: Planned, request: PlanRequest, choice: Choice) -> None:
     """Writes the file whole or not at all. Raises UsageError where it cannot be written."""
     process, keys = prepared.hardware.process_bytes, recipe_keys(prepared.recipe)
-    text = to_text(plan_file(prepared.plan, prepared.model, process, wishes, choice, keys))
+    text = to_text(plan_file(prepared.plan, prepared.model, process, request, choice, keys))
     whole = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         whole.write_text(text, encoding="utf-8")
@@ -210,41 +210,41 @@ class KeptPlan:
     def micro_batch_size(self) -> int:
         return int(self.file.asked[_MICRO_BATCH])
 
-    def __call__(self, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
+    def __call__(self, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
         """Returns the same placement, with what it takes and promises on this machine. Raises UsageError naming what does
         not agree; whether it fits what the machine has now is for the caller to see."""
-        if self.file.asked.get("store_mode") == '"redo"' and wishes.may_redo:
-            wishes = redone(wishes)  # another plan has room in place, or had: this one is redo's
+        if self.file.asked.get("store_mode") == '"redo"' and request.may_redo:
+            request = redone(request)  # another plan has room in place, or had: this one is redo's
         try:
-            _check_run(self.file, model, wishes)
-            plan = _placed(self.file, model, hardware, wishes)
+            _check_run(self.file, model, request)
+            plan = _placed(self.file, model, hardware, request)
         except UsageError as error:
             raise _refused(self.path, error) from None
         return timed_plan(model, hardware, plan, chosen=False)
 
 
-def _check_run(file: PlanFile, model: ModelSpec, wishes: Wishes) -> None:
+def _check_run(file: PlanFile, model: ModelSpec, request: PlanRequest) -> None:
     """Compares the model and what is asked of the plan with those of the run."""
     if file.model != _mark(model):
         raise UsageError(f"it was made for {file.model}, the recipe's model is {_mark(model)}")
     threads = file.asked.get("update_threads")  # first: the size of the scratch memory follows from them
-    if threads != str(wishes.update_threads):
+    if threads != str(request.update_threads):
         raise UsageError(
-            f"update_threads was {threads}, is {wishes.update_threads} by this machine's cores and what AdamW on them was last "
-            "measured at"
+            f"update_threads was {threads}, is {request.update_threads} by this machine's cores "
+            "and what AdamW on them was last measured at"
         )
-    _check_same(file.asked, _asked(wishes), "for this run")
+    _check_same(file.asked, _asked(request), "for this run")
 
 
-def _placed(file: PlanFile, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
+def _placed(file: PlanFile, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
     """Places the choice in as much memory as it was made for, however large the process is now."""
-    choice = next((known for known in family(model, wishes) if asdict(known) == file.choice), None)
+    choice = next((known for known in family(model, request) if asdict(known) == file.choice), None)
     if choice is None:
         raise UsageError("choice: none that the planner has for this recipe")
-    asked = replace(wishes, cpu_budget=file.memory + hardware.process_bytes, gpu_budget=file.gpu_budget)
+    asked = replace(request, cpu_budget=file.memory + hardware.process_bytes, gpu_budget=file.gpu_budget)
     plan = made_of(model, hardware, asked, choice)
     if plan is not None and plan.commit_every != file.commit_every:  # also where the planner would now say another
         plan = with_interval(Costs.of(model, hardware, plan), plan, plan_schedule(model, plan), file.commit_every)
     if plan is None or _placement(plan) != file.placement:
         raise UsageError("placement: the planner of this fuyou makes something else of `choice`")
-    return replace(plan, cpu_budget=wishes.cpu_budget)
+    return replace(plan, cpu_budget=request.cpu_budget)

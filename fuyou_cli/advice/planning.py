@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.machine.described import on_described
 from fuyou_cli.planner.choice import Choice
-from fuyou_cli.planner.lasting import Choose
-from fuyou_cli.planner.looking import Alternative
+from fuyou_cli.planner.search_state import Alternative
+from fuyou_cli.planner.sustained_rates import Choose
 from fuyou_cli.spec.plan import Plan
 
 from .room import Room, plan_problems, room_of
@@ -66,7 +66,7 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Elsewise:
+class Replanner:
     """Plan changed recipes for the machine and model of one that is planned already."""
 
     loaded: LoadedRecipe

@@ -16,7 +16,7 @@ from fuyou_cli.machine import probe
 from fuyou_cli.planner.phases import phase_peaks
 from fuyou_cli.spec.plan import Plan
 from fuyou_cli.training.limits import gpu_limit
-from fuyou_cli.training.recipe_wishes import DiskShare, StoreDisks
+from fuyou_cli.training.plan_request_of import DiskShare, StoreDisks
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import Recipe
@@ -47,7 +47,7 @@ def room_of(prepared: Planned, *, described: bool = False) -> Room:
     return Room(
         gpu=gpu_limit(recipe, hardware),
         ssd=None if disks is None else disks.limit(recipe),
-        store=prepared.wishes.disk(hardware),
+        store=prepared.request.disk(hardware),
         ram=hardware.ram_available,
         ram_total=hardware.ram_total,
         pinnable=hardware.pinnable or None,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.search import Found, timed
-from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan
@@ -83,11 +83,11 @@ class Spared:
     faster: float  # a step of the fastest plan, as a share of its seconds
 
 
-def spared_of(found: Found, plan: Plan, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Spared | None:
+def spared_of(found: Found, plan: Plan, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Spared | None:
     """Compare `plan`, which was made of what a search found, with the fastest; None where that is the same or no faster."""
     if found.fastest is found.best:
         return None
-    fastest, chosen = timed(found.fastest, model, hardware, wishes).predicted, plan.predicted
+    fastest, chosen = timed(found.fastest, model, hardware, request).predicted, plan.predicted
     faster, more = chosen.step_seconds / fastest.step_seconds - 1, fastest.written_per_step - chosen.written_per_step
     if faster <= 0 or more <= 0:
         return None

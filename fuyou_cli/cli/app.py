@@ -14,7 +14,7 @@ import typer
 from fuyou_cli import __version__
 from fuyou_cli.core.errors import FuyouError, UsageError
 
-from . import errors
+from . import error_screen
 from .console import prepare_streams, write_result, write_status
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def doctor(
     from .doctor import run_doctor
 
     if not run_doctor(directory, json_output=json_output):
-        raise typer.Exit(errors.FAILED)
+        raise typer.Exit(error_screen.FAILED)
 
 
 @app.command()
@@ -232,7 +232,7 @@ def verify(
     from .verify import run_verify
 
     if not run_verify(source, json_output=json_output):
-        raise typer.Exit(errors.FAILED)
+        raise typer.Exit(error_screen.FAILED)
 
 
 @app.command()
@@ -277,10 +277,10 @@ def recipes_cp(
 
 
 def _plan(loaded: LoadedRecipe, **options: Any) -> None:
-    from .plan import PlanOptions, run_plan
+    from .plan_command import PlanOptions, run_plan
 
     if not run_plan(loaded, PlanOptions(**options)):
-        raise typer.Exit(errors.DOES_NOT_FIT)
+        raise typer.Exit(error_screen.DOES_NOT_FIT)
 
 
 def _load(recipe: str | None, overrides: Sequence[str] | None) -> LoadedRecipe:
@@ -301,29 +301,29 @@ _BadUsage: type[Exception] = typer.BadParameter.__bases__[0]
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit with its code. Shows no traceback unless FUYOU_DEBUG asks for it."""
     prepare_streams()
-    sys.excepthook = errors.excepthook
+    sys.excepthook = error_screen.excepthook
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         # not app(...): that puts an exception hook of its own over ours
         command = typer.main.get_command(app)
         code = command.main(args=words, prog_name="fuyou", standalone_mode=False) or 0
         sys.stdout.flush()
-        if code == errors.INTERRUPTED:
+        if code == error_screen.INTERRUPTED:
             write_status("interrupted")
     except _BadUsage as error:
         code = _usage(error, words)
     except OSError as error:
         if error.errno == errno.EPIPE and not hasattr(error, "__notes__"):  # the reader (head, less) has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            code = errors.FAILED
+            code = error_screen.FAILED
         else:
-            code = errors.report(error)
+            code = error_screen.report(error)
     except (FuyouError, KeyboardInterrupt, MemoryError) as error:
-        code = errors.report(error)
+        code = error_screen.report(error)
     except RuntimeError as error:
-        if not errors.is_out_of_memory(error):
+        if not error_screen.is_out_of_memory(error):
             raise
-        code = errors.report(error)
+        code = error_screen.report(error)
     sys.exit(code)
 
 
@@ -332,11 +332,11 @@ def _usage(error: Exception, words: Sequence[str]) -> int:
     context = getattr(error, "ctx", None)
     if type(error).__name__ == "NoArgsIsHelpError":
         write_status(message)
-        return errors.USAGE
+        return error_screen.USAGE
     write_status(f"error: {message}")
     if dashed := next((word for word in words if word.startswith("--") and "." in word.partition("=")[0]), None):
         key, _, value = dashed.lstrip("-").partition("=")
         write_status(f"  help: keys of the recipe have no dashes: {key}={value or 'value'}")
     if context is not None:
         write_status(f"{context.get_usage()}\nTry '{context.command_path} --help'.")
-    return errors.USAGE
+    return error_screen.USAGE

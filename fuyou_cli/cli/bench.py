@@ -16,7 +16,7 @@ from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.paths import folder
 from fuyou_cli.core.units import gb
 from fuyou_cli.machine import drives, probe
-from fuyou_cli.machine.background_load import Others, are_busy
+from fuyou_cli.machine.background_load import BackgroundLoad, are_busy
 from fuyou_cli.machine.measure.whole import BenchReport, device_named, measure
 from fuyou_cli.machine.profile import assumed_hardware
 from fuyou_cli.machine.profile_store import keep
@@ -76,7 +76,7 @@ def _measured(
     places: tuple[Path, ...], recipe: Recipe | None, *, quick: bool, device: str, sustained: bool, progress: Progress
 ) -> BenchReport:
     """Measures everything that was asked for; what can be wrong with a recipe is found before anything is measured."""
-    begin, others = time.monotonic(), Others()
+    begin, others = time.monotonic(), BackgroundLoad()
     if recipe is None:
         report = measure(*places, quick=quick, device=device, progress=progress)
     else:

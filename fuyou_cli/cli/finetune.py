@@ -14,7 +14,7 @@ from fuyou_cli.core.errors import FuyouError, Interrupted
 from fuyou_cli.core.own_files import open_own
 from fuyou_cli.core.units import gb
 from fuyou_cli.machine import probe
-from fuyou_cli.machine.background_load import Others, are_busy
+from fuyou_cli.machine.background_load import BackgroundLoad, are_busy
 
 from .console import status_console, write_last_result, write_status
 from .introduction import made_ready
@@ -83,7 +83,7 @@ def _train(ready: Ready, *, verbose: bool) -> tuple[RunReport, Path, bool]:
     from fuyou_cli.training.compared import as_records
     from fuyou_cli.training.jsonl import JsonlLog
     from fuyou_cli.training.run import Run
-    from fuyou_cli.training.state.companions import keep_companions
+    from fuyou_cli.training.state.kept_companions import keep_companions
 
     planned = ready.planned
     out = Path(planned.recipe.output_dir).expanduser()
@@ -107,7 +107,7 @@ def _train(ready: Ready, *, verbose: bool) -> tuple[RunReport, Path, bool]:
                 log.write("plan", _promises(planned))
             settle_for_training()
             before = run.daemon.counters()
-            others = Others()
+            others = BackgroundLoad()
             _steps(planned, run, log, verbose=verbose)
             report = _beside_plan(planned, run.report(), others.cores(), gpu_peak=_gpu_peak(run))
             if log is not None and not _waits_for_export(planned, run):
@@ -197,7 +197,7 @@ def _promises(planned: Planned) -> dict[str, object]:
 def _load(planned: Planned, run: Run) -> None:
     from rich.progress import Progress
 
-    from fuyou_cli.training.state.verify import size_of
+    from fuyou_cli.training.state.extent_checks import size_of
 
     saved = planned.manifest
     total = planned.model.parameters if saved is None else size_of(saved)

@@ -10,9 +10,9 @@ from fuyou_cli.spec.hardware import HardwareProfile
 from .console import status_console, write_status
 
 if TYPE_CHECKING:
-    from fuyou_cli.planner.lasting import Choose
+    from fuyou_cli.planner.sustained_rates import Choose
     from fuyou_cli.recipe.load import LoadedRecipe
-    from fuyou_cli.training.recipe_wishes import StoreDisks
+    from fuyou_cli.training.plan_request_of import StoreDisks
     from fuyou_cli.training.steps import Inspected, Planned
 
 Say = Callable[[str], None]

@@ -18,7 +18,7 @@ from fuyou_cli.machine.profile_store import is_measured, why_not_kept
 from fuyou_cli.machine.scratch import remove_left
 
 from .console import write_status
-from .errors import USAGE
+from .error_screen import USAGE
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe

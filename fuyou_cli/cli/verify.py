@@ -21,7 +21,7 @@ def run_verify(source: Path, *, json_output: bool) -> bool:
 
     from fuyou_cli.training.state import manifest as manifests
     from fuyou_cli.training.state.at_rest import find_store, verify_store
-    from fuyou_cli.training.state.verify import size_of
+    from fuyou_cli.training.state.extent_checks import size_of
 
     store = find_store(source)
     newest, _ = manifests.newest(store)

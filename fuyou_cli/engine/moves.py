@@ -9,7 +9,7 @@ from typing import Protocol
 
 from ..core.errors import NumericsError
 from ..core.patience import SILENT, Patience
-from ..planner.commits import FOREVER
+from ..planner.free_extents import FOREVER
 from ..planner.records import Record
 from ..planner.residency import Residency
 from ..spec.model import ModelSpec

@@ -11,7 +11,7 @@ from . import probe
 BUSY_CORES, BUSY_SHARE = 0.4, 0.1  # from here on it is said: of all cores, but not less than the kernel's own work
 
 
-class Others:
+class BackgroundLoad:
     """Cores that others use from now on; children count as ours once they have ended."""
 
     def __init__(self, root: Path = probe.ROOT) -> None:

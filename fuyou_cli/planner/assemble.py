@@ -11,13 +11,13 @@ from .costs import Costs
 from .device_memory import device_memory
 from .memory import BASE_SLACK, Layout, compute_memory
 from .placement_context import PlacementContext
+from .plan_request import PlanRequest
 from .schedule import Schedule
-from .wishes import Wishes
 
 PLAN_VERSION = 1
 
 
-def host_peaks(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, placed: Layout) -> dict[str, int]:
+def host_peaks(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, placed: Layout) -> dict[str, int]:
     """Phase -> anonymous and kernel bytes of the process at most."""
     base = hardware.process_bytes + BASE_SLACK
     homes_in_ram = sum(
@@ -27,20 +27,20 @@ def host_peaks(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, plac
         if span is not None
     )
     largest_slot = max((slots.weight_size for slots in placed.slot_classes), default=0)
-    train = base + placed.arena_size + placed.arena_size // 512 + compute_memory(model, wishes).total
+    train = base + placed.arena_size + placed.arena_size // 512 + compute_memory(model, request).total
     return {"load": base + homes_in_ram + 2 * largest_slot + 64 * MiB, "train": train, "export": train}
 
 
 def assembled(
-    costs: Costs, wishes: Wishes, placed: Layout, schedule: Schedule, *, lookahead: int, context: PlacementContext
+    costs: Costs, request: PlanRequest, placed: Layout, schedule: Schedule, *, lookahead: int, context: PlacementContext
 ) -> Plan:
     """Makes the plan of these spans, and what one step takes by the closed form."""
     return Plan(
         version=PLAN_VERSION,
-        model=wishes.model_name,
-        device=wishes.device,
-        numerics=wishes.numerics,
-        clip_grad_norm=wishes.clip_grad_norm,
+        model=request.model_name,
+        device=request.device,
+        numerics=request.numerics,
+        clip_grad_norm=request.clip_grad_norm,
         stages=placed.stages,
         slot_classes=placed.slot_classes,
         boundary_slots=placed.boundary_slots,
@@ -50,25 +50,25 @@ def assembled(
         io=placed.io,
         arena_size=placed.arena_size,
         store_size=placed.store_size,
-        cpu_budget=wishes.cpu_budget,
-        commit_every=wishes.asked_interval,
-        store_mode=wishes.store_mode,
-        keep=wishes.keep,
-        memory=_memory_lines(costs.model, costs.hardware, wishes, placed),
-        predicted=_predict(costs, wishes, placed, schedule, context),
-        sustained=wishes.sustained,
+        cpu_budget=request.cpu_budget,
+        commit_every=request.asked_interval,
+        store_mode=request.store_mode,
+        keep=request.keep,
+        memory=_memory_lines(costs.model, costs.hardware, request, placed),
+        predicted=_predict(costs, request, placed, schedule, context),
+        sustained=request.sustained,
     )
 
 
-def _predict(costs: Costs, wishes: Wishes, placed: Layout, schedule: Schedule, context: PlacementContext) -> Predicted:
-    model, numerics = costs.model, wishes.numerics
-    seconds = busy_seconds(costs, schedule, stages=placed.stages, device=wishes.device)
+def _predict(costs: Costs, request: PlanRequest, placed: Layout, schedule: Schedule, context: PlacementContext) -> Predicted:
+    model, numerics = costs.model, request.numerics
+    seconds = busy_seconds(costs, schedule, stages=placed.stages, device=request.device)
     bottleneck = max(sorted(seconds), key=lambda name: seconds[name])
     return Predicted(
-        cpu_peaks=host_peaks(model, costs.hardware, wishes, placed),
-        gpu_peak=device_memory(model, wishes, placed.stages).total,
+        cpu_peaks=host_peaks(model, costs.hardware, request, placed),
+        gpu_peak=device_memory(model, request, placed.stages).total,
         ssd_bytes=placed.store_size,
-        export_bytes=context.parameters * wishes.export_item,
+        export_bytes=context.parameters * request.export_item,
         read_per_step=schedule.traffic.read_total,
         written_per_step=schedule.traffic.written_total,
         read_by=schedule.traffic.read,
@@ -81,7 +81,7 @@ def _predict(costs: Costs, wishes: Wishes, placed: Layout, schedule: Schedule, c
     )
 
 
-def _memory_lines(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, placed: Layout) -> tuple[MemoryLine, ...]:
+def _memory_lines(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, placed: Layout) -> tuple[MemoryLine, ...]:
     """Lists what each kind takes in each tier. Weights at home on a device are in RAM as well, where updates write them."""
     item = ITEM_SIZE[model.compute_dtype]
     states_item = model.state_item
@@ -100,15 +100,15 @@ def _memory_lines(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, p
     slots = sum(span.size for slot in placed.slot_classes for span in slot.weight_slots)
     weights_ram = home("weights", item, "cpu") + home("weights", item, "gpu")
     add("weights", "cpu", weights_ram + slots, params * item, "home and slots")
-    often, why = _places(placed, wishes)
+    often, why = _places(placed, request)
     add("weights", "ssd", int(often * params * item), params * item, why)
     add("optimizer states", "cpu", home("states", states_item, "cpu"), params * states_item, "home")
     add("optimizer states", "ssd", int(often * params * states_item), params * states_item, why)
     gradient_slots = sum(span.size for slot in placed.slot_classes for span in slot.gradient_slots)
     resting = sum(stage.gradients_ram.size for stage in placed.stages if stage.gradients_ram)
     on_ssd = sum(stage.gradients_extent.size for stage in placed.stages if stage.gradients_extent)
-    total = params * ITEM_SIZE[wishes.numerics.accumulate_dtype]
-    policy = _gradients_policy(model, wishes, placed)
+    total = params * ITEM_SIZE[request.numerics.accumulate_dtype]
+    policy = _gradients_policy(model, request, placed)
     if any(model.has_two_users(stage.index) for stage in model.stages):
         policy += "; tied pieces rest from head to embedding"
     add("gradients", "cpu", gradient_slots + resting, total, policy)
@@ -122,30 +122,30 @@ def _memory_lines(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, p
     add("boundaries", "ssd", on_ssd, in_ram + on_ssd, policies[1])
     crossing = sum(span.size for span in (*placed.upload_slots, *placed.batch_slots))
     add("crossing", "cpu", crossing, 0, "the batch between stages, to and from the device")
-    add("compute", "cpu", compute_memory(model, wishes).total, 0, "activations of one micro-batch")
+    add("compute", "cpu", compute_memory(model, request).total, 0, "activations of one micro-batch")
     add("update chunks", "cpu", placed.io.scratch.size, 0, "read, AdamW, write")
     add("process", "cpu", hardware.process_bytes + BASE_SLACK + placed.arena_size // 512, 0, "Python, torch, threads")
-    device = device_memory(model, wishes, placed.stages)
+    device = device_memory(model, request, placed.stages)
     add("weights", "gpu", device.homes + device.turns, params * item, "on the GPU home and two turns")
     add("gradients", "gpu", device.sums, total, "sums on the GPU")
     add("compute", "gpu", device.compute, 0, "a micro-batch and its neighbours")
     return tuple(lines)
 
 
-def _places(placed: Layout, wishes: Wishes) -> tuple[float, str]:
+def _places(placed: Layout, request: PlanRequest) -> tuple[float, str]:
     """Tells how often what survives a run is on the store, and why."""
-    if wishes.store_mode == "in_place":
-        return 1 + wishes.keep, "two extents" if wishes.keep == 1 else f"{1 + wishes.keep} extents"
+    if request.store_mode == "in_place":
+        return 1 + request.keep, "two extents" if request.keep == 1 else f"{1 + request.keep} extents"
     rings = {stage.ring.offset: stage.ring for stage in placed.stages if stage.ring.size}.values()
     once = sum(ring.stages * ring.size for ring in rings)
     spare = sum(ring.spares * ring.size for ring in rings)
     return 1 + spare / once if once else 1.0, "one extent and spare ones"
 
 
-def _gradients_policy(model: ModelSpec, wishes: Wishes, placed: Layout) -> str:
-    if wishes.store_mode == "redo":
+def _gradients_policy(model: ModelSpec, request: PlanRequest, placed: Layout) -> str:
+    if request.store_mode == "redo":
         return "durable, until a step is updated"
-    if wishes.clip_grad_norm is not None:
+    if request.clip_grad_norm is not None:
         return "rest until the norm is known"
     deferred = sum(model.stages[stage.stage].params for stage in placed.stages if stage.deferred)
     if not deferred:

@@ -8,7 +8,7 @@ from itertools import product
 from math import gcd, prod
 
 from ..spec.model import ModelSpec
-from .wishes import Wishes
+from .plan_request import PlanRequest
 
 _PIPELINES = ((1, 1), (1, 2), (2, 2), (2, 3), (3, 3), (3, 4), (3, 6), (4, 8))  # (lookahead, gradient slots), by memory
 _USUAL = (2, 2)
@@ -103,29 +103,29 @@ def _ends(values: tuple[float, ...]) -> tuple[float, ...]:
     return values[:1] if len(values) == 1 else (values[0], values[-1])
 
 
-def pipelines(wishes: Wishes, *, stages: int) -> list[tuple[int, int]]:
+def pipelines(request: PlanRequest, *, stages: int) -> list[tuple[int, int]]:
     """Lists (lookahead, gradient slots) for a plan without a search: the usual pair, then those that take less memory."""
-    if wishes.lookahead is not None:
-        lookahead = min(wishes.lookahead, stages)
+    if request.lookahead is not None:
+        lookahead = min(request.lookahead, stages)
         return [(lookahead, 2), (lookahead, 1)]
     return [(2, 2), (1, 2), (1, 1)]
 
 
-def family(model: ModelSpec, wishes: Wishes) -> Family:
+def family(model: ModelSpec, request: PlanRequest) -> Family:
     """What the recipe pins, or what cannot matter, has one value."""
     stages = len(model.stages)
-    if wishes.lookahead is not None:
-        in_flight = tuple((min(wishes.lookahead, stages), slots) for slots in (1, 2, 3, 4, 6, 8))
+    if request.lookahead is not None:
+        in_flight = tuple((min(request.lookahead, stages), slots) for slots in (1, 2, 3, 4, 6, 8))
     else:
         in_flight = tuple(pair for pair in _PIPELINES if pair[0] <= max(1, stages))
     # Gradients that must rest on the ssd would be written there for nothing but balance: 2 to 4 bytes more per parameter.
-    may_defer = wishes.clip_grad_norm is None and wishes.defer is None and wishes.gradients != "ssd"
-    can_keep = wishes.kept is None and any(stage.operators for stage in model.stages)
-    shares = _SHARES if wishes.boundaries is None else (0.0,)
+    may_defer = request.clip_grad_norm is None and request.defer is None and request.gradients != "ssd"
+    can_keep = request.kept is None and any(stage.operators for stage in model.stages)
+    shares = _SHARES if request.boundaries is None else (0.0,)
     return Family(
         pipelines=in_flight,
-        states=_SHARES if wishes.states is None and wishes.weights is None else (0.0,),
-        defer=_DEFER if may_defer else (wishes.defer or 0.0,),
-        activations=(NONE_KEPT, *shares) if can_keep and wishes.boundaries != "ssd" else (0.0,),
-        swap=_SHARES if can_keep and wishes.boundaries != "cpu" else (0.0,),
+        states=_SHARES if request.states is None and request.weights is None else (0.0,),
+        defer=_DEFER if may_defer else (request.defer or 0.0,),
+        activations=(NONE_KEPT, *shares) if can_keep and request.boundaries != "ssd" else (0.0,),
+        swap=_SHARES if can_keep and request.boundaries != "cpu" else (0.0,),
     )

@@ -17,8 +17,8 @@ from typing import Any
 from ..spec.hardware import HardwareProfile, StageRate
 from ..spec.model import ITEM_SIZE, STATE_SIZES, ModelSpec, StageSpec
 from ..spec.plan import Numerics, Plan, StagePlan
+from .plan_request import PlanRequest
 from .schedule import Visit
-from .wishes import Wishes
 
 _ID = 8  # bytes of a token's id, or of what it is to predict
 _NORM_PASSES = {"forward": 6, "backward": 16}  # over the boundary: float32 inside, one weight
@@ -43,8 +43,8 @@ class Costs:
     _known: dict[Hashable, float] = field(default_factory=dict, init=False, compare=False, repr=False)  # visits and updates
 
     @classmethod
-    def of(cls, model: ModelSpec, hardware: HardwareProfile, run: Wishes | Plan) -> Costs:
-        """What visits and updates take of a plan, or of all plans that are made for these wishes."""
+    def of(cls, model: ModelSpec, hardware: HardwareProfile, run: PlanRequest | Plan) -> Costs:
+        """What visits and updates take of a plan, or of all plans that are made for these request."""
         return cls(
             model=model,
             hardware=hardware.lasting() if run.sustained else hardware,

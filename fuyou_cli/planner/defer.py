@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..spec.model import ModelSpec
-from .wishes import Wishes
+from .plan_request import PlanRequest
 
 
-def deferrals(model: ModelSpec, wishes: Wishes) -> tuple[bool, ...]:
+def deferrals(model: ModelSpec, request: PlanRequest) -> tuple[bool, ...]:
     """Per stage, whether its update waits for the next forward. What is left to the planner is not deferred yet."""
-    if wishes.store_mode == "redo":  # gradients are what makes a step durable
+    if request.store_mode == "redo":  # gradients are what makes a step durable
         return deferred_stages(model, 1.0)
-    return deferred_stages(model, 1.0 if wishes.clip_grad_norm is not None else wishes.defer or 0.0)
+    return deferred_stages(model, 1.0 if request.clip_grad_norm is not None else request.defer or 0.0)
 
 
 def deferred_stages(model: ModelSpec, share: float) -> tuple[bool, ...]:

@@ -12,7 +12,7 @@ from ..spec.model import ITEM_SIZE, STATE_SIZES, ModelSpec, OperatorSpec, StageS
 from ..spec.plan import StagePlan
 from .memory import ARENA_UNIT, Homes, Layout
 from .placement_context import PlacementContext
-from .wishes import Wishes
+from .plan_request import PlanRequest
 
 KINDS = ("weights", "boundaries", "gradients", "states")  # fields of `Homes`
 _LOADED = ("weights", "states")
@@ -43,32 +43,34 @@ def spread(stage: int) -> int:
     return int(f"{stage:016b}"[::-1], 2)
 
 
-def traffic_items(context: PlacementContext, wishes: Wishes, homes: Homes, spans: Layout) -> list[Item]:
+def traffic_items(context: PlacementContext, request: PlanRequest, homes: Homes, spans: Layout) -> list[Item]:
     """What may move to RAM."""
     single = [
         item
         for stage in context.model.stages
         if stage.params
-        for item in _items_of(context, wishes, homes, spans.stages[stage.index], stage)
+        for item in _items_of(context, request, homes, spans.stages[stage.index], stage)
     ]
     return [*single, *_together(single, homes, spans)]
 
 
-def _items_of(context: PlacementContext, wishes: Wishes, homes: Homes, plan: StagePlan, stage: StageSpec) -> Iterator[Item]:
+def _items_of(
+    context: PlacementContext, request: PlanRequest, homes: Homes, plan: StagePlan, stage: StageSpec
+) -> Iterator[Item]:
     model, index, params = context.model, stage.index, stage.params
-    item, gradient = ITEM_SIZE[model.compute_dtype], ITEM_SIZE[wishes.numerics.accumulate_dtype]
+    item, gradient = ITEM_SIZE[model.compute_dtype], ITEM_SIZE[request.numerics.accumulate_dtype]
     states = STATE_SIZES[model.compute_dtype]
     rests = int(plan.deferred) + int(model.has_two_users(index))
     boundary = context.boundary_size(index, homes.kept[index])
     uses = 2 if stage.kind in ("block", "norm") else 1  # in forward and in backward; what is visited twice in a row is kept
     # Where the planner says when to commit the order is that of frequent commits; choices that put states first have the other.
-    every = 1 if wishes.commit_every == "auto" else wishes.commit_every
+    every = 1 if request.commit_every == "auto" else request.commit_every
     spared = 1.0 - (1.0 / every if every else 0.0)  # writes: commits have theirs from RAM as well
     options: tuple[tuple[str, tuple[int, ...], float, bool], ...] = (
-        ("weights", (item * params,), (uses + spared) * item * params, wishes.weights is None),
-        ("boundaries", (boundary,), 2.0 * boundary, wishes.boundaries is None),
-        ("gradients", (gradient * params,), 2.0 * rests * gradient * params, wishes.gradients is None),
-        ("states", tuple(size * params for size in states), (1.0 + spared) * sum(states) * params, wishes.states is None),
+        ("weights", (item * params,), (uses + spared) * item * params, request.weights is None),
+        ("boundaries", (boundary,), 2.0 * boundary, request.boundaries is None),
+        ("gradients", (gradient * params,), 2.0 * rests * gradient * params, request.gradients is None),
+        ("states", tuple(size * params for size in states), (1.0 + spared) * sum(states) * params, request.states is None),
     )
     for kind, sizes, saved, free in options:
         if free and saved:
@@ -116,10 +118,10 @@ class Output:
         return (-self.operator.flops / max(1, self.operator.bytes), spread(self.stage), self.stage, self.operator.index)
 
 
-def outputs_of(model: ModelSpec, wishes: Wishes) -> list[Output]:
+def outputs_of(model: ModelSpec, request: PlanRequest) -> list[Output]:
     """The most FLOPs saved per byte first."""
     found = [
-        Output(stage=stage.index, operator=operator, size=operator.bytes * wishes.numerics.micro_batches)
+        Output(stage=stage.index, operator=operator, size=operator.bytes * request.numerics.micro_batches)
         for stage in model.stages
         for operator in stage.operators
     ]
@@ -131,18 +133,18 @@ class GreedyFill:
     """Moves tensors to RAM while there is room. `before` holds what each move changed, to take moves back."""
 
     context: PlacementContext
-    wishes: Wishes
+    request: PlanRequest
     fields: dict[str, Any]  # of `Homes`
     spare: int
     spare_loading: int  # while a checkpoint is read straight to the homes of weights and states
     before: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, context: PlacementContext, wishes: Wishes, homes: Homes, peaks: dict[str, int]) -> GreedyFill:
+    def of(cls, context: PlacementContext, request: PlanRequest, homes: Homes, peaks: dict[str, int]) -> GreedyFill:
         """From homes that take `peaks`."""
         return cls(
             context=context,
-            wishes=wishes,
+            request=request,
             fields={
                 "weights": homes.weights,
                 "states": homes.states,
@@ -150,13 +152,13 @@ class GreedyFill:
                 "boundaries": homes.boundaries,
                 "kept": homes.kept,
             },
-            spare=int((wishes.cpu_budget - peaks["train"]) / _HUGE_PAGES),
-            spare_loading=wishes.cpu_budget - peaks["load"],
+            spare=int((request.cpu_budget - peaks["train"]) / _HUGE_PAGES),
+            spare_loading=request.cpu_budget - peaks["load"],
         )
 
     def copy(self) -> GreedyFill:
         """Returns one that goes on from here, whose moves are its own."""
-        return GreedyFill(self.context, self.wishes, dict(self.fields), self.spare, self.spare_loading)
+        return GreedyFill(self.context, self.request, dict(self.fields), self.spare, self.spare_loading)
 
     @property
     def homes(self) -> Homes:
@@ -188,7 +190,7 @@ class GreedyFill:
                 continue
             taken = tuple(sorted((*kept, output.operator.index)))
             at_home = self.fields["boundaries"][output.stage] == "cpu"
-            if not at_home and self.wishes.boundaries is not None:
+            if not at_home and self.request.boundaries is not None:
                 continue
             size = self._size(output.stage, taken) - (self._size(output.stage, kept) if at_home else 0)
             if self.spare - size < limit:

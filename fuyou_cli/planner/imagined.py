@@ -14,14 +14,14 @@ from ..spec.plan import Plan, StagePlan
 from .bound import micro_batch_crossing
 from .boundary_layout import kept_bytes
 from .boundary_ledger import BoundaryLedger
-from .commits import FOREVER
 from .costs import Costs
 from .device import BOUNDARIES_ACROSS, BULK_PRIORITY, GRADIENTS_ACROSS, WEIGHTS_UP, DeviceSide
+from .free_extents import FOREVER
 from .lookahead import Lookahead
-from .machine import Parts, VirtualMachine
 from .records import Record
 from .residency import UPDATE_PRIORITY, Residency
 from .schedule import Schedule, Visit, written_by_update
+from .simulated_machine import Parts, VirtualMachine
 from .timeline import Asked
 
 _LOOKS = 4  # at most, per visit: a run looks around after every micro-batch

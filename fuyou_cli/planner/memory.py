@@ -14,7 +14,7 @@ from ..spec.plan import IoPlan, SlotClass, Span, StagePlan, Tier
 from .boundary_layout import Kept
 from .defer import deferrals
 from .placement_context import STORE_UNIT, PlacementContext, Room
-from .wishes import Wishes
+from .plan_request import PlanRequest
 
 ARENA_UNIT = 2 * MiB  # hugepages round what is touched to this
 COPY_ALIGN = 64  # of tensors that cross together
@@ -48,7 +48,7 @@ class Layout:
     store_size: int
 
 
-def layout(context: PlacementContext, wishes: Wishes, homes: Homes, *, lookahead: int, gradient_slots: int) -> Layout:
+def layout(context: PlacementContext, request: PlanRequest, homes: Homes, *, lookahead: int, gradient_slots: int) -> Layout:
     """Every span of arena and store for this placement."""
     model = context.model
     arena = Room(ARENA_UNIT)
@@ -56,20 +56,20 @@ def layout(context: PlacementContext, wishes: Wishes, homes: Homes, *, lookahead
     transient = Room(STORE_UNIT, used=context.durable_size)
     classes = context.classes
     boundaries = [context.boundary_size(index, kept) for index, kept in enumerate(homes.kept)]
-    deferred = deferrals(model, wishes)
+    deferred = deferrals(model, request)
     slot_classes = tuple(
-        _slot_class(arena, model, wishes, homes, deferred, classes, number, lookahead=lookahead, gradient_slots=gradient_slots)
+        _slot_class(arena, model, request, homes, deferred, classes, number, lookahead=lookahead, gradient_slots=gradient_slots)
         for number in range(max(classes) + 1)
     )
     on_ssd = sum(tier == "ssd" for tier in homes.boundaries)
     slots = min(lookahead + 2, on_ssd + 1) if on_ssd else 0
     largest = max((boundaries[i] for i, tier in enumerate(homes.boundaries) if tier == "ssd"), default=0)
     boundary_slots = tuple(arena.take(largest) for _ in range(slots))
-    up = _upload_slots(arena, model, wishes)
-    batches = _batch_slots(arena, model, wishes)
-    scratch = arena.take(wishes.scratch_size)
+    up = _upload_slots(arena, model, request)
+    batches = _batch_slots(arena, model, request)
+    scratch = arena.take(request.scratch_size)
     stages = tuple(
-        _stage(arena, transient, context, wishes, homes, index, boundary=boundaries[index], deferred=deferred[index])
+        _stage(arena, transient, context, request, homes, index, boundary=boundaries[index], deferred=deferred[index])
         for index in range(len(model.stages))
     )
     return Layout(
@@ -79,60 +79,60 @@ def layout(context: PlacementContext, wishes: Wishes, homes: Homes, *, lookahead
         upload_slots=up,
         batch_slots=batches,
         io=IoPlan(
-            backend=wishes.io_backend,  # type: ignore[arg-type]
-            read_depth=wishes.read_depth,
-            write_depth=wishes.write_depth,
-            block_size=wishes.block_size,
-            stripe=wishes.stripe,
-            update_threads=wishes.update_threads,
-            chunk_params=wishes.chunk_params,
+            backend=request.io_backend,  # type: ignore[arg-type]
+            read_depth=request.read_depth,
+            write_depth=request.write_depth,
+            block_size=request.block_size,
+            stripe=request.stripe,
+            update_threads=request.update_threads,
+            chunk_params=request.chunk_params,
             scratch=scratch,
         ),
         arena_size=arena.used,
-        store_size=align_up(transient.used, wishes.stripe),
+        store_size=align_up(transient.used, request.stripe),
     )
 
 
-def micro_boundary(model: ModelSpec, wishes: Wishes) -> int:
+def micro_boundary(model: ModelSpec, request: PlanRequest) -> int:
     """Bytes of one micro-batch's boundary."""
-    return model.boundary_bytes_per_token * wishes.numerics.micro_batch_tokens
+    return model.boundary_bytes_per_token * request.numerics.micro_batch_tokens
 
 
-def batch_boundary(model: ModelSpec, wishes: Wishes) -> int:
+def batch_boundary(model: ModelSpec, request: PlanRequest) -> int:
     """Bytes of one boundary of the whole batch."""
-    return model.boundary_bytes_per_token * wishes.numerics.tokens
+    return model.boundary_bytes_per_token * request.numerics.tokens
 
 
-def micro_sums(model: ModelSpec, wishes: Wishes) -> int:
+def micro_sums(model: ModelSpec, request: PlanRequest) -> int:
     """Bytes of one micro-batch's gradient of the last hidden state, as pieces of a cut head sum it: float32."""
-    return _SUM * model.hidden_size * wishes.numerics.micro_batch_tokens
+    return _SUM * model.hidden_size * request.numerics.micro_batch_tokens
 
 
-def _upload_slots(arena: Room, model: ModelSpec, wishes: Wishes) -> tuple[Span, ...]:
+def _upload_slots(arena: Room, model: ModelSpec, request: PlanRequest) -> tuple[Span, ...]:
     """Copies that run beside compute need pinned memory. The arena is pinned; ids, targets and what the model's own operators
     make between stages are not, and pass through these on their way up: one is filled while the other is copied."""
-    if wishes.device == "cpu":
+    if request.device == "cpu":
         return ()
-    numerics = wishes.numerics
-    size = align_up(micro_boundary(model, wishes), COPY_ALIGN) + 8 * numerics.micro_batch_tokens
+    numerics = request.numerics
+    size = align_up(micro_boundary(model, request), COPY_ALIGN) + 8 * numerics.micro_batch_tokens
     return tuple(arena.take(size) for _ in range(min(2, numerics.micro_batches)))
 
 
-def _batch_slots(arena: Room, model: ModelSpec, wishes: Wishes) -> tuple[Span, ...]:
+def _batch_slots(arena: Room, model: ModelSpec, request: PlanRequest) -> tuple[Span, ...]:
     """A device with memory of its own copies to and from what stages hand on: in and out of one stage take turns, and the
     model's own forward holds the embedding's. The sums of a cut head are one of these in float32, and else larger."""
-    if wishes.device == "cpu":
+    if request.device == "cpu":
         return ()
-    spans = [arena.take(batch_boundary(model, wishes)) for _ in range(3)]
+    spans = [arena.take(batch_boundary(model, request)) for _ in range(3)]
     if model.head_is_cut and model.compute_dtype != "float32":
-        spans.append(arena.take(_SUM * model.hidden_size * wishes.numerics.tokens))
+        spans.append(arena.take(_SUM * model.hidden_size * request.numerics.tokens))
     return tuple(spans)
 
 
 def _slot_class(
     arena: Room,
     model: ModelSpec,
-    wishes: Wishes,
+    request: PlanRequest,
     homes: Homes,
     deferred: tuple[bool, ...],
     classes: tuple[int, ...],
@@ -147,7 +147,7 @@ def _slot_class(
     members = [i for i, c in enumerate(classes) if c == number and model.stages[i].params]
     largest = max((model.stages[i].params for i in members), default=0)
     weight_size = largest * ITEM_SIZE[model.compute_dtype]
-    gradient_size = largest * ITEM_SIZE[wishes.numerics.accumulate_dtype]
+    gradient_size = largest * ITEM_SIZE[request.numerics.accumulate_dtype]
     streamed = sum(homes.weights[i] == "ssd" for i in members)
     in_update = 0 if all(deferred[i] for i in members) else gradient_slots - 1
     weights = min(streamed, 1 + lookahead + in_update)
@@ -172,7 +172,7 @@ def _stage(
     arena: Room,
     transient: Room,
     context: PlacementContext,
-    wishes: Wishes,
+    request: PlanRequest,
     homes: Homes,
     index: int,
     *,
@@ -183,7 +183,7 @@ def _stage(
     stage, at_rest = model.stages[index], context.at_rest[index]
     rests = _rests(model, index, deferred)
     bf16 = model.compute_dtype == "bfloat16"
-    gradient_size = stage.params * ITEM_SIZE[wishes.numerics.accumulate_dtype]
+    gradient_size = stage.params * ITEM_SIZE[request.numerics.accumulate_dtype]
     weights_home, states_home = homes.weights[index], homes.states[index]
     return StagePlan(
         stage=index,
@@ -223,16 +223,16 @@ class ComputeMemory:
         return self.whole_batch + self.stage
 
 
-def compute_memory(model: ModelSpec, wishes: Wishes) -> ComputeMemory:
+def compute_memory(model: ModelSpec, request: PlanRequest) -> ComputeMemory:
     """Two whole-batch boundaries (in and out, or their gradients) and what the model's own forward holds between stages; of
     these a device with memory of its own has three in the arena. And the hungriest stage, but not on such a device. A cut head
     has the last hidden state, its gradient in float32 (in the arena as well) and at the end in the compute dtype, and maximum,
     sum and target of every token."""
-    numerics = wishes.numerics
+    numerics = request.numerics
     tokens = numerics.tokens
-    boundary, hidden = batch_boundary(model, wishes), _SUM * model.hidden_size * tokens
+    boundary, hidden = batch_boundary(model, request), _SUM * model.hidden_size * tokens
     between = model.choreography_bytes_per_token * tokens
-    if wishes.device != "cpu":
+    if request.device != "cpu":
         boundary, hidden, between = 0, 0, max(0, between - boundary)
     if numerics.batch_size <= numerics.micro_batch_size:  # else ours are in memory of their own (engine/host_memory.py)
         boundary, hidden = held(boundary), held(hidden)
@@ -241,5 +241,5 @@ def compute_memory(model: ModelSpec, wishes: Wishes) -> ComputeMemory:
         whole = max(whole, hidden + held(12 * tokens))
     whole += 2 * boundary + 64 * tokens
     hungriest = max(model.stages, key=lambda stage: (stage.backward_peak, stage.index))
-    stage = 0 if wishes.device == "cuda" else hungriest.backward_peak
+    stage = 0 if request.device == "cuda" else hungriest.backward_peak
     return ComputeMemory(whole_batch=whole, stage=stage, name=hungriest.name)

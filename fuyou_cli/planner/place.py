@@ -25,23 +25,23 @@ from .device_memory import with_homes_on_device
 from .greedy_fill import KINDS, GreedyFill, Item, outputs_of, traffic_items
 from .memory import Homes, Layout, layout
 from .placement_context import PlacementContext
+from .plan_request import PlanRequest
 from .schedule import Schedule, expand, recommitted
-from .wishes import Wishes
 
 
-def plan(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
+def plan(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
     """Returns the first choice that fits, no outputs kept unless asked for. Raises PlanError with the memory that is enough."""
-    wishes = replace(wishes, kept=wishes.kept or "none")
-    for lookahead, slots in pipelines(wishes, stages=len(model.stages)):
-        made = made_of(model, hardware, wishes, Choice(lookahead=lookahead, gradient_slots=slots, defer=wishes.defer or 0.0))
+    request = replace(request, kept=request.kept or "none")
+    for lookahead, slots in pipelines(request, stages=len(model.stages)):
+        made = made_of(model, hardware, request, Choice(lookahead=lookahead, gradient_slots=slots, defer=request.defer or 0.0))
         if made is not None:
             return made
-    raise too_small(model, hardware, wishes)
+    raise too_small(model, hardware, request)
 
 
-def made_of(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, choice: Choice) -> Plan | None:
+def made_of(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, choice: Choice) -> Plan | None:
     """The plan of this choice; None where it does not fit."""
-    found = Placing(model, hardware, wishes).placed(choice)
+    found = Placing(model, hardware, request).placed(choice)
     return found.plan if found is not None else None
 
 
@@ -59,15 +59,15 @@ class Placed:
 class Placing:
     """Places choices of one run. What several have in common is found once; equal homes give one and the same object."""
 
-    def __init__(self, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> None:
-        self.model, self.hardware, self.wishes = model, hardware, wishes
-        self.costs = Costs.of(model, hardware, wishes)
-        self._context = PlacementContext(model, wishes)
-        self._outputs = outputs_of(model, wishes)
+    def __init__(self, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> None:
+        self.model, self.hardware, self.request = model, hardware, request
+        self.costs = Costs.of(model, hardware, request)
+        self._context = PlacementContext(model, request)
+        self._outputs = outputs_of(model, request)
         self._starts: dict[tuple[object, ...], _Start | None] = {}
         self._placed: dict[tuple[object, ...], Placed] = {}
         self._filled: dict[tuple[_Start, float, float], Placed] = {}
-        self._deferring: dict[float, tuple[Wishes, tuple[bool, ...]]] = {}  # by share
+        self._deferring: dict[float, tuple[PlanRequest, tuple[bool, ...]]] = {}  # by share
         self._kept: dict[float, Kept] = {}  # by share swapped
 
     def placed(self, choice: Choice) -> Placed | None:
@@ -84,14 +84,16 @@ class Placing:
             self._filled[known] = self._placed_from(asked, choice, start, pipeline)
         return self._filled[known]
 
-    def _asked(self, choice: Choice) -> tuple[Wishes, tuple[bool, ...]]:
+    def _asked(self, choice: Choice) -> tuple[PlanRequest, tuple[bool, ...]]:
         """Returns what is asked for with the choice's share of deferred updates, and which these are."""
         if choice.defer not in self._deferring:
-            asked = as_chosen(self.wishes, choice)
+            asked = as_chosen(self.request, choice)
             self._deferring[choice.defer] = asked, deferrals(self.model, asked)
         return self._deferring[choice.defer]
 
-    def _placed_from(self, asked: Wishes, choice: Choice, start: _Start, pipeline: tuple[int, int, tuple[bool, ...]]) -> Placed:
+    def _placed_from(
+        self, asked: PlanRequest, choice: Choice, start: _Start, pipeline: tuple[int, int, tuple[bool, ...]]
+    ) -> Placed:
         filling = self._fill(asked, choice, start)
         key = (filling.homes, pipeline)
         if key not in self._placed:
@@ -100,7 +102,7 @@ class Placing:
             self._placed[key] = self._placed[same] = self._placed.get(same) or self._assembled(asked, spans, choice)
         return self._placed[key]
 
-    def _assembled(self, asked: Wishes, spans: Layout, choice: Choice) -> Placed:
+    def _assembled(self, asked: PlanRequest, spans: Layout, choice: Choice) -> Placed:
         at_most_one = asked.commit_every in (None, 1)  # step between two commits
         plain = asked if at_most_one else replace(asked, commit_every=None)
         schedule = expand(
@@ -124,7 +126,7 @@ class Placing:
             commits=0.0,
         )
 
-    def _committing(self, asked: Wishes, plain: Placed, schedule: Schedule) -> Placed:
+    def _committing(self, asked: PlanRequest, plain: Placed, schedule: Schedule) -> Placed:
         """The same plan with commits, which it has none of yet."""
         guess, commit = guessed_interval(self.costs, plain.plan, step=plain.estimate)
         every = guess if asked.commit_every == "auto" else asked.commit_every
@@ -135,10 +137,10 @@ class Placing:
         each = commit / every
         return replace(plain, plan=plan, bound=plain.bound + each, estimate=plain.estimate + each, commits=each)
 
-    def _layout(self, asked: Wishes, homes: Homes, choice: Choice) -> Layout:
+    def _layout(self, asked: PlanRequest, homes: Homes, choice: Choice) -> Layout:
         return layout(self._context, asked, homes, lookahead=choice.lookahead, gradient_slots=choice.gradient_slots)
 
-    def _started(self, asked: Wishes, choice: Choice, pipeline: tuple[object, ...]) -> _Start | None:
+    def _started(self, asked: PlanRequest, choice: Choice, pipeline: tuple[object, ...]) -> _Start | None:
         """With nothing moved to RAM yet; None where even that does not fit."""
         if choice.swap not in self._kept:
             self._kept[choice.swap] = _kept(self.model, asked, choice.swap)
@@ -151,7 +153,7 @@ class Placing:
             self._starts[key] = self._begun(asked, choice, homes, spans, peaks) if fits else None
         return self._starts[key]
 
-    def _begun(self, asked: Wishes, choice: Choice, homes: Homes, spans: Layout, peaks: dict[str, int]) -> _Start:
+    def _begun(self, asked: PlanRequest, choice: Choice, homes: Homes, spans: Layout, peaks: dict[str, int]) -> _Start:
         items = sorted(traffic_items(self._context, asked, homes, spans), key=lambda item: item.order)
         return _Start(
             nothing=GreedyFill.of(self._context, asked, homes, peaks),
@@ -159,14 +161,14 @@ class Placing:
             everything=self._everything(asked, choice, homes, items),
         )
 
-    def _everything(self, asked: Wishes, choice: Choice, homes: Homes, items: list[Item]) -> GreedyFill | None:
+    def _everything(self, asked: PlanRequest, choice: Choice, homes: Homes, items: list[Item]) -> GreedyFill | None:
         """All of it in RAM; None where it does not fit."""
         weights, boundaries, gradients, states = (_settled(homes, items, kind) for kind in KINDS)
         everything = replace(homes, weights=weights, boundaries=boundaries, gradients=gradients, states=states)
         peaks = host_peaks(self.model, self.hardware, asked, self._layout(asked, everything, choice))
         return GreedyFill.of(self._context, asked, everything, peaks) if max(peaks.values()) <= asked.cpu_budget else None
 
-    def _fill(self, asked: Wishes, choice: Choice, start: _Start) -> GreedyFill:
+    def _fill(self, asked: PlanRequest, choice: Choice, start: _Start) -> GreedyFill:
         if start.everything is not None and choice.activations <= 0:
             # Tensor by tensor, slots that the last one would free are in the way of it.
             filling = start.everything.copy()
@@ -184,31 +186,31 @@ class Placing:
     def _within(self, filling: GreedyFill, choice: Choice) -> tuple[Homes, Layout]:
         """Takes back what moved last while the sums were a little short of what the layout takes."""
         while True:
-            spans = self._layout(filling.wishes, filling.homes, choice)
-            peaks = host_peaks(self.model, self.hardware, filling.wishes, spans)
-            if max(peaks.values()) <= filling.wishes.cpu_budget or not filling.take_back():
+            spans = self._layout(filling.request, filling.homes, choice)
+            peaks = host_peaks(self.model, self.hardware, filling.request, spans)
+            if max(peaks.values()) <= filling.request.cpu_budget or not filling.take_back():
                 return filling.homes, spans
 
 
-def as_chosen(wishes: Wishes, choice: Choice) -> Wishes:
-    return replace(wishes, defer=choice.defer) if wishes.clip_grad_norm is None else wishes
+def as_chosen(request: PlanRequest, choice: Choice) -> PlanRequest:
+    return replace(request, defer=choice.defer) if request.clip_grad_norm is None else request
 
 
-def least_memory(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> int:
+def least_memory(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> int:
     """Bytes of the whole process with nothing at home in RAM that may rest on the ssd."""
-    context, homes = PlacementContext(model, wishes), _start(model, wishes, 0.0)
+    context, homes = PlacementContext(model, request), _start(model, request, 0.0)
     spans = (
-        layout(context, wishes, homes, lookahead=lookahead, gradient_slots=slots)
-        for lookahead, slots in pipelines(wishes, stages=len(model.stages))
+        layout(context, request, homes, lookahead=lookahead, gradient_slots=slots)
+        for lookahead, slots in pipelines(request, stages=len(model.stages))
     )
-    return min(max(host_peaks(model, hardware, wishes, some).values()) for some in spans)
+    return min(max(host_peaks(model, hardware, request, some).values()) for some in spans)
 
 
-def too_small(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> PlanError:
+def too_small(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> PlanError:
     """What would help is not known here: whoever can plan changed recipes says so."""
-    smallest = least_memory(model, hardware, wishes)
+    smallest = least_memory(model, hardware, request)
     return PlanError(
-        f"does not fit: {gib(smallest)} of RAM is the least this run needs, offload.max_memory.cpu is {gib(wishes.cpu_budget)}"
+        f"does not fit: {gib(smallest)} of RAM is the least this run needs, offload.max_memory.cpu is {gib(request.cpu_budget)}"
     )
 
 
@@ -228,32 +230,32 @@ def _settled(homes: Homes, items: list[Item], kind: str) -> tuple[Tier, ...]:
     return tuple("cpu" if stage in moved else tier for stage, tier in enumerate(tiers))
 
 
-def _start(model: ModelSpec, wishes: Wishes, swap: float) -> Homes:
+def _start(model: ModelSpec, request: PlanRequest, swap: float) -> Homes:
     """Puts all on the ssd but what the recipe pins, with `swap` of the outputs; stages without such a tensor say cpu."""
     count = len(model.stages)
     keeps = [stage.kind in ("block", "norm") for stage in model.stages]
-    deferred = deferrals(model, wishes)
-    boundaries: tuple[Tier, ...] = tuple((wishes.boundaries or "ssd") if kept else "cpu" for kept in keeps)
+    deferred = deferrals(model, request)
+    boundaries: tuple[Tier, ...] = tuple((request.boundaries or "ssd") if kept else "cpu" for kept in keeps)
     return Homes(
-        weights=(wishes.weights or "ssd",) * count,
-        states=(wishes.states or "ssd",) * count,
+        weights=(request.weights or "ssd",) * count,
+        states=(request.states or "ssd",) * count,
         gradients=tuple(
-            (wishes.gradients or "ssd") if deferred[index] or model.has_two_users(index) else "cpu" for index in range(count)
+            (request.gradients or "ssd") if deferred[index] or model.has_two_users(index) else "cpu" for index in range(count)
         ),
         boundaries=boundaries,
-        kept=_kept(model, wishes, swap),
+        kept=_kept(model, request, swap),
     )
 
 
-def _kept(model: ModelSpec, wishes: Wishes, swap: float) -> Kept:
+def _kept(model: ModelSpec, request: PlanRequest, swap: float) -> Kept:
     every = every_operator(model)
-    if wishes.kept == "all":
+    if request.kept == "all":
         return every
-    if wishes.kept == "none":
+    if request.kept == "none":
         return ((),) * len(model.stages)
-    if wishes.kept is not None:
-        assert all(set(some) <= set(known) for some, known in zip(wishes.kept, every, strict=True)), (wishes.kept, every)
-        return wishes.kept
+    if request.kept is not None:
+        assert all(set(some) <= set(known) for some, known in zip(request.kept, every, strict=True)), (request.kept, every)
+        return request.kept
     return tuple(_swapped(stage.operators, swap) for stage in model.stages)
 
 

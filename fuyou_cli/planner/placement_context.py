@@ -8,7 +8,7 @@ from ..core.units import align_up
 from ..spec.model import ITEM_SIZE, STATE_SIZES, ModelSpec
 from ..spec.plan import Ring, Span
 from .boundary_layout import planned_boundary
-from .wishes import Wishes
+from .plan_request import PlanRequest
 
 STORE_UNIT = 4096
 MOST_SPARES = 2  # places that updates may fill before what they leave is free: one is written while another is committed
@@ -45,11 +45,11 @@ class AtRest:
 class PlacementContext:
     """Holds slot classes, what survives a run, the sizes of boundaries, the number of parameters."""
 
-    def __init__(self, model: ModelSpec, wishes: Wishes) -> None:
-        self.model, self.numerics, is_redo = model, wishes.numerics, wishes.store_mode == "redo"
+    def __init__(self, model: ModelSpec, request: PlanRequest) -> None:
+        self.model, self.numerics, is_redo = model, request.numerics, request.store_mode == "redo"
         self.classes = _classes(model)
         room = Room(STORE_UNIT)
-        rings = _shared_rings(room, model, self.classes) if is_redo else _own_rings(room, model, wishes.keep)
+        rings = _shared_rings(room, model, self.classes) if is_redo else _own_rings(room, model, request.keep)
         gradient = ITEM_SIZE[self.numerics.accumulate_dtype] if is_redo else 0
         self.at_rest = tuple(
             _at_rest(room, model, stage.params, ring, gradient) for stage, ring in zip(model.stages, rings, strict=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..spec.model import ITEM_SIZE, ModelSpec
 from ..spec.plan import Plan, Span
-from .commits import CommitLedger, left_before
+from .free_extents import CommitLedger, left_before
 from .records import Record, Runner, Transfers
 from .schedule import Visit
 

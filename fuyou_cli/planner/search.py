@@ -24,10 +24,10 @@ from ..spec.model import ModelSpec
 from ..spec.plan import Plan
 from .choice import Family, family
 from .commit_interval import timed_plan
-from .looking import Alternative, Effort, SearchState
 from .place import Placing, too_small
+from .plan_request import PlanRequest
+from .search_state import Alternative, Effort, SearchState
 from .sparing import Sparing, balanced, spared
-from .wishes import Wishes
 
 SMALL, SMALL_STAGES = 66_000, 30  # stages of all choices, and of a model, whose family is placed whole: a second as well
 NEAR = 0.05  # of the step: nearly always it is the best itself
@@ -45,15 +45,15 @@ class Found:
     visits: int  # simulated
 
 
-def search(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, *, effort: Effort | None = None) -> Found:
+def search(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, *, effort: Effort | None = None) -> Found:
     """Finds the best choice and those that lost. Raises PlanError where nothing fits.
 
     `effort`: "limited" places and simulates few, "placed" places every choice, "exhaustive" simulates all that may be the best.
     """
-    choices = family(model, wishes)
+    choices = family(model, request)
     if hardware.measured == "assumed":  # a guess may be far off: it is no reason to write more to a drive
         choices = replace(choices, activations=(0.0,), swap=choices.swap[:1])
-    placing = Placing(model, hardware, wishes)
+    placing = Placing(model, hardware, request)
     stages = len(model.stages)
     is_small = stages <= SMALL_STAGES and len(choices) * stages <= SMALL
     effort = effort or ("placed" if is_small else "limited")
@@ -63,7 +63,7 @@ def search(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, *, effor
             complete = _explored(looking, choices)
             if looking.best is not None:
                 return _found(looking, choices, complete=complete)
-    raise too_small(model, hardware, wishes)
+    raise too_small(model, hardware, request)
 
 
 @contextmanager
@@ -78,19 +78,19 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def fastest(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
+def fastest(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
     """The best choice's plan, with what its step takes. Raises PlanError where nothing fits."""
-    return timed(search(model, hardware, wishes).best, model, hardware, wishes)
+    return timed(search(model, hardware, request).best, model, hardware, request)
 
 
-def timed(found: Alternative, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
+def timed(found: Alternative, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
     """The plan, its figures of time simulated, and its commits as far apart as those say."""
-    return timed_plan(model, hardware, found.plan, chosen=wishes.commit_every == "auto", step=found.timeline)
+    return timed_plan(model, hardware, found.plan, chosen=request.commit_every == "auto", step=found.timeline)
 
 
 def _found(every: SearchState, choices: Family, *, complete: bool) -> Found:
     """The fastest of all, or what is taken instead of it to spare the drives."""
-    fastest, policy = every.cheapest(), every.placing.wishes.wear
+    fastest, policy = every.cheapest(), every.placing.request.wear
     best, placed, visits = fastest, every.placed, every.visits
     sparing = Sparing(every.placing, choices, fastest)
     if policy == "balanced" or (policy == "spare" and sparing.spends(fastest.choice, fastest.plan)):

@@ -7,8 +7,8 @@ from ..spec.model import ModelSpec
 from ..spec.plan import Plan
 from .costs import Costs
 from .imagined import Imagined
-from .machine import Sharing, VirtualMachine
 from .schedule import Schedule
+from .simulated_machine import Sharing, VirtualMachine
 from .timeline import Timeline
 
 STEPS = 3  # simulated, the last one being the answer: the second is up to 1.4 % off where few updates are deferred

@@ -24,8 +24,8 @@ from dataclasses import replace
 
 from ..spec.plan import Plan
 from .choice import Choice, Family
-from .looking import Alternative, SearchState, asked_for
 from .place import Placing
+from .search_state import Alternative, SearchState, asked_for
 
 WORTH = 0.05  # of the step, that spending drives has to save
 ALIKE = 0.05  # of the bytes that must be written: no more than that is no matter

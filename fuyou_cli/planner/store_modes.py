@@ -12,43 +12,43 @@ from ..core.errors import PlanError
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan, StoreMode
-from .lasting import Choose, planned_for
 from .placement_context import PlacementContext
-from .wishes import Wishes
+from .plan_request import PlanRequest
+from .sustained_rates import Choose, planned_for
 
 
-def at_rest(model: ModelSpec, wishes: Wishes, mode: StoreMode) -> int:
+def at_rest(model: ModelSpec, request: PlanRequest, mode: StoreMode) -> int:
     """Bytes of the store that survive a run, the gradients of redo among them."""
-    return PlacementContext(model, replace(wishes, store_mode=mode)).durable_size
+    return PlacementContext(model, replace(request, store_mode=mode)).durable_size
 
 
-def redone(wishes: Wishes) -> Wishes:
+def redone(request: PlanRequest) -> PlanRequest:
     """The same run with one extent of everything and its gradients on the ssd."""
-    every = 1 if wishes.commit_every == "auto" else wishes.commit_every
-    return replace(wishes, store_mode="redo", gradients="ssd", commit_every=every)
+    every = 1 if request.commit_every == "auto" else request.commit_every
+    return replace(request, store_mode="redo", gradients="ssd", commit_every=every)
 
 
-def with_fitting_mode(model: ModelSpec, wishes: Wishes, disk: int) -> Wishes:
+def with_fitting_mode(model: ModelSpec, request: PlanRequest, disk: int) -> PlanRequest:
     """Chooses redo where the recipe allows it and `disk` (bytes) has room for its extents alone; else leaves in place."""
-    if not _may_be_redone(model, wishes, disk) or at_rest(model, wishes, "in_place") <= disk:
-        return wishes
-    return redone(wishes)
+    if not _may_be_redone(model, request, disk) or at_rest(model, request, "in_place") <= disk:
+        return request
+    return redone(request)
 
 
-def planned_with_room(choose: Choose, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, *, steps: int) -> Plan:
+def planned_with_room(choose: Choose, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, *, steps: int) -> Plan:
     """The plan of a run of `steps` in the store that its disks have room for. What a step leaves there beside the extents, its
     gradients and boundaries, only a plan tells: where none of those in place fits with them, redo's is taken if it does.
     `choose` is last asked for the plan that it is."""
-    disk = wishes.disk(hardware)
-    plan = planned_for(choose, model, hardware, with_fitting_mode(model, wishes, disk), steps=steps)
-    if plan.store_mode == "redo" or plan.store_size <= disk or not _may_be_redone(model, wishes, disk):
+    disk = request.disk(hardware)
+    plan = planned_for(choose, model, hardware, with_fitting_mode(model, request, disk), steps=steps)
+    if plan.store_mode == "redo" or plan.store_size <= disk or not _may_be_redone(model, request, disk):
         return plan
     try:
-        other = planned_for(choose, model, hardware, redone(wishes), steps=steps)
+        other = planned_for(choose, model, hardware, redone(request), steps=steps)
     except PlanError:
         other = plan
-    return other if other.store_size <= disk else planned_for(choose, model, hardware, wishes, steps=steps)
+    return other if other.store_size <= disk else planned_for(choose, model, hardware, request, steps=steps)
 
 
-def _may_be_redone(model: ModelSpec, wishes: Wishes, disk: int) -> bool:
-    return wishes.may_redo and wishes.gradients != "cpu" and at_rest(model, wishes, "redo") <= disk
+def _may_be_redone(model: ModelSpec, request: PlanRequest, disk: int) -> bool:
+    return request.may_redo and request.gradients != "cpu" and at_rest(model, request, "redo") <= disk

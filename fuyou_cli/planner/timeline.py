@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .machine import Done
+from .simulated_machine import Done
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

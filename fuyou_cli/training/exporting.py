@@ -22,9 +22,9 @@ from ..swap.arena import Arena
 from ..swap.daemon import Segment, SwapDaemon, Update
 from ..swap.kernels import CHECKSUM_BLOCK, adamw, checksum, join
 from .state.at_rest import at_rest
-from .state.companions import kept_companions
+from .state.extent_checks import MODULUS, not_as_named
+from .state.kept_companions import kept_companions
 from .state.stored import Manifest, StoredExtent, StoredStage, StoredTensor
-from .state.verify import MODULUS, not_as_named
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -11,8 +11,8 @@ from ..spec.hardware import HardwareProfile
 from ..spec.model import Dtype
 from ..spec.plan import Numerics
 from .micro_batches import usual_size
+from .state.manifest_checks import MOST_THREADS
 from .state.stored import Manifest
-from .state.validate import MOST_THREADS
 
 if TYPE_CHECKING:
     from ..engine.anatomy import Anatomy

@@ -9,12 +9,12 @@ from ..checkpoint.hub import Hub, Progress
 from ..core.errors import PlanError
 from ..planner.choice import Choice
 from ..planner.commit_interval import timed_plan
-from ..planner.lasting import Choose, planned_for
 from ..planner.place import least_memory, made_of
 from ..planner.place import plan as first_that_fits
+from ..planner.plan_request import PlanRequest
 from ..planner.search import Found, search, timed
 from ..planner.store_modes import planned_with_room
-from ..planner.wishes import Wishes
+from ..planner.sustained_rates import Choose, planned_for
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
 from ..spec.plan import Numerics, Plan
@@ -22,7 +22,7 @@ from .length import steps_of
 from .limits import check_positions
 from .micro_batches import fastest_size, likely_sizes
 from .numerics import numerics_of
-from .recipe_wishes import StoreDisks, wishes
+from .plan_request_of import StoreDisks, plan_request
 from .state.resume import planned_from, steps_left
 from .steps import Inspected, Planned, Ready, Say, Tokenised, outline_of, unheard
 
@@ -98,18 +98,18 @@ def _placed_anew(planner: _Planner, before: Planned, found: Found, rows: int) ->
 def _as_chosen(choice: Choice) -> Choose:
     """Places this choice, and nothing else."""
 
-    def choose(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
-        plan = made_of(model, hardware, wishes, choice)
-        if plan is None or not wishes.has_room_for(plan, hardware):
+    def choose(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
+        plan = made_of(model, hardware, request, choice)
+        if plan is None or not request.has_room_for(plan, hardware):
             raise PlanError("the choice made before does not fit any more")
-        return timed_plan(model, hardware, plan, chosen=wishes.commit_every == "auto")
+        return timed_plan(model, hardware, plan, chosen=request.commit_every == "auto")
 
     return choose
 
 
-def _usual_plan(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
-    plan = first_that_fits(model, hardware, wishes)
-    return timed_plan(model, hardware, plan, chosen=wishes.commit_every == "auto")
+def _usual_plan(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
+    plan = first_that_fits(model, hardware, request)
+    return timed_plan(model, hardware, plan, chosen=request.commit_every == "auto")
 
 
 class _Planner:
@@ -120,7 +120,7 @@ class _Planner:
     ) -> None:
         self._inspected, self._hardware, self._disks, self._or_least = inspected, hardware, disks, or_least
         self._described: dict[tuple[object, ...], Described] = {}
-        self._found: dict[Wishes, Found] = {}
+        self._found: dict[PlanRequest, Found] = {}
 
     def know(self, before: Planned) -> None:
         """Takes over the specification of an earlier plan for the same model."""
@@ -130,11 +130,11 @@ class _Planner:
         """Plans in the store that the disks have room for."""
         inspected, hardware = self._inspected, self._hardware
         described = self._specified(numerics)
-        last: list[Wishes] = []
+        last: list[PlanRequest] = []
 
-        def chosen(model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
-            last[:] = [wishes]
-            return (choose or self._searched)(model, hardware, wishes)
+        def chosen(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
+            last[:] = [request]
+            return (choose or self._searched)(model, hardware, request)
 
         steps = steps_left(steps_of(inspected.recipe, rows), inspected.resolved.manifest)
         asked = self._asked(numerics, described.model)
@@ -145,28 +145,28 @@ class _Planner:
             disks=self._disks,
             anatomy=cut(inspected.outline.anatomy, numerics),
             described=described,
-            wishes=last[0],
+            request=last[0],
             plan=plan,
             found=self._found.get(last[0]) if choose is None else None,
             epoch_rows=rows,
         )
 
-    def _asked(self, numerics: Numerics, model: ModelSpec) -> Wishes:
+    def _asked(self, numerics: Numerics, model: ModelSpec) -> PlanRequest:
         resolved, device = self._inspected.resolved, self._inspected.device
         options: dict[str, Any] = {"device": device, "saved": resolved.manifest, "disks": self._disks}
-        return wishes(resolved.recipe, numerics, self._hardware, parameters=model.parameters, **options)
+        return plan_request(resolved.recipe, numerics, self._hardware, parameters=model.parameters, **options)
 
-    def _searched(self, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
-        found = self._found.get(wishes)
+    def _searched(self, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
+        found = self._found.get(request)
         if found is None:
             try:
-                found = search(model, hardware, wishes)
+                found = search(model, hardware, request)
             except PlanError:
                 if not self._or_least:
                     raise
-                found = search(model, hardware, replace(wishes, cpu_budget=least_memory(model, hardware, wishes)))
-            self._found[wishes] = found
-        return replace(timed(found.best, model, hardware, wishes), cpu_budget=wishes.cpu_budget)
+                found = search(model, hardware, replace(request, cpu_budget=least_memory(model, hardware, request)))
+            self._found[request] = found
+        return replace(timed(found.best, model, hardware, request), cpu_budget=request.cpu_budget)
 
     def _specified(self, numerics: Numerics) -> Described:
         from ..engine.describe import specified
@@ -206,11 +206,11 @@ class _Planner:
             searched=lambda size: seconds(size, self._fastest),
         )
 
-    def _fastest(self, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
+    def _fastest(self, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
         """Searches without a way out."""
-        if wishes not in self._found:
-            self._found[wishes] = search(model, hardware, wishes)
-        return timed(self._found[wishes].best, model, hardware, wishes)
+        if request not in self._found:
+            self._found[request] = search(model, hardware, request)
+        return timed(self._found[request].best, model, hardware, request)
 
 
 def _resumable(inspected: Inspected, hardware: HardwareProfile, say: Say) -> Inspected:

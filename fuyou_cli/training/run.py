@@ -26,7 +26,7 @@ from ..spec.plan import Span
 from ..swap.arena import Arena
 from ..swap.daemon import DaemonOptions, SwapDaemon
 from ..swap.store import Store
-from . import device_memory
+from . import out_of_device_memory
 from .first_steps import FirstSteps
 from .limits import gpu_most
 from .memory_watch import MemoryWatch
@@ -154,12 +154,12 @@ class Run:
         self.rates = learning_rate(planned.recipe, planned.total_steps)
 
     def _naming_device_memory(self) -> AbstractContextManager[None]:
-        return device_memory.named(self.device, self.plan, self._device_most, self._where)
+        return out_of_device_memory.named(self.device, self.plan, self._device_most, self._where)
 
     def _pin(self, arena: torch.Tensor) -> None:
         refused = self.device.pin(arena)
         if refused:
-            self._announce(device_memory.unpinned(refused, arena.numel()))
+            self._announce(out_of_device_memory.unpinned(refused, arena.numel()))
 
     def _claim_folders(self, free_space: Callable[[Path], int]) -> None:
         """A saved run is still the one that was planned for, and the store's folders are there and large enough."""

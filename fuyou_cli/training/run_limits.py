@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..core.errors import UsageError
 from ..core.units import duration, format_time, gb
-from ..planner.commits import CommitLedger
+from ..planner.free_extents import CommitLedger
 from ..recipe.fields import format_size
 from ..spec.plan import Plan
 from .state.stored import TENSORS

@@ -22,8 +22,8 @@ from ..spec.plan import Plan
 from . import libraries
 from .length import sampler_of, steps_of, tokenised_rows
 from .limits import check_positions, check_tokens
+from .plan_request_of import StoreDisks
 from .rates import learning_rate
-from .recipe_wishes import StoreDisks
 from .state import fingerprints
 from .state.resume import check_unchanged_run, saved_state, steps_left
 from .state.storage import run_name
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from ..data import Rows, Sampler
     from ..engine.anatomy import Anatomy
     from ..engine.describe import Described, Outlined
+    from ..planner.plan_request import PlanRequest
     from ..planner.search import Found
-    from ..planner.wishes import Wishes
     from ..recipe.schema import Recipe
 
 Say = Callable[[str], None]
@@ -75,7 +75,7 @@ class Planned:
     disks: StoreDisks | None  # None: what the profile found free
     anatomy: Anatomy
     described: Described
-    wishes: Wishes
+    request: PlanRequest
     plan: Plan
     found: Found | None  # what the search saw; None where there was none
     epoch_rows: int | None  # None: not counted yet, or not known

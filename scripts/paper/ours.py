@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from proof.on_paper import recipe_of
 
-from fuyou_cli.advice.planning import Elsewise, Outcome
+from fuyou_cli.advice.planning import Outcome, Replanner
 from fuyou_cli.advice.room import room_of
 from fuyou_cli.cli.planned import planned_elsewhere
 from fuyou_cli.core.errors import PlanError
@@ -193,7 +193,7 @@ def plan_of(case: Case) -> Ours:
         except PlanError as error:
             return Ours(**named, problem=error.message)  # type: ignore[arg-type]
         outcome = Outcome(changes=(), prepared=prepared, room=room_of(prepared, described=True))
-        elsewise = Elsewise(loaded=loaded, prepared=prepared, described=True)
+        elsewise = Replanner(loaded=loaded, prepared=prepared, described=True)
         clipped, committed = elsewise.with_keys([CLIPPED]), elsewise.with_keys([COMMITTED])
     return _figures(named, outcome, clipped=clipped, committed=committed)
 

@@ -13,10 +13,10 @@ from fuyou_cli.engine.inspect import inspect
 from fuyou_cli.engine.skeleton import build
 from fuyou_cli.planner.choice import Choice
 from fuyou_cli.planner.place import made_of
+from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.planner.timeline import Timeline
-from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Numerics
@@ -112,7 +112,7 @@ def specification(name: str, rows: int) -> ModelSpec:
 def paper_step(name: str, batch: int, hardware: HardwareProfile) -> Timeline:
     """One step under the paper's policy."""
     model = specification(name, batch)
-    asked = Wishes(
+    asked = PlanRequest(
         numerics=Numerics(
             compute_dtype="bfloat16", accumulate_dtype="bfloat16", batch_size=batch, micro_batch_size=batch,
             max_seq_len=given.LENGTH, head_chunk_tokens=0, torch_threads=hardware.cores, seed=0,

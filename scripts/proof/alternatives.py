@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fuyou_cli.advice.plan_files import write_plan
-from fuyou_cli.advice.planning import Elsewise, alternative
+from fuyou_cli.advice.planning import Replanner, alternative
 from fuyou_cli.cli.planned import planned_here
 from fuyou_cli.core.errors import PlanError
 from fuyou_cli.core.units import MiB
@@ -30,9 +30,9 @@ from fuyou_cli.planner.bound import lower_bound
 from fuyou_cli.planner.choice import Choice, family
 from fuyou_cli.planner.costs import Costs
 from fuyou_cli.planner.place import made_of
+from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.search import Found, search, timed
-from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
@@ -53,7 +53,7 @@ class Candidate:
 
     name: str
     prepared: Planned
-    wishes: Wishes
+    request: PlanRequest
     choice: Choice
     overrides: tuple[str, ...] = ()
 
@@ -64,7 +64,7 @@ class Candidate:
 
     def written(self, folder: Path) -> dict[str, object]:
         path = folder / "plan.json"
-        write_plan(path, self.prepared, self.wishes, self.choice)
+        write_plan(path, self.prepared, self.request, self.choice)
         seconds = self.prepared.plan.predicted.step_seconds
         return {
             "name": self.name, "overrides": list(self.overrides), "plan": path.read_text(encoding="utf-8"), "seconds": seconds,
@@ -79,13 +79,13 @@ def alike(plan: Plan) -> object:
 class Roomy:
     """The planner's choice in a little less memory than there is, and what it was chosen from."""
 
-    wishes: Wishes | None = None
+    request: PlanRequest | None = None
     found: Found | None = None
 
-    def __call__(self, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes) -> Plan:
-        self.wishes = replace(wishes, cpu_budget=wishes.cpu_budget - MARGIN)
-        self.found = search(model, hardware, self.wishes)
-        return timed(self.found.best, model, hardware, self.wishes)
+    def __call__(self, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
+        self.request = replace(request, cpu_budget=request.cpu_budget - MARGIN)
+        self.found = search(model, hardware, self.request)
+        return timed(self.found.best, model, hardware, self.request)
 
 
 def candidates(recipe: Path, seed: int) -> list[Candidate]:
@@ -93,20 +93,20 @@ def candidates(recipe: Path, seed: int) -> list[Candidate]:
     loaded = load_recipe(recipe, [])
     planning = Roomy()
     prepared = planned_here(loaded, choose=planning)
-    assert planning.found is not None and planning.wishes is not None
-    best = Candidate(name="chosen", prepared=prepared, wishes=planning.wishes, choice=planning.found.best.choice)
+    assert planning.found is not None and planning.request is not None
+    best = Candidate(name="chosen", prepared=prepared, request=planning.request, choice=planning.found.best.choice)
     found = [best]
-    elsewise = Elsewise(loaded=loaded, prepared=prepared, described=False)
+    elsewise = Replanner(loaded=loaded, prepared=prepared, described=False)
     named = [
         changed(elsewise, "all on the ssd", ON_SSD),
-        undeferred(best, planning.wishes),
+        undeferred(best, planning.request),
         *micro_batches(elsewise, best),
         changed(elsewise, "recompute all", RECOMPUTED),
     ]
     for candidate in filter(None, named):
         add(found, candidate)
     drawn = 0
-    for candidate in near_the_bound(best, planning.wishes, random.Random(seed)):
+    for candidate in near_the_bound(best, planning.request, random.Random(seed)):
         if drawn >= DRAWN and len(found) > ALL:
             break
         drawn += add(found, candidate)
@@ -121,51 +121,51 @@ def add(found: list[Candidate], candidate: Candidate) -> bool:
     return True
 
 
-def changed(elsewise: Elsewise, name: str, overrides: tuple[str, ...]) -> Candidate | None:
+def changed(elsewise: Replanner, name: str, overrides: tuple[str, ...]) -> Candidate | None:
     planning = Roomy()
     outcome = elsewise.with_keys(overrides, choose=planning)
-    if outcome is None or outcome.problems or planning.found is None or planning.wishes is None:
+    if outcome is None or outcome.problems or planning.found is None or planning.request is None:
         return None
     choice = planning.found.best.choice
-    return Candidate(name=name, prepared=outcome.prepared, wishes=planning.wishes, choice=choice, overrides=overrides)
+    return Candidate(name=name, prepared=outcome.prepared, request=planning.request, choice=choice, overrides=overrides)
 
 
-def micro_batches(elsewise: Elsewise, best: Candidate) -> Iterator[Candidate | None]:
+def micro_batches(elsewise: Replanner, best: Candidate) -> Iterator[Candidate | None]:
     size, batch = (getattr(best.prepared.plan.numerics, key) for key in ("micro_batch_size", "batch_size"))
     for name, other in (("half the micro-batch", size // 2), ("double the micro-batch", size * 2)):
         if other and batch % other == 0:
             yield changed(elsewise, name, (f"train.micro_batch_size={other}",))
 
 
-def undeferred(best: Candidate, wishes: Wishes) -> Candidate | None:
-    return placed(best, wishes, replace(best.choice, defer=0.0), "no update deferred")
+def undeferred(best: Candidate, request: PlanRequest) -> Candidate | None:
+    return placed(best, request, replace(best.choice, defer=0.0), "no update deferred")
 
 
-def placed(best: Candidate, wishes: Wishes, choice: Choice, name: str) -> Candidate | None:
+def placed(best: Candidate, request: PlanRequest, choice: Choice, name: str) -> Candidate | None:
     prepared = best.prepared
-    plan = made_of(prepared.model, prepared.hardware, wishes, choice)
-    if plan is None or not wishes.has_room_for(plan, prepared.hardware):
+    plan = made_of(prepared.model, prepared.hardware, request, choice)
+    if plan is None or not request.has_room_for(plan, prepared.hardware):
         return None
-    step = timed(alternative(choice, plan), prepared.model, prepared.hardware, wishes)
-    return Candidate(name=name, prepared=replace(prepared, plan=step), wishes=wishes, choice=choice)
+    step = timed(alternative(choice, plan), prepared.model, prepared.hardware, request)
+    return Candidate(name=name, prepared=replace(prepared, plan=step), request=request, choice=choice)
 
 
-def near_the_bound(best: Candidate, wishes: Wishes, draw: random.Random) -> list[Candidate]:
+def near_the_bound(best: Candidate, request: PlanRequest, draw: random.Random) -> list[Candidate]:
     """Of all choices that fit the 30 with the lowest bounds, each plan once, in an order drawn."""
     prepared = best.prepared
-    choices = list(family(prepared.model, wishes))
+    choices = list(family(prepared.model, request))
     draw.shuffle(choices)
     bounds, seen = [], {alike(prepared.plan)}
     for choice in choices:
-        plan = made_of(prepared.model, prepared.hardware, wishes, choice)
-        if plan is None or not wishes.has_room_for(plan, prepared.hardware) or alike(plan) in seen:
+        plan = made_of(prepared.model, prepared.hardware, request, choice)
+        if plan is None or not request.has_room_for(plan, prepared.hardware) or alike(plan) in seen:
             continue
         seen.add(alike(plan))
         costs = Costs.of(prepared.model, prepared.hardware, plan)
         bounds.append((lower_bound(costs, plan_schedule(prepared.model, plan), plan), choice))
     nearest = [choice for _, choice in sorted(bounds, key=lambda pair: pair[0])[:AMONG]]
     draw.shuffle(nearest)
-    made = (placed(best, wishes, choice, f"drawn: {choice}") for choice in nearest)
+    made = (placed(best, request, choice, f"drawn: {choice}") for choice in nearest)
     return [candidate for candidate in made if candidate is not None]
 
 

@@ -29,9 +29,9 @@ from fuyou_cli.swap.kernels import has_io_uring
 from fuyou_cli.training import losses as loss_files
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.at_rest import at_rest
+from fuyou_cli.training.state.extent_checks import Damage, damages
 from fuyou_cli.training.state.parts import STORE_FILE, part_size
 from fuyou_cli.training.state.stored import Manifest
-from fuyou_cli.training.state.verify import Damage, damages
 
 from .nursery import Child, Ended
 from .place import IN_RAM, REDO, SNAPSHOTS, STEPS, TWO_FOLDERS, UNCLIPPED, Place

@@ -20,7 +20,7 @@ from fuyou_cli.checkpoint.files import INDEX_NAME, SINGLE_NAME
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.json_files import find_text
 from fuyou_cli.planner.choice import Choice
-from fuyou_cli.planner.wishes import Wishes
+from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Numerics, Plan
@@ -128,7 +128,7 @@ def _machine() -> HardwareProfile:
 
 def _plan_bytes() -> list[bytes]:
     choice, keys = example(Choice), {"train.batch_size": "4"}
-    file = plan_files.plan_file(example(Plan), example(ModelSpec), 0, example(Wishes), choice, keys)
+    file = plan_files.plan_file(example(Plan), example(ModelSpec), 0, example(PlanRequest), choice, keys)
     return [json.dumps(json.loads(plan_files.to_text(file))).encode()]
 
 

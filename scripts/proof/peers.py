@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fuyou_cli.machine.background_load import Others
+from fuyou_cli.machine.background_load import BackgroundLoad
 
 from .report import digest
 from .rows import LENGTH
@@ -57,7 +57,7 @@ def _deepspeed_run(setting: Setting, peers: Path, *, rows: int, micro: int, thro
     command += ["--batch", str(micro), "--accum", str(rows // micro), "--seq", str(LENGTH), "--warmup", "1"]
     command += ["--steps", "2", "--max-s", "1", "--threads", str(THREADS), "--out", str(out)]
     command += ["--nvme", str(setting.work / "ds_nvme")]
-    others = Others()
+    others = BackgroundLoad()
     with (
         limited(setting.work, memory=None, throttle=throttle) as (held, _),
         output.open("wb") as file,

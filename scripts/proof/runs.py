@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.core.units import gib
-from fuyou_cli.machine.background_load import Others
+from fuyou_cli.machine.background_load import BackgroundLoad
 from fuyou_cli.training.jsonl import read_log
 
 from . import watch
@@ -153,7 +153,7 @@ def _one_run(setting: Setting, case: Case, pace: Pace | None = None) -> dict[str
         plan = setting.work / "run" / "plan.json"
         plan.write_text(case.plan, encoding="utf-8")
         command += ["--plan", str(plan)]
-    others = Others()
+    others = BackgroundLoad()
     with limited(setting.work, memory=case.limit, throttle=case.throttle, wanted=case.watch_memory) as (held, why):
         environment = profile(setting, recipe, held) if case.profiled else _own_cache(setting, case.profiles)
         environment |= _late_flushes(setting.work) if case.late_flush else {}
@@ -246,7 +246,7 @@ def profile(setting: Setting, recipe: Path, held: Group | None) -> dict[str, str
     beside a second process with as many threads a block was measured at a tenth of its rate."""
     bench = [*FUYOU, "bench", str(recipe)]
     for _ in range(BENCHES):
-        environment, others = _own_cache(setting, {}), Others()
+        environment, others = _own_cache(setting, {}), BackgroundLoad()
         with (setting.work / "bench.txt").open("wb") as file, started(bench, held, file, **environment) as child:
             if child.wait() != 0:
                 raise RunFailed(f"fuyou bench failed, see {file.name}")
@@ -361,7 +361,7 @@ def _in_memory_run(setting: Setting, case: InMemory, rows: Path) -> dict[str, An
     out.unlink(missing_ok=True)
     # Its weights in huge pages, as ours are: glibc advises what malloc maps.
     environment = {"OMP_NUM_THREADS": str(THREADS), "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-    others = Others()
+    others = BackgroundLoad()
     with output.open("wb") as file, started(command, None, file, **environment) as child:
         watch.follow(child, log=out, group=None, memory=False, counters=False, steps=case.steps)
     cores = others.cores()

@@ -28,18 +28,18 @@ def test_what_others_use_is_what_we_do_not(tmp_path: Path, monkeypatch: pytest.M
     tick = others.os.sysconf("SC_CLK_TCK")
     # user nice system idle iowait irq softirq steal guest guest_nice
     stat(tmp_path, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-    seen = others.Others(tmp_path)
+    seen = others.BackgroundLoad(tmp_path)
     clock[0], own[0] = 110.0, 9.0
     stat(tmp_path, 5 * tick, tick, 2 * tick, 99 * tick, 99 * tick, 0, tick, 3 * tick, 0, 0)
     assert seen.cores() == pytest.approx((12 - 4) / 10)  # idle and waiting count nothing, what was stolen does
     own[0] = 99.0  # a child that had run before we looked
     assert seen.cores() == 0.0
     (tmp_path / "proc/stat").unlink()
-    assert others.Others(tmp_path).cores() == 0.0
+    assert others.BackgroundLoad(tmp_path).cores() == 0.0
 
 
 def test_a_process_that_spins_is_seen() -> None:
-    seen = others.Others()
+    seen = others.BackgroundLoad()
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as spinning:
         deadline, cores = time.monotonic() + 20.0, 0.0
         while cores <= 0.2 and time.monotonic() < deadline:

@@ -14,7 +14,7 @@ import pytest
 
 from fuyou_cli.checkpoint.companions import companion_files
 from fuyou_cli.recipe.schema import TokenizerSection
-from fuyou_cli.training.state.companions import keep_companions, kept_companions, written_companions
+from fuyou_cli.training.state.kept_companions import keep_companions, kept_companions, written_companions
 
 OLD = {"config.json": '{"age": "old"}', "tokenizer.json": "old", "LICENSE": "old", "merges.txt": "old"}
 NEW = {"config.json": '{"age": "new"}', "tokenizer.json": "new", "LICENSE": "new", "vocab.txt": "new"}

@@ -12,7 +12,7 @@ from fuyou_cli.machine.described import described
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.plan import Numerics
 from fuyou_cli.training.limits import gpu_limit, gpu_most
-from fuyou_cli.training.recipe_wishes import wishes
+from fuyou_cli.training.plan_request_of import plan_request
 
 from .conftest import Project
 
@@ -37,7 +37,7 @@ def test_the_budget(new_project: Callable[..., Project], device: str, pinnable: 
     machine = replace(described("rtx4090,gen4,64GiB"), device=device, pinnable=pinnable)
     changes = [f"offload.max_memory.cpu={budget}", "offload.device=auto"]
     recipe = load_recipe(new_project().recipe, changes).recipe
-    assert wishes(recipe, NUMERICS, machine, device=device).cpu_budget == expected
+    assert plan_request(recipe, NUMERICS, machine, device=device).cpu_budget == expected
 
 
 @pytest.mark.parametrize(
@@ -57,4 +57,4 @@ def test_the_budget_of_a_card(new_project: Callable[..., Project], free: int, bu
     recipe = load_recipe(new_project().recipe, [f"offload.max_memory.gpu={budget}", "offload.device=auto"]).recipe
     assert gpu_limit(recipe, machine) == expected
     assert int(0.95 * (gpu_most(recipe, machine) or 0)) == expected
-    assert wishes(recipe, NUMERICS, machine, device="cuda").gpu_budget == expected
+    assert plan_request(recipe, NUMERICS, machine, device="cuda").gpu_budget == expected

@@ -21,7 +21,7 @@ from fuyou_cli.swap.kernels import checksum
 from fuyou_cli.training import losses as loss_files
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.state import manifest as manifests
-from fuyou_cli.training.state.commits import Commits
+from fuyou_cli.training.state.commit_thread import Commits
 from fuyou_cli.training.state.stored import TENSORS, Manifest, StoredExtent
 
 from .conftest import Project, Whole

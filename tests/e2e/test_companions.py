@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from fuyou_cli.training.state import companions
+from fuyou_cli.training.state import kept_companions as companions
 
 from .conftest import Project
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fuyou_cli.cli import errors
+from fuyou_cli.cli import error_screen
 from fuyou_cli.core.errors import DeviceMemoryError
 from fuyou_cli.core.units import gib
 from fuyou_cli.engine.devices.emulated import EmulatedDevice
 from fuyou_cli.machine import probe
 from fuyou_cli.recipe.load import load_recipe
-from fuyou_cli.training.device_memory import named
+from fuyou_cli.training.out_of_device_memory import named
 from fuyou_cli.training.run import Run
 
 from .conftest import Project, Whole
@@ -43,7 +43,7 @@ def test_a_step_that_runs_out_names_the_key_and_is_gone_on_from(
     assert ended.value.message.endswith(" in use, 64 MiB may be (offload.max_memory.gpu)")
     assert "the state after step 3 is saved" in str(ended.value.hint)
     assert "micro_batch_size" not in str(ended.value.hint)  # a saved run has its size
-    assert errors.report(ended.value) == 4 and "offload.max_memory.gpu" in capsys.readouterr().err
+    assert error_screen.report(ended.value) == 4 and "offload.max_memory.gpu" in capsys.readouterr().err
     project.write_recipe({**EMULATED, "offload.max_memory.gpu": "128MiB"})
     assert train(project)[0] == whole(EMULATED).losses
 

@@ -20,7 +20,7 @@ from fuyou_cli.training import run as runs
 from fuyou_cli.training.run import Run
 from fuyou_cli.training.state import folder_names, resume
 from fuyou_cli.training.state import manifest as manifests
-from fuyou_cli.training.state.companions import keep_companions
+from fuyou_cli.training.state.kept_companions import keep_companions
 from fuyou_cli.training.state.stored import Manifest, StoredStage
 from fuyou_cli.training.steps import run_directories
 

@@ -16,8 +16,8 @@ import pytest
 
 from fuyou_cli.core.errors import SwapError, UsageError
 from fuyou_cli.training.report import StepReport
+from fuyou_cli.training.state import extent_checks as verify
 from fuyou_cli.training.state import manifest as manifests
-from fuyou_cli.training.state import verify
 from fuyou_cli.training.state.at_rest import verify_store
 
 from .conftest import ROOT, Project, Whole

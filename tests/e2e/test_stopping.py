@@ -331,7 +331,7 @@ def test_exports_keep_the_names_of_the_checkpoint(new_project: Callable[..., Pro
 
 
 def test_a_run_that_ends_before_its_store_is_named_leaves_none(new_project: Callable[..., Project], tmp_path: Path) -> None:
-    """Interrupted as its GPU is set up, say: files of the whole store's size, which no manifest names. Others' stay."""
+    """Interrupted as its GPU is set up, say: files of the whole store's size, which no manifest names. Those of others stay."""
     project = new_project(changes={"offload.dir": [str(tmp_path / "one"), str(tmp_path / "two")]})
     prepared = prepared_run(project)
     paths = [directory / STORE_FILE for directory in prepared.planned.directories]

@@ -15,8 +15,8 @@ from fuyou_cli.machine import probe
 from fuyou_cli.machine.described import described
 from fuyou_cli.machine.profile import assumed_hardware
 from fuyou_cli.recipe.load import load_recipe
+from fuyou_cli.training.plan_request_of import DiskShare, StoreDisks
 from fuyou_cli.training.plan_step import plan
-from fuyou_cli.training.recipe_wishes import DiskShare, StoreDisks
 from fuyou_cli.training.state.parts import STORE_FILE
 from fuyou_cli.training.steps import Planned, inspect, resolve, run_directories
 

@@ -30,7 +30,7 @@ from fuyou_cli.engine.updates import Optimizer
 from fuyou_cli.engine.vocabulary import cut_vocabulary
 from fuyou_cli.planner.boundary_layout import Kept
 from fuyou_cli.planner.place import plan
-from fuyou_cli.planner.wishes import Wishes
+from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import Dtype, StageSpec
 from fuyou_cli.spec.plan import Numerics, Plan, Span, StagePlan, StateTensor, Tier
@@ -133,7 +133,7 @@ class Rig:
         self.subject, self.anatomy, self.spec = subject, subject.anatomy, subject.spec
         self.optimizer, self.steps_done = optimizer, 0
         self.losses: list[float] = []
-        self.wishes = Wishes(
+        self.request = PlanRequest(
             numerics=subject.numerics, model_name="tiny", device=device, clip_grad_norm=clip, cpu_budget=budget,
             gpu_budget=gpu_budget,
             weights=home, states=home, gradients=gradients or home, boundaries=boundaries or home, kept=kept,
@@ -141,7 +141,7 @@ class Rig:
             lookahead=lookahead, defer=defer, io_backend=backend, update_threads=update_threads, chunk_params=CHUNK,
             scratch_size=scratch_size(CHUNK, chunks), read_depth=4, write_depth=4, block_size=64 << 10, stripe=64 << 10,
         )  # fmt: skip
-        self.plan: Plan = plan(self.spec, HARDWARE, self.wishes)
+        self.plan: Plan = plan(self.spec, HARDWARE, self.request)
         self._stack = ExitStack()
         try:
             self._open(folder, directories)

@@ -59,7 +59,7 @@ def test_a_step_stays_within_what_is_charged(
     monkeypatch.setattr(heap, "HELD", 0.0)
     subject = Subject(config, Shape(vocabulary=vocabulary, **SHAPE))
     with Rig(subject, tmp_path, home="cpu", clip=clip) as rig:
-        charged = compute_memory(subject.spec, rig.wishes)
+        charged = compute_memory(subject.spec, rig.request)
         begin = int(ffi.cast("uintptr_t", rig.memory.arena._base))
         live = _OutsideOf(begin, begin + rig.memory.arena.size)
         ids, labels = next(subject.batches(1))

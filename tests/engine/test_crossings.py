@@ -277,7 +277,7 @@ def test_a_step_stays_within_what_is_charged(
     subject = Subject(LLAMA, Shape(batch=batch, micro=2, tokens=64, vocabulary=vocabulary))
     with Rig(subject, tmp_path, home="cpu", kept=kept, **make_late(monkeypatch)) as rig:
         on_device = rig.plan.predicted.gpu_peak - rig.device.peak_memory()  # beside weights and sums
-        charged = compute_memory(subject.spec, rig.wishes).whole_batch + on_device
+        charged = compute_memory(subject.spec, rig.request).whole_batch + on_device
         begin = int(ffi.cast("uintptr_t", rig.memory.arena._base))
         live = _OutsideOf(begin, begin + rig.memory.arena.size)
         for span in (*rig.executor.visits.sums._spans, *(turn.memory for turn in rig.executor.visits.weights.turns)):

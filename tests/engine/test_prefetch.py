@@ -155,7 +155,7 @@ def test_the_fewest_slots_are_enough(name: str, updates: str, device: Any, tmp_p
     # much scratch for updates: else loading, which needs no slots, would need the most memory
     way: dict[str, Any] = dict(device=device, chunks=240, **UPDATES[updates])
     with Rig(subject, tmp_path / "much scratch", **way) as rig:
-        least = least_memory(subject.spec, HARDWARE, rig.wishes)
+        least = least_memory(subject.spec, HARDWARE, rig.request)
     with Rig(subject, tmp_path / "least", budget=least, **way) as rig:
         assert rig.plan.lookahead == 1
         assert max(len(slots.gradient_slots) for slots in rig.plan.slot_classes) == (2 if name == "tied" else 1)

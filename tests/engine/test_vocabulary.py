@@ -133,11 +133,11 @@ def test_the_fewest_slots_are_enough(lookahead: int, clip: float | None, large: 
     """One slot of gradients for all: what is read ahead must not take the one that is needed first. (Much scratch, so that
     a step takes more memory than loading.)"""
     with Rig(large, tmp_path / "roomy", clip=clip, chunks=250) as rig:
-        expected, weights, wishes = rig.run(3), rig.weights(), replace(rig.wishes, cpu_budget=1, lookahead=lookahead)
+        expected, weights, request = rig.run(3), rig.weights(), replace(rig.request, cpu_budget=1, lookahead=lookahead)
         assert max(len(slots.gradient_slots) for slots in rig.plan.slot_classes) == 2
     with pytest.raises(PlanError):
-        plan(large.spec, HARDWARE, wishes)
-    least = least_memory(large.spec, HARDWARE, wishes)
+        plan(large.spec, HARDWARE, request)
+    least = least_memory(large.spec, HARDWARE, request)
     with Rig(large, tmp_path / "tight", clip=clip, lookahead=lookahead, budget=least, chunks=250) as rig:
         assert max(len(slots.gradient_slots) for slots in rig.plan.slot_classes) == 1
         assert rig.run(3) == expected

@@ -21,8 +21,9 @@ from proof.parsers import manifest
 from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.core.own_files import own_folder
 from fuyou_cli.training import losses
-from fuyou_cli.training.state import companions, parts
+from fuyou_cli.training.state import kept_companions as companions
 from fuyou_cli.training.state import manifest as manifests
+from fuyou_cli.training.state import parts
 from fuyou_cli.training.state.saver import Saver
 
 PRECIOUS = b"my thesis"

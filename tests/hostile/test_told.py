@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fuyou_cli.cli.errors import report
+from fuyou_cli.cli.error_screen import report
 from fuyou_cli.core.errors import UsageError
 
 

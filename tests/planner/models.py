@@ -1,4 +1,4 @@
-"""Models, machines and wishes drawn at random: everything the planner sees, without torch."""
+"""Models, machines and request drawn at random: everything the planner sees, without torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.planner.place import least_memory
-from fuyou_cli.planner.wishes import Wishes
+from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import STAGE_ALIGN, ModelSpec, OperatorSpec, StageKind, StageSpec, TensorSpec
 from fuyou_cli.spec.plan import Numerics
@@ -58,9 +58,9 @@ NUMERICS = Numerics(
 )  # fmt: skip
 
 
-def wishes(**changes: Any) -> Wishes:
+def request(**changes: Any) -> PlanRequest:
     """Asks for a plan of `SPEC` with room in RAM for a little of everything, and no clipping."""
-    asked = Wishes(
+    asked = PlanRequest(
         numerics=NUMERICS, model_name="/somewhere/tiny", device="cpu", clip_grad_norm=None, cpu_budget=0, scratch_size=MiB,
     )  # fmt: skip
     asked = replace(asked, **changes)
@@ -80,7 +80,7 @@ def models(draw: st.DrawFn, unit: int = STAGE_ALIGN, most: int = 4 << 20, blocks
 
 
 @st.composite
-def wishes_for(draw: st.DrawFn, spec: ModelSpec, *, budget: int = 1 << 40, pinned: bool = True) -> Wishes:
+def request_for(draw: st.DrawFn, spec: ModelSpec, *, budget: int = 1 << 40, pinned: bool = True) -> PlanRequest:
     """Random numerics, clipping or a share of deferred updates, lookahead, device and pins."""
     tier = st.sampled_from([None, None, "cpu", "ssd"]) if pinned else st.none()
     micro = draw(st.integers(1, 4))
@@ -91,7 +91,7 @@ def wishes_for(draw: st.DrawFn, spec: ModelSpec, *, budget: int = 1 << 40, pinne
         accumulate_dtype=draw(st.sampled_from([spec.compute_dtype, "float32"])),
         max_seq_len=draw(st.sampled_from([64, 512])), head_chunk_tokens=0, torch_threads=2, seed=0,
     )  # fmt: skip
-    return Wishes(
+    return PlanRequest(
         numerics=numerics, model_name="test", device=draw(st.sampled_from(["cpu", "emulated"])), clip_grad_norm=clip,
         cpu_budget=budget, weights=draw(tier), states=draw(tier), boundaries=draw(tier),
         gradients=draw(tier) if clip or defer else None, lookahead=draw(st.sampled_from([None, 1, 2, 4])), defer=defer,
@@ -108,8 +108,8 @@ def boundary_bytes(spec: ModelSpec, numerics: Numerics, kept: bool) -> int:
     return numerics.batch_size // numerics.micro_batch_size * (-(-record // 4096) * 4096)
 
 
-def with_budget(wishes: Wishes, budget: int) -> Wishes:
-    return replace(wishes, cpu_budget=budget)
+def with_budget(request: PlanRequest, budget: int) -> PlanRequest:
+    return replace(request, cpu_budget=budget)
 
 
 def cut(spec: ModelSpec, *pieces: int) -> ModelSpec:

@@ -9,7 +9,7 @@ import pytest
 from fuyou_cli.planner.costs import update_bytes
 from fuyou_cli.planner.device import square_lanes
 from fuyou_cli.planner.place import least_memory, plan
-from fuyou_cli.planner.wishes import Wishes
+from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.spec.model import Dtype, ModelSpec
 from fuyou_cli.spec.plan import Numerics, Predicted, Tier
 
@@ -38,12 +38,12 @@ def _predicted(
     boundaries: Tier = "ssd",
     device: str = "cuda",
 ) -> Predicted:
-    wishes = Wishes(
+    request = PlanRequest(
         numerics=_numerics(spec.compute_dtype, accumulate), model_name="test", device=device, clip_grad_norm=clip,
         cpu_budget=1 << 40, weights=weights, boundaries=boundaries, lookahead=1,
         kept=((),) * len(spec.stages),
     )  # fmt: skip
-    return plan(spec, RATED, wishes).predicted
+    return plan(spec, RATED, request).predicted
 
 
 SPEC = model(LEAF, *[BLOCK] * BLOCKS, NORM, LEAF)
@@ -88,13 +88,13 @@ def test_weights_at_home_on_the_device_go_up_once() -> None:
 @pytest.mark.parametrize(("blocks_at_home", "device"), [(0, "cuda"), (2, "cuda"), (4, "cuda"), (4, "emulated")])
 def test_weights_stay_on_the_device_as_far_as_it_has_room(blocks_at_home: int, device: str) -> None:
     """Each block that does goes up once instead of twice; what rests on the ssd does not stay."""
-    wishes = Wishes(
+    request = PlanRequest(
         numerics=_numerics(), model_name="test", device=device, clip_grad_norm=1.0, cpu_budget=1 << 40, lookahead=1,
         kept=((),) * len(SPEC.stages),
     )  # fmt: skip
-    streamed = plan(SPEC, RATED, wishes)
+    streamed = plan(SPEC, RATED, request)
     assert {stage.weights for stage in streamed.stages} == {"cpu"}, "nobody knows how much memory the device has"
-    room = replace(wishes, gpu_budget=streamed.predicted.gpu_peak + blocks_at_home * 2 * BLOCK)
+    room = replace(request, gpu_budget=streamed.predicted.gpu_peak + blocks_at_home * 2 * BLOCK)
     chosen = plan(SPEC, RATED, room)
     at_home = [stage.stage for stage in chosen.stages if stage.weights == "gpu"]
     assert len(at_home) == blocks_at_home and all(SPEC.stages[stage].kind == "block" for stage in at_home)

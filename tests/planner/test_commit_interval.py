@@ -29,7 +29,7 @@ from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan, Tier
 from fuyou_cli.training.run_limits import RunLimits, saved_where_it_stops, steps_within_writes, written_by_step
 
-from .models import HARDWARE, models, wishes_for
+from .models import HARDWARE, models, request_for
 
 SLOW = replace(HARDWARE, store_read=4e8, store_write=2e8, store_read_mixed=3e8, store_write_mixed=1.5e8)
 ALLOWED = 0.03  # of a run: all that its commits may take
@@ -52,9 +52,9 @@ def test_no_interval_is_shorter_than_its_bounds_or_longer_than_they_ask(
 
 def _planned(data: st.DataObject, spec: ModelSpec, *, states: Tier | None, every: Any = "auto", **changes: Any) -> Plan:
     """The first plan that fits, its interval found by what is simulated."""
-    wishes = replace(data.draw(wishes_for(spec, pinned=False)), commit_every=every, states=states, **changes)
-    wishes = replace(wishes, cpu_budget=least_memory(spec, SLOW, wishes) + data.draw(st.integers(0, 8)) * 8 * MiB)
-    return timed_plan(spec, SLOW, first_that_fits(spec, SLOW, wishes), chosen=every == "auto")
+    request = replace(data.draw(request_for(spec, pinned=False)), commit_every=every, states=states, **changes)
+    request = replace(request, cpu_budget=least_memory(spec, SLOW, request) + data.draw(st.integers(0, 8)) * 8 * MiB)
+    return timed_plan(spec, SLOW, first_that_fits(spec, SLOW, request), chosen=every == "auto")
 
 
 def _end(spec: ModelSpec, plan: Plan, steps: int) -> float:
@@ -102,8 +102,8 @@ def test_figures_are_averages_of_the_steps_between_commits(data: st.DataObject, 
 @given(data=st.data(), spec=models(most=1 << 20))
 def test_steps_between_commits_write_nothing_where_all_rests_in_ram(data: st.DataObject, spec: ModelSpec) -> None:
     """Averages are rounded stage by stage: what is left of them is no negative number."""
-    wishes = replace(data.draw(wishes_for(spec, pinned=False)), commit_every=428, cpu_budget=1 << 36)
-    plan = timed_plan(spec, SLOW, first_that_fits(spec, SLOW, wishes), chosen=False)
+    request = replace(data.draw(request_for(spec, pinned=False)), commit_every=428, cpu_budget=1 << 36)
+    plan = timed_plan(spec, SLOW, first_that_fits(spec, SLOW, request), chosen=False)
     assume(simulate(spec, SLOW, plan, plan_schedule(spec, plan)).written == 0)
     assert written_by_step(plan) == 0 < plan.predicted.written_per_step
 

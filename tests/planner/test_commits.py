@@ -8,13 +8,13 @@ from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuyou_cli.planner.commits import CommitLedger, left_before
+from fuyou_cli.planner.free_extents import CommitLedger, left_before
 from fuyou_cli.planner.place import least_memory, plan
 from fuyou_cli.planner.placement_context import PlacementContext
 from fuyou_cli.planner.store_modes import at_rest, planned_with_room, redone, with_fitting_mode
 from fuyou_cli.spec.plan import Ring
 
-from .models import HARDWARE, models, wishes_for
+from .models import HARDWARE, models, request_for
 
 
 @given(st.data(), st.integers(1, 7), st.integers(1, 3))
@@ -54,25 +54,25 @@ def test_between_commits_updates_are_in_place() -> None:
 
 @given(st.data(), models())
 def test_redo_is_chosen_where_two_extents_have_no_room(data: st.DataObject, spec) -> None:  # type: ignore[no-untyped-def]
-    wishes = replace(data.draw(wishes_for(spec, pinned=False)), may_redo=True)
-    twice, once = at_rest(spec, wishes, "in_place"), at_rest(spec, wishes, "redo")
-    assert twice == 2 * sum(PlacementContext(spec, wishes).at_rest[stage.index].ring.size for stage in spec.stages)
+    request = replace(data.draw(request_for(spec, pinned=False)), may_redo=True)
+    twice, once = at_rest(spec, request, "in_place"), at_rest(spec, request, "redo")
+    assert twice == 2 * sum(PlacementContext(spec, request).at_rest[stage.index].ring.size for stage in spec.stages)
     for disk in (twice, twice - 1, once, once - 1):
-        chosen = with_fitting_mode(spec, wishes, disk)
+        chosen = with_fitting_mode(spec, request, disk)
         assert chosen.store_mode == ("redo" if once <= disk < twice else "in_place")
-        assert chosen.gradients == ("ssd" if chosen.store_mode == "redo" else wishes.gradients)
+        assert chosen.gradients == ("ssd" if chosen.store_mode == "redo" else request.gradients)
 
 
 @examples(40)
 @given(st.data(), models())
 def test_redo_is_taken_where_what_a_step_leaves_has_no_room(data: st.DataObject, spec) -> None:  # type: ignore[no-untyped-def]
     """Two extents may fit, and the gradients and boundaries beside them not."""
-    wishes = replace(data.draw(wishes_for(spec, pinned=False)), may_redo=True)
-    tight = max(least_memory(spec, HARDWARE, asked) for asked in (wishes, redone(wishes)))
-    wishes = replace(wishes, cpu_budget=tight + data.draw(st.integers(0, 1 << 22)))
-    whole, once = (plan(spec, HARDWARE, asked).store_size for asked in (wishes, redone(wishes)))
+    request = replace(data.draw(request_for(spec, pinned=False)), may_redo=True)
+    tight = max(least_memory(spec, HARDWARE, asked) for asked in (request, redone(request)))
+    request = replace(request, cpu_budget=tight + data.draw(st.integers(0, 1 << 22)))
+    whole, once = (plan(spec, HARDWARE, asked).store_size for asked in (request, redone(request)))
     for disk in (whole, whole - 1, once, once - 1):
-        asked = replace(wishes, ssd_budget=disk)
+        asked = replace(request, ssd_budget=disk)
         found = planned_with_room(plan, spec, HARDWARE, asked, steps=0)
         assert (found.store_size <= disk) == (disk >= min(whole, once))
         if disk >= whole:

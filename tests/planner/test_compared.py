@@ -23,12 +23,12 @@ from fuyou_cli.training.report import Busy, Compared, StepReport
 from fuyou_cli.training.reporting import Steps, run_report
 from fuyou_cli.training.run_limits import written_by_step
 
-from .models import HARDWARE, SPEC, wishes
+from .models import HARDWARE, SPEC, request
 
 
 @pytest.fixture
 def promised() -> tuple[Plan, Timeline]:
-    plan = first_that_fits(SPEC, HARDWARE, wishes(clip_grad_norm=1.0))
+    plan = first_that_fits(SPEC, HARDWARE, request(clip_grad_norm=1.0))
     return plan, simulate(SPEC, HARDWARE, plan, plan_schedule(SPEC, plan))
 
 
@@ -77,7 +77,7 @@ def test_medians_of_the_later_steps_stand_beside_the_plan(promised: tuple[Plan, 
 
 def test_where_commits_are_steps_apart_both_sides_are_averages(promised: tuple[Plan, Timeline]) -> None:
     """Of whole intervals; a run that has not come to one says what a step without a commit is."""
-    plan = first_that_fits(SPEC, HARDWARE, wishes(clip_grad_norm=None, states="cpu", commit_every=3, defer=0.0))
+    plan = first_that_fits(SPEC, HARDWARE, request(clip_grad_norm=None, states="cpu", commit_every=3, defer=0.0))
     plan = timed_plan(SPEC, HARDWARE, plan, chosen=False)
     assert plan.plain_seconds < plan.predicted.step_seconds and plan.predicted.written_per_step > written_by_step(plan)
     steps = [
@@ -97,7 +97,7 @@ def test_a_run_just_as_planned_differs_in_nothing(disk: float, clip: float | Non
     """Also where a resource is held back by another: an update that waits for a slow disk is under way all the while."""
     rates = ("store_read", "store_read_mixed", "store_write", "store_write_mixed")
     slow = replace(HARDWARE, **{name: disk * getattr(HARDWARE, name) for name in rates})
-    plan = first_that_fits(SPEC, slow, wishes(clip_grad_norm=clip, states="ssd"))
+    plan = first_that_fits(SPEC, slow, request(clip_grad_norm=clip, states="ssd"))
     timeline = simulate(SPEC, slow, plan, plan_schedule(SPEC, plan))
     measured = busy_seconds([
         Busy(resource=name, label=done.what, begin=max(0.0, done.begin - timeline.begin), end=done.end - timeline.begin)

@@ -21,11 +21,11 @@ from fuyou_cli.training.corrected import LEAST_STEPS, corrected
 from fuyou_cli.training.report import Busy, RunReport, StepReport
 from fuyou_cli.training.reporting import run_report
 
-from .models import HARDWARE, SPEC, wishes
+from .models import HARDWARE, SPEC, request
 from .test_compared import collected
 
 KNOWN = replace(HARDWARE, matmul_flops=2e8, shared_compute=0.6, shared_adamw=0.8)
-PLAN = fastest(SPEC, KNOWN, wishes())
+PLAN = fastest(SPEC, KNOWN, request())
 
 
 def step_on(machine: HardwareProfile, plan: Plan = PLAN) -> Timeline:
@@ -85,7 +85,7 @@ def test_a_plan_made_again_says_what_the_run_did(compute: float, update: float) 
 
 def test_a_slower_drive_that_is_waited_for_is_seen() -> None:
     quick = replace(KNOWN, matmul_flops=1e12, adamw=((1, 1e11),))
-    plan = fastest(SPEC, quick, wishes(weights="ssd", states="ssd"))
+    plan = fastest(SPEC, quick, request(weights="ssd", states="ssd"))
     truth = replace(quick, store_read=1e9, store_read_mixed=0.6e9, store_write=0.5e9, store_write_mixed=0.4e9)
     found = corrected(quick, SPEC, plan, step_on(quick, plan), run_on(truth, plan=plan))
     assert found is not None

@@ -11,8 +11,8 @@ import pytest
 from fuyou_cli.planner.costs import Costs, staged_bytes
 from fuyou_cli.planner.device import crossing
 from fuyou_cli.planner.place import plan
+from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import Visit, plan_schedule
-from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.hardware import HardwareProfile, StageRate
 from fuyou_cli.spec.plan import Numerics
 
@@ -43,10 +43,10 @@ def seconds(hardware: HardwareProfile, phase: str, *, kept: tuple[int, ...] = ()
             clip: float | None = None) -> float:  # fmt: skip
     """Of one visit. `size`: bytes of outputs that a micro-batch keeps."""
     every = tuple(kept if index == BLOCK else () for index in range(len(SPEC.stages)))
-    wishes = Wishes(
+    request = PlanRequest(
         numerics=NUMERICS, model_name="test", device="cpu", clip_grad_norm=clip, cpu_budget=1 << 40, kept=every
     )  # fmt: skip
-    chosen = plan(SPEC, hardware, wishes)
+    chosen = plan(SPEC, hardware, request)
 
     def wanted(visit: Visit) -> bool:
         return (visit.phase, visit.stage) == (phase, stage)
@@ -102,13 +102,13 @@ def test_memory_that_nobody_measured_goes_at_the_updates_rate() -> None:
 def test_what_feeds_a_device_is_charged_where_it_takes_longer_than_compute() -> None:
     """Bytes of the launching thread per visit: ids and targets, nothing of a block."""
     none = ((),) * len(SPEC.stages)
-    wishes = Wishes(
+    request = PlanRequest(
         numerics=NUMERICS, model_name="test", device="cuda", clip_grad_norm=None, cpu_budget=1 << 40, kept=none
     )  # fmt: skip
     ids = 2 * 8 * 4 * 64.0  # read and written
     for copy, compared in ((1e30, 0.0), (1e-6, 1e6), (4.0, 0.25)):
         hardware = machine(given=GIVEN, copy=copy)
-        chosen = plan(SPEC, hardware, wishes)
+        chosen = plan(SPEC, hardware, request)
         costs, without = (Costs.of(SPEC, one, chosen) for one in (hardware, machine(given=GIVEN)))
         for visit in plan_schedule(SPEC, chosen).visits:
             fed = ids * compared if SPEC.stages[visit.stage].kind == "embedding" or visit.phase == "head" else 0.0
@@ -123,10 +123,10 @@ def test_sums_of_a_cut_head_cross_and_the_launching_thread_adds_nothing(dtype: A
     )
     wide = 2 if dtype == "bfloat16" else 1
     numerics = replace(NUMERICS, compute_dtype=dtype)
-    wishes = Wishes(numerics=numerics, model_name="test", device="cuda", clip_grad_norm=None, cpu_budget=1 << 40)
-    made = plan(spec, HARDWARE, wishes)
+    request = PlanRequest(numerics=numerics, model_name="test", device="cuda", clip_grad_norm=None, cpu_budget=1 << 40)
+    made = plan(spec, HARDWARE, request)
     visits = [visit for visit in plan_schedule(spec, made).visits if visit.phase == "head"]
-    assert [staged_bytes(spec, wishes.numerics, visit) for visit in visits] == [0] * 3
+    assert [staged_bytes(spec, request.numerics, visit) for visit in visits] == [0] * 3
     found = [crossing(spec, visit.stage, visit.phase, stash=visit.stash) for visit in visits]
     assert found == [(1, wide), (1 + wide, wide), (1 + wide, 1)]
     assert any(span.size >= 4 * 1024 * 4 * 64 for span in made.batch_slots)  # where they rest

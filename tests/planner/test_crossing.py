@@ -13,9 +13,9 @@ from fuyou_cli.planner.boundary_layout import kept_bytes
 from fuyou_cli.planner.costs import Costs
 from fuyou_cli.planner.device import BOUNDARIES_ACROSS, crossing
 from fuyou_cli.planner.place import plan
+from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import Schedule, Visit, plan_schedule
 from fuyou_cli.planner.simulate import simulate
-from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Numerics, Plan
@@ -44,11 +44,11 @@ def _planned(spec: ModelSpec, micro_batches: int, kept: Literal["all"] | None) -
         compute_dtype="bfloat16", accumulate_dtype="bfloat16", batch_size=4 * micro_batches, micro_batch_size=4,
         max_seq_len=512, head_chunk_tokens=0, torch_threads=2, seed=0,
     )  # fmt: skip
-    wishes = Wishes(
+    request = PlanRequest(
         numerics=numerics, model_name="test", device="cuda", clip_grad_norm=1.0, cpu_budget=1 << 40, weights="cpu",
         states="cpu", gradients="cpu", boundaries="cpu", kept=kept,
     )  # fmt: skip
-    made = plan(spec, SLOW, wishes)
+    made = plan(spec, SLOW, request)
     return made, plan_schedule(spec, made)
 
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from fuyou_cli.planner.defer import deferred_stages
 from fuyou_cli.planner.place import plan
+from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import plan_schedule
-from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec
 from fuyou_cli.spec.plan import Numerics
 
-from .models import HARDWARE, cut_models, model, models, wishes_for, with_budget
+from .models import HARDWARE, cut_models, model, models, request_for, with_budget
 from .test_place import ROOMY, assert_apart, in_arena, in_store, least
 
 SHARES = st.floats(0, 1)
@@ -55,17 +55,17 @@ def test_an_embedding_waits_only_where_all_else_does(spec: ModelSpec, share: flo
         assert all(waiting)
 
 
-@given(ANY.flatmap(lambda spec: st.tuples(st.just(spec), wishes_for(spec))), st.data())
-def test_gradients_have_a_home_exactly_where_they_rest(case: tuple[ModelSpec, Wishes], data: st.DataObject) -> None:
+@given(ANY.flatmap(lambda spec: st.tuples(st.just(spec), request_for(spec))), st.data())
+def test_gradients_have_a_home_exactly_where_they_rest(case: tuple[ModelSpec, PlanRequest], data: st.DataObject) -> None:
     """At any budget that is not refused: spans are apart, the peak is inside, and a deferred stage's gradients are charged."""
-    spec, wishes = case
-    low = least(spec, wishes)
-    high = max(low, plan(spec, HARDWARE, with_budget(wishes, ROOMY)).predicted.cpu_peak)
-    chosen = plan(spec, HARDWARE, with_budget(wishes, data.draw(st.integers(low, high))))
+    spec, request = case
+    low = least(spec, request)
+    high = max(low, plan(spec, HARDWARE, with_budget(request, ROOMY)).predicted.cpu_peak)
+    chosen = plan(spec, HARDWARE, with_budget(request, data.draw(st.integers(low, high))))
     assert_apart(in_arena(chosen), chosen.arena_size)
     assert_apart(in_store(chosen), chosen.store_size)
     assert chosen.arena_size < chosen.predicted.cpu_peak <= chosen.cpu_budget
-    assert all(stage.deferred for stage in chosen.stages) or wishes.clip_grad_norm is None
+    assert all(stage.deferred for stage in chosen.stages) or request.clip_grad_norm is None
     moved = 0
     for stage, placed in zip(spec.stages, chosen.stages, strict=True):
         homes = [span for span in (placed.gradients_ram, placed.gradients_extent) if span is not None]
@@ -88,12 +88,12 @@ def test_deferring_costs_the_way_of_the_gradients_and_nothing_else(share: float)
         compute_dtype="bfloat16", accumulate_dtype="float32", batch_size=4, micro_batch_size=2, max_seq_len=64,
         head_chunk_tokens=0, torch_threads=1, seed=0,
     )  # fmt: skip
-    wishes = Wishes(
+    request = PlanRequest(
         numerics=numerics, model_name="test", device="cpu", clip_grad_norm=None, cpu_budget=ROOMY, weights="ssd",
         states="ssd", gradients="ssd", boundaries="ssd", lookahead=1,
     )  # fmt: skip
-    none = plan(spec, HARDWARE, wishes).predicted
-    some = plan(spec, HARDWARE, replace(wishes, defer=share))
+    none = plan(spec, HARDWARE, request).predicted
+    some = plan(spec, HARDWARE, replace(request, defer=share))
     waiting = sum(spec.stages[stage.stage].params for stage in some.stages if stage.deferred)
     assert waiting > 0
     assert some.predicted.read_by == {**none.read_by, "gradients": 4 * waiting}

@@ -11,20 +11,20 @@ from hypothesis import strategies as st
 
 from fuyou_cli.core.units import MiB
 from fuyou_cli.planner.choice import family
-from fuyou_cli.planner.lasting import fast_region, least_written, planned_for
 from fuyou_cli.planner.place import least_memory, made_of
 from fuyou_cli.planner.place import plan as first_that_fits
+from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.search import fastest
 from fuyou_cli.planner.simulate import simulate
-from fuyou_cli.planner.wishes import Wishes
+from fuyou_cli.planner.sustained_rates import fast_region, least_written, planned_for
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Numerics
 
-from .models import HARDWARE, model, models, wishes_for
+from .models import HARDWARE, model, models, request_for
 
 SPEC = model(1 << 22, *[4 << 22] * 8, 2048, 1 << 22)
-WISHES = Wishes(
+WISHES = PlanRequest(
     numerics=Numerics(
         compute_dtype="bfloat16", accumulate_dtype="bfloat16", batch_size=4, micro_batch_size=2, max_seq_len=128,
         head_chunk_tokens=0, torch_threads=2, seed=0,
@@ -41,12 +41,12 @@ SLOWING = replace(
 @given(st.data())
 def test_no_plan_writes_less_than_the_bound(data: st.DataObject) -> None:
     spec = data.draw(models(most=1 << 20))
-    wishes = replace(data.draw(wishes_for(spec)), device="cpu")
-    wishes = replace(wishes, cpu_budget=least_memory(spec, HARDWARE, wishes) + data.draw(st.integers(0, 16)) * 4 * MiB)
-    for choice in list(family(spec, wishes))[::17]:
-        plan = made_of(spec, HARDWARE, wishes, choice)
+    request = replace(data.draw(request_for(spec)), device="cpu")
+    request = replace(request, cpu_budget=least_memory(spec, HARDWARE, request) + data.draw(st.integers(0, 16)) * 4 * MiB)
+    for choice in list(family(spec, request))[::17]:
+        plan = made_of(spec, HARDWARE, request, choice)
         if plan is not None:
-            assert plan.predicted.written_per_step >= least_written(spec, wishes)
+            assert plan.predicted.written_per_step >= least_written(spec, request)
 
 
 def test_the_region_decides() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuyou_cli.planner.machine import Parts, Resource, Sharing, VirtualMachine
+from fuyou_cli.planner.simulated_machine import Parts, Resource, Sharing, VirtualMachine
 
 from .models import HARDWARE
 

@@ -1,4 +1,4 @@
-"""What holds for every plan, on models and wishes drawn at random."""
+"""What holds for every plan, on models and request drawn at random."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from fuyou_cli.core.units import GiB, MiB, align_up, gib
 from fuyou_cli.planner.boundary_layout import planned_boundary
 from fuyou_cli.planner.choice import Choice
 from fuyou_cli.planner.place import least_memory, made_of, plan
-from fuyou_cli.planner.wishes import Wishes
+from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec
 from fuyou_cli.spec.plan import Numerics, Plan, Span, StagePlan, StateTensor
 
-from .models import HARDWARE, model, models, wishes_for, with_budget
+from .models import HARDWARE, model, models, request_for, with_budget
 
 ROOMY = 1 << 40
 
 
-def least(spec: ModelSpec, wishes: Wishes) -> int:
+def least(spec: ModelSpec, request: PlanRequest) -> int:
     """Bytes of the smallest budget that is not refused, in whole MiB; the refusal of an impossible one names it."""
-    enough = least_memory(spec, HARDWARE, wishes)
+    enough = least_memory(spec, HARDWARE, request)
     with pytest.raises(PlanError, match=f"{re.escape(gib(enough))} of RAM is the least"):
-        plan(spec, HARDWARE, with_budget(wishes, 1))
+        plan(spec, HARDWARE, with_budget(request, 1))
     return align_up(enough, MiB)
 
 
 @st.composite
-def planned(draw: st.DrawFn) -> tuple[ModelSpec, Wishes, Plan]:
+def planned(draw: st.DrawFn) -> tuple[ModelSpec, PlanRequest, Plan]:
     """A plan at any budget between just enough and plenty."""
     spec = draw(models())
-    wishes = draw(wishes_for(spec))
-    low = least(spec, wishes)
-    high = max(low, plan(spec, HARDWARE, with_budget(wishes, ROOMY)).predicted.cpu_peak)
-    wishes = with_budget(wishes, draw(st.integers(low, high)))
-    return spec, wishes, plan(spec, HARDWARE, wishes)
+    request = draw(request_for(spec))
+    low = least(spec, request)
+    high = max(low, plan(spec, HARDWARE, with_budget(request, ROOMY)).predicted.cpu_peak)
+    request = with_budget(request, draw(st.integers(low, high)))
+    return spec, request, plan(spec, HARDWARE, request)
 
 
 def in_arena(chosen: Plan) -> list[Span]:
@@ -73,7 +73,7 @@ def assert_apart(spans: Iterable[Span], size: int) -> None:
 
 
 @given(planned())
-def test_spans_and_extents_never_overlap(case: tuple[ModelSpec, Wishes, Plan]) -> None:
+def test_spans_and_extents_never_overlap(case: tuple[ModelSpec, PlanRequest, Plan]) -> None:
     _, _, chosen = case
     assert_apart(in_arena(chosen), chosen.arena_size)
     for turn in (0, 1, 2, 7):
@@ -81,9 +81,9 @@ def test_spans_and_extents_never_overlap(case: tuple[ModelSpec, Wishes, Plan]) -
 
 
 @given(planned())
-def test_every_stage_has_room_for_what_it_needs(case: tuple[ModelSpec, Wishes, Plan]) -> None:
-    spec, wishes, chosen = case
-    weight, gradient = ITEM_SIZE[spec.compute_dtype], ITEM_SIZE[wishes.numerics.accumulate_dtype]
+def test_every_stage_has_room_for_what_it_needs(case: tuple[ModelSpec, PlanRequest, Plan]) -> None:
+    spec, request, chosen = case
+    weight, gradient = ITEM_SIZE[spec.compute_dtype], ITEM_SIZE[request.numerics.accumulate_dtype]
     for stage, placed in zip(spec.stages, chosen.stages, strict=True):
         slots = chosen.slot_classes[placed.slot_class]
         sizes = [weight, *([2] if placed.remainder_at else []), 4, 4]
@@ -97,76 +97,78 @@ def test_every_stage_has_room_for_what_it_needs(case: tuple[ModelSpec, Wishes, P
         assert (placed.momentum_ram is not None) == (placed.states == "cpu")
         if stage.kind in ("block", "norm"):
             rooms = [placed.boundary_ram] if placed.boundary == "cpu" else chosen.boundary_slots
-            boundary = planned_boundary(spec, wishes.numerics, stage.index, placed.kept).size
+            boundary = planned_boundary(spec, request.numerics, stage.index, placed.kept).size
             everything = tuple(operator.index for operator in stage.operators)
-            assert placed.kept == everything if wishes.kept else set(placed.kept) <= set(everything)
+            assert placed.kept == everything if request.kept else set(placed.kept) <= set(everything)
             assert rooms and all(span is not None and span.size >= boundary for span in rooms)
             assert (placed.boundary_extent is not None) == (placed.boundary == "ssd")
 
 
 @given(planned())
-def test_the_predicted_peak_is_inside_the_budget(case: tuple[ModelSpec, Wishes, Plan]) -> None:
-    _, wishes, chosen = case
-    assert chosen.arena_size + HARDWARE.process_bytes < chosen.predicted.cpu_peak <= wishes.cpu_budget
+def test_the_predicted_peak_is_inside_the_budget(case: tuple[ModelSpec, PlanRequest, Plan]) -> None:
+    _, request, chosen = case
+    assert chosen.arena_size + HARDWARE.process_bytes < chosen.predicted.cpu_peak <= request.cpu_budget
     assert chosen.predicted.ssd_bytes == chosen.store_size
 
 
 @given(planned())
-def test_pins_are_kept(case: tuple[ModelSpec, Wishes, Plan]) -> None:
-    spec, wishes, chosen = case
+def test_pins_are_kept(case: tuple[ModelSpec, PlanRequest, Plan]) -> None:
+    spec, request, chosen = case
     for stage, placed in zip(spec.stages, chosen.stages, strict=True):
-        assert wishes.weights in (None, placed.weights)
-        assert wishes.states in (None, placed.states)
+        assert request.weights in (None, placed.weights)
+        assert request.states in (None, placed.states)
         if placed.deferred:
-            assert wishes.gradients in (None, placed.gradients)
+            assert request.gradients in (None, placed.gradients)
         if stage.kind in ("block", "norm"):
-            assert wishes.boundaries in (None, placed.boundary)
-    assert wishes.lookahead in (None, chosen.lookahead)
+            assert request.boundaries in (None, placed.boundary)
+    assert request.lookahead in (None, chosen.lookahead)
 
 
 @given(planned())
-def test_the_same_inputs_give_the_same_plan(case: tuple[ModelSpec, Wishes, Plan]) -> None:
-    spec, wishes, chosen = case
-    again = plan(spec, HARDWARE, wishes)
+def test_the_same_inputs_give_the_same_plan(case: tuple[ModelSpec, PlanRequest, Plan]) -> None:
+    spec, request, chosen = case
+    again = plan(spec, HARDWARE, request)
     assert again == chosen and repr(again) == repr(chosen)
 
 
-@given(models().flatmap(lambda spec: st.tuples(st.just(spec), wishes_for(spec))))
-def test_a_refusal_names_enough_memory(case: tuple[ModelSpec, Wishes]) -> None:
-    spec, wishes = case
-    enough = least(spec, wishes)
-    assert plan(spec, HARDWARE, with_budget(wishes, enough)).predicted.cpu_peak <= enough
+@given(models().flatmap(lambda spec: st.tuples(st.just(spec), request_for(spec))))
+def test_a_refusal_names_enough_memory(case: tuple[ModelSpec, PlanRequest]) -> None:
+    spec, request = case
+    enough = least(spec, request)
+    assert plan(spec, HARDWARE, with_budget(request, enough)).predicted.cpu_peak <= enough
     with pytest.raises(PlanError, match="is the least this run needs") as refused:
-        plan(spec, HARDWARE, with_budget(wishes, enough - 2 * MiB))
+        plan(spec, HARDWARE, with_budget(request, enough - 2 * MiB))
     assert refused.value.exit_code == 3 and refused.value.hint is None  # what would help has to be planned first
 
 
 @given(planned(), st.integers(1, 4))
-def test_what_survives_a_run_does_not_depend_on_the_placement(case: tuple[ModelSpec, Wishes, Plan], lookahead: int) -> None:
+def test_what_survives_a_run_does_not_depend_on_the_placement(
+    case: tuple[ModelSpec, PlanRequest, Plan], lookahead: int
+) -> None:
     """A stopped run is resumed with another budget, other pins, another lookahead."""
-    spec, wishes, chosen = case
-    other = Wishes(
-        numerics=wishes.numerics, model_name="test", device="cpu", clip_grad_norm=wishes.clip_grad_norm,
+    spec, request, chosen = case
+    other = PlanRequest(
+        numerics=request.numerics, model_name="test", device="cpu", clip_grad_norm=request.clip_grad_norm,
         cpu_budget=ROOMY, lookahead=lookahead,
     )  # fmt: skip
     elsewhere = plan(spec, HARDWARE, other)
     assert [durable(stage) for stage in chosen.stages] == [durable(stage) for stage in elsewhere.stages]
 
 
-@given(models(unit=2 << 20, most=64 << 20).flatmap(lambda s: st.tuples(st.just(s), wishes_for(s))), st.data())
-def test_more_memory_does_not_mean_more_traffic(case: tuple[ModelSpec, Wishes], data: st.DataObject) -> None:
+@given(models(unit=2 << 20, most=64 << 20).flatmap(lambda s: st.tuples(st.just(s), request_for(s))), st.data())
+def test_more_memory_does_not_mean_more_traffic(case: tuple[ModelSpec, PlanRequest], data: st.DataObject) -> None:
     """At equal overlap, which has its own price, and but for the last tensor: one that just fits may leave less room than
     the two it displaced. At most three bytes a step per byte."""
-    spec, wishes = case
-    lookahead = min(wishes.lookahead or 1, len(spec.stages))
-    choice = Choice(lookahead=lookahead, gradient_slots=1, defer=wishes.defer or 0.0)
+    spec, request = case
+    lookahead = min(request.lookahead or 1, len(spec.stages))
+    choice = Choice(lookahead=lookahead, gradient_slots=1, defer=request.defer or 0.0)
 
     def planned_in(budget: int) -> Plan:
-        made = made_of(spec, HARDWARE, replace(wishes, cpu_budget=budget, kept=wishes.kept or "none"), choice)
+        made = made_of(spec, HARDWARE, replace(request, cpu_budget=budget, kept=request.kept or "none"), choice)
         assert made is not None
         return made
 
-    low = least(spec, wishes)
+    low = least(spec, request)
     high = max(low, planned_in(ROOMY).predicted.cpu_peak)
     budgets = sorted(data.draw(st.lists(st.integers(low, high), min_size=2, max_size=4)))
     for less, more in pairwise(planned_in(budget).predicted for budget in budgets):
@@ -174,21 +176,21 @@ def test_more_memory_does_not_mean_more_traffic(case: tuple[ModelSpec, Wishes], 
         assert traffic[1] <= traffic[0] + 3 * 8 * max(stage.params for stage in spec.stages)
 
 
-@given(models(unit=2 << 20, most=64 << 20).flatmap(lambda s: st.tuples(st.just(s), wishes_for(s, pinned=False))), st.data())
-def test_where_everything_fits_it_is_in_memory(case: tuple[ModelSpec, Wishes], data: st.DataObject) -> None:
+@given(models(unit=2 << 20, most=64 << 20).flatmap(lambda s: st.tuples(st.just(s), request_for(s, pinned=False))), st.data())
+def test_where_everything_fits_it_is_in_memory(case: tuple[ModelSpec, PlanRequest], data: st.DataObject) -> None:
     """In any budget from what that takes on, at equal overlap."""
-    spec, wishes = case
-    wishes = replace(wishes, lookahead=wishes.lookahead or 1)
-    enough = plan(spec, HARDWARE, with_budget(wishes, ROOMY))
+    spec, request = case
+    request = replace(request, lookahead=request.lookahead or 1)
+    enough = plan(spec, HARDWARE, with_budget(request, ROOMY))
     budget = enough.predicted.cpu_peak + data.draw(st.integers(0, 1 << 30))
-    chosen = plan(spec, HARDWARE, with_budget(wishes, budget))
+    chosen = plan(spec, HARDWARE, with_budget(request, budget))
     assert chosen.predicted.read_per_step == chosen.predicted.written_per_step == 0
 
 
-@given(models().flatmap(lambda spec: st.tuples(st.just(spec), wishes_for(spec, pinned=False))))
-def test_with_room_for_everything_nothing_moves(case: tuple[ModelSpec, Wishes]) -> None:
-    spec, wishes = case
-    chosen = plan(spec, HARDWARE, with_budget(wishes, ROOMY))
+@given(models().flatmap(lambda spec: st.tuples(st.just(spec), request_for(spec, pinned=False))))
+def test_with_room_for_everything_nothing_moves(case: tuple[ModelSpec, PlanRequest]) -> None:
+    spec, request = case
+    chosen = plan(spec, HARDWARE, with_budget(request, ROOMY))
     assert chosen.predicted.read_per_step == chosen.predicted.written_per_step == 0
 
 
@@ -199,11 +201,11 @@ def test_memory_goes_where_it_saves_most() -> None:
         compute_dtype="bfloat16", accumulate_dtype="bfloat16", batch_size=8, micro_batch_size=8, max_seq_len=64,
         head_chunk_tokens=0, torch_threads=2, seed=0,
     )  # fmt: skip
-    wishes = Wishes(
+    request = PlanRequest(
         numerics=numerics, model_name="test", device="cpu", clip_grad_norm=None, cpu_budget=4 * GiB,
         lookahead=1,
     )  # fmt: skip
-    chosen = plan(spec, HARDWARE, wishes)
+    chosen = plan(spec, HARDWARE, request)
     blocks = chosen.stages[1:-2]
     assert {stage.weights for stage in blocks} == {"cpu"}
     assert {stage.states for stage in blocks} == {"cpu", "ssd"}

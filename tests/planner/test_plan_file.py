@@ -16,28 +16,28 @@ from hypothesis import strategies as st
 from fuyou_cli.advice.plan_files import KeptPlan, PlanFile, from_text, plan_file, to_text
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.units import MiB
-from fuyou_cli.planner.lasting import planned_for
+from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.search import search, timed
 from fuyou_cli.planner.store_modes import redone
-from fuyou_cli.planner.wishes import Wishes
+from fuyou_cli.planner.sustained_rates import planned_for
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.plan import Plan
 
-from .models import HARDWARE, NUMERICS, SPEC, model, wishes
+from .models import HARDWARE, NUMERICS, SPEC, model, request
 
 
-def made(asked: Wishes, hardware: HardwareProfile = HARDWARE) -> tuple[Plan, PlanFile]:
+def made(asked: PlanRequest, hardware: HardwareProfile = HARDWARE) -> tuple[Plan, PlanFile]:
     best = search(SPEC, hardware, asked).best
     plan = timed(best, SPEC, hardware, asked)
     return plan, plan_file(plan, SPEC, hardware.process_bytes, asked, best.choice, {"train.batch_size": "4"})
 
 
-ASKED = wishes()
+ASKED = request()
 PLAN, FILE = made(ASKED)
 TEXT = to_text(FILE)
 
 
-def chosen(text: str, asked: Wishes = ASKED, **changes: Any) -> Plan:
+def chosen(text: str, asked: PlanRequest = ASKED, **changes: Any) -> Plan:
     """Makes what a run would take from such a file."""
     return KeptPlan(Path("plan.json"), from_text(text))(changes.get("spec", SPEC), changes.get("hardware", HARDWARE), asked)
 
@@ -64,13 +64,13 @@ def test_the_plan_that_was_written_is_the_one_that_runs() -> None:
     ids=str,
 )
 def test_a_plan_of_any_kind_is_made_again(changes: dict[str, Any]) -> None:
-    asked = wishes(**changes)
+    asked = request(**changes)
     plan, file = made(asked)
     assert chosen(to_text(file), asked) == plan
 
 
 def test_equal_inputs_give_equal_bytes() -> None:
-    assert to_text(made(wishes())[1]) == TEXT
+    assert to_text(made(request())[1]) == TEXT
     assert "/somewhere" not in TEXT and "2026-01-01" not in TEXT
 
 
@@ -85,7 +85,7 @@ def test_another_machine_keeps_the_placement_and_tells_its_own_figures() -> None
 
 def test_commits_stay_as_far_apart_as_they_were() -> None:
     """Also on a machine for which the planner would say another number."""
-    asked = wishes(commit_every="auto", states="cpu", weights="cpu")
+    asked = request(commit_every="auto", states="cpu", weights="cpu")
     plan, file = made(asked)
     slower = replace(HARDWARE, matmul_flops=HARDWARE.matmul_flops / 2)
     assert plan.commit_every != timed(search(SPEC, slower, asked).best, SPEC, slower, asked).commit_every

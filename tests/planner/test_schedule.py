@@ -12,18 +12,18 @@ from fuyou_cli.planner.bound import busy_seconds
 from fuyou_cli.planner.boundary_layout import Kept
 from fuyou_cli.planner.costs import Costs
 from fuyou_cli.planner.place import plan
+from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import Schedule, plan_schedule
-from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec
 from fuyou_cli.spec.plan import Numerics, Plan
 
-from .models import HARDWARE, OPERATORS, boundary_bytes, model, models, wishes_for, with_budget
+from .models import HARDWARE, OPERATORS, boundary_bytes, model, models, request_for, with_budget
 
 
 @st.composite
 def scheduled(draw: st.DrawFn) -> tuple[ModelSpec, Plan, Schedule]:
     spec = draw(models())
-    chosen = plan(spec, HARDWARE, with_budget(draw(wishes_for(spec)), 1 << 40))
+    chosen = plan(spec, HARDWARE, with_budget(draw(request_for(spec)), 1 << 40))
     return spec, chosen, plan_schedule(spec, chosen)
 
 
@@ -118,11 +118,11 @@ def _all_ssd(
         compute_dtype=spec.compute_dtype, accumulate_dtype=spec.compute_dtype, batch_size=4, micro_batch_size=2,
         max_seq_len=64, head_chunk_tokens=0, torch_threads=1, seed=0,
     )  # fmt: skip
-    wishes = Wishes(
+    request = PlanRequest(
         numerics=numerics, model_name="test", device="cpu", clip_grad_norm=clip, cpu_budget=1 << 40,
         weights="ssd", states="ssd", gradients="ssd" if clip else None, boundaries="ssd", lookahead=lookahead, kept=kept,
     )  # fmt: skip
-    return spec, plan(spec, HARDWARE, wishes)
+    return spec, plan(spec, HARDWARE, request)
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])

@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 from fuyou_cli.core.errors import PlanError
 from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.planner.choice import family
-from fuyou_cli.planner.looking import GAIN, MOST_PLACED, MOST_VISITS
 from fuyou_cli.planner.place import Placing, least_memory, made_of
+from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.search import NEAR, fastest, search, timed
+from fuyou_cli.planner.search_state import GAIN, MOST_PLACED, MOST_VISITS
 from fuyou_cli.planner.simulate import STEPS, simulate
 from fuyou_cli.planner.timeline import Timeline
-from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec, OperatorSpec
 from fuyou_cli.spec.plan import Numerics, Plan
 
-from .models import HARDWARE, model, models, wishes_for
+from .models import HARDWARE, model, models, request_for
 
 SLOW_STORE = replace(HARDWARE, store_read=2e8, store_write=2e8, store_read_mixed=1.5e8, store_write_mixed=1.5e8)
 MACHINES = st.sampled_from([HARDWARE, SLOW_STORE, replace(SLOW_STORE, matmul_flops=2e10, shared_compute=0.5, shared_adamw=0.5)])
@@ -39,38 +39,38 @@ def _step(spec: ModelSpec, hardware: HardwareProfile, plan: Plan) -> float:
 
 
 @st.composite
-def small(draw: st.DrawFn) -> tuple[ModelSpec, HardwareProfile, Wishes]:
+def small(draw: st.DrawFn) -> tuple[ModelSpec, HardwareProfile, PlanRequest]:
     """Between hardly fitting and all in RAM."""
     spec, hardware = draw(models(most=1 << 20)), draw(MACHINES)
-    wishes = replace(draw(wishes_for(spec)), device="cpu", scratch_size=MiB)
+    request = replace(draw(request_for(spec)), device="cpu", scratch_size=MiB)
     kept = draw(st.sampled_from([None, ((),) * len(spec.stages)]))
-    wishes = replace(wishes, kept=kept, lookahead=draw(st.integers(1, 3)), states=wishes.states if kept else "ssd")
-    least = least_memory(spec, hardware, wishes)
-    return spec, hardware, replace(wishes, cpu_budget=least + draw(st.integers(0, 16)) * 4 * MiB)
+    request = replace(request, kept=kept, lookahead=draw(st.integers(1, 3)), states=request.states if kept else "ssd")
+    least = least_memory(spec, hardware, request)
+    return spec, hardware, replace(request, cpu_budget=least + draw(st.integers(0, 16)) * 4 * MiB)
 
 
 @st.composite
-def free(draw: st.DrawFn) -> tuple[ModelSpec, HardwareProfile, Wishes]:
+def free(draw: st.DrawFn) -> tuple[ModelSpec, HardwareProfile, PlanRequest]:
     """With every knob left to the search."""
     spec, hardware = draw(models(unit=1 << 20, most=16 << 20, blocks=3)), draw(st.one_of(MACHINES, st.just(COPYING)))
-    wishes = replace(
-        draw(wishes_for(spec, pinned=False)), device="cuda" if hardware.h2d else "cpu", scratch_size=MiB, kept=None,
+    request = replace(
+        draw(request_for(spec, pinned=False)), device="cuda" if hardware.h2d else "cpu", scratch_size=MiB, kept=None,
         lookahead=None, defer=None,
     )  # fmt: skip
-    least = least_memory(spec, hardware, wishes)
-    return spec, hardware, replace(wishes, cpu_budget=least + draw(st.integers(0, 100)) * 6 * MiB)
+    least = least_memory(spec, hardware, request)
+    return spec, hardware, replace(request, cpu_budget=least + draw(st.integers(0, 100)) * 6 * MiB)
 
 
 @examples(6)
 @given(free())
-def test_nothing_in_the_family_is_faster(case: tuple[ModelSpec, HardwareProfile, Wishes]) -> None:
+def test_nothing_in_the_family_is_faster(case: tuple[ModelSpec, HardwareProfile, PlanRequest]) -> None:
     """Brute force over the family beside what the search does with a small case: equal, but that of about equal ones the
     cheaper is taken."""
-    spec, hardware, wishes = case
-    placing = Placing(spec, hardware, wishes)
-    placed = {id(found): found for found in map(placing.placed, family(spec, wishes)) if found is not None}
+    spec, hardware, request = case
+    placing = Placing(spec, hardware, request)
+    placed = {id(found): found for found in map(placing.placed, family(spec, request)) if found is not None}
     seconds = min(_step(spec, hardware, found.plan) for found in placed.values())
-    found = search(spec, hardware, wishes)
+    found = search(spec, hardware, request)
     assert found.complete
     assert seconds <= found.best.seconds <= seconds * (1 + GAIN)
 
@@ -78,10 +78,10 @@ def test_nothing_in_the_family_is_faster(case: tuple[ModelSpec, HardwareProfile,
 def test_what_the_estimate_is_wrong_of_is_found_as_well() -> None:
     """The fastest has states in RAM first, which the estimate takes for slow; thirty that it takes for fast are all alike."""
     spec = model(7 << 20, 1 << 20, 2 << 20, 1 << 20, 3 << 20, 0, tied=True, hidden=64)
-    wishes = replace(_large(spec), device="cuda", clip_grad_norm=None, cpu_budget=562036736)
-    numerics = replace(wishes.numerics, accumulate_dtype="float32", batch_size=14, max_seq_len=64)
-    wishes = replace(wishes, numerics=numerics)
-    best, limited = search(spec, COPYING, wishes, effort="exhaustive"), search(spec, COPYING, wishes, effort="limited")
+    request = replace(_large(spec), device="cuda", clip_grad_norm=None, cpu_budget=562036736)
+    numerics = replace(request.numerics, accumulate_dtype="float32", batch_size=14, max_seq_len=64)
+    request = replace(request, numerics=numerics)
+    best, limited = search(spec, COPYING, request, effort="exhaustive"), search(spec, COPYING, request, effort="limited")
     assert best.complete and limited.placed < best.placed
     assert limited.best.seconds <= best.best.seconds * (1 + NEAR)
 
@@ -94,11 +94,11 @@ def test_outputs_that_cross_slower_than_they_are_computed_are_not_kept(size: int
     blocks = tuple(replace(stage, operators=(output,) if stage.kind == "block" else ()) for stage in spec.stages)
     spec = replace(spec, stages=blocks)
     hardware = replace(HARDWARE, device="cuda", matmul_flops=100 * spec.stages[1].forward_flops, h2d=2e9, d2h=2e9)
-    wishes = replace(_large(spec), device="cuda", clip_grad_norm=None, cpu_budget=1 << 40, gpu_budget=1 << 40)
-    numerics = replace(wishes.numerics, micro_batch_size=rows, accumulate_dtype="float32")
-    wishes = replace(wishes, numerics=numerics)
-    recomputed = search(spec, hardware, replace(wishes, kept=((),) * len(spec.stages))).best
-    assert search(spec, hardware, wishes).best.seconds <= recomputed.seconds * (1 + GAIN)
+    request = replace(_large(spec), device="cuda", clip_grad_norm=None, cpu_budget=1 << 40, gpu_budget=1 << 40)
+    numerics = replace(request.numerics, micro_batch_size=rows, accumulate_dtype="float32")
+    request = replace(request, numerics=numerics)
+    recomputed = search(spec, hardware, replace(request, kept=((),) * len(spec.stages))).best
+    assert search(spec, hardware, request).best.seconds <= recomputed.seconds * (1 + GAIN)
 
 
 @pytest.mark.parametrize("hardware", [SLOW_STORE, replace(SLOW_STORE, matmul_flops=2e10, shared_compute=0.5, shared_adamw=0.5)])
@@ -106,30 +106,32 @@ def test_outputs_that_cross_slower_than_they_are_computed_are_not_kept(size: int
 def test_where_tensors_are_large_little_is_lost(hardware: HardwareProfile, clip: float | None, spare: int, blocks: int) -> None:
     """Beside all choices: with `spare` MiB beyond the least, where what moves to RAM makes a difference."""
     spec = model(8 << 20, *[16 << 20] * blocks, 2048, 8 << 20)
-    wishes = replace(_large(spec), clip_grad_norm=clip)
-    wishes = replace(wishes, cpu_budget=least_memory(spec, hardware, wishes) + spare * MiB)
-    best, limited = search(spec, hardware, wishes, effort="exhaustive"), search(spec, hardware, wishes, effort="limited")
+    request = replace(_large(spec), clip_grad_norm=clip)
+    request = replace(request, cpu_budget=least_memory(spec, hardware, request) + spare * MiB)
+    best, limited = search(spec, hardware, request, effort="exhaustive"), search(spec, hardware, request, effort="limited")
     assert best.complete
     assert limited.best.seconds <= best.best.seconds * (1 + NEAR)
 
 
 @examples(6)
 @given(free(), st.integers(1, 80))
-def test_more_memory_is_never_slower(case: tuple[ModelSpec, HardwareProfile, Wishes], more: int) -> None:
+def test_more_memory_is_never_slower(case: tuple[ModelSpec, HardwareProfile, PlanRequest], more: int) -> None:
     """A plan for less is one for more, though not always one that the search would come to."""
-    spec, hardware, wishes = case
-    richer = replace(wishes, cpu_budget=wishes.cpu_budget + more * 6 * MiB)
-    assert search(spec, hardware, richer).best.seconds <= search(spec, hardware, wishes).best.seconds * (1 + NEAR)
+    spec, hardware, request = case
+    richer = replace(request, cpu_budget=request.cpu_budget + more * 6 * MiB)
+    assert search(spec, hardware, richer).best.seconds <= search(spec, hardware, request).best.seconds * (1 + NEAR)
 
 
 @examples(6)
 @given(free(), st.sampled_from([1.3, 2.0, 4.0]), st.sampled_from(["store_read", "store_write", ""]))
-def test_more_bandwidth_is_never_slower(case: tuple[ModelSpec, HardwareProfile, Wishes], factor: float, direction: str) -> None:
+def test_more_bandwidth_is_never_slower(
+    case: tuple[ModelSpec, HardwareProfile, PlanRequest], factor: float, direction: str
+) -> None:
     """Of one direction of the store, alone and beside the other, or of both. What is done in which order changes with it."""
-    spec, hardware, wishes = case
+    spec, hardware, request = case
     rates = [name for name in ("store_read", "store_write", "store_read_mixed", "store_write_mixed") if direction in name]
     faster = replace(hardware, **{name: getattr(hardware, name) * factor for name in rates})
-    assert search(spec, faster, wishes).best.seconds <= search(spec, hardware, wishes).best.seconds * (1 + NEAR)
+    assert search(spec, faster, request).best.seconds <= search(spec, hardware, request).best.seconds * (1 + NEAR)
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])
@@ -137,15 +139,15 @@ def test_more_bandwidth_is_never_slower(case: tuple[ModelSpec, HardwareProfile, 
 def test_a_search_does_so_much_and_no_more(blocks: int, clip: float | None) -> None:
     """As many blocks as the largest dense model published has, and more: what the time of a search depends on."""
     spec = model(64 << 20, *[64 << 20] * blocks, 2048, 64 << 20)
-    wishes = replace(_large(spec), clip_grad_norm=clip)
-    found = search(spec, SLOW_STORE, replace(wishes, cpu_budget=least_memory(spec, SLOW_STORE, wishes) + 8 * GiB))
+    request = replace(_large(spec), clip_grad_norm=clip)
+    found = search(spec, SLOW_STORE, replace(request, cpu_budget=least_memory(spec, SLOW_STORE, request) + 8 * GiB))
     stages = len(spec.stages)
     assert found.placed <= MOST_PLACED
     assert 0 < found.visits <= max(MOST_VISITS, 4 * STEPS * 2 * stages)
 
 
-@given(models().flatmap(lambda spec: st.tuples(st.just(spec), wishes_for(spec))))
-def test_mixed_or_in_order_a_family_has_the_same_choices(case: tuple[ModelSpec, Wishes]) -> None:
+@given(models().flatmap(lambda spec: st.tuples(st.just(spec), request_for(spec))))
+def test_mixed_or_in_order_a_family_has_the_same_choices(case: tuple[ModelSpec, PlanRequest]) -> None:
     choices = family(*case)
     mixed = list(choices.mixed())
     assert len(mixed) == len(choices) and sorted(mixed) == sorted(choices)
@@ -160,37 +162,37 @@ def test_what_a_search_gives_up_is_free_at_once(monkeypatch: pytest.MonkeyPatch)
         return simulate(*args, costs=costs)
 
     spec = model(8 << 20, *[16 << 20] * 4, 2048, 8 << 20)
-    wishes = replace(_large(spec), clip_grad_norm=None)
+    request = replace(_large(spec), clip_grad_norm=None)
     gc.collect()
     gc.disable()
     try:
-        search(spec, SLOW_STORE, wishes)
+        search(spec, SLOW_STORE, request)
         assert not gc.isenabled()
         assert gc.collect() < 100
     finally:
         gc.enable()
-    monkeypatch.setattr("fuyou_cli.planner.looking.simulate", looked_at)
-    search(spec, SLOW_STORE, wishes)
+    monkeypatch.setattr("fuyou_cli.planner.search_state.simulate", looked_at)
+    search(spec, SLOW_STORE, request)
     assert gc.isenabled() and collecting and not any(collecting)
 
 
 def test_what_the_search_saw_is_what_the_plan_says() -> None:
     """A step is simulated the same way wherever its time is asked for."""
     spec = model(8 << 20, *[16 << 20] * 4, 2048, 8 << 20)
-    wishes = replace(_large(spec), clip_grad_norm=None)
-    found = search(spec, SLOW_STORE, wishes)
-    assert timed(found.best, spec, SLOW_STORE, wishes).predicted.step_seconds == found.best.seconds
-    assert timed(replace(found.best, timeline=None), spec, SLOW_STORE, wishes).predicted.step_seconds == found.best.seconds
+    request = replace(_large(spec), clip_grad_norm=None)
+    found = search(spec, SLOW_STORE, request)
+    assert timed(found.best, spec, SLOW_STORE, request).predicted.step_seconds == found.best.seconds
+    assert timed(replace(found.best, timeline=None), spec, SLOW_STORE, request).predicted.step_seconds == found.best.seconds
 
 
 @examples(6)
 @given(small())
-def test_a_plan_stays_inside_what_it_was_given(case: tuple[ModelSpec, HardwareProfile, Wishes]) -> None:
-    spec, hardware, wishes = case
-    plan = fastest(spec, hardware, wishes)
-    assert plan.predicted.cpu_peak <= wishes.cpu_budget
-    assert plan == fastest(spec, hardware, wishes)
-    pins = (("weights", wishes.weights), ("states", wishes.states), ("boundary", wishes.boundaries))
+def test_a_plan_stays_inside_what_it_was_given(case: tuple[ModelSpec, HardwareProfile, PlanRequest]) -> None:
+    spec, hardware, request = case
+    plan = fastest(spec, hardware, request)
+    assert plan.predicted.cpu_peak <= request.cpu_budget
+    assert plan == fastest(spec, hardware, request)
+    pins = (("weights", request.weights), ("states", request.states), ("boundary", request.boundaries))
     for stage, spec_stage in zip(plan.stages, spec.stages, strict=True):
         for kind, tier in pins:
             if tier is not None and (kind != "boundary" or spec_stage.kind in ("block", "norm")):
@@ -201,22 +203,22 @@ def test_deferral_is_found_where_it_helps() -> None:
     """Bound by the store in backward, which has nearly all of its work, and by compute in forward."""
     spec = model(1 << 22, *[4 << 22] * 8, 2048, 1 << 22)
     hardware = replace(SLOW_STORE, matmul_flops=2e8)
-    wishes = replace(_large(spec), clip_grad_norm=None, states="ssd", weights="ssd", kept=((),) * 11)
-    wishes = replace(wishes, cpu_budget=least_memory(spec, hardware, wishes) + 300 * MiB)
-    found = search(spec, hardware, wishes)
+    request = replace(_large(spec), clip_grad_norm=None, states="ssd", weights="ssd", kept=((),) * 11)
+    request = replace(request, cpu_budget=least_memory(spec, hardware, request) + 300 * MiB)
+    found = search(spec, hardware, request)
     assert found.best.choice.defer > 0
-    at_once = made_of(spec, hardware, wishes, replace(found.best.choice, defer=0.0))
+    at_once = made_of(spec, hardware, request, replace(found.best.choice, defer=0.0))
     assert at_once is not None
     assert _step(spec, hardware, at_once) > 1.02 * found.best.seconds
 
 
 def test_what_does_not_fit_says_what_would() -> None:
     spec = model(1 << 22, *[4 << 22] * 8, 2048, 1 << 22)
-    wishes = _large(spec)
-    least = least_memory(spec, SLOW_STORE, wishes)
-    assert fastest(spec, SLOW_STORE, replace(wishes, cpu_budget=least)).predicted.cpu_peak <= least
+    request = _large(spec)
+    least = least_memory(spec, SLOW_STORE, request)
+    assert fastest(spec, SLOW_STORE, replace(request, cpu_budget=least)).predicted.cpu_peak <= least
     with pytest.raises(PlanError, match="does not fit"):
-        fastest(spec, SLOW_STORE, replace(wishes, cpu_budget=least - 2 * MiB))
+        fastest(spec, SLOW_STORE, replace(request, cpu_budget=least - 2 * MiB))
 
 
 def test_a_choice_that_overflows_the_disk_is_left_where_another_fits() -> None:
@@ -226,23 +228,23 @@ def test_a_choice_that_overflows_the_disk_is_left_where_another_fits() -> None:
         spec, stages=tuple(replace(stage, operators=(output,) if stage.kind == "block" else ()) for stage in spec.stages)
     )
     slow_compute = replace(HARDWARE, matmul_flops=1e8)
-    wishes = replace(_large(spec), cpu_budget=least_memory(spec, slow_compute, _large(spec)) + 600 * MiB)
-    everything = search(spec, slow_compute, wishes)
+    request = replace(_large(spec), cpu_budget=least_memory(spec, slow_compute, _large(spec)) + 600 * MiB)
+    everything = search(spec, slow_compute, request)
     sizes = {found.plan.store_size for found in (everything.best, *everything.others)}
     assert everything.best.plan.store_size > min(sizes), "outputs on the ssd take room there, and are worth it"
-    assumed = fastest(spec, replace(slow_compute, measured="assumed"), wishes)
+    assumed = fastest(spec, replace(slow_compute, measured="assumed"), request)
     assert assumed.predicted.written_per_step < everything.best.plan.predicted.written_per_step
     assert not any(stage.kept and stage.boundary == "ssd" for stage in assumed.stages), "nobody measured what that is worth"
     tight = replace(slow_compute, disk_free=min(sizes))
-    assert fastest(spec, tight, wishes).store_size == min(sizes)
-    assert fastest(spec, replace(tight, disk_free=1), wishes).store_size in sizes  # refused later, by name
-    allowed = replace(wishes, ssd_budget=min(sizes))
+    assert fastest(spec, tight, request).store_size == min(sizes)
+    assert fastest(spec, replace(tight, disk_free=1), request).store_size in sizes  # refused later, by name
+    allowed = replace(request, ssd_budget=min(sizes))
     assert fastest(spec, slow_compute, allowed).store_size == min(sizes)
-    assert fastest(spec, replace(tight, disk_free=1), replace(wishes, ssd_budget=max(sizes))).store_size == max(sizes)
+    assert fastest(spec, replace(tight, disk_free=1), replace(request, ssd_budget=max(sizes))).store_size == max(sizes)
 
 
-def _large(spec: ModelSpec) -> Wishes:
-    return Wishes(
+def _large(spec: ModelSpec) -> PlanRequest:
+    return PlanRequest(
         numerics=Numerics(
             compute_dtype="bfloat16", accumulate_dtype="bfloat16", batch_size=4, micro_batch_size=2, max_seq_len=128,
             head_chunk_tokens=0, torch_threads=2, seed=0,

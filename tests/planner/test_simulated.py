@@ -14,15 +14,15 @@ from fuyou_cli.planner.bound import lower_bound
 from fuyou_cli.planner.costs import Costs
 from fuyou_cli.planner.device import BOUNDARIES_ACROSS, GRADIENTS_ACROSS, WEIGHTS_UP
 from fuyou_cli.planner.place import plan
+from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.planner.timeline import Timeline
-from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan
 
-from .models import HARDWARE, cut_models, models, wishes_for
+from .models import HARDWARE, cut_models, models, request_for
 
 COPYING = replace(HARDWARE, device="cuda", h2d=2e9, d2h=1e9, h2d_mixed=1.2e9, d2h_mixed=0.7e9)
 SHARED = replace(HARDWARE, shared_compute=0.5, shared_adamw=0.5)
@@ -31,16 +31,16 @@ CLOSE = 5e-4  # how near the simulated rates of a drive that reads and writes at
 specs = st.one_of(models(), cut_models())
 
 
-def _simulated(spec: ModelSpec, hardware: HardwareProfile, wishes: Wishes, steps: int = 3) -> tuple[Plan, Timeline]:
-    made = plan(spec, hardware, wishes)
+def _simulated(spec: ModelSpec, hardware: HardwareProfile, request: PlanRequest, steps: int = 3) -> tuple[Plan, Timeline]:
+    made = plan(spec, hardware, request)
     return made, simulate(spec, hardware, made, plan_schedule(spec, made), steps=steps)
 
 
 @examples(60)
 @given(data=st.data(), spec=specs, device=st.sampled_from(["cpu", "emulated", "cuda"]))
 def test_a_step_takes_at_least_its_busiest_resource(data: st.DataObject, spec: ModelSpec, device: str) -> None:
-    wishes = replace(data.draw(wishes_for(spec)), device=device)
-    made, step = _simulated(spec, COPYING if device == "cuda" else SHARED, wishes)
+    request = replace(data.draw(request_for(spec)), device=device)
+    made, step = _simulated(spec, COPYING if device == "cuda" else SHARED, request)
     assert 0 <= step.forward_seconds <= step.step_seconds
     assert all(seconds <= step.step_seconds * (1 + 1e-9) for seconds in step.in_use.values())
     assert step.written == made.predicted.written_per_step
@@ -59,7 +59,7 @@ def test_every_second_of_a_step_is_compute_or_a_wait_with_a_name(
     data: st.DataObject, spec: ModelSpec, device: str, h2d: float
 ) -> None:
     hardware = DEAR_TRANSFERS if device == "cpu" else replace(COPYING, h2d=h2d, d2h=h2d / 2)
-    _, step = _simulated(spec, hardware, replace(data.draw(wishes_for(spec)), device=device))
+    _, step = _simulated(spec, hardware, replace(data.draw(request_for(spec)), device=device))
     assert step.under_way["compute"] + sum(step.stalls.values()) == pytest.approx(step.step_seconds, rel=1e-6)
     if device == "cpu":
         assert not {WEIGHTS_UP, BOUNDARIES_ACROSS, GRADIENTS_ACROSS} & set(step.stalls)
@@ -70,20 +70,20 @@ def test_every_second_of_a_step_is_compute_or_a_wait_with_a_name(
 @examples(25)
 @given(data=st.data(), spec=specs)
 def test_the_same_inputs_give_the_same_timeline(data: st.DataObject, spec: ModelSpec) -> None:
-    wishes = data.draw(wishes_for(spec))
-    assert _simulated(spec, DEAR_TRANSFERS, wishes)[1] == _simulated(spec, DEAR_TRANSFERS, wishes)[1]
+    request = data.draw(request_for(spec))
+    assert _simulated(spec, DEAR_TRANSFERS, request)[1] == _simulated(spec, DEAR_TRANSFERS, request)[1]
 
 
 @examples(25)
 @given(data=st.data(), spec=specs, factor=st.sampled_from([0.25, 4.0]))
 def test_time_scales_with_the_machine(data: st.DataObject, spec: ModelSpec, factor: float) -> None:
     """A machine that is slower in everything takes that much longer, and nothing else changes."""
-    wishes = data.draw(wishes_for(spec))
+    request = data.draw(request_for(spec))
     rates = ("matmul_flops", "store_read", "store_write", "store_read_mixed", "store_write_mixed")
     slower = replace(
         DEAR_TRANSFERS, **{name: getattr(DEAR_TRANSFERS, name) / factor for name in rates},
         io_cpu=DEAR_TRANSFERS.io_cpu * factor,
         adamw=tuple((threads, rate / factor) for threads, rate in DEAR_TRANSFERS.adamw),
     )  # fmt: skip
-    one, other = _simulated(spec, DEAR_TRANSFERS, wishes)[1], _simulated(spec, slower, wishes)[1]
+    one, other = _simulated(spec, DEAR_TRANSFERS, request)[1], _simulated(spec, slower, request)[1]
     assert other.step_seconds == pytest.approx(factor * one.step_seconds, rel=1e-6)

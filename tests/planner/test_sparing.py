@@ -18,21 +18,21 @@ from fuyou_cli.core.units import MiB
 from fuyou_cli.machine.described import described
 from fuyou_cli.planner.boundary_layout import kept_bytes
 from fuyou_cli.planner.choice import family
-from fuyou_cli.planner.lasting import planned_for
-from fuyou_cli.planner.looking import GAIN
 from fuyou_cli.planner.place import Placing, least_memory
 from fuyou_cli.planner.place import plan as first_that_fits
+from fuyou_cli.planner.plan_request import PlanRequest, WearPolicy
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.search import fastest, search, timed
+from fuyou_cli.planner.search_state import GAIN
 from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.planner.sparing import WORTH, Sparing
-from fuyou_cli.planner.wishes import WearPolicy, Wishes
+from fuyou_cli.planner.sustained_rates import planned_for
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.hardware import DRIVE_PRICE, HOUR_PRICE, USUAL_ENDURANCE, Drive, HardwareProfile
 from fuyou_cli.spec.model import ModelSpec, OperatorSpec
 from fuyou_cli.spec.plan import Numerics, Plan
 
-from .models import HARDWARE, model, models, wishes_for
+from .models import HARDWARE, model, models, request_for
 
 CONFIG = Path(__file__).parents[1] / "engine" / "configs" / "llama-3.1-8b.json"
 RECIPE = """version: 1
@@ -41,7 +41,7 @@ model: {{name_or_path: {folder}}}
 dataset: {{train: [{{path: {folder}/none.jsonl}}], max_seq_len: 4096}}
 train: {{epochs: 1, batch_size: 64, micro_batch_size: 1, clip_grad_norm: null}}
 """
-WISHES = Wishes(
+WISHES = PlanRequest(
     numerics=Numerics(
         compute_dtype="bfloat16", accumulate_dtype="bfloat16", batch_size=4, micro_batch_size=2, max_seq_len=128,
         head_chunk_tokens=0, torch_threads=2, seed=0,
@@ -54,27 +54,27 @@ WISHES = Wishes(
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelSpec, HardwareProfile, Wishes]:
+def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelSpec, HardwareProfile, PlanRequest]:
     """8B, 64 x 4,096 tokens, 128 GiB, two consumer drives, no clipping, a length that nobody knows."""
     folder = tmp_path_factory.mktemp("8b")
     (folder / "config.json").write_bytes(CONFIG.read_bytes())
     (folder / "recipe.yaml").write_text(RECIPE.format(folder=folder))
     loaded = load_recipe(folder / "recipe.yaml", ["checkpoint.commit_every_steps=1"])
     planned = planned_elsewhere(loaded, described("rtx4090,2xgen4,128GiB"), choose=first_that_fits)
-    return planned.model, planned.hardware, planned.wishes
+    return planned.model, planned.hardware, planned.request
 
 
-def test_no_outputs_are_swapped_to_the_drives_of_the_case_seen(seen: tuple[ModelSpec, HardwareProfile, Wishes]) -> None:
+def test_no_outputs_are_swapped_to_the_drives_of_the_case_seen(seen: tuple[ModelSpec, HardwareProfile, PlanRequest]) -> None:
     """262 GB of outputs a step for a region that lasts 1.3 steps, and 164 s a step after that."""
-    model, hardware, wishes = seen
-    assert wishes.wear == "spare" and wishes.sustained, "by default, and as a long run"
-    spared = search(model, hardware, wishes)
+    model, hardware, request = seen
+    assert request.wear == "spare" and request.sustained, "by default, and as a long run"
+    spared = search(model, hardware, request)
     assert swapped(model, spared.best.plan) == 0
     assert spared.best.plan.predicted.written_by["boundaries"] == 0
     assert spared.best.plan.predicted.written_per_step < 97 * 10**9
     assert spared.best.seconds < 103, "at the rates that last"
     assert spared.best.seconds <= spared.fastest.seconds * (1 + WORTH)
-    at_first = search(model, hardware, replace(wishes, wear="ignore", sustained=False))
+    at_first = search(model, hardware, replace(request, wear="ignore", sustained=False))
     assert swapped(model, at_first.best.plan) > 180 * 10**9
     assert at_first.best.seconds < 96  # 94.1 seen, and a cut embedding's rows that cross once per piece since
     assert 160 < lasting_step(model, hardware, at_first.best.plan) < 170
@@ -102,26 +102,28 @@ RATED = (Drive(model="one", capacity=2 * 10**12, rated_bytes=1200 * 10**12),)
 
 
 @st.composite
-def open_cases(draw: st.DrawFn) -> tuple[ModelSpec, HardwareProfile, Wishes]:
+def open_cases(draw: st.DrawFn) -> tuple[ModelSpec, HardwareProfile, PlanRequest]:
     """Every knob left to the search; compute so slow that outputs on the ssd may pay."""
     spec = draw(models(unit=1 << 20, most=8 << 20, blocks=2))
     hardware = draw(st.sampled_from([HARDWARE, SLOW, COPYING]))
     hardware = replace(hardware, drives=draw(st.sampled_from([(), RATED])))
     hardware = replace(hardware, matmul_flops=draw(st.sampled_from([2e8, 2e9, 5e11])))
-    wishes = replace(
-        draw(wishes_for(spec, pinned=False)), device="cuda" if hardware.h2d else "cpu", scratch_size=MiB, kept=None,
+    request = replace(
+        draw(request_for(spec, pinned=False)), device="cuda" if hardware.h2d else "cpu", scratch_size=MiB, kept=None,
         lookahead=1, defer=None, commit_every=draw(st.sampled_from([None, 1, 7, "auto"])),
     )  # fmt: skip
-    least = least_memory(spec, hardware, wishes)
-    return spec, hardware, replace(wishes, cpu_budget=least + draw(st.integers(0, 60)) * 6 * MiB)
+    least = least_memory(spec, hardware, request)
+    return spec, hardware, replace(request, cpu_budget=least + draw(st.integers(0, 60)) * 6 * MiB)
 
 
 @examples(5)
 @given(open_cases(), st.sampled_from(["spare", "balanced"]))
-def test_drives_are_spared_for_at_most_a_twentieth(case: tuple[ModelSpec, HardwareProfile, Wishes], policy: WearPolicy) -> None:
-    spec, hardware, wishes = case
-    ignored = search(spec, hardware, wishes, effort="limited").best
-    found = search(spec, hardware, replace(wishes, wear=policy), effort="limited")
+def test_drives_are_spared_for_at_most_a_twentieth(
+    case: tuple[ModelSpec, HardwareProfile, PlanRequest], policy: WearPolicy
+) -> None:
+    spec, hardware, request = case
+    ignored = search(spec, hardware, request, effort="limited").best
+    found = search(spec, hardware, replace(request, wear=policy), effort="limited")
     assert found.fastest.plan == ignored.plan, "what is not done is what `ignore` does"
     assert found.best.plan.predicted.written_per_step <= ignored.plan.predicted.written_per_step
     if policy == "balanced":
@@ -130,7 +132,7 @@ def test_drives_are_spared_for_at_most_a_twentieth(case: tuple[ModelSpec, Hardwa
         assert costs[0] <= costs[1]
         return
     assert found.best.seconds <= ignored.seconds * (1 + WORTH)
-    rule = Sparing(Placing(spec, hardware, wishes), family(spec, wishes), ignored)
+    rule = Sparing(Placing(spec, hardware, request), family(spec, request), ignored)
     if rule.spends(found.best.choice, found.best.plan):
         simulated = (other for other in found.others if other.timeline is not None)
         frugal = [other.seconds for other in simulated if rule.allows(other.choice, other.plan)]
@@ -143,11 +145,11 @@ def test_spending_needs_a_twentieth() -> None:
     output = OperatorSpec(index=0, name="mm", flops=0.9 * spec.stages[1].forward_flops, bytes=8 * MiB)
     blocks = (replace(stage, operators=(output,) if stage.kind == "block" else ()) for stage in spec.stages)
     spec = replace(spec, stages=tuple(blocks))
-    wishes = replace(WISHES, cpu_budget=least_memory(spec, HARDWARE, WISHES) + 60 * MiB, weights="ssd", states="ssd")
+    request = replace(WISHES, cpu_budget=least_memory(spec, HARDWARE, WISHES) + 60 * MiB, weights="ssd", states="ssd")
     gains = []
     for power in (6, 10, 12):
         hardware = replace(HARDWARE, matmul_flops=1e10 / 1.5**power)
-        found = search(spec, hardware, replace(wishes, wear="spare"))
+        found = search(spec, hardware, replace(request, wear="spare"))
         gain = found.best.seconds / found.fastest.seconds - 1
         spent = swapped(spec, found.best.plan) > 0
         assert not (spent and gain > WORTH) and gain <= WORTH
@@ -168,19 +170,19 @@ def test_a_price_weighs_bytes_against_seconds() -> None:
 
 
 def test_a_length_that_nobody_knows_is_planned_for_the_rates_that_last(
-    seen: tuple[ModelSpec, HardwareProfile, Wishes],
+    seen: tuple[ModelSpec, HardwareProfile, PlanRequest],
 ) -> None:
     """And a run that is known to end within the fast region for those it has there."""
-    model, hardware, wishes = seen
-    asked = replace(wishes, sustained=False)
+    model, hardware, request = seen
+    asked = replace(request, sustained=False)
     lengths = {steps: planned_for(first_that_fits, model, hardware, asked, steps=steps).sustained for steps in (0, 1, 1000)}
     assert lengths == {0: True, 1: False, 1000: True}
 
 
-def test_what_was_not_done_is_said(seen: tuple[ModelSpec, HardwareProfile, Wishes]) -> None:
+def test_what_was_not_done_is_said(seen: tuple[ModelSpec, HardwareProfile, PlanRequest]) -> None:
     """With the figures of the very plan that `ignore` takes."""
-    model, hardware, wishes = seen
-    asked = replace(wishes, clip_grad_norm=1.0, sustained=False)
+    model, hardware, request = seen
+    asked = replace(request, clip_grad_norm=1.0, sustained=False)
     found = search(model, hardware, asked)
     said = spared_of(found, timed(found.best, model, hardware, asked), model, hardware, asked)
     other = fastest(model, hardware, replace(asked, wear="ignore"))

@@ -10,10 +10,10 @@ from fuyou_cli.planner.place import plan as first_that_fits
 from fuyou_cli.training.report import Busy, RunReport, StepReport
 from fuyou_cli.training.reporting import LATEST, Steps, run_report, settling_steps
 
-from .models import HARDWARE, SPEC, wishes
+from .models import HARDWARE, SPEC, request
 from .test_compared import collected, step
 
-PLAN = first_that_fits(SPEC, HARDWARE, wishes())
+PLAN = first_that_fits(SPEC, HARDWARE, request())
 
 
 def report_of(steps: Steps) -> RunReport:
@@ -53,5 +53,5 @@ def test_a_long_run_keeps_the_latest_and_totals_of_all() -> None:
 
 @pytest.mark.parametrize(("clip", "resumed", "settling"), [(None, False, 2), (1.0, False, 3), (1.0, True, 1), (None, True, 1)])
 def test_how_many_steps_settle(clip: float | None, resumed: bool, settling: int) -> None:
-    plan = first_that_fits(SPEC, HARDWARE, wishes(clip_grad_norm=clip))
+    plan = first_that_fits(SPEC, HARDWARE, request(clip_grad_norm=clip))
     assert settling_steps(plan, resumed=resumed) == settling

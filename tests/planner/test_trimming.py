@@ -8,8 +8,8 @@ import pytest
 
 from fuyou_cli.core.units import GiB, MiB
 from fuyou_cli.planner.place import plan
+from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import Visit, plan_schedule
-from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Numerics, Plan
 from fuyou_cli.training.trimming import Trimming
@@ -17,7 +17,7 @@ from fuyou_cli.training.trimming import Trimming
 from .models import HARDWARE, model
 
 BLOCK, HEAD = 120 * MiB, 200 * MiB
-WISHES = Wishes(
+WISHES = PlanRequest(
     numerics=Numerics(
         compute_dtype="bfloat16", micro_batch_size=1, batch_size=4, accumulate_dtype="bfloat16", max_seq_len=64,
         head_chunk_tokens=0, torch_threads=2, seed=0,

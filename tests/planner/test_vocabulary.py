@@ -9,19 +9,19 @@ from hypothesis import strategies as st
 from fuyou_cli.core import heap
 from fuyou_cli.planner.memory import compute_memory
 from fuyou_cli.planner.place import plan
+from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.schedule import Schedule, plan_schedule
-from fuyou_cli.planner.wishes import Wishes
 from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec
 from fuyou_cli.spec.plan import Numerics, Plan
 
-from .models import HARDWARE, cut, cut_models, model, wishes_for, with_budget
+from .models import HARDWARE, cut, cut_models, model, request_for, with_budget
 from .test_place import ROOMY, durable, least
 
 
 @st.composite
 def scheduled(draw: st.DrawFn) -> tuple[ModelSpec, Plan, Schedule]:
     spec = draw(cut_models())
-    chosen = plan(spec, HARDWARE, with_budget(draw(wishes_for(spec)), ROOMY))
+    chosen = plan(spec, HARDWARE, with_budget(draw(request_for(spec)), ROOMY))
     return spec, chosen, plan_schedule(spec, chosen)
 
 
@@ -83,30 +83,32 @@ def test_no_more_slots_than_computing_and_updating_take(case: tuple[ModelSpec, P
         assert len(slots.weight_slots) <= 1 + chosen.lookahead + 1
 
 
-@given(cut_models().flatmap(lambda spec: st.tuples(st.just(spec), wishes_for(spec))), st.data())
-def test_any_budget_from_just_enough_keeps_pins_and_durable_spans(case: tuple[ModelSpec, Wishes], data: st.DataObject) -> None:
-    spec, wishes = case
-    roomy = plan(spec, HARDWARE, with_budget(wishes, ROOMY))
-    low = least(spec, wishes)
+@given(cut_models().flatmap(lambda spec: st.tuples(st.just(spec), request_for(spec))), st.data())
+def test_any_budget_from_just_enough_keeps_pins_and_durable_spans(
+    case: tuple[ModelSpec, PlanRequest], data: st.DataObject
+) -> None:
+    spec, request = case
+    roomy = plan(spec, HARDWARE, with_budget(request, ROOMY))
+    low = least(spec, request)
     budget = data.draw(st.integers(low, max(low, roomy.predicted.cpu_peak)))
-    chosen = plan(spec, HARDWARE, with_budget(wishes, budget))
+    chosen = plan(spec, HARDWARE, with_budget(request, budget))
     assert chosen.predicted.cpu_peak <= budget
     assert [durable(stage) for stage in chosen.stages] == [durable(stage) for stage in roomy.stages]
-    if wishes.gradients is not None:
+    if request.gradients is not None:
         resting = [p for p, stage in zip(chosen.stages, spec.stages, strict=True) if stage.params and p.deferred]
-        assert {placed.gradients for placed in resting} <= {wishes.gradients}
+        assert {placed.gradients for placed in resting} <= {request.gradients}
 
 
 LEAF = 1 << 20
 
 
-def _wishes(clip: float | None) -> Wishes:
+def _request(clip: float | None) -> PlanRequest:
     """Two micro-batches of two rows, everything on the ssd."""
     numerics = Numerics(
         compute_dtype="bfloat16", accumulate_dtype="float32", batch_size=4, micro_batch_size=2, max_seq_len=64,
         head_chunk_tokens=0, torch_threads=1, seed=0,
     )  # fmt: skip
-    return Wishes(
+    return PlanRequest(
         numerics=numerics, model_name="test", device="cpu", clip_grad_norm=clip, cpu_budget=ROOMY,
         weights="ssd", states="ssd", gradients="ssd", boundaries="ssd", lookahead=1,
     )  # fmt: skip
@@ -115,7 +117,7 @@ def _wishes(clip: float | None) -> Wishes:
 def test_the_head_is_computed_once_more() -> None:
     """Logits, logits again and their gradients: 8 operations per weight and token, where a whole head takes 6."""
     whole = model(LEAF, LEAF, 2048, LEAF)
-    flops = [plan(spec, HARDWARE, _wishes(None)).predicted.compute_flops for spec in (whole, cut(whole, *[LEAF // 4] * 4))]
+    flops = [plan(spec, HARDWARE, _request(None)).predicted.compute_flops for spec in (whole, cut(whole, *[LEAF // 4] * 4))]
     micro_batches = 2
     head = whole.stages[-1].forward_flops
     assert flops[1] - flops[0] == micro_batches * head == micro_batches * 2 * LEAF
@@ -127,7 +129,7 @@ def test_bytes_of_a_tied_step_by_hand(clip: float | None) -> None:
     and once more until the norm is known. Unclipped, its weights come again for the update and stay for the next forward
     only in the piece that is updated last; clipped, they come for forward, and their update."""
     whole = model(LEAF, LEAF, 2048, LEAF, tied=True)
-    tied = plan(cut(whole, *[LEAF // 4] * 4), HARDWARE, _wishes(clip)).predicted
+    tied = plan(cut(whole, *[LEAF // 4] * 4), HARDWARE, _request(clip)).predicted
     gradients = 4 * LEAF + (0 if clip is None else 4 * (2 * LEAF + 2048))
     assert tied.read_by["gradients"] == tied.written_by["gradients"] == gradients
     block, norm, piece = 2 * 2 * LEAF, 2 * 2 * 2048, 2 * LEAF // 4
@@ -141,5 +143,5 @@ def test_what_every_token_keeps_is_charged(monkeypatch: pytest.MonkeyPatch) -> N
     """Last hidden state, its gradient and that in float32, and three numbers, where forward has three boundaries."""
     monkeypatch.setattr(heap, "HELD", 0.0)
     whole = model(LEAF, LEAF, 2048, LEAF, hidden=1024)
-    both = [compute_memory(spec, _wishes(None)).whole_batch for spec in (whole, cut(whole, LEAF // 2, LEAF // 2))]
+    both = [compute_memory(spec, _request(None)).whole_batch for spec in (whole, cut(whole, LEAF // 2, LEAF // 2))]
     assert both[1] - both[0] == (2 * 2048 + 4 * 1024 + 12 - 3 * 2048) * 4 * 64

@@ -1,4 +1,4 @@
-"""What wishes leave of a machine: update threads of its cores, and room on its disk and device."""
+"""What request leave of a machine: update threads of its cores, and room on its disk and device."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fuyou_cli.advice.compare import _why
+from fuyou_cli.planner.plan_request import MOST_UPDATE_THREADS, NEARLY_BEST, update_chunks_for, update_threads_for
 from fuyou_cli.planner.search import fastest
-from fuyou_cli.planner.wishes import MOST_UPDATE_THREADS, NEARLY_BEST, update_chunks_for, update_threads_for
 from fuyou_cli.spec.hardware import HardwareProfile
 
-from .models import HARDWARE, SPEC, wishes
+from .models import HARDWARE, SPEC, request
 
 RATES = ((1, 12e9), (2, 24e9), (4, 40e9), (8, 55e9), (16, 56e9))
 DESKTOP = replace(HARDWARE, cores=16, adamw=RATES)
@@ -68,7 +68,7 @@ def test_never_more_than_are_free_nor_than_help(rates: list, cores: int, device:
 )
 def test_a_plan_has_room_on_disk_and_device(limits: dict[str, int], room: bool) -> None:
     """By everyone who asks: the search, who compares with what it passed over, and who proves that it chose well."""
-    free = wishes(weights="ssd", states="ssd")
+    free = request(weights="ssd", states="ssd")
     found = fastest(SPEC, HARDWARE, free)
     plan = replace(found, predicted=replace(found.predicted, gpu_peak=1 << 30))
     there = {"ssd_budget": plan.store_size, "gpu_budget": 1 << 30}
@@ -79,9 +79,9 @@ def test_a_plan_has_room_on_disk_and_device(limits: dict[str, int], room: bool) 
 
 
 def test_the_disk_is_what_the_run_may_have_of_it_where_that_is_known() -> None:
-    plan = fastest(SPEC, HARDWARE, wishes(weights="ssd", states="ssd"))
+    plan = fastest(SPEC, HARDWARE, request(weights="ssd", states="ssd"))
     full = replace(HARDWARE, disk_free=plan.store_size - 1)
-    assert not wishes().has_room_for(plan, full)
-    assert wishes(ssd_budget=plan.store_size).has_room_for(plan, full)  # what an earlier run left there is taken over
+    assert not request().has_room_for(plan, full)
+    assert request(ssd_budget=plan.store_size).has_room_for(plan, full)  # what an earlier run left there is taken over
     prepared = cast("Any", SimpleNamespace(model=SPEC, hardware=HARDWARE, plan=plan))
-    assert "of disk" in _why(0.0, plan, prepared, wishes(ssd_budget=plan.store_size - 1))
+    assert "of disk" in _why(0.0, plan, prepared, request(ssd_budget=plan.store_size - 1))

@@ -16,7 +16,7 @@ from fuyou_cli.advice.wear import Wear, Writes, wear_of, writes_of
 from fuyou_cli.cli.render.plan_json import plan_json
 from fuyou_cli.cli.render.plan_screen import show_plan
 from fuyou_cli.core.units import GiB, MiB, gb
-from fuyou_cli.planner.lasting import FastRegion
+from fuyou_cli.planner.sustained_rates import FastRegion
 from fuyou_cli.spec.hardware import Drive, HardwareProfile
 from fuyou_cli.spec.plan import MemoryLine, Plan
 

@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 import prove_choice
-from planner.models import HARDWARE, SPEC, wishes
+from planner.models import HARDWARE, SPEC, request
 from proof.alternatives import Candidate, near_the_bound, placed
 from proof.report import Progress
 from proof.runs import Case
@@ -97,10 +97,10 @@ class Planned:
 
 def test_a_rival_has_the_room_that_the_chosen_plan_had() -> None:
     """Of the disk what the run may have, not all that is free: the search has no more either."""
-    roomy = wishes(weights="ssd", states="ssd", boundaries="cpu", defer=0.0)
+    roomy = request(weights="ssd", states="ssd", boundaries="cpu", defer=0.0)
     chosen = search(SPEC, HARDWARE, roomy).best
     prepared = cast("Any", Planned(model=SPEC, hardware=HARDWARE, plan=chosen.plan))
-    best = Candidate(name="chosen", prepared=prepared, wishes=roomy, choice=chosen.choice)
+    best = Candidate(name="chosen", prepared=prepared, request=roomy, choice=chosen.choice)
     assert placed(best, roomy, chosen.choice, "the same") is not None
     assert near_the_bound(best, roomy, random.Random(0)) != []
     tight = replace(roomy, ssd_budget=1)

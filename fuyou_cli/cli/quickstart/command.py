@@ -31,7 +31,7 @@ from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.steps import run_directories
 
 from ..console import status_console, write_result, write_status
-from ..errors import INTERRUPTED
+from ..error_screen import INTERRUPTED
 from ..probing import probe_once
 from .toy import CORPUS
 

@@ -8,8 +8,8 @@ from fuyou_cli.advice.facts import RunFacts
 from fuyou_cli.advice.room import Room
 from fuyou_cli.machine.origins import origins_of
 from fuyou_cli.planner.commit_interval import commit_costs
-from fuyou_cli.planner.lasting import FastRegion
 from fuyou_cli.planner.phases import phase_peaks
+from fuyou_cli.planner.sustained_rates import FastRegion
 from fuyou_cli.spec.plan import Plan
 
 SCHEMA_VERSION = 2

@@ -15,10 +15,10 @@ from ...swap.arena import Arena
 from ...swap.daemon import DaemonOptions, SwapDaemon
 from ...swap.store import Store
 from . import manifest as manifests
+from .extent_checks import PIECE, Damage, Progress, damages
 from .parts import lacking
 from .resume import refuse_copy, refuse_in_use
 from .stored import Manifest
-from .verify import PIECE, Damage, Progress, damages
 
 _ARENA = 2 * PIECE + 2 * MiB
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from .. import losses
-from .companions import is_kept
+from .kept_companions import is_kept
 from .manifest import BESIDE, COMPANIONS
 from .parts import NEW_PART, PART_FILE, SPARE, STORE_FILE
 

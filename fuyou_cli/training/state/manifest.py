@@ -2,7 +2,7 @@
 
 It is written to a temporary file, synced, renamed and its directory synced; the data it names is on stable storage
 before. A store being filled says `loading`: there is nothing in it to lose. `committed` names one state whose extents no
-update writes over before the next manifest is on stable storage (planner/commits.py): wherever a run ends, the newest
+update writes over before the next manifest is on stable storage (planner/free_extents.py): wherever a run ends, the newest
 manifest is true. Older ones are kept beside it, one at least and as many as there are snapshots: where a part of the
 newest state has become unreadable, an older one may still be whole. A damaged one that was replaced by it is kept too.
 
@@ -25,8 +25,8 @@ from ...core.errors import FuyouError, UsageError
 from ...core.json_files import find_text, has_too_many_values, object_in
 from ...core.own_files import write_own
 from ...core.typed import from_json
+from .manifest_checks import why_not
 from .stored import MOST_KEPT, Manifest
-from .validate import why_not
 
 NAME = "manifest.json"
 BEFORE = "manifest.before.json"  # of the commit before

@@ -14,8 +14,8 @@ from ...core.own_files import write_own
 from ...core.paths import is_file
 from ...core.typed import from_json
 from . import manifest as manifests
+from .manifest_checks import is_plain
 from .stored import Manifest
-from .validate import is_plain
 
 STORE_FILE = "store.bin"
 SPARE = "spare"  # beside the first store file: disk for the last manifest where the disk is full

@@ -28,12 +28,12 @@ from .. import losses as loss_files
 from ..steps import Ready
 from . import manifest as manifests
 from . import random_states
-from .commits import Commits
-from .companions import written_companions
+from .commit_thread import Commits
+from .extent_checks import Damage, Progress, damages
+from .kept_companions import written_companions
 from .parts import NEW_PART, PART_FILE, SPARE
 from .storage import StageFiles
 from .stored import DueUpdate, Manifest, State
-from .verify import Damage, Progress, damages
 
 _SPARE_BYTES = 4 << 20  # of disk for the last manifest and its losses
 _SPARE_PER_STEP = 8  # a loss

@@ -114,14 +114,14 @@ def _facts(loaded: LoadedRecipe, options: PlanOptions, outcome: Outcome) -> RunF
     from fuyou_cli.advice.changes import changes_that_help
     from fuyou_cli.advice.compare import comparison
     from fuyou_cli.advice.facts import facts_of
-    from fuyou_cli.advice.planning import Elsewise
+    from fuyou_cli.advice.planning import Replanner
 
     from .planned import command_of
 
     prepared, described = outcome.prepared, options.hardware is not None
     facts = facts_of(prepared, outcome.room, described=described, command=command_of(loaded))
     if not outcome.passes():
-        elsewise = Elsewise(loaded=loaded, prepared=prepared, described=described)
+        elsewise = Replanner(loaded=loaded, prepared=prepared, described=described)
         changes = tuple(changes_that_help(elsewise, fits=not outcome.problems))
         facts = replace(facts, changes=changes, tried=elsewise.plans)
     if options.compare and prepared.found is not None and prepared.fits_ram:
@@ -137,5 +137,5 @@ def _write(path: Path, outcome: Outcome) -> None:
         return
     planned = outcome.prepared
     assert planned.found is not None
-    write_plan(path, planned, planned.wishes, planned.found.best.choice)
+    write_plan(path, planned, planned.request, planned.found.best.choice)
     write_status(f"plan: written to {path}; to run it: fuyou finetune RECIPE --plan {path}")

@@ -14,9 +14,9 @@ from ..spec.hardware import HardwareProfile
 from ..spec.model import ITEM_SIZE, ModelSpec
 from ..spec.plan import Plan
 from .commit_interval import timed_plan
-from .wishes import Wishes
+from .plan_request import PlanRequest
 
-Choose = Callable[[ModelSpec, HardwareProfile, Wishes], Plan]
+Choose = Callable[[ModelSpec, HardwareProfile, PlanRequest], Plan]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,25 +34,25 @@ class FastRegion:
         return fast * self.first + (steps - fast) * self.later
 
 
-def planned_for(choose: Choose, model: ModelSpec, hardware: HardwareProfile, wishes: Wishes, *, steps: int) -> Plan:
+def planned_for(choose: Choose, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, *, steps: int) -> Plan:
     """What `choose` finds for a run of `steps` (0: not known, taken for many) at the rates that its drives have for most of
     it: what they sustain where the plan that is best at first would write past the fast region."""
     if not hardware.slows_down:
-        return choose(model, hardware, wishes)
-    if steps and steps * least_written(model, wishes) <= hardware.burst_bytes:
-        plan = choose(model, hardware, wishes)
+        return choose(model, hardware, request)
+    if steps and steps * least_written(model, request) <= hardware.burst_bytes:
+        plan = choose(model, hardware, request)
         if not leaves_fast_region(plan, hardware, steps):
             return plan
-    return choose(model, hardware, replace(wishes, sustained=True))
+    return choose(model, hardware, replace(request, sustained=True))
 
 
 def leaves_fast_region(plan: Plan, hardware: HardwareProfile, steps: int) -> bool:
     return hardware.slows_down and steps * plan.predicted.written_per_step > hardware.burst_bytes
 
 
-def least_written(model: ModelSpec, wishes: Wishes) -> int:
+def least_written(model: ModelSpec, request: PlanRequest) -> int:
     """Bytes per step that no plan within the budget writes less than: weights and states that have no room in RAM."""
-    return max(0, model.stored_parameters * (ITEM_SIZE[model.compute_dtype] + model.state_item) - wishes.cpu_budget)
+    return max(0, model.stored_parameters * (ITEM_SIZE[model.compute_dtype] + model.state_item) - request.cpu_budget)
 
 
 def fast_region(model: ModelSpec, hardware: HardwareProfile, plan: Plan) -> FastRegion | None:

@@ -100,7 +100,7 @@ class SearchState:
             )
 
     def _fits(self, choice: Choice, plan: Plan) -> bool:
-        has_room = not self.with_room or self.placing.wishes.has_room_for(plan, self.placing.hardware)
+        has_room = not self.with_room or self.placing.request.has_room_for(plan, self.placing.hardware)
         return has_room and self.allows(choice, plan)
 
     def among(self, allows: Callable[[Choice, Plan], bool]) -> SearchState:

@@ -17,7 +17,7 @@ _CHUNKS_ON_THE_WAY = 5  # being read or written while every update thread has on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wishes:
+class PlanRequest:
     """`None` leaves a choice to the planner. Sizes are bytes."""
 
     numerics: Numerics

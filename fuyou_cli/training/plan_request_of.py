@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast
 
 from ..core.errors import UsageError
-from ..planner.wishes import Wishes, update_chunks_for, update_threads_for
+from ..planner.plan_request import PlanRequest, update_chunks_for, update_threads_for
 from ..spec.hardware import HardwareProfile
 from ..spec.plan import Numerics, StoreMode, Tier
 from .limits import gpu_limit
@@ -48,7 +48,7 @@ class StoreDisks:
         return there if limit is None else min(there, limit)
 
 
-def wishes(
+def plan_request(
     recipe: Recipe,
     numerics: Numerics,
     hardware: HardwareProfile,
@@ -57,7 +57,7 @@ def wishes(
     saved: Manifest | None = None,
     disks: StoreDisks | None = None,
     parameters: int = 0,
-) -> Wishes:
+) -> PlanRequest:
     """Resolves the keys to numbers. A `saved` run keeps the kind of store that it has. `disks`: what there is for the store
     beside the export of so many parameters; None: what the profile of the machine found free."""
     from ..swap.kernels import scratch_size
@@ -68,7 +68,7 @@ def wishes(
     depth = 16 if offload.io.queue_depth == "auto" else offload.io.queue_depth
     threads = update_threads_for(hardware, device=device, torch_threads=numerics.torch_threads)
     export_item = 2 if recipe.export.dtype == "bfloat16" else 4
-    return Wishes(
+    return PlanRequest(
         numerics=numerics,
         model_name=recipe.model.name_or_path,
         device=device,
