@@ -161,7 +161,7 @@ def check_target(path: Path) -> None:
     except OSError as error:
         raise UsageError(f"-o {path}: {error.strerror}", hint="name a file") from None
     if head and MARK.encode() not in head:
-        raise UsageError(f"-o {path}: it is there already and is no plan", hint="name another file")
+        raise UsageError(f"-o {path}: exists and is not a plan", hint="name another file")
 
 
 def write_plan(path: Path, prepared: Planned, request: PlanRequest, choice: Choice) -> None:

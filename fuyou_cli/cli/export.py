@@ -40,7 +40,7 @@ def run_export(source: Path, out: Path, overrides: Sequence[str], *, dtype: Expo
     manifest, problem = manifests.newest(store)
     assert manifest is not None, "find_store found it"
     if problem:
-        write_status(f"note: {problem}; the state before it, after step {manifest.step}, is gone by")
+        write_status(f"note: {problem}; exporting the state before it, after step {manifest.step}")
     written = dtype or asked.dtype or manifest.compute_dtype
     with Transfers(status_console()) as transfers:
         progress = partial(transfers, f"exporting to {out.name}")

@@ -62,7 +62,7 @@ def _finetune(loaded: LoadedRecipe, plan_file: Path | None, *, calibrated: bool,
         report, source, stopped = _train(ready, verbose=verbose)
         _conclude(planned, report)
         if stopped:
-            raise Interrupted("stopped after the last step: the model is not written", hint=_again(source))
+            raise Interrupted("stopped after the last step, before the export", hint=_again(source))
         _export(planned, source)
 
 
@@ -132,7 +132,7 @@ def _beside_plan(planned: Planned, report: RunReport, others_cores: float, *, gp
     shown = None
     if are_busy(others_cores):
         why = f"other programs used {others_cores:.1f} cores meanwhile"
-        write_status(f"note: {why}: steps took longer than they need, and are not kept for --calibrated")
+        write_status(f"note: {why}: steps took longer than needed; their rates are not kept for --calibrated")
     else:
         shown = corrected(hardware, model, plan, step, report)
     if shown is not None:
@@ -208,7 +208,7 @@ def _load(planned: Planned, run: Run) -> None:
     if saved is None:
         write_status(f"{what}: done, {gb(run.daemon.counters().written_bytes)} written")
     else:
-        write_status(f"{what}: done, every sum is right" if run.step == saved.step else f"going on after step {run.step}")
+        write_status(f"{what}: done, all checksums match" if run.step == saved.step else f"resuming after step {run.step}")
 
 
 def _steps(planned: Planned, run: Run, log: JsonlLog | None, *, verbose: bool) -> None:

@@ -111,9 +111,9 @@ def _show_data(summary: DataSummary) -> None:
     formats = ", ".join(f"{Path(path).name}: {name}" for path, name in summary.formats)
     write_status(
         f"data: {_some(summary.samples, 'sample')} ({formats}) in {_some(summary.rows, 'row')}, "
-        f"{_some(summary.tokens, 'token')}, {summary.label_tokens:,} learnt from; {summary.truncated:,} truncated, "
+        f"{_some(summary.tokens, 'token')}, {summary.label_tokens:,} with loss; {summary.truncated:,} truncated, "
         f"{summary.split:,} split, {summary.dropped:,} dropped, "
-        f"{_some(summary.without_loss, 'row')} without a label left out"
+        f"{_some(summary.without_loss, 'row')} without loss skipped"
     )
     show_sample(status_console(), summary.preview)
 

@@ -47,6 +47,6 @@ def note_of_an_earlier_run(planned: Planned) -> str | None:
     if not begins or not log.is_file() or not log.stat().st_size:
         return None
     return (
-        f"note: {log} is of an earlier run, of which nothing is saved in {planned.directories[0]}: this one begins with "
-        "step 1, and keeps that log beside its own (to go on instead, stop here, and name that run's offload.dir)"
+        f"note: {log} belongs to an earlier run that has no saved state in {planned.directories[0]}. This run starts "
+        "at step 1 and keeps that log beside its own. To resume that run instead, stop now and set its offload.dir"
     )

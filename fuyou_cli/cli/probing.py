@@ -36,7 +36,7 @@ def probe_once(loaded: LoadedRecipe, device: str) -> None:
     if why := why_not_kept(*directories, device=device):
         write_status(f"note: rates are assumed: measured ones could not be kept ({why}); XDG_CACHE_HOME names another folder")
         return
-    write_status("measuring this machine, once: about a minute, and at most 2 GB written (offload.measure=false: assume rates)")
+    write_status("measuring this machine, once: about a minute, at most 2 GB written (offload.measure=false skips it)")
     ways = [["bench", "--json", str(loaded.path), *loaded.overrides]]
     if len(directories) == 1:  # a model that cannot be trained yet has no stage to measure: then the machine alone
         ways.append(["bench", "--json", "--dir", str(directories[0])])
@@ -51,7 +51,7 @@ def probe_once(loaded: LoadedRecipe, device: str) -> None:
             return
         if not bench.refused:  # it may have written, and would once more
             break
-    write_status(f"note: it could not be measured, and rates are assumed: {bench.reason}")
+    write_status(f"note: the machine could not be measured, rates are assumed: {bench.reason}")
 
 
 def _remove_empty(folders: list[Path]) -> None:

@@ -42,7 +42,7 @@ def _what_follows(found: list[Verified]) -> str:
     whole = next((state for state in found if not state.damages), None)
     if whole is None:
         return "no state is whole: put a copy of the folder back, or start over with checkpoint.resume=never"
-    return f"the same recipe goes back to the state after step {whole.manifest.step}, which is whole"
+    return f"the same recipe goes back to the state after step {whole.manifest.step}, which is intact"
 
 
 def _extents(state: Verified) -> list[int]:
@@ -53,9 +53,9 @@ def _show(state: Verified) -> None:
     sizes, damaged = _extents(state), len(state.damages)
     name = f"{'the state before it, after' if state.older else 'state after'} step {state.manifest.step}"
     if state.problem:
-        write_result(f"the newest state cannot be told: {state.problem}")
+        write_result(f"the newest state is unreadable: {state.problem}")
     if not damaged:
-        write_result(f"{name}: {len(sizes)} extents, {gb(sum(sizes))}, every sum is right")
+        write_result(f"{name}: {len(sizes)} extents, {gb(sum(sizes))}, all checksums match")
     elif state.older:
         write_result(f"{name}: {damaged} of {len(sizes)} extents were written over since, or are damaged")
     else:

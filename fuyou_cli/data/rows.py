@@ -49,7 +49,7 @@ class DataSummary:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Says what a person should know before these rows are learnt from, one sentence each."""
+        """Says what a person should know before a run trains on these rows, one sentence each."""
         found = []
         if self.run_together:
             found.append(
@@ -59,7 +59,7 @@ class DataSummary:
         if self.special:
             what = "sample contains" if self.special == 1 else "samples contain"
             found.append(
-                f"{self.special:,} {what} special tokens as text, e.g. {self.special_example}; they are learnt from as "
+                f"{self.special:,} {what} special tokens as text, e.g. {self.special_example}; they are trained on as "
                 "these tokens, not as their letters (write them otherwise where that is not meant)"
             )
         return tuple(found)

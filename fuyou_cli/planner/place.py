@@ -210,7 +210,7 @@ def too_small(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest)
     """What would help is not known here: whoever can plan changed recipes says so."""
     smallest = least_memory(model, hardware, request)
     return PlanError(
-        f"does not fit: {gib(smallest)} of RAM is the least this run needs, offload.max_memory.cpu is {gib(request.cpu_budget)}"
+        f"does not fit: the run needs at least {gib(smallest)} of RAM, offload.max_memory.cpu is {gib(request.cpu_budget)}"
     )
 
 

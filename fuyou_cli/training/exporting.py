@@ -1,6 +1,6 @@
 """From a committed store to a directory `from_pretrained` loads: weights streamed extent by extent through one window.
 
-Every extent is summed as it is read, and what is written takes its place only when every sum is right.
+Every extent is summed as it is read, and what is written takes its place only when all checksums match.
 """
 
 from __future__ import annotations

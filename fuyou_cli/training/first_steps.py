@@ -41,7 +41,7 @@ class FirstSteps:
         self._looks_at_gradients = False
         names = dict.fromkeys(tensor.name for stage in self._model.stages for tensor in stage.tensors)
         if unreached := [name for name in names if name not in reached]:
-            self._say(f"note: no gradient has reached {_some(unreached)} in {FIRST} steps: nothing is learnt there")
+            self._say(f"note: {_some(unreached)} got no gradient in {FIRST} steps, so nothing is trained there")
 
     def committed(self, manifest: Manifest) -> None:
         """A step's state is being committed."""

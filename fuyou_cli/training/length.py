@@ -42,7 +42,7 @@ def counted_rows(recipe: Recipe, tokenizer_dir: Path, say: Callable[[str], None]
             if known is not None:
                 return len(known)
         if large:
-            say("note: how many steps the epochs take is known once the data is tokenised, which a run does")
+            say("note: the number of steps is known only after a run has tokenised the data")
             return None
         say("reading and tokenising the data, for the number of steps")
         with tempfile.TemporaryDirectory(prefix="fuyou-rows-") as scratch:

@@ -26,7 +26,7 @@ def check_positions(recipe: Recipe, anatomy: Anatomy, say: Callable[[str], None]
     beyond = f"dataset.max_seq_len: {length:,} is more than the {limit:,} positions of {recipe.model.name_or_path}"
     if _learns_positions(anatomy, limit):
         raise UsageError(f"{beyond}, which has learnt an embedding for each", hint=f"use at most {limit}")
-    say(f"warning: {beyond} (max_position_embeddings): it has not learnt to read that far")
+    say(f"warning: {beyond} (max_position_embeddings): the model was not trained on such long rows")
 
 
 def _positions(anatomy: Anatomy) -> int | None:

@@ -89,7 +89,7 @@ def check_loading(recipe: Recipe, plan: Plan) -> None:
     if most is None or loaded(plan) + step <= most:
         return
     raise UsageError(
-        f"offload.ssd_write_limit={format_size(most)} allows no step: loading the model writes {gb(loaded(plan))}, "
+        f"offload.ssd_write_limit={format_size(most)} is too small: loading the model writes {gb(loaded(plan))}, "
         f"a step{' and saving it' if saved else ''} {gb(step)}",
         hint="raise it, or leave it out",
     )

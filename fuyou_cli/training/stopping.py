@@ -67,7 +67,7 @@ class StopRequests:
         self._insisted += 1
         if self._insisted > 1:
             os._exit(_EXIT_CODE)
-        self._say("waiting for what the drives are doing; once more ends this process at once, and what is committed stays")
+        self._say("waiting for the drives; a second Ctrl-C ends the process at once (committed state is safe)")
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         if self._doing == "ended":
@@ -80,7 +80,7 @@ class StopRequests:
                 return
             raise KeyboardInterrupt
         self.requested = True
-        self._say(f"{self._what_follows()};\ninterrupting once more gives up {self.at_stake()}")
+        self._say(f"{self._what_follows()};\na second Ctrl-C loses {self.at_stake()}")
 
     def _what_follows(self) -> str:
         if self._doing == "saving":

@@ -215,7 +215,7 @@ def _check_went_back(run: Stopped, end: Ended, bit: Bit, what: str) -> None:
     """It says so, and ends as it had ended."""
     said = (
         f"the state after step {run.newest.step} is damaged: {bit.tensor} of {bit.stage}",
-        f"going back to the state after step {run.older.step}, which is whole",
+        f"falling back to the state after step {run.older.step}, which is intact",
     )
     if end.code != 0 or not all(text in end.err for text in said):
         raise Lost(f"{what}: exit code {end.code}\n{end.text}")

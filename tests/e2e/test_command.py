@@ -77,7 +77,7 @@ def test_a_run_that_does_not_fit_says_what_would(new_project: Callable[..., Proj
     assert "does not fit" in refused.stdout and re.search(r"offload\.max_memory\.cpu=\d+MiB", refused.stdout)
     run = project.fuyou("finetune", project.recipe, "train.batch_size=8")
     said = " ".join(run.stderr.split())
-    assert run.returncode == 3 and "is the least this run needs" in said
+    assert run.returncode == 3 and "the run needs at least" in said
     assert f"`fuyou plan {project.recipe} train.batch_size=8` plans the smallest changes that help" in said
     data = json.loads(project.fuyou("plan", project.recipe, "--dry-run", "--json").stdout)
     assert data["fits"] is False and "more than its budget" in data["problems"][0]

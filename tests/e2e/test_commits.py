@@ -147,7 +147,7 @@ def test_a_flipped_bit_is_found_and_the_step_before_goes_on(
         losses, store = run.losses, run.paths[0].parent
     said = " ".join(heard)
     assert f"the state after step {saved.step} is damaged: {tensor} of " in said and saved.files[0] in said
-    assert f"going back to the state after step {saved.step - 1}, which is whole" in said
+    assert f"falling back to the state after step {saved.step - 1}, which is intact" in said
     expected = whole()
     assert losses == expected.losses
     ours, theirs = exported(store, tmp_path / "ours"), exported(expected.store, tmp_path / "theirs")

@@ -143,7 +143,7 @@ def test_a_step_whose_updates_have_begun_warns_before_it_is_given_up(
         run.executor.between_micro_batches = between
         with pytest.raises(Interrupted) as ended:
             run.train(lambda report: None)
-    assert "updates have begun" in heard[0] and "gives up this step" in heard[0]
+    assert "updates have begun" in heard[0] and "loses this step" in heard[0]
     assert ended.value.exit_code == 130 and "the state after step 2 is saved" in str(ended.value.hint)
     assert train(project)[0] == whole(UNCLIPPED).losses
 
@@ -168,7 +168,7 @@ def test_a_second_signal_stops_at_once(
         run.executor.between_micro_batches = between
         with pytest.raises(Interrupted, match="stopped at once in step 4") as ended:
             run.train(lambda report: None)
-    asked, _, lost = heard[0].partition(";\ninterrupting once more gives up ")
+    asked, _, lost = heard[0].partition(";\na second Ctrl-C loses ")
     assert asked == "stopping at the next micro-batch, then saving the state" and len(heard) == 1
     known = ("this step", "2 steps: step 2 is the last one saved")  # the commit of step 3 may be under way
     assert lost in (known if every else ("4 steps: step 0 is the last one saved",))
@@ -260,7 +260,7 @@ def test_asked_to_stop_after_the_last_step_the_export_waits_for_another_time(
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(JsonlLog, "step", step_and_stop)
-    with pytest.raises(Interrupted, match="the model is not written"):
+    with pytest.raises(Interrupted, match="before the export"):
         run_finetune(load_recipe(project.recipe))
     assert (project.out / "timeline.svg").exists() and not (project.out / "model").exists()
     assert project.fuyou("finetune", project.recipe).returncode == 0

@@ -169,7 +169,7 @@ def test_a_parameter_that_no_gradient_reaches_is_named_once(new_project: NewProj
 
         run.executor.visits.sums.close = forget
         run.train(lambda report: None)
-    assert heard == [f"note: no gradient has reached {bias.name} in 3 steps: nothing is learnt there"]
+    assert heard == [f"note: {bias.name} got no gradient in 3 steps, so nothing is trained there"]
 
 
 def test_a_rate_that_changes_no_bit_is_noticed(new_project: NewProject) -> None:

@@ -35,10 +35,10 @@ def test_a_run_that_does_not_find_the_earlier_one_says_so(new_project: Callable[
     elsewhere = f"offload.dir={project.folder}/elsewhere"
     anew = project.fuyou("finetune", project.recipe, elsewhere)
     said = " ".join(anew.stderr.split())
-    assert anew.returncode == 0 and "log.jsonl is of an earlier run, of which nothing is saved in" in said
+    assert anew.returncode == 0 and "log.jsonl belongs to an earlier run that has no saved state in" in said
     assert (project.out / "log.jsonl.1").read_text() == "{}\n" and store.is_dir()
     again = project.fuyou("finetune", project.recipe, elsewhere)
-    assert again.returncode == 0 and "is of an earlier run" not in again.stderr
+    assert again.returncode == 0 and "belongs to an earlier run" not in again.stderr
 
 
 @pytest.mark.parametrize("name", ["timeline.svg", "log.jsonl"])

@@ -271,7 +271,7 @@ def test_a_plan_is_written_over_plans_alone(
     fuyou = command(project)
     (project.folder / "mine").write_text(content)
     code, _, err = fuyou("plan", "recipe.yaml", "--dry-run", "-o", "mine")
-    assert code == 2 and "-o mine: it is there already and is no plan" in err
+    assert code == 2 and "-o mine: exists and is not a plan" in err
     assert (project.folder / "mine").read_text() == content
     assert fuyou("plan", "recipe.yaml", "--dry-run", "-o", ".")[0] == 2
     (project.folder / "mine").write_text("")
@@ -300,7 +300,7 @@ def test_much_data_is_not_read_for_a_plan(
     monkeypatch.setattr(length, "COUNTED", 0)
     project = new_project(changes={**HERE, "train.max_steps": None, "train.epochs": 2, "dataset.cache_dir": "rows"})
     fuyou = command(project)
-    unknown, looked = "is known once the data is tokenised", "to find what an earlier run made of it"
+    unknown, looked = "is known only after a run has tokenised the data", "to find what an earlier run made of it"
     _, out, err = fuyou("plan", "recipe.yaml", "--hardware", MACHINE)
     assert unknown in " ".join(out.split()) and looked not in err
     (project.folder / "rows" / "others").mkdir(parents=True)

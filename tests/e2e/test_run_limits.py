@@ -49,7 +49,7 @@ def test_a_run_never_writes_more_than_its_limit(
     step = plan.predicted.written_per_step
     project.write_recipe({**changes, "offload.ssd_write_limit": loaded(plan) + step - 1})
     with pytest.raises(
-        UsageError, match=r"ssd_write_limit=\d+ allows no step: loading the model writes .*, a step( and saving it)? \d"
+        UsageError, match=r"ssd_write_limit=\d+ is too small: loading the model writes .*, a step( and saving it)? \d"
     ):
         train(project)
     assert not list(project.out.rglob("store.bin"))  # nothing is written for a run that could not get anywhere

@@ -189,7 +189,7 @@ def test_interrupted_while_saving(asked_before: bool, presses: int, stopped: Pro
         else:
             run.train(lambda report: None)
     assert heard[0].startswith("stopping at the next micro-batch" if asked_before else "saving the state;")
-    assert "interrupting once more gives up" in heard[0] and len(heard) == 1
+    assert "a second Ctrl-C loses" in heard[0] and len(heard) == 1
     assert max(len(line) for said in heard for line in said.splitlines()) <= 80
     assert train(stopped)[0] == whole().losses
 

@@ -22,7 +22,7 @@ def test_a_whole_store(stopped: Project) -> None:
     extents = sum(len(stage.extents()) for stage in manifest_of(stopped).stages)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0].startswith(f"state after step 2: {extents} extents, ")
-    assert "the state before it, after step 1: " in done.stdout and "every sum is right" in done.stdout
+    assert "the state before it, after step 1: " in done.stdout and "all checksums match" in done.stdout
 
 
 def test_damage_is_named(stopped: Project) -> None:

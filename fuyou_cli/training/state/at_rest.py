@@ -35,7 +35,7 @@ class AtRest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verified:
-    """Holds a committed state and its damage. `older`: it is not the newest. `problem`: why the newest cannot be told."""
+    """Holds a committed state and its damage. `older`: it is not the newest. `problem`: why the newest is unreadable."""
 
     manifest: Manifest
     damages: tuple[Damage, ...]

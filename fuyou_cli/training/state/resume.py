@@ -277,7 +277,7 @@ def check_unchanged_run(saved: Manifest, fingerprints: Mapping[str, str], *, tot
     changed = [name for name in names if saved.fingerprints.get(name) != fingerprints.get(name)]
     if changed:
         what = "; ".join(_CHANGED.get(name, name) for name in changed)
-        raise _kept(f"the saved run cannot be resumed: {what} changed since", "put it back as it was")
+        raise _kept(f"the saved run cannot be resumed: {what} changed since it was saved", "restore what changed")
     if saved.step > total_steps:
         raise UsageError(
             f"the saved run has done {saved.step} steps, the recipe asks for {total_steps}",

@@ -191,7 +191,7 @@ class Saver:
         for older in manifests.before(self.folder, saved):
             if self._first_damage(older) is None:
                 self.say(f"the state after step {saved.step} is damaged: {damage}")
-                self.say(f"going back to the state after step {older.step}, which is whole")
+                self.say(f"falling back to the state after step {older.step}, which is intact")
                 return older
         raise SwapError(
             f"the state after step {saved.step} in {self.folder} is damaged, and no older one is whole: {damage}",
