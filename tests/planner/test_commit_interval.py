@@ -68,7 +68,8 @@ def test_commits_take_no_more_than_their_share(data: st.DataObject, spec: ModelS
     plan = _planned(data, spec, states=states)
     every, costs = plan.commit_every, commit_costs(plan)
     assert every is not None and costs is not None and costs.time <= MOST_TIME * (1 + 1e-9)
-    assume(1 < every <= 60)
+    if not 1 < every <= 60:  # nothing to share, or too many steps to simulate; many drawn cases are such
+        return
     assert costs.written <= MOST_WRITTEN * (1 + 1e-3) or costs.lost > MOST_LOST
     steps = max(1, 40 // every) * every + STEPS
     with_commits, without = _end(spec, plan, steps), _end(spec, replace(plan, commit_every=None), steps)
