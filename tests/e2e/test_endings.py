@@ -270,10 +270,10 @@ def test_asked_to_stop_after_the_last_step_the_export_waits_for_another_time(
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_stopped_before_there_is_a_run(number: int, new_project: NewProject, tmp_path: Path) -> None:
     """While the data is tokenised: it is said, the worker ends, and nothing of it is left."""
-    rows = tmp_path / "rows"  # an absolute path, which the worker's environment repeats
+    rows = tmp_path / "rows"
     project = new_project(changes={"dataset.cache_dir": str(rows)})
     child = project.begin("finetune", project.recipe)
-    while not _workers(rows):
+    while not _workers(project):
         assert not child.is_over()
         time.sleep(0.005)
     assert list(rows.glob(".rows-*"))
@@ -282,13 +282,15 @@ def test_stopped_before_there_is_a_run(number: int, new_project: NewProject, tmp
     assert done.returncode == 130, done.stderr
     assert done.stderr.rstrip().endswith("interrupted")
     assert not list(rows.iterdir())
-    assert all(_ends(worker, within=HANGS) for worker in _workers(rows))
-    assert not _workers(rows)
+    assert all(_ends(worker, within=HANGS) for worker in _workers(project))
+    assert not _workers(project)
 
 
-def _workers(rows: Path) -> list[Path]:
-    """Processes that tokenise into `rows`: their environment names a folder below it."""
-    return [file for file in Path("/proc").glob("[0-9]*/environ") if f"HF_DATASETS_CACHE={rows}" in _environment(file)]
+def _workers(project: Project) -> list[Path]:
+    """Processes that tokenise for the project's command, whose environment they share."""
+    mark = f"XDG_CACHE_HOME={project.environment()['XDG_CACHE_HOME']}\0"
+    workers = [file.parent for file in Path("/proc").glob("[0-9]*/cmdline") if "fuyou_cli.data.worker" in _text(file)]
+    return [worker / "environ" for worker in workers if mark in _text(worker / "environ")]
 
 
 def _ends(environ: Path, *, within: float) -> bool:
@@ -303,7 +305,7 @@ def _ends(environ: Path, *, within: float) -> bool:
         os.close(process)
 
 
-def _environment(file: Path) -> str:
+def _text(file: Path) -> str:
     try:
         return file.read_text(errors="replace")
     except OSError:
