@@ -29,7 +29,7 @@ ROOMY = 1 << 40
 def least(spec: ModelSpec, request: PlanRequest) -> int:
     """Bytes of the smallest budget that is not refused, in whole MiB; the refusal of an impossible one names it."""
     enough = least_memory(spec, HARDWARE, request)
-    with pytest.raises(PlanError, match=f"{re.escape(gib(enough))} of RAM is the least"):
+    with pytest.raises(PlanError, match=f"at least {re.escape(gib(enough))} of RAM"):
         plan(spec, HARDWARE, with_budget(request, 1))
     return align_up(enough, MiB)
 

@@ -74,8 +74,8 @@ def test_a_plan_has_room_on_disk_and_device(limits: dict[str, int], room: bool) 
     there = {"ssd_budget": plan.store_size, "gpu_budget": 1 << 30}
     asked = replace(free, **{key: there[key] - less for key, less in limits.items()})
     assert asked.has_room_for(plan, HARDWARE) == room
-    prepared = cast("Any", SimpleNamespace(model=SPEC, hardware=HARDWARE, plan=plan))
-    assert ("available" not in _why(0.0, plan, prepared, asked)) == room
+    prepared = cast("Any", SimpleNamespace(model=SPEC, hardware=HARDWARE, plan=plan, request=asked))
+    assert ("available" not in _why(0.0, plan, prepared)) == room
 
 
 def test_the_disk_is_what_the_run_may_have_of_it_where_that_is_known() -> None:
@@ -83,5 +83,6 @@ def test_the_disk_is_what_the_run_may_have_of_it_where_that_is_known() -> None:
     full = replace(HARDWARE, disk_free=plan.store_size - 1)
     assert not request().has_room_for(plan, full)
     assert request(ssd_budget=plan.store_size).has_room_for(plan, full)  # what an earlier run left there is taken over
-    prepared = cast("Any", SimpleNamespace(model=SPEC, hardware=HARDWARE, plan=plan))
-    assert "of disk" in _why(0.0, plan, prepared, request(ssd_budget=plan.store_size - 1))
+    asked = request(ssd_budget=plan.store_size - 1)
+    prepared = cast("Any", SimpleNamespace(model=SPEC, hardware=HARDWARE, plan=plan, request=asked))
+    assert "of disk" in _why(0.0, plan, prepared)
