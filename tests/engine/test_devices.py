@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import traceback
 import weakref
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from fuyou_cli.engine.devices import open_device
 from fuyou_cli.engine.devices.cuda import CudaDevice, free_memory
 from fuyou_cli.engine.devices.cuda_copies import BulkCopies, CudaCopies
-from fuyou_cli.engine.devices.emulated import EmulatedDevice
+from fuyou_cli.engine.devices.emulated import ComputeClock, CopyEngine, EmulatedDevice
 from fuyou_cli.engine.devices.pinned import STAGING, PinnedMemory, Staging
 
 from . import rig as rigs
@@ -167,6 +168,22 @@ def test_copy_threads_of_a_gpu_tell_every_failure(kind: str, monkeypatch: pytest
     with pytest.raises((ValueError, KeyError)):
         event.synchronize()
     copies.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_copy_thread_that_ends_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for a failure that is no torch error, and for what is asked of the thread afterwards."""
+
+    def broken(source: torch.Tensor, target: torch.Tensor) -> None:
+        raise TypeError("broken")
+
+    engine = CopyEngine("copies", deque(), ComputeClock(), up=True)
+    monkeypatch.setattr(engine, "copy", broken)
+    for _ in range(2):
+        event = engine.submit(torch.ones(4), torch.zeros(4), begins=0.0, bulk=False)
+        with pytest.raises(RuntimeError, match="the copy thread failed"):
+            event.synchronize()
+    engine.close()
 
 
 def test_what_is_pinned_is_held_until_it_is_not(tmp_path: Path) -> None:

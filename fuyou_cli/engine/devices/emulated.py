@@ -74,6 +74,10 @@ class CopyEvent(Event):
     def done(self) -> bool:
         return self._passed.is_set()
 
+    def fails(self, error: RuntimeError) -> None:
+        self.error = error
+        self._passed.set()
+
 
 @dataclass(eq=False, slots=True)
 class _Copying:
@@ -95,6 +99,7 @@ class CopyEngine:
         self._urgent, self._bulk = deque[_Copying](), deque[_Copying]()
         self._asked = threading.Condition()
         self._closed = False
+        self._failure: RuntimeError | None = None  # that ended the thread: nobody may wait for it
         self._over = 0.0  # when the last piece is, at the rate: a thread that wakes late loses no time of the next one
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -105,6 +110,9 @@ class CopyEngine:
         pieces = in_pieces(source, target, self._piece) if bulk else [(source, target)]
         copying = _Copying(max(begins, time.monotonic()), deque(pieces), CopyEvent(self._clock))
         with self._asked:
+            if self._failure is not None:
+                copying.event.fails(self._failure)
+                return copying.event
             (self._bulk if bulk else self._urgent).append(copying)
             self._asked.notify()
         return copying.event
@@ -118,10 +126,22 @@ class CopyEngine:
             except RuntimeError as error:  # shape or dtype mismatch: re-raised by whoever waits
                 copying.event.error = error
                 copying.left.clear()
+            except BaseException as error:
+                self._ends_with(RuntimeError(f"the copy thread failed: {error!r}"))
+                raise
             if not copying.left:
                 copying.event._passed.set()
                 with self._asked:
                     queue.popleft()
+
+    def _ends_with(self, failure: RuntimeError) -> None:
+        """Tell everybody who waits for this thread, now or later."""
+        with self._asked:
+            self._failure = failure
+            for copying in (*self._urgent, *self._bulk):
+                copying.event.fails(failure)
+            self._urgent.clear()
+            self._bulk.clear()
 
     def _next(self) -> deque[_Copying] | None:
         """The queue whose first copy goes on, once one can; None at the end."""
