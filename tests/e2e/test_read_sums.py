@@ -32,7 +32,8 @@ def _at_rest(run: Run, tensor: str) -> Span | None:
         kept = run.executor.visits.boundaries.ledger.kept.get(stage)
         return plan.boundary_extent if kept is not None and kept.span is None else None
     if tensor == "gradients":
-        is_there = stage in run.executor.residency.with_gradients and record.gradients == "resting"
+        visit = run.executor.schedule.visits[run.executor.lookahead.cursor]
+        is_there = record.gradients == "resting" and visit.phase == "backward" and visit.stage < stage  # of this very step
         return plan.gradients_extent if is_there and record.gradient_slot is None and record.update is None else None
     if record.slotted or record.update is not None:
         return None
