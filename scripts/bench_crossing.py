@@ -28,7 +28,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import torch
-from engine import rig as rigs
 from engine.families import llama
 from engine.rig import Rig, Shape, Subject
 from proof.report import Row, at_most, described, exit_code, reported, table
@@ -103,8 +102,7 @@ def measured(micro_batches: int, slower: float, folder: Path) -> Found:
     scale = block.params / PARAMETERS
     rate = RATE * scale / slower
     device = EmulatedDevice(rates=(rate, rate), piece=int(PIECE * scale))
-    rigs.open_device = lambda kind: device  # type: ignore[assignment]
-    with Rig(subject, folder, device="emulated", home="cpu", clip=1.0) as rig:
+    with Rig(subject, folder, device="emulated", home="cpu", clip=1.0, opened=device) as rig:
         _take_their_time(rig, device, slower)
         ends: list[float] = []
         host: list[int] = []

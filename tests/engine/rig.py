@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from fuyou_cli.engine.anatomy import dissect
-from fuyou_cli.engine.devices import open_device
+from fuyou_cli.engine.devices import Device, open_device
 from fuyou_cli.engine.executor import Executor, StepOutcome
 from fuyou_cli.engine.host_memory import HostMemory
 from fuyou_cli.engine.inspect import inspect
@@ -129,6 +129,7 @@ class Rig:
         boundaries: Tier | None = None,
         kept: Kept | Literal["all"] | None = None,
         store_mode: Literal["in_place", "redo"] = "in_place",
+        opened: Device | None = None,  # instead of one that is opened by its name
     ) -> None:
         self.subject, self.anatomy, self.spec = subject, subject.anatomy, subject.spec
         self.optimizer, self.steps_done = optimizer, 0
@@ -144,17 +145,17 @@ class Rig:
         self.plan: Plan = plan(self.spec, HARDWARE, self.request)
         self._stack = ExitStack()
         try:
-            self._open(folder, directories)
+            self._open(folder, directories, opened)
         except BaseException:
             self._stack.close()
             raise
 
-    def _open(self, folder: Path, directories: int) -> None:
+    def _open(self, folder: Path, directories: int, opened: Device | None) -> None:
         plan = self.plan
         # behind the planned arena: a window to look into the store with
         self._window = Span(offset=plan.arena_size, size=max(4 * stage.params for stage in self.spec.stages))
         arena = self._stack.enter_context(Arena(plan.arena_size + self._window.size))
-        self.device = open_device(plan.device)
+        self.device = open_device(plan.device) if opened is None else opened
         self._stack.callback(self.device.close)
         paths = [folder / f"part{number}" / "store.bin" for number in range(directories)]
         for path in paths:
