@@ -186,6 +186,16 @@ def test_a_copy_thread_that_ends_leaves_nobody_waiting(monkeypatch: pytest.Monke
     engine.close()
 
 
+def test_a_closed_copy_engine_leaves_nobody_waiting() -> None:
+    engine, copied = CopyEngine("copies", deque(), ComputeClock(), up=True), torch.zeros(4)
+    before = engine.submit(torch.ones(4), copied, begins=0.0, bulk=False)
+    engine.close()
+    before.synchronize()
+    assert torch.equal(copied, torch.ones(4))
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.submit(torch.ones(4), torch.zeros(4), begins=0.0, bulk=False).synchronize()
+
+
 def test_what_is_pinned_is_held_until_it_is_not(tmp_path: Path) -> None:
     """A registration of memory that is gone would be one of what comes to its place."""
     pinned = PinnedMemory(lambda address, size: True, lambda address: None)

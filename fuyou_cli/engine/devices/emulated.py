@@ -99,7 +99,7 @@ class CopyEngine:
         self._urgent, self._bulk = deque[_Copying](), deque[_Copying]()
         self._asked = threading.Condition()
         self._closed = False
-        self._failure: RuntimeError | None = None  # that ended the thread: nobody may wait for it
+        self._failure: RuntimeError | None = None  # why the thread takes nothing any more: nobody may wait for it
         self._over = 0.0  # when the last piece is, at the rate: a thread that wakes late loses no time of the next one
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -178,6 +178,7 @@ class CopyEngine:
         """Once what was asked for is made."""
         with self._asked:
             self._closed = True
+            self._failure = self._failure or RuntimeError("the device is closed")
             self._asked.notify()
         self._thread.join()
 
