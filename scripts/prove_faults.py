@@ -30,7 +30,7 @@ from proof import faults
 from proof.faults import FROM_THEN_ON, KINDS, ONCE, SCENARIOS, How
 from proof.place import Place, placed
 from proof.recipes import fresh
-from proof.report import Row, holds
+from proof.report import Row, holds, missing
 from proof.setting import Setting, lost_row, parser, run_script
 
 ASKED = "0 hangs, 0 wrong bytes, 0 leaks, errors named"
@@ -60,6 +60,8 @@ def struck(setting: Setting, options: argparse.Namespace, place: Place, name: st
 def judged(what: str, result: dict[str, Any]) -> Row:
     if result.get("failed"):  # undisturbed as well
         return lost_row(what, ASKED, result)
+    if not result["points"]:
+        return missing(what, ASKED, "0 points: fewer calls than --every")
     count = result["problems_count"]
     note = f"{result['survived']} ended well, {result['refused']} with an error"
     note += f", {result['unsummed']} in what has no sum" if result["unsummed"] else ""

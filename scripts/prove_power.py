@@ -45,7 +45,10 @@ def arguments() -> argparse.Namespace:
     options.add_argument("--points", type=int, default=500, help="cuts in all")
     options.add_argument("--steps", type=int, default=power.STEPS, help="of the recorded runs")
     options.add_argument("--seed", type=int, default=1)
-    return options.parse_args()
+    asked = options.parse_args()
+    if asked.steps <= (least := max(resumed_at for _, resumed_at in RUNS.values())):
+        options.error(f"--steps: more than {least}, from where a recorded run is resumed")
+    return asked
 
 
 def cut(setting: Setting, options: argparse.Namespace, place: Place, what: str, points: int) -> dict[str, Any]:
