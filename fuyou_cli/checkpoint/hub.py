@@ -38,15 +38,10 @@ class Hub:
 
     def __init__(self, recipe: Recipe, *, say: Callable[[str], None], progress: Progress) -> None:
         self._model, self._tokenizer, self._say, self._progress = recipe.model, recipe.tokenizer, say, progress
-        self._found: Path | None = None
 
     def model(self, *, need_weights: bool) -> Path:
         """Returns the model's folder; with its weights only when asked for."""
-        found = self._resolve(self._model.name_or_path, revision=self._model.revision, need_weights=need_weights)
-        if self._found is not None and found != self._found:
-            raise UsageError(f"{self._model.name_or_path}: changed while it was read", hint="Run the same command again.")
-        self._found = found
-        return found
+        return self._resolve(self._model.name_or_path, revision=self._model.revision, need_weights=need_weights)
 
     def tokenizer(self, model_dir: Path, *, needed: bool) -> Path:
         """Returns the tokenizer's folder: the model's unless the recipe names another."""
