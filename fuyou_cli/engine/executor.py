@@ -1,5 +1,5 @@
-"""One training step: the model's own forward drives visits in the schedule's order, the head turns back, autograd drives the
-backward visits, and every stage's gradients go to its update.
+"""One training step: the model's own forward drives visits in the schedule's order, the head turns back, its calls are walked
+in reverse for the backward visits, and every stage's gradients go to its update.
 
 What moves around compute is in `visits`, what a visit computes in `passes`, what is kept between forward and backward in
 `activations`, how the model's forward gets to them in `streamed`.
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -31,7 +30,7 @@ from .loss import IGNORED, shifted
 from .passes.block import BlockPasses
 from .passes.embedding import EmbeddingPasses
 from .passes.head import HeadPasses
-from .streamed import Call, StreamedModel, StreamedStage
+from .streamed import Call, StreamedModel
 from .updates import Optimizer, Scalars
 from .visits import BETWEEN_STAGES, Interval, Visits
 
@@ -119,12 +118,9 @@ class Executor:
         targets = shifted(labels)
         self._outcome.label_tokens = int((targets != IGNORED).sum())
         self._outcome.loss, gradient = self.head.run(output.pop(), targets, label_tokens=self._outcome.label_tokens)
-        if isinstance(edge.node, StreamedStage._backward_cls):
-            # autograd would hold it until the last stage is done: a stage takes it directly, autograd gets its shape
-            node: Any = edge.node
-            node.gradient, gradient = gradient, gradient.new_zeros(()).expand(gradient.shape)
-        torch.autograd.backward([edge], [gradient])
+        self._streamed.tape.hand_on(edge, gradient)
         del gradient
+        self._streamed.tape.backward()
         self.visits.sums.settle()
         self._decide_updates()
         return self._outcome
@@ -147,6 +143,7 @@ class Executor:
 
     def abandon(self) -> None:
         """Forgets the step under way (or what was prefetched for the next). Updates of earlier steps stay due."""
+        self._streamed.tape.forget()
         self.visits.abandon()
         for activations in self.activations:
             activations.forget()

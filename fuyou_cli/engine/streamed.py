@@ -1,4 +1,4 @@
-"""A streamed stage: one autograd.Function that hands forward and backward of a stage to the passes.
+"""A streamed stage: the model's own forward calls it, and the passes compute it, forward and backward.
 
 The model's own forward stays the choreography. Its stages get their `forward` replaced on the instance (undone on
 close); what flows between them are whole-batch tensors in host memory.
@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from .anatomy import Anatomy
@@ -38,27 +39,90 @@ class Passes(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class Streamed:
+    """One call of a stage in a step. `before`: where its input came from, None for ids; `gradient`: of its output, so far."""
+
+    call: Call
+    ids: torch.Tensor | None
+    before: GradientEdge | None
+    gradient: torch.Tensor | None = None
+
+    def take(self, gradient: torch.Tensor) -> None:
+        """Adds what one user of the output wants of it."""
+        self.gradient = gradient if self.gradient is None else self.gradient + gradient
+
+    def taken(self) -> torch.Tensor:
+        """Returns the whole gradient, which is nobody's any more."""
+        gradient, self.gradient = self.gradient, None
+        assert gradient is not None, self.call.stage
+        return gradient
+
+
 class StreamedStage(torch.autograd.Function):
-    """Takes an `anchor` that requires grad, so that a stage whose input is integer ids has a backward at all."""
+    """The end of the model's own graph behind a stage: it only takes the gradient that arrives there.
+
+    `anchor` requires grad, so that the output does; `x` does not, so that the graph goes no further."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, x: torch.Tensor, call: Call, passes: Passes) -> torch.Tensor:
-        ctx.call, ctx.passes = call, passes
-        ctx.ids = None if x.is_floating_point() else x
-        ctx.gradient = None  # given to this node beside autograd, in the place of an empty one
-        return passes.forward(call, x)
+    def forward(ctx: Any, anchor: torch.Tensor, x: torch.Tensor, streamed: Streamed, passes: Passes) -> torch.Tensor:
+        ctx.streamed = streamed
+        return passes.forward(streamed.call, x)
 
     @staticmethod
-    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[None, torch.Tensor | None, None, None]:
-        if ctx.gradient is not None:
-            grad_y, ctx.gradient = ctx.gradient, None
-        return None, ctx.passes.backward(ctx.call, ctx.ids, grad_y), None, None
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[None, None, None, None]:
+        ctx.streamed.take(grad_y)
+        return None, None, None, None
+
+
+class Tape:
+    """The stages' calls of one step, in order, and the way back through them.
+
+    The walk is ours and not autograd's: on a GPU autograd runs nodes on a thread of its own, where no signal is heard. It runs
+    only what the model's own forward does between two stages.
+    """
+
+    def __init__(self, passes: Passes) -> None:
+        self._passes = passes
+        self._calls: list[Streamed] = []
+
+    def forget(self) -> None:
+        self._calls.clear()
+
+    def run(self, call: Call, x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        """Returns what the stage makes of `x`, and remembers the call."""
+        edge = get_gradient_edge(x) if x.requires_grad else None
+        streamed = Streamed(call, None if x.is_floating_point() else x, edge)
+        self._calls.append(streamed)
+        y: torch.Tensor = StreamedStage.apply(anchor, x.detach(), streamed, self._passes)  # type: ignore[no-untyped-call]
+        return y
+
+    def hand_on(self, edge: GradientEdge, gradient: torch.Tensor) -> None:
+        """Takes a gradient from where it was computed to the stages whose outputs it belongs to."""
+        if isinstance(edge.node, StreamedStage._backward_cls):
+            node: Any = edge.node
+            node.streamed.take(gradient)
+        else:
+            torch.autograd.backward([edge], [gradient])
+
+    @torch.no_grad()
+    def backward(self) -> None:
+        """Visits the stages in reverse, from the gradients handed on so far. Of whole-batch tensors it holds none: each is as
+        large as a boundary."""
+        while self._calls:
+            streamed = self._calls.pop()
+            gradient = self._passes.backward(streamed.call, streamed.ids, streamed.taken())
+            if streamed.before is not None:
+                assert gradient is not None
+                self.hand_on(streamed.before, gradient)
+            del gradient
 
 
 def streamed_forward(
-    stage: int, name: str, original: Callable[..., Any], passes: Passes, anchor: torch.Tensor, device: torch.device
+    stage: int, name: str, original: Callable[..., Any], tape: Tape, passes: Passes, device: torch.device
 ) -> Callable[..., Any]:
     """Makes the replacement for one stage's `forward`. Every tensor beside the stage's input must be the same for all rows."""
+    anchor = torch.zeros((), requires_grad=True)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         call, x = StageCall.split(name, original, args, kwargs)
@@ -72,7 +136,7 @@ def streamed_forward(
             structure[:] = [with_boundary(out, None, name)]  # without tensors: they would live until the stage is done
             return boundary
 
-        y = StreamedStage.apply(anchor, x, Call(stage, run), passes)  # type: ignore[no-untyped-call]
+        y = tape.run(Call(stage, run), x, anchor)
         return with_boundary(structure[0], y, name)
 
     return forward
@@ -85,12 +149,12 @@ class StreamedModel:
     def __init__(self, anatomy: Anatomy, passes: Passes, device: torch.device, inside: Callable[[], None]) -> None:
         self._replaced: list[nn.Module] = []
         self._hooks: list[RemovableHandle] = []
-        anchor = torch.zeros((), requires_grad=True)
+        self.tape = Tape(passes)
         for index, stage in enumerate(anatomy.stages):
             if stage.module is None or stage.module in self._replaced:
                 continue
             original = own_forward(stage.module)
-            stage.module.forward = streamed_forward(index, stage.name, original, passes, anchor, device)
+            stage.module.forward = streamed_forward(index, stage.name, original, self.tape, passes, device)
             self._replaced.append(stage.module)
             self._hooks += stage.call_inside(inside)
             for module in stage.module.modules():

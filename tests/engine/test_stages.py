@@ -9,12 +9,13 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.anatomy import dissect
 from fuyou_cli.engine.skeleton import build
-from fuyou_cli.engine.streamed import streamed_forward
+from fuyou_cli.engine.streamed import Tape, streamed_forward
 from fuyou_cli.spec.model import STAGE_ALIGN, TENSOR_ALIGN
 
 from .families import FAMILIES, llama, opt
@@ -100,8 +101,37 @@ class _Passes:
 
 
 def _called(original: Any, *args: Any, **kwargs: Any) -> Any:
-    anchor = torch.zeros((), requires_grad=True)
-    return streamed_forward(3, "layers.3", original, _Passes(), anchor, torch.device("cpu"))(*args, **kwargs)
+    passes = _Passes()
+    return streamed_forward(3, "layers.3", original, Tape(passes), passes, torch.device("cpu"))(*args, **kwargs)
+
+
+class _Weighed(_Passes):
+    """Gradients grow by stage, and every visit is told with its gradient."""
+
+    def __init__(self) -> None:
+        self.visited: list[tuple[int, float]] = []
+
+    def backward(self, call: Any, ids: torch.Tensor | None, grad_y: torch.Tensor) -> torch.Tensor | None:
+        assert not torch.is_grad_enabled()
+        self.visited.append((call.stage, float(grad_y.sum())))
+        return None if ids is not None else grad_y * 10
+
+
+def test_gradients_go_back_through_what_the_model_does_between_stages() -> None:
+    """Two embeddings are added and scaled, and the first block's output has a user beside the second."""
+    passes = _Weighed()
+    tape = Tape(passes)
+
+    def stage(index: int, x: torch.Tensor) -> torch.Tensor:
+        original: Any = lambda part: part.float() + 1  # noqa: E731
+        return streamed_forward(index, str(index), original, tape, passes, torch.device("cpu"))(x)
+
+    ids = torch.zeros(1, dtype=torch.long)
+    first = stage(2, (stage(0, ids) + stage(1, ids)) * 3)
+    last = stage(3, first) + first
+    tape.hand_on(get_gradient_edge(last), torch.ones(1))
+    tape.backward()
+    assert passes.visited == [(3, 1.0), (2, 11.0), (1, 330.0), (0, 330.0)]
 
 
 def test_what_differs_between_rows_or_learns_is_refused_by_name() -> None:
