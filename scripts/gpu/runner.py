@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +31,7 @@ from proof.report import (
 
 from fuyou_cli.core.errors import UsageError
 
+from .pack import TEST_TOOLS
 from .record import read_record, write_json
 from .runs import end_of
 from .stages import STAGES, Stage
@@ -105,6 +107,7 @@ def _paragraph(outcome: Outcome) -> str:
 def check_here(options: Any, work: Path) -> int:
     """What the command line asks for, in this interpreter; the exit code."""
     stages, limits = chosen(options.only), limits_of(options.limit)
+    need_test_tools(stages)
     device_name = named(options.device)
     work.mkdir(parents=True, exist_ok=True)
     slug = re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
@@ -113,6 +116,22 @@ def check_here(options: Any, work: Path) -> int:
         minutes=options.minutes, limits=limits,
     )  # fmt: skip
     return run(check, stages, device_name)
+
+
+def need_test_tools(stages: Sequence[Stage]) -> None:
+    """Raise UsageError where a stage that runs tests would find no pytest: better now than minutes into a lent machine."""
+    lacking = [tool for tool in TEST_TOOLS if not _installed(tool)]
+    if lacking and any(stage.name in ("tests", "blocking") for stage in stages):
+        hint = f"{sys.executable} -m pip install {' '.join(lacking)}; or --wheels DIR, or --only with other stages"
+        raise UsageError(f"this Python lacks {', '.join(lacking)}, which the gpu tests need", hint=hint)
+
+
+def _installed(name: str) -> bool:
+    try:
+        metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def named(device: str) -> str:

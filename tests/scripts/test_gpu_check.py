@@ -21,6 +21,7 @@ from gpu.record import Record
 from gpu.runs import Case, write_recipe
 from proof.report import FAILED, HELD, NOT_SHOWN, ROOT
 
+from fuyou_cli.core.errors import UsageError
 from fuyou_cli.recipe.load import load_recipe
 
 COMMAND = [sys.executable, str(ROOT / "scripts" / "gpu_check"), "--device", "emulated"]
@@ -104,6 +105,14 @@ def test_an_unknown_stage_is_one_clear_error(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (2, "error: --limit: STAGE=SECONDS,... is wanted, not 8k=soon\n")
     assert list(tmp_path.glob("*.json")) == []
+
+
+def test_a_python_without_the_tools_of_tests_is_named_before_the_first_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "TEST_TOOLS", ("pytest", "no-such-tool"))
+    runner.need_test_tools(runner.chosen("bench,8k"))  # these need none
+    with pytest.raises(UsageError, match="lacks no-such-tool, which the gpu tests need") as error:
+        runner.need_test_tools(runner.chosen(None))
+    assert "pip install no-such-tool" in (error.value.hint or "")
 
 
 @pytest.mark.parametrize(
