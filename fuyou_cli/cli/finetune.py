@@ -80,8 +80,8 @@ def _settle(loaded: LoadedRecipe) -> None:
 def _train(ready: Ready, *, verbose: bool) -> tuple[RunReport, Path, bool]:
     """Runs to the end and saves; the report, the store's folder, and whether somebody asked to stop before the export."""
     from fuyou_cli.machine.allocator import settle_for_training, trim
-    from fuyou_cli.training.compared import as_records
     from fuyou_cli.training.jsonl import JsonlLog
+    from fuyou_cli.training.reporting import as_records
     from fuyou_cli.training.run import Run
     from fuyou_cli.training.state.kept_companions import keep_companions
 
@@ -122,8 +122,8 @@ def _beside_plan(planned: Planned, report: RunReport, others_cores: float, *, gp
     from fuyou_cli.machine.profile_store import keep_corrected
     from fuyou_cli.planner.schedule import plan_schedule
     from fuyou_cli.planner.simulate import simulate
-    from fuyou_cli.training.compared import compared
     from fuyou_cli.training.corrected import corrected
+    from fuyou_cli.training.reporting import compared
 
     if not report.steps:
         return report
@@ -281,8 +281,8 @@ def _conclude(planned: Planned, report: RunReport) -> None:
 
     if not report.steps:  # nothing was measured, and the drawing of the run that did is still right
         write_status(
-            f"the run is finished: all {planned.total_steps} steps were done before, loss {report.first_loss:.4f} to "
-            f"{report.last_loss:.4f}; checkpoint.resume=never starts over"
+            f"the run is finished: all {planned.total_steps} steps were done before, loss {report.losses[0]:.4f} to "
+            f"{report.losses[-1]:.4f}; checkpoint.resume=never starts over"
         )
         return
     show_summary(status_console(), report)

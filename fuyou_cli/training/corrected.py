@@ -1,9 +1,8 @@
-"""`corrected(...)`: rates of a machine as a run on it turned out, for the plans to come that ask for them.
+"""Corrects the rates of a machine by a run on it, for later plans that ask for them.
 
-A correction is what the plan said beside what was measured, of one step, on the same terms: compute by the seconds in which
-some of it was under way, updates by the CPU time of their threads, a direction of the drives by the seconds in which some
-of it was under way, and only where it was so for most of the step: a drive that is waited for shows its rate, others show
-how they were used.
+A rate is corrected by what the plan said beside what was measured of one step: compute by the seconds in which some of it was
+under way, updates by the CPU time of their threads, a drive by its seconds, and only where it was busy for most of the step:
+other drives show how they were used, not how fast they are.
 """
 
 from __future__ import annotations
@@ -28,12 +27,14 @@ BELIEVED = (0.2, 5.0)  # a rate so many times what was known is another thing th
 def corrected(
     hardware: HardwareProfile, model: ModelSpec, plan: Plan, step: Timeline, report: RunReport
 ) -> HardwareProfile | None:
-    """The profile that the plan was made with, its rates times what the run shows; None where it shows nothing: too short,
-    planned with assumed rates, or on a device that only stands in for one. `step` is the plan's, simulated."""
+    """Returns the plan's profile with the rates that the run shows. None where it shows nothing: too short, planned with
+    assumed rates, or on an emulated device. `step` is the plan's, simulated."""
     if report.settled < LEAST_STEPS or hardware.measured == "assumed" or plan.device == "emulated":
         return None
     costs = Costs.of(model, hardware, plan)
-    update = _factor(_update_cpu(plan, costs), report.update_cpu)
+    # Seconds of all update threads together: beside others each is slower than one alone.
+    alone = sum(costs.update_seconds(stage) for stage in plan.stages)
+    update = _factor(alone * plan.io.update_threads / costs.updates_at_once, report.update_cpu)
     read, write = (
         _factor(step.under_way.get(direction, 0.0), report.busy.get(direction, 0.0))
         if report.busy.get(direction, 0.0) >= FULL * report.step_seconds and not plan.sustained  # begun at other rates
@@ -54,14 +55,8 @@ def corrected(
     return replace(found, stage_rates=merged_rates(found.stage_rates, tuple(_stage_rates(found, model, plan, compute))))
 
 
-def _update_cpu(plan: Plan, costs: Costs) -> float:
-    """Seconds of all update threads together: beside others each is slower than one alone."""
-    alone = sum(costs.update_seconds(stage) for stage in plan.stages)
-    return alone * plan.io.update_threads / costs.updates_at_once
-
-
 def _factor(predicted: float, measured: float) -> float:
-    """Of a rate: more where less time was taken."""
+    """Returns what to multiply a rate by: more than 1 where less time was taken."""
     if predicted <= 0 or measured <= 0:
         return 1.0
     lowest, highest = BELIEVED
@@ -70,7 +65,7 @@ def _factor(predicted: float, measured: float) -> float:
 
 
 def _stage_rates(hardware: HardwareProfile, model: ModelSpec, plan: Plan, factor: float) -> Iterable[StageRate]:
-    """Of every kind of stage in the model, at its own shape."""
+    """Yields the rates of every kind of stage in the model, at its own shape."""
     tokens = plan.numerics.micro_batch_size * plan.numerics.max_seq_len
     for stage in model.stages:
         if stage.kind not in ("block", "head"):

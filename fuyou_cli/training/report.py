@@ -1,14 +1,15 @@
-"""What a run reports: one record per step, one for the whole run. Plain data, written as JSON lines and rendered elsewhere."""
+"""Describes what a run reports: plain data, written as JSON lines and rendered elsewhere, and the arithmetic of intervals."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Busy:
-    """One interval on one resource (compute, update, ssd read, ssd write, h2d, d2h), seconds from the step's start."""
+    """Describes one interval on a resource (compute, update, ssd read, ssd write, h2d, d2h), seconds from the step's start."""
 
     resource: str
     label: str  # e.g. "forward block 3", "update head"
@@ -19,6 +20,8 @@ class Busy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
+    """Describes one step as it was measured."""
+
     step: int  # 1 for the first
     total_steps: int
     loss: float
@@ -42,7 +45,7 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
-    """One figure of the plan beside the run's."""
+    """Puts one figure of the plan beside the run's."""
 
     what: str
     unit: Literal["bytes", "seconds"]
@@ -51,7 +54,7 @@ class Compared:
 
     @property
     def difference(self) -> float | None:
-        """Of the measured one, as a share of the predicted; None where nothing was predicted."""
+        """Returns it as a share of the predicted figure; None where nothing was predicted."""
         if self.predicted == self.measured:
             return 0.0
         return self.measured / self.predicted - 1 if self.predicted > 0 else None
@@ -59,11 +62,11 @@ class Compared:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunReport:
+    """Describes a whole run. Figures of one step are those of its typical steps (`reporting.Steps`)."""
+
     steps: int
     settled: int  # of these, after the first ones that are not like the rest
     seconds: float
-    first_loss: float
-    last_loss: float
     losses: tuple[float, ...]
     tokens_per_second: float
     tflops: float
@@ -82,4 +85,32 @@ class RunReport:
     update_cpu: float = 0.0  # CPU seconds of the update threads per step, median
     compared: tuple[Compared, ...] = ()  # with the plan, line by line
     assumed: bool = False  # the plan's rates were
-    with_commits: bool = True  # the step's seconds and bytes have their share of commits; False: of steps without one
+
+
+def merged(intervals: Sequence[Busy]) -> list[tuple[float, float]]:
+    """Returns the union of the intervals, in order: several requests in flight at once count once."""
+    spans: list[tuple[float, float]] = []
+    for begin, end in sorted((item.begin, item.end) for item in intervals if item.end > item.begin):
+        if spans and begin <= spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], end))
+        else:
+            spans.append((begin, end))
+    return spans
+
+
+def busy_seconds(timeline: Sequence[Busy]) -> dict[str, float]:
+    """Returns the seconds that each resource was busy, in order of first appearance."""
+    by_resource: dict[str, list[Busy]] = {}
+    for item in timeline:
+        by_resource.setdefault(item.resource, []).append(item)
+    return {name: sum(end - begin for begin, end in merged(items)) for name, items in by_resource.items()}
+
+
+def phases(timeline: Sequence[Busy]) -> list[tuple[str, float, float]]:
+    """Returns (name, begin, end) of forward and backward, from the labels of the compute intervals."""
+    found = []
+    for name in ("forward", "backward"):
+        items = [item for item in timeline if item.resource == "compute" and item.label.startswith(name)]
+        if items:
+            found.append((name, min(item.begin for item in items), max(item.end for item in items)))
+    return found

@@ -1,64 +1,57 @@
-"""What a run reports: one step's timeline, and at the end the whole run beside its plan."""
+"""Reports a run beside its plan, resource by resource: every surprise is a line with a name."""
 
 from __future__ import annotations
 
 import statistics
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Literal
 
+from ..planner.timeline import Timeline
 from ..spec.plan import Plan
-from .report import RunReport, StepReport
+from .report import Compared, RunReport, StepReport
 
-LATEST = 1000  # steps whose figures are kept for medians
+LATEST = 1000  # steps whose figures are kept
+_LEAST_WAIT = 1e-3  # seconds per step: a shorter wait on both sides is no line
+_Line = tuple[str, Literal["bytes", "seconds"], float, float]
+_RESOURCES = ("compute", "update", "ssd read", "ssd write", "h2d", "d2h")
 
 
 def settling_steps(plan: Plan, *, resumed: bool) -> int:
-    """Steps at the start of a run that are not like those after them: the first warms up; moments are zero and not read in
-    the first update, which follows a step later where updates are deferred; and extents are new until both were written."""
+    """Returns how many first steps are not like the rest: they warm up, have no moments to read, or write to new extents."""
     if resumed:
         return 1
     return 3 if any(stage.deferred for stage in plan.stages) else 2
 
 
 class Steps:
-    """What a run's report needs of its steps, in memory that does not grow with their number."""
+    """Keeps what a run's report needs of its steps, in memory that does not grow with their number."""
 
     def __init__(self, *, settling: int) -> None:
         self.count = 0
         self.last: StepReport | None = None  # the only one with its timeline
         self.stalls: dict[str, float] = {}  # of all steps
-        self.settled = 0  # steps after the first `settling`
         self._settling = settling
-        self._early: list[StepReport] = []
-        self._later: deque[StepReport] = deque(maxlen=LATEST)
-        self._tokens, self._seconds = 0, 0.0  # of the settled ones
+        self._latest: deque[StepReport] = deque(maxlen=LATEST)
 
     def add(self, report: StepReport) -> None:
         self.count, self.last = self.count + 1, report
         for cause, waited in report.stalls.items():
             self.stalls[cause] = self.stalls.get(cause, 0.0) + waited
-        kept = replace(report, timeline=())
-        if self.count <= self._settling:
-            self._early.append(kept)
-            return
-        self.settled += 1
-        self._later.append(kept)
-        self._tokens += report.batch_tokens
-        self._seconds += report.seconds
+        self._latest.append(replace(report, timeline=()))
+
+    @property
+    def settled(self) -> int:
+        """Returns the number of steps after the first `settling`."""
+        return max(0, self.count - self._settling)
 
     @property
     def typical(self) -> Sequence[StepReport]:
-        """The latest of the settled ones; of a shorter run all but the first, which warms up, where there are others."""
-        return list(self._later) or self._early[1:] or self._early
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of the same, without end."""
-        if self.settled:
-            return self._tokens / (self._seconds or 1e-9)
-        return sum(step.batch_tokens for step in self.typical) / (sum(step.seconds for step in self.typical) or 1e-9)
+        """Returns the latest of the settled ones; of a shorter run all but the first, where there are others."""
+        latest = list(self._latest)
+        return latest[-self.settled :] if self.settled else latest[1:] or latest
 
 
 def run_report(
@@ -72,54 +65,33 @@ def run_report(
     written_total: int,
     output_dir: str,
 ) -> RunReport:
-    """The run beside its plan; figures per step are medians of typical ones."""
-    typical, rate = steps.typical, steps.tokens_per_second
-    averaged = _whole_intervals(typical, plan)
-    plain = [step for step in typical if not _commits(step, plan)] or typical
-    middle = _mean if averaged else _median
-    steps_seen = averaged or plain
+    """Sums up a run. Where only some steps write for a commit, bytes and seconds are means over whole intervals."""
+    typical = steps.typical
+    every = plan.commit_every if plan.has_apart_commits else None
+    averaged = typical[len(typical) % every :] if every and len(typical) >= every else ()
+    middle, seen = (statistics.fmean, averaged) if averaged else (_median, typical)
+    rate = sum(step.batch_tokens for step in typical) / (sum(step.seconds for step in typical) or 1e-9)
     return RunReport(
         steps=steps.count,
         settled=steps.settled,
         seconds=seconds,
-        first_loss=losses[0] if losses else float("nan"),
-        last_loss=losses[-1] if losses else float("nan"),
         losses=tuple(losses),
         tokens_per_second=rate,
         tflops=6.0 * parameters * rate / 1e12,
         ram_budget=plan.cpu_budget,
         ram_peak=ram_peak,
-        step_seconds=middle([step.seconds for step in steps_seen]),
-        read_per_step=round(middle([step.read_bytes for step in steps_seen])),
-        written_per_step=round(middle([step.written_bytes for step in steps_seen])),
+        step_seconds=middle([step.seconds for step in seen]),
+        read_per_step=round(middle([step.read_bytes for step in seen])),
+        written_per_step=round(middle([step.written_bytes for step in seen])),
         written_total=written_total,
         stalls=steps.stalls,
         timeline=steps.last.timeline if steps.last else (),
         timeline_stalls=steps.last.stalls if steps.last else {},
         output_dir=str(Path(output_dir).expanduser()),
-        busy=_medians([step.busy for step in plain]),
-        waits=_medians([step.stalls for step in plain]),
-        with_commits=bool(averaged) or not plan.has_apart_commits,
+        busy=_medians([step.busy for step in typical]),
+        waits=_medians([step.stalls for step in typical]),
         update_cpu=_median([step.update_cpu_seconds for step in typical]),
     )
-
-
-def _whole_intervals(steps: Sequence[StepReport], plan: Plan) -> Sequence[StepReport]:
-    """The latest, as many as make whole intervals between commits; none where every step is alike, or there are too few."""
-    if plan.commit_every is None or not plan.has_apart_commits:
-        return ()
-    return steps[len(steps) % plan.commit_every :] if len(steps) >= plan.commit_every else ()
-
-
-def _commits(step: StepReport, plan: Plan) -> bool:
-    """Whether some update in it writes for a commit what others do not."""
-    late = any(stage.deferred for stage in plan.stages) and step.step > 1
-    every = plan.commit_every or 1
-    return plan.has_apart_commits and (step.step % every == 0 or (late and (step.step - 1) % every == 0))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values)
 
 
 def _median(values: Sequence[float]) -> float:
@@ -127,6 +99,35 @@ def _median(values: Sequence[float]) -> float:
 
 
 def _medians(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Of each name over all steps; a step without it has none of it."""
+    """Returns the median of each name over all steps; a step without it has none of it."""
     names = dict.fromkeys(name for step in steps for name in step)
     return {name: statistics.median(step.get(name, 0.0) for step in steps) for name in names}
+
+
+def compared(report: RunReport, plan: Plan, step: Timeline, *, gpu_peak: int = 0) -> tuple[Compared, ...]:
+    """Puts the figures of one step, and the run's memory (bytes), beside the plan's. `step`: as simulated; `gpu_peak`: as
+    measured, 0 of a device without memory of its own."""
+    predicted, promised, waits = plan.predicted, step.under_way, report.waits
+    longest = {cause: max(step.stalls.get(cause, 0.0), waits.get(cause, 0.0)) for cause in (*step.stalls, *waits)}
+    causes = sorted((cause for cause in longest if longest[cause] >= _LEAST_WAIT), key=lambda cause: -longest[cause])
+    on_device: list[_Line] = [("peak GPU memory", "bytes", predicted.gpu_peak, gpu_peak)] if gpu_peak else []
+    lines: list[_Line] = [
+        ("peak RAM", "bytes", predicted.cpu_peak, report.ram_peak),
+        *on_device,
+        ("step", "seconds", predicted.step_seconds, report.step_seconds),
+        *(
+            (f"{name} under way", "seconds", promised.get(name, 0.0), report.busy[name])
+            for name in _RESOURCES
+            if name in report.busy
+        ),
+        ("ssd read", "bytes", predicted.read_per_step, report.read_per_step),
+        ("ssd written", "bytes", predicted.written_per_step, report.written_per_step),
+        ("waiting", "seconds", sum(step.stalls.values()), sum(waits.values())),
+        *((f"  for {cause}", "seconds", step.stalls.get(cause, 0.0), waits.get(cause, 0.0)) for cause in causes),
+    ]
+    return tuple(Compared(what=what, unit=unit, predicted=plan, measured=run) for what, unit, plan, run in lines)
+
+
+def as_records(lines: tuple[Compared, ...]) -> list[dict[str, object]]:
+    """Returns the same for a log, with the difference as a share of what was predicted, null where nothing was."""
+    return [{**asdict(line), "what": line.what.strip(), "difference": line.difference} for line in lines]

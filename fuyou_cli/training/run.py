@@ -1,4 +1,4 @@
-"""A run: store, daemon, device and executor opened together, stepped, saved and closed in order."""
+"""Runs a recipe: opens store, daemon, device and executor together, steps, saves, and closes them in order."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from types import TracebackType
 
 import torch
 
-from ..core.errors import (
-    Interrupted,
-    UsageError,
-)
+from ..core.errors import Interrupted, UsageError
 from ..core.own_files import own_folder
 from ..core.patience import Patience
 from ..data import collate
@@ -22,12 +19,12 @@ from ..engine.executor import Executor, StepAbandoned
 from ..engine.host_memory import HostMemory
 from ..engine.updates import Optimizer
 from ..planner.schedule import Visit
+from ..spec.model import ModelSpec
 from ..spec.plan import Span
 from ..swap.arena import Arena
 from ..swap.daemon import DaemonOptions, SwapDaemon
 from ..swap.store import Store
 from . import out_of_device_memory
-from .first_steps import FirstSteps
 from .limits import gpu_most
 from .memory_watch import MemoryWatch
 from .rates import learning_rate
@@ -46,11 +43,14 @@ from .steps import Planned, Ready
 from .stopping import StopRequests
 from .trimming import Trimming
 
+_FIRST = 3  # steps, in which every parameter should get a gradient
+_NAMED = 5  # of those that get none
+
 
 class Run:
-    """An open run. `memory_now` gives the process's anonymous and kernel bytes, `memory_highest` the most since it was asked
-    last (0: not known); `free_space` a folder's; `announce` hears what a request to stop will do. `ends_process`: whoever
-    opened it ends the process when the run fails, and says why; signals are ignored meanwhile."""
+    """Holds an open run. `memory_now` gives the process's anonymous and kernel bytes, `memory_highest` the most since it was
+    asked last (0: not known), `free_space` a folder's. `ends_process`: signals are ignored once the run has failed, while its
+    opener says why."""
 
     def __init__(
         self,
@@ -74,7 +74,6 @@ class Run:
         self.stopping = StopRequests(announce, to_the_end=ends_process)
         self.doing = Doing()
         self._limits = RunLimits(planned.recipe, planned.plan)
-        self._first_steps = FirstSteps(planned.model, say=announce)
         self._steps = Steps(settling=settling_steps(planned.plan, resumed=planned.manifest is not None))
         self._began = time.monotonic()
         with ExitStack() as opening:
@@ -86,12 +85,11 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Whole steps that are done."""
+        """Returns the number of whole steps that are done."""
         return self.standing.step
 
     @property
     def losses(self) -> list[float]:
-        """Of these steps."""
         return self.standing.losses
 
     # ---- opening and closing -------------------------------------------------------------------------------------
@@ -101,7 +99,7 @@ class Run:
         torch.set_num_threads(plan.numerics.torch_threads)
         random_states.seed(planned.recipe.seed)
         self._claim_folders(free_space)
-        arena = self._stack.enter_context(_open_arena(plan.arena_size))
+        arena = self._stack.enter_context(Arena(max(plan.arena_size, 1 << 21)))
         self._device_most = gpu_most(planned.recipe, planned.hardware)
         self.device = open_device(plan.device, memory=self._device_most)
         self._stack.callback(self.device.close)  # its copies reach into the arena: closed before that is unmapped
@@ -118,7 +116,6 @@ class Run:
         """Opens what computes and what saves, over the store, the daemon and the device."""
         plan, planned, memory = self.plan, self.planned, self.host_memory
         self._pin(memory.tensor(Span(offset=0, size=memory.arena.size), torch.uint8))
-        self.optimizer = _optimizer(planned)
         with self._naming_device_memory():
             self.executor = Executor(
                 anatomy=planned.anatomy,
@@ -127,7 +124,7 @@ class Run:
                 daemon=self.daemon,
                 memory=memory,
                 device=self.device,
-                optimizer=self.optimizer,
+                optimizer=_optimizer(planned),
                 patience=patience,
             )
         self._stack.callback(self.executor.close)
@@ -162,7 +159,7 @@ class Run:
             self._announce(out_of_device_memory.unpinned(refused, arena.numel()))
 
     def _claim_folders(self, free_space: Callable[[Path], int]) -> None:
-        """A saved run is still the one that was planned for, and the store's folders are there and large enough."""
+        """Checks that a saved run is still the one that was planned for, and that the folders have room for the store."""
         plan, planned = self.plan, self.planned
         self.paths = [directory / STORE_FILE for directory in planned.directories]
         if planned.manifest is not None:
@@ -177,7 +174,7 @@ class Run:
         check_space(self.paths, plan.store_size, free_space)
 
     def _open_store(self) -> None:
-        """The store, locked; only then is its manifest sure to stay what it was."""
+        """Opens and locks the store; only then is its manifest sure to stay what it was."""
         plan, planned = self.plan, self.planned
         self._unnamed = [path for path in self.paths if planned.manifest is None and _is_missing(path)]
         self.store = self._stack.enter_context(Store.open(self.paths, stripe=plan.io.stripe, size=plan.store_size, create=True))
@@ -186,8 +183,9 @@ class Run:
         check_unchanged(planned.manifest, self.paths[0].parent, start_over=start_over)
 
     def _remove_unnamed(self) -> None:
-        """A run that ends before it loads leaves none of the files it made: they are as large as the whole store, and nothing
-        says whose they are. Done while they are locked; with a manifest beside them another run made them meanwhile."""
+        """Removes, while they are locked, the files that a run made and never loaded into: nothing says whose they are.
+
+        With a manifest beside them another run made them meanwhile."""
         with suppress(OSError):  # why the run ended is what is told; what cannot be looked at or removed stays
             if self._unnamed and _is_missing(self.paths[0].parent / manifests.NAME):
                 for path in self._unnamed:
@@ -200,8 +198,8 @@ class Run:
         self._stack.__exit__(kind, error, trace)
 
     def load(self, progress: Callable[[int], None]) -> None:
-        """The model's weights as the store's generation 0, or the saved run's state. `progress` hears of parameters loaded, or
-        of bytes of the saved state that were read and found as they were written."""
+        """Loads the model's weights as generation 0, or restores the saved state. `progress` hears of parameters loaded, or of
+        bytes of the saved state that were read and found as they were written."""
         saved = self.planned.manifest
         with self.stopping.during("loading"), self._endings.telling_what_is_saved():
             self._unnamed.clear()  # a manifest names them, or is about to
@@ -215,13 +213,11 @@ class Run:
     # ---- stepping ------------------------------------------------------------------------------------------------
 
     def train(self, on_step: Callable[[StepReport], None]) -> None:
-        """Steps until the last one. Raises Interrupted, state saved, after a request to stop with steps left to do, or where
+        """Trains until the last step. Raises Interrupted, state saved, after a request to stop with steps left to do, or where
         the next one would pass a limit of the recipe; what `on_step` raises ends the run in the same way."""
         self.doing.training = True
         with self.stopping.during("training"), self._endings.telling_what_is_saved():
             self.host_memory.take()
-            self._first_steps.begin(self.step, self.rates)
-            self.saver.began = self._first_steps.committed
             self.saver.begin_training()
             self.executor.skipped = self.standing.skipped
             self._limits.begin(self.step, self._written)
@@ -244,16 +240,16 @@ class Run:
 
     @property
     def _written(self) -> int:
-        """Bytes of the store, by this process and those before it."""
+        """Returns the bytes written to the store by this process and those before it."""
         return self.standing.written_before + self.daemon.counters().written_bytes
 
     def _moved(self) -> tuple[int, ...]:
-        """Changes when anything moves."""
+        """Returns numbers that change when anything moves."""
         counters = self.daemon.counters()
         return counters.read_bytes, counters.written_bytes, counters.update_params
 
     def _where(self) -> str:
-        """What the run is doing, for people."""
+        """Says what the run is doing, for people."""
         if not self.doing.training:
             return "loading"
         if not self.doing.step:
@@ -262,14 +258,14 @@ class Run:
         return f"step {self.step + 1}, {visit.phase} of {self.model.stages[visit.stage].name}"
 
     def _limit_reached(self) -> str | None:
-        """Which limit of the recipe the next step would pass."""
+        """Names the limit of the recipe that the next step would pass."""
         limit = self._limits.reached(seconds=time.monotonic() - self._began, written=self._written)
         if limit:
             self._announce(f"{limit};\nstopping, and saving the state")
         return limit
 
     def _one_step(self) -> StepReport | None:
-        """None where it was given up on request."""
+        """Runs one step; returns None where it was given up on request."""
         planned, tokenised = self.planned, self.ready.tokenised
         batch = collate(
             tokenised.rows,
@@ -293,14 +289,13 @@ class Run:
         self.doing.step = False
         self.losses.append(outcome.loss)
         self.saver.step_is_over()
-        self._first_steps.step(self.executor.reached, skipped=bool(outcome.skipped))
+        is_new = planned.manifest is None
+        if is_new and self.step == _FIRST and (unreached := _unreached(self.model, self.executor.reached)):
+            self._announce(unreached)
         if outcome.skipped:
-            self._say_skipped(outcome.skipped)
+            row, most = self.standing.skipped_in_row, planned.recipe.train.skip_nonfinite
+            self._announce(f"{outcome.skipped};\nit is skipped and changes nothing, {row} in a row of at most {most}")
         return self._meter.report(outcome, step=self.step, total_steps=planned.total_steps, lr=lr, tokens=batch.tokens)
-
-    def _say_skipped(self, why: str) -> None:
-        row, most = self.standing.skipped_in_row, self.planned.recipe.train.skip_nonfinite
-        self._announce(f"{why};\nit is skipped and changes nothing, {row} in a row of at most {most}")
 
     def _between_micro_batches(self) -> None:
         self._trimming.between_micro_batches()
@@ -318,7 +313,7 @@ class Run:
     # ---- saving and reporting ------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Everything at one generation, on stable storage, and a manifest that says so."""
+        """Brings everything to one generation, on stable storage, with a manifest that says so."""
         self.doing.saving = True
         with self.stopping.during("saving"):
             self.executor.drain()
@@ -326,7 +321,7 @@ class Run:
         self.doing.saving = False
 
     def report(self) -> RunReport:
-        """The run beside its plan."""
+        """Sums up the run."""
         return run_report(
             self._steps,
             losses=self.losses,
@@ -339,12 +334,17 @@ class Run:
         )
 
 
-def _open_arena(size: int) -> Arena:
-    return Arena(max(size, 1 << 21))
+def _unreached(model: ModelSpec, reached: set[str]) -> str:
+    """Names the parameters that no gradient has reached, for people; empty where there are none."""
+    tensors = dict.fromkeys(tensor.name for stage in model.stages for tensor in stage.tensors)
+    names = [name for name in tensors if name not in reached]
+    more = f" and {len(names) - _NAMED:,} others" if len(names) > _NAMED else ""
+    found = ", ".join(names[:_NAMED]) + more
+    return f"note: {found} got no gradient in {_FIRST} steps, so nothing is trained there" if names else ""
 
 
 def _is_missing(path: Path) -> bool:
-    """That it is there and cannot be looked at is another matter."""
+    """Tells whether nothing is there. Raises OSError where that cannot be looked at."""
     try:
         path.lstat()
     except FileNotFoundError:

@@ -9,9 +9,8 @@ from ..engine.devices.base import Copy, Device
 from ..engine.executor import StepOutcome
 from ..spec.model import ModelSpec
 from ..swap.daemon import Event, SwapDaemon
-from .busy import busy_seconds
 from .memory_watch import MemoryWatch
-from .report import Busy, StepReport
+from .report import Busy, StepReport, busy_seconds
 
 _OF_STORE = {"read": "ssd read", "write": "ssd write", "update": "update"}
 

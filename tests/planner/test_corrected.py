@@ -16,9 +16,8 @@ from fuyou_cli.planner.simulate import simulate
 from fuyou_cli.planner.timeline import Timeline
 from fuyou_cli.spec.hardware import HardwareProfile
 from fuyou_cli.spec.plan import Plan
-from fuyou_cli.training.busy import busy_seconds
 from fuyou_cli.training.corrected import LEAST_STEPS, corrected
-from fuyou_cli.training.report import Busy, RunReport, StepReport
+from fuyou_cli.training.report import Busy, RunReport, StepReport, busy_seconds
 from fuyou_cli.training.reporting import run_report
 
 from .models import HARDWARE, SPEC, request

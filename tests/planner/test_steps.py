@@ -48,7 +48,7 @@ def test_a_long_run_keeps_the_latest_and_totals_of_all() -> None:
     assert report.stalls == {"a slot": pytest.approx(0.5 * (LATEST + 501))}
     assert report.timeline == drawn
     assert report.step_seconds == 1.0
-    assert report.tokens_per_second == pytest.approx(16 * (LATEST + 500) / (9.0 * (LATEST // 2 - 1) + LATEST // 2 + 501))
+    assert report.tokens_per_second == pytest.approx(16.0)
 
 
 @pytest.mark.parametrize(("clip", "resumed", "settling"), [(None, False, 2), (1.0, False, 3), (1.0, True, 1), (None, True, 1)])

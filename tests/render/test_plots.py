@@ -10,8 +10,7 @@ import pytest
 from rich.console import Console
 
 from fuyou_cli.cli.render.plots import LEFT, PLOT, loss_lines, show_loss, show_timeline, timeline_svg, waiting
-from fuyou_cli.training.busy import busy_seconds, merged, phases
-from fuyou_cli.training.report import Busy
+from fuyou_cli.training.report import Busy, busy_seconds, merged, phases
 
 Printer = Callable[..., tuple[Console, Callable[[], str]]]
 

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fuyou_cli.core.units import duration, gb
-from fuyou_cli.training.busy import busy_seconds, merged, phases
-from fuyou_cli.training.report import Busy
+from fuyou_cli.training.report import Busy, busy_seconds, merged, phases
 
 from .theme import RESOURCE_STYLE, Symbols, heading, ordered, percent, show, symbols
 

@@ -17,7 +17,7 @@ def show_summary(console: Console, report: RunReport) -> None:
     shapes = symbols(console)
     heading(console, f"{some(report.steps, 'step')} in {duration(report.seconds)}")
     rows = [
-        ("loss", f"{report.first_loss:.4f} {shapes.arrow} {report.last_loss:.4f}"),
+        ("loss", f"{report.losses[0]:.4f} {shapes.arrow} {report.losses[-1]:.4f}"),
         ("speed", f"{speed(report.tokens_per_second)} tokens/s, {tera(report.tflops * 1e12)} TFLOPS (6N)"),
         ("waiting", f"{waiting(report.stalls)}, in all steps together"),
         ("written", f"{gb(report.written_total)} to the ssd"),

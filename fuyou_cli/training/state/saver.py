@@ -91,7 +91,6 @@ class Saver:
         self.paths = store.paths
         self.folder = store.paths[0].parent
         self.saved_bytes = 0  # that saving wrote, beside the steps
-        self.began: Callable[[Manifest], None] = lambda manifest: None  # hears of every commit
         self._complete = -1  # the newest generation that every stage has come to
         self.commits = Commits(flush=store.sync, name=self._name, durable=ready.planned.manifest, patience=patience)
 
@@ -119,9 +118,7 @@ class Saver:
     def _commit_what_is_complete(self) -> None:
         """Begins to commit the last step, if every stage rests at its generation."""
         if self._complete == self.standing.step and self._is_news():
-            manifest = self._manifest("committed")
-            self.commits.begin(manifest)
-            self.began(manifest)
+            self.commits.begin(self._manifest("committed"))
 
     def durable(self, stage: int) -> int:
         """Returns the turn of a stage that is committed, -1 where none is."""
