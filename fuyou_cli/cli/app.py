@@ -56,6 +56,12 @@ RecipeArgument = Annotated[str, typer.Argument(help="A recipe file, or the name 
 OptionalRecipe = Annotated[str | None, typer.Argument(help=_RECIPE_HELP, show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="key=value", help=_OVERRIDES_HELP, show_default=False)]
 Calibrated = Annotated[bool, typer.Option("--calibrated", help="Use the rates that the latest run on this machine showed.")]
+Trace = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace", metavar="FILE", help="Write what was busy when in the newest steps, for ui.perfetto.dev.", show_default=False
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Write the result as JSON.")]
 
 
@@ -81,6 +87,7 @@ def finetune(
         bool, typer.Option("--assume-rates", help="Assume rates instead of measuring a new machine.")
     ] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Also show each step's traffic and waits.")] = False,
+    trace: Trace = None,
 ) -> None:
     """Fine-tune a model as a recipe says.
 
@@ -93,7 +100,9 @@ def finetune(
         return _plan(loaded, dry_run=True, calibrated=calibrated, verbose=verbose)
     from .finetune import run_finetune
 
-    return run_finetune(loaded, plan_file=plan_file, calibrated=calibrated, measure=not assume_rates, verbose=verbose)
+    return run_finetune(
+        loaded, plan_file=plan_file, calibrated=calibrated, measure=not assume_rates, verbose=verbose, trace=trace
+    )
 
 
 @app.command()

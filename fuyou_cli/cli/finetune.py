@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from fuyou_cli.training.report import RunReport, StepReport
     from fuyou_cli.training.run import Run
     from fuyou_cli.training.steps import Planned, Ready
+    from fuyou_cli.training.trace import Trace
 
 
 def run_finetune(
@@ -36,15 +38,18 @@ def run_finetune(
     calibrated: bool = False,
     measure: bool = True,
     verbose: bool = False,
+    trace: Path | None = None,
 ) -> None:
     """Run a recipe. `plan_file`: the plan to run, instead of the one that is best now. `calibrated`: plan with the rates that
     the latest run showed. `measure`: bench a machine that nobody has measured; a plan file brings its own rates.
-    `verbose`: show each step's traffic and waits."""
+    `verbose`: show each step's traffic and waits. `trace`: the file for what was busy when in the newest steps."""
     with like_ctrl_c():
-        _finetune(loaded, plan_file, calibrated=calibrated, measure=measure, verbose=verbose)
+        _finetune(loaded, plan_file, calibrated=calibrated, measure=measure, verbose=verbose, trace=trace)
 
 
-def _finetune(loaded: LoadedRecipe, plan_file: Path | None, *, calibrated: bool, measure: bool, verbose: bool) -> None:
+def _finetune(
+    loaded: LoadedRecipe, plan_file: Path | None, *, calibrated: bool, measure: bool, verbose: bool, trace: Path | None
+) -> None:
     _settle(loaded)
     from .output_folder import claimed, note_of_an_earlier_run
 
@@ -54,16 +59,24 @@ def _finetune(loaded: LoadedRecipe, plan_file: Path | None, *, calibrated: bool,
 
         kept = read_plan(plan_file, loaded.recipe)
     check_output(loaded.recipe)
+    tracing = None if trace is None else open_trace(trace)
     ready = made_ready(loaded, kept, measure=measure, calibrated=calibrated)
     planned = ready.planned
     with claimed(Path(planned.recipe.output_dir).expanduser()):
         if note := note_of_an_earlier_run(planned):
             write_status(note)
-        report, source, stopped = _train(ready, verbose=verbose)
+        report, source, stopped = _train(ready, verbose=verbose, trace=tracing)
         _conclude(planned, report)
         if stopped:
             raise Interrupted("stopped after the last step, before the export", hint=_again(source))
         _export(planned, source)
+
+
+def open_trace(path: Path) -> Trace:
+    """Refuses a file that cannot be written, before anything is planned."""
+    from fuyou_cli.training.trace import Trace
+
+    return Trace(path)
 
 
 def _settle(loaded: LoadedRecipe) -> None:
@@ -77,7 +90,7 @@ def _settle(loaded: LoadedRecipe) -> None:
     settle_libraries(device=offload.device, expandable_segments=offload.expandable_segments)
 
 
-def _train(ready: Ready, *, verbose: bool) -> tuple[RunReport, Path, bool]:
+def _train(ready: Ready, *, verbose: bool, trace: Trace | None) -> tuple[RunReport, Path, bool]:
     """Runs to the end and saves; the report, the store's folder, and whether somebody asked to stop before the export."""
     from fuyou_cli.machine.allocator import settle_for_training, trim
     from fuyou_cli.training.jsonl import JsonlLog
@@ -108,12 +121,26 @@ def _train(ready: Ready, *, verbose: bool) -> tuple[RunReport, Path, bool]:
             settle_for_training()
             before = run.daemon.counters()
             others = BackgroundLoad()
-            _steps(planned, run, log, verbose=verbose)
+            with traced(run, trace):
+                _steps(planned, run, log, verbose=verbose)
             report = _beside_plan(planned, run.report(), others.cores(), gpu_peak=_gpu_peak(run))
             if log is not None and not _waits_for_export(planned, run):
                 moved = _moved(before, run.daemon.counters())
                 _end_log(log, {**moved, "saved_bytes": run.saver.saved_bytes, "compared": as_records(report.compared)})
         return report, run.paths[0].parent, _waits_for_export(planned, run)
+
+
+@contextmanager
+def traced(run: Run, trace: Trace | None) -> Iterator[None]:
+    """Inside, steps go to the trace, which is written however that ends."""
+    if trace is None:
+        yield
+        return
+    run.trace(trace)
+    with ExitStack() as at_end:
+        at_end.callback(lambda: write_status(trace.told))
+        at_end.enter_context(trace)
+        yield
 
 
 def _beside_plan(planned: Planned, report: RunReport, others_cores: float, *, gpu_peak: int) -> RunReport:

@@ -20,6 +20,7 @@ from ..core.units import align_up
 from ..planner.device import BOUNDARIES_ACROSS
 from ..planner.memory import COPY_ALIGN
 from ..spec.plan import Plan, Span
+from .computing import Computing
 from .devices.base import Device, Event
 from .host_memory import HostMemory, whole_batch
 from .moves import Waiting
@@ -49,6 +50,7 @@ class Crossings:
         self.slots = [_Slot(memory.tensor(span, torch.uint8)) for span in plan.upload_slots]
         self.batches = WholeBatches(memory, plan.batch_slots)
         self.staged = 0
+        self.computing: Computing | None = None  # whoever hears of micro-batches, for a trace
 
     def into(self, sources: Iterable[Source], beside: Beside = nothing_beside) -> Arriving:
         """Begins to bring the inputs of a visit's micro-batches, in order. `beside` hears of each behind its upload, if any."""
@@ -93,6 +95,14 @@ class Arriving:
 
     def take(self) -> list[torch.Tensor]:
         """Returns what the next micro-batch computes with, from now on; what the one behind it does is on its way."""
+        if (computing := self._crossings.computing) is None:
+            return self._taken()
+        computing.end()
+        taken = self._taken()
+        computing.begin()
+        return taken
+
+    def _taken(self) -> list[torch.Tensor]:
         if not self._separate:
             return next(self._sources)()
         here, self._ahead = self._ahead, self._begin()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 from ..core.errors import NumericsError
@@ -19,7 +21,17 @@ from .updates import build_update, sums_of
 
 Waiting = Callable[[str], AbstractContextManager[None]]  # of a cause: the time spent inside is a stall of it
 
+_MOST_WAITS = 1 << 14  # that are remembered until somebody asks
 _FIRST_POLL_SECONDS, _POLL_SECONDS = 50e-6, 0.002  # a wait looks around often at first, then less often
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """When compute waited, in monotonic seconds."""
+
+    cause: str
+    begin: float
+    end: float
 
 
 class Committing(Protocol):
@@ -59,6 +71,7 @@ class DaemonMoves:
     ) -> None:
         self.model, self.plan, self.daemon, self._tick, self._patience = model, plan, daemon, tick, patience
         self.committing: Committing = Unkept()
+        self._waits: deque[Wait] = deque(maxlen=_MOST_WAITS)
         self.residency = Residency(model=model, plan=plan, transfers=daemon, runner=self)
 
     def update(self, record: Record) -> int:
@@ -98,20 +111,31 @@ class DaemonMoves:
         self.committing.blocked()
 
     def waited(self, done: Callable[[], bool], cause: str) -> float:
-        begin = time.perf_counter()
+        begin = time.monotonic()
         pause, waiting = _FIRST_POLL_SECONDS, self._patience.waiting(cause)
         while not done():
             time.sleep(pause)
             waiting.look()
             pause = min(2 * pause, _POLL_SECONDS)
             self._tick()
-        return time.perf_counter() - begin
+        return self._over(cause, begin)
 
     @contextmanager
     def waiting(self, cause: str) -> Iterator[None]:
         """Inside, compute waits for a copy, and nothing else is looked after."""
-        begin = time.perf_counter()
+        begin = time.monotonic()
         try:
             yield
         finally:
-            self.residency.stalled(cause, time.perf_counter() - begin)
+            self.residency.stalled(cause, self._over(cause, begin))
+
+    def waits(self) -> list[Wait]:
+        """Returns those since the last call."""
+        waits, self._waits = self._waits, deque(maxlen=_MOST_WAITS)
+        return list(waits)
+
+    def _over(self, cause: str, begin: float) -> float:
+        """Remembers a wait that ends now; returns its seconds."""
+        end = time.monotonic()
+        self._waits.append(Wait(cause, begin, end))
+        return end - begin

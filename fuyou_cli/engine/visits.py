@@ -164,6 +164,8 @@ class Visits:
     def leave(self, visit: Visit, begin: float) -> None:
         """Ends the visit, whose compute is submitted."""
         self.intervals.append(Interval(phase=visit.phase, stage=visit.stage, begin=begin, end=time.monotonic()))
+        if self.crossings.computing is not None:
+            self.crossings.computing.leave(visit.phase, visit.stage)
         if visit.owner is not None:
             self.weights.computed(visit.owner)
             self.weights.settle(visit.owner)

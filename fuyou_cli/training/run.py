@@ -41,6 +41,7 @@ from .state.storage import StageFiles, check_space, check_stages
 from .step_meter import StepMeter
 from .steps import Planned, Ready
 from .stopping import StopRequests
+from .trace import Trace
 from .trimming import Trimming
 
 _FIRST = 3  # steps, in which every parameter should get a gradient
@@ -209,6 +210,10 @@ class Run:
             self.saver.give_up_what_was()
             write_parts(self.standing.run, [path.parent for path in self.paths])
             self.files.load(self.ready.tokenised.fetched.entries, self.executor.residency.records, progress)
+
+    def trace(self, trace: Trace) -> None:
+        """Has `trace` hear of every step to come."""
+        self._meter.trace(trace, self.executor.visits)
 
     # ---- stepping ------------------------------------------------------------------------------------------------
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
+from ..engine.computing import Computing, MicroBatch
 from ..engine.devices.base import Copy, Device
 from ..engine.executor import StepOutcome
+from ..engine.moves import Wait
+from ..engine.visits import Visits
 from ..spec.model import ModelSpec
 from ..swap.daemon import Event, SwapDaemon
 from .memory_watch import MemoryWatch
 from .report import Busy, StepReport, busy_seconds
+from .trace import Trace
 
 _OF_STORE = {"read": "ssd read", "write": "ssd write", "update": "update"}
 
@@ -24,10 +29,17 @@ class StepMeter:
         self._model, self._daemon, self._device, self._stalls, self._memory = model, daemon, device, stalls, memory
         self._begin = self._end = 0.0
         self._counters, self._waited = daemon.counters(), dict(stalls)
+        self._before: tuple[list[Event], list[Copy]] = ([], [])  # of what ended between two steps, for a trace
+        self._traced: tuple[Trace, Visits, Computing] | None = None
+
+    def trace(self, trace: Trace, visits: Visits) -> None:
+        """Has `trace` hear of every step, micro-batch by micro-batch."""
+        visits.crossings.computing = computing = Computing(self._device)
+        self._traced = trace, visits, computing
 
     def begin(self) -> None:
         self._counters, self._waited = self._daemon.counters(), dict(self._stalls)
-        self._daemon.events(), self._device.copies()  # of what was before
+        self._before = self._daemon.events(), self._device.copies()
         self._begin = time.monotonic()
 
     def end(self) -> None:
@@ -36,7 +48,10 @@ class StepMeter:
     def report(self, outcome: StepOutcome, *, step: int, total_steps: int, lr: float, tokens: int) -> StepReport:
         """Reports the step that has just ended. `tokens`: computed on."""
         before, after, seconds = self._counters, self._daemon.counters(), self._end - self._begin
-        moved = timeline(outcome, self._daemon.events(), self._device.copies(), begin=self._begin, model=self._model)
+        events, copies = self._daemon.events(), self._device.copies()
+        moved = timeline(outcome, events, copies, begin=self._begin, model=self._model)
+        if self._traced is not None:
+            self._add_to_trace(step, seconds, outcome, [*self._before[0], *events], [*self._before[1], *copies])
         waited = {cause: total - self._waited.get(cause, 0.0) for cause, total in self._stalls.items()}
         return StepReport(
             step=step,
@@ -60,15 +75,31 @@ class StepMeter:
             busy=busy_seconds(moved),
         )
 
+    def _add_to_trace(self, step: int, seconds: float, outcome: StepOutcome, events: list[Event], copies: list[Copy]) -> None:
+        assert self._traced is not None
+        trace, visits, computing = self._traced
+        moved = intervals(outcome, events, copies, begin=self._begin, model=self._model)
+        computed = of_micro_batches(computing.take(), visits.moves.waits(), begin=self._begin, model=self._model)
+        as_visits = (replace(item, resource="visit") if item.resource == "compute" else item for item in moved)
+        trace.step(step, seconds, self._begin, [*as_visits, *computed])
+
 
 def timeline(
     outcome: StepOutcome, events: Iterable[Event], copies: Iterable[Copy], *, begin: float, model: ModelSpec
 ) -> tuple[Busy, ...]:
     """Tells when which resource was busy in a step that began at `begin` (monotonic seconds)."""
+    found = intervals(outcome, events, copies, begin=begin, model=model)
+    return tuple(replace(item, begin=0.0) if item.begin < 0 else item for item in found if item.end > 0)
+
+
+def intervals(
+    outcome: StepOutcome, events: Iterable[Event], copies: Iterable[Copy], *, begin: float, model: ModelSpec
+) -> list[Busy]:
+    """Returns the same with what began earlier, or ended before: that has negative seconds."""
     names = [stage.name for stage in model.stages]
 
     def busy(resource: str, label: str, since: float, until: float, size: int = 0) -> Busy:
-        return Busy(resource=resource, label=label, begin=max(0.0, since - begin), end=until - begin, bytes=size)
+        return Busy(resource=resource, label=label, begin=since - begin, end=until - begin, bytes=size)
 
     found = [
         busy("compute", f"{_direction(item.phase, model)} {names[item.stage]}", item.begin, item.end)
@@ -80,7 +111,22 @@ def timeline(
     for copy in copies:
         resource, to = ("h2d", "device") if copy.up else ("d2h", "host")
         found.append(busy(resource, f"copy to the {to}", copy.begin, copy.end, copy.bytes))
-    return tuple(item for item in found if item.end > 0)
+    return found
+
+
+def of_micro_batches(computed: Iterable[MicroBatch], waits: Iterable[Wait], *, begin: float, model: ModelSpec) -> list[Busy]:
+    """Returns what only a trace shows: each micro-batch's compute, and each wait."""
+    found = [
+        Busy(
+            resource="compute",
+            label=f"{item.phase} {model.stages[item.stage].name}, micro-batch {item.number + 1}",
+            begin=item.begin - begin,
+            end=item.end - begin,
+        )
+        for item in computed
+    ]
+    found += [Busy(resource="wait", label=wait.cause, begin=wait.begin - begin, end=wait.end - begin) for wait in waits]
+    return found
 
 
 def _direction(phase: str, model: ModelSpec) -> str:

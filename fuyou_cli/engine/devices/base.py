@@ -7,7 +7,8 @@ device cpu host memory is device memory, nothing is copied, and every event has 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -87,6 +88,11 @@ class Device:
     def computed(self) -> Event:
         """The point behind the compute submitted so far."""
         return Event()
+
+    def mark(self) -> Callable[[], float]:
+        """Returns what tells when the compute submitted so far was over (monotonic seconds); it may wait for it."""
+        now = time.monotonic()
+        return lambda: now
 
     def squares(self, flat: torch.Tensor, runs: Sequence[Run], lanes: torch.Tensor) -> Squares:
         """Sums runs of `flat` (1-D, in device memory), after the compute submitted so far; `flat` stays as it is until they are

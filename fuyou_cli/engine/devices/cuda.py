@@ -10,7 +10,7 @@ in CHANGELOG.md.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
@@ -96,6 +96,15 @@ class CudaDevice(Device):
 
     def computed(self) -> CudaEvent:
         return CudaEvent(torch.cuda.current_stream())
+
+    def mark(self) -> Callable[[], float]:
+        event, zero, zero_at = self.computed(), self._zero, self._zero_at
+
+        def moment() -> float:
+            event.synchronize()  # sync: asked for at the end of a step, when all of it is over
+            return zero_at + event.seconds_after(zero)
+
+        return moment
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor, host: torch.Tensor, after: CudaEvent, *, bulk: bool) -> Event:
         up = source is host

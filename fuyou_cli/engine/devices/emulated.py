@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -257,6 +257,10 @@ class EmulatedDevice(Device):
 
     def computed(self) -> Event:
         return ComputeEvent(self._clock.over)
+
+    def mark(self) -> Callable[[], float]:
+        moment = max(self._clock.over, time.monotonic())
+        return lambda: moment
 
     def takes(self, seconds: float) -> None:
         """The compute submitted last takes so long on the device; its results are here, but nobody has them before that."""

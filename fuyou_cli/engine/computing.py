@@ -1,0 +1,54 @@
+"""Records when each micro-batch of each visit computed, on the device's own time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .devices.base import Device
+
+_MOST = 1 << 16  # micro-batches of a step that are remembered
+_Moment = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """When one computed, in monotonic seconds. `number`: its place in the visit."""
+
+    phase: str
+    stage: int
+    number: int
+    begin: float
+    end: float
+
+
+class Computing:
+    """Hears of a visit's micro-batches: each begins when its inputs are there, and ends when the next is asked for or the
+    visit is left."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._began: _Moment | None = None
+        self._visit: list[tuple[_Moment, _Moment]] = []
+        self._seen: list[tuple[str, int, int, _Moment, _Moment]] = []
+
+    def begin(self) -> None:
+        self._began = self._device.mark()
+
+    def end(self) -> None:
+        """Ends the micro-batch under way, if there is one."""
+        if self._began is not None:
+            self._visit.append((self._began, self._device.mark()))
+            self._began = None
+
+    def leave(self, phase: str, stage: int) -> None:
+        """Ends the visit."""
+        self.end()
+        room = _MOST - len(self._seen)
+        self._seen += [(phase, stage, number, *marks) for number, marks in enumerate(self._visit[: max(0, room)])]
+        self._visit.clear()
+
+    def take(self) -> list[MicroBatch]:
+        """Returns those since the last call. Waits for the device where it is not done with them."""
+        seen, self._seen = self._seen, []
+        return [MicroBatch(phase, stage, number, begin(), end()) for phase, stage, number, begin, end in seen]
