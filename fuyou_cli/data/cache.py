@@ -47,8 +47,12 @@ def prepare(
         with _scratch(cache_dir) as scratch:
             out = Path(scratch, "rows")
             out.mkdir()
-            _serve({**request, "out": str(out)}, scratch=Path(scratch), threads=dataset.num_workers or 1)
-            _put_in_place(out, final)
+            _serve({**request, "out": str(out)}, threads=dataset.num_workers or 1)
+            try:
+                out.rename(final)
+            except OSError:
+                if not final.is_dir():  # otherwise another run made the same rows meanwhile
+                    raise
     return Rows(final, paths=paths)
 
 
@@ -73,22 +77,14 @@ def _request(
     sources = find_sources(dataset)
     return {
         "sources": [
-            {
-                "files": [str(file) for file in source.files],
-                "format": source.format,
-                "columns": source.columns,
-                "max_samples": source.max_samples,
-            }
-            for source in sources
+            {"files": list(map(str, one.files)), **one.entry.model_dump(include={"format", "columns", "max_samples"})}
+            for one in sources
         ],
         "tokenizer_dir": str(tokenizer_dir),
         "chat_template": _read_template(chat_template),
         "pad_token": pad_token,
-        "packing": dataset.packing,
-        "overlong": dataset.overlong,
-        "max_seq_len": dataset.max_seq_len,
-        "loss_on": dataset.loss_on,
-    }, [source.path for source in sources]
+        **dataset.model_dump(include={"packing", "overlong", "max_seq_len", "loss_on"}),
+    }, [source.entry.path for source in sources]
 
 
 def _fingerprint(request: dict[str, Any]) -> str:
@@ -136,14 +132,6 @@ def _scratch(cache_dir: Path) -> tempfile.TemporaryDirectory[str]:
         raise UsageError(f"dataset.cache_dir: {cache_dir} cannot be written: {error.strerror}", hint=hint) from error
 
 
-def _put_in_place(out: Path, final: Path) -> None:
-    try:
-        out.rename(final)
-    except OSError:
-        if not final.is_dir():  # otherwise another run made the same rows meanwhile
-            raise
-
-
 def _read_template(path: Path | None) -> str | None:
     if path is None:
         return None
@@ -160,8 +148,8 @@ def _read_template(path: Path | None) -> str | None:
     return text
 
 
-def _serve(request: dict[str, Any], *, scratch: Path, threads: int) -> None:
-    """Runs the worker to its end. Its errors for people come back as UsageError with the same words."""
+def _serve(request: dict[str, Any], *, threads: int) -> None:
+    """Runs the worker to its end. Raises what it met, in the same words."""
     package_root = str(Path(fuyou_cli.__file__).resolve().parents[1])
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH")))),
@@ -172,12 +160,12 @@ def _serve(request: dict[str, Any], *, scratch: Path, threads: int) -> None:
     }
     # -P: a file tokenizers.py in the current directory must not stand in for the library.
     command = [sys.executable, "-P", "-m", "fuyou_cli.data.worker"]
-    at = scratch / "at"
-    watched = {**request, "watch": {"at": str(at), "seconds": sandbox.TEMPLATE_SECONDS}}
-    done = subprocess.run(command, input=json.dumps(watched), env=environment, capture_output=True, text=True)
+    asked = json.dumps({**request, "template_seconds": sandbox.TEMPLATE_SECONDS})
+    done = subprocess.run(command, input=asked, env=environment, capture_output=True, text=True)
     if done.returncode == -sandbox.OVERDUE:
+        at = Path(request["out"]).with_name("at").read_text(errors="surrogateescape")
         raise UsageError(
-            f"{sandbox.TimeLimit.was_at(at)} takes more than {sandbox.TEMPLATE_SECONDS:g} s over this conversation",
+            f"{at} takes more than {sandbox.TEMPLATE_SECONDS:g} s over this conversation",
             hint="mend the template (tokenizer.chat_template names another), or leave the row out; a conversation of thousands "
             "of turns takes a fraction of that with {% generation %} marks in the template, or dataset.loss_on: last_assistant",
         )
@@ -186,21 +174,18 @@ def _serve(request: dict[str, Any], *, scratch: Path, threads: int) -> None:
             f"reading the data was ended by signal {-done.returncode}",
             hint="signal 9 usually means that memory ran out" if done.returncode == -9 else None,
         )
-    try:
+    if done.returncode == 0:
         reply = json.loads(done.stdout)
-    except ValueError:  # it did not get as far as its first line
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        reply = {"error": last, "hint": None, "kind": "unforeseen", "trace": done.stderr}
-    if "error" in reply:
-        raise _told(reply)
+        if "error" in reply:
+            kind = OutOfSpaceError if reply["kind"] == "space" else UsageError
+            raise kind(reply["error"], hint=reply["hint"])
+        return
+    raise _unforeseen(done.stdout, done.stderr)
 
 
-def _told(reply: dict[str, Any]) -> FuyouError:
-    """Makes the worker's error as it would have been raised here."""
-    if reply["kind"] == "unforeseen":
-        told = f"reading the data failed: {reply['error']}"
-        if os.environ.get("FUYOU_DEBUG", "") in ("", "0"):
-            return FuyouError(told, hint="set FUYOU_DEBUG=1 to see the traceback")
-        return FuyouError(f"{told}\n{reply['trace'].strip()}")
-    kind = OutOfSpaceError if reply["kind"] == "space" else UsageError
-    return kind(reply["error"], hint=reply["hint"])
+def _unforeseen(last_words: str, trace: str) -> FuyouError:
+    """Tells what nobody expected in one line, and the rest to whoever debugs."""
+    told = f"reading the data failed: {last_words or (trace.strip().splitlines() or ['it says nothing'])[-1]}"
+    if os.environ.get("FUYOU_DEBUG", "") in ("", "0"):
+        return FuyouError(told, hint="set FUYOU_DEBUG=1 to see the traceback")
+    return FuyouError(f"{told}\n{trace.strip()}")

@@ -1,81 +1,62 @@
-"""What a row of data means: the four formats, found by their columns, read into one of three kinds of example.
+"""What a row of data means: it is read by the format its columns show, as texts in a row or as a conversation.
 
-Pure Python, no libraries: a row is a dict, an example is text, a pair or a conversation. `columns` maps the format's
-own names to those of the data, e.g. {prompt: question, completion: answer}.
+`FORMATS` has all of them. A new one is a row there, and the function that reads its rows. Pure Python: a row is a dict.
+`columns` maps the format's own names to those of the data, e.g. {prompt: question, completion: answer}.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar
 
 from fuyou_cli.core.errors import UsageError
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Format:
-    """The columns of a format, and what may carry loss in it: the first is what `auto` means."""
-
-    required: tuple[str, ...]
-    optional: tuple[str, ...] = ()
-    losses: tuple[str, ...] = ("completion", "all")
-
-
-FORMATS = {  # in the order of detection, the most specific first
-    "messages": Format(required=("messages",), optional=("tools",), losses=("assistant", "last_assistant", "all")),
-    "prompt_completion": Format(required=("prompt", "completion")),
-    "alpaca": Format(required=("instruction", "output"), optional=("input", "system", "history")),
-    "text": Format(required=("text",), losses=("all",)),
-}
+Columns = Mapping[str, str]
+_Row = Mapping[str, object]
 _MOST, _LONGEST = 9, 60  # columns that are told, characters of each
 
 
 class RowError(ValueError):
-    """A row is not usable as its format. Whoever knows the file and the line turns it into a UsageError."""
+    """Refuses a row as its format. Whoever knows the file and the line turns it into a UsageError."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Text:
-    """A document, or a piece of a long one: only the first piece gets the start token, only the last the end token."""
+class Texts:
+    """Holds texts that follow one another with nothing between them, each with whether it is to be learnt.
 
-    text: str
+    Of a document in pieces only the first piece gets the start token, only the last the end token."""
+
+    parts: tuple[tuple[str, bool], ...]
     begins: bool = True
     ends: bool = True
 
     def texts(self) -> Iterator[str]:
-        yield self.text
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pair:
-    """A prompt and the completion to learn, both taken as they are: nothing is put between them."""
-
-    prompt: str
-    completion: str
-
-    def texts(self) -> Iterator[str]:
-        yield from (self.prompt, self.completion)
+        """Yields every text in it."""
+        return (text for text, _ in self.parts)
 
     @property
     def runs_together(self) -> bool:
-        """Whether no white space parts the two, as in "...in May?Natalia sold": seldom what is meant, so it is said."""
-        whole = self.prompt and self.completion
-        return bool(whole) and not (self.prompt[-1].isspace() or self.completion[0].isspace())
+        """Finds whether no white space parts two texts, as in "...in May?Natalia sold": seldom what is meant, so it is said."""
+        return any(one and two and not (one[-1].isspace() or two[0].isspace()) for one, two in pairwise(self.texts()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chat:
-    """A conversation for the tokenizer's chat template."""
+    """Holds a conversation for the tokenizer's chat template."""
 
     messages: tuple[dict[str, object], ...]
-    tools: tuple[object, ...] = field(default=())
+    tools: tuple[object, ...] = ()
+    ends: ClassVar[bool] = True
+    runs_together: ClassVar[bool] = False
 
     def texts(self) -> Iterator[str]:
         """Yields every text in it, names of fields included, however deep: contents in parts, calls of tools."""
         yield from _texts([*self.messages, *self.tools])
 
 
-Example = Text | Pair | Chat
+Example = Texts | Chat
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -89,7 +70,78 @@ def _texts(value: object) -> Iterator[str]:
             yield from _texts(inner)
 
 
-def choose_format(asked: str, present: frozenset[str], columns: Mapping[str, str]) -> str:
+def _cell(row: _Row, name: str, columns: Columns) -> str:
+    column = columns.get(name, name)
+    value = row.get(column)
+    if isinstance(value, str):
+        return value
+    if value is None:
+        raise RowError(f"the column {column} is {'null' if column in row else 'missing'}; {name} must be text")
+    raise RowError(f"the column {column} is of type {type(value).__name__}; {name} must be text")
+
+
+def _document(row: _Row, columns: Columns) -> Texts:
+    return Texts(parts=((_cell(row, "text", columns), True),))
+
+
+def _pair(row: _Row, columns: Columns) -> Texts:
+    return Texts(parts=((_cell(row, "prompt", columns), False), (_cell(row, "completion", columns), True)))
+
+
+def _alpaca(row: _Row, columns: Columns) -> Texts:
+    """Writes headed sections, one blank line apart: system text if any, instruction, input if any, response."""
+    if row.get(columns.get("history", "history")):
+        raise RowError("alpaca rows with a history are not supported: convert them to messages")
+    sections = []
+    for name, heading in (("system", ""), ("instruction", "### Instruction:\n"), ("input", "### Input:\n")):
+        if name == "instruction" or row.get(columns.get(name, name)):
+            sections.append(heading + _cell(row, name, columns))
+    prompt = "\n\n".join([*sections, "### Response:\n"])
+    return Texts(parts=((prompt, False), (_cell(row, "output", columns), True)))
+
+
+def _chat(row: _Row, columns: Columns) -> Chat:
+    column = columns.get("messages", "messages")
+    turns = row.get(column)
+    if not isinstance(turns, list) or not turns:
+        raise RowError(f"the column {column} must be a list of messages that is not empty")
+    messages = []
+    for number, turn in enumerate(turns, start=1):
+        if not isinstance(turn, dict):
+            raise RowError(f"message {number} of {column} must be an object with role and content")
+        # Columnar files fill keys that other rows have with null: those say nothing about this message.
+        message = {key: value for key, value in turn.items() if value is not None}
+        if not isinstance(message.get("role"), str):
+            sharegpt = ": this looks like sharegpt (from, value), which is not built yet; rename to role and content"
+            raise RowError(f"message {number} of {column} has no role" + sharegpt * ("from" in message))
+        if not isinstance(message.get("content"), str | list) and "tool_calls" not in message:
+            raise RowError(f"message {number} of {column} has no content")
+        messages.append(message)
+    tools = row.get(columns.get("tools", "tools")) or ()
+    if not isinstance(tools, list | tuple):
+        raise RowError("the column tools must be a list")
+    return Chat(messages=tuple(messages), tools=tuple(tools))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Format:
+    """Holds how a row of the format is read, its columns, and what may carry loss in it: the first is what `auto` means."""
+
+    read: Callable[[_Row, Columns], Example]
+    required: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    losses: tuple[str, ...] = ("completion", "all")
+
+
+FORMATS = {  # in the order of detection, the most specific first
+    "messages": Format(read=_chat, required=("messages",), optional=("tools",), losses=("assistant", "last_assistant", "all")),
+    "prompt_completion": Format(read=_pair, required=("prompt", "completion")),
+    "alpaca": Format(read=_alpaca, required=("instruction", "output"), optional=("input", "system", "history")),
+    "text": Format(read=_document, required=("text",), losses=("all",)),
+}
+
+
+def choose_format(asked: str, present: frozenset[str], columns: Columns) -> str:
     """Returns the format of data that has the columns `present`: the one asked for, or with `auto` the first that fits.
 
     Raises RowError when none fits or the mapping names an unknown column."""
@@ -136,57 +188,6 @@ def loss_target(loss_on: str, format_name: str) -> str:
     return loss_on
 
 
-def read_example(row: Mapping[str, object], format_name: str, columns: Mapping[str, str]) -> Example:
+def read_example(row: _Row, format_name: str, columns: Columns) -> Example:
     """Reads the row as an example. Raises RowError naming the column that is missing or has the wrong type."""
-    if format_name == "messages":
-        return _chat(row, columns)
-    if format_name == "prompt_completion":
-        return Pair(prompt=_text(row, "prompt", columns), completion=_text(row, "completion", columns))
-    if format_name == "alpaca":
-        return _alpaca(row, columns)
-    return Text(text=_text(row, "text", columns))
-
-
-def _text(row: Mapping[str, object], name: str, columns: Mapping[str, str]) -> str:
-    column = columns.get(name, name)
-    value = row.get(column)
-    if isinstance(value, str):
-        return value
-    if value is None:
-        raise RowError(f"the column {column} is {'null' if column in row else 'missing'}; {name} must be text")
-    raise RowError(f"the column {column} is of type {type(value).__name__}; {name} must be text")
-
-
-def _alpaca(row: Mapping[str, object], columns: Mapping[str, str]) -> Pair:
-    """Writes headed sections, one blank line apart: system text if any, instruction, input if any, response."""
-    if row.get(columns.get("history", "history")):
-        raise RowError("alpaca rows with a history are not supported: convert them to messages")
-    sections = []
-    for name, heading in (("system", ""), ("instruction", "### Instruction:\n"), ("input", "### Input:\n")):
-        if name == "instruction" or row.get(columns.get(name, name)):
-            sections.append(heading + _text(row, name, columns))
-    prompt = "\n\n".join([*sections, "### Response:\n"])
-    return Pair(prompt=prompt, completion=_text(row, "output", columns))
-
-
-def _chat(row: Mapping[str, object], columns: Mapping[str, str]) -> Chat:
-    column = columns.get("messages", "messages")
-    turns = row.get(column)
-    if not isinstance(turns, list) or not turns:
-        raise RowError(f"the column {column} must be a list of messages that is not empty")
-    messages = []
-    for number, turn in enumerate(turns, start=1):
-        if not isinstance(turn, dict):
-            raise RowError(f"message {number} of {column} must be an object with role and content")
-        # Columnar files fill keys that other rows have with null: those say nothing about this message.
-        message = {key: value for key, value in turn.items() if value is not None}
-        if not isinstance(message.get("role"), str):
-            sharegpt = ": this looks like sharegpt (from, value), which is not built yet; rename to role and content"
-            raise RowError(f"message {number} of {column} has no role" + sharegpt * ("from" in message))
-        if not isinstance(message.get("content"), str | list) and "tool_calls" not in message:
-            raise RowError(f"message {number} of {column} has no content")
-        messages.append(message)
-    tools = row.get(columns.get("tools", "tools")) or ()
-    if not isinstance(tools, list | tuple):
-        raise RowError("the column tools must be a list")
-    return Chat(messages=tuple(messages), tools=tuple(tools))
+    return FORMATS[format_name].read(row, columns)

@@ -37,7 +37,7 @@ def reason(error: BaseException) -> str:
 
 
 class LibraryErrors:
-    """`with LibraryErrors(as_error):` raises `as_error(reason)` in place of whatever a library raises.
+    """Raises `as_error(reason)` in place of whatever a library raises inside `with LibraryErrors(as_error):`.
 
     Errors that are told already pass, and so does a lack of memory. A panic of the Rust below a tokenizer is no Exception,
     but told as well."""
@@ -53,26 +53,16 @@ class LibraryErrors:
             raise self._as_error(reason(error)) from error
 
 
-class TimeLimit:
-    """`with limit(what):` is over within `seconds` of processor time, or the process is; the file `at` then says `what`."""
-
-    def __init__(self, at: Path, seconds: float) -> None:
-        self._file, self._seconds = os.open(at, os.O_WRONLY | os.O_CREAT, 0o600), seconds
-        signal.signal(OVERDUE, signal.SIG_DFL)
-
-    @contextmanager
-    def __call__(self, what: str) -> Iterator[None]:
-        os.pwrite(self._file, os.fsencode(what) + b"\0", 0)
-        signal.setitimer(signal.ITIMER_PROF, self._seconds)
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
-
-    @staticmethod
-    def was_at(at: Path) -> str:
-        """Reads what a process that was ended was at."""
-        return os.fsdecode(at.read_bytes().partition(b"\0")[0])
+@contextmanager
+def time_limit(what: str, at: Path, seconds: float) -> Iterator[None]:
+    """Ends the process after so many seconds of processor time inside; the file `at` then says `what` it was at."""
+    at.write_bytes(os.fsencode(what))
+    signal.signal(OVERDUE, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 @contextmanager

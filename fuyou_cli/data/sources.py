@@ -18,7 +18,7 @@ from .formats import RowError, choose_format, loss_target, mapping_hint
 from .reading import KINDS, read_rows
 
 if TYPE_CHECKING:
-    from fuyou_cli.recipe.schema import DatasetSection
+    from fuyou_cli.recipe.schema import DatasetEntry, DatasetSection
 
 NAMES_SHOWN = 4
 _KNOWN_KINDS = f"files end in {', '.join(KINDS)}"
@@ -28,31 +28,27 @@ _SPLIT_WORDS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Source:
-    """One entry of `dataset.train`, its files found."""
+    """Holds one entry of `dataset.train`, its files found."""
 
-    path: str
-    split: str
+    entry: DatasetEntry
     files: tuple[Path, ...]
     skipped: tuple[Path, ...]  # data files of the directory that are not of the split
-    format: str
-    columns: dict[str, str]
-    max_samples: int | None
 
     @property
     def choice(self) -> str | None:
         """Says which files were taken and which were not, where the path alone does not say it."""
-        if not self.skipped and self.files == (expanded(self.path, key="dataset.train"),):
+        if not self.skipped and self.files == (expanded(self.entry.path, key="dataset.train"),):
             return None
-        taken = f"{self.path}: {len(self.files)} file{'s' * (len(self.files) != 1)} taken ({_names(self.files)})"
+        taken = f"{self.entry.path}: {len(self.files)} file{'s' * (len(self.files) != 1)} taken ({_names(self.files)})"
         if not self.skipped:
             return taken
-        return f"{taken}, {len(self.skipped)} skipped as not of split {self.split} ({_names(self.skipped)})"
+        return f"{taken}, {len(self.skipped)} skipped as not of split {self.entry.split} ({_names(self.skipped)})"
 
 
 class MissingDataError(UsageError):
-    """There is no data at a path. A plan does not need it; a run does."""
+    """Says that there is no data at a path. A plan does not need it; a run does."""
 
 
 def _names(files: tuple[Path, ...]) -> str:
@@ -117,21 +113,7 @@ def _split_in_name(file: Path) -> str | None:
 
 def find_sources(dataset: DatasetSection) -> tuple[Source, ...]:
     """Finds the files of the entries of `dataset.train`. Raises UsageError, MissingDataError where there are none."""
-    sources = []
-    for entry in dataset.train:
-        files, skipped = locate(entry.path, entry.split)
-        sources.append(
-            Source(
-                path=entry.path,
-                split=entry.split,
-                files=files,
-                skipped=skipped,
-                format=entry.format,
-                columns=dict(entry.columns),
-                max_samples=entry.max_samples,
-            )
-        )
-    return tuple(sources)
+    return tuple(Source(entry, *locate(entry.path, entry.split)) for entry in dataset.train)
 
 
 def look(dataset: DatasetSection) -> tuple[Source, ...]:
@@ -145,7 +127,7 @@ def look(dataset: DatasetSection) -> tuple[Source, ...]:
         if KINDS[file.suffix.lower()] in ("json", "csv"):
             for place, row in read_rows(file):
                 try:
-                    loss_target(dataset.loss_on, choose_format(source.format, frozenset(row), source.columns))
+                    loss_target(dataset.loss_on, choose_format(source.entry.format, frozenset(row), source.entry.columns))
                 except RowError as error:
                     raise UsageError(f"{place}: {error}", hint=mapping_hint(row)) from error
                 break

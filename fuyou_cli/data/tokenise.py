@@ -18,7 +18,7 @@ from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.json_files import read_object
 
 from . import sandbox
-from .formats import Chat, Example, Pair, RowError, Text
+from .formats import Chat, Example, RowError, Texts
 from .packing import Row
 from .sandbox import LibraryErrors
 
@@ -49,21 +49,22 @@ def load_tokenizer(directory: Path, *, chat_template: str | None, pad_token: str
 
 
 class Tokeniser:
-    """Examples to tokens and mask. A `target` is what carries loss: all, completion, assistant, last_assistant."""
+    """Makes tokens and mask of examples. A `target` is what carries loss: all, completion, assistant, last_assistant."""
 
     def __init__(self, tokenizer: Any, *, directory: Path, template_key: str | None = None) -> None:
-        """`template_key`: of the recipe, where the chat template is not the tokenizer's own."""
+        """Takes `template_key`, of the recipe, where the chat template is not the tokenizer's own."""
         self.tokenizer = tokenizer
         self.template = f"the chat template of {template_key or directory}"
         self._directory = directory
         self.eos_id: int | None = tokenizer.eos_token_id
         self.stop_ids = frozenset(_stop_ids(tokenizer, directory))
+        self._special = _special_tokens(tokenizer)
         with LibraryErrors(lambda why: UsageError(f"tokenizer: {directory} does not tokenise: {why}")):
             self._starts = self._start_tokens()
 
     @property
     def pad_id(self) -> int:
-        """What fills short rows; it never carries loss, so any id serves where the tokenizer names none."""
+        """Returns what fills short rows; it never carries loss, so any id serves where the tokenizer names none."""
         known = (self.tokenizer.pad_token_id, self.eos_id, 0)
         return next(value for value in known if value is not None)
 
@@ -72,9 +73,13 @@ class Tokeniser:
         be rendered or tokenised."""
         if isinstance(examples[0], Chat):
             return self._chats([example for example in examples if isinstance(example, Chat)], target)
-        if isinstance(examples[0], Pair):
-            return self._pairs([example for example in examples if isinstance(example, Pair)], target)
-        return self._texts([example for example in examples if isinstance(example, Text)])
+        return self._texts([example for example in examples if isinstance(example, Texts)], target)
+
+    def special_in(self, example: Example) -> str | None:
+        """Finds a special token in what the example says, before a chat template adds its own: a tokenizer reads "<|end|>" in a
+        sentence as the end itself."""
+        texts = () if self._special is None else example.texts()
+        return next((found.group() for text in texts if self._special and (found := self._special.search(text))), None)
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         with LibraryErrors(self._untokenised):
@@ -92,23 +97,18 @@ class Tokeniser:
                 return list(framed[:begin])
         return []
 
-    def _texts(self, texts: list[Text]) -> list[Row]:
-        ends = [] if self.eos_id is None else [self.eos_id]
+    def _texts(self, examples: list[Texts], target: str) -> list[Row]:
+        ids = iter(self._ids([text for example in examples for text in example.texts()]))
+        end = [] if self.eos_id is None else [self.eos_id]
         rows = []
-        for example, ids in zip(texts, self._ids([text.text for text in texts]), strict=True):
-            whole = (self._starts if example.begins else []) + ids + (ends if example.ends else [])
-            rows.append(_row(whole, [1] * len(whole)))
-        return rows
-
-    def _pairs(self, pairs: list[Pair], target: str) -> list[Row]:
-        if self.eos_id is None:
-            raise UsageError("the tokenizer has no end token (eos_token): completions would never learn to stop")
-        prompts = self._ids([pair.prompt for pair in pairs])
-        completions = self._ids([pair.completion for pair in pairs])
-        rows = []
-        for prompt, completion in zip(prompts, completions, strict=True):
-            before, after = self._starts + prompt, [*completion, self.eos_id]
-            rows.append(_row(before + after, [int(target == "all")] * len(before) + [1] * len(after)))
+        for example in examples:
+            if self.eos_id is None and not all(learnt for _, learnt in example.parts):
+                raise UsageError("the tokenizer has no end token (eos_token): completions would never learn to stop")
+            pieces = [(self._starts if example.begins else [], example.parts[0][1])]
+            pieces += [(next(ids), learnt) for _, learnt in example.parts]
+            pieces += [(end if example.ends else [], example.parts[-1][1])]
+            mask = np.repeat([learnt or target == "all" for _, learnt in pieces], [len(piece) for piece, _ in pieces])
+            rows.append(_row([one for piece, _ in pieces for one in piece], mask))
         return rows
 
     def _chats(self, chats: list[Chat], target: str) -> list[Row]:
@@ -129,9 +129,8 @@ class Tokeniser:
             with sandbox.memory_limit():
                 text: str = self._apply(chat, messages, tokenize=False, **options)
         except MemoryError:
-            raise RowError(
-                f"{self.template} takes more than {sandbox.TEMPLATE_BYTES >> 20} MiB over this conversation"
-            ) from None
+            most = f"{sandbox.TEMPLATE_BYTES >> 20} MiB"
+            raise RowError(f"{self.template} takes more than {most} over this conversation") from None
         if len(text) > LARGEST_SAMPLE:
             raise RowError(f"{self.template} makes {len(text):,} characters of this conversation, more than {LARGEST_SAMPLE:,}")
         return text
@@ -203,17 +202,22 @@ def decode_pieces(tokenizer: Any, row: Row, *, at_most: int = PREVIEW_TOKENS) ->
     tokens, mask = row[0][:at_most], row[1][:at_most].astype(bool)
     mask[:1] = False
     cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(tokens)]
-    pieces = []
-    for begin, end in pairwise(cuts):
-        text = tokenizer.decode(tokens[begin:end].tolist(), skip_special_tokens=False)
-        pieces.append((text, bool(mask[begin])))
-    if len(row[0]) > at_most:
-        pieces.append((f" ... ({len(row[0]) - at_most:,} more tokens)", False))
-    return pieces
+    pieces = [(tokenizer.decode(tokens[a:b].tolist(), skip_special_tokens=False), bool(mask[a])) for a, b in pairwise(cuts)]
+    more = len(row[0]) - at_most
+    return [*pieces, (f" ... ({more:,} more tokens)", False)] if more > 0 else pieces
 
 
 def _row(ids: Sequence[int], mask: Any) -> Row:
     return np.asarray(ids, np.int32), np.asarray(mask, np.uint8)
+
+
+def _special_tokens(tokenizer: Any) -> re.Pattern[str] | None:
+    """Makes a pattern of the tokens that the tokenizer takes out of a text whole, None where there are none."""
+    added = tokenizer.added_tokens_decoder.values()
+    names = {str(name) for name in (*tokenizer.all_special_tokens, *(token for token in added if token.special))} - {""}
+    if not names or getattr(tokenizer, "split_special_tokens", False):
+        return None
+    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
 
 
 def _stop_ids(tokenizer: Any, directory: Path) -> Iterator[int]:

@@ -298,12 +298,12 @@ _GENERATION = b'{"eos_token_id": [0, 2], "transformers_version": "5.0.0"}'
 
 
 def _tokenised(folder: Path) -> object:
-    from fuyou_cli.data.formats import Chat, RowError, Text
+    from fuyou_cli.data.formats import Chat, RowError, Texts
     from fuyou_cli.data.tokenise import Tokeniser, load_tokenizer
 
     tokeniser = Tokeniser(load_tokenizer(folder, chat_template=None, pad_token=None), directory=folder)
     try:
-        rows = tokeniser.encode([Text(text="a b a")], target="all")
+        rows = tokeniser.encode([Texts(parts=(("a b a", True),))], target="all")
         talk = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "a"})
         return rows + tokeniser.encode([Chat(messages=talk)], target="all")
     except RowError as error:

@@ -90,7 +90,7 @@ def tokenise(tokenizer_dir: Path, tmp_path: Path) -> Callable[..., Rows]:
         source |= {name: options.pop(name, value) for name, value in SOURCE_DEFAULTS.items()}
         request = {"sources": [source], "out": str(out)}
         request |= {"tokenizer_dir": str(options.pop("tokenizer_dir", tokenizer_dir))}
-        request |= {"chat_template": chat_template, "pad_token": pad_token}
+        request |= {"chat_template": chat_template, "pad_token": pad_token, "template_seconds": 20}
         request |= {name: options.pop(name, value) for name, value in OPTION_DEFAULTS.items()}
         assert not options, options
         build(request)

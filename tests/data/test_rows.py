@@ -120,7 +120,14 @@ def test_the_workers_memory_does_not_grow_with_the_data(packing: str | bool, tok
         out.mkdir()
         source = {"files": [str(file)], "format": "auto", "columns": {}, "max_samples": None}
         request = {"sources": [source], "tokenizer_dir": str(tokenizer_dir), "out": str(out), "chat_template": None}
-        request |= {"pad_token": None, "max_seq_len": 512, "overlong": "truncate", "packing": packing, "loss_on": "auto"}
+        request |= {
+            "pad_token": None,
+            "template_seconds": 20,
+            "max_seq_len": 512,
+            "overlong": "truncate",
+            "packing": packing,
+            "loss_on": "auto",
+        }
         peaks.append(peak_of_worker(request))
     assert peaks[1] - peaks[0] < 120 << 20, peaks
 
