@@ -5,6 +5,8 @@ With it rest the outputs of the operators that the plan keeps (`activations.swap
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +18,7 @@ from ..planner.boundary_ledger import BoundaryLedger, Wait
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan, Span
 from ..swap.daemon import SwapDaemon
+from .devices.base import Event
 from .host_memory import HostMemory
 
 
@@ -34,6 +37,8 @@ class Boundaries:
         self.ledger = BoundaryLedger(plan=plan, transfers=daemon)
         self._kinds: dict[int, _Kind] = {}
         self._unsealed: set[int] = set()
+        self._copies: dict[int, list[Event]] = {}  # by stage: into its place in forward, out of it in backward
+        self._after = deque[tuple[int, Callable[[int], None]]]()  # stages, and what follows their copies
 
     def stash(self, stage: int, boundary: torch.Tensor, wait_until: Wait) -> None:
         """Keeps a copy of `boundary` (host memory), which is all of it unless outputs are to be put beside it."""
@@ -46,6 +51,7 @@ class Boundaries:
     def room(self, stage: int, boundary: torch.Tensor, wait_until: Wait) -> None:
         """A place for `boundary`, filled micro-batch by micro-batch, and outputs beside it, until it is sealed."""
         layout = self._layout(stage, boundary)
+        wait_until(lambda: stage not in self.ledger.kept, "a slot for a boundary")  # of the step before, until it was read
         span = self.ledger.room(stage, wait_until)
         if layout.size > align_up(span.size, RECORD_ALIGN):
             raise UsageError(
@@ -63,11 +69,34 @@ class Boundaries:
         begin = self.ledger.where(stage).offset + number * kind.layout.record
         return self.memory.tensor(Span(offset=begin, size=shape.numel() * kind.dtype.itemsize), kind.dtype).view(shape)
 
+    def awaits(self, stage: int, *copies: Event) -> None:
+        """Hears of copies between the device and where the stage's boundary rests."""
+        self._copies.setdefault(stage, []).extend(copies)
+
     def seal(self, stage: int) -> None:
-        """The stage's forward is over: all that rests with its boundary is in its place."""
+        """The stage's forward is submitted: all that rests with its boundary is in its place once its copies are over."""
         if stage in self._unsealed:
             self._unsealed.remove(stage)
-            self.ledger.seal(stage)
+            self._follow(stage, self.ledger.seal)
+
+    def advance(self) -> None:
+        """Does what waits for copies that are over, and what the ledger waits for. Never waits."""
+        while self._after and all(copy.done() for copy in self._copies.get(self._after[0][0], ())):
+            stage, follows = self._after.popleft()
+            self._copies.pop(stage, None)
+            follows(stage)
+        self.ledger.advance()
+
+    def forget(self, wait_until: Wait) -> None:
+        """Drops every boundary. No copy is under way."""
+        self._after.clear()
+        self._copies.clear()
+        self._unsealed.clear()
+        self.ledger.forget(wait_until)
+
+    def _follow(self, stage: int, follows: Callable[[int], None]) -> None:
+        self._after.append((stage, follows))
+        self.advance()
 
     def take(self, stage: int, wait_until: Wait) -> list[torch.Tensor]:
         """The boundary as stashed, micro-batch by micro-batch, valid until it is dropped."""
@@ -81,7 +110,8 @@ class Boundaries:
         return Span(offset=self.ledger.where(stage).offset + within.offset, size=within.size)
 
     def drop(self, stage: int) -> None:
-        self.ledger.drop(stage)
+        """The stage's backward is submitted: what rests is not wanted once its copies are over."""
+        self._follow(stage, self.ledger.drop)
 
     def _layout(self, stage: int, boundary: torch.Tensor) -> BoundaryLayout:
         """Of this boundary, which may be smaller than planned."""

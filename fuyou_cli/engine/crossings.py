@@ -2,15 +2,16 @@
 inputs of the next are on their way up and the results of the one before on their way down.
 
 Such copies need pinned memory. The arena is: boundaries rest there, and what the model's own forward hands from stage to stage
-is there as well, in spans of the plan that take turns (`WholeBatches`). So the host copies nothing, but what an operator of the
-model's own made between two stages, which passes through the plan's upload slots. Of a visit's copies only the first upload and
-the last download have no compute to run beside. On device cpu nothing is copied and nothing kept alive.
+is there as well, in spans of the plan that take turns. So the host copies nothing, but what an operator of the model's own made
+between two stages, which passes through the plan's upload slots. Of a visit's copies only the first upload and the last
+download have no compute to run beside. On device cpu nothing is copied and nothing kept alive.
+
+Where the plan has room for the batch on the device, stages hand on there, and what is kept for backward alone crosses.
 """
 
 from __future__ import annotations
 
-import math
-import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -19,15 +20,18 @@ import torch
 from ..core.units import align_up
 from ..planner.device import BOUNDARIES_ACROSS
 from ..planner.memory import COPY_ALIGN
-from ..spec.plan import Plan, Span
+from ..spec.model import ModelSpec
+from ..spec.plan import Plan
 from .computing import Computing
 from .devices.base import Device, Event
-from .host_memory import HostMemory, whole_batch
+from .host_memory import HostMemory
 from .moves import Waiting
+from .whole_batches import WholeBatches
 
 Source = Callable[[], list[torch.Tensor]]  # what a micro-batch computes with, in host memory; asked for once
 Beside = Callable[[int], None]
-Shape = tuple[int, ...]
+
+_AHEAD = 2  # micro-batches whose compute is submitted and not over
 
 
 def nothing_beside(number: int) -> None:
@@ -45,10 +49,19 @@ class _Slot:
 class Crossings:
     """Copies of one visit at a time. `staged`: bytes read and written to bring inputs to pinned memory, as a plan charges."""
 
-    def __init__(self, *, plan: Plan, memory: HostMemory, device: Device, waiting: Waiting) -> None:
+    def __init__(self, *, model: ModelSpec, plan: Plan, memory: HostMemory, device: Device, waiting: Waiting) -> None:
         self.memory, self.device, self.waiting = memory, device, waiting
+        self.on_device = plan.batch_on_device
+        self.across = device.separate and not self.on_device  # what stages hand on passes through the host
         self.slots = [_Slot(memory.tensor(span, torch.uint8)) for span in plan.upload_slots]
-        self.batches = WholeBatches(memory, plan.batch_slots)
+        self.inputs: Inputs | None = None
+        if self.on_device:
+            numerics = plan.numerics
+            boundary = model.boundary_bytes_per_token * numerics.micro_batch_tokens
+            self.inputs = Inputs(device, boundary, min(2, numerics.micro_batches))
+            self.batches = WholeBatches.on_device(device, plan.batch_slots)
+        else:
+            self.batches = WholeBatches.in_arena(memory, plan.batch_slots)
         self.staged = 0
         self.computing: Computing | None = None  # whoever hears of micro-batches, for a trace
 
@@ -58,38 +71,67 @@ class Crossings:
 
     def begun(self, host: torch.Tensor) -> torch.Tensor:
         """Makes room on the device for what a visit computes first for these rows of a whole batch, to be `put` there."""
-        return self.device.empty_like(host) if self.device.separate else host
+        return self.device.empty_like(host) if self.across else host
+
+    def placed(self, value: torch.Tensor) -> torch.Tensor:
+        """Returns ids or targets of the whole batch where a visit wants them: on the device, if the batch is there."""
+        if not self.on_device:
+            return value
+        self.count_staged(value)
+        return value.to(self.device.torch_device)
 
     def count_staged(self, tensor: torch.Tensor) -> None:
         self.staged += 2 * tensor.numel() * tensor.element_size()
 
 
-class WholeBatches:
-    """Spans of the arena, each lent as one tensor at a time: until its last view is gone, wherever the model's own forward may
-    keep one. Where all are lent, or too small, a tensor has memory of its own."""
+@dataclass(slots=True)
+class _Input:
+    """Device memory of one micro-batch's boundary. `used`: the end of the compute that read it last."""
 
-    def __init__(self, memory: HostMemory, spans: tuple[Span, ...]) -> None:
-        self._memory, self._spans = memory, spans
-        self._lent: list[weakref.ref[memoryview] | None] = [None for _ in spans]
+    memory: torch.Tensor  # uint8
+    used: Event | None = None
 
-    def lend(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        """Makes a tensor of the whole batch, zeros or anything."""
-        size = math.prod(shape) * dtype.itemsize
-        for number, span in enumerate(self._spans):
-            lent = self._lent[number]
-            if span.size < 2 * size <= 2 * span.size and (lent is None or lent() is None):  # not for what all rows share
-                view = self._memory.arena.view(span.offset, size)
-                self._lent[number] = weakref.ref(view)  # the tensor's memory holds it, and nobody else
-                return torch.frombuffer(view, dtype=dtype).view(shape)
-        return whole_batch(shape, dtype)
+
+class Inputs:
+    """Boundaries on their way to a device that has the rest of the batch: two places take turns, over the end of a visit as
+    well. So the first of a visit goes up while the last of the visit before still computes."""
+
+    def __init__(self, device: Device, size: int, places: int) -> None:
+        self._device = device
+        self._places = [_Input(device.empty(size)) for _ in range(places)]
+        self._computing: _Input | None = None  # whose compute is submitted, or about to be
+        self._next: _Input | None = None
+        self._begun = deque[Event]()  # micro-batches, each by the end of the compute before it
+
+    def upload(self, host: torch.Tensor) -> tuple[torch.Tensor, Event]:
+        """Asks for the copy of one micro-batch's boundary, at most once between two turns."""
+        size = host.numel() * host.element_size()
+        self._places.append(self._places.pop(0))
+        self._next = place = self._places[-1]
+        if size > place.memory.numel():
+            target = self._device.empty_like(host)
+            return target, self._device.upload(host, target)
+        target = place.memory[:size].view(host.dtype).view(host.shape)
+        return target, self._device.upload(host, target, after=None if place is self._computing else place.used)
+
+    def turn(self) -> None:
+        """Another micro-batch is about to compute. The host is at most two ahead: that bounds the device's memory."""
+        before = self._device.computed()
+        if self._computing is not None:
+            self._computing.used = before
+        self._computing, self._next = self._next, None
+        self._begun.append(before)
+        if len(self._begun) > _AHEAD:
+            self._begun.popleft().synchronize()  # sync: two micro-batches behind, nothing that the device waits for
 
 
 class Arriving:
-    """Inputs of the micro-batches of one visit, in turn; the first is on its way."""
+    """Inputs of the micro-batches of one visit, in turn; the first is on its way. `uploads`: of all so far."""
 
     def __init__(self, crossings: Crossings, sources: Iterable[Source], beside: Beside) -> None:
         self._crossings, self._sources, self._beside = crossings, iter(sources), beside
         self._number = 0
+        self.uploads: list[Event] = []
         self._separate = crossings.device.separate
         self._ahead: list[tuple[torch.Tensor, Event]] = self._begin() if self._separate else []
 
@@ -105,6 +147,8 @@ class Arriving:
     def _taken(self) -> list[torch.Tensor]:
         if not self._separate:
             return next(self._sources)()
+        if self._crossings.inputs is not None:
+            self._crossings.inputs.turn()
         here, self._ahead = self._ahead, self._begin()
         with self._crossings.waiting(BOUNDARIES_ACROSS):
             for _, arrived in here:
@@ -116,16 +160,27 @@ class Arriving:
         source = next(self._sources, None)
         if source is None:
             return []
+        begun = self._there(source()) if self._crossings.on_device else self._up(source())
+        self.uploads += [event for _, event in begun]
+        self._beside(self._number)
+        self._number += 1
+        return begun
+
+    def _there(self, tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, Event]]:
+        """What rests in the arena goes up; all else is on the device."""
+        inputs, memory = self._crossings.inputs, self._crossings.memory
+        assert inputs is not None
+        return [inputs.upload(tensor) if memory.holds(tensor) else (tensor, Event()) for tensor in tensors]
+
+    def _up(self, tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, Event]]:
         slots, device = self._crossings.slots, self._crossings.device
         slot = slots[self._number % len(slots)]
         begun = []
-        for host in self._pinned(slot, source()):
+        for host in self._pinned(slot, tensors):
             target = device.empty_like(host)
             begun.append((target, device.upload(host, target)))
         if begun:
             slot.busy = begun[-1][1]
-        self._beside(self._number)
-        self._number += 1
         return begun
 
     def _pinned(self, slot: _Slot, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -156,22 +211,28 @@ class Leaving:
     """What leaves the device in one visit, micro-batch by micro-batch: in its place while the next one computes."""
 
     def __init__(self, crossings: Crossings) -> None:
-        self._device, self._waiting = crossings.device, crossings.waiting
+        self._device, self._waiting, self._across = crossings.device, crossings.waiting, crossings.across
+        self._batches = crossings.batches
         self._beside: list[_Return] = []  # of the micro-batch under way
         self._under_way: list[list[_Return]] = []  # of micro-batches
 
     def put(self, part: torch.Tensor, host: torch.Tensor) -> None:
         """Sends `part`, the micro-batch's result on the device, to `host`, which is contiguous, in its dtype. Its compute is
-        submitted; nobody writes into it any more. On device cpu it may be there already."""
-        if self._device.separate:
+        submitted; nobody writes into it any more. Where nothing crosses it may be there already."""
+        if self._across:
             self._submit(part.detach().to(host.dtype).contiguous(), host)
         elif part.data_ptr() != host.data_ptr():
             host.copy_(part)
 
-    def keep(self, part: torch.Tensor, host: torch.Tensor) -> None:
+    def keep(self, part: torch.Tensor, host: torch.Tensor) -> Event:
         """Sends `part`, on the device, to `host` while the micro-batch computes with it, and writes nothing into it."""
         part = part.contiguous()
-        self._beside.append(_Return(part, self._device.download(part, host)))
+        event = self._device.download(part, host)
+        if self._across:
+            self._beside.append(_Return(part, event))
+        else:
+            self._batches.is_read(part, event)
+        return event
 
     def settle(self) -> None:
         """Waits until everything is in its place."""
@@ -192,7 +253,7 @@ class Leaving:
 
 
 class Gathering:
-    """A visit's results as one tensor of the whole batch, in host memory."""
+    """A visit's results as one tensor of the whole batch, in host memory or on the device."""
 
     def __init__(self, crossings: Crossings, rows: int) -> None:
         self.leaving, self._crossings, self._rows = Leaving(crossings), crossings, rows

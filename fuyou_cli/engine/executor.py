@@ -89,7 +89,7 @@ class Executor:
         self._squares: dict[int, float] = {}
         self._scalars = Scalars(optimizer=optimizer, lr=0.0, step=1)
         self._outcome = StepOutcome(loss=0.0, grad_norm=None, label_tokens=0)
-        self._streamed = StreamedModel(anatomy, self, device.torch_device, visits.tick)
+        self._streamed = StreamedModel(anatomy, self, device.torch_device, visits.tick, on_device=plan.batch_on_device)
 
     def close(self) -> None:
         self._streamed.close()
@@ -109,14 +109,15 @@ class Executor:
         self.visits.begin_step(step, last=last)
         self._outcome.intervals = self.visits.intervals
         self.visits.seed(BETWEEN_STAGES, 0)
-        positions = torch.arange(input_ids.shape[1]).unsqueeze(0)
+        targets = shifted(labels)
+        self._outcome.label_tokens = int((targets != IGNORED).sum())
+        placed = self.visits.crossings.placed
+        input_ids, positions = placed(input_ids), placed(torch.arange(input_ids.shape[1]).unsqueeze(0))
         model = self.anatomy.model
         with one_row_masks(model):
             hidden = model.base_model(input_ids=input_ids, position_ids=positions, use_cache=False).last_hidden_state
         edge, output = get_gradient_edge(hidden), [hidden.detach()]
         del hidden  # whole-batch tensors are let go of as soon as they were used: each is as large as a boundary
-        targets = shifted(labels)
-        self._outcome.label_tokens = int((targets != IGNORED).sum())
         self._outcome.loss, gradient = self.head.run(output.pop(), targets, label_tokens=self._outcome.label_tokens)
         self._streamed.tape.hand_on(edge, gradient)
         del gradient
@@ -126,7 +127,8 @@ class Executor:
         return self._outcome
 
     def forward(self, call: Call, x: torch.Tensor) -> torch.Tensor:
-        """Returns a stage's output for the whole batch. x: (batch, tokens, ...) in host memory, ids or a boundary."""
+        """Returns a stage's output for the whole batch. x: (batch, tokens, ...), ids or a boundary: in host memory, or
+        on the device where the plan has the batch there."""
         return (self.blocks if x.is_floating_point() else self.embeddings).forward(call, x)
 
     def backward(self, call: Call, ids: torch.Tensor | None, grad_y: torch.Tensor) -> torch.Tensor | None:

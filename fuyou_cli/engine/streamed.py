@@ -1,7 +1,7 @@
 """A streamed stage: the model's own forward calls it, and the passes compute it, forward and backward.
 
 The model's own forward stays the choreography. Its stages get their `forward` replaced on the instance (undone on
-close); what flows between them are whole-batch tensors in host memory.
+close); what flows between them are whole-batch tensors, in host memory or on the device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Call:
 
 
 class Passes(Protocol):
-    """What computes a streamed stage. Tensors are whole-batch, in host memory."""
+    """What computes a streamed stage. Tensors are whole-batch, in host memory or on the device."""
 
     def forward(self, call: Call, x: torch.Tensor) -> torch.Tensor: ...
 
@@ -146,7 +146,9 @@ class StreamedModel:
     """A model whose stages are handed to `passes`, until it is closed. `inside` is called in the middle of a stage's forward,
     to begin what prefetches were fetched for: a visit of one micro-batch is long."""
 
-    def __init__(self, anatomy: Anatomy, passes: Passes, device: torch.device, inside: Callable[[], None]) -> None:
+    def __init__(
+        self, anatomy: Anatomy, passes: Passes, device: torch.device, inside: Callable[[], None], *, on_device: bool = False
+    ) -> None:
         self._replaced: list[nn.Module] = []
         self._hooks: list[RemovableHandle] = []
         self.tape = Tape(passes)
@@ -157,14 +159,21 @@ class StreamedModel:
             stage.module.forward = streamed_forward(index, stage.name, original, self.tape, passes, device)
             self._replaced.append(stage.module)
             self._hooks += stage.call_inside(inside)
-            for module in stage.module.modules():
-                for name, value in module._buffers.items():
-                    module._buffers[name] = None if value is None else value.to(device)
+            _place_buffers(stage.module, device)
+        if on_device:  # the model's own forward computes there as well
+            _place_buffers(anatomy.model, device)
 
     def close(self) -> None:
+        """Gives the model its own forwards back."""
         for module in self._replaced:
             module.__dict__.pop("forward", None)
         self._replaced.clear()
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
+
+
+def _place_buffers(root: nn.Module, device: torch.device) -> None:
+    for module in root.modules():
+        for name, value in module._buffers.items():
+            module._buffers[name] = None if value is None else value.to(device)

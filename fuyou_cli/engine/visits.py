@@ -75,7 +75,7 @@ class Visits:
         self.lookahead = Lookahead(
             schedule=self.schedule, residency=self.residency, boundaries=self.boundaries.ledger, tick=self.tick
         )
-        self.crossings = Crossings(plan=plan, memory=memory, device=device, waiting=waiting)
+        self.crossings = Crossings(model=model, plan=plan, memory=memory, device=device, waiting=waiting)
         self.weights = ComputeWeights(model=model, plan=plan, memory=memory, device=device, waiting=waiting)
         self.sums = GradientSums(
             model=model, plan=plan, residency=self.residency, memory=memory, device=device, hand_over=hand_over, waiting=waiting
@@ -107,7 +107,7 @@ class Visits:
         self.sums.forget()
         self.lookahead.pause()
         self.lookahead.forget()
-        self.boundaries.ledger.forget(self.residency.wait_until)
+        self.boundaries.forget(self.residency.wait_until)
         self.weights.settle_all()
         self.residency.let_go_of_all()
 
@@ -198,7 +198,7 @@ class Visits:
     def tick(self) -> None:
         """Moves everything that can move; called whenever something may have finished. Never waits."""
         self.residency.advance()
-        self.boundaries.ledger.advance()
+        self.boundaries.advance()
         self.sums.advance()
         self.lookahead.advance(self._begin_upload)
 

@@ -46,6 +46,7 @@ def assembled(
         boundary_slots=placed.boundary_slots,
         upload_slots=placed.upload_slots,
         batch_slots=placed.batch_slots,
+        batch_on_device=bool(request.batch_on_device),
         lookahead=lookahead,
         io=placed.io,
         arena_size=placed.arena_size,
@@ -120,7 +121,7 @@ def _memory_lines(model: ModelSpec, hardware: HardwareProfile, request: PlanRequ
     policies = ("with kept outputs", "with kept outputs") if swapped else ("recompute the rest", "recompute")
     add("boundaries", "cpu", in_ram + slots, in_ram + on_ssd, policies[0])
     add("boundaries", "ssd", on_ssd, in_ram + on_ssd, policies[1])
-    crossing = sum(span.size for span in (*placed.upload_slots, *placed.batch_slots))
+    crossing = sum(span.size for span in (*placed.upload_slots, *(() if request.batch_on_device else placed.batch_slots)))
     add("crossing", "cpu", crossing, 0, "the batch between stages, to and from the device")
     add("compute", "cpu", compute_memory(model, request).total, 0, "activations of one micro-batch")
     add("update chunks", "cpu", placed.io.scratch.size, 0, "read, AdamW, write")
@@ -128,6 +129,7 @@ def _memory_lines(model: ModelSpec, hardware: HardwareProfile, request: PlanRequ
     device = device_memory(model, request, placed.stages)
     add("weights", "gpu", device.homes + device.turns, params * item, "on the GPU home and two turns")
     add("gradients", "gpu", device.sums, total, "sums on the GPU")
+    add("crossing", "gpu", device.batch, 0, "the batch between stages, on the device")
     add("compute", "gpu", device.compute, 0, "a micro-batch and its neighbours")
     return tuple(lines)
 

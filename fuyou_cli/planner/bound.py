@@ -74,7 +74,8 @@ def phase_estimate(costs: Costs, schedule: Schedule, plan: Plan) -> float:
 def _beside_copies(costs: Costs, visits: Sequence[Visit], plan: Plan) -> tuple[float, float, float]:
     """Seconds of a phase in which the device computes or waits for its micro-batches, of copies to it and of copies from it.
     A micro-batch crosses while its neighbours compute, but for the first of a visit on its way there and the last on its way
-    back. Weights that are still there from the visit before are counted as if they went up once more."""
+    back, where the batch is not on the device. Weights that are still there from the visit before are counted as if they went
+    up once more."""
     hardware, stages, parts = costs.hardware, plan.stages, costs.micro_batches
     up_rate, down_rate = (rate or float("inf") for rate in (hardware.h2d, hardware.d2h))
     gradient, weight = ITEM_SIZE[costs.numerics.accumulate_dtype], ITEM_SIZE[costs.model.compute_dtype]
@@ -83,7 +84,7 @@ def _beside_copies(costs: Costs, visits: Sequence[Visit], plan: Plan) -> tuple[f
         up, down = micro_batch_crossing(costs, visit, stages[visit.stage])
         up_seconds, down_seconds = up * parts / up_rate, down * parts / down_rate
         busy = max(_compute_seconds(costs, visit, stages), up_seconds, down_seconds)
-        computing += busy + (up_seconds + down_seconds) / parts
+        computing += busy + (0.0 if costs.batch_on_device else (up_seconds + down_seconds) / parts)
         if visit.owner is not None and stages[visit.owner].weights != "gpu":
             up_seconds += weight * costs.model.stages[visit.owner].params / up_rate
         if visit.sum_gradients:
@@ -95,7 +96,7 @@ def _beside_copies(costs: Costs, visits: Sequence[Visit], plan: Plan) -> tuple[f
 
 def micro_batch_crossing(costs: Costs, visit: Visit, stage: StagePlan) -> tuple[float, float]:
     """Returns bytes of boundaries and kept outputs that one micro-batch of a visit moves to a device of its own, and back."""
-    up, down = crossing(costs.model, visit.stage, visit.phase, stash=visit.stash)
+    up, down = crossing(costs.model, visit.stage, visit.phase, stash=visit.stash, on_device=costs.batch_on_device)
     size = costs.boundary / costs.micro_batches
     kept = kept_bytes(costs.model.stages[visit.stage], stage.kept)
     return up * size + kept * visit.take, down * size + kept * visit.stash
@@ -139,7 +140,7 @@ def _mixed(hardware: HardwareProfile) -> tuple[float, float]:
 def _least_seconds(
     costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan, ...], device: str, spared: int = 0
 ) -> dict[str, float]:
-    model, hardware, numerics = costs.model, costs.hardware, costs.numerics
+    hardware, numerics = costs.hardware, costs.numerics
     seconds: dict[str, float] = {}
     compute = sum(_compute_seconds(costs, visit, stages) for visit in schedule.visits)
     update = sum(costs.update_seconds(stage) for stage in stages) / costs.updates_at_once
@@ -148,7 +149,7 @@ def _least_seconds(
     else:
         seconds["compute"] = compute
         seconds["update"] = update
-        to_device, to_host = copied_bytes(model, schedule, stages=stages, numerics=numerics)
+        to_device, to_host = copied_bytes(costs, schedule, stages=stages)
         if hardware.h2d:
             seconds["h2d"] = to_device / hardware.h2d
         if hardware.d2h:
@@ -180,13 +181,14 @@ def _taken_by_updates(hardware: HardwareProfile, numerics: Numerics) -> float:
     return min(1.0, (1 - hardware.shared_compute) / hardware.shared_adamw)
 
 
-def copied_bytes(model: ModelSpec, schedule: Schedule, *, stages: tuple[StagePlan, ...], numerics: Numerics) -> tuple[int, int]:
+def copied_bytes(costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan, ...]) -> tuple[int, int]:
     """Bytes of one step to a device with memory of its own, and back from it."""
+    model, numerics, there = costs.model, costs.numerics, costs.batch_on_device
     gradient = ITEM_SIZE[numerics.accumulate_dtype]
     params = [stage.params for stage in model.stages]
     shared = sum(params[stage.index] for stage in model.stages if model.has_two_users(stage.index))  # rest in between
     boundary = model.boundary_bytes_per_token * numerics.tokens
-    moved = [crossing(model, visit.stage, visit.phase, stash=visit.stash) for visit in schedule.visits]
+    moved = [crossing(model, visit.stage, visit.phase, stash=visit.stash, on_device=there) for visit in schedule.visits]
     weights = sum(params[owner] * often for owner, often in uploads(model, schedule, stages).items())
     to_device = ITEM_SIZE[model.compute_dtype] * weights + gradient * shared + boundary * sum(into for into, _ in moved)
     to_host = gradient * (sum(params) + shared) + boundary * sum(back for _, back in moved)

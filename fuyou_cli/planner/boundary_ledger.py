@@ -23,6 +23,7 @@ Wait = Callable[[Callable[[], bool], str], None]
 class _Kept:
     size: int
     span: Span | None  # None: on the ssd only
+    sealed: bool = False  # all of it was there
     write: int | None = None
     read: int | None = None
 
@@ -65,6 +66,7 @@ class BoundaryLedger:
     def seal(self, stage: int) -> None:
         """All of it is there; on its way to the ssd if that is its home."""
         plan, kept = self.plan.stages[stage], self.kept[stage]
+        kept.sealed = True
         if plan.boundary_ram is None:
             assert plan.boundary_extent is not None
             self._moving.add(stage)
@@ -73,9 +75,9 @@ class BoundaryLedger:
             )
 
     def try_prefetch(self, stage: int) -> bool:
-        """Starts reading a boundary that is on the ssd. False: no slot is free, or it is still being written."""
+        """Starts reading a boundary that is on the ssd. False: no slot is free, or it is still being copied or written."""
         kept = self.kept[stage]
-        if kept.write is not None:
+        if not kept.sealed or kept.write is not None:
             return False
         if kept.span is not None:
             return True

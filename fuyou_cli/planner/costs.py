@@ -39,6 +39,7 @@ class Costs:
     numerics: Numerics
     device: str
     update_threads: int = 1
+    batch_on_device: bool = False
     speeds: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)  # of jobs beside each other
     _known: dict[Hashable, float] = field(default_factory=dict, init=False, compare=False, repr=False)  # visits and updates
 
@@ -50,6 +51,7 @@ class Costs:
             hardware=hardware.lasting() if run.sustained else hardware,
             numerics=run.numerics,
             device=run.device,
+            batch_on_device=bool(run.batch_on_device),
             update_threads=run.io.update_threads if isinstance(run, Plan) else run.update_threads,
         )
 
@@ -73,7 +75,8 @@ class Costs:
         products = self._products(visit)
         if self.device == "cpu":
             return products + self._moving(visit, kept)
-        feeding = staged_bytes(self.model, self.numerics, visit) / (self.hardware.host_copy or self._memory_rate)
+        staged = staged_bytes(self.model, self.numerics, visit, on_device=self.batch_on_device)
+        feeding = staged / (self.hardware.host_copy or self._memory_rate)
         return max(products, feeding) if self.device == "cuda" else products + self._moving(visit, 0) + feeding
 
     def _moving(self, visit: Visit, kept: int) -> float:
@@ -157,14 +160,19 @@ class Costs:
         return float(summed + params * item * (self.device == "cpu"))
 
 
-def staged_bytes(model: ModelSpec, numerics: Numerics, visit: Visit) -> int:
+def staged_bytes(model: ModelSpec, numerics: Numerics, visit: Visit, *, on_device: bool = False) -> int:
     """Returns bytes that the thread which feeds a device reads and writes itself: ids, targets and what a model's own operators
     make between stages, copied to pinned memory. A run counts them as well (`engine/crossings`).
 
     Pieces of a cut head share their targets, counted with the first. A model with more than one table adds up what they give.
+    `on_device`: the batch is there, with ids and positions from the first visit on.
     """
     stage, ids = model.stages[visit.stage], _ID * numerics.tokens
     first_piece = _begins_table(stage)
+    is_given_targets = (visit.phase == "logits" and first_piece) or (visit.phase == "head" and not model.head_is_cut)
+    if on_device:
+        ids += _ID * numerics.max_seq_len * (not visit.index)
+        return 2 * ids if is_given_targets or not visit.index else 0
     if stage.kind == "embedding" and stage.index and first_piece:  # of positions, which all rows share
         ids, rows = _ID * numerics.max_seq_len, model.boundary_bytes_per_token * numerics.max_seq_len
         return 2 * ids if visit.phase == "forward" else 2 * (ids + rows)
@@ -173,7 +181,6 @@ def staged_bytes(model: ModelSpec, numerics: Numerics, visit: Visit) -> int:
     before = model.stages[stage.index - 1]
     if visit.phase == "forward" and before.kind == "embedding" and before.index and _begins_table(before):
         return 2 * model.boundary_bytes_per_token * numerics.tokens
-    is_given_targets = (visit.phase == "logits" and first_piece) or (visit.phase == "head" and not model.head_is_cut)
     return 2 * ids if is_given_targets else 0
 
 

@@ -63,11 +63,15 @@ class DeviceSide:
         return there.ticket
 
 
-def crossing(model: ModelSpec, index: int, phase: str, *, stash: bool) -> tuple[int, int]:
-    """Boundaries of the whole batch that a visit of stage `index` takes to the device and brings back. The ids of an embedding
-    are small. Pieces of a vocabulary go on with the rows that the ones before computed: what a cut head sums in float32, in the
-    compute dtype at the end. `stash`: the input is kept for backward, copied from the device."""
+def crossing(model: ModelSpec, index: int, phase: str, *, stash: bool, on_device: bool = False) -> tuple[int, int]:
+    """Boundaries of the whole batch that a visit of stage `index` takes to the device and brings back. `on_device`: the batch
+    is there, and only what is kept for backward crosses.
+
+    The ids of an embedding are small. Pieces of a vocabulary go on with the rows that the ones before computed: what a cut head
+    sums in float32, in the compute dtype at the end. `stash`: the input is kept for backward, copied from the device."""
     stage = model.stages[index]
+    if on_device:
+        return int(phase == "backward" and stage.keeps_input), int(stash)
     first_piece = stage.vocabulary is None or stage.vocabulary[0] == 0
     if stage.kind == "embedding":
         return (int(not first_piece), 1) if phase == "forward" else (1, 0)

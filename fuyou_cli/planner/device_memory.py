@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
-from ..spec.model import ITEM_SIZE, ModelSpec
+from ..spec.model import ITEM_SIZE, ModelSpec, StageSpec
 from ..spec.plan import StagePlan
 from .bound import uploads
-from .boundary_layout import kept_bytes
+from .boundary_layout import Kept, every_operator, kept_bytes
 from .device import WEIGHTS_ON_DEVICE, square_lanes
-from .memory import HEAD_BYTES_PER_TOKEN, micro_boundary, micro_sums
+from .memory import DEVICE_UNIT, HEAD_BYTES_PER_TOKEN, batch_slots, micro_boundary, micro_sums
+from .placement_context import Room
 from .plan_request import PlanRequest
 from .schedule import Schedule
 
@@ -21,38 +24,72 @@ class DeviceMemory:
     homes: int = 0  # weights that rest there, beside their copy in RAM that updates write
     turns: int = 0  # weights of other stages, which take turns
     sums: int = 0  # gradients of two stages; a tied head that is not cut keeps a third through backward; lanes of their squares
+    batch: int = 0  # what stages hand on of the whole batch, where it stays there; what the model's own forward makes of it
     compute: int = 0  # the hungriest pass of one micro-batch beside its neighbours; what a cut head knows of every token
 
     @property
     def total(self) -> int:
-        return self.homes + self.turns + self.sums + self.compute
+        return self.homes + self.turns + self.sums + self.batch + self.compute
 
 
 def device_memory(model: ModelSpec, request: PlanRequest, stages: tuple[StagePlan, ...]) -> DeviceMemory:
+    at_home = {stage.stage for stage in stages if stage.weights == "gpu"}
+    return _memory(model, request, at_home, tuple(stage.kept for stage in stages))
+
+
+def _memory(model: ModelSpec, request: PlanRequest, at_home: Iterable[int], every_kept: Kept) -> DeviceMemory:
+    """`at_home`: stages whose weights rest there; `every_kept`: operators of each stage whose outputs are kept."""
     if request.device == "cpu":
         return DeviceMemory()
     item = ITEM_SIZE[model.compute_dtype]
-    streamed = [model.stages[stage.stage].params for stage in stages if stage.weights != "gpu"]
+    streamed = [stage.params for stage in model.stages if stage.index not in at_home]
     spans = 3 if model.tied_head and not model.head_is_cut else 2
     sums = spans * max(stage.params for stage in model.stages) * ITEM_SIZE[request.numerics.accumulate_dtype]
     lanes = square_lanes(max(tensor.numel for stage in model.stages for tensor in stage.tensors))
     targets = HEAD_BYTES_PER_TOKEN * request.numerics.tokens if model.head_is_cut else 0
     return DeviceMemory(
-        homes=item * sum(model.stages[stage.stage].params for stage in stages if stage.weights == "gpu"),
+        homes=item * sum(model.stages[stage].params for stage in at_home),
         turns=item * WEIGHTS_ON_DEVICE * max(streamed, default=0),
         sums=sums + 8 * lanes,
-        compute=targets + max(_pass_peak(model, request, stage) for stage in stages),
+        batch=_batch(model, request),
+        compute=targets + max(map(partial(_pass_peak, model, request), model.stages, every_kept)),
     )
 
 
-def _pass_peak(model: ModelSpec, request: PlanRequest, stage: StagePlan) -> int:
+def _batch(model: ModelSpec, request: PlanRequest) -> int:
+    if not request.batch_on_device:
+        return 0
+    room = Room(DEVICE_UNIT)
+    batch_slots(room, model, request)
+    return room.used + model.choreography_bytes_per_token * request.numerics.tokens
+
+
+def with_batch(model: ModelSpec, request: PlanRequest) -> PlanRequest:
+    """Says whether the batch stays on the device: where there is room for it beside weights that take turns, sums and the
+    hungriest pass, whatever that keeps. It saves more copies per byte than anything else there. A device whose memory nobody
+    knows has none."""
+    if request.batch_on_device is not None or request.device == "cpu" or request.gpu_budget is None:
+        return request
+    staying = replace(request, batch_on_device=True)
+    at_home = range(len(model.stages)) if request.weights == "gpu" else ()
+    every_kept = request.kept if isinstance(request.kept, tuple) else every_operator(model)
+    if request.kept == "none":
+        every_kept = ((),) * len(model.stages)
+    fits = _memory(model, staying, at_home, every_kept).total <= request.gpu_budget
+    return staying if fits else replace(request, batch_on_device=False)
+
+
+def _pass_peak(model: ModelSpec, request: PlanRequest, spec: StageSpec, outputs: tuple[int, ...]) -> int:
     """Beside what a pass allocates for one micro-batch: that of its neighbours which crosses meanwhile. In backward the next
     one's boundary, gradient and kept outputs arrive, and the gradient of the one before is on its way back. In forward there is
     the input, which is not among what the stage allocates, and the next one's; input and output of the one before, and kept
-    outputs of both, on their way back. A cut head has the sums of all three, and this one's and the next one's input."""
-    spec = model.stages[stage.stage]
+    outputs of both, on their way back. A cut head has the sums of all three, and this one's and the next one's input.
+    Of a batch that stays there, kept boundaries and outputs cross alone."""
     one = request.numerics.batch_size <= request.numerics.micro_batch_size
-    kept, boundary = kept_bytes(spec, stage.kept), micro_boundary(model, request)
+    kept, boundary = kept_bytes(spec, outputs), micro_boundary(model, request)
+    if request.batch_on_device:
+        arriving = (1 if one else 2) * boundary * spec.keeps_input
+        return max(spec.backward_peak + arriving + kept * (not one), spec.forward_peak + kept * (1 if one else 2))
     if spec.kind == "head" and model.head_is_cut:
         return spec.backward_peak + 2 * boundary + micro_sums(model, request) * (1 if one else 3)
     if one:
@@ -74,7 +111,7 @@ def with_homes_on_device(
     order = sorted(movable, key=lambda owner: (-again[owner], sizes[owner], owner))
     streamed = max((size for owner, size in enumerate(sizes) if owner not in movable), default=0)
     beside = device_memory(model, request, stages)
-    homes, left = sum(sizes[owner] for owner in order), request.gpu_budget - beside.sums - beside.compute
+    homes, left = sum(sizes[owner] for owner in order), request.gpu_budget - beside.sums - beside.batch - beside.compute
     count = len(order)  # of those that stay: where all do, the others' turns may be smaller
     while count and homes + WEIGHTS_ON_DEVICE * streamed > left:
         count -= 1

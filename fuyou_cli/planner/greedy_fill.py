@@ -62,7 +62,7 @@ def _items_of(
     states = STATE_SIZES[model.compute_dtype]
     rests = int(plan.deferred) + int(model.has_two_users(index))
     boundary = context.boundary_size(index, homes.kept[index])
-    uses = 2 if stage.kind in ("block", "norm") else 1  # in forward and in backward; what is visited twice in a row is kept
+    uses = 2 if stage.keeps_input else 1  # in forward and in backward; what is visited twice in a row is kept
     # Where the planner says when to commit the order is that of frequent commits; choices that put states first have the other.
     every = 1 if request.commit_every == "auto" else request.commit_every
     spared = 1.0 - (1.0 / every if every else 0.0)  # writes: commits have theirs from RAM as well

@@ -54,7 +54,8 @@ class Imagined:
         self._state_bytes = state_bytes
         if not commits and plan.commit_every != 1:
             self.residency.commits.every = None
-        self._unhidden = 0 if batch_on_device else 1  # micro-batches at either end of a visit that cross beside nothing
+        # Micro-batches at either end of a visit that cross beside nothing.
+        self._unhidden = 0 if batch_on_device or plan.batch_on_device else 1
         self._looks = _LOOKS if len(schedule.visits) < _MANY_VISITS else _LOOKS // 2
 
     def let_go(self) -> None:
@@ -232,7 +233,7 @@ class Imagined:
         if self.device is None:
             return 0.0, 0.0
         up, down = micro_batch_crossing(self.costs, visit, self.plan.stages[visit.stage])
-        twice = visit.stash and not self._unhidden
+        twice = visit.stash and not self._unhidden and not self.plan.batch_on_device
         return up, down - twice * self.costs.boundary / self.costs.micro_batches
 
     def _begin_copies(self, visit: Visit, *, up: float = 0.0, down: float = 0.0) -> list[int]:

@@ -17,6 +17,7 @@ from .placement_context import STORE_UNIT, PlacementContext, Room
 from .plan_request import PlanRequest
 
 ARENA_UNIT = 2 * MiB  # hugepages round what is touched to this
+DEVICE_UNIT = 512  # bytes, that a device's allocator rounds to
 COPY_ALIGN = 64  # of tensors that cross together
 _SUM = ITEM_SIZE["float32"]  # of a value of what a cut head sums
 HEAD_BYTES_PER_TOKEN = 8 + 4 * 4  # of a cut head on the device: target, maximum, sum, the target's logit, one of them anew
@@ -66,7 +67,7 @@ def layout(context: PlacementContext, request: PlanRequest, homes: Homes, *, loo
     largest = max((boundaries[i] for i, tier in enumerate(homes.boundaries) if tier == "ssd"), default=0)
     boundary_slots = tuple(arena.take(largest) for _ in range(slots))
     up = _upload_slots(arena, model, request)
-    batches = _batch_slots(arena, model, request)
+    batches = batch_slots(Room(DEVICE_UNIT) if request.batch_on_device else arena, model, request)
     scratch = arena.take(request.scratch_size)
     stages = tuple(
         _stage(arena, transient, context, request, homes, index, boundary=boundaries[index], deferred=deferred[index])
@@ -111,21 +112,22 @@ def micro_sums(model: ModelSpec, request: PlanRequest) -> int:
 def _upload_slots(arena: Room, model: ModelSpec, request: PlanRequest) -> tuple[Span, ...]:
     """Copies that run beside compute need pinned memory. The arena is pinned; ids, targets and what the model's own operators
     make between stages are not, and pass through these on their way up: one is filled while the other is copied."""
-    if request.device == "cpu":
+    if request.device == "cpu" or request.batch_on_device:
         return ()
     numerics = request.numerics
     size = align_up(micro_boundary(model, request), COPY_ALIGN) + 8 * numerics.micro_batch_tokens
     return tuple(arena.take(size) for _ in range(min(2, numerics.micro_batches)))
 
 
-def _batch_slots(arena: Room, model: ModelSpec, request: PlanRequest) -> tuple[Span, ...]:
-    """A device with memory of its own copies to and from what stages hand on: in and out of one stage take turns, and the
-    model's own forward holds the embedding's. The sums of a cut head are one of these in float32, and else larger."""
+def batch_slots(room: Room, model: ModelSpec, request: PlanRequest) -> tuple[Span, ...]:
+    """What stages hand on, on a device with memory of its own or where it copies to and from: in and out of one stage take
+    turns, and the model's own forward holds the embedding's. The sums of a cut head are one of these in float32, and else
+    larger."""
     if request.device == "cpu":
         return ()
-    spans = [arena.take(batch_boundary(model, request)) for _ in range(3)]
+    spans = [room.take(batch_boundary(model, request)) for _ in range(3)]
     if model.head_is_cut and model.compute_dtype != "float32":
-        spans.append(arena.take(_SUM * model.hidden_size * request.numerics.tokens))
+        spans.append(room.take(_SUM * model.hidden_size * request.numerics.tokens))
     return tuple(spans)
 
 
@@ -225,15 +227,15 @@ class ComputeMemory:
 
 def compute_memory(model: ModelSpec, request: PlanRequest) -> ComputeMemory:
     """Two whole-batch boundaries (in and out, or their gradients) and what the model's own forward holds between stages; of
-    these a device with memory of its own has three in the arena. And the hungriest stage, but not on such a device. A cut head
-    has the last hidden state, its gradient in float32 (in the arena as well) and at the end in the compute dtype, and maximum,
-    sum and target of every token."""
+    these a device with memory of its own has three in the arena, or all itself. And the hungriest stage, but not on such a
+    device. A cut head has the last hidden state, its gradient in float32 (there as well) and at the end in the compute dtype,
+    and maximum, sum and target of every token."""
     numerics = request.numerics
     tokens = numerics.tokens
     boundary, hidden = batch_boundary(model, request), _SUM * model.hidden_size * tokens
     between = model.choreography_bytes_per_token * tokens
     if request.device != "cpu":
-        boundary, hidden, between = 0, 0, max(0, between - boundary)
+        boundary, hidden, between = 0, 0, 0 if request.batch_on_device else max(0, between - boundary)
     if numerics.batch_size <= numerics.micro_batch_size:  # else ours are in memory of their own (engine/host_memory.py)
         boundary, hidden = held(boundary), held(hidden)
     whole = held(between)

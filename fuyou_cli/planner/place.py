@@ -21,7 +21,7 @@ from .choice import NONE_KEPT, Choice, pipelines
 from .commit_interval import guessed_interval, with_interval
 from .costs import Costs
 from .defer import deferrals
-from .device_memory import with_homes_on_device
+from .device_memory import with_batch, with_homes_on_device
 from .greedy_fill import KINDS, GreedyFill, Item, outputs_of, traffic_items
 from .memory import Homes, Layout, layout
 from .placement_context import PlacementContext
@@ -60,6 +60,7 @@ class Placing:
     """Places choices of one run. What several have in common is found once; equal homes give one and the same object."""
 
     def __init__(self, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> None:
+        request = with_batch(model, request)
         self.model, self.hardware, self.request = model, hardware, request
         self.costs = Costs.of(model, hardware, request)
         self._context = PlacementContext(model, request)
@@ -198,6 +199,7 @@ def as_chosen(request: PlanRequest, choice: Choice) -> PlanRequest:
 
 def least_memory(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> int:
     """Bytes of the whole process with nothing at home in RAM that may rest on the ssd."""
+    request = with_batch(model, request)
     context, homes = PlacementContext(model, request), _start(model, request, 0.0)
     spans = (
         layout(context, request, homes, lookahead=lookahead, gradient_slots=slots)
@@ -233,7 +235,7 @@ def _settled(homes: Homes, items: list[Item], kind: str) -> tuple[Tier, ...]:
 def _start(model: ModelSpec, request: PlanRequest, swap: float) -> Homes:
     """Puts all on the ssd but what the recipe pins, with `swap` of the outputs; stages without such a tensor say cpu."""
     count = len(model.stages)
-    keeps = [stage.kind in ("block", "norm") for stage in model.stages]
+    keeps = [stage.keeps_input for stage in model.stages]
     deferred = deferrals(model, request)
     boundaries: tuple[Tier, ...] = tuple((request.boundaries or "ssd") if kept else "cpu" for kept in keeps)
     return Homes(

@@ -60,7 +60,7 @@ class PlacementContext:
 
     def boundary_size(self, stage: int, kept: tuple[int, ...]) -> int:
         """A stage's boundary of the whole step's batch, with the outputs that rest with it; 0 for a stage without. Bytes."""
-        if self.model.stages[stage].kind not in ("block", "norm"):
+        if not self.model.stages[stage].keeps_input:
             return 0
         key = (stage, kept)
         if key not in self._boundaries:

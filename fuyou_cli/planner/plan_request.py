@@ -26,6 +26,7 @@ class PlanRequest:
     clip_grad_norm: float | None
     cpu_budget: int  # the whole process
     gpu_budget: int | None = None  # of the device; None: not looked at
+    batch_on_device: bool | None = None  # whether stages hand on there what they compute of the whole batch
     ssd_budget: int | None = None  # of the store; None: the disk that is free
     weights: Tier | None = None
     states: Tier | None = None

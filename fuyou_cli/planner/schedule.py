@@ -85,8 +85,8 @@ def expand(
                 fetch=on_ssd and held_since > lookahead,
                 keep=on_ssd and distance <= lookahead,
                 update=_update(model, stages, owner, uses[owner], index),
-                stash=phase == "forward" and _keeps_boundary(model, stage),
-                take=phase == "backward" and _keeps_boundary(model, stage),
+                stash=phase == "forward" and model.stages[stage].keeps_input,
+                take=phase == "backward" and model.stages[stage].keeps_input,
                 sum_gradients=phase in ("head", "backward"),
                 rest=phase == "head" and model.has_two_users(model.owner(stage)),
                 resume=phase == "backward" and model.has_two_users(stage),
@@ -109,10 +109,6 @@ def plan_schedule(model: ModelSpec, plan: Plan) -> Schedule:
         micro_batches=plan.numerics.micro_batches,
         commit_every=plan.commit_every,
     )
-
-
-def _keeps_boundary(model: ModelSpec, stage: int) -> bool:
-    return model.stages[stage].kind in ("block", "norm")
 
 
 def _order(model: ModelSpec, stages: tuple[StagePlan, ...]) -> list[tuple[Pass, int, int | None]]:

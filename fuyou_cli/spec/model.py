@@ -82,6 +82,11 @@ class StageSpec:
         return sum(tensor.numel for tensor in self.tensors)
 
     @property
+    def keeps_input(self) -> bool:
+        """Tells whether its input, a boundary, is kept from forward to backward."""
+        return self.kind in ("block", "norm")
+
+    @property
     def unneeded_flops(self) -> float:
         return sum(operator.flops for operator in self.unneeded)
 

@@ -186,7 +186,9 @@ class Plan:
     commit_every: int | None = None  # steps between commits; None: where the run ends alone
     store_mode: StoreMode = "in_place"  # what a step is made durable by: other extents, or its gradients
     keep: int = 1  # committed states that are there whole at any time
-    batch_slots: tuple[Span, ...] = ()  # what stages hand on of the whole batch, to a device with memory of its own
+    # What stages hand on of the whole batch, beside a device with memory of its own: spans of the arena, or of the device's.
+    batch_slots: tuple[Span, ...] = ()
+    batch_on_device: bool = False  # stages hand on there: only what is kept for backward crosses
 
     @property
     def has_apart_commits(self) -> bool:

@@ -121,6 +121,7 @@ class Rig:
         defer: float | None = None,
         budget: int = 1 << 33,
         gpu_budget: int | None = None,
+        batch_on_device: bool = True,  # where it has memory of its own
         directories: int = 1,
         backend: str = "auto",
         update_threads: int = 1,
@@ -136,7 +137,7 @@ class Rig:
         self.losses: list[float] = []
         self.request = PlanRequest(
             numerics=subject.numerics, model_name="tiny", device=device, clip_grad_norm=clip, cpu_budget=budget,
-            gpu_budget=gpu_budget,
+            gpu_budget=gpu_budget, batch_on_device=batch_on_device and device != "cpu",
             weights=home, states=home, gradients=gradients or home, boundaries=boundaries or home, kept=kept,
             store_mode=store_mode,
             lookahead=lookahead, defer=defer, io_backend=backend, update_threads=update_threads, chunk_params=CHUNK,

@@ -32,6 +32,7 @@ class _OutsideOf(_LiveBytes):
     def __init__(self, low: int, high: int) -> None:
         super().__init__()
         self.low, self.high = low, high
+        self.aside = range(0)  # addresses of memory that was taken before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -40,6 +41,8 @@ class _OutsideOf(_LiveBytes):
                 continue
             storage = value.untyped_storage()
             if self.low <= storage.data_ptr() < self.high or storage._cdata in self._known:
+                continue
+            if storage.data_ptr() in self.aside:
                 continue
             self._known.add(storage._cdata)
             self.live += storage.nbytes()

@@ -80,14 +80,16 @@ def test_a_step_has_what_is_planned_and_no_more(
         fixed = rig.device.memory()
         planned = rig.plan.predicted.gpu_peak
         losses = rig.run(2)
-        assert fixed < rig.device.peak_memory() <= planned
+        least = rig.device.peak_memory()
+        assert (fixed if kept is None else fixed + 1) <= least <= planned  # of a batch that stays, kept outputs alone come up
     with Rig(subject, tmp_path / "planned", device="emulated", kept=kept) as rig:
         assert rig.run(2) == losses
-    planned = fixed
-    with Rig(subject, tmp_path / "less", device="emulated", kept=kept) as rig:
-        with pytest.raises(torch.OutOfMemoryError):
-            rig.run(1)
-        rig.executor.abandon()
+    planned = least - 1
+    if fixed < least:
+        with Rig(subject, tmp_path / "less", device="emulated", kept=kept) as rig:
+            with pytest.raises(torch.OutOfMemoryError):
+                rig.run(2)
+            rig.executor.abandon()
     planned = fixed - 1
     with pytest.raises(torch.OutOfMemoryError):
         Rig(subject, tmp_path / "none", device="emulated", kept=kept)

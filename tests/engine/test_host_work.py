@@ -66,17 +66,18 @@ def _by_place(rig: Rig, work: dict[int, int]) -> dict[tuple[str, str], int]:
     return dict(found)
 
 
+@pytest.mark.parametrize("on_device", [True, False])
 @pytest.mark.parametrize("family", ["llama", "tied", "gpt2"])
 @pytest.mark.parametrize(
     ("vocabulary", "dtype", "clip"), [(0, "float32", 0.5), (0, "bfloat16", None), (40, "float32", None), (40, "bfloat16", 0.5)]
 )
 def test_the_plan_charges_what_the_launching_thread_does(
-    family: str, vocabulary: int, dtype: Any, clip: float | None, tmp_path: Path
+    family: str, vocabulary: int, dtype: Any, clip: float | None, on_device: bool, tmp_path: Path
 ) -> None:
     """Visit by visit, byte by byte."""
     config = gpt2() if family == "gpt2" else llama(tie_word_embeddings=family == "tied")
     subject = Subject(config, Shape(dtype=dtype, vocabulary=vocabulary))
-    with Rig(subject, tmp_path, device="emulated", clip=clip) as rig:
+    with Rig(subject, tmp_path, device="emulated", clip=clip, batch_on_device=on_device) as rig:
         crossings, counted, before = rig.executor.visits.crossings, dict[int, int](), 0
 
         def after(visit: Visit) -> None:
@@ -87,5 +88,5 @@ def test_the_plan_charges_what_the_launching_thread_does(
         rig.run(2)
         assert before == crossings.staged
         visits = rig.executor.schedule.visits
-        charged = {visit.index: staged_bytes(rig.spec, subject.numerics, visit) for visit in visits}
+        charged = {visit.index: staged_bytes(rig.spec, subject.numerics, visit, on_device=on_device) for visit in visits}
         assert _by_place(rig, counted) == _by_place(rig, charged)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fuyou_cli.engine.crossings import WholeBatches
 from fuyou_cli.engine.host_memory import HostMemory, whole_batch
+from fuyou_cli.engine.whole_batches import WholeBatches
 from fuyou_cli.machine.probe import process_bytes
 from fuyou_cli.spec.plan import Span
 from fuyou_cli.swap.arena import Arena
@@ -36,7 +36,7 @@ def test_a_span_is_lent_again_when_its_last_view_is_gone() -> None:
     shape, size = (4, 8), 4 * 8 * 4
     with Arena(2 * MiB) as arena:
         memory = HostMemory(arena)
-        batches = WholeBatches(memory, (Span(offset=0, size=size), Span(offset=4096, size=size)))
+        batches = WholeBatches.in_arena(memory, (Span(offset=0, size=size), Span(offset=4096, size=size)))
         first, second = (batches.lend(shape, torch.float32) for _ in range(2))
         assert memory.holds(first) and memory.holds(second) and first.data_ptr() != second.data_ptr()
         row, place = first[2], first.data_ptr()

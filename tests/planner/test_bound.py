@@ -90,7 +90,7 @@ def test_weights_stay_on_the_device_as_far_as_it_has_room(blocks_at_home: int, d
     """Each block that does goes up once instead of twice; what rests on the ssd does not stay."""
     request = PlanRequest(
         numerics=_numerics(), model_name="test", device=device, clip_grad_norm=1.0, cpu_budget=1 << 40, lookahead=1,
-        kept=((),) * len(SPEC.stages),
+        kept=((),) * len(SPEC.stages), batch_on_device=False,
     )  # fmt: skip
     streamed = plan(SPEC, RATED, request)
     assert {stage.weights for stage in streamed.stages} == {"cpu"}, "nobody knows how much memory the device has"

@@ -13,7 +13,7 @@ from ..devices.base import Device
 from ..host_memory import HostMemory
 from ..moves import Waiting
 from .recompute import Recompute, Run
-from .swap import Swap
+from .swap import Leaving, Swap
 
 
 class Activations(Protocol):
@@ -23,9 +23,6 @@ class Activations(Protocol):
 
     def forward(self, run: Run, x: torch.Tensor, micro_batch: int) -> torch.Tensor:
         """Returns `run(x)`, of which no graph stays, and keeps what backward is to have."""
-
-    def settle(self) -> None:
-        """Waits until all that forward keeps is in its place."""
 
     def begin(self, micro_batch: int) -> None:
         """Sends what one micro-batch kept on its way to a device with memory of its own, which backward will be on soon."""
@@ -41,11 +38,12 @@ def open_activations(
     *, model: ModelSpec, plan: Plan, boundaries: Boundaries, memory: HostMemory, device: Device, waiting: Waiting
 ) -> list[Activations]:
     """Chooses for every stage what its plan says."""
+    leaving: Leaving = []
 
     def of(stage: int) -> Activations:
         spec, kept = model.stages[stage], plan.stages[stage].kept
         if not kept:
             return Recompute(spec)
-        return Swap(spec, kept, boundaries=boundaries, memory=memory, device=device, waiting=waiting)
+        return Swap(spec, kept, boundaries=boundaries, memory=memory, device=device, waiting=waiting, leaving=leaving)
 
     return [of(stage.index) for stage in model.stages]

@@ -30,9 +30,6 @@ class Recompute:
     def forward(self, run: Run, x: torch.Tensor, micro_batch: int) -> torch.Tensor:
         return run(x)
 
-    def settle(self) -> None:
-        return None
-
     def begin(self, micro_batch: int) -> None:
         return None
 

@@ -46,6 +46,7 @@ class _Resting:
 
 
 Output = tuple[list[Any], bool]  # tensors that rest and values as they are; whether the operator returns a tuple
+Leaving = list[list[Event]]  # copies to the host by micro-batch, of all stages in order
 Outputs = dict[int, Output]  # by operator
 Arrived = dict[int, tuple[list[Any], list[Event]]]  # by operator: values where they are computed with, and copies to wait for
 
@@ -64,12 +65,13 @@ class Swap:
         memory: HostMemory,
         device: Device,
         waiting: Waiting,
+        leaving: Leaving,
     ) -> None:
         self._stage, self._boundaries, self._waiting = stage, boundaries, waiting
         self.memory, self.device = memory, device
         self.chosen = {operator.index: operator for operator in stage.operators if operator.index in kept}
         self._resting: dict[int, Outputs] = {}  # by micro-batch
-        self._leaving: list[list[Event]] = []  # copies to the host, by micro-batch
+        self._leaving = leaving
         self._arriving: dict[int, Arrived] = {}
 
     def forward(self, run: Run, x: torch.Tensor, micro_batch: int) -> torch.Tensor:
@@ -80,19 +82,13 @@ class Swap:
             y = run(x.detach().requires_grad_(True))
         self._resting[micro_batch] = mode.outputs
         self._leaving.append(list(mode.copies.values()))
-        self._settle(but=1)
-        return y.detach()
-
-    def settle(self) -> None:
-        """sync: every copy to the host is over."""
-        self._settle(but=0)
-
-    def _settle(self, *, but: int) -> None:
-        while len(self._leaving) > but:
+        self._boundaries.awaits(self._stage.index, *mode.copies.values())
+        while len(self._leaving) > 1:
             events = self._leaving.pop(0)
             with self._waiting(BOUNDARIES_ACROSS) if self.device.separate else nullcontext():
                 for event in events:
-                    event.synchronize()
+                    event.synchronize()  # sync: the outputs of the micro-batch before
+        return y.detach()
 
     def begin(self, micro_batch: int) -> None:
         self._arriving[micro_batch] = self._given(micro_batch)
@@ -117,6 +113,7 @@ class Swap:
         for index, (values, _) in sorted(self._resting[micro_batch].items()):
             span, events = self.place(micro_batch, index), list[Event]()
             arrived[index] = [self._value(value, span, events) for value in values], events
+            self._boundaries.awaits(self._stage.index, *events)
         return arrived
 
     def _value(self, value: Any, span: Span, events: list[Event]) -> Any:

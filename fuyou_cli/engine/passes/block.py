@@ -22,7 +22,7 @@ class BlockPasses:
         self.visits, self.activations = visits, activations
 
     def forward(self, call: Call, x: torch.Tensor) -> torch.Tensor:
-        """Returns the stage's output for the whole batch. x: (batch, tokens, ...) in host memory."""
+        """Returns the stage's output for the whole batch. x: (batch, tokens, ...)."""
         visits, activations = self.visits, self.activations[call.stage]
         visit, flat = visits.enter("forward", call.stage, x)
         begin = time.monotonic()
@@ -30,7 +30,6 @@ class BlockPasses:
         with torch.no_grad(), visits.installed(call.stage, flat, trainable=activations.as_backward):
             y = self.computed(call, x, stash=visit.stash and visits.device.separate)
         visits.device.restore_random_state(state)
-        activations.settle()
         visits.boundaries.seal(call.stage)
         visits.leave(visit, begin)
         return y
@@ -44,7 +43,8 @@ class BlockPasses:
         for number, rows in enumerate(parts):
             (part,) = arriving.take()
             if stash:
-                y.leaving.keep(part, visits.boundaries.rows(call.stage, number))
+                kept = y.leaving.keep(part, visits.boundaries.rows(call.stage, number))
+                visits.boundaries.awaits(call.stage, kept)
             visits.seed(call.stage, number)
             y.put(rows, activations.forward(call.run, part, number))
             if len(parts) > 1:
@@ -86,4 +86,5 @@ class BlockPasses:
             grad_x.put(rows, part.grad)
             if len(parts) > 1:
                 visits.between()
+        visits.boundaries.awaits(call.stage, *arriving.uploads)
         return grad_x.settled()

@@ -29,7 +29,8 @@ class HeadPasses:
     def run(self, hidden: torch.Tensor, targets: torch.Tensor, *, label_tokens: int) -> tuple[float, torch.Tensor]:
         """Returns the step's mean loss and its gradient with respect to the last hidden state.
 
-        hidden: (batch, tokens, width) in host memory, like the gradient; targets: (batch, tokens) int64, already shifted.
+        hidden: (batch, tokens, width), and the gradient where that is; targets: (batch, tokens) int64 in host memory, already
+        shifted.
         """
         compute = self._in_pieces if self.visits.model.head_is_cut else self._whole
         return compute(hidden, targets, normaliser=max(1, label_tokens))
@@ -43,7 +44,7 @@ class HeadPasses:
         visit, flat = visits.enter("head", stage)
         total = visits.sums.open(visit.owner if visit.owner is not None else stage)
         begin = time.monotonic()
-        gradient = visits.crossings.batches.lend(tuple(hidden.shape), hidden.dtype)
+        gradient, targets = visits.crossings.batches.lend(tuple(hidden.shape), hidden.dtype), visits.crossings.placed(targets)
         loss, unread = 0.0, list[torch.Tensor]()
         batch = visits.micro_batches(hidden.shape[0])
         arriving = visits.inputs(partial(lambda rows: [hidden[rows], targets[rows]], rows) for rows in batch)

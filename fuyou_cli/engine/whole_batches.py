@@ -1,0 +1,76 @@
+"""Memory for what stages hand on of the whole batch, in spans of the plan that take turns: of the arena, or of the device's."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from ..spec.plan import Span
+from .devices.base import Device, Event
+from .host_memory import HostMemory, whole_batch
+
+Shape = tuple[int, ...]
+Lent = tuple[torch.Tensor, weakref.ref[object]]  # a span as bytes, and what lives as long as a view of that tensor
+
+
+class WholeBatches:
+    """Spans, each lent as one tensor at a time: until its last view is gone, wherever the model's own forward may keep one.
+    Where all are lent, or too small, a tensor has memory of its own."""
+
+    def __init__(
+        self, spans: tuple[Span, ...], made: Callable[[Span, int], Lent], beside: Callable[[Shape, torch.dtype], torch.Tensor]
+    ) -> None:
+        self._spans, self._made, self._beside = list(spans), made, beside
+        self._lent: dict[int, weakref.ref[object]] = {}  # by offset
+        self._read: dict[int, list[Event]] = {}  # copies out of a span, which are over before it is written into again
+
+    @classmethod
+    def in_arena(cls, memory: HostMemory, spans: tuple[Span, ...]) -> WholeBatches:
+        def made(span: Span, size: int) -> Lent:
+            view = memory.arena.view(span.offset, size)
+            return torch.frombuffer(view, dtype=torch.uint8), weakref.ref(view)  # the tensor's memory holds it, and nobody else
+
+        return cls(spans, made, whole_batch)
+
+    @classmethod
+    def on_device(cls, device: Device, spans: tuple[Span, ...]) -> WholeBatches:
+        whole = device.empty(max(span.offset + span.size for span in spans))
+
+        def made(span: Span, size: int) -> Lent:
+            # A tensor over the same memory with a storage of its own, which lives as long as the tensor's last view.
+            flat = from_dlpack(whole[span.offset : span.offset + size])
+            return flat, weakref.ref(flat.untyped_storage())
+
+        def beside(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+            return device.empty(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+        batches = cls(spans, made, beside)
+        batches._first = whole.data_ptr()
+        return batches
+
+    _first = 0  # address of the device's memory
+
+    def lend(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        """Makes a tensor of the whole batch, zeros or anything, for compute submitted from now on: of the spans that are free
+        the one lent longest ago."""
+        size = math.prod(shape) * dtype.itemsize
+        for number, span in enumerate(self._spans):
+            lent = self._lent.get(span.offset)
+            if span.size < 2 * size <= 2 * span.size and (lent is None or lent() is None):  # not for what all rows share
+                self._spans.append(self._spans.pop(number))
+                for event in self._read.pop(span.offset, []):
+                    event.wait()
+                flat, self._lent[span.offset] = self._made(span, size)
+                return flat.view(dtype).view(shape)
+        return self._beside(shape, dtype)
+
+    def is_read(self, part: torch.Tensor, event: Event) -> None:
+        """Hears of a copy out of what may be a part of a span."""
+        place = part.data_ptr() - self._first
+        for span in self._spans:
+            if span.offset <= place < span.offset + span.size:
+                self._read.setdefault(span.offset, []).append(event)
