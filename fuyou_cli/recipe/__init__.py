@@ -1,1 +1,1 @@
-"""Layer 1: what the user asks for. A recipe is data: it is checked without torch, and every error names its place."""
+"""Reads what the user asks for (layer 1): a recipe is data, checked without torch, and every error names its place."""

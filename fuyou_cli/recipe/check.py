@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ..core.typed import reason, show_path, show_value
-from .diagnostics import Finding, Path
+from .diagnostics import Diagnostic, Path
 from .rules import broken_rules
 from .schema import Recipe
 from .suggest import suggest_choice, suggest_key
@@ -26,9 +26,9 @@ _OUT_OF_RANGE = {
 }  # fmt: skip
 
 
-def check(data: dict[str, Any], *, ignore: frozenset[Path] = frozenset()) -> tuple[Recipe | None, list[Finding]]:
+def check(data: dict[str, Any], *, ignore: frozenset[Path] = frozenset()) -> tuple[Recipe | None, list[Diagnostic]]:
     """Returns the recipe, or None and the findings. Keys at or below `ignore` were reported before and are not again."""
-    findings: list[Finding] = []
+    findings: list[Diagnostic] = []
     recipe = None
     try:
         recipe = Recipe.model_validate(data)
@@ -40,18 +40,20 @@ def check(data: dict[str, Any], *, ignore: frozenset[Path] = frozenset()) -> tup
     return (None if findings else recipe), findings
 
 
-def _finding(detail: ErrorDetails) -> Finding:
+def _finding(detail: ErrorDetails) -> Diagnostic:
     path: Path = tuple(part for part in detail["loc"] if part != "[key]")
     kind, shown = detail["type"], show_path(path)
     if kind == "extra_forbidden":
         dotted = ".".join(part for part in path if isinstance(part, str))
         remedy = suggest_key(dotted, shown_section=show_path(path[:-1]))
-        return Finding(path=path, code="unknown-key", message=f"unknown key `{shown}`", help=remedy, at_key=True)
+        return Diagnostic(path=path, code="unknown-key", message=f"unknown key `{shown}`", help=remedy, at_key=True)
     if kind == "missing":
         return _missing(path)
     if kind == "literal_error":
         return _choice(path, detail["input"], str(detail["ctx"]["expected"]))
-    return Finding(path=path, code=_code(kind), message=f"`{shown}`: {reason(detail)}", help=_type_help(kind, detail["input"]))
+    return Diagnostic(
+        path=path, code=_code(kind), message=f"`{shown}`: {reason(detail)}", help=_type_help(kind, detail["input"])
+    )
 
 
 def _code(kind: str) -> str:
@@ -60,20 +62,20 @@ def _code(kind: str) -> str:
     return "out-of-range" if kind in _OUT_OF_RANGE else kind.replace("_", "-")
 
 
-def _missing(path: Path) -> Finding:
+def _missing(path: Path) -> Diagnostic:
     if path and isinstance(path[-1], int):  # a pair of which only one is there
         shown = show_path(path[:-1])
-        return Finding(path=path[:-1], code="out-of-range", message=f"`{shown}`: expected two values, got one")
+        return Diagnostic(path=path[:-1], code="out-of-range", message=f"`{shown}`: expected two values, got one")
     key = _NEEDED.get(show_path(path), show_path(path))
-    return Finding(path=path, code="missing-key", message=f"`{key}` is missing", help=_EXAMPLES.get(key), at_key=True)
+    return Diagnostic(path=path, code="missing-key", message=f"`{key}` is missing", help=_EXAMPLES.get(key), at_key=True)
 
 
-def _choice(path: Path, value: Any, expected: str) -> Finding:
+def _choice(path: Path, value: Any, expected: str) -> Diagnostic:
     choices = [choice.strip("'") for choice in expected.replace(" or ", ", ").split(", ")]
     choices = [choice for choice in choices if is_built(path, choice)] or choices
     choices = [choice.lower() if choice in ("True", "False") else choice for choice in choices]
     listed = choices[0] if len(choices) == 1 else f"{', '.join(choices[:-1])} or {choices[-1]}"
-    return Finding(
+    return Diagnostic(
         path=path,
         code="not-a-choice",
         message=f"`{show_path(path)}`: expected {listed}, got {show_value(value)}",

@@ -1,4 +1,4 @@
-"""What is wrong with a recipe, shown as compilers show it: place, source line, caret, and what to write instead."""
+"""Shows what is wrong with a recipe as compilers do: place, source line, caret, and what to write instead."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LEAD = 32  # columns kept left of the caret when a long line is cut
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Columns [column, end) of one line, all from 0. `file` is a path, or COMMAND_LINE with the override as source."""
+    """Marks columns [column, end) of one line, all from 0, of a file, or of an override with `file` COMMAND_LINE."""
 
     file: str
     line: int = 0
@@ -29,22 +29,19 @@ class Place:
     source: str | None = None  # None: the place is the whole file
 
 
+NOWHERE = Place(file="")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """Something wrong with the key at `path`, or with the whole where that is empty."""
+class Diagnostic:
+    """Says what is wrong with the key at `path`, or with the whole where that is empty; the loader adds the place."""
 
     code: str
     message: str
     help: str | None = None
     path: Path = ()
     at_key: bool = False  # point at the key, not at its value
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Diagnostic(Finding):
-    """A finding and its place in the text."""
-
-    place: Place
+    place: Place = NOWHERE
 
     def as_dict(self) -> dict[str, object]:
         """Returns it for --json: lines and columns count from 1, null where there are none."""
@@ -61,11 +58,10 @@ class Diagnostic(Finding):
 
 
 class RecipeErrors(UsageError):
-    """Everything that is wrong with a recipe, at once."""
+    """Raises everything that is wrong with a recipe, at once."""
 
     def __init__(self, diagnostics: Sequence[Diagnostic], *, name: str) -> None:
-        self.diagnostics = tuple(diagnostics)
-        self.name = name
+        self.diagnostics, self.name = tuple(diagnostics), name
         super().__init__(render(self.diagnostics, name=name))
 
 

@@ -1,4 +1,4 @@
-"""The value types of a recipe that YAML has no word for: sizes, memory limits, `auto`.
+"""Defines the value types of a recipe that YAML has no word for: sizes, memory limits, `auto`.
 
 Each is checked by one function, so that a wrong value gives one error and not one per member of a union.
 """
@@ -76,7 +76,7 @@ def format_size(size: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryLimit:
-    """`auto`, a number of bytes, or a share of what there is."""
+    """Holds `auto`, a number of bytes, or a share of what there is."""
 
     text: str  # as written; shown again by --show-config
     size: int | None = None
@@ -179,7 +179,7 @@ Folders = Annotated[tuple[str, ...], PlainValidator(_folders), PlainSerializer(l
 
 
 class Section(BaseModel):
-    """A part of the recipe: unknown keys are errors, values are not converted, nothing changes after loading.
+    """Defines a part of the recipe: unknown keys are errors, values are not converted, nothing changes after loading.
 
     `key: null` stands for "not written" wherever null is not itself a value of the key, so that an override
     `key=null` brings the default back and a section whose lines are all commented out is an empty section.
@@ -196,7 +196,7 @@ class Section(BaseModel):
 
     @classmethod
     def _fill(cls, data: dict[Any, Any]) -> dict[Any, Any]:
-        """Defaults that depend on which other keys were written."""
+        """Adds defaults that depend on which other keys were written."""
         return data
 
     @classmethod

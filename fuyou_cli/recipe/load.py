@@ -1,36 +1,33 @@
-"""`load_recipe`: a file and overrides to a checked `Recipe`. Whatever is in the file, it answers with a recipe or with
-`RecipeErrors`."""
+"""Loads a file and overrides: whatever is in them, the answer is a checked `Recipe` or `RecipeErrors`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ..core.disk import remedy
 from ..core.plain_files import read_plain
 from ..core.typed import show_path
 from .check import check
-from .diagnostics import Diagnostic, Finding, Place, RecipeErrors
+from .diagnostics import Diagnostic, Place, RecipeErrors
 from .diagnostics import Path as Keys
 from .marks import MAX_BYTES, Source, scan, syntax_error
 from .overrides import Override, apply_override, first_line, parse_overrides
 from .schema import Recipe
 
-_MOST_REFERENCES = 16  # `${...}`: enough for any recipe, too few to multiply a text beyond memory
-_MOST_VALUES = 20_000
-_DEEPEST = 32
+_MOST_REFERENCES = 8  # `${...}`: enough for any recipe, too few to multiply a text beyond memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedRecipe:
-    """A recipe with where it came from: its text as written, and the overrides applied to it."""
+    """Holds a recipe with where it came from: its text as written, and the overrides applied to it."""
 
     recipe: Recipe
     path: Path
@@ -39,7 +36,7 @@ class LoadedRecipe:
 
 
 def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> LoadedRecipe:
-    """Raises RecipeErrors with everything that is wrong, each with its place."""
+    """Loads a recipe. Raises RecipeErrors with everything that is wrong, each with its place."""
     name = os.fspath(path)
     source = Source(file=name, text=_read(name))
     parsed, wrong = parse_overrides(overrides)
@@ -54,9 +51,9 @@ def load_recipe(path: Path | str, overrides: Sequence[str] = ()) -> LoadedRecipe
         problem = apply_override(data, override)
         wrong += [problem] if problem is not None else []
         applied += [override] if problem is None else []
-    resolved, references = _resolve(data)
-    recipe, findings = check(resolved, ignore=frozenset(finding.path for finding in references))
-    located = [_locate(finding, source, applied) for finding in [*references, *findings]]
+    references = _resolve(data)
+    recipe, findings = check(data, ignore=frozenset(finding.path for finding in references))
+    located = [replace(found, place=_place(found, source, applied), at_key=False) for found in [*references, *findings]]
     wrong = sorted({diagnostic: None for diagnostic in located}, key=lambda found: _order(found, name)) + wrong
     if recipe is None or wrong:
         raise RecipeErrors(wrong, name=name)
@@ -122,64 +119,45 @@ def yaml_to_data(text: str) -> Any:
     return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
 
 
-def _resolve(data: dict[str, Any]) -> tuple[dict[str, Any], list[Finding]]:
-    """Replaces `${...}` by what it refers to; where that fails, by None and a finding."""
-    references = _count_references(data)
+def _resolve(data: dict[str, Any]) -> list[Diagnostic]:
+    """Replaces `${...}` in `data` by what it refers to, and returns what cannot be resolved or is still to be filled in."""
+    written = list(_unresolved(data, ()))
+    references = sum(text.count("${") for _, text in written)
     if references > _MOST_REFERENCES:
         message = f"a recipe has at most {_MOST_REFERENCES} references `${{...}}`, this one has {references}"
-        return {}, [Finding(path=(), code="too-large", message=message)]
-    findings: list[Finding] = []
-    budget = [_MOST_VALUES]
+        return [Diagnostic(code="too-large", message=message)]
     try:
         config = OmegaConf.create(data)
-        resolved = _resolved(config, (), findings, budget)
     except (OmegaConfBaseException, RecursionError) as error:
-        return {}, [Finding(path=(), code="reference", message=first_line(error))]
-    return resolved, findings
+        return [Diagnostic(code="reference", message=first_line(error))]
+    return [found for path, text in written if (found := _resolve_one(data, config, path, text)) is not None]
 
 
-def _resolved(node: Any, path: Keys, findings: list[Finding], budget: list[int]) -> Any:
-    budget[0] -= 1
-    if budget[0] < 0 or len(path) > _DEEPEST:
-        findings.append(Finding(path=path[:1], code="reference", message=f"`{show_path(path[:1])}` contains itself"))
-        return None
-    if isinstance(node, DictConfig):
-        keys: list[Any] = list(node.keys())
-        return {key: _resolved(_value(node, key, (*path, key), findings), (*path, key), findings, budget) for key in keys}
-    if isinstance(node, ListConfig):
-        items = range(len(node))
-        return [_resolved(_value(node, i, (*path, i), findings), (*path, i), findings, budget) for i in items]
-    return node
+def _unresolved(value: Any, path: Keys) -> Iterator[tuple[Keys, str]]:
+    if isinstance(value, (dict, list)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _unresolved(item, (*path, key))
+    elif isinstance(value, str) and ("${" in value or value == "???"):
+        yield path, value
 
 
-def _value(node: Any, key: Any, path: Keys, findings: list[Finding]) -> Any:
-    shown = show_path(path)
+def _resolve_one(data: Any, config: Any, path: Keys, text: str) -> Diagnostic | None:
+    for part in path[:-1]:
+        data, config = data[part], config[part]
+    data[path[-1]] = None
+    if text == "???":
+        return Diagnostic(path=path, code="missing-key", message=f"`{show_path(path)}` is still to be filled in: ???")
     try:
-        if OmegaConf.is_missing(node, key):
-            findings.append(Finding(path=path, code="missing-key", message=f"`{shown}` is still to be filled in: ???"))
-            return None
-        return node[key]
+        value = config[path[-1]]
+        data[path[-1]] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
     except (OmegaConfBaseException, RecursionError, ValueError, TypeError, KeyError, AttributeError) as error:
         # resolvers (oc.decode and the like) raise what they please about a text the user wrote
         reason = "it refers to itself" if isinstance(error, RecursionError) else first_line(error)
-        findings.append(Finding(path=path, code="reference", message=f"`{shown}`: {reason}"))
-        return None
+        return Diagnostic(path=path, code="reference", message=f"`{show_path(path)}`: {reason}")
+    return None
 
 
-def _count_references(value: Any) -> int:
-    if isinstance(value, dict):
-        return sum(_count_references(item) for item in value.values())
-    if isinstance(value, list):
-        return sum(_count_references(item) for item in value)
-    return value.count("${") if isinstance(value, str) else 0
-
-
-def _locate(finding: Finding, source: Source, overrides: list[Override]) -> Diagnostic:
-    place = _place(finding, source, overrides)
-    return Diagnostic(place=place, code=finding.code, message=finding.message, help=finding.help, path=finding.path)
-
-
-def _place(finding: Finding, source: Source, overrides: list[Override]) -> Place:
+def _place(finding: Diagnostic, source: Source, overrides: list[Override]) -> Place:
     """Finds the override that wrote it, else the file's line, else the override that is nearest, else the nearest section."""
     path = finding.path
     for override in reversed(overrides):

@@ -1,4 +1,4 @@
-"""Where everything in a YAML text stands, and a first look at its structure before anything is built from it.
+"""Notes where everything in a YAML text stands, and looks at its structure before anything is built from it.
 
 The look is over parser events, which costs no recursion: hostile nesting, anchors, which multiply, and tags that name Python
 objects are refused before a loader sees them.
@@ -31,7 +31,7 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A YAML text and the places of its keys and values. `file` is what diagnostics call it."""
+    """Holds a YAML text and the places of its keys and values. `file` is what diagnostics call it."""
 
     file: str
     text: str
@@ -78,17 +78,11 @@ def syntax_error(source: Source, error: yaml.YAMLError) -> Diagnostic:
         message = ", ".join(part for part in (error.problem, error.context) if part) or "not readable as YAML"
         return Diagnostic(place=source.place(mark), code="syntax", message=message, help=_syntax_help(source, mark))
     if isinstance(error, yaml.reader.ReaderError):
-        before = source.text[: error.position]
-        line = len(_LINE_ENDS.split(before)) - 1
-        column = len(_LINE_ENDS.split(before)[-1])
-        mark = yaml.Mark(source.file, error.position, line, column, None, None)
+        before = _LINE_ENDS.split(source.text[: error.position])
+        mark = yaml.Mark(source.file, error.position, len(before) - 1, len(before[-1]), None, None)
         code = ord(error.character) if isinstance(error.character, str) else error.character
-        return Diagnostic(
-            place=source.place(mark),
-            code="syntax",
-            message=f"character U+{code:04X} is not allowed in YAML",
-            help="save the recipe as plain UTF-8 text",
-        )
+        message, remedy = f"character U+{code:04X} is not allowed in YAML", "save the recipe as plain UTF-8 text"
+        return Diagnostic(place=source.place(mark), code="syntax", message=message, help=remedy)
     return Diagnostic(place=source.place(None), code="syntax", message="not readable as YAML")
 
 
@@ -116,12 +110,9 @@ def _scan_events(source: Source) -> Iterator[Diagnostic]:
         nodes += 1
         depth += isinstance(event, yaml.CollectionStartEvent)
         if depth > _MAX_DEPTH or nodes > _MAX_NODES:
-            yield _too_large(place, f"more than {_MAX_NODES} values or {_MAX_DEPTH} levels")
+            message = f"this is not a recipe: more than {_MAX_NODES} values or {_MAX_DEPTH} levels"
+            yield Diagnostic(place=place, code="too-large", message=message)
             return
-
-
-def _too_large(place: Place, what: str) -> Diagnostic:
-    return Diagnostic(place=place, code="too-large", message=f"this is not a recipe: {what}")
 
 
 def _walk(source: Source, node: yaml.Node, path: Path, key: Place | None) -> Iterator[Diagnostic]:

@@ -1,4 +1,4 @@
-"""`key=value` on the command line: `optimizer.lr=3e-6`, `dataset.train[0].path=rows.jsonl`, `train.max_steps=null`.
+"""Reads `key=value` on the command line: `optimizer.lr=3e-6`, `dataset.train[0].path=rows.jsonl`, `train.max_steps=null`.
 
 `key=null` clears a key and `key=""` is the empty text. `key=` is refused, and so is an empty value within one: it is what
 a shell makes of a variable that is not set, and must not bring a default back in silence.

@@ -1,4 +1,4 @@
-"""Rules between keys: pairs that exclude each other, numbers that must divide, places a device does not have."""
+"""Checks rules between keys: pairs that exclude each other, numbers that must divide, places a device does not have."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..core.typed import show_value
-from .diagnostics import Finding
+from .diagnostics import Diagnostic
 from .view import Written, default_of
 
 _SENSIBLE = 1 << 31
@@ -17,10 +17,10 @@ _KEEP_ONE = "keep one; `key=null` clears the other on the command line"
 Broken = Iterator[tuple[str, str, str | None]]  # the key to point at, what is wrong, what to do
 
 
-def broken_rules(written: Written) -> Iterator[Finding]:
+def broken_rules(written: Written) -> Iterator[Diagnostic]:
     for rule in _RULES:
         for key, message, remedy in rule(written):
-            yield Finding(path=tuple(key.split(".")), code="conflict", message=message, help=remedy)
+            yield Diagnostic(path=tuple(key.split(".")), code="conflict", message=message, help=remedy)
 
 
 def _revision(written: Written) -> Broken:

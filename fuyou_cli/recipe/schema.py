@@ -1,4 +1,4 @@
-"""`Recipe`: the whole schema, its types, ranges and defaults.
+"""Defines `Recipe`: the whole schema, its types, ranges and defaults.
 
 Rules between keys are in `rules`, keys whose feature does not exist yet in `unbuilt`.
 """
@@ -195,7 +195,7 @@ class LoggingSection(Section):
 
 
 class Recipe(Section):
-    """A run as asked for. Only `output_dir`, `model.name_or_path` and `dataset.train` have no default."""
+    """Describes a run as asked for. Only `output_dir`, `model.name_or_path` and `dataset.train` have no default."""
 
     version: Literal[1] = 1
     output_dir: Text
@@ -216,8 +216,7 @@ class Recipe(Section):
     logging: LoggingSection = LoggingSection()
 
     def offload_directories(self, environment: Mapping[str, str]) -> tuple[Path, ...]:
-        """Tells where the store goes: `offload.dir`, else FUYOU_OFFLOAD_DIR, else a folder beside the outputs. Raises
-        UsageError where one of them is a file or has no home."""
+        """Tells where the store goes. Raises UsageError where one of the folders is a file or has no home."""
         if self.offload.dir:
             return tuple(folder(name, key="offload.dir") for name in self.offload.dir)
         if named := environment.get("FUYOU_OFFLOAD_DIR"):

@@ -1,4 +1,4 @@
-"""The recipes that come with fuyou: in the wheel inside the package, in a checkout beside it."""
+"""Finds the recipes that come with fuyou: in the wheel inside the package, in a checkout beside it."""
 
 from __future__ import annotations
 

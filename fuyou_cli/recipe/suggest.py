@@ -1,4 +1,4 @@
-"""What somebody probably meant by a key this schema does not have."""
+"""Suggests what somebody probably meant by a key this schema does not have."""
 
 from __future__ import annotations
 
@@ -102,14 +102,7 @@ def suggest_choice(value: object, choices: list[str]) -> str | None:
 
 def _closest(name: str, candidates: list[str]) -> str | None:
     """Finds the nearest spelling, whole or in one of its words: `nmae` is near `name_or_path`."""
-    if len(name) > 80:  # no slip of the pen, and matching costs the square
-        return None
-
-    def nearness(candidate: str) -> float:
-        whole = difflib.SequenceMatcher(None, name.lower(), candidate).ratio()
-        words = candidate.split("_") if "_" in candidate else []
-        word = max((difflib.SequenceMatcher(None, name.lower(), word).ratio() for word in words), default=0.0)
-        return max(whole, word - 0.01)
-
-    best = max(candidates, key=nearness, default=None)
-    return best if best is not None and nearness(best) >= _CLOSE else None
+    spelt = {word: candidate for candidate in reversed(candidates) for word in candidate.split("_")}
+    spelt |= {candidate: candidate for candidate in candidates}
+    close = difflib.get_close_matches(name.lower()[:80], spelt, n=1, cutoff=_CLOSE)  # a longer one is no slip of the pen
+    return spelt[close[0]] if close else None

@@ -1,4 +1,4 @@
-"""Keys of the schema whose feature does not exist yet, in one table: building a feature deletes its row.
+"""Lists keys of the schema whose feature does not exist yet: building a feature deletes its row.
 
 Such a key is an error that names it. It is never accepted and ignored.
 """
@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from ..core.typed import show_value
-from .diagnostics import Finding, Path
+from .diagnostics import Diagnostic, Path
 from .view import Written
 
 
 class Unbuilt(NamedTuple):
-    """`path` with a value for which `asks` holds needs `feature`; `instead` says what works today."""
+    """Says that `path` with a value for which `asks` holds needs `feature`, and what works today `instead`."""
 
     path: str  # dotted; * is each entry of a list
     asks: Callable[[Any], bool]
@@ -22,16 +22,8 @@ class Unbuilt(NamedTuple):
     instead: str
 
 
-def _set(value: Any) -> bool:
-    return value is not None
-
-
-def _one_of(*values: object) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, str) and value in values
-
-
-def _any_of(*values: str) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and any(item in values for item in value if isinstance(item, str))
+def _one_of(*values: str) -> Callable[[Any], bool]:
+    return lambda value: any(item in values for item in (value if isinstance(value, list) else [value]))
 
 
 def _other_than(*values: object) -> Callable[[Any], bool]:
@@ -43,6 +35,7 @@ def _a_part(value: Any) -> bool:
     return isinstance(value, str) and not value.isalpha()
 
 
+_set = _other_than()
 _EVALUATION, _WANDB = "evaluation during training", "the wandb logger"
 UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("adapter", _set, "LoRA and other adapters", "leave it null: full fine-tuning"),
@@ -79,20 +72,20 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("offload.activations", _one_of("keep"), "activations kept on the GPU", "use auto, swap or recompute"),
     Unbuilt("export.push_to_hub", _set, "uploading", "upload the exported folder yourself"),
     Unbuilt("export.private", _other_than(True), "uploading", "leave it out"),
-    Unbuilt("logging.backends", _any_of("tensorboard", "wandb"), "this logger", "use console and jsonl"),
+    Unbuilt("logging.backends", _one_of("tensorboard", "wandb"), "this logger", "use console and jsonl"),
     Unbuilt("logging.wandb.project", _set, _WANDB, "leave it null"),
     Unbuilt("logging.wandb.mode", _other_than("online"), _WANDB, "leave it out"),
     Unbuilt("logging.wandb.name", _set, _WANDB, "leave it null"),
 )  # fmt: skip
 
 
-def unbuilt_keys(written: Written) -> Iterator[Finding]:
+def unbuilt_keys(written: Written) -> Iterator[Diagnostic]:
     for row in UNBUILT:
         for path, value in written.matches(row.path):
             if row.asks(value):
                 key = row.path.replace(".*", "")
                 shown = key if isinstance(value, (list, dict)) else f"{key}: {show_value(value)}"
-                yield Finding(
+                yield Diagnostic(
                     path=path, code="not-built", message=f"`{shown}` is not built yet: {row.feature}", help=row.instead
                 )
 

@@ -1,4 +1,4 @@
-"""What was written, before it is known to be right: rules look here, so that they can speak even when other keys are wrong."""
+"""Looks at what was written before it is known to be right, so that rules speak even when other keys are wrong."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from .suggest import section_in
 
 
 class Written:
-    """The recipe as plain data, with defaults behind it. Values may have any type."""
+    """Holds the recipe as plain data, with defaults behind it. Values may have any type."""
 
     def __init__(self, data: dict[str, Any]) -> None:
         self._data = data
 
     def get(self, dotted: str) -> Any:
         """Returns the value written, else the default, else None."""
-        found = [value for _, value in self.matches(dotted)]
-        return found[0] if found else default_of(dotted)
+        return next((value for _, value in self.matches(dotted)), default_of(dotted))
 
     def has(self, dotted: str) -> bool:
         """Tells whether it is written, and not null."""
@@ -30,7 +29,7 @@ class Written:
 
     def clears(self, dotted: str) -> bool:
         """Tells whether null is written, and nothing else."""
-        return any(True for _ in self.matches(dotted)) and not self.has(dotted)
+        return any(self.matches(dotted)) and not self.has(dotted)
 
     def whole(self, dotted: str) -> int | None:
         value = self.get(dotted)
@@ -38,17 +37,13 @@ class Written:
 
     def matches(self, dotted: str) -> Iterator[tuple[Path, Any]]:
         """Lists everything written at a path, where `*` stands for each entry of a list."""
-        yield from _matches(self._data, dotted.split("."), ())
-
-
-def _matches(value: Any, parts: list[str], path: Path) -> Iterator[tuple[Path, Any]]:
-    if not parts:
-        yield path, value
-    elif parts[0] == "*":
-        for index, item in enumerate(value if isinstance(value, list) else []):
-            yield from _matches(item, parts[1:], (*path, index))
-    elif isinstance(value, dict) and parts[0] in value:
-        yield from _matches(value[parts[0]], parts[1:], (*path, parts[0]))
+        found: list[tuple[Path, Any]] = [((), self._data)]
+        for part in dotted.split("."):
+            if part == "*":
+                found = [((*path, i), item) for path, at in found if isinstance(at, list) for i, item in enumerate(at)]
+            else:
+                found = [((*path, part), at[part]) for path, at in found if isinstance(at, dict) and part in at]
+        yield from found
 
 
 def default_of(dotted: str) -> Any:
