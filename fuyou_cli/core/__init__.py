@@ -1,1 +1,1 @@
-"""Layer 0: errors, units, and sums of disk space. Imports nothing of ours."""
+"""Holds errors, units and readers of files (layer 0). Imports nothing of ours."""

@@ -104,8 +104,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def sync_names_above(directory: Path) -> None:
-    """Returns when the folders that lead to `directory` are on stable storage: a run that was killed may have made them and
-    flushed none."""
+    """Returns when the folders that lead to `directory` are on stable storage: a killed run may have made them."""
     device = directory.stat().st_dev
     for above in directory.absolute().parents:
         if above.stat().st_dev != device:

@@ -1,7 +1,7 @@
 """Reads small JSON files that somebody else may have written, or a crash cut short: whole, or not at all.
 
-A general parser takes more than any of our files may say. Of a key that is there twice it keeps the last, `NaN` is a number
-to it, a number may have any length, and nesting ends where its stack does. Here each of these is an error that names the file.
+What a general parser takes, and none of our files says, is an error that names the file: a key twice, `NaN`, a number of any
+length, nesting as deep as its stack.
 """
 
 from __future__ import annotations
@@ -54,11 +54,9 @@ def has_too_many_values(text: str) -> bool:
 
 
 def parsed(text: str, *, finite: bool = True, names: bool = False) -> Any:
-    """Parses a text. Raises UsageError without a place: no JSON, a key twice, a number that is none or has more than
-    `MOST_DIGITS`, nested too deeply, too many values, half of a character.
+    """Parses a text. Raises UsageError, without a place, for what is no JSON or more than our files say.
 
-    `finite`: infinities are refused as well. `names`: strings may be names of files, of which Python spells bytes that are no
-    UTF-8 as halves of characters."""
+    `finite`: infinities are refused. `names`: of files, of which Python spells bytes that are no UTF-8 as half characters."""
     if has_too_many_values(text):
         raise _unreadable(f"more than {MOST_VALUES:,} values")
     try:

@@ -1,7 +1,7 @@
 """Makes and opens files and folders of this user alone.
 
-The name of a run's folder can be guessed, and others may have put anything there: a link to a file of ours, a second name of
-one, a pipe that nobody reads. Nothing is opened through a link or waited for, or changed before it is known to be ours.
+Others may have put anything where a run's folder will be: a link to a file of ours, a second name of one, a pipe that nobody
+reads. Nothing is opened through a link or waited for, or changed before it is known to be ours.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ def is_own(path: Path) -> bool:
 
 
 def open_own(path: Path, *, anew: bool) -> int:
-    """Opens the file to write to it, closed to others; makes it where there is none. `anew`: emptied. Raises OSError, which
-    says why, where something else has its name; that stays as it is."""
+    """Opens or makes the file, closed to others; `anew`: emptied. Raises OSError where something else has its name."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags, 0o600)

@@ -12,8 +12,7 @@ _KINDS = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR,
 
 
 def read_plain(path: Path, *, limit: int) -> bytes:
-    """Reads the content, or its first `limit` bytes. Raises OSError, which says what is there where it is no plain file, and
-    ValueError for a name that no file can have."""
+    """Reads the first `limit` bytes. Raises OSError where there is no plain file, ValueError for an impossible name."""
     _refuse(path, path.stat())  # a device may do something when it is opened, and a socket has no words for it
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     try:

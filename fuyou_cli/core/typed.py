@@ -52,7 +52,7 @@ Kind = TypeVar("Kind")
 
 
 class WrongData(UsageError):
-    """Data of another shape. Its message is the first of `problems`, each of which begins with its key."""
+    """Says that data has another shape, by the first of `problems`, each of which begins with its key."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
@@ -60,8 +60,7 @@ class WrongData(UsageError):
 
 
 def from_json(kind: type[Kind], data: object, *, defaults: bool = False) -> Kind:
-    """Makes one `kind`. Raises WrongData for keys that are unknown or missing and values of another type, negative or not
-    finite. `defaults`: a key may be missing where the dataclass has a default."""
+    """Makes one `kind`; keys with a default may be missing if `defaults`. Raises WrongData with every wrong key and value."""
     try:
         validator = _validator(kind, defaults)  # type: ignore[arg-type]  # a class, which mypy takes for one of its instances
         found: Kind = validator.validate_python(data)

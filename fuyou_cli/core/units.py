@@ -38,8 +38,7 @@ def parse_size(text: str | int) -> int:
 
 
 def parse_rate(text: str | int | float, unit: str) -> float:
-    """Parses "21GB/s" where `unit` is B/s, "162TFLOPS" where it is FLOP/s, or a plain number. Raises ValueError naming the
-    accepted forms."""
+    """Parses "21GB/s" where `unit` is B/s, "162TFLOPS" where it is FLOP/s, or a plain number. Raises ValueError."""
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         if not 0 <= text <= LARGEST_RATE:
             raise ValueError(f"a rate is a number from 0 to {LARGEST_RATE:.0e}")

@@ -1,1 +1,1 @@
-"""Layer 6: what this machine is and how fast: probed, measured, kept, described."""
+"""Tells what this machine is and how fast (layer 6): probed, measured, kept, described."""

@@ -1,4 +1,4 @@
-"""glibc's allocator, told once how to behave in a process whose memory is planned."""
+"""Tells glibc's allocator once how to behave in a process whose memory is planned."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ _plugs: list[int] = []  # addresses
 
 
 def settle_allocator() -> None:
-    """Fixes the thresholds (glibc would move them as it goes) and the number of arenas, so that memory in use and memory
-    taken stay close. Elsewhere than on glibc nothing happens: there is no mallopt."""
+    """Fixes thresholds, which glibc would move, and arenas: memory in use and taken stay close. Does nothing elsewhere."""
     _mallopt(_M_ARENA_MAX, 2)
     _mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BEFORE)
     _mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD)
@@ -49,9 +48,9 @@ def trim(apart: bool = False) -> None:
 
 
 def _plug() -> None:
-    """Takes what is left of holes with room for a mapped block: malloc looks for holes before it maps, and a hole keeps
-    the pages of a block freed in it (a head's logits, 62 MiB, were seen twice in a peak). Nobody touches a plug: it takes no
-    memory. The first for which there is no hole comes from beyond the heap's end."""
+    """Fills every hole that has room for a mapped block. Nobody touches a plug: it takes no memory."""
+    # malloc looks for holes before it maps, and a hole keeps the pages of a block freed in it: a head's logits, 62 MiB, were
+    # seen twice in a peak. The first plug for which there is no hole comes from beyond the heap's end.
     while len(_plugs) < _MOST_PLUGS:
         end = _C.sbrk(0)
         plug = _C.malloc(_PLUG)

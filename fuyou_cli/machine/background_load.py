@@ -1,4 +1,4 @@
-"""How busy others keep the machine while something is measured: rates found beside them are not the machine's own."""
+"""Tells how busy others keep the machine while it is measured: rates found beside them are not the machine's own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BUSY_CORES, BUSY_SHARE = 0.4, 0.1  # from here on it is said: of all cores, but 
 
 
 class BackgroundLoad:
-    """Cores that others use from now on; children count as ours once they have ended."""
+    """Counts cores that others use from now on; children count as ours once they have ended."""
 
     def __init__(self, root: Path = probe.ROOT) -> None:
         self._root = root
@@ -30,7 +30,7 @@ def are_busy(cores: float) -> bool:
 
 
 def busy_seconds(root: Path = probe.ROOT) -> float:
-    """CPU-seconds of the whole machine so far, with those that a hypervisor gave to other machines."""
+    """Returns CPU-seconds of the whole machine so far, with those that a hypervisor gave to other machines."""
     try:
         line = (root / "proc/stat").read_text().split("\n", 1)[0]
     except OSError:
@@ -40,6 +40,6 @@ def busy_seconds(root: Path = probe.ROOT) -> float:
 
 
 def own_seconds() -> float:
-    """CPU-seconds of this process and of its children that have ended."""
+    """Returns CPU-seconds of this process and of its children that have ended."""
     used = os.times()
     return used.user + used.system + used.children_user + used.children_system

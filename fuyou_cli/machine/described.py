@@ -1,4 +1,4 @@
-"""A machine one does not have: composed of shipped parts (`rtx4090,2xgen4,128GiB`), or written down in a file.
+"""Describes a machine one does not have: composed of shipped parts (`rtx4090,2xgen4,128GiB`), or written down in a file.
 
 A file is YAML with the keys of `HardwareProfile`; sizes and rates may have units. `parts: rtx4090,2xgen4,128GiB` starts from
 parts, and its other keys replace what they say. A profile that `fuyou bench` kept on another machine is such a file too.
@@ -18,6 +18,7 @@ import yaml
 from omegaconf.errors import OmegaConfBaseException
 
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.paths import is_file
 from fuyou_cli.core.plain_files import read_plain
 from fuyou_cli.core.typed import WrongData, from_json
 from fuyou_cli.core.units import LARGEST_SIZE, GiB, gb, parse_size
@@ -45,7 +46,7 @@ LARGEST_FILE = 1 << 20
 MOST_DRIVES = 1024
 DEFAULT_HOST = "desktop"
 
-_COUNTED = re.compile(r"^(\d+)x(.+)$")
+_COUNTED = re.compile(r"^0*(\d{1,9})\d*x(.+)$")  # the first digits of too many are too many as well
 _UNSAID: dict[str, Any] = {  # what a file without parts may leave out: `_derived` completes it
     "device": "", "device_memory": 0, "h2d": 0.0, "d2h": 0.0, "disk_free": 0, "ram_available": 0, "process_bytes": 0,
     "measured": "described",
@@ -108,15 +109,11 @@ class Host:
 
 
 def described(text: str | Path) -> HardwareProfile:
-    """Reads the description of a machine: names of parts, or a file. Raises UsageError with everything that is wrong, and with
-    what is shipped where a name is unknown."""
+    """Reads the description of a machine: names of parts, or a file. Raises UsageError with everything that is wrong."""
     path = Path(text)
-    if isinstance(text, Path) or path.suffix in (".yaml", ".yml") or "/" in text or _is_file(path):
+    if isinstance(text, Path) or path.suffix in (".yaml", ".yml") or "/" in text or is_file(path):
         return _from_file(path)
     return _checked(_composed(text), f"the machine {text}")
-
-
-# ---- parts -----------------------------------------------------------------------------------------------------------
 
 
 def _composed(text: str) -> HardwareProfile:
@@ -125,7 +122,7 @@ def _composed(text: str) -> HardwareProfile:
     problems = []
     for word in filter(None, (part.strip() for part in re.split(r"[,+]", text))):
         counted = _COUNTED.match(word.lower())
-        count, name = (_count(counted[1]), counted[2]) if counted and counted[2] in drives else (1, word.lower())
+        count, name = (int(counted[1]), counted[2]) if counted and counted[2] in drives else (1, word.lower())
         if name in gpus:
             chosen["GPU"].append(gpus[name])
         elif name in drives and count:
@@ -185,29 +182,24 @@ def _together(name: str, kind: DriveKind, count: int) -> tuple[dict[str, Any], s
     """Returns what `count` drives give together, and a note for its sources where the list of parts has no such count."""
     below = max((rates for rates in kind.rates if rates.count <= count), key=lambda rates: rates.count, default=kind.rates[0])
     above = min((rates for rates in kind.rates if rates.count >= count), key=lambda rates: rates.count, default=None)
-    region = below.burst_bytes * count // below.count
+    region = {"burst_bytes": below.burst_bytes * count // below.count}
     if above is None:
         most = kind.most or inf
         grown = {key: min(most, getattr(below, key) * count / below.count) for key in STORE_RATES}
         each = f"{below.count} of them" if below.count > 1 else "one"
         limit = f", at most {gb(most)}/s" if kind.most else ""
         note = f"; {count} {name}: assumption, {count / below.count:g} times as fast as {each}{limit}"
-        return {**grown, "burst_bytes": region}, note
+        return grown | region, note
     if below.count == above.count:
-        return {**{key: getattr(below, key) for key in STORE_RATES}, "burst_bytes": region}, ""
+        return {key: getattr(below, key) for key in STORE_RATES} | region, ""
     share = log(count / below.count) / log(above.count / below.count)
     between = {key: _between(getattr(below, key), getattr(above, key), share) for key in STORE_RATES}
-    return {**between, "burst_bytes": region}, f"; {count} {name}: interpolated between {below.count} and {above.count}"
+    return between | region, f"; {count} {name}: interpolated between {below.count} and {above.count}"
 
 
 def _between(low: float, high: float, share: float) -> float:
     """Interpolates on a straight line of logarithms: rates grow with a power of the count."""
     return exp(log(low) + (log(high) - log(low)) * share) if low > 0 and high > 0 else 0.0
-
-
-def _count(digits: str) -> int:
-    """Reads a number's first digits, which are too many where there are more."""
-    return int(digits.lstrip("0")[:9] or "0")
 
 
 def _size(word: str) -> int | None:
@@ -240,9 +232,6 @@ def _offer() -> str:
     return "\n".join([*lines, "    RAM     any size: 64GiB ... 768GiB"])
 
 
-# ---- a file ----------------------------------------------------------------------------------------------------------
-
-
 def _from_file(path: Path) -> HardwareProfile:
     given = {key: value for key, value in _mapping(path).items() if key not in FILE_KEYS}
     parts = given.pop("parts", None)
@@ -268,8 +257,7 @@ def _parts_in(path: Path, parts: object) -> dict[str, Any]:
 
 
 def _derived(profile: HardwareProfile, given: Collection[str], *, from_parts: bool) -> dict[str, Any]:
-    """Computes what a file does not give from what it does: the device, memory, the room on its drives, and the parts' rates
-    where they would exceed a given one."""
+    """Computes what a file does not give from what it does, and lowers parts' rates that would exceed a given one."""
     found: dict[str, Any] = {}
     if not from_parts:
         on_gpu = profile.device == "cuda" if profile.device else profile.device_memory > 0
@@ -315,10 +303,9 @@ def _mapping(path: Path) -> dict[Any, Any]:
         text = read_plain(path, limit=LARGEST_FILE + 1).decode()
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a null character in the name
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
-        parts_meant = not _is_file(path) and path not in shipped_hardware().values()
-        raise UsageError(
-            f"cannot read the machine's description {path}: {why}", hint=_offer() if parts_meant else None
-        ) from None
+        parts_meant = not is_file(path) and path not in shipped_hardware().values()
+        hint = _offer() if parts_meant else None
+        raise UsageError(f"cannot read the machine's description {path}: {why}", hint=hint) from None
     try:
         data = yaml_to_data(text) if len(text) <= LARGEST_FILE else None
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
@@ -326,13 +313,6 @@ def _mapping(path: Path) -> dict[Any, Any]:
     if not isinstance(data, dict):
         raise _refused(path, ["keys and values are wanted, such as `parts: rtx4090,2xgen4,128GiB`"])
     return data
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # no file has so long a name
-        return False
 
 
 def _refused(place: str | Path, problems: Sequence[str]) -> UsageError:

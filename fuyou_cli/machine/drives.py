@@ -1,4 +1,4 @@
-"""What a folder's drives are: models, capacity and wear. And whether this process may use io_uring."""
+"""Finds a folder's drives: models, capacity, wear and endurance. And tells whether this process may use io_uring."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import re
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ from pathlib import Path
 
 from fuyou_cli.spec.hardware import Drive
 
-from .endurance import rated_bytes
 from .probe import existing
 
 _SYS_IO_URING_SETUP = 425  # the same number on every architecture but alpha
@@ -25,9 +25,31 @@ _DEEPEST = 8  # layers of partitions and volumes
 NEARLY_WORN = 0.9  # of a drive's endurance
 _GET_LOG_PAGE, _SMART_LOG, _SMART_BYTES = 0x02, 0x02, 512
 
+_TB = 10**12
+_DAYS = 365 * 5  # of a warranty: drives rated by writes per day
+# Models by what they call themselves, and TB that may be written per TB of capacity, from the makers' public data sheets:
+# Samsung, Western Digital, Crucial, Kingston, Seagate, Solidigm, Micron, KIOXIA. Makers rate by capacity within a series.
+_ENDURANCE: tuple[tuple[str, int], ...] = (
+    (r"Samsung SSD (980|990|9100) PRO", 600),  # 600 TBW at 1 TB, 1,200 at 2 TB
+    (r"Samsung SSD (970 EVO|980\b|990 EVO|870 EVO)", 600),  # 600 TBW at 1 TB, 1,200 at 2 TB
+    (r"Samsung SSD 8[67]0 QVO", 360),  # 360 TBW at 1 TB, 720 at 2 TB
+    (r"WD_?BLACK SN(770|850X?|8100)\b", 600),  # 600 TBW at 1 TB, 1,200 at 2 TB
+    (r"WDS\d+T\dX0E", 600),  # order numbers of SN770, SN850 and SN850X
+    (r"CT\d+(T500|T700|T705|P5P)SSD\d", 600),  # Crucial T500, T700, T705, P5 Plus: 600 TBW at 1 TB, 1,200 at 2 TB
+    (r"KINGSTON SKC3000", 800),  # 800 TBW at 1 TB, 1,600 at 2 TB
+    (r"Seagate FireCuda 530", 1275),  # 1,275 TBW at 1 TB, 2,550 at 2 TB
+    (r"(SOLIDIGM|INTEL) SSDPF2KX", 1 * _DAYS),  # D7-P5510 and P5520: 1 drive write per day
+    (r"(SOLIDIGM|INTEL) SSDPF2KE", 3 * _DAYS),  # D7-P5620: 3 drive writes per day
+    (r"SAMSUNG MZ(QL2|1L2|WL[JRO])", 1 * _DAYS),  # PM9A3, PM1733, PM1743: 1 drive write per day
+    (r"Micron_7450_MTFDK\w+TFR", 1 * _DAYS),  # 7450 PRO: 1 drive write per day
+    (r"KCD6\w*LUL", 1 * _DAYS),  # KIOXIA CD6-R: 1 drive write per day
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wear:
+    """Holds what a drive says of its wear."""
+
     percent_used: int  # of the rated endurance, may exceed 100
     written: int  # bytes, over the drive's life
 
@@ -52,10 +74,7 @@ def io_uring_refusal() -> str | None:
 
 def io_uring_forbidden(root: Path = Path("/")) -> str:
     """Tells who forbids io_uring, and what to do about it."""
-    try:
-        setting = (root / "proc/sys/kernel/io_uring_disabled").read_text().strip()
-    except OSError:
-        setting = "0"
+    setting = _line(root / "proc/sys/kernel/io_uring_disabled")
     if setting in ("1", "2"):
         whom = "everybody" if setting == "2" else "all outside of the group kernel.io_uring_group"
         return f"forbidden to {whom} by the sysctl kernel.io_uring_disabled={setting}; root may set it to 0"
@@ -64,15 +83,11 @@ def io_uring_forbidden(root: Path = Path("/")) -> str:
 
 def is_hard_disk(device: Path) -> bool:
     """Tells whether it turns. What the kernel does not say is taken for no."""
-    try:
-        return (device / "queue/rotational").read_text().strip() == "1"
-    except OSError:
-        return False
+    return _line(device / "queue/rotational") == "1"
 
 
 def block_devices(folder: Path, sysfs: Path = Path("/sys")) -> list[Path]:
-    """Lists every whole drive under a folder, as its folder in /sys: through partitions, RAIDs and volumes. None where the
-    file system has no drive of its own (tmpfs, overlay, network)."""
+    """Lists every drive under a folder, as its folder in /sys; none where there is none (tmpfs, overlay, network)."""
     number = existing(folder).stat().st_dev
     return list(dict.fromkeys(_whole_drives(sysfs / "dev/block" / f"{os.major(number)}:{os.minor(number)}", _DEEPEST)))
 
@@ -93,18 +108,21 @@ def drives_under(*folders: Path, sysfs: Path = Path("/sys")) -> tuple[Drive, ...
     return tuple(drive_at(device) for device in dict.fromkeys(d for folder in folders for d in block_devices(folder, sysfs)))
 
 
+def rated_bytes(model: str, capacity: int) -> int:
+    """Returns the bytes a drive of this name and capacity (bytes) is warranted to be written; 0 where that is not known."""
+    per_tb = next((per_tb for pattern, per_tb in _ENDURANCE if re.match(pattern, model, re.IGNORECASE)), 0)
+    return round(per_tb * round(capacity / _TB, 2) * _TB)  # TB as sold: 2.0 of a drive of 2,000,398,934,016 bytes
+
+
 def drive_at(device: Path) -> Drive:
     """Returns what is known of a whole drive, given as its folder in /sys."""
-    model = drive_model(device) or ""
-    capacity = _sectors(device) * _SECTOR
-    wear = nvme_wear(device)
+    model, size = drive_model(device) or "", _line(device / "size")
+    capacity = int(size) * _SECTOR if size.isdecimal() else 0
+    wear = nvme_wear(device) or Wear(percent_used=0, written=0)
+    rated = rated_bytes(model, capacity)
     return Drive(
-        model=model,
-        capacity=capacity,
-        rated_bytes=rated_bytes(model, capacity),
-        used_bytes=wear.written if wear is not None else 0,
-        percent_used=wear.percent_used if wear is not None else 0,
-    )
+        model=model, capacity=capacity, rated_bytes=rated, used_bytes=wear.written, percent_used=wear.percent_used
+    )  # fmt: skip
 
 
 def nearly_worn(found: Iterable[Drive]) -> list[str]:
@@ -115,31 +133,21 @@ def nearly_worn(found: Iterable[Drive]) -> list[str]:
 
 def has_nvidia_card(sysfs: Path = Path("/sys")) -> bool:
     """Tells whether the PCI bus has a display or compute device of NVIDIA's, with a driver or without."""
-    for device in sysfs.glob("bus/pci/devices/*"):
-        try:
-            vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))
-        except OSError:
-            continue
-        if vendor == "0x10de" and kind.startswith("0x03"):
-            return True
-    return False
+    devices = sysfs.glob("bus/pci/devices/*")
+    return any(_line(device / "vendor") == "0x10de" and _line(device / "class").startswith("0x03") for device in devices)
 
 
-def _sectors(device: Path) -> int:
+def _line(file: Path) -> str:
+    """Reads a line of the kernel's, empty where it cannot be read."""
     try:
-        text = (device / "size").read_text().strip()
+        return " ".join(file.read_text().split())
     except OSError:
-        return 0
-    return int(text) if text.isdecimal() else 0
+        return ""
 
 
 def drive_model(device: Path) -> str | None:
-    for name in ("device/model", "device/name"):
-        try:
-            return " ".join((device / name).read_text().split()) or None
-        except OSError:
-            continue
-    return None
+    """Returns what a drive calls itself."""
+    return _line(device / "device/model") or _line(device / "device/name") or None
 
 
 def nvme_wear(device: Path, dev: Path = Path("/dev")) -> Wear | None:

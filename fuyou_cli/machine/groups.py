@@ -1,12 +1,13 @@
-"""Running a command in a memory control group of an exact size, where this machine lets us make one (cgroup v1 or v2)."""
+"""Runs a command in a memory control group of an exact size, where one can be made (cgroup v1 or v2)."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from . import probe
@@ -14,7 +15,7 @@ from . import probe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """How the command ended, and whether the kernel held it to the limit."""
+    """Says how the command ended, and whether the kernel held it to the limit."""
 
     code: int
     enforced: bool
@@ -25,7 +26,8 @@ def run_limited(command: Sequence[str], limit: int, *, environment: dict[str, st
     group = _make_group(limit)
     if group is not None:
         try:
-            process = subprocess.Popen(command, env=environment, preexec_fn=_joiner(group))
+            join = partial((group / "cgroup.procs").write_text, "0")  # 0: whoever writes it
+            process = subprocess.Popen(command, env=environment, preexec_fn=join)
             return Ended(code=_wait(process), enforced=True)
         except subprocess.SubprocessError:  # it could be made, and cannot be joined
             pass
@@ -41,13 +43,6 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
             return process.wait()
         except KeyboardInterrupt:  # the command got it as well and saves its state
             continue
-
-
-def _joiner(group: Path) -> Callable[[], None]:
-    def join() -> None:
-        (group / "cgroup.procs").write_text(str(os.getpid()))
-
-    return join
 
 
 def _make_group(limit: int, root: Path = probe.ROOT) -> Path | None:
@@ -71,15 +66,12 @@ def _make_group(limit: int, root: Path = probe.ROOT) -> Path | None:
 
 
 def _parents(root: Path) -> list[tuple[Path, int]]:
-    """Lists where a group that governs memory may be made, with its version; nearest first, so that as many limits as can
-    be still hold. Version 2 lets no group but the topmost have both processes and children with limits, and ours has a
-    process, this one: then the new group is a sibling."""
-    found = []
-    for own in probe.own_groups("memory", root):
-        for place in (own.folder, *own.folder.parents):
-            if place.is_relative_to(own.top):
-                found.append((place, own.version))
-    return found
+    """Lists where a group may be made, with its version; nearest first, so that as many limits as can be still hold."""
+    # Version 2 lets no group but the topmost have both processes and children with limits, and ours has a process, this one:
+    # then the new group is a sibling.
+    groups = probe.own_groups("memory", root)
+    places = ((place, own) for own in groups for place in (own.folder, *own.folder.parents))
+    return [(place, own.version) for place, own in places if place.is_relative_to(own.top)]
 
 
 def _let_children_hold_memory(parent: Path) -> None:

@@ -1,9 +1,7 @@
-"""Whose figures the rates of a machine are: measured or published as measured, a specification, an assumption, or written in a
-file by whoever described the machine."""
+"""Tells whose figures a machine's rates are: measured (or published as that), specified, assumed, or given in a file."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,7 +24,7 @@ _RATES: tuple[tuple[str, tuple[str, ...]], ...] = (  # shown together: a name, a
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RatedBy:
-    """Rates that are shown together. FLOPs per second where `flops`, else bytes."""
+    """Holds rates that are shown together, in FLOPs per second where `flops`, else bytes."""
 
     what: str
     keys: tuple[str, ...]
@@ -38,10 +36,7 @@ class RatedBy:
 
 def origins_of(hardware: HardwareProfile) -> tuple[RatedBy, ...]:
     """Lists every rate that is known, in a fixed order."""
-    return tuple(_known(hardware))
-
-
-def _known(hardware: HardwareProfile) -> Iterator[RatedBy]:
+    found = []
     for what, keys in _RATES:
         values = tuple(value for key in keys for value in _values(hardware, key))
         if not any(values) or (keys == SUSTAINED_RATES and not hardware.slows_down):
@@ -49,7 +44,8 @@ def _known(hardware: HardwareProfile) -> Iterator[RatedBy]:
         sources = dict.fromkeys(hardware.source_of(key) for key in keys)
         origin = max(map(_origin, sources), key=_ORDER.index)
         flops = keys[0] in ("matmul_flops", "stage_rates")
-        yield RatedBy(what=what, keys=keys, values=values, flops=flops, origin=origin, source="; ".join(sources))
+        found.append(RatedBy(what=what, keys=keys, values=values, flops=flops, origin=origin, source="; ".join(sources)))
+    return tuple(found)
 
 
 def _values(hardware: HardwareProfile, key: str) -> tuple[float, ...]:

@@ -1,5 +1,4 @@
-"""Readings of this machine: memory, processor time, disk, kernel. Every function takes the root of the file system, so that it
-can be tried on a copy of somebody else's /proc and /sys."""
+"""Reads this machine's memory, processor time, disk and kernel, below a `root` that may be a copy of another's files."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ _UNLIMITED = 1 << 60  # cgroup v1 says "no limit" with a number near 2**63
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CgroupMemory:
-    """The memory limit that binds this process: of its cgroup or of one above it."""
+    """Holds a memory limit that binds this process: of its cgroup or of one above it."""
 
     version: int
     path: Path
@@ -27,6 +26,8 @@ class CgroupMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mount:
+    """Holds a line of /proc/self/mountinfo."""
+
     point: Path
     kind: str  # ext4, tmpfs, overlay, 9p ...
     source: str
@@ -41,17 +42,16 @@ def memory_limit(root: Path = ROOT) -> int:
 
 def memory_available(root: Path = ROOT) -> int:
     """Returns the bytes that can still be taken now without swapping or being killed; page cache counts as free."""
-    free = _kib(root / "proc/meminfo", "MemAvailable") or physical_memory(root)
+    free = _kib(root / "proc/meminfo", "MemAvailable").get("MemAvailable") or physical_memory(root)
     return max(0, min([free, *(group.limit - group.in_use for group in cgroup_limits(root))]))
 
 
 def physical_memory(root: Path = ROOT) -> int:
-    return _kib(root / "proc/meminfo", "MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return _kib(root / "proc/meminfo", "MemTotal").get("MemTotal") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def pinnable(root: Path = ROOT) -> tuple[int, str]:
-    """Returns the bytes of host memory that a GPU's driver may be given to hold in place, and what sets that limit. That is not
-    RLIMIT_MEMLOCK: the driver locks pages by itself, and does not ask for it."""
+    """Returns the bytes of host memory that a GPU's driver may pin, and what sets that limit: it ignores RLIMIT_MEMLOCK."""
     limits = [(group.limit, f"the control group {group.path} allows no more") for group in cgroup_limits(root)]
     whole = physical_memory(root)
     limits.append((whole // 2, "WSL lets half of RAM be pinned") if is_wsl(root) else (whole, "all of RAM"))
@@ -75,20 +75,19 @@ def _quota(folder: Path, version: int) -> float | None:
 
 
 def process_bytes(root: Path = ROOT) -> int:
-    """Anonymous memory and page tables of this process: what a memory limit counts, files left out."""
-    found = _all_kib(root / "proc/self/status", "RssAnon", "VmPTE")  # read once: a run looks fifty times a second
+    """Returns anonymous memory and page tables of this process: what a memory limit counts, files left out."""
+    found = _kib(root / "proc/self/status", "RssAnon", "VmPTE")  # read once: a run looks fifty times a second
     return sum(found.values())
 
 
 def highest_bytes(root: Path = ROOT) -> int:
-    """Returns the most of the same since this was asked last; 0 where the kernel does not tell. Files that were mapped at
-    that moment and are no longer are taken for anonymous memory."""
-    found = _all_kib(root / "proc/self/status", "VmHWM", "RssFile", "RssShmem", "VmPTE")
+    """Returns the most of the same since this was asked last; 0 where the kernel does not tell."""
+    found = _kib(root / "proc/self/status", "VmHWM", "RssFile", "RssShmem", "VmPTE")
     try:
         (root / "proc/self/clear_refs").write_text("5")  # proc(5): the high-water mark begins anew
     except OSError:
         return 0
-    highest = found.pop("VmHWM", 0)
+    highest = found.pop("VmHWM", 0)  # files that were mapped at that moment and no longer are count as anonymous memory
     return max(0, highest + found.pop("VmPTE", 0) - sum(found.values()))
 
 
@@ -98,8 +97,7 @@ def free_space(path: Path) -> int:
 
 
 def striped_space(*folders: Path) -> int:
-    """Returns the bytes that files striped over `folders` can have in all: as many times the least of them as there are
-    folders, those of one file system sharing what is free there. Raises OSError."""
+    """Returns the bytes that files striped evenly over `folders` can have in all. Raises OSError."""
     systems = [existing(folder).stat().st_dev for folder in folders]
     shares = [free_space(folder) // systems.count(system) for folder, system in zip(folders, systems, strict=True)]
     return min(shares) * len(folders)
@@ -136,7 +134,7 @@ def cgroup_limits(root: Path = ROOT) -> list[CgroupMemory]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnGroup:
-    """The folder of a cgroup that governs this process, and the top of its hierarchy."""
+    """Names the folder of a cgroup that governs this process, and the top of its hierarchy."""
 
     version: int
     folder: Path
@@ -186,32 +184,21 @@ def _read_group(folder: Path, version: int) -> CgroupMemory | None:
         return None
     used = _text(folder / ("memory.current" if version == 2 else "memory.usage_in_bytes")) or ""
     prefix = "" if version == 2 else "total_"
-    cached = sum(_stat(folder / "memory.stat", f"{prefix}{kind}_file") for kind in ("inactive", "active"))
-    in_use = max(0, int(used) - cached) if used.isdecimal() else 0
+    cached = _numbers(folder / "memory.stat", " ", f"{prefix}inactive_file", f"{prefix}active_file")
+    in_use = max(0, int(used) - sum(cached.values())) if used.isdecimal() else 0
     return CgroupMemory(version=version, path=folder, limit=limit, in_use=in_use)
 
 
-def _stat(path: Path, name: str) -> int:
-    for line in (_text(path) or "").splitlines():
-        key, _, value = line.partition(" ")
-        if key == name and value.isdecimal():
-            return int(value)
-    return 0
+def _kib(path: Path, *names: str) -> dict[str, int]:
+    """Reads the bytes of lines such as "RssAnon:    1234 kB", of one reading."""
+    return {name: 1024 * number for name, number in _numbers(path, ":", *names).items()}
 
 
-def _kib(path: Path, name: str) -> int:
-    """Reads the bytes of a line such as "RssAnon:    1234 kB"; 0 where there is none."""
-    return _all_kib(path, name).get(name, 0)
-
-
-def _all_kib(path: Path, *names: str) -> dict[str, int]:
-    """Reads the same of several lines of one reading."""
-    found = {}
-    for line in (_text(path) or "").splitlines():
-        key, _, value = line.partition(":")
-        if key in names and value.split()[:1] and value.split()[0].isdecimal():
-            found[key] = int(value.split()[0]) * 1024
-    return found
+def _numbers(path: Path, separator: str, *names: str) -> dict[str, int]:
+    """Reads the first whole number of each line that begins with one of `names` and a separator."""
+    lines = (line.partition(separator) for line in (_text(path) or "").splitlines())
+    found = ((key, value.split()[:1]) for key, _, value in lines if key in names)
+    return {key: int(number[0]) for key, number in found if number and number[0].isdecimal()}
 
 
 def _text(path: Path) -> str | None:

@@ -1,4 +1,4 @@
-"""What is known of this machine without measuring: its memory, cores and drives, with assumed rates."""
+"""Tells what is known of this machine without measuring: its memory, cores and drives, with assumed rates."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from fuyou_cli.spec.hardware import HardwareProfile
 
 from . import drives, probe
 
-FILE_KEYS = (
-    "schema_version",
-    "memlock",
-    "memlock_why",
-)  # of profiles in files, beside the profile's: earlier versions' as well
+FILE_KEYS = ("schema_version", "memlock", "memlock_why")  # of profiles in files beside the profile's, earlier versions' too
 
 # What `assumed_hardware` takes for granted: a plain server with one NVMe drive.
 ASSUMED_FLOPS_PER_CORE = 40e9
@@ -32,8 +28,7 @@ ASSUMED_GPU_PROCESS = 2 * GiB  # more, for the libraries of CUDA
 
 
 def core_count() -> int:
-    """Counts the cores this process may run on, or as many as its control groups give it the time of: more threads than that
-    would be stopped in the middle of each other's work."""
+    """Counts the cores this process may run on, or as many as its control groups give it the time of."""
     allowed, quota = len(os.sched_getaffinity(0)), probe.cpu_quota()
     return allowed if quota is None else max(1, min(allowed, ceil(quota)))
 
@@ -57,8 +52,7 @@ def card() -> tuple[str, int]:
 
 
 def usable_memory() -> int:
-    """Returns the bytes this process may have in all: what is free and what it holds already, within its control groups'
-    limits. In steps, so that a little more or less of it makes the same plan."""
+    """Returns the bytes this process may have in all, in steps: a little more or less of it makes the same plan."""
     most = probe.memory_limit()
     return in_steps(min(probe.memory_available() + probe.process_bytes(), most), most)
 
@@ -80,7 +74,7 @@ def facts_now(*directories: Path) -> dict[str, Any]:
 def assumed_hardware(
     *directories: Path, device: str = "cpu", device_name: str | None = None, device_memory: int = 0
 ) -> HardwareProfile:
-    """Returns this machine's memory and disk with assumed rates, for planning without measuring. `measured` says so."""
+    """Returns this machine's memory and disk with assumed rates; `measured` says so."""
     on_gpu = device == "cuda"
     facts = facts_now(*(directories or (Path(),)))
     return HardwareProfile(

@@ -1,4 +1,4 @@
-"""Profiles of this machine as `fuyou bench` measured them and runs corrected them: where they are kept, and what plans use."""
+"""Keeps profiles of this machine as `fuyou bench` measured them and runs corrected them, for plans."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.json_files import read_object
 from fuyou_cli.core.typed import WrongData, from_json
 from fuyou_cli.core.units import MiB, in_steps
-from fuyou_cli.spec.hardware import HardwareProfile, merged_rates, wrong_rates
+from fuyou_cli.spec.hardware import SUSTAINED_RATES, HardwareProfile, merged_rates, wrong_rates
 
 from . import probe
 from .profile import FILE_KEYS, assumed_hardware, card, core_count, cpu_name, facts_now
@@ -28,9 +28,6 @@ PROCESS_STEP = 16 * MiB  # model, tokenizer and rows of a small model's plan add
 _LARGEST_FILE = 16 << 20  # bytes
 
 Say = Callable[[str], None]
-
-
-# ---- files -----------------------------------------------------------------------------------------------------------
 
 
 def write_profile(profile: HardwareProfile, path: Path) -> None:
@@ -63,14 +60,9 @@ def read_profile(path: Path) -> HardwareProfile:
     return profile
 
 
-# ---- kept between runs -----------------------------------------------------------------------------------------------
-
-
 def profile_path(*directories: Path, device: str) -> Path:
-    """Names the file that keeps the profile of this machine's `device` with the drives behind `directories`.
-
-    Machines may share a home folder, and a number of a drive means nothing on another one: whatever a rate depends on is
-    in the name."""
+    """Names the file that keeps the profile of this machine's `device` with the drives behind `directories`."""
+    # Machines may share a home folder, and a number of a drive means nothing on another one: all that a rate depends on counts.
     base = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fuyou"
     drives_there = sorted({probe.existing(directory).stat().st_dev for directory in directories})
     computes_on = "cpu" if device == "emulated" else device
@@ -84,9 +76,9 @@ def corrected_path(profile: Path) -> Path:
 
 
 def hardware_for(*directories: Path, device: str, say: Say, calibrated: bool = False) -> HardwareProfile:
-    """Returns the kept profile of this machine, with memory and disk as they are now, for a store striped over `directories`.
-    Without one, rates are assumed and the profile says so (`fuyou bench` measures them). `calibrated`: rates as the latest
-    run showed them."""
+    """Returns this machine's kept profile, else assumed rates, with memory and disk as they are now.
+
+    The store is striped over `directories`. `calibrated`: rates as the latest run showed them."""
     path = profile_path(*directories, device=device)
     name, memory = _device_facts(device)
     profile = _kept(corrected_path(path)) if calibrated else None
@@ -107,9 +99,9 @@ def hardware_for(*directories: Path, device: str, say: Say, calibrated: bool = F
 
 
 def steady_process(now: int, *, measured: int) -> int:
-    """Rounds the bytes of a process up, so that every plan of a run takes the same: two processes that did the same differ by
-    one or two MiB, and a plan file made twice is to be the same file. `measured`: what a process of `fuyou bench` had loaded, 0
-    where none has run."""
+    """Rounds the bytes of a process up: two that did the same differ by one or two MiB, and their plans must not.
+
+    `measured`: what a process of `fuyou bench` had loaded, 0 where none has run."""
     start = measured + PROCESS_STEP  # so that no edge of the steps is near what a plan's process has
     return start + max(0, -(-(now - start) // PROCESS_STEP)) * PROCESS_STEP
 
@@ -149,8 +141,7 @@ def _note(say: Say, text: str) -> None:
 
 
 def keep(profile: HardwareProfile, *directories: Path, say: Say) -> HardwareProfile:
-    """Keeps a measured profile for the plans to come, with what earlier measurements of the same machine know beside it: rates
-    of other stages, and those of sustained writing. Returns what is kept."""
+    """Keeps a measured profile, with what earlier measurements of the same machine know beside it. Returns what is kept."""
     path = profile_path(*directories, device=profile.device)
     before = _kept(path)  # what cannot be read is replaced now
     if before is not None and before.device_name == profile.device_name:
@@ -162,8 +153,7 @@ def keep(profile: HardwareProfile, *directories: Path, say: Say) -> HardwareProf
 
 
 def keep_corrected(profile: HardwareProfile, *directories: Path, instead_of: HardwareProfile, say: Say) -> None:
-    """Keeps rates as a run showed them, for plans that ask for them: `instead_of` those that the run was planned with, unless
-    the machine was measured anew meanwhile."""
+    """Keeps rates as a run showed them `instead_of` those it was planned with, unless these were measured anew meanwhile."""
     path = profile_path(*directories, device=profile.device)
     known = [found for found in map(_kept, (path, corrected_path(path))) if found is not None]
     if instead_of.digest() not in {found.digest() for found in known}:
@@ -186,14 +176,7 @@ def _joined(before: HardwareProfile, found: HardwareProfile) -> HardwareProfile:
     joined = replace(found, stage_rates=merged_rates(before.stage_rates, found.stage_rates))
     if found.sustained_write or found.steady_bytes:
         return joined
-    return replace(
-        joined,
-        sustained_write=before.sustained_write,
-        sustained_read_mixed=before.sustained_read_mixed,
-        sustained_write_mixed=before.sustained_write_mixed,
-        burst_bytes=before.burst_bytes,
-        steady_bytes=before.steady_bytes,
-    )
+    return replace(joined, **{key: getattr(before, key) for key in (*SUSTAINED_RATES, "burst_bytes", "steady_bytes")})
 
 
 def _device_facts(device: str) -> tuple[str | None, int]:
@@ -210,10 +193,10 @@ def _device_facts(device: str) -> tuple[str | None, int]:
 
 
 def _device_free(device: str, memory: int) -> int:
-    """Returns the bytes of the device's `memory` that this process may have, in steps as of the host's. CUDA is asked and not
-    NVML: the context that is made for it takes some of both memories, which a plan has to know of."""
+    """Returns the bytes of the device's `memory` that this process may have, in steps as of the host's."""
     if device != "cuda":
         return 0
+    # CUDA is asked and not NVML: the context that is made for it takes some of both memories, which a plan has to know of.
     from fuyou_cli.engine.devices.cuda import free_memory
 
     return max(1, in_steps(min(free_memory(), memory), memory))  # 0 would be: not known

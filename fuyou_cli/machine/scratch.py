@@ -1,5 +1,4 @@
-"""Folders for what a measurement writes. Their names say whose they are, so that whoever started a measurement in a process of
-its own can remove what that one could not."""
+"""Makes folders for what a measurement writes. Their names say whose they are, for whoever has to remove what is left."""
 
 from __future__ import annotations
 

@@ -181,9 +181,7 @@ Folders = Annotated[tuple[str, ...], PlainValidator(_folders), PlainSerializer(l
 class Section(BaseModel):
     """Defines a part of the recipe: unknown keys are errors, values are not converted, nothing changes after loading.
 
-    `key: null` stands for "not written" wherever null is not itself a value of the key, so that an override
-    `key=null` brings the default back and a section whose lines are all commented out is an empty section.
-    """
+    `key: null` stands for "not written" wherever null is not itself a value of the key."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 

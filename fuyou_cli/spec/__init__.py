@@ -1,1 +1,1 @@
-"""Layer 1: plain data about the model, the machine and the plan. Imports no torch."""
+"""Holds plain data about the model, the machine and the plan (layer 1). Imports no torch."""

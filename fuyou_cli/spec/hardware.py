@@ -1,7 +1,7 @@
-"""`HardwareProfile`: the machine as measured (or as described in a file), dated.
+"""Defines `HardwareProfile`: the machine as measured (or as described in a file), dated.
 
-Rates are bytes or FLOPs per second. Zero means "not measured", of sizes "not known": where nothing else says how long such
-work takes, it takes no time. What every plan needs is never zero in a profile that was read (`wrong_rates`).
+Rates are bytes or FLOPs per second. Zero means "not measured", of sizes "not known": such work takes no time. What every plan
+needs is never zero in a profile that was read (`wrong_rates`).
 """
 
 from __future__ import annotations
@@ -60,21 +60,16 @@ USUAL_ENDURANCE = 600  # times that a drive may be written whole, where its make
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageRate:
-    """What compute gets on one stage at micro-batches of `tokens` tokens, as `StageSpec.forward_flops` counts: once for
-    `forward` (of a head: its "logits" pass), three times for `backward` (recompute of what is needed, and backward; a head's
-    one visit), and in `given` for backward where every output that can be kept was: only the products' FLOPs are gone then,
-    what lies between them takes its time still.
-
-    `params` are those of the weights it computes with, padding included: a tied head's are its embedding's."""
+    """Holds what compute gets on one stage at micro-batches of `tokens` tokens, in FLOPs as `StageSpec` counts them."""
 
     kind: RatedKind
     dtype: Dtype
     hidden: Count
-    params: Count
+    params: Count  # of the weights it computes with, padding included: a tied head's are its embedding's
     tokens: Count
-    forward: Flops
-    backward: Flops
-    given: Flops = 0.0  # 0: not measured, then as `backward`
+    forward: Flops  # of `forward_flops` once; of a head: its "logits" pass
+    backward: Flops  # of three times `forward_flops`: recompute of what is needed, and backward; a head's one visit
+    given: Flops = 0.0  # backward where every output that can be kept was; 0: not measured, then as `backward`
 
     @property
     def shape(self) -> tuple[str, str, int, int, int]:
@@ -84,7 +79,7 @@ class StageRate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drive:
-    """One drive under the store's folder."""
+    """Describes one drive under the store's folder."""
 
     model: str
     capacity: Size
@@ -95,7 +90,7 @@ class Drive:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareProfile:
-    """One machine, one device of it, and the drives a store would lie on."""
+    """Describes one machine, one device of it, and the drives a store would lie on."""
 
     device: str  # cpu | emulated | cuda
     device_name: str
@@ -142,12 +137,11 @@ class HardwareProfile:
 
     @property
     def adamw_bytes(self) -> float:
-        """Bytes/s of one update thread, 0 where that is not measured."""
+        """Returns bytes/s of one update thread, 0 where that is not measured."""
         return next((rate for threads, rate in self.adamw if threads == 1), 0.0)
 
     def stage_rate(self, kind: RatedKind, dtype: Dtype, hidden: int, params: int, tokens: int) -> StageRate:
-        """Finds what is known of such a stage: measured on just this shape, else on the nearest of its kind and dtype (by the
-        ratio of parameters, then of tokens, then of widths), else `matmul_flops` for both rates."""
+        """Finds the rates measured on the nearest shape of its kind and dtype, by ratios, else `matmul_flops` for both."""
 
         def distance(rate: StageRate) -> tuple[float, float, float, tuple[str, str, int, int, int]]:
             return (_ratio(rate.params, params), _ratio(rate.tokens, tokens), _ratio(rate.hidden, hidden), rate.shape)

@@ -1,4 +1,4 @@
-"""`ModelSpec`: what the planner knows about a model, without its weights.
+"""Defines `ModelSpec`: what the planner knows about a model, without its weights.
 
 A model is an ordered list of stages (embedding, decoder blocks, final norm, head). Each stage owns its parameters,
 packed one after the other into one flat array: tensor t lives at [offset, offset + numel) of its stage. Offsets are
@@ -26,12 +26,11 @@ STAGE_ALIGN = 2048  # elements: 4096 bytes of bfloat16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """One parameter of a stage, or the rows of one that the stage holds. `name` is its name in the model's state dict;
-    `offset` counts elements within the stage."""
+    """Describes one parameter of a stage, or the rows of one that the stage holds."""
 
-    name: str
+    name: str  # in the model's state dict
     shape: tuple[int, ...]  # of what the stage holds
-    offset: int
+    offset: int  # elements within the stage
     numel: int
     decay: bool  # weight decay applies (matrices, not biases or norms)
     first: int = 0  # elements of the model's tensor before what the stage holds
@@ -44,8 +43,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorSpec:
-    """An operator of a stage's forward whose output can be kept for backward instead of computed again: a product of
-    matrices, or attention. Figures are for one micro-batch of the planned shape."""
+    """Describes a product or attention whose output can be kept for backward, at one micro-batch of the planned shape."""
 
     index: int  # ordinal among such operators of one forward, in running order; some of them may not be listed
     name: str  # what it is, and the weight it uses: "mm self_attn.q_proj", "attention"
@@ -60,13 +58,12 @@ class OperatorSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageSpec:
-    """One stage. `params` counts elements with padding; `trainable` without. Byte and FLOP figures are for one
-    micro-batch of the planned shape."""
+    """Describes one stage. Byte and FLOP figures are for one micro-batch of the planned shape."""
 
     index: int
     kind: StageKind
     name: str
-    params: int
+    params: int  # elements, with padding; `trainable` counts without
     tensors: tuple[TensorSpec, ...]
     forward_flops: float  # one micro-batch, forward
     forward_peak: int  # bytes that a forward of one micro-batch takes at most beside the weights, holes of the heap included
@@ -93,7 +90,7 @@ class StageSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """The whole model at one batch shape."""
+    """Describes the whole model at one batch shape."""
 
     architecture: str
     compute_dtype: Dtype
@@ -107,8 +104,7 @@ class ModelSpec:
     float32_parameters: int = 0  # that the family keeps in float32 whatever the compute dtype
 
     def owner(self, stage: int) -> int:
-        """Returns the stage whose weights stage `stage` computes with: under a tied head the embedding, or its piece of the
-        same rows."""
+        """Returns the stage whose weights `stage` computes with: a tied head's is the embedding, or its piece of the rows."""
         spec = self.stages[stage]
         if not self.tied_head or spec.kind != "head":
             return stage
@@ -117,8 +113,7 @@ class ModelSpec:
         return next(s.index for s in self.stages if s.kind == "embedding" and s.vocabulary == spec.vocabulary)
 
     def has_two_users(self, stage: int) -> bool:
-        """Tells whether the stage is a piece of an embedding that a piece of a tied head computes with as well: its
-        gradients rest from the head's backward to its own."""
+        """Tells whether a tied head's piece uses this embedding's piece: gradients rest from its backward to the other's."""
         spec = self.stages[stage]
         return self.tied_head and spec.kind == "embedding" and spec.vocabulary is not None
 
@@ -132,13 +127,12 @@ class ModelSpec:
 
     @property
     def active_parameters(self) -> int:
-        """Counts what one token is computed with: all of a dense model; of a mixture the experts that it is sent to, and
-        everything else."""
+        """Counts what one token is computed with: of a mixture the experts that it is sent to, and everything else."""
         return self.parameters - self.inactive_parameters
 
     @property
     def weights_bytes(self) -> int:
-        """Weights at rest, without padding."""
+        """Counts weights at rest, without padding."""
         kept = self.float32_parameters
         return ITEM_SIZE[self.compute_dtype] * (self.parameters - kept) + ITEM_SIZE["float32"] * kept
 

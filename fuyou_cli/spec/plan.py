@@ -1,4 +1,4 @@
-"""`Plan`: every decision about one run, as data. Derived quantities (the schedule, the timeline) are computed from it.
+"""Defines `Plan`: every decision about one run, as data. Derived quantities (the schedule, the timeline) are computed from it.
 
 Sizes are bytes, offsets are bytes from the start of the arena or of the store's address space.
 """
@@ -17,7 +17,7 @@ StoreMode = Literal["in_place", "redo"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Numerics:
-    """What the result depends on. Stored with the run, kept on resume, never changed to save memory."""
+    """Holds what the result depends on. Stored with the run, kept on resume, never changed to save memory."""
 
     compute_dtype: Dtype
     accumulate_dtype: Dtype  # gradients summed over micro-batches
@@ -31,17 +31,17 @@ class Numerics:
 
     @property
     def micro_batches(self) -> int:
-        """Of a step."""
+        """Counts those of a step."""
         return -(-self.batch_size // self.micro_batch_size)
 
     @property
     def micro_batch_tokens(self) -> int:
-        """With padding."""
+        """Counts those of a micro-batch, with padding."""
         return self.micro_batch_size * self.max_seq_len
 
     @property
     def tokens(self) -> int:
-        """Of a step, with padding."""
+        """Counts those of a step, with padding."""
         return self.batch_size * self.max_seq_len
 
 
@@ -53,9 +53,9 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ring:
-    """Places of the store that take turns: `stages` stages of a size share `stages + spares` of them, and with every turn a
-    stage moves `spares` places back, to where the stage `spares` before it was until then. A stage of its own has one spare
-    place for each state that is kept beside the newest: with one, turns alternate between two extents."""
+    """Describes places of the store that `stages` stages of a size share, with `spares` more: a turn moves each back by these.
+
+    A stage of its own has a spare place for each state that is kept beside the newest: with one, two extents alternate."""
 
     offset: int  # of the first place
     size: int  # of a place
@@ -64,16 +64,15 @@ class Ring:
     spares: int
 
     def place(self, turn: int) -> int:
-        """Offset of the stage's place at a turn."""
+        """Returns the offset of the stage's place at a turn."""
         return self.offset + self.size * ((self.index - self.spares * turn) % (self.stages + self.spares))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagePlan:
-    """Homes of one stage's tensors and the spans they occupy.
+    """Holds homes of one stage's tensors and the spans they occupy.
 
-    What survives a run is in a place of the store's that changes with its generation: `extent` says where, the `_at` spans
-    count from the place's beginning. RAM spans are None unless the home is cpu.
+    The `_at` spans count from the beginning of the stage's place at a turn. RAM spans are None unless the home is cpu.
     """
 
     stage: int
@@ -99,15 +98,14 @@ class StagePlan:
     kept: tuple[int, ...] = ()  # operators whose outputs rest with the boundary, by index; the others are recomputed
 
     def extent(self, tensor: StateTensor, turn: int) -> Span | None:
-        """Where a tensor lies at a turn of the ring; None where there is no such tensor."""
+        """Returns where a tensor lies at a turn of the ring; None where there is no such tensor."""
         at: Span | None = getattr(self, f"{tensor}_at")
         return None if at is None else Span(offset=self.ring.place(turn) + at.offset, size=at.size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotClass:
-    """Interchangeable arena spans for stages of similar size: weights being computed with or updated, and gradients
-    being summed or updated."""
+    """Holds interchangeable arena spans for weights and gradients that are used, of stages of similar size."""
 
     weight_size: int
     gradient_size: int
@@ -129,7 +127,7 @@ class IoPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryLine:
-    """One line of the memory table: what, where, how many bytes."""
+    """Holds one line of the memory table: what, where, how many bytes."""
 
     what: str
     tier: Tier
@@ -140,7 +138,7 @@ class MemoryLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Predicted:
-    """What the plan promises; the report puts the measurement beside each."""
+    """Holds what the plan promises; the report puts the measurement beside each."""
 
     cpu_peaks: dict[str, int]  # phase (load, train, export) -> anonymous + kernel bytes of the process
     gpu_peak: int
@@ -192,11 +190,11 @@ class Plan:
 
     @property
     def has_apart_commits(self) -> bool:
-        """Whether some steps are committed and others are not."""
+        """Tells whether some steps are committed and others are not."""
         return self.commit_every is not None and self.commit_every > 1
 
     @property
     def plain_seconds(self) -> float:
-        """Of a step without a commit."""
+        """Returns the seconds of a step without a commit."""
         each = self.predicted.commit_seconds / self.commit_every if self.has_apart_commits and self.commit_every else 0.0
         return self.predicted.step_seconds - each

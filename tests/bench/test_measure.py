@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -94,7 +93,7 @@ def test_no_room_and_no_directory(tmp_path: Path) -> None:
 
 
 def test_files_go_when_measuring_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure_store, "QUICK", replace(measure_store.QUICK, repeats=0))  # nothing to take the median of
+    monkeypatch.setattr(measure_store, "QUICK", measure_store.QUICK._replace(repeats=0))  # nothing to take the median of
     with pytest.raises(statistics.StatisticsError):
         measure_store.measure_store(tmp_path, quick=True, free=measure_store.SPARE_DISK + 70 * MiB)
     assert list(tmp_path.iterdir()) == []

@@ -14,7 +14,7 @@ import pytest
 
 from fuyou_cli.cli import doctor
 from fuyou_cli.machine import drives, probe
-from fuyou_cli.machine.endurance import rated_bytes
+from fuyou_cli.machine.drives import rated_bytes
 from fuyou_cli.machine.profile import core_count
 
 from .conftest import environment

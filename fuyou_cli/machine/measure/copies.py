@@ -1,23 +1,48 @@
-"""Measures copies between the host and a device with memory of its own: each way alone, and both at once, as a run makes
-them. A step downloads gradients and boundaries while it uploads weights, and the two share the bus and the host's memory."""
+"""Measures copies within the host's memory, and to and from a device with memory of its own: each way alone, and both at once.
+
+A step downloads gradients and boundaries while it uploads weights, and the two share the bus and the host's memory.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fuyou_cli.core.units import MiB
 
-from .findings import Found, each, found, rate_of
+from .findings import Found, Rate, each, found, rate_of, seconds_of
 
 if TYPE_CHECKING:
+    import torch
+
     from fuyou_cli.engine.devices.base import Device, Event
 
 COPIED = 256 * MiB
+HOST_COPIED = 64 * MiB  # of one copy: larger than the caches
 PIECES = 8  # that a copy is submitted in, turn about with the other way's
 LEAST = 0.1  # of the rate alone: less is no rate but a copy engine that does one thing after the other
+
+
+def measure_memory(*, repeats: int, size: int = HOST_COPIED) -> Found:
+    """Measures bytes read and written per second by all threads of compute, to pages that are there and to new ones.
+
+    The kernel has yet to clear new pages, as of a whole batch's tensor, which every visit makes anew."""
+    import torch
+
+    from fuyou_cli.engine.host_memory import whole_batch
+
+    source, there = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
+    note = f"{size >> 20} MiB, {torch.get_num_threads()} threads"
+
+    def rate(name: str, target: Callable[[], torch.Tensor]) -> Rate:
+        taken = [seconds_of(partial(target().copy_, source)) for _ in range(1 + repeats)][1:]
+        return rate_of(name, "B/s", each(2.0 * size, taken), note)
+
+    new = rate("copy to new pages", lambda: whole_batch((size,), torch.uint8))
+    return found(host_copy=rate("copy", lambda: there), host_fresh=new)
 
 
 def measure_gpu_copies(*, repeats: int) -> Found:
@@ -75,8 +100,7 @@ def _seconds(*ways: Callable[[int], Event]) -> list[float]:
 
 
 def at_once(size: int, ends: Sequence[float], alone: tuple[float, float]) -> tuple[float, float]:
-    """Computes bytes/s, while both were under way, of two copies of `size` that began together and ended after these seconds:
-    what the slower one had left when the other was done, it copied at its rate alone. Neither is faster than alone."""
-    first = min(ends)
+    """Computes bytes/s, while both were under way, of two copies of `size` begun together that took `ends` seconds."""
+    first = min(ends)  # what the slower one had left then, it copied at its rate alone
     slow = [(size - (end - first) * rate) / first for end, rate in zip(ends, alone, strict=True)]
     return min(alone[0], max(LEAST * alone[0], slow[0])), min(alone[1], max(LEAST * alone[1], slow[1]))

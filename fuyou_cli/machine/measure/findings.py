@@ -1,4 +1,4 @@
-"""What a measurement finds: rates with their spread for people, and figures for the machine's profile."""
+"""Holds what a measurement finds: rates with their spread for people, and figures for the machine's profile."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ DTYPES: tuple[Dtype, Dtype] = ("bfloat16", "float32")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rate:
-    """One measured rate: the median of the repeats (of a store: the settled rate of its passes), the range they or stretches of
-    them spread over, and what it was measured on."""
+    """Holds one measured rate: the median of the repeats (of a store: the settled rate), their range, and what was measured."""
 
     name: str
     unit: Unit
@@ -35,7 +34,7 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """What was found. `figures` are of the profile, by key."""
+    """Holds what was found. `figures` are of the profile, by key."""
 
     figures: dict[str, Any] = field(default_factory=dict)
     stage_rates: tuple[StageRate, ...] = ()
@@ -62,9 +61,8 @@ def rate_of(
     name: str, unit: Unit, rates: list[float], note: str = "", *, middle: Callable[[list[float]], float] = statistics.median
 ) -> Rate:
     """Takes the median of the rates of all repeats (or another `middle` of them), and their range."""
-    return Rate(
-        name=name, unit=unit, value=middle(rates), low=min(rates), high=max(rates), repeats=len(rates), note=note
-    )  # fmt: skip
+    low, high = min(rates), max(rates)
+    return Rate(name=name, unit=unit, value=middle(rates), low=low, high=high, repeats=len(rates), note=note)
 
 
 def each(amount: float, seconds: list[float]) -> list[float]:
@@ -72,12 +70,21 @@ def each(amount: float, seconds: list[float]) -> list[float]:
     return [amount / taken for taken in seconds]
 
 
-def seconds_of(action: Callable[[], object], device: torch.device) -> float:
-    """Times one repeat."""
-    import torch
+def repeated(action: Callable[[], object], seconds: float, device: torch.device | None = None) -> list[float]:
+    """Times each repeat until about `seconds` have passed; one at least."""
+    taken: list[float] = []
+    end = time.perf_counter() + seconds
+    while not taken or time.perf_counter() < end:
+        taken.append(seconds_of(action, device))
+    return taken
 
+
+def seconds_of(action: Callable[[], object], device: torch.device | None = None) -> float:
+    """Times one repeat, on a `device` to its end."""
     begin = time.perf_counter()
     action()
-    if device.type == "cuda":
+    if device is not None and device.type == "cuda":
+        import torch
+
         torch.cuda.synchronize(device)  # the launch alone takes no time
     return time.perf_counter() - begin

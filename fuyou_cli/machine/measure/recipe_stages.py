@@ -34,9 +34,10 @@ def measure_recipe(
     free: int,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Found:
-    """Measures one block and the head of the model, at the recipe's dtype and micro-batch; where that is to be chosen, at
-    several `sizes`, the usual one first. `free`: bytes of memory there are to compute in. Where a stage takes too long or too
-    much, fewer tokens are measured, of the usual size alone, and a note says so."""
+    """Measures one block and the head at the recipe's dtype, at one micro-batch or several `sizes`, the usual one first.
+
+    `free`: bytes of memory there are to compute in. Where a stage takes too long or too much, fewer tokens of the usual size
+    are measured, and a note says so."""
     import torch
 
     threads = torch.get_num_threads()
@@ -74,8 +75,7 @@ def _measured(stages: Sequence[RunStage], device: torch.device, *, seconds: floa
 
 
 def _sample(stage: RunStage, device: torch.device, *, seconds: float, free: int) -> tuple[Sample | None, str]:
-    """Makes the stage to be timed, None where not even its weights fit, and a note unless it is all that a run computes at
-    once."""
+    """Makes the stage to be timed, None where its weights do not fit, and a note unless it is all of a run's."""
     if free <= stage.weights:
         needs = f"{gib(stage.weights)} of weights and gradients, {gib(free)} are free"
         return None, f"the recipe's {stage.kind} is not measured: it needs {needs}"
@@ -88,8 +88,7 @@ def _sample(stage: RunStage, device: torch.device, *, seconds: float, free: int)
 
 
 def _grown(stage: RunStage, device: torch.device, *, seconds: float, left: int) -> Alone:
-    """Makes the stage for all its tokens, or for as many as can go forward and backward in `seconds` and in the bytes that are
-    `left`."""
+    """Makes the stage for as many of its tokens as go forward and backward in `seconds` and in the bytes that are `left`."""
     tokens = min(stage.tokens, LEAST_TOKENS)
     while True:
         alone = stage.make(tokens)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fuyou_cli.core.units import count
 from fuyou_cli.spec.hardware import RatedKind, StageRate
@@ -15,7 +15,7 @@ from fuyou_cli.spec.model import ITEM_SIZE, Dtype, ModelSpec
 from fuyou_cli.spec.plan import Numerics
 
 from ..allocator import trim
-from .findings import DTYPES, Found, Rate, each, rate_of, seconds_of
+from .findings import DTYPES, Found, Rate, each, rate_of, repeated, seconds_of
 
 if TYPE_CHECKING:
     import torch
@@ -36,12 +36,8 @@ QUICK_PAIR, FULL_PAIR = 0.3, 2.0  # of one forward and one backward that tokens 
 TURNS = 8  # of forward, backward, ... each, about
 
 
-# ---- layers of a few widths ------------------------------------------------------------------------------------------
-
-
 def measure_layers(device: torch.device, matmul: dict[Dtype, Rate], *, quick: bool) -> Found:
-    """Measures Llama layers of a few widths and a small head, in both dtypes: as many as there is time for, the layers of the
-    first width in any case."""
+    """Measures Llama layers of a few widths and a small head, in both dtypes, as there is time; the first width always."""
     widths, most = (GPU_WIDTHS, MOST_GPU_TOKENS) if device.type == "cuda" else (WIDTHS, MOST_TOKENS)
     pair = QUICK_PAIR if quick else FULL_PAIR
     end = time.perf_counter() + (QUICK_SECONDS if quick else FULL_SECONDS)
@@ -99,12 +95,9 @@ def small_stage(kind: RatedKind, width: int, dtype: Dtype, tokens: int, device: 
     return (block_stage if kind == "block" else head_stage)(anatomy, numerics, device)
 
 
-# ---- a stage as a run computes it ------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStage:
-    """The first block of a model, or its head, as a run computes it: `make` makes it for at most `tokens` tokens."""
+    """Describes a model's first block or head as a run computes it; `make` makes it for at most `tokens` tokens."""
 
     kind: RatedKind
     numerics: Numerics
@@ -175,12 +168,9 @@ def _inspected(anatomy: Anatomy, numerics: Numerics, shape: tuple[int, int]) -> 
     )  # fmt: skip
 
 
-# ---- timing stages ---------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """A stage to be timed. Its rates are kept as those of micro-batches of `tokens`."""
+    """Holds a stage to be timed. Its rates are kept as those of micro-batches of `tokens`."""
 
     stage: RunStage
     alone: Alone
@@ -192,15 +182,17 @@ class Sample:
         from fuyou_cli.engine.alone import BlockAlone
 
         alone = self.alone
-        parts = {"forward": _Part("forward", alone.forward, alone.flops, 0.25)}
-        parts["backward"] = _Part("backward", alone.backward, alone.backward_flops, 0.5)
+        parts = {
+            "forward": _Part("forward", alone.forward, alone.flops, 0.25),
+            "backward": _Part("backward", alone.backward, alone.backward_flops, 0.5),
+        }
         if isinstance(alone, BlockAlone) and alone.given_flops:  # of a head nothing is kept
             parts["given"] = _Part("backward, outputs kept", alone.given, alone.given_flops, 0.25)
         return parts
 
     def rated(self, taken: list[list[float]], *, one_of_several: bool) -> Found:
-        """Computes rates from the seconds of each repeat of each part: those of all repeats together, not the median, as a step
-        is made of thousands of them, and takes as long as all do."""
+        """Computes rates from the seconds of each repeat of each part."""
+        # Of all repeats together, not the median: a step is made of thousands of them, and takes as long as all do.
         stage, dtype, parts = self.stage, self.stage.numerics.compute_dtype, self.parts
         note = f"{count(stage.params)} parameters, {self.alone.tokens} tokens"
         what, mean = f"{stage.kind} {stage.hidden} {dtype}", statistics.harmonic_mean
@@ -225,9 +217,8 @@ def timed(samples: Sequence[Sample], device: torch.device, *, seconds: float) ->
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Of what a stage is timed at."""
+class _Part(NamedTuple):
+    """Names one thing that a stage is timed at."""
 
     name: str
     action: Callable[[], None]
@@ -236,9 +227,8 @@ class _Part:
 
 
 def _in_turns(parts: list[_Part], device: torch.device, seconds: float) -> list[list[float]]:
-    """Times each repeat of each part, after one that is not counted. They take turns all the time there is: a shared
-    machine's rate comes and goes within seconds, and what is planned with their ratio has to see them at the same one. Two
-    turns at least, unless one takes twice the time."""
+    """Times each repeat of each part, after one that is not counted: two turns at least, unless one takes twice the time."""
+    # A shared machine's rate comes and goes within seconds, and what is planned with their ratio has to see them at the same.
     for part in parts:
         seconds_of(part.action, device)  # a GPU is done with it before anything is counted
     taken: list[list[float]] = [[] for _ in parts]
@@ -247,8 +237,5 @@ def _in_turns(parts: list[_Part], device: torch.device, seconds: float) -> list[
     while (passed := time.perf_counter() - begin) < seconds or (turns < 2 and passed < 2 * seconds):
         turns += 1
         for part, repeats in zip(parts, taken, strict=True):
-            end = time.perf_counter() + seconds * part.share / whole / TURNS
-            repeats.append(seconds_of(part.action, device))
-            while time.perf_counter() < end:
-                repeats.append(seconds_of(part.action, device))
+            repeats += repeated(part.action, seconds * part.share / whole / TURNS, device)
     return taken

@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from fuyou_cli.core.errors import OutOfSpaceError
 from fuyou_cli.core.units import GiB, MiB, align_up, gb, gib
@@ -33,9 +33,8 @@ _TURNS = 4
 Step = Callable[[], object]
 
 
-@dataclass(frozen=True, slots=True)
-class _Effort:
-    """How many spans a pass moves, reading or writing alone and both at once, and the seconds it takes at most."""
+class _Effort(NamedTuple):
+    """Says how many spans a pass moves, reading or writing alone and both at once, and the seconds it takes at most."""
 
     alone: tuple[float, float]
     mixed: tuple[float, float]
@@ -48,12 +47,9 @@ FULL = _Effort(alone=(1.0, 20.0), mixed=(1.0, 20.0), repeats=3)
 
 
 def measure_store(*directories: Path, quick: bool, free: int, step: Step | None = None) -> Found:
-    """Measures a store striped over `directories`, which have `free` bytes left in all. The first pass over new files is not
-    counted.
+    """Measures a store striped over `directories`, which have `free` bytes left in all; quick writes at most 1.9 GB.
 
-    Quick writes at most 5.4 spans of 320 MiB: 1.9 GB. `step`: some work of compute on the same cores, for what transfers take
-    from it. Raises UsageError or OutOfSpaceError when nothing can be measured there.
-    """
+    `step`: some work of compute on the same cores, for what transfers take from it. Raises UsageError or OutOfSpaceError."""
     wanted = QUICK_SPAN if quick else FULL_SPAN
     span = min(wanted, (free - SPARE_DISK) // REQUEST * REQUEST)
     named = ", ".join(map(str, directories))
@@ -74,8 +70,7 @@ def measure_store(*directories: Path, quick: bool, free: int, step: Step | None 
 
 
 def compute_lost(daemon: SwapDaemon, span: int, step: Step, *, seconds: float) -> float:
-    """Measures the seconds of compute that a byte takes which is read meanwhile. The threads that move bytes need little time,
-    but compute's threads wait for the one that they interrupt."""
+    """Measures the seconds of compute that a byte takes which is read meanwhile: threads wait for one that is interrupted."""
     alone = beside = moved = beside_seconds = 0.0
     step()
     for _ in range(_TURNS):
@@ -126,8 +121,7 @@ def _reading(daemon: SwapDaemon, span: int) -> Iterator[None]:
 
 @contextmanager
 def new_store(directories: Sequence[Path], size: int) -> Iterator[tuple[SwapDaemon, Store]]:
-    """Opens a store of `size` bytes striped over folders of its own in `directories`, its daemon, and an arena of two streams'
-    requests that holds random bytes; all of it is gone at the end. Raises UsageError where nothing can be written."""
+    """Opens a store of `size` bytes striped over new folders, and its daemon, until the end. Raises UsageError."""
     with ExitStack() as stack:
         folders = [stack.enter_context(scratch_folder(directory)) for directory in directories]
         arena = stack.enter_context(Arena(2 * IN_FLIGHT * REQUEST))
@@ -176,7 +170,7 @@ def _moved(daemon: SwapDaemon) -> int:
 
 
 def _pass(daemon: SwapDaemon, span: int, much: tuple[float, float], *kinds: Direction) -> Course:
-    """Moves so many spans in so many seconds at most: of all the files in one way, or of a half of them in each."""
+    """Runs a pass over so many spans in so many seconds at most: all the files in one way, or a half in each."""
     total, part = align_up(int(much[0] * span), REQUEST), align_up(span // len(kinds), REQUEST)
     streams = [
         Stream(kind=kind, first=(span - part) * index, size=part, slot=IN_FLIGHT * index, total=total)

@@ -1,4 +1,4 @@
-"""Streams of requests through the daemon, and how fast they went as time passed."""
+"""Runs streams of requests through the daemon, and tells how fast they went as time passed."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ _WINDOWS = 3  # whose rates say how far they spread
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stream:
-    """Requests of one direction over [first, first + size) of the store, again and again until `total` bytes have passed
-    (None: once), IN_FLIGHT at a time, through the arena's slots from `slot` on."""
+    """Describes requests over [first, first + size) of the store until `total` bytes have passed (None: once).
+
+    IN_FLIGHT of them are under way at a time, through the arena's slots from `slot` on."""
 
     kind: Direction
     first: int
@@ -39,7 +40,7 @@ class Stream:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Look:
-    """Bytes moved so far, `seconds` after the beginning."""
+    """Counts bytes moved so far, `seconds` after the beginning."""
 
     seconds: float
     read_bytes: int
@@ -48,13 +49,15 @@ class Look:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pace:
+    """Holds rates."""
+
     reading: float  # bytes per second
     writing: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Course:
-    """What was moved from the start (the first look) until the first stream had ended or the time was over (the last)."""
+    """Holds what was moved from the start until the first stream had ended or the time was over (the last look)."""
 
     looks: tuple[Look, ...]
     finished: int  # bytes of the stream that ended first
@@ -65,8 +68,7 @@ class Course:
 
     @property
     def settled(self) -> Pace:
-        """Leaves out what was saved up: the straight line through all looks, as a held drive gives its bytes in lumps, of
-        which a difference of two looks has one too many or too few."""
+        """Fits a line through all looks but those at what was saved up: a held drive gives its bytes in lumps."""
         counted = self.looks[self.looks.index(self._from(_SAVED_UP)) :]
         seconds = [look.seconds for look in counted]
         return Pace(

@@ -1,8 +1,7 @@
 """Measures what is left of writing once a drive's fast region is full: `fuyou bench --sustained`.
 
 It writes window after window of a new file until the rate has fallen and settled, then reads and writes at once. Writing
-wears the drive, so the cost is known, and agreed to, before. Where the rate never fell, nothing is known of what comes after
-the fast region, unless that much was written that no drive has so large a one.
+wears the drive, so the cost is agreed to before.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ MIXED_WINDOWS = 2
 
 
 def most_written(free: int, count: int = 1) -> int:
-    """Returns the bytes that are written at most where `free` are free on `count` drives: a quarter of them. Raises
-    OutOfSpaceError when that shows nothing."""
+    """Returns the bytes written at most on `count` drives, a quarter of what is free. Raises OutOfSpaceError where too few."""
     windows = min(free // 4, count * MOST_BYTES) // WINDOW
     if windows < LEAST_WINDOWS + MIXED_WINDOWS:
         needed = 4 * (LEAST_WINDOWS + MIXED_WINDOWS) * WINDOW
@@ -41,7 +39,8 @@ def most_written(free: int, count: int = 1) -> int:
 
 
 def measure_sustained(*directories: Path, free: int, count: int = 1, progress: Callable[[str], None] = lambda _: None) -> Found:
-    """Measures writing over `directories`, on `count` drives, when the drives' fast regions are full. The files are removed.
+    """Measures writing over `directories`, on `count` drives, when their fast regions are full.
+
     Finds rates after a fall, or `steady_bytes`, so many written without one that there is none, or neither. Raises UsageError
     or OutOfSpaceError."""
     size = most_written(free, count)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import statistics
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from fuyou_cli.core.units import GiB
 from fuyou_cli.swap.arena import Arena
 
-from .findings import Found, Rate, each, rate_of
+from .findings import Found, Rate, each, rate_of, repeated, seconds_of
 
 ADAMW_BYTES_PER_PARAMETER = 26  # bfloat16: 14 read, 12 written
 ADAMW_PARAMETERS = 1 << 23  # per thread: 117 MB, larger than the caches
@@ -24,8 +24,7 @@ Share = Callable[[], object]
 
 
 def measure_adamw(cores: int, *, repeats: int, available: int = 0) -> Found:
-    """Measures bytes/s of 1, 2, 4, ... threads together, of the update's own kernel (bfloat16: 26 bytes per parameter). A
-    machine with much memory `available` is measured on more of them."""
+    """Measures bytes/s of 1, 2, 4, ... threads together, of the update's own kernel, on more of them where memory allows."""
     memory = max(ADAMW_MEMORY, min(ADAMW_MOST_MEMORY, available // 16))
     each_needs = ADAMW_PARAMETERS * ARENA_PER_PARAMETER
     powers = [1 << power for power in range(max(1, cores).bit_length())]
@@ -45,40 +44,32 @@ def measure_adamw(cores: int, *, repeats: int, available: int = 0) -> Found:
 def _passes(pool: ThreadPoolExecutor, shares: list[Share], repeats: int) -> list[float]:
     """Times each repeat; a first pass is not counted."""
 
-    def work() -> None:
-        for done in [pool.submit(share) for share in shares]:
-            done.result()
+    def work(passes: int) -> None:
+        for _ in range(passes):
+            for done in [pool.submit(share) for share in shares]:
+                done.result()
 
-    work()
-    taken = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        for _ in range(ADAMW_PASSES):
-            work()
-        taken.append(time.perf_counter() - begin)
-    return taken
+    work(1)
+    return [seconds_of(partial(work, ADAMW_PASSES)) for _ in range(repeats)]
 
 
 def measure_shared(step: Callable[[], object], flops: float, *, seconds: float, note: str) -> Found:
-    """Measures what share of their rates alone one update thread and a training step of `flops` keep when both run. Two loops:
-    each alone, then both, for about `seconds` each. Their threads compete as they do in a run on device cpu."""
+    """Measures what share of their rates an update thread and a step of `flops` keep when both run, for `seconds` each."""
     amount = float(ADAMW_PARAMETERS * ADAMW_BYTES_PER_PARAMETER)
     with Arena(ADAMW_PARAMETERS * ARENA_PER_PARAMETER) as arena:
         share = _share(arena.view, 0)
         for warm in (step, share):
             warm()
-        steps = each(flops, _loop(step, seconds))
-        updates = each(amount, _loop(share, seconds / 2))
-        beside: list[float] = []
+        steps = each(flops, repeated(step, seconds))
+        updates = each(amount, repeated(share, seconds / 2))
         over = threading.Event()
-        updating = threading.Thread(target=lambda: beside.extend(_loop(share, seconds, over)))
-        updating.start()
-        try:
-            steps_beside = each(flops, _loop(step, seconds))
-        finally:
-            over.set()
-            updating.join()
-    updates_beside = each(amount, beside)
+        with ThreadPoolExecutor(1) as pool:
+            updating = pool.submit(_until, over, share)
+            try:
+                steps_beside = each(flops, repeated(step, seconds))
+            finally:
+                over.set()
+            updates_beside = each(amount, updating.result())
     rates = (
         rate_of("training step", "FLOP/s", steps, note),
         rate_of("training step, AdamW beside", "FLOP/s", steps_beside, note),
@@ -92,14 +83,11 @@ def _kept(beside: list[float], alone: list[float]) -> float:
     return min(1.0, statistics.harmonic_mean(beside) / statistics.harmonic_mean(alone))
 
 
-def _loop(action: Callable[[], object], seconds: float, over: threading.Event | None = None) -> list[float]:
-    """Times each turn until `over`, or about `seconds` have passed; one at least."""
-    taken: list[float] = []
-    end = time.perf_counter() + seconds
-    while not taken or (time.perf_counter() < end if over is None else not over.is_set()):
-        begin = time.perf_counter()
-        action()
-        taken.append(time.perf_counter() - begin)
+def _until(over: threading.Event, action: Callable[[], object]) -> list[float]:
+    """Times each turn until `over`; one at least."""
+    taken = [seconds_of(action)]
+    while not over.is_set():
+        taken.append(seconds_of(action))
     return taken
 
 

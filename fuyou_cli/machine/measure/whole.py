@@ -1,7 +1,6 @@
 """Measures the machine: arithmetic, stages of a few widths, the store, AdamW, and AdamW beside a training step.
 
-Every figure is the median of a few repeats, with the least and the greatest beside it. torch and transformers (3 s) are
-imported inside the functions.
+Every figure is the median of a few repeats, with the least and the greatest beside it. torch is imported inside functions.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchReport:
-    """All that `fuyou bench` found."""
+    """Holds all that `fuyou bench` found."""
 
     profile: HardwareProfile
     rates: tuple[Rate, ...]
@@ -61,8 +60,7 @@ class BenchReport:
 def measure(*directories: Path, quick: bool, device: str = "auto", progress: Progress = lambda _: None) -> BenchReport:
     """Measures everything. `progress` hears what is being measured. `device` is auto, cpu or cuda.
 
-    Quick: under 15 s and at most 2 GB written. Files, of one store striped over `directories`, are made in folders of their
-    own there and removed. Raises UsageError when the device or a directory cannot be used."""
+    Quick: under 15 s, at most 2 GB written. Raises UsageError when the device or a directory cannot be used."""
     begin = time.monotonic()
     progress("starting torch")
     target = device_named(device)
@@ -88,8 +86,7 @@ def measure(*directories: Path, quick: bool, device: str = "auto", progress: Pro
 def _measured(
     facts: HardwareProfile, target: torch.device, directories: tuple[Path, ...], *, quick: bool, progress: Progress
 ) -> Found:
-    from .copies import measure_gpu_copies
-    from .host_copies import measure_memory
+    from .copies import measure_gpu_copies, measure_memory
     from .stages import measure_layers
     from .store_rates import measure_store  # the native extension, not needed by --help
     from .update import measure_adamw, measure_shared
@@ -127,18 +124,16 @@ def _arithmetic(matmul: dict[Dtype, Rate], step: float) -> Found:
 
 
 def _facts_as_in_runs(directories: tuple[Path, ...]) -> HardwareProfile:
-    """Returns what is known without measuring. From here on torch computes on no more threads than a plan has cores for: it
-    counts all of them, whatever share a quota leaves."""
+    """Returns what is known without measuring, and holds torch to as many threads as a plan has cores for."""
     import torch
 
-    facts = assumed_hardware(*directories)
+    facts = assumed_hardware(*directories)  # torch counts all cores, whatever share a quota leaves
     torch.set_num_threads(min(torch.get_num_threads(), facts.cores))
     return facts
 
 
 def _layer_step(target: torch.device, rate: float, seconds: float) -> tuple[Callable[[], None], float, str]:
-    """Makes a bfloat16 layer's forward, recompute and backward, which updates and transfers are measured beside: the step, its
-    FLOPs and what it is. `rate`: what such a layer gets alone, about; `seconds`: for some steps."""
+    """Makes a step of a bfloat16 layer that gets about `rate` alone, to measure beside: the step, its FLOPs and what it is."""
     from .stages import LAYER_FLOPS, affordable_tokens, small_stage
 
     tokens = affordable_tokens(LAYER_FLOPS * SHARED_WIDTH**2, rate, seconds / 4)
