@@ -13,7 +13,6 @@ from .rules import broken_rules
 from .schema import Recipe
 from .suggest import suggest_choice, suggest_key
 from .unbuilt import is_built, unbuilt_keys
-from .view import Written
 
 _NEEDED = {"model": "model.name_or_path", "dataset": "dataset.train"}  # a section that is missing lacks this key
 _EXAMPLES = {
@@ -34,8 +33,7 @@ def check(data: dict[str, Any], *, ignore: frozenset[Path] = frozenset()) -> tup
         recipe = Recipe.model_validate(data)
     except ValidationError as error:
         findings += [_finding(detail) for detail in error.errors(include_url=False)]
-    written = Written(data)
-    findings += [*broken_rules(written), *unbuilt_keys(written)]
+    findings += [*(broken_rules(recipe) if recipe is not None else ()), *unbuilt_keys(data)]
     findings = [finding for finding in findings if not any(finding.path[: len(path)] == path for path in ignore)]
     return (None if findings else recipe), findings
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from ..core.typed import show_value
 from .diagnostics import Diagnostic, Path
-from .view import Written
 
 
 class Unbuilt(NamedTuple):
@@ -79,15 +78,27 @@ UNBUILT: tuple[Unbuilt, ...] = (
 )  # fmt: skip
 
 
-def unbuilt_keys(written: Written) -> Iterator[Diagnostic]:
+def unbuilt_keys(data: dict[str, Any]) -> Iterator[Diagnostic]:
+    """Finds every such key in what was written, also when other keys are wrong."""
     for row in UNBUILT:
-        for path, value in written.matches(row.path):
+        for path, value in _written(data, row.path):
             if row.asks(value):
                 key = row.path.replace(".*", "")
                 shown = key if isinstance(value, (list, dict)) else f"{key}: {show_value(value)}"
                 yield Diagnostic(
                     path=path, code="not-built", message=f"`{shown}` is not built yet: {row.feature}", help=row.instead
                 )
+
+
+def _written(data: dict[str, Any], dotted: str) -> list[tuple[Path, Any]]:
+    """Lists everything written at a path, where `*` stands for each entry of a list."""
+    found: list[tuple[Path, Any]] = [((), data)]
+    for part in dotted.split("."):
+        if part == "*":
+            found = [((*path, i), item) for path, at in found if isinstance(at, list) for i, item in enumerate(at)]
+        else:
+            found = [((*path, part), at[part]) for path, at in found if isinstance(at, dict) and part in at]
+    return found
 
 
 def is_built(path: Path, value: object) -> bool:
