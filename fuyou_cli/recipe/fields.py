@@ -41,10 +41,8 @@ def not_empty(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return values
 
 
-def _size(value: object) -> int:
+def _size(value: Any) -> int:
     try:
-        if isinstance(value, bool) or not isinstance(value, (int, str)):
-            raise ValueError
         size = parse_size(value)
     except ValueError:
         raise wrong("wrong_type", "expected a size such as 2GiB, 512MiB or 1.5TB") from None
@@ -53,12 +51,10 @@ def _size(value: object) -> int:
     return size
 
 
-def _time(value: object) -> int:
+def _time(value: Any) -> int:
     try:
-        if not isinstance(value, str):
-            raise ValueError
         seconds = parse_time(value)
-    except ValueError:
+    except (TypeError, ValueError):  # TypeError: no text
         raise wrong("wrong_type", "expected a time such as 8h, 90m, 1h30m, 45s or 2d") from None
     if not 0 < seconds <= LONGEST_TIME:
         raise wrong("out_of_range", f"a time is between 1s and {format_time(LONGEST_TIME)}")
