@@ -1,1 +1,1 @@
-"""Layer 4: stages, devices and the executor: one training step."""
+"""Holds stages, devices and the executor (layer 4): one training step."""

@@ -1,5 +1,5 @@
-"""One stage of a model by itself, with random weights: computed as the executor computes a micro-batch, so that its time is
-what a run sees. No other stage's weights exist."""
+"""Describes one stage of a model by itself, with random weights: computed as the executor computes a micro-batch, so that its
+time is what a run sees. No other stage's weights exist."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _FILLING = 1 << 16  # random values that are repeated: drawing one for each weig
 
 
 class BlockAlone:
-    """A decoder block at micro-batches of `shape` (rows, tokens). A small one has several copies, which take turns after a
-    visit's `micro_batches`: in a run no cache holds the next block's weights."""
+    """Describes a decoder block at micro-batches of `shape` (rows, tokens). A small one has several copies, which take turns
+    after a visit's `micro_batches`: in a run no cache holds the next block's weights."""
 
     def __init__(self, anatomy: Anatomy, spec: StageSpec, *, dtype: Dtype, accumulate: Dtype, shape: tuple[int, int],
                  device: torch.device, micro_batches: int = 1) -> None:  # fmt: skip
@@ -79,7 +79,7 @@ class BlockAlone:
 
     @contextmanager
     def _buffers_placed(self) -> Iterator[None]:
-        """Inside, the stage's buffers are on the device: the skeleton stays as it was."""
+        """Sees to it that inside, the stage's buffers are on the device: the skeleton stays as it was."""
         assert self._stage.module is not None
         with put_back(self._stage.module):
             for module, name, copy in self._buffers:
@@ -87,7 +87,7 @@ class BlockAlone:
             yield
 
     def _visit(self) -> tuple[torch.Tensor, GradientSum]:
-        """Weights, and the sum of their gradients, of the next micro-batch."""
+        """Returns weights, and the sum of their gradients, of the next micro-batch."""
         number = self._done // self._micro_batches % len(self._visits)
         self._done += 1
         return self._visits[number]
@@ -110,8 +110,8 @@ class _Remembering(Sparing):
 
 
 class HeadAlone:
-    """The head, or one piece of its vocabulary, on the first chunk of tokens of a micro-batch of `shape`. `owner`: the stage
-    whose weights it computes with."""
+    """Describes the head, or one piece of its vocabulary, on the first chunk of tokens of a micro-batch of `shape`. `owner`:
+    the stage whose weights it computes with."""
 
     def __init__(self, anatomy: Anatomy, spec: StageSpec, owner: StageSpec, *, dtype: Dtype, accumulate: Dtype,
                  shape: tuple[int, int], chunk: int, device: torch.device) -> None:  # fmt: skip
@@ -149,7 +149,7 @@ class HeadAlone:
                 torch.autograd.backward([y], slope, inputs=[piece, *parameters])
 
     def _seen(self) -> TokenLoss:
-        """As after a first pass over every column: totals are not zero."""
+        """Returns losses as after a first pass over every column: totals are not zero."""
         tokens = TokenLoss.of(self._targets)
         tokens.maximum.zero_()
         tokens.total.fill_(1.0)
@@ -157,7 +157,7 @@ class HeadAlone:
 
 
 class _Reached(Exception):
-    """The stage that was wanted is called: nothing after it matters."""
+    """Says that the stage that was wanted is called: nothing after it matters."""
 
     def __init__(self, call: StageCall, x: torch.Tensor) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ def _call_of(anatomy: Anatomy, index: int, *, dtype: Dtype, shape: tuple[int, in
 
 
 def _zeros_from(module: nn.Module, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros in the shape of what an embedding, a projection or a norm returns for `x`."""
+    """Returns zeros in the shape of what an embedding, a projection or a norm returns for `x`."""
     if isinstance(module, nn.Embedding):
         return torch.zeros(*x.shape, module.embedding_dim, dtype=dtype)
     return torch.zeros(*x.shape[:-1], getattr(module, "out_features", x.shape[-1]), dtype=dtype)
@@ -201,6 +201,6 @@ def _empty(params: int, dtype: Dtype, device: torch.device) -> torch.Tensor:
 
 
 def _filled(params: int, dtype: Dtype, device: torch.device) -> torch.Tensor:
-    """Weights (params,) of the size that training starts with: neither zeros nor large."""
+    """Returns weights (params,) of the size that training starts with: neither zeros nor large."""
     values = torch.randn(_FILLING, dtype=torch.float32).mul_(0.02).to(dtype=TORCH_DTYPE[dtype], device=device)
     return values.repeat(-(-params // _FILLING))[:params]

@@ -1,4 +1,4 @@
-"""Finding the stages of a model: which modules are streamed, in which order they run, and which parameters they own.
+"""Finds the stages of a model: which modules are streamed, in which order they run, and which parameters they own.
 
 Blocks are found by `GradientCheckpointingLayer` (or `_no_split_modules`), never by attribute names of one family. Every
 other module of the base model that owns parameters directly is a stage of its own (embedding, final norm, a projection);
@@ -27,7 +27,7 @@ from .calls import TRIED, WORKING, refuse_by_configuration, stage_calls
 
 @dataclass(frozen=True, slots=True)
 class Slotted:
-    """One parameter of a stage: its specification and every place in the module tree that reads it."""
+    """Describes one parameter of a stage: its specification and every place in the module tree that reads it."""
 
     spec: TensorSpec
     places: tuple[tuple[nn.Module, str], ...]
@@ -35,7 +35,7 @@ class Slotted:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage of a model. Between visits its parameters are the skeleton's meta parameters."""
+    """Describes one stage of a model. Between visits its parameters are the skeleton's meta parameters."""
 
     name: str
     kind: StageKind
@@ -62,7 +62,7 @@ class Stage:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """The rows (first, end) of a piece of the vocabulary."""
+        """Returns the rows (first, end) of a piece of the vocabulary."""
         assert self.vocabulary is not None
         return self.vocabulary
 
@@ -86,7 +86,7 @@ class Stage:
 
     @contextmanager
     def installed(self, flat: torch.Tensor, *, trainable: bool) -> Iterator[list[nn.Parameter]]:
-        """Inside, every place that reads one of the stage's parameters sees a view of `flat` (1-D, `params` elements)."""
+        """Lets every place that reads one of the stage's parameters sees a view of `flat` (1-D, `params` elements)."""
         replaced: list[tuple[nn.Module, str, nn.Parameter | None]] = []
         parameters: list[nn.Parameter] = []
         try:
@@ -106,7 +106,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Anatomy:
-    """The stages of one model in running order, the head last."""
+    """Describes the stages of one model in running order, the head last."""
 
     model: PreTrainedModel
     stages: tuple[Stage, ...]
@@ -175,7 +175,7 @@ def _is_input(module: nn.Module) -> bool:
 
 
 def _units(base: nn.Module, blocks: set[nn.Module], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Topmost modules that are blocks or own parameters themselves, in registration order."""
+    """Returns topmost modules that are blocks or own parameters themselves, in registration order."""
     for name, child in base.named_children():
         path = f"{prefix}{name}"
         if child in blocks or any(True for _ in child.named_parameters(recurse=False)):
@@ -205,7 +205,7 @@ def _running_order(
 
 
 def _places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str, str]]]:
-    """Parameter identity -> every (module, attribute, full name) that holds it. Tied weights have several."""
+    """Returns, by parameter identity, every (module, attribute, full name) that holds it. Tied weights have several."""
     found: dict[int, list[tuple[nn.Module, str, str]]] = {}
     for module_name, module in model.named_modules(remove_duplicate=True):
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

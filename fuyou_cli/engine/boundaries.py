@@ -1,4 +1,4 @@
-"""The boundary of each stage (its input, the whole step's batch) as tensors: copied to where the ledger keeps it.
+"""Describes the boundary of each stage (its input, the whole step's batch) as tensors: copied to where the ledger keeps it.
 
 With it rest the outputs of the operators that the plan keeps (`activations.swap`), each micro-batch's behind its own rows.
 """
@@ -30,7 +30,7 @@ class _Kind:
 
 
 class Boundaries:
-    """In forward `stash`, or `room` and `rows` to be filled, then `seal`. In backward `take`, then `drop`."""
+    """Keeps boundaries: in forward `stash`, or `room` and `rows` to be filled, then `seal`. In backward `take`, then `drop`."""
 
     def __init__(self, *, model: ModelSpec, plan: Plan, daemon: SwapDaemon, memory: HostMemory) -> None:
         self.model, self.plan, self.memory = model, plan, memory
@@ -49,7 +49,7 @@ class Boundaries:
             self.seal(stage)
 
     def room(self, stage: int, boundary: torch.Tensor, wait_until: Wait) -> None:
-        """A place for `boundary`, filled micro-batch by micro-batch, and outputs beside it, until it is sealed."""
+        """Returns a place for `boundary`, filled micro-batch by micro-batch, and outputs beside it, until it is sealed."""
         layout = self._layout(stage, boundary)
         wait_until(lambda: stage not in self.ledger.kept, "a slot for a boundary")  # of the step before, until it was read
         span = self.ledger.room(stage, wait_until)
@@ -63,7 +63,7 @@ class Boundaries:
         self._unsealed.add(stage)
 
     def rows(self, stage: int, number: int) -> torch.Tensor:
-        """Where one micro-batch's rows rest, between `room` or `take` and `seal` or `drop`."""
+        """Returns where one micro-batch's rows rest, between `room` or `take` and `seal` or `drop`."""
         kind, micro = self._kinds[stage], self.plan.numerics.micro_batch_size
         shape = torch.Size((min(micro, kind.shape[0] - number * micro), *kind.shape[1:]))
         begin = self.ledger.where(stage).offset + number * kind.layout.record
@@ -74,7 +74,7 @@ class Boundaries:
         self._copies.setdefault(stage, []).extend(copies)
 
     def seal(self, stage: int) -> None:
-        """The stage's forward is submitted: all that rests with its boundary is in its place once its copies are over."""
+        """Hears that the stage's forward is submitted: what rests is in its place once its copies are over."""
         if stage in self._unsealed:
             self._unsealed.remove(stage)
             self._follow(stage, self.ledger.seal)
@@ -99,22 +99,22 @@ class Boundaries:
         self.advance()
 
     def take(self, stage: int, wait_until: Wait) -> list[torch.Tensor]:
-        """The boundary as stashed, micro-batch by micro-batch, valid until it is dropped."""
+        """Returns the boundary as stashed, micro-batch by micro-batch, valid until it is dropped."""
         self.ledger.ready(stage, wait_until)
         rows = self._kinds[stage].shape[0]
         return [self.rows(stage, number) for number in range(-(-rows // self.plan.numerics.micro_batch_size))]
 
     def output(self, stage: int, micro_batch: int, operator: int) -> Span:
-        """Where in the arena an operator's output rests, between stash and seal and between take and drop."""
+        """Returns where in the arena an operator's output rests, between stash and seal and between take and drop."""
         within = self._kinds[stage].layout.output(micro_batch, operator)
         return Span(offset=self.ledger.where(stage).offset + within.offset, size=within.size)
 
     def drop(self, stage: int) -> None:
-        """The stage's backward is submitted: what rests is not wanted once its copies are over."""
+        """Hears that the stage's backward is submitted: what rests is not wanted once its copies are over."""
         self._follow(stage, self.ledger.drop)
 
     def _layout(self, stage: int, boundary: torch.Tensor) -> BoundaryLayout:
-        """Of this boundary, which may be smaller than planned."""
+        """Returns the layout of this boundary, which may be smaller than planned."""
         return boundary_layout(
             self.model.stages[stage],
             self.plan.stages[stage].kept,

@@ -1,4 +1,4 @@
-"""How a model's own forward calls its stages, and what they return.
+"""Tells how a model's own forward calls its stages, and what they return.
 
 `stage_calls` finds it out by running the forward on fake tensors, so nothing is computed and no weight need be there. What
 cannot be streamed is refused here, by name, before a plan is made of it, and again where a run meets it.
@@ -38,7 +38,7 @@ TRIED = (2, 3)  # rows and tokens of a first look: more than one row, so that wh
 
 @dataclass(frozen=True, slots=True)
 class StageCall:
-    """One call of a stage's own forward, without the stage's input: to be repeated for others."""
+    """Describes one call of a stage's own forward, without the stage's input: to be repeated for others."""
 
     name: str
     original: Callable[..., Any]
@@ -60,7 +60,7 @@ class StageCall:
         return call, x
 
     def placed(self, place: Callable[[torch.Tensor], torch.Tensor]) -> StageCall:
-        """The same call with `place` of every tensor."""
+        """Returns the same call with `place` of every tensor."""
         rest, named = tree_map_only(torch.Tensor, place, (self.rest, self.named))
         return replace(self, rest=rest, named=named)
 
@@ -75,7 +75,7 @@ class StageCall:
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
-    """The forward of the module's class, whatever has been put in its place."""
+    """Returns the forward of the module's class, whatever has been put in its place."""
     forward: Callable[..., Any] = type(module).forward.__get__(module)
     return forward
 
@@ -180,7 +180,7 @@ def stage_calls(
 
 
 class _NothingLeftOut(TorchFunctionMode):
-    """Inside, the number that a training model draws to leave out a block by chance leaves out none: a fake one has no value
+    """Has the number that a training model draws to leave out a block by chance leave out none inside: a fake one has no value
     to look at. OPT and XGLM of transformers 5.17 draw it with layerdrop 0 as well; with others they were refused before."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -190,7 +190,7 @@ class _NothingLeftOut(TorchFunctionMode):
 
 
 def _line_of_a_model(error: BaseException) -> str:
-    """Where the library's own code looked at a value."""
+    """Returns where the library's own code looked at a value."""
     frames = traceback.extract_tb(error.__traceback__)
     package = Path(transformers.__file__).parent
     ours = [frame for frame in frames if Path(frame.filename).is_relative_to(package)]
@@ -199,7 +199,7 @@ def _line_of_a_model(error: BaseException) -> str:
 
 @contextmanager
 def only_refusals(model: PreTrainedModel, *, shape: tuple[int, int]) -> Iterator[None]:
-    """Inside, whatever a library raises over a model that it was not made for becomes an error that names the model."""
+    """Turns whatever a library raises inside over a model that it was not made for into an error that names the model."""
     large = f" at micro-batches of {shape[0]} x {shape[1]} tokens" if shape != TRIED else ""
     logger = logging.getLogger("torch._subclasses.fake_tensor")  # it logs a traceback of what it raises as well
     silenced, logger.disabled = logger.disabled, True
@@ -238,7 +238,7 @@ def refuse_by_configuration(model: PreTrainedModel) -> None:
 
 @contextmanager
 def replaced_forwards(forwards: dict[nn.Module, Callable[..., object]]) -> Iterator[None]:
-    """Set `forward` on instances and undo it. Parameter names and classes stay as they are."""
+    """Sets `forward` on instances and undoes it. Parameter names and classes stay as they are."""
     for module, forward in forwards.items():
         module.forward = forward
     try:
@@ -250,7 +250,7 @@ def replaced_forwards(forwards: dict[nn.Module, Callable[..., object]]) -> Itera
 
 @contextmanager
 def _with_fake_parameters(module: nn.Module) -> Iterator[None]:
-    """Inside (and inside a fake mode), parameters are fake tensors of their shapes."""
+    """Has fake tensors of their shapes for parameters inside (and inside a fake mode)."""
     with put_back(module):
         for holder in module.modules():
             for name, parameter in holder._parameters.items():
@@ -262,7 +262,7 @@ def _with_fake_parameters(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def put_back(module: nn.Module) -> Iterator[None]:
-    """In the end parameters and buffers are the ones of the beginning. Some modules keep what they computed in a buffer."""
+    """Puts back the parameters and buffers of the beginning in the end. Some modules keep what they computed in a buffer."""
     before = [(holder, dict(holder._parameters), dict(holder._buffers)) for holder in module.modules()]
     try:
         yield
@@ -274,7 +274,7 @@ def put_back(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def one_row_masks(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, attention masks are built for one row, the same for all: of the whole batch one could be gigabytes."""
+    """Has attention masks built inside for one row, the same for all: of the whole batch one could be gigabytes."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     name = model.config._attn_implementation

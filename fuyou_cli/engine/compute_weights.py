@@ -1,4 +1,4 @@
-"""Weights where compute can use them: the arena itself on device cpu, uploaded copies on a device with its own memory."""
+"""Holds weights where compute can use them: the arena itself on device cpu, uploaded copies on a device with its own memory."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ class _Uploaded:
 
 
 class ComputeWeights:
-    """Two device spans take turns, so that one stage's upload runs beside another's compute; stages whose weights have
-    their home on the device keep a span of their own and are uploaded again only when a new generation exists."""
+    """Holds weights for compute. Two device spans take turns, so that one stage's upload runs beside another's compute; stages
+    whose weights have their home on the device keep a span of their own and are uploaded again only when a new generation
+    exists."""
 
     def __init__(self, *, model: ModelSpec, plan: Plan, memory: HostMemory, device: Device, waiting: Waiting) -> None:
         self.model, self.memory, self.device, self._waiting = model, memory, device, waiting
@@ -43,7 +44,7 @@ class ComputeWeights:
                     self.homes[stage.index] = _Uploaded(device.empty(stage.params * item))
 
     def flat(self, owner: int, span: Span, generation: int) -> torch.Tensor:
-        """The weights of `owner` (1-D, compute dtype) for compute submitted from now on."""
+        """Returns the weights of `owner` (1-D, compute dtype) for compute submitted from now on."""
         params = self.model.stages[owner].params
         host = self.memory.tensor(span, self.dtype, params)
         if not self.device.separate:
@@ -66,14 +67,14 @@ class ComputeWeights:
                 uploaded.used = self.device.computed()
 
     def settle(self, owner: int) -> None:
-        """sync: the upload from the host's weights of `owner` is over, so that they may be overwritten."""
+        """Waits (sync) until the upload from the host's weights of `owner` is over, so that they may be overwritten."""
         for uploaded in (*self.turns, *self.homes.values()):
             if uploaded.owner == owner and uploaded.arrived is not None:
                 with self._waiting(WEIGHTS_UP):
                     uploaded.arrived.synchronize()
 
     def settle_all(self) -> None:
-        """sync: no upload is under way, so that any of the host's slots may be used for something else."""
+        """Waits (sync) until no upload is under way, so that any of the host's slots may be used for something else."""
         for uploaded in (*self.turns, *self.homes.values()):
             if uploaded.arrived is not None:
                 uploaded.arrived.synchronize()

@@ -13,7 +13,7 @@ _Moment = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """When one computed, in monotonic seconds. `number`: its place in the visit."""
+    """Tells when one computed, in monotonic seconds. `number`: its place in the visit."""
 
     phase: str
     stage: int

@@ -1,4 +1,4 @@
-"""What crosses between the host and a device with memory of its own, micro-batch by micro-batch: while one computes, the
+"""Tells what crosses between the host and a device with memory of its own, micro-batch by micro-batch: while one computes, the
 inputs of the next are on their way up and the results of the one before on their way down.
 
 Such copies need pinned memory. The arena is: boundaries rest there, and what the model's own forward hands from stage to stage
@@ -35,19 +35,20 @@ _AHEAD = 2  # micro-batches whose compute is submitted and not over
 
 
 def nothing_beside(number: int) -> None:
-    """Nothing goes up with a micro-batch's inputs."""
+    """Sends nothing up with a micro-batch's inputs."""
 
 
 @dataclass(slots=True)
 class _Slot:
-    """`busy`: the last copy out of it."""
+    """Describes one slot. `busy`: the last copy out of it."""
 
     memory: torch.Tensor  # uint8, pinned
     busy: Event | None = None
 
 
 class Crossings:
-    """Copies of one visit at a time. `staged`: bytes read and written to bring inputs to pinned memory, as a plan charges."""
+    """Makes copies of one visit at a time. `staged`: bytes read and written to bring inputs to pinned memory, as a plan
+    charges."""
 
     def __init__(self, *, model: ModelSpec, plan: Plan, memory: HostMemory, device: Device, waiting: Waiting) -> None:
         self.memory, self.device, self.waiting = memory, device, waiting
@@ -86,15 +87,15 @@ class Crossings:
 
 @dataclass(slots=True)
 class _Input:
-    """Device memory of one micro-batch's boundary. `used`: the end of the compute that read it last."""
+    """Holds device memory of one micro-batch's boundary. `used`: the end of the compute that read it last."""
 
     memory: torch.Tensor  # uint8
     used: Event | None = None
 
 
 class Inputs:
-    """Boundaries on their way to a device that has the rest of the batch: two places take turns, over the end of a visit as
-    well. So the first of a visit goes up while the last of the visit before still computes."""
+    """Holds boundaries on their way to a device that has the rest of the batch: two places take turns, over the end of a visit
+    as well. So the first of a visit goes up while the last of the visit before still computes."""
 
     def __init__(self, device: Device, size: int, places: int) -> None:
         self._device = device
@@ -115,7 +116,7 @@ class Inputs:
         return target, self._device.upload(host, target, after=None if place is self._computing else place.used)
 
     def turn(self) -> None:
-        """Another micro-batch is about to compute. The host is at most two ahead: that bounds the device's memory."""
+        """Hears: another micro-batch is about to compute. The host is at most two ahead: that bounds the device's memory."""
         before = self._device.computed()
         if self._computing is not None:
             self._computing.used = before
@@ -126,7 +127,7 @@ class Inputs:
 
 
 class Arriving:
-    """Inputs of the micro-batches of one visit, in turn; the first is on its way. `uploads`: of all so far."""
+    """Holds inputs of the micro-batches of one visit, in turn; the first is on its way. `uploads`: of all so far."""
 
     def __init__(self, crossings: Crossings, sources: Iterable[Source], beside: Beside) -> None:
         self._crossings, self._sources, self._beside = crossings, iter(sources), beside
@@ -167,7 +168,7 @@ class Arriving:
         return begun
 
     def _there(self, tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, Event]]:
-        """What rests in the arena goes up; all else is on the device."""
+        """Sends up what rests in the arena; all else is on the device."""
         inputs, memory = self._crossings.inputs, self._crossings.memory
         assert inputs is not None
         return [inputs.upload(tensor) if memory.holds(tensor) else (tensor, Event()) for tensor in tensors]
@@ -201,14 +202,14 @@ class Arriving:
 
 @dataclass(frozen=True, slots=True)
 class _Return:
-    """A result on its way to the host. `part`: the device's memory is not used for something else meanwhile."""
+    """Describes a result on its way to the host. `part`: the device's memory is not used for something else meanwhile."""
 
     part: torch.Tensor
     event: Event
 
 
 class Leaving:
-    """What leaves the device in one visit, micro-batch by micro-batch: in its place while the next one computes."""
+    """Holds what leaves the device in one visit, micro-batch by micro-batch: in its place while the next one computes."""
 
     def __init__(self, crossings: Crossings) -> None:
         self._device, self._waiting, self._across = crossings.device, crossings.waiting, crossings.across
@@ -253,7 +254,7 @@ class Leaving:
 
 
 class Gathering:
-    """A visit's results as one tensor of the whole batch, in host memory or on the device."""
+    """Describes a visit's results as one tensor of the whole batch, in host memory or on the device."""
 
     def __init__(self, crossings: Crossings, rows: int) -> None:
         self.leaving, self._crossings, self._rows = Leaving(crossings), crossings, rows
@@ -261,7 +262,7 @@ class Gathering:
         self._whole: torch.Tensor | None = None
 
     def put(self, rows: slice, part: torch.Tensor) -> None:
-        """`part`: (rows, ...) on the device. On device cpu the only part is the whole, and is not copied."""
+        """Puts a part in its place. `part`: (rows, ...) on the device. On device cpu it is the whole, and not copied."""
         if self._as_it_is and part.shape[0] == self._rows:
             self._whole = part
             return

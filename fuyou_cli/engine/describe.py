@@ -1,4 +1,4 @@
-"""What there is to plan with about a model, whether or not the engine can train it.
+"""Tells what there is to plan with about a model, whether or not the engine can train it.
 
 `fuyou plan` answers for causal language models whose blocks can be told and whose forward can be traced. Where `dissect`
 refuses, the stages are outlined and their costs estimated, and the refusal is told beside the plan.
@@ -26,7 +26,7 @@ _CHOSEN_KEYS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outlined:
-    """Stages, and why they cannot be trained yet; None where nothing is known against it."""
+    """Holds stages, and why they cannot be trained yet; None where nothing is known against it."""
 
     anatomy: Anatomy
     refusal: str | None
@@ -34,7 +34,7 @@ class Outlined:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Described:
-    """A specification to plan with, and why the model cannot be trained yet; None where it can."""
+    """Describes a specification to plan with, and why the model cannot be trained yet; None where it can."""
 
     model: ModelSpec
     refusal: str | None
@@ -104,7 +104,7 @@ def estimate(anatomy: Anatomy, *, dtype: str, micro_batch_size: int, max_seq_len
 
 
 def _is_recurrent(anatomy: Anatomy) -> bool:
-    """Whether some block may go token by token: it has no attention, or a convolution over the latest few tokens."""
+    """Tells whether some block may go token by token: it has no attention, or a convolution over the latest few tokens."""
     modules = (module for block in anatomy.modules() for module in block.modules())
     text = anatomy.model.config.get_text_config()
     return not setting(text, "num_attention_heads") or any(isinstance(module, nn.Conv1d) for module in modules)
@@ -123,7 +123,7 @@ def _block_flops(stage: StageSpec, layer: int, text: PreTrainedConfig, shape: tu
 
 
 def _attends(text: PreTrainedConfig, layer: int) -> bool:
-    """Whether a block looks at all earlier tokens, by the configuration's list of layer types where it has one."""
+    """Tells whether a block looks at all earlier tokens, by the configuration's list of layer types where it has one."""
     types = getattr(text, "layer_types", None)
     if isinstance(types, (list, tuple)) and layer < len(types):
         return "attention" in types[layer] and not types[layer].startswith("linear")
@@ -131,7 +131,7 @@ def _attends(text: PreTrainedConfig, layer: int) -> bool:
 
 
 def _attended(text: PreTrainedConfig, layer: int) -> int:
-    """Heads times elements of a query and of a value: latent attention gives the two unequal sizes."""
+    """Returns heads times elements of a query and of a value: latent attention gives the two unequal sizes."""
 
     def size(name: str) -> int:
         return int(setting(text, name, layer=layer) or 0)
@@ -148,7 +148,7 @@ def _attended(text: PreTrainedConfig, layer: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mixture:
-    """Experts of a block, and how many of them one token is sent to. A dense model has one.
+    """Holds experts of a block, and how many of them one token is sent to. A dense model has one.
 
     transformers keeps the routed experts of a block in a module named `experts`, as tensors with one slice per expert or as a
     list of modules; shared experts have other names. Where the configuration does not say how many there are, and how many a
@@ -167,22 +167,22 @@ class Mixture:
         return self.is_fused(tensor) or _below_experts(tensor).partition(".")[0].isdigit()
 
     def is_fused(self, tensor: TensorSpec) -> bool:
-        """Whether `tensor` holds all experts, one slice each: a matrix of each, or a bias by its place."""
+        """Tells whether `tensor` holds all experts, one slice each: a matrix of each, or a bias by its place."""
         of_each = len(tensor.shape) > 2 or bool(_below_experts(tensor))
         return self.experts > 1 and of_each and tensor.shape[0] == self.experts
 
     def inactive(self, tensors: Iterable[TensorSpec]) -> int:
-        """Elements (padding aside) of a stage's `tensors` that the computation of one token leaves out."""
+        """Returns elements (padding aside) of a stage's `tensors` that the computation of one token leaves out."""
         routed = sum(tensor.numel for tensor in tensors if self.is_routed(tensor))
         return routed * (self.experts - self.chosen) // self.experts
 
 
 def _below_experts(tensor: TensorSpec) -> str:
-    """The tensor's name within a module named `experts`; empty elsewhere."""
+    """Returns the tensor's name within a module named `experts`; empty elsewhere."""
     return f".{tensor.name}".partition(".experts.")[2]
 
 
 def _first(text: PreTrainedConfig, names: tuple[str, ...]) -> int:
-    """The first of these that the configuration has as a number; 0 without any."""
+    """Returns the first of these that the configuration has as a number; 0 without any."""
     values = [setting(text, name) for name in names]
     return next((value for value in values if isinstance(value, int)), 0)

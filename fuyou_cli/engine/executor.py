@@ -1,5 +1,5 @@
-"""One training step: the model's own forward drives visits in the schedule's order, the head turns back, its calls are walked
-in reverse for the backward visits, and every stage's gradients go to its update.
+"""Describes one training step: the model's own forward drives visits in the schedule's order, the head turns back, its calls
+are walked in reverse for the backward visits, and every stage's gradients go to its update.
 
 What moves around compute is in `visits`, what a visit computes in `passes`, what is kept between forward and backward in
 `activations`, how the model's forward gets to them in `streamed`.
@@ -45,7 +45,7 @@ class StepOutcome:
 
 
 class StepAbandoned(Exception):
-    """Raised between micro-batches to give up a step of which nothing has been applied."""
+    """Raises between micro-batches to give up a step of which nothing has been applied."""
 
 
 class Executor:
@@ -140,7 +140,7 @@ class Executor:
         self.visits.drain()
 
     def may_abandon(self) -> bool:
-        """Whether the step under way can be given up: no update of it has begun, nor will one at the end of this visit."""
+        """Tells if the step under way can be given up: no update of it has begun, nor will one at the end of this visit."""
         return self.lookahead.cursor < self._first_update
 
     def abandon(self) -> None:

@@ -1,4 +1,5 @@
-"""The way of gradients from compute to their update: summed where the device computes, brought to the host, handed over.
+"""Describes the way of gradients from compute to their update: summed where the device computes, brought to the host, handed
+over.
 
 Each parameter's gradient is added the moment autograd has it and dropped at once, so that only one tensor's gradient exists
 beside the sum. The order of additions is the order of micro-batches: it is part of the numerics.
@@ -37,7 +38,7 @@ HandOver = Callable[[int, torch.Tensor, list[float]], None]  # (stage, its gradi
 
 @dataclass(slots=True)
 class GradientSum:
-    """The gradients of one stage in one flat tensor (host or device memory), laid out like its weights."""
+    """Describes the gradients of one stage in one flat tensor (host or device memory), laid out like its weights."""
 
     stage: StageSpec
     flat: torch.Tensor
@@ -66,7 +67,7 @@ class GradientSum:
 
     @contextmanager
     def collecting(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Inside, gradients of the stage's installed parameters go to the sum instead of `.grad`."""
+        """Sends gradients of the stage's installed parameters, inside, to the sum instead of `.grad`."""
 
         def collect(index: int) -> object:
             def hook(parameter: torch.Tensor) -> None:
@@ -138,7 +139,7 @@ def _nonfinite(spec: TensorSpec, host: torch.Tensor, dtype: Dtype) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Download:
-    """Complete gradients on their way to the host: the device span they leave, their squares, and what follows."""
+    """Holds complete gradients on their way to the host: the device span they leave, their squares, and what follows."""
 
     event: Event
     squares: Squares | None  # None: nobody asks for them
@@ -155,7 +156,7 @@ class _Download:
 
 
 class GradientSums:
-    """The sums under way, by stage. Complete ones go to `hand_over`."""
+    """Describes the sums under way, by stage. Complete ones go to `hand_over`."""
 
     def __init__(
         self,
@@ -178,7 +179,7 @@ class GradientSums:
         self._downloads: list[_Download] = []
 
     def _open_spans(self, item: int) -> list[torch.Tensor]:
-        """Two spans take turns with their downloads on a separate device; one more stays with a tied head that is not cut."""
+        """Opens spans: two take turns with their downloads on a separate device; one more stays with a tied head not cut."""
         if not self.device.separate:
             return []
         largest = max(stage.params for stage in self.model.stages) * item
@@ -267,5 +268,5 @@ class GradientSums:
 
 
 def _whole(flat: torch.Tensor) -> torch.Tensor:
-    """The uint8 device span a typed view was cut from."""
+    """Returns the uint8 device span a typed view was cut from."""
     return torch.as_strided(flat.view(torch.uint8), (flat.untyped_storage().nbytes(),), (1,), 0)

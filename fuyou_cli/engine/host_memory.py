@@ -1,4 +1,4 @@
-"""Host memory as tensors: views of the arena's planned spans without copies, and tensors of a whole batch beside it."""
+"""Holds host memory as tensors: views of the arena's planned spans without copies, and tensors of a whole batch beside it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SMALL = 1 << 20  # bytes of a whole batch's tensor: fewer are not worth the pag
 
 
 class HostMemory:
-    """Views of one arena. A view is valid until the arena is closed."""
+    """Holds views of one arena. A view is valid until the arena is closed."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
@@ -26,7 +26,7 @@ class HostMemory:
         return flat if count is None else flat[:count]
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether it lies in the arena, which a device may have pinned."""
+        """Tells whether it lies in the arena, which a device may have pinned."""
         begin = torch.frombuffer(self.arena.view(0, 1), dtype=torch.uint8).data_ptr()
         return begin <= tensor.data_ptr() < begin + self.arena.size
 

@@ -1,4 +1,4 @@
-"""`inspect(anatomy, ...)`: the ModelSpec of a skeleton at one batch shape, without weights and without computing.
+"""Describes `inspect(anatomy, ...)`: the ModelSpec of a skeleton at one batch shape, without weights and without computing.
 
 Every stage is run forward and backward on fake tensors of one micro-batch; a dispatch mode follows which storages are
 alive, so that the peak of what a stage allocates beside its weights is known in advance (what kernels allocate inside is
@@ -35,7 +35,7 @@ _NUMBERS = ("layer_idx", "layer_id", "layer_number", "block_idx", "training")
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Bytes that storages created inside and still alive are charged; `peak` is their maximum, `mapped_peak` that of the
+    """Counts bytes that storages created inside and still alive are charged; `peak` is their maximum, `mapped_peak` that of the
     storages the allocator maps on their own. `held` were there before."""
 
     def __init__(self, *held: torch.Tensor) -> None:
@@ -72,7 +72,7 @@ class _LiveBytes(TorchDispatchMode):
 
 
 def _beside(func: Any, values: object) -> int:
-    """Bytes that a kernel takes for itself while it works on these. A pointwise one takes none, nor do those of the loss."""
+    """Returns bytes that a kernel takes for itself while it works on these. A pointwise one and the loss take none."""
     if func.is_view or torch.Tag.pointwise in func.tags or func.overloadpacket in _WITHOUT_ROOM:
         return 0
     sizes = {
@@ -85,14 +85,14 @@ def _beside(func: Any, values: object) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Peak:
-    """Bytes charged for what is alive at most; `mapped`: for blocks that are mapped on their own."""
+    """Holds bytes charged for what is alive at most; `mapped`: for blocks that are mapped on their own."""
 
     total: int
     mapped: int
 
     @classmethod
     def of(cls, size: int, blocks: int = 1) -> _Peak:
-        """Of so many blocks of `size` bytes."""
+        """Returns the peak of so many blocks of `size` bytes."""
         taken = blocks * alive(size)
         return cls(taken, taken if size >= MAPPED else 0)
 
@@ -146,7 +146,7 @@ def _all_costs(anatomy: Anatomy, *, dtype: str, shape: tuple[int, int], head_chu
 
 
 def _settings(stage: Stage) -> object:
-    """What blocks of one class and shapes may still differ in: classes and plain attributes of their modules."""
+    """Returns what blocks of one class and shapes may still differ in: classes and plain attributes of their modules."""
     plain = (bool, int, float, str)
     if stage.module is None or stage.kind != "block":
         return ()
@@ -181,7 +181,7 @@ def _stage_cost(anatomy: Anatomy, stage: Stage, call: StageCall, x: torch.Tensor
 
 
 def _is_librarys(anatomy: Anatomy) -> bool:
-    """Whether the model's code is transformers' own: others' may keep for backward what no hook of autograd sees."""
+    """Tells whether the model's code is transformers' own: others' may keep for backward what no hook of autograd sees."""
     return type(anatomy.model).__module__.startswith("transformers.")
 
 
@@ -199,7 +199,7 @@ def _look(stage: Stage, flat: torch.Tensor, call: StageCall, x: torch.Tensor) ->
 
 
 def _has_own_backward(y: torch.Tensor) -> bool:
-    """Whether some function on the way to `y` was written in Python, whose backward may look at anything."""
+    """Tells whether some function on the way to `y` was written in Python, whose backward may look at anything."""
     waiting, seen = [y.grad_fn], set()
     while waiting:
         node = waiting.pop()
@@ -213,8 +213,8 @@ def _has_own_backward(y: torch.Tensor) -> bool:
 
 
 def _head_cost(anatomy: Anatomy, index: int, *, dtype: str, shape: tuple[int, int], chunk: int) -> Costs:
-    """Of one chunk of tokens. A whole head: the loss and its gradients, at once. A piece of the vocabulary: folding its logits
-    into the loss, and computing them again for the gradients."""
+    """Returns the cost of one chunk of tokens. A whole head: the loss and its gradients, at once. A piece of the vocabulary:
+    folding its logits into the loss, and computing them again for the gradients."""
     stage, owner, head = anatomy.stages[index], anatomy.owner(index), Head(anatomy.model)
     width = anatomy.model.get_output_embeddings().in_features
     first, end = stage.vocabulary or (0, anatomy.model.config.get_text_config().vocab_size)
@@ -248,7 +248,7 @@ def _head_cost(anatomy: Anatomy, index: int, *, dtype: str, shape: tuple[int, in
 
 
 def _backward(y: torch.Tensor, grad: torch.Tensor | None, leaves: list[torch.Tensor]) -> None:
-    """As the executor does it: a parameter's gradient is dropped as soon as it exists."""
+    """Runs backward as the executor does it: a parameter's gradient is dropped as soon as it exists."""
 
     def drop(parameter: torch.Tensor) -> None:
         parameter.grad = None

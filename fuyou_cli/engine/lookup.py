@@ -1,4 +1,4 @@
-"""Rows of an embedding: which modules are lookups of rows, and their gradients, never a dense tensor per micro-batch."""
+"""Looks rows of an embedding up, and their gradients: never a dense tensor per micro-batch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .skeleton import LIBRARY_ERRORS
 
 
 def is_lookup(module: nn.Module | None) -> TypeGuard[nn.Embedding]:
-    """Whether it is an embedding whose rows and their gradients do not depend on how often each is looked up."""
+    """Tells whether it is an embedding whose rows and their gradients do not depend on how often each is looked up."""
     return isinstance(module, nn.Embedding) and module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
 
 
 def is_plain(module: nn.Module | None) -> bool:
-    """Whether it is a lookup and nothing else, so that its gradient is a sum of rows."""
+    """Tells whether it is a lookup and nothing else, so that its gradient is a sum of rows."""
     return (
         isinstance(module, nn.Embedding)
         and type(module).forward is nn.Embedding.forward
@@ -73,7 +73,7 @@ def looked_up(
 
 
 def scales_rows(embedding: nn.Embedding) -> bool:
-    """Whether the module's own forward gives a linear image of each id's row, whatever the id's number and neighbours."""
+    """Tells whether the module's own forward gives a linear image of each id's row, whatever the id's number and neighbours."""
     if type(embedding).forward is nn.Embedding.forward:
         return True
     rows = torch.arange(1.0, 1.0 + 6 * embedding.embedding_dim).view(6, embedding.embedding_dim).sin()
@@ -96,7 +96,7 @@ def scales_rows(embedding: nn.Embedding) -> bool:
 
 @contextmanager
 def holding(module: nn.Embedding, weight: torch.Tensor, *, padding: int | None) -> Iterator[nn.Parameter]:
-    """Inside, the embedding's weight is `weight` (any number of rows), and `padding` the id that learns nothing."""
+    """Has `weight` (any number of rows) as the embedding's weight inside, and `padding` the id that learns nothing."""
     before = module._parameters["weight"]
     parameter = nn.Parameter(weight)
     module._parameters["weight"] = parameter
@@ -109,7 +109,7 @@ def holding(module: nn.Embedding, weight: torch.Tensor, *, padding: int | None) 
 
 @contextmanager
 def padding_at(module: nn.Embedding, padding: int | None) -> Iterator[None]:
-    """Inside, `padding` is the id that learns nothing (None: no id). torch refuses one outside of a piece's rows."""
+    """Has `padding` inside as the id that learns nothing (None: no id). torch refuses one outside of a piece's rows."""
     before = module.padding_idx
     module.padding_idx = padding
     try:

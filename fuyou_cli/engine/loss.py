@@ -1,4 +1,4 @@
-"""Logits and loss of pieces of the last hidden state, by the model's own `ForCausalLM.forward`.
+"""Computes logits and loss of pieces of the last hidden state, by the model's own `ForCausalLM.forward`.
 
 Logits are never whole. The base model is stubbed to return the piece, so that whatever the family does to its logits (scaling,
 soft-capping) is done by its own code. A head cut along the vocabulary computes some columns at a time: `TokenLoss` folds them
@@ -28,7 +28,7 @@ def shifted(labels: torch.Tensor) -> torch.Tensor:
 
 
 class _OnlyPiece(BaseModelOutputWithPastAndCrossAttentions):  # type: ignore[misc]
-    """What the stubbed base model returns. Whatever else a family's head hands on (caches, router logits) is None."""
+    """Holds what the stubbed base model returns. Whatever else a family's head hands on (caches, router logits) is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("_"):
@@ -44,7 +44,7 @@ class Head:
 
     @contextmanager
     def stubbed(self) -> Iterator[None]:
-        """Inside, the base model returns the piece that `logits` or `loss` was given instead of computing."""
+        """Has the base model inside return the piece that `logits` or `loss` was given instead of computing."""
 
         def stub(*args: Any, **kwargs: Any) -> _OnlyPiece:
             return _OnlyPiece(last_hidden_state=self._piece)
@@ -81,7 +81,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some tokens of the step's batch: rows of a micro-batch, and a cut of it."""
+    """Describes some tokens of the step's batch: rows of a micro-batch, and a cut of it."""
 
     rows: slice
     cut: tuple[slice, slice]
@@ -89,8 +89,8 @@ class Part:
 
 @dataclass(slots=True)
 class TokenLoss:
-    """Of the logits seen so far, for every token of the step's batch (float32, on the device): the maximum, the sum of their
-    exponentials relative to it, and the target's logit."""
+    """Holds, of the logits seen so far, for every token of the step's batch (float32, on the device): the maximum, the sum of
+    their exponentials relative to it, and the target's logit."""
 
     targets: torch.Tensor  # (batch, tokens) int64, shifted
     maximum: torch.Tensor
@@ -99,7 +99,7 @@ class TokenLoss:
 
     @classmethod
     def of(cls, targets: torch.Tensor) -> TokenLoss:
-        """Nothing seen yet. targets: (batch, tokens) on the device."""
+        """Makes one that has seen nothing yet. targets: (batch, tokens) on the device."""
         zeros = torch.zeros(targets.shape, dtype=torch.float32, device=targets.device)
         return cls(targets=targets, maximum=zeros - torch.inf, total=zeros, target=zeros.clone())
 
@@ -115,12 +115,12 @@ class TokenLoss:
         maximum.copy_(higher)
 
     def mean(self, normaliser: int) -> float:
-        """The loss of all label tokens over `normaliser`, once every column has been seen. Reads the device."""
+        """Returns the loss of all label tokens over `normaliser`, once every column has been seen. Reads the device."""
         losses = self.maximum + self.total.log() - self.target
         return float(losses[self.targets != IGNORED].sum(dtype=torch.float64)) / normaliser
 
     def gradient(self, part: Part, logits: torch.Tensor, *, first: int, normaliser: int) -> torch.Tensor:
-        """Of `mean` with respect to these columns of the logits of some tokens; leaves them as they are."""
+        """Gives the gradient of `mean` with respect to these columns of the logits of some tokens; leaves them as they are."""
         targets = self.targets[part.rows][part.cut]
         maximum, total = self.maximum[part.rows][part.cut], self.total[part.rows][part.cut]
         gradient = logits.detach().sub(maximum.unsqueeze(-1)).exp_().div_(total.unsqueeze(-1))
@@ -131,7 +131,7 @@ class TokenLoss:
 
 
 def _columns(targets: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where each target is among `count` columns from `first` on (some column where it is not), and whether it is."""
+    """Returns where each target is among `count` columns from `first` on (some column where it is not), and whether it is."""
     column = targets - first
     return column.clamp(0, count - 1), (column >= 0) & (column < count)
 

@@ -1,4 +1,4 @@
-"""The residency ledger's runner where bytes really move: updates in the swap daemon, waits on the wall clock."""
+"""Describes the residency ledger's runner where bytes really move: updates in the swap daemon, waits on the wall clock."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FIRST_POLL_SECONDS, _POLL_SECONDS = 50e-6, 0.002  # a wait looks around often a
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """When compute waited, in monotonic seconds."""
+    """Tells when compute waited, in monotonic seconds."""
 
     cause: str
     begin: float
@@ -35,23 +35,23 @@ class Wait:
 
 
 class Committing(Protocol):
-    """Whoever makes states durable."""
+    """Stands for whoever makes states durable."""
 
     def complete(self, generation: int) -> None:
-        """Every stage has reached `generation`, and stays at it until that is durable."""
+        """Hears that every stage has reached `generation`, and stays at it until that is durable."""
         ...
 
     def durable(self, stage: int) -> int:
-        """The turn at which the newest manifest on stable storage names the stage. Raises where that failed."""
+        """Returns the turn at which the newest manifest on stable storage names the stage. Raises where that failed."""
         ...
 
     def blocked(self) -> None:
-        """An update waits until a manifest names what other stages have come to."""
+        """Hears that an update waits until a manifest names what other stages have come to."""
         ...
 
 
 class Unkept:
-    """Nobody keeps the states: they are given up with the process."""
+    """Keeps no states: they are given up with the process."""
 
     def complete(self, generation: int) -> None:
         pass
@@ -122,7 +122,7 @@ class DaemonMoves:
 
     @contextmanager
     def waiting(self, cause: str) -> Iterator[None]:
-        """Inside, compute waits for a copy, and nothing else is looked after."""
+        """Notes that inside, compute waits for a copy, and nothing else is looked after."""
         begin = time.monotonic()
         try:
             yield

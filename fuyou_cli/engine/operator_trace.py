@@ -1,5 +1,5 @@
-"""What a stage's forward is made of, found on fake tensors: operators whose outputs can be kept, those whose outputs backward
-never looks at, and FLOPs."""
+"""Tells what a stage's forward is made of, found on fake tensors: operators whose outputs can be kept, those whose outputs
+backward never looks at, and FLOPs."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class OperatorTrace(Operators):
 
     @property
     def unneeded(self) -> tuple[OperatorSpec, ...]:
-        """Products with a weight of which nothing was saved that depends on them."""
+        """Returns products with a weight of which nothing was saved that depends on them."""
         needed = self._influence.needed
         return tuple(o for o in self.found if o.index not in needed and o.weight >= 0 and o.kind in _FLAT_PRODUCTS)
 
     def needs_all(self) -> None:
-        """It is not known what backward looks at."""
+        """Notes that it is not known what backward looks at."""
         self._influence.needed |= {operator.index for operator in self.found}
 
     def saved(self, tensor: torch.Tensor) -> None:
-        """Autograd keeps `tensor` for backward."""
+        """Notes that autograd keeps `tensor` for backward."""
         self._influence.look_at(tensor)
 
     def operator(self, index: int, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
@@ -61,7 +61,7 @@ class OperatorTrace(Operators):
         return out
 
     def _work(self, func: Any, args: Any) -> tuple[float, str, int]:
-        """FLOPs of one operator, the weight it uses and where that begins ("" and -1 for none). What multiplies two
+        """Returns FLOPs of one operator, the weight it uses and where that begins ("" and -1 for none). What multiplies two
         activations is attention: of its scores causality leaves half."""
         weight, offset = "", -1
         if is_attention(func):
@@ -77,7 +77,7 @@ class OperatorTrace(Operators):
         return flops, weight, offset
 
     def _weight(self, factor: torch.Tensor) -> tuple[str, int]:
-        """The weight that `factor` is a view of, and where it begins; "" and -1 for activations."""
+        """Returns the weight that `factor` is a view of, and where it begins; "" and -1 for activations."""
         if factor.untyped_storage()._cdata != self._weights._cdata:
             return "", -1
         at = int(factor.storage_offset())
@@ -86,14 +86,14 @@ class OperatorTrace(Operators):
 
 
 class _Influence:
-    """Which operators the values in a storage depend on, and which of them something that was looked at depends on."""
+    """Tells which operators the values in a storage depend on, and which of them something that was looked at depends on."""
 
     def __init__(self) -> None:
         self.needed: set[int] = set()
         self._of: dict[int, tuple[Any, frozenset[int]]] = {}  # by storage, held so that its address stays its own
 
     def pass_on(self, given: Any, made: Any, *, by: int | None = None) -> None:
-        """An operator made `made` of `given`, or wrote into it."""
+        """Hears that an operator made `made` of `given`, or wrote into it."""
         passed = frozenset().union(*(self._on(leaf) for leaf in _tensors(given)), () if by is None else (by,))
         for leaf in _tensors(made):
             storage = leaf.untyped_storage()
@@ -115,6 +115,6 @@ def _bytes(out: torch.Tensor) -> int:
 
 
 def _attention_bytes(query: torch.Tensor, outputs: Any) -> int:
-    """Of the output and, per head and token, the float32 log-sum-exp that its backward needs: on any device."""
+    """Returns bytes of the output and, per head and token, the float32 log-sum-exp that its backward needs: on any device."""
     summaries = 4 * query.shape[:-2].numel() * align_up(query.shape[-2], _SUMMARY_TOKENS)
     return align_up(_bytes(outputs[0]), OUTPUT_ALIGN) + summaries

@@ -1,4 +1,4 @@
-"""The model without its weights: a Hugging Face causal language model whose parameters live on the meta device.
+"""Describes the model without its weights: a Hugging Face causal language model whose parameters live on the meta device.
 
 Only parameters go to meta. Buffers (rotary frequencies, embedding scales) are computed for real, because they are often
 absent from checkpoints and cannot be recovered later.
@@ -52,7 +52,7 @@ _UNREADABLE = (*LIBRARY_ERRORS, OSError)
 
 
 class _Weightless(TorchFunctionMode):
-    """Inside, a tensor larger than any buffer should be is made on meta at once: the fused experts of one block can be
+    """Makes a tensor larger than any buffer should be on meta at once, inside: the fused experts of one block can be
     larger than the machine's memory. Filling one on meta is left out: it takes a third of the time of building."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -68,7 +68,7 @@ class _Weightless(TorchFunctionMode):
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Inside, every parameter a module registers goes to meta. A real one that is never filled costs nothing before."""
+    """Sends every parameter that a module registers inside to meta. A real one that is never filled costs nothing before."""
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -84,7 +84,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def said(error: BaseException) -> str:
-    """One line of what a library raised; a KeyError's text alone says nothing."""
+    """Returns one line of what a library raised; a KeyError's text alone says nothing."""
     lines = str(error).strip().splitlines() or ["no details"]
     if isinstance(error, StrictDataclassError):
         return lines[-1].strip().removeprefix("ValueError: ").removeprefix("TypeError: ")
@@ -92,7 +92,7 @@ def said(error: BaseException) -> str:
 
 
 def load_config(directory: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The model's configuration, or a UsageError naming the file."""
+    """Returns the model's configuration, or a UsageError naming the file."""
     file = directory / "config.json"
     hint = "point model.name_or_path at a directory with a Hugging Face config.json"
     _refuse_endless(file, find_object(file, limit=_LARGEST_CONFIG, finite=False, hint=hint) or {})
@@ -125,14 +125,14 @@ def _refuse_endless(file: Path, content: dict[str, Any]) -> None:
 
 
 def setting(text: PreTrainedConfig, name: str, *, layer: int = 0) -> Any:
-    """A value of a configuration, of this layer where layers differ in it; None without one."""
+    """Returns a value of a configuration, of this layer where layers differ in it; None without one."""
     if getattr(text, "is_heterogeneous", False) and layer < len(text.per_layer_config):
         text = text.per_layer_config[layer]
     return getattr(text, name, None)
 
 
 def build(config: PreTrainedConfig, *, dtype: str, attention: str, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The skeleton in training mode: parameters of `dtype` on meta, buffers real."""
+    """Returns the skeleton in training mode: parameters of `dtype` on meta, buffers real."""
     if attention == "sdpa" and not _supports_sdpa(config):
         attention = "eager"
     try:
@@ -157,7 +157,8 @@ def build(config: PreTrainedConfig, *, dtype: str, attention: str, trust_remote_
 
 
 def _supports_sdpa(config: PreTrainedConfig) -> bool:
-    """Not where logits of attention are capped: sdpa leaves that out, whatever the model's class of transformers 5.17 says."""
+    """Tells whether sdpa computes the model: not where logits of attention are capped. It leaves that out, whatever the model's
+    class of transformers 5.17 says."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:

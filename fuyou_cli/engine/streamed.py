@@ -1,4 +1,4 @@
-"""A streamed stage: the model's own forward calls it, and the passes compute it, forward and backward.
+"""Describes a streamed stage: the model's own forward calls it, and the passes compute it, forward and backward.
 
 The model's own forward stays the choreography. Its stages get their `forward` replaced on the instance (undone on
 close); what flows between them are whole-batch tensors, in host memory or on the device.
@@ -21,14 +21,14 @@ from .calls import StageCall, boundary_of, own_forward, with_boundary
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a stage's own forward, to be repeated per micro-batch: `run(x)` with the other arguments bound."""
+    """Describes one call of a stage's own forward, to be repeated per micro-batch: `run(x)` with the other arguments bound."""
 
     stage: int
     run: Callable[[torch.Tensor], torch.Tensor]
 
 
 class Passes(Protocol):
-    """What computes a streamed stage. Tensors are whole-batch, in host memory or on the device."""
+    """Holds what computes a streamed stage. Tensors are whole-batch, in host memory or on the device."""
 
     def forward(self, call: Call, x: torch.Tensor) -> torch.Tensor: ...
 
@@ -41,7 +41,8 @@ class Passes(Protocol):
 
 @dataclass(slots=True)
 class Streamed:
-    """One call of a stage in a step. `before`: where its input came from, None for ids; `gradient`: of its output, so far."""
+    """Describes one call of a stage in a step. `before`: where its input came from, None for ids; `gradient`: of its output, so
+    far."""
 
     call: Call
     ids: torch.Tensor | None
@@ -60,7 +61,7 @@ class Streamed:
 
 
 class StreamedStage(torch.autograd.Function):
-    """The end of the model's own graph behind a stage: it only takes the gradient that arrives there.
+    """Describes the end of the model's own graph behind a stage: it only takes the gradient that arrives there.
 
     `anchor` requires grad, so that the output does; `x` does not, so that the graph goes no further."""
 
@@ -76,7 +77,7 @@ class StreamedStage(torch.autograd.Function):
 
 
 class Tape:
-    """The stages' calls of one step, in order, and the way back through them.
+    """Describes the stages' calls of one step, in order, and the way back through them.
 
     The walk is ours and not autograd's: on a GPU autograd runs nodes on a thread of its own, where no signal is heard. It runs
     only what the model's own forward does between two stages.
@@ -143,8 +144,8 @@ def streamed_forward(
 
 
 class StreamedModel:
-    """A model whose stages are handed to `passes`, until it is closed. `inside` is called in the middle of a stage's forward,
-    to begin what prefetches were fetched for: a visit of one micro-batch is long."""
+    """Describes a model whose stages are handed to `passes`, until it is closed. `inside` is called in the middle of a stage's
+    forward, to begin what prefetches were fetched for: a visit of one micro-batch is long."""
 
     def __init__(
         self, anatomy: Anatomy, passes: Passes, device: torch.device, inside: Callable[[], None], *, on_device: bool = False

@@ -1,4 +1,4 @@
-"""From a stage and a step to one update request: homes, segments, scalars."""
+"""Makes one update request of a stage and a step: homes, segments, scalars."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..swap.daemon import Home, Result, Segment, Update
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Optimizer:
-    """AdamW as the recipe asks for it."""
+    """Describes AdamW as the recipe asks for it."""
 
     lr: float
     beta1: float
@@ -24,7 +24,7 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scalars:
-    """What one step's AdamW needs besides tensors."""
+    """Holds what one step's AdamW needs besides tensors."""
 
     optimizer: Optimizer
     lr: float
@@ -79,7 +79,8 @@ def build_update(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sums:
-    """Of one stage as it rests on the store (`kernels.checksum`); None where a tensor is not there in this generation."""
+    """Holds checksums of one stage as it rests on the store (`kernels.checksum`); None where a tensor is not there in this
+    generation."""
 
     weights: int | None = None
     remainder: int | None = None

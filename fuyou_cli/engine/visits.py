@@ -1,4 +1,5 @@
-"""The visits of a step, in the schedule's order: what each needs is there when it begins, and what it leaves goes on its way.
+"""Describes the visits of a step, in the schedule's order: what each needs is there when it begins, and what it leaves goes on
+its way.
 
 A pass enters a visit, asks for the inputs of its micro-batches, installs weights, computes and differentiates, and leaves. It
 may wait for three things: weights (a slot, their fetch or update), a boundary (a slot, or the bytes) and gradients (a slot, or
@@ -36,7 +37,7 @@ BETWEEN_STAGES = 1 << 30  # stands for the model's own forward where a random st
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """When a visit computed, on the monotonic clock (seconds)."""
+    """Tells when a visit computed, on the monotonic clock (seconds)."""
 
     phase: str
     stage: int
@@ -45,14 +46,14 @@ class Interval:
 
 
 class Watcher(Protocol):
-    """Whoever hears how a step goes on."""
+    """Stands for whoever hears how a step goes on."""
 
     between_micro_batches: Callable[[], None]
     after_visit: Callable[[Visit], None]
 
 
 class Visits:
-    """Everything that moves around compute. The passes compute; they hold nothing from one visit to the next."""
+    """Runs everything that moves around compute. The passes compute; they hold nothing from one visit to the next."""
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class Visits:
     # ---- a step --------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: int, *, last: bool) -> None:
-        """`last` stops prefetching for a step that will not come."""
+        """Begins a step; `last` stops prefetching for a step that will not come."""
         self.step, self.intervals = step, []
         self.lookahead.begin_step(last=last)
         self._shared.clear()
@@ -148,7 +149,7 @@ class Visits:
     def installed(
         self, owner: int | None, flat: torch.Tensor | None, *, trainable: bool
     ) -> AbstractContextManager[list[torch.nn.Parameter]]:
-        """Inside, the model sees the weights of stage `owner` in `flat`; gives the list of its parameters."""
+        """Shows the model the weights of stage `owner` in `flat`, inside; gives the list of its parameters."""
         if owner is None or flat is None:
             return nullcontext([])
         return self.stages[owner].installed(flat, trainable=trainable)

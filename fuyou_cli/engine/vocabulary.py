@@ -1,4 +1,4 @@
-"""Cutting embedding and head along the vocabulary: whether a model allows it, how many rows a piece has, and the stages
+"""Cuts embedding and head along the vocabulary: whether a model allows it, how many rows a piece has, and the stages
 that come of it.
 
 A large vocabulary would otherwise be two stages several times the size of a block, and every slot as large as they are.
@@ -62,7 +62,7 @@ def resolved_rows(anatomy: Anatomy, asked: int | Literal["auto"]) -> int:
 
 
 def _largest(anatomy: Anatomy) -> tuple[int, int]:
-    """(rows, width) of the larger of embedding and head; (0, 0) where neither is a matrix."""
+    """Returns (rows, width) of the larger of embedding and head; (0, 0) where neither is a matrix."""
     ends = (anatomy.model.get_input_embeddings(), anatomy.model.get_output_embeddings())
     weights = [weight for end in ends if isinstance(weight := getattr(end, "weight", None), torch.Tensor)]
     shapes = [(int(weight.shape[0]), int(weight.shape[1])) for weight in weights if weight.dim() == 2]
@@ -73,7 +73,7 @@ def _largest(anatomy: Anatomy) -> tuple[int, int]:
 
 
 def obstacle(anatomy: Anatomy) -> str | None:
-    """Why embedding and head cannot be computed by pieces of their rows; None when they can."""
+    """Tells why embedding and head cannot be computed by pieces of their rows; None when they can."""
     embedding, head = anatomy.model.get_input_embeddings(), anatomy.model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return "its head is not a plain linear layer"
@@ -97,7 +97,7 @@ def obstacle(anatomy: Anatomy) -> str | None:
 
 
 def _logits_are_independent(anatomy: Anatomy, head: nn.Linear) -> bool:
-    """Whether the model's own forward treats columns of the logits one by one: a softmax or a mask of some does not."""
+    """Tells whether the model's own forward treats columns of the logits one by one: a softmax or a mask of some does not."""
     model, vocabulary = anatomy.model, head.out_features
     logits = torch.arange(2.0 * vocabulary).sin().view(1, 2, vocabulary) * torch.linspace(5, 60, vocabulary)
     hidden = torch.zeros(1, 2, head.in_features, dtype=head.weight.dtype)

@@ -1,4 +1,4 @@
-"""Memory for what stages hand on of the whole batch, in spans of the plan that take turns: of the arena, or of the device's."""
+"""Describes memory for what stages hand on of the whole batch, in spans of the arena or the device that take turns."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Lent = tuple[torch.Tensor, weakref.ref[object]]  # a span as bytes, and what liv
 
 
 class WholeBatches:
-    """Spans, each lent as one tensor at a time: until its last view is gone, wherever the model's own forward may keep one.
-    Where all are lent, or too small, a tensor has memory of its own."""
+    """Holds spans, each lent as one tensor at a time: until its last view is gone, wherever the model's own forward may keep
+    one. Where all are lent, or too small, a tensor has memory of its own."""
 
     def __init__(
         self, spans: tuple[Span, ...], made: Callable[[Span, int], Lent], beside: Callable[[Shape, torch.dtype], torch.Tensor]

@@ -1,1 +1,1 @@
-"""Layer 2: pure functions from spec to plan, schedule and timeline. Imports no torch."""
+"""Holds pure functions from spec to plan, schedule and timeline (layer 2). Imports no torch."""

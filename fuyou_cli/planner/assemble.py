@@ -1,4 +1,4 @@
-"""From homes to a `Plan`: spans, the table of memory, and the closed form's figures."""
+"""Makes a `Plan` of homes: spans, the table of memory, and the closed form's figures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLAN_VERSION = 1
 
 
 def host_peaks(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, placed: Layout) -> dict[str, int]:
-    """Phase -> anonymous and kernel bytes of the process at most."""
+    """Returns, by phase, the anonymous and kernel bytes of the process at most."""
     base = hardware.process_bytes + BASE_SLACK
     homes_in_ram = sum(
         span.size

@@ -23,7 +23,7 @@ _BESIDE = 0.02
 
 
 def busy_seconds(costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan, ...], device: str) -> dict[str, float]:
-    """Resource -> seconds. Resources whose rate is unknown (zero) are left out."""
+    """Returns seconds by resource. Resources whose rate is unknown (zero) are left out."""
     seconds = _least_seconds(costs, schedule, stages=stages, device=device)
     if device == "cpu":
         seconds["cpu"] += (schedule.traffic.read_total + schedule.traffic.written_total) * costs.hardware.io_cpu
@@ -72,10 +72,10 @@ def phase_estimate(costs: Costs, schedule: Schedule, plan: Plan) -> float:
 
 
 def _beside_copies(costs: Costs, visits: Sequence[Visit], plan: Plan) -> tuple[float, float, float]:
-    """Seconds of a phase in which the device computes or waits for its micro-batches, of copies to it and of copies from it.
-    A micro-batch crosses while its neighbours compute, but for the first of a visit on its way there and the last on its way
-    back, where the batch is not on the device. Weights that are still there from the visit before are counted as if they went
-    up once more."""
+    """Returns seconds of a phase in which the device computes or waits for its micro-batches, of copies to it and of copies
+    from it. A micro-batch crosses while its neighbours compute, but for the first of a visit on its way there and the last on
+    its way back, where the batch is not on the device. Weights that are still there from the visit before are counted as if
+    they went up once more."""
     hardware, stages, parts = costs.hardware, plan.stages, costs.micro_batches
     up_rate, down_rate = (rate or float("inf") for rate in (hardware.h2d, hardware.d2h))
     gradient, weight = ITEM_SIZE[costs.numerics.accumulate_dtype], ITEM_SIZE[costs.model.compute_dtype]
@@ -103,9 +103,9 @@ def micro_batch_crossing(costs: Costs, visit: Visit, stage: StagePlan) -> tuple[
 
 
 def slot_seconds(costs: Costs, visits: Sequence[Visit], plan: Plan, *, rates: tuple[float, float]) -> float:
-    """The least time in which a class of slots serves these visits: a slot of weights is held while they are computed with
-    and while they are updated, one of gradients while they are summed, and until they are updated or written. `rates` of the
-    store: reading, writing; 0 where unknown."""
+    """Returns the least time in which a class of slots serves these visits: a slot of weights is held while they are computed
+    with and while they are updated, one of gradients while they are summed, and until they are updated or written. `rates` of
+    the store: reading, writing; 0 where unknown."""
     weights, gradients = ([0.0] * len(plan.slot_classes) for _ in range(2))
     for visit in visits:
         owner = visit.owner if visit.owner is not None else visit.stage
@@ -124,7 +124,7 @@ def slot_seconds(costs: Costs, visits: Sequence[Visit], plan: Plan, *, rates: tu
 
 
 def _update_seconds(costs: Costs, stage: StagePlan, rates: tuple[float, float], commit_every: int | None) -> float:
-    """From its first byte to its last: as long as the slowest of reading, computing and writing."""
+    """Returns the seconds from its first byte to its last: as long as the slowest of reading, computing and writing."""
     params = costs.model.stages[stage.stage].params
     states = costs.model.state_item * params * (stage.states == "ssd")
     read = states + (stage.gradients_extent.size if stage.deferred and stage.gradients_extent else 0)
@@ -162,7 +162,7 @@ def _compute_seconds(costs: Costs, visit: Visit, stages: tuple[StagePlan, ...]) 
 
 
 def store_seconds(hardware: HardwareProfile, read: int, written: int) -> dict[str, float]:
-    """The least time for these bytes: both directions at once as long as both have something to do, the rest alone."""
+    """Returns the least time for these bytes: both directions at once as long as both have something to do, the rest alone."""
     reading, writing = hardware.store_read, hardware.store_write
     both_read, both_write = _mixed(hardware)
     seconds: dict[str, float] = {}
@@ -175,14 +175,15 @@ def store_seconds(hardware: HardwareProfile, read: int, written: int) -> dict[st
 
 
 def _taken_by_updates(hardware: HardwareProfile, numerics: Numerics) -> float:
-    """Of compute's time, per second of updates by all their threads: while both run, or while compute waits for it."""
+    """Returns what is taken of compute's time, per second of updates by all their threads: while both run, or while compute
+    waits for it."""
     if hardware.cores > numerics.torch_threads or not hardware.shared_adamw:
         return 0.0
     return min(1.0, (1 - hardware.shared_compute) / hardware.shared_adamw)
 
 
 def copied_bytes(costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan, ...]) -> tuple[int, int]:
-    """Bytes of one step to a device with memory of its own, and back from it."""
+    """Returns bytes of one step to a device with memory of its own, and back from it."""
     model, numerics, there = costs.model, costs.numerics, costs.batch_on_device
     gradient = ITEM_SIZE[numerics.accumulate_dtype]
     params = [stage.params for stage in model.stages]
@@ -197,7 +198,7 @@ def copied_bytes(costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan, .
 
 
 def uploads(model: ModelSpec, schedule: Schedule, stages: tuple[StagePlan, ...]) -> dict[int, int]:
-    """Stage -> how often its weights, of one generation, go up in a step."""
+    """Returns, by stage, how often its weights, of one generation, go up in a step."""
     side, times = DeviceSide(model, stages), dict[int, int]()
 
     def begin(owner: int) -> int:

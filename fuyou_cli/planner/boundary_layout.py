@@ -28,7 +28,7 @@ class BoundaryLayout:
     outputs: dict[int, Span]
 
     def output(self, micro_batch: int, operator: int) -> Span:
-        """Where an output of one micro-batch is, counted from the start of the boundary."""
+        """Returns where an output of one micro-batch is, counted from the start of the boundary."""
         span = self.outputs[operator]
         return Span(offset=micro_batch * self.record + span.offset, size=span.size)
 
@@ -36,7 +36,7 @@ class BoundaryLayout:
 def boundary_layout(
     stage: StageSpec, kept: tuple[int, ...], *, rows: int, row_bytes: int, micro_batch_size: int
 ) -> BoundaryLayout:
-    """For a batch of `rows` rows of `row_bytes` each."""
+    """Lays out a batch of `rows` rows of `row_bytes` each."""
     micro_batch = micro_batch_size * row_bytes
     if not kept:
         return BoundaryLayout(size=align_up(rows * row_bytes, RECORD_ALIGN), record=micro_batch, outputs={})
@@ -50,7 +50,7 @@ def boundary_layout(
 
 
 def planned_boundary(model: ModelSpec, numerics: Numerics, stage: int, kept: tuple[int, ...]) -> BoundaryLayout:
-    """The boundary of the whole step's batch, as planned."""
+    """Returns the boundary of the whole step's batch, as planned."""
     return boundary_layout(
         model.stages[stage],
         kept,
@@ -61,15 +61,15 @@ def planned_boundary(model: ModelSpec, numerics: Numerics, stage: int, kept: tup
 
 
 def every_operator(model: ModelSpec) -> Kept:
-    """All that can be kept."""
+    """Returns all that can be kept."""
     return tuple(tuple(operator.index for operator in stage.operators) for stage in model.stages)
 
 
 def spared_flops(stage: StageSpec, kept: tuple[int, ...]) -> float:
-    """What one micro-batch's recompute is spared: what is kept, and what no backward looks at."""
+    """Returns what one micro-batch's recompute is spared: what is kept, and what no backward looks at."""
     return sum(operator.flops for operator in stage.operators if operator.index in kept) + stage.unneeded_flops
 
 
 def kept_bytes(stage: StageSpec, kept: tuple[int, ...]) -> int:
-    """What one micro-batch's outputs take."""
+    """Returns what one micro-batch's outputs take."""
     return sum(operator.bytes for operator in stage.operators if operator.index in kept) if kept else 0

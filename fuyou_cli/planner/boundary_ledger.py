@@ -29,7 +29,7 @@ class _Kept:
 
 
 class BoundaryLedger:
-    """`room`, `stashed` and `seal` in forward, `ready` in backward, `drop` when the stage's backward is over."""
+    """Keeps boundaries: `room`, `stashed` and `seal` in forward, `ready` in backward, `drop` after the stage's backward."""
 
     def __init__(self, *, plan: Plan, transfers: Transfers) -> None:
         self.plan, self.transfers = plan, transfers
@@ -52,7 +52,7 @@ class BoundaryLedger:
                 self._moving.discard(stage)
 
     def room(self, stage: int, wait_until: Wait) -> Span:
-        """Where the boundary goes: its home in RAM, or a slot."""
+        """Returns where the boundary goes: its home in RAM, or a slot."""
         span = self.plan.stages[stage].boundary_ram
         if span is None:
             wait_until(lambda: bool(self.free), "a slot for a boundary")
@@ -60,11 +60,11 @@ class BoundaryLedger:
         return span
 
     def stashed(self, stage: int, span: Span, size: int) -> None:
-        """The boundary's `size` bytes belong in `span`; they are there by `seal`."""
+        """Notes that the boundary's `size` bytes belong in `span`; they are there by `seal`."""
         self.kept[stage] = _Kept(size=align_up(size, _ALIGN), span=span)
 
     def seal(self, stage: int) -> None:
-        """All of it is there; on its way to the ssd if that is its home."""
+        """Notes that all of it is there, or on its way to the ssd if that is its home."""
         plan, kept = self.plan.stages[stage], self.kept[stage]
         kept.sealed = True
         if plan.boundary_ram is None:
@@ -95,13 +95,13 @@ class BoundaryLedger:
         wait_until(lambda: self.try_prefetch(stage) and self.kept[stage].read is None, "a boundary")
 
     def where(self, stage: int) -> Span:
-        """Its place in the arena, between `stashed` and `seal` and between `ready` and `drop`."""
+        """Returns its place in the arena, between `stashed` and `seal` and between `ready` and `drop`."""
         span = self.kept[stage].span
         assert span is not None
         return span
 
     def drop(self, stage: int) -> None:
-        """Nobody needs it any more."""
+        """Lets go of it: nobody needs it any more."""
         kept = self.kept.pop(stage)
         if self.plan.stages[stage].boundary_ram is None and kept.span is not None:
             self.free.append(kept.span)

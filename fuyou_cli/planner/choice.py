@@ -1,4 +1,4 @@
-"""`Choice`: one point of what the planner may choose, and the family of points that a search looks at."""
+"""Describes `Choice`: one point of what the planner may choose, and the family of points that a search looks at."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NONE_KEPT = -1.0  # of `Choice.activations`: copying outputs takes time too, mor
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Choice:
-    """Which stages' tensors go to RAM follows from these by fixed rules (`place`)."""
+    """Describes one choice: which stages' tensors go to RAM follows from these by fixed rules (`place`)."""
 
     lookahead: int
     gradient_slots: int
@@ -30,7 +30,7 @@ class Choice:
     swap: float = 0.0  # share of the outputs' bytes that rest with boundaries on the ssd
 
     def values(self) -> tuple[tuple[str, object], ...]:
-        """Of every knob its name and value."""
+        """Returns every knob's name and value."""
         return (
             ("pipeline", (self.lookahead, self.gradient_slots)), ("states", self.states), ("defer", self.defer),
             ("activations", self.activations), ("swap", self.swap),
@@ -39,7 +39,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """Every combination of these values, each knob's in order of size."""
+    """Holds every combination of these values, each knob's in order of size."""
 
     pipelines: tuple[tuple[int, int], ...]
     states: tuple[float, ...]
@@ -55,7 +55,7 @@ class Family:
             yield _choice(*values)
 
     def mixed(self) -> Iterator[Choice]:
-        """All of them in an order in which the first few are spread over all knobs."""
+        """Returns all of them in an order in which the first few are spread over all knobs."""
         sizes = [len(knob) for knob in (self.states, self.defer, self.activations, self.swap)]
         count = len(self)
         step = next(step for step in range(int(count * _GOLDEN), count + 2) if gcd(step, count) == 1)
@@ -70,22 +70,22 @@ class Family:
             )
 
     def corners(self) -> Iterator[Choice]:
-        """A few that differ much, in the middle of what is in flight."""
+        """Returns a few that differ much, in the middle of what is in flight."""
         middle = _USUAL if _USUAL in self.pipelines else self.pipelines[len(self.pipelines) // 2]
         some = self.defer[: len(self.defer) // 2 + 1]
         for values in product(_ends(self.states), _ends(some), _ends(self.activations), _ends(self.swap)):
             yield _choice(middle, *values)
 
     def smallest(self) -> Iterator[Choice]:
-        """Nothing kept or deferred, from what takes most memory to what takes least."""
+        """Returns choices with nothing kept or deferred, from what takes most memory to what takes least."""
         yield from map(self.bare, reversed(self.pipelines))
 
     def bare(self, pipeline: tuple[int, int]) -> Choice:
-        """Nothing kept or deferred that is open, and RAM filled in the usual order."""
+        """Returns choices with nothing kept or deferred that is open, and RAM filled in the usual order."""
         return _choice(pipeline, self.states[0], self.defer[0], self.activations[0], self.swap[0])
 
     def lines(self, choice: Choice) -> Iterator[Choice]:
-        """The choices that differ in one knob."""
+        """Returns the choices that differ in one knob."""
         for lookahead, slots in self.pipelines:
             yield replace(choice, lookahead=lookahead, gradient_slots=slots)
         for knob in ("states", "defer", "activations", "swap"):
@@ -112,7 +112,7 @@ def pipelines(request: PlanRequest, *, stages: int) -> list[tuple[int, int]]:
 
 
 def family(model: ModelSpec, request: PlanRequest) -> Family:
-    """What the recipe pins, or what cannot matter, has one value."""
+    """Returns the family: what the recipe pins, or what cannot matter, has one value."""
     stages = len(model.stages)
     if request.lookahead is not None:
         in_flight = tuple((min(request.lookahead, stages), slots) for slots in (1, 2, 3, 4, 6, 8))

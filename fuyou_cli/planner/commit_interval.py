@@ -29,7 +29,7 @@ _SETTLING = 3  # steps, from one that commits on, until what it left to be writt
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommitCosts:
-    """What the commits of a plan take, as shares of a step's averages, and what a kill may."""
+    """Holds what the commits of a plan take, as shares of a step's averages, and what a kill may."""
 
     time: float
     written: float
@@ -37,7 +37,7 @@ class CommitCosts:
 
 
 def commit_costs(plan: Plan) -> CommitCosts | None:
-    """None where no commit follows another."""
+    """Returns what commits take; None where no commit follows another."""
     if plan.commit_every is None:
         return None
     step, written = plan.predicted.step_seconds, plan.predicted.written_per_step
@@ -50,8 +50,8 @@ def commit_costs(plan: Plan) -> CommitCosts | None:
 
 
 def least_interval(*, step: float, commit: float, written: int, resting: int) -> int:
-    """Steps. `step`: seconds of one that commits nothing, 0 where no rate is known; `commit`: what one commit adds; `written`:
-    bytes by a step without it; `resting`: bytes that it writes."""
+    """Returns steps. `step`: seconds of one that commits nothing, 0 where no rate is known; `commit`: what one commit adds;
+    `written`: bytes by a step without it; `resting`: bytes that it writes."""
     if not resting:
         return 1
     in_time = commit * (1 - MOST_TIME) / (MOST_TIME * step) if step else 0.0
@@ -62,7 +62,7 @@ def least_interval(*, step: float, commit: float, written: int, resting: int) ->
 
 
 def resting_in_ram(plan: Plan) -> int:
-    """Bytes that a commit writes beside what every step does: weights and states whose home is not the ssd."""
+    """Returns bytes that a commit writes beside what every step does: weights and states whose home is not the ssd."""
     return sum(
         (stage.weights != "ssd") * _size(stage.weights_at) + (stage.states != "ssd") * _states_size(stage)
         for stage in plan.stages
@@ -82,7 +82,7 @@ def _has_states_in_ram(plan: Plan) -> bool:
 
 
 def guessed_interval(costs: Costs, plan: Plan, *, step: float) -> tuple[int, float]:
-    """Of a plan that commits nothing, in closed form: the interval, and what a commit adds as if nothing hid its writes."""
+    """Returns, of a plan that commits nothing, in closed form, the interval and what a commit adds."""
     if not _has_states_in_ram(plan):
         return 1, 0.0
     resting, rate = resting_in_ram(plan), costs.hardware.store_write
@@ -91,7 +91,7 @@ def guessed_interval(costs: Costs, plan: Plan, *, step: float) -> tuple[int, flo
 
 
 def with_interval(costs: Costs, plan: Plan, schedule: Schedule, every: int | None) -> Plan:
-    """The same plan with so many steps between commits, and the traffic of a step on the average of them."""
+    """Returns the same plan with so many steps between commits, and the traffic of a step on the average of them."""
     schedule = recommitted(costs.model, plan.stages, schedule, every)
     seconds = busy_seconds(costs, schedule, stages=plan.stages, device=plan.device)
     bottleneck = max(sorted(seconds), key=lambda name: seconds[name])
@@ -109,8 +109,9 @@ def with_interval(costs: Costs, plan: Plan, schedule: Schedule, every: int | Non
 
 
 def timed_plan(model: ModelSpec, hardware: HardwareProfile, plan: Plan, *, chosen: bool, step: Timeline | None = None) -> Plan:
-    """The plan with figures of time that are simulated: averages of the steps from one commit to the next. `chosen`: how many
-    these are is for the planner to say, now that it knows what a step takes. `step`: the plan's, where that is known."""
+    """Returns the plan with figures of time that are simulated: averages of the steps from one commit to the next. `chosen`:
+    how many these are is for the planner to say, now that it knows what a step takes. `step`: the plan's, where that is
+    known."""
     schedule, resting = plan_schedule(model, plan), resting_in_ram(plan)
     if chosen and not _has_states_in_ram(plan):
         plan, chosen = with_interval(Costs.of(model, hardware, plan), plan, schedule, 1), False
@@ -147,7 +148,7 @@ def _told(plan: Plan, step: Timeline, *, commit: float) -> Plan:
 
 
 def _seconds_of_a_commit(model: ModelSpec, hardware: HardwareProfile, plan: Plan, schedule: Schedule, plain: Timeline) -> float:
-    """What one adds to the step that makes it and to those behind it. `plain`: a step without."""
+    """Returns what one adds to the step that makes it and to those behind it. `plain`: a step without."""
     once = replace(plan, commit_every=STEPS + 1)
     after = simulate(model, hardware, once, schedule, steps=STEPS + _SETTLING, commits=True)
     return max(0.0, after.end - plain.end - _SETTLING * plain.step_seconds)

@@ -32,7 +32,7 @@ def update_bytes(numerics: Numerics) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """What visits and updates of one model and batch take on one machine."""
+    """Holds what visits and updates of one model and batch take on one machine."""
 
     model: ModelSpec
     hardware: HardwareProfile
@@ -45,7 +45,7 @@ class Costs:
 
     @classmethod
     def of(cls, model: ModelSpec, hardware: HardwareProfile, run: PlanRequest | Plan) -> Costs:
-        """What visits and updates take of a plan, or of all plans that are made for these request."""
+        """Returns what visits and updates take of a plan, or of all plans that are made for these request."""
         return cls(
             model=model,
             hardware=hardware.lasting() if run.sustained else hardware,
@@ -61,7 +61,7 @@ class Costs:
 
     @property
     def boundary(self) -> int:
-        """Bytes of one boundary of the whole batch."""
+        """Returns bytes of one boundary of the whole batch."""
         return self.model.boundary_bytes_per_token * self.numerics.tokens
 
     def compute_seconds(self, visit: Visit, kept: int = 0) -> float:
@@ -80,13 +80,13 @@ class Costs:
         return max(products, feeding) if self.device == "cuda" else products + self._moving(visit, 0) + feeding
 
     def _moving(self, visit: Visit, kept: int) -> float:
-        """Seconds for what compute moves through the host's memory beside its products."""
+        """Returns seconds for what compute moves through the host's memory beside its products."""
         hardware, copied = self.hardware, 2 * kept * self.micro_batches * visit.stash
         there = hardware.host_copy or self._memory_rate
         return self._moved(visit) / (hardware.host_fresh or there) + (copied + self._gradients_moved(visit)) / there
 
     def update_seconds(self, stage: StagePlan) -> float:
-        """Of one update thread, its bytes in memory."""
+        """Returns the seconds of one update thread, its bytes in memory."""
         if stage.stage not in self._known:
             rate, params = self.hardware.adamw_bytes, self.model.stages[stage.stage].params
             self._known[stage.stage] = update_bytes(self.numerics) * params / rate if rate else 0.0
@@ -94,14 +94,14 @@ class Costs:
 
     @property
     def updates_at_once(self) -> float:
-        """How much faster all update threads are than one: memory is shared, so less than their number."""
+        """Returns how much faster all update threads are than one: memory is shared, so less than their number."""
         one = self.hardware.adamw_bytes
         rates = [rate for threads, rate in self.hardware.adamw if threads <= self.update_threads]
         return max(rates) / one if one and rates else 1.0
 
     @property
     def _memory_rate(self) -> float:
-        """Bytes per second of plain passes over memory with all threads of compute, where nobody has measured them."""
+        """Returns bytes per second of plain passes over memory with all threads of compute, where nobody has measured them."""
         rates = [rate for threads, rate in self.hardware.adamw if threads <= self.numerics.torch_threads]
         return max(rates, default=self.hardware.adamw_bytes) or float("inf")
 
@@ -122,7 +122,7 @@ class Costs:
         return self._backward(visit, stage, rate) if rate.backward else 0.0
 
     def _backward(self, visit: Visit, stage: StageSpec, rate: StageRate) -> float:
-        """Between what it takes without any output, and with all: by the FLOPs that are spared."""
+        """Returns seconds between what it takes without any output, and with all: by the FLOPs that are spared."""
         whole = (3 * stage.forward_flops - stage.unneeded_flops) * self.micro_batches
         spared = sum(operator.flops for operator in stage.operators) * self.micro_batches
         if visit.phase != "backward" or not spared or not rate.given:
@@ -131,7 +131,7 @@ class Costs:
         return without - (without - given) * (whole - visit.flops) / spared
 
     def _moved(self, visit: Visit) -> float:
-        """Bytes of boundaries, and of what norms make of them."""
+        """Returns bytes of boundaries, and of what norms make of them."""
         stage = self.model.stages[visit.stage]
         whole = self.boundary
         first_piece = _begins_table(stage)
@@ -146,9 +146,9 @@ class Costs:
         return moved
 
     def _gradients_moved(self, visit: Visit) -> float:
-        """Bytes. Of the embedding and the norm: a gradient is made in the compute dtype by every micro-batch and added to the
-        one sum. A block's or a head's rate was measured with that (`engine.alone`). Each sum is looked at once: elsewhere by
-        the device, beside its compute."""
+        """Returns bytes. Of the embedding and the norm: a gradient is made in the compute dtype by every micro-batch and added
+        to the one sum. A block's or a head's rate was measured with that (`engine.alone`). Each sum is looked at once:
+        elsewhere by the device, beside its compute."""
         if not visit.sum_gradients:
             return 0.0
         stage = self.model.stages[visit.stage]

@@ -13,14 +13,14 @@ from .plan_request import PlanRequest
 
 
 def deferrals(model: ModelSpec, request: PlanRequest) -> tuple[bool, ...]:
-    """Per stage, whether its update waits for the next forward. What is left to the planner is not deferred yet."""
+    """Tells per stage whether its update waits for the next forward. What is left to the planner is not deferred yet."""
     if request.store_mode == "redo":  # gradients are what makes a step durable
         return deferred_stages(model, 1.0)
     return deferred_stages(model, 1.0 if request.clip_grad_norm is not None else request.defer or 0.0)
 
 
 def deferred_stages(model: ModelSpec, share: float) -> tuple[bool, ...]:
-    """Stages that hold `share` (0 to 1) of the parameters, to within half of the largest; all of them at 1.
+    """Returns stages that hold `share` (0 to 1) of the parameters, to within half of the largest; all of them at 1.
 
     Evenly spread: an update that waits runs at most `lookahead` visits before its stage's use, and one that does not holds
     slots until it is done, so neither can move far. With every n-th stage deferred each stretch of forward has the same

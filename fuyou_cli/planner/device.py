@@ -1,4 +1,4 @@
-"""What crosses between the host and a device with memory of its own: weights up, gradients back, boundaries both ways."""
+"""Tells what crosses between the host and a device with memory of its own: weights up, gradients back, boundaries both ways."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WEIGHTS_ON_DEVICE = 2  # stages whose streamed weights a device holds at a time;
 
 
 def square_lanes(count: int) -> int:
-    """How many lanes the squares of `count` values are summed in: a power of two."""
+    """Returns how many lanes the squares of `count` values are summed in: a power of two."""
     return min(SQUARE_LANES, 1 << max(0, count - 1).bit_length())
 
 
@@ -34,7 +34,7 @@ class _There:
 
 
 class DeviceSide:
-    """Which stages' weights are on the device, of which generation. `stages`: a plan's."""
+    """Holds which stages' weights are on the device, of which generation. `stages`: a plan's."""
 
     def __init__(self, model: ModelSpec, stages: Sequence[StagePlan]) -> None:
         self.model = model
@@ -43,7 +43,7 @@ class DeviceSide:
 
     @property
     def held(self) -> set[int]:
-        """Stages that memory of the device is taken by: at home for good, streamed ones for now."""
+        """Returns stages that memory of the device is taken by: at home for good, streamed ones for now."""
         return self._at_home | self._there.keys()
 
     def upload(self, owner: int, generation: int, begin: Callable[[], int]) -> int | None:
@@ -64,8 +64,8 @@ class DeviceSide:
 
 
 def crossing(model: ModelSpec, index: int, phase: str, *, stash: bool, on_device: bool = False) -> tuple[int, int]:
-    """Boundaries of the whole batch that a visit of stage `index` takes to the device and brings back. `on_device`: the batch
-    is there, and only what is kept for backward crosses.
+    """Returns boundaries of the whole batch that a visit of stage `index` takes to the device and brings back. `on_device`: the
+    batch is there, and only what is kept for backward crosses.
 
     The ids of an embedding are small. Pieces of a vocabulary go on with the rows that the ones before computed: what a cut head
     sums in float32, in the compute dtype at the end. `stash`: the input is kept for backward, copied from the device."""

@@ -1,4 +1,4 @@
-"""Memory of a device with memory of its own: what a plan takes of it, and which weights may stay there."""
+"""Describes memory of a device with memory of its own: what a plan takes of it, and which weights may stay there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .schedule import Schedule
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceMemory:
-    """Bytes at most."""
+    """Holds bytes at most."""
 
     homes: int = 0  # weights that rest there, beside their copy in RAM that updates write
     turns: int = 0  # weights of other stages, which take turns
@@ -38,7 +38,7 @@ def device_memory(model: ModelSpec, request: PlanRequest, stages: tuple[StagePla
 
 
 def _memory(model: ModelSpec, request: PlanRequest, at_home: Iterable[int], every_kept: Kept) -> DeviceMemory:
-    """`at_home`: stages whose weights rest there; `every_kept`: operators of each stage whose outputs are kept."""
+    """Sums up the memory. `at_home`: stages whose weights rest there; `every_kept`: kept operators of each stage."""
     if request.device == "cpu":
         return DeviceMemory()
     item = ITEM_SIZE[model.compute_dtype]
@@ -80,11 +80,11 @@ def with_batch(model: ModelSpec, request: PlanRequest) -> PlanRequest:
 
 
 def _pass_peak(model: ModelSpec, request: PlanRequest, spec: StageSpec, outputs: tuple[int, ...]) -> int:
-    """Beside what a pass allocates for one micro-batch: that of its neighbours which crosses meanwhile. In backward the next
-    one's boundary, gradient and kept outputs arrive, and the gradient of the one before is on its way back. In forward there is
-    the input, which is not among what the stage allocates, and the next one's; input and output of the one before, and kept
-    outputs of both, on their way back. A cut head has the sums of all three, and this one's and the next one's input.
-    Of a batch that stays there, kept boundaries and outputs cross alone."""
+    """Returns bytes beside what a pass allocates for one micro-batch: those of its neighbours which crosses meanwhile. In
+    backward the next one's boundary, gradient and kept outputs arrive, and the gradient of the one before is on its way back.
+    In forward there is the input, which is not among what the stage allocates, and the next one's; input and output of the one
+    before, and kept outputs of both, on their way back. A cut head has the sums of all three, and this one's and the next one's
+    input. Of a batch that stays there, kept boundaries and outputs cross alone."""
     one = request.numerics.batch_size <= request.numerics.micro_batch_size
     kept, boundary = kept_bytes(spec, outputs), micro_boundary(model, request)
     if request.batch_on_device:
@@ -100,7 +100,7 @@ def _pass_peak(model: ModelSpec, request: PlanRequest, spec: StageSpec, outputs:
 def with_homes_on_device(
     model: ModelSpec, request: PlanRequest, schedule: Schedule, stages: tuple[StagePlan, ...]
 ) -> tuple[StagePlan, ...]:
-    """Weights that rest in RAM stay on the device as well, once there, as far as it has room beside all else; those first
+    """Lets weights that rest in RAM stay on the device as well, once there, as far as it has room beside all else; those first
     that would go up most often. It takes nothing else: the plan is no slower for it. What the recipe pins stays so, and a
     device whose memory nobody knows keeps nothing."""
     if request.device == "cpu" or request.gpu_budget is None or request.weights is not None:

@@ -1,4 +1,4 @@
-"""Which generations a run commits, and so which places of the store may be written over.
+"""Tells which generations a run commits, and so which places of the store may be written over.
 
 A committed generation is named by a manifest on stable storage. Generation 0, or the one a run was resumed at, is named when
 it begins; from then on every `every`-th is. The update of a named generation moves its stage to the next place of its ring
@@ -27,21 +27,21 @@ class CommitLedger:
     base: int = 0
 
     def is_named(self, generation: int) -> bool:
-        """Whether a manifest names this generation before the run goes on from it."""
+        """Tells whether a manifest names this generation before the run goes on from it."""
         return generation == self.base or self.is_written(generation)
 
     def is_written(self, generation: int) -> bool:
-        """Whether what rests in RAM is written too by the update that makes this generation."""
+        """Tells whether what rests in RAM is written too by the update that makes this generation."""
         return self.every is not None and generation % self.every == 0
 
     def next_turn(self, turn: int, generation: int) -> int:
-        """Of the generation after this one."""
+        """Returns the turn of the generation after this one."""
         return turn + 1 if self.is_named(generation) else turn
 
 
 def left_before(ring: Ring, turn: int) -> tuple[int, int]:
-    """Whose place a stage moves to behind `turn`: the index of the stage in the ring that was there last, and the turn that a
-    durable manifest must name of it, at least."""
+    """Tells whose place a stage moves to behind `turn`: the index of the stage in the ring that was there last, and the turn
+    that a durable manifest must name of it, at least."""
     if ring.stages == 1:
         return 0, turn
     if ring.index >= ring.spares:

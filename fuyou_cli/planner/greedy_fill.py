@@ -22,7 +22,7 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """Tensors of one kind, of one stage or of all that share slots, which may rest in RAM instead of on the ssd."""
+    """Holds tensors of one kind, of one stage or of all that share slots, which may rest in RAM instead of on the ssd."""
 
     kind: str
     stages: tuple[int, ...]
@@ -44,7 +44,7 @@ def spread(stage: int) -> int:
 
 
 def traffic_items(context: PlacementContext, request: PlanRequest, homes: Homes, spans: Layout) -> list[Item]:
-    """What may move to RAM."""
+    """Returns what may move to RAM."""
     single = [
         item
         for stage in context.model.stages
@@ -79,8 +79,8 @@ def _items_of(
 
 
 def _together(single: list[Item], homes: Homes, spans: Layout) -> Iterator[Item]:
-    """All stages that share slots: once the last of them rests in RAM, the slots are not needed. Of a few large stages (an
-    embedding and a head) that is as much as they take at home."""
+    """Joins all stages that share slots: once the last of them rests in RAM, the slots are not needed. Of a few large stages
+    (an embedding and a head) that is as much as they take at home."""
     shared: dict[tuple[str, int], list[Item]] = {}
     for item in single:
         stage = spans.stages[item.stages[0]]
@@ -107,7 +107,7 @@ def _together(single: list[Item], homes: Homes, spans: Layout) -> Iterator[Item]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Output:
-    """An operator's outputs of the whole batch."""
+    """Describes an operator's outputs of the whole batch."""
 
     stage: int
     operator: OperatorSpec
@@ -119,7 +119,7 @@ class Output:
 
 
 def outputs_of(model: ModelSpec, request: PlanRequest) -> list[Output]:
-    """The most FLOPs saved per byte first."""
+    """Lists outputs, the most FLOPs saved per byte first."""
     found = [
         Output(stage=stage.index, operator=operator, size=operator.bytes * request.numerics.micro_batches)
         for stage in model.stages
@@ -141,7 +141,7 @@ class GreedyFill:
 
     @classmethod
     def of(cls, context: PlacementContext, request: PlanRequest, homes: Homes, peaks: dict[str, int]) -> GreedyFill:
-        """From homes that take `peaks`."""
+        """Begins from homes that take `peaks`."""
         return cls(
             context=context,
             request=request,
@@ -165,7 +165,7 @@ class GreedyFill:
         return Homes(**self.fields)
 
     def settle(self, items: Sequence[Item], *, share: float = 1.0) -> None:
-        """Tensors, in their order, as far as they fit in `share` of what is spare."""
+        """Moves tensors, in their order, as far as they fit in `share` of what is spare."""
         limit = self.spare - int(self.spare * share)  # what is to be left
         for item in items:
             tiers = self.fields[item.kind]
@@ -182,7 +182,7 @@ class GreedyFill:
             self._take(size, {item.kind: tiers})
 
     def keep(self, outputs: list[Output], *, share: float) -> None:
-        """Outputs of operators, in their order, within `share` of what is spare; the boundary they rest with comes along."""
+        """Keeps outputs of operators, in their order, within `share` of what is spare; their boundary comes along."""
         limit = self.spare - int(self.spare * share)  # what is to be left
         for output in outputs:
             kept = self.fields["kept"][output.stage]
@@ -201,7 +201,7 @@ class GreedyFill:
             self._take(size, moved)
 
     def _size(self, stage: int, kept: tuple[int, ...]) -> int:
-        """Bytes of RAM that the stage's boundary takes with these outputs."""
+        """Returns bytes of RAM that the stage's boundary takes with these outputs."""
         return align_up(self.context.boundary_size(stage, kept), ARENA_UNIT)
 
     def _take(self, size: int, moved: dict[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""One run of a schedule on paper: the ledgers' runner, whose transfers, updates and copies are jobs of a virtual machine.
+"""Describes one run of a schedule on paper: the ledgers' runner, whose transfers, updates and copies are jobs of a virtual
+machine.
 
 `visit` is the executor's sequence: weights, boundary and a place for gradients first, then everything that comes next may
 start, then compute, then what was summed goes to rest or to its update. All decisions (which slot, what is prefetched, when an
@@ -29,7 +30,7 @@ _MANY_VISITS = 150  # from here on half as many: with so many stages when within
 
 
 class Imagined:
-    """The ledgers' runner on a virtual machine: transfers and updates become jobs, waiting is letting time pass."""
+    """Describes the ledgers' runner on a virtual machine: transfers and updates become jobs, waiting is letting time pass."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class Imagined:
         self._looks = _LOOKS if len(schedule.visits) < _MANY_VISITS else _LOOKS // 2
 
     def let_go(self) -> None:
-        """Of the ledgers, which call back here: what both hold is free at once, and waits for no cycle collector."""
+        """Lets go of the ledgers, which call back here: what both hold is free at once, and waits for no cycle collector."""
         del self.residency, self.boundaries, self.lookahead
 
     # ---- transfers (the ledgers call these) ------------------------------------------------------------------------
@@ -116,7 +117,7 @@ class Imagined:
         pass
 
     def pass_time(self) -> None:
-        """To the next completion."""
+        """Advances to the next completion."""
         self.machine.advance()
 
     def waited(self, done: Callable[[], bool], cause: str) -> float:
@@ -129,7 +130,7 @@ class Imagined:
     # ---- one visit -------------------------------------------------------------------------------------------------
 
     def visit(self, *, update: Callable[[int], None]) -> Visit:
-        """The next one, as the executor does it. `update` hears of complete gradients."""
+        """Runs the next one, as the executor does it. `update` hears of complete gradients."""
         visit = self.lookahead.enter(self._stash)
         if visit.take:
             self.boundaries.ready(visit.stage, self.residency.wait_until)
@@ -160,11 +161,11 @@ class Imagined:
             self.boundaries.seal(visit.stage)
 
     def _seals_at_once(self, stage: int) -> bool:
-        """Whether a boundary is whole when its visit begins: a device of its own puts it in its place as it goes up."""
+        """Tells whether a boundary is whole when its visit begins: a device of its own puts it in its place as it goes up."""
         return self.device is None and not self.plan.stages[stage].kept
 
     def tick(self) -> None:
-        """Everything that can move moves."""
+        """Moves everything that can move."""
         self.residency.advance()
         self.boundaries.advance()
         while self.after and self.machine.collect(self.after[0][0]):
@@ -172,7 +173,7 @@ class Imagined:
         self.lookahead.advance(self._begin_upload)
 
     def _stays(self, visit: Visit) -> bool:
-        """The sum of a tied head that is not cut goes on in the embedding's backward."""
+        """Tells whether the sum stays: that of a tied head that is not cut goes on in the embedding's backward."""
         return visit.phase == "head" and self.model.tied_head and not self.model.head_is_cut
 
     def _close_sum(self, visit: Visit, total: int, update: Callable[[int], None]) -> None:
@@ -202,9 +203,9 @@ class Imagined:
     # ---- compute ---------------------------------------------------------------------------------------------------
 
     def _compute(self, visit: Visit, first: list[int], *, up: float, down: float) -> None:
-        """Micro-batch by micro-batch: while one computes, the next one's inputs go up and the results of the one before come
-        down. Nothing hides the `first` upload and the last download, but that of an input that is kept: it goes back while its
-        micro-batch computes. `up`, `down`: bytes of one micro-batch."""
+        """Computes micro-batch by micro-batch: while one computes, the next one's inputs go up and the results of the one
+        before come down. Nothing hides the `first` upload and the last download, but that of an input that is kept: it goes
+        back while its micro-batch computes. `up`, `down`: bytes of one micro-batch."""
         kept = kept_bytes(self.model.stages[visit.stage], self.plan.stages[visit.stage].kept)
         seconds = self.costs.compute_seconds(visit, kept)
         looks = min(self._looks, self.costs.micro_batches)
@@ -222,7 +223,7 @@ class Imagined:
         self._cross(self._begin_copies(visit, down=last))
 
     def _cross(self, copies: list[int]) -> None:
-        """Boundaries are across."""
+        """Notes that boundaries are across."""
         if copies:
             self._stand_still(lambda: all(self.machine.is_done(copy) for copy in copies), BOUNDARIES_ACROSS)
         for copy in copies:
@@ -237,7 +238,7 @@ class Imagined:
         return up, down - twice * self.costs.boundary / self.costs.micro_batches
 
     def _begin_copies(self, visit: Visit, *, up: float = 0.0, down: float = 0.0) -> list[int]:
-        """Tickets, up and down: the two directions do not wait for each other."""
+        """Begins copies and returns tickets, up and down: the two directions do not wait for each other."""
         copies: tuple[Parts, ...] = ((("h2d", up),), (("d2h", down),))
         return [self.machine.submit(copy, what="boundary", stage=visit.stage) for copy in copies if copy[0][1] > 0]
 
@@ -253,7 +254,7 @@ class Imagined:
         self.residency.stalled(cause, self.machine.now - begin)
 
     def settle(self) -> None:
-        """All gradients have arrived and are handed over."""
+        """Waits until all gradients have arrived and are handed over."""
         self.residency.wait_until(lambda: not self.after, GRADIENTS_ACROSS)
 
     def _begin_upload(self, visit: Visit, next_step: bool) -> None:
@@ -268,7 +269,7 @@ class Imagined:
         return record.generation >= self.generation
 
     def _upload(self, owner: int, generation: int) -> int | None:
-        """The ticket of the copy under way, None where the weights are there."""
+        """Returns the ticket of the copy under way, None where the weights are there."""
         assert self.device is not None
         size = ITEM_SIZE[self.model.compute_dtype] * self.model.stages[owner].params
 
@@ -287,7 +288,7 @@ class Imagined:
 
 
 def _content(plan: StagePlan, store_offset: int) -> str:
-    """What rests at this place of the store."""
+    """Returns what rests at this place of the store."""
     if plan.gradients_extent is not None and store_offset == plan.gradients_extent.offset:
         return "gradients"
     if plan.boundary_extent is not None and store_offset == plan.boundary_extent.offset:

@@ -15,7 +15,7 @@ _BEYOND = 6  # visits that slots may be free for beyond the lookahead: some need
 
 
 class Lookahead:
-    """The visit under way, and prefetches for the `plan.lookahead` visits behind it, over the step's end as well. `tick`
+    """Runs the visit under way, and prefetches for the `plan.lookahead` visits behind it, over the step's end as well. `tick`
     moves everything that can move and calls `advance`."""
 
     def __init__(
@@ -31,7 +31,7 @@ class Lookahead:
         self._settled = self._summing = self._uploaded = False
 
     def begin_step(self, *, last: bool) -> None:
-        """`last` stops prefetching for a step that will not come."""
+        """Begins a step; `last` stops prefetching for a step that will not come."""
         self.cursor, self._last_step = -1, last
 
     def enter(self, stash: Callable[[Visit], None]) -> Visit:
@@ -52,12 +52,12 @@ class Lookahead:
         return visit
 
     def on_device(self) -> None:
-        """The visit's weights are where it computes: the next visit's may take their turn there."""
+        """Notes that the visit's weights are where it computes: the next visit's may take their turn there."""
         self._uploaded = True
         self._tick()
 
     def _take_slots(self, visit: Visit, stash: Callable[[Visit], None]) -> None:
-        """For weights and boundary: what they are to hold is there or on its way."""
+        """Takes slots for weights and boundary: what they are to hold is there or on its way."""
         if visit.index in self._started:
             self._started.remove(visit.index)
         else:
@@ -68,7 +68,7 @@ class Lookahead:
             self._residency.wait_until(lambda: self._boundaries.try_prefetch(visit.stage), "a slot for a boundary")
 
     def _take_sum(self, visit: Visit, owner: int) -> None:
-        """A place for the sum of the owner's gradients; where it is resumed, what rests is on its way there."""
+        """Takes a place for the sum of the owner's gradients; where it is resumed, what rests is on its way there."""
         if visit.resume:
             self._residency.wait_until(lambda: self._residency.try_resume_gradients(owner), "a slot for gradients")
         elif self._residency.model.stages[owner].params:
@@ -82,7 +82,7 @@ class Lookahead:
             self._fetch_beyond()
 
     def _start_near(self, nearest: Callable[[Visit, bool], None]) -> bool:
-        """All that the visits within the lookahead need; whether all of it has started."""
+        """Starts all that the visits within the lookahead need, and tells whether all of it has started."""
         resuming = self._summing  # so far; a visit that begins a new sum must not find its slot taken by one behind it
         for ahead in range(1, self._distance + 1):
             index, next_step = self._place(ahead)
@@ -102,8 +102,8 @@ class Lookahead:
         return True
 
     def _fetch_beyond(self) -> None:
-        """Weights of visits further ahead in the step, in order. Those that a nearer visit still has in a slot are left to it,
-        and are read again when their turn comes: what a step reads is as planned."""
+        """Fetches weights of visits further ahead in the step, in order. Those that a nearer visit still has in a slot are left
+        to it, and are read again when their turn comes: what a step reads is as planned."""
         for ahead in range(self._distance + 1, self._reach + 1):
             index, next_step = self._place(ahead)
             if next_step:
@@ -116,21 +116,21 @@ class Lookahead:
             self._started.add(index)
 
     def _place(self, ahead: int) -> tuple[int, bool]:
-        """The visit that many further on, and whether it is in the next step."""
+        """Returns the visit that many further on, and whether it is in the next step."""
         index = self.cursor + ahead
         next_step = index >= len(self._visits)
         return index - len(self._visits) * next_step, next_step
 
     def pause(self) -> None:
-        """Nothing more is started until the next visit."""
+        """Stops starting more until the next visit."""
         self._settled = False
 
     def give_up(self) -> None:
-        """What was started for is not needed: the stages let go of it."""
+        """Gives up what was started and is not needed: the stages let go of it."""
         for index in sorted(self._started):
             self._residency.release(self._visits[index])
         self._started.clear()
 
     def forget(self) -> None:
-        """The step was given up; whoever says so lets go of everything."""
+        """Forgets a step that was given up; whoever says so lets go of everything."""
         self._started.clear()

@@ -50,7 +50,7 @@ class Layout:
 
 
 def layout(context: PlacementContext, request: PlanRequest, homes: Homes, *, lookahead: int, gradient_slots: int) -> Layout:
-    """Every span of arena and store for this placement."""
+    """Returns every span of arena and store for this placement."""
     model = context.model
     arena = Room(ARENA_UNIT)
     # What survives a run comes first and depends on the model alone: a resumed run may place everything else anew.
@@ -95,23 +95,24 @@ def layout(context: PlacementContext, request: PlanRequest, homes: Homes, *, loo
 
 
 def micro_boundary(model: ModelSpec, request: PlanRequest) -> int:
-    """Bytes of one micro-batch's boundary."""
+    """Returns bytes of one micro-batch's boundary."""
     return model.boundary_bytes_per_token * request.numerics.micro_batch_tokens
 
 
 def batch_boundary(model: ModelSpec, request: PlanRequest) -> int:
-    """Bytes of one boundary of the whole batch."""
+    """Returns bytes of one boundary of the whole batch."""
     return model.boundary_bytes_per_token * request.numerics.tokens
 
 
 def micro_sums(model: ModelSpec, request: PlanRequest) -> int:
-    """Bytes of one micro-batch's gradient of the last hidden state, as pieces of a cut head sum it: float32."""
+    """Returns bytes of one micro-batch's gradient of the last hidden state, as pieces of a cut head sum it: float32."""
     return _SUM * model.hidden_size * request.numerics.micro_batch_tokens
 
 
 def _upload_slots(arena: Room, model: ModelSpec, request: PlanRequest) -> tuple[Span, ...]:
-    """Copies that run beside compute need pinned memory. The arena is pinned; ids, targets and what the model's own operators
-    make between stages are not, and pass through these on their way up: one is filled while the other is copied."""
+    """Returns slots for copies, which beside compute need pinned memory. The arena is pinned; ids, targets and what the model's
+    own operators make between stages are not, and pass through these on their way up: one is filled while the other is
+    copied."""
     if request.device == "cpu" or request.batch_on_device:
         return ()
     numerics = request.numerics
@@ -120,8 +121,8 @@ def _upload_slots(arena: Room, model: ModelSpec, request: PlanRequest) -> tuple[
 
 
 def batch_slots(room: Room, model: ModelSpec, request: PlanRequest) -> tuple[Span, ...]:
-    """What stages hand on, on a device with memory of its own or where it copies to and from: in and out of one stage take
-    turns, and the model's own forward holds the embedding's. The sums of a cut head are one of these in float32, and else
+    """Returns what stages hand on, on a device with memory of its own or where it copies to and from: in and out of one stage
+    take turns, and the model's own forward holds the embedding's. The sums of a cut head are one of these in float32, and else
     larger."""
     if request.device == "cpu":
         return ()
@@ -143,9 +144,9 @@ def _slot_class(
     lookahead: int,
     gradient_slots: int,
 ) -> SlotClass:
-    """Weights: one computing, `lookahead` on their way, and one per update under way after backward; a deferred update has
-    the slot of the visit it comes before. Gradients: one being summed, the others being updated or written; one more where
-    the gradients of a tied head that is not cut stay through backward."""
+    """Sizes slots of weights: one computing, `lookahead` on their way, and one per update under way after backward; a deferred
+    update has the slot of the visit it comes before. Gradients: one being summed, the others being updated or written; one more
+    where the gradients of a tied head that is not cut stay through backward."""
     members = [i for i, c in enumerate(classes) if c == number and model.stages[i].params]
     largest = max((model.stages[i].params for i in members), default=0)
     weight_size = largest * ITEM_SIZE[model.compute_dtype]
@@ -166,7 +167,7 @@ def _slot_class(
 
 
 def _rests(model: ModelSpec, stage: int, deferred: bool) -> bool:
-    """Whether gradients of the stage need a home: until a deferred update, or from a tied head's backward to its own."""
+    """Tells whether gradients of the stage need a home: until a deferred update, or from a tied head's backward to its own."""
     return deferred or model.has_two_users(stage)
 
 
@@ -214,7 +215,7 @@ def _stage(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComputeMemory:
-    """Bytes compute allocates at most, beside the arena, on the host."""
+    """Holds bytes compute allocates at most, beside the arena, on the host."""
 
     whole_batch: int
     stage: int
@@ -226,10 +227,10 @@ class ComputeMemory:
 
 
 def compute_memory(model: ModelSpec, request: PlanRequest) -> ComputeMemory:
-    """Two whole-batch boundaries (in and out, or their gradients) and what the model's own forward holds between stages; of
-    these a device with memory of its own has three in the arena, or all itself. And the hungriest stage, but not on such a
-    device. A cut head has the last hidden state, its gradient in float32 (there as well) and at the end in the compute dtype,
-    and maximum, sum and target of every token."""
+    """Returns two whole-batch boundaries (in and out, or their gradients) and what the model's own forward holds between
+    stages; of these a device with memory of its own has three in the arena, or all itself. And the hungriest stage, but not on
+    such a device. A cut head has the last hidden state, its gradient in float32 (there as well) and at the end in the compute
+    dtype, and maximum, sum and target of every token."""
     numerics = request.numerics
     tokens = numerics.tokens
     boundary, hidden = batch_boundary(model, request), _SUM * model.hidden_size * tokens

@@ -1,4 +1,4 @@
-"""RAM of the phases around training, from a plan's own table of memory."""
+"""Describes RAM of the phases around training, from a plan's own table of memory."""
 
 from __future__ import annotations
 

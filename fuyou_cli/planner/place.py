@@ -40,14 +40,14 @@ def plan(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> P
 
 
 def made_of(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, choice: Choice) -> Plan | None:
-    """The plan of this choice; None where it does not fit."""
+    """Returns the plan of this choice; None where it does not fit."""
     found = Placing(model, hardware, request).placed(choice)
     return found.plan if found is not None else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Placed:
-    """A plan, and what the closed form says of its step. Seconds."""
+    """Describes a plan, and what the closed form says of its step. Seconds."""
 
     plan: Plan
     schedule: Schedule
@@ -72,7 +72,7 @@ class Placing:
         self._kept: dict[float, Kept] = {}  # by share swapped
 
     def placed(self, choice: Choice) -> Placed | None:
-        """The plan of this choice; None where it does not fit."""
+        """Returns the plan of this choice; None where it does not fit."""
         asked, deferred = self._asked(choice)
         pipeline = (choice.lookahead, choice.gradient_slots, deferred)
         start = self._started(asked, choice, pipeline)
@@ -128,7 +128,7 @@ class Placing:
         )
 
     def _committing(self, asked: PlanRequest, plain: Placed, schedule: Schedule) -> Placed:
-        """The same plan with commits, which it has none of yet."""
+        """Returns the same plan with commits, which it has none of yet."""
         guess, commit = guessed_interval(self.costs, plain.plan, step=plain.estimate)
         every = guess if asked.commit_every == "auto" else asked.commit_every
         assert every is not None
@@ -142,7 +142,7 @@ class Placing:
         return layout(self._context, asked, homes, lookahead=choice.lookahead, gradient_slots=choice.gradient_slots)
 
     def _started(self, asked: PlanRequest, choice: Choice, pipeline: tuple[object, ...]) -> _Start | None:
-        """With nothing moved to RAM yet; None where even that does not fit."""
+        """Returns homes with nothing moved to RAM yet; None where even that does not fit."""
         if choice.swap not in self._kept:
             self._kept[choice.swap] = _kept(self.model, asked, choice.swap)
         key = (self._kept[choice.swap], pipeline)
@@ -163,7 +163,7 @@ class Placing:
         )
 
     def _everything(self, asked: PlanRequest, choice: Choice, homes: Homes, items: list[Item]) -> GreedyFill | None:
-        """All of it in RAM; None where it does not fit."""
+        """Returns all of it in RAM; None where it does not fit."""
         weights, boundaries, gradients, states = (_settled(homes, items, kind) for kind in KINDS)
         everything = replace(homes, weights=weights, boundaries=boundaries, gradients=gradients, states=states)
         peaks = host_peaks(self.model, self.hardware, asked, self._layout(asked, everything, choice))
@@ -198,7 +198,7 @@ def as_chosen(request: PlanRequest, choice: Choice) -> PlanRequest:
 
 
 def least_memory(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> int:
-    """Bytes of the whole process with nothing at home in RAM that may rest on the ssd."""
+    """Returns bytes of the whole process with nothing at home in RAM that may rest on the ssd."""
     request = with_batch(model, request)
     context, homes = PlacementContext(model, request), _start(model, request, 0.0)
     spans = (
@@ -209,7 +209,7 @@ def least_memory(model: ModelSpec, hardware: HardwareProfile, request: PlanReque
 
 
 def too_small(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> PlanError:
-    """What would help is not known here: whoever can plan changed recipes says so."""
+    """Makes the error; what would help is said by whoever can plan changed recipes."""
     smallest = least_memory(model, hardware, request)
     return PlanError(
         f"does not fit: the run needs at least {gib(smallest)} of RAM, offload.max_memory.cpu is {gib(request.cpu_budget)}"
@@ -218,7 +218,7 @@ def too_small(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Start:
-    """Where the filling of RAM begins, and what may move there, in the order in which it does."""
+    """Tells where the filling of RAM begins, and what may move there, in the order in which it does."""
 
     nothing: GreedyFill  # in RAM yet
     everything: GreedyFill | None  # that may be; None where it does not fit
@@ -226,7 +226,7 @@ class _Start:
 
 
 def _settled(homes: Homes, items: list[Item], kind: str) -> tuple[Tier, ...]:
-    """Tiers of a kind, all that may be in RAM there."""
+    """Returns tiers of a kind, all that may be in RAM there."""
     tiers: tuple[Tier, ...] = getattr(homes, kind)
     moved = {stage for item in items if item.kind == kind for stage in item.stages}
     return tuple("cpu" if stage in moved else tier for stage, tier in enumerate(tiers))
@@ -262,7 +262,7 @@ def _kept(model: ModelSpec, request: PlanRequest, swap: float) -> Kept:
 
 
 def _swapped(operators: tuple[OperatorSpec, ...], share: float) -> tuple[int, ...]:
-    """The most FLOPs saved per byte first, as long as they are within `share` of all the bytes."""
+    """Returns outputs, the most FLOPs saved per byte first, as long as they are within `share` of all the bytes."""
     left = share * sum(operator.bytes for operator in operators)
     chosen: list[int] = []
     for operator in sorted(operators, key=lambda operator: (-operator.flops / max(1, operator.bytes), operator.index)):

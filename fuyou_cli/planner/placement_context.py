@@ -1,4 +1,4 @@
-"""What all placements of one model and batch have in common, found once: a search makes hundreds."""
+"""Tells what all placements of one model and batch have in common, found once: a search makes hundreds."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class PlacementContext:
         self._boundaries: dict[tuple[int, tuple[int, ...]], int] = {}
 
     def boundary_size(self, stage: int, kept: tuple[int, ...]) -> int:
-        """A stage's boundary of the whole step's batch, with the outputs that rest with it; 0 for a stage without. Bytes."""
+        """Returns a stage's boundary of the whole step's batch, with its outputs, in bytes; 0 for a stage without."""
         if not self.model.stages[stage].keeps_input:
             return 0
         key = (stage, kept)
@@ -69,7 +69,7 @@ class PlacementContext:
 
 
 def _classes(model: ModelSpec) -> tuple[int, ...]:
-    """A slot class per stage: stages within a factor of two of a class's largest share its slots. Class 0 is the largest."""
+    """Returns a slot class per stage: stages within a factor of two of a class's largest share it. Class 0 is the largest."""
     by_size = sorted(range(len(model.stages)), key=lambda i: (-model.stages[i].params, i))
     classes = [0] * len(model.stages)
     largest, current = 0, -1
@@ -89,13 +89,13 @@ def _place_size(model: ModelSpec, params: int) -> int:
 
 
 def _own_rings(room: Room, model: ModelSpec, keep: int) -> list[Ring]:
-    """One for each stage, with a spare place for every state that is kept."""
+    """Returns one for each stage, with a spare place for every state that is kept."""
     sizes = [_place_size(model, stage.params) for stage in model.stages]
     return [Ring(offset=room.take((1 + keep) * size).offset, size=size, index=0, stages=1, spares=keep) for size in sizes]
 
 
 def _shared_rings(room: Room, model: ModelSpec, classes: tuple[int, ...]) -> list[Ring]:
-    """One for each slot class: its stages are updated one after the other, into places that others have just left."""
+    """Returns one for each slot class: its stages are updated one after the other, into places that others have just left."""
     found: dict[int, Ring] = {}
     for number in range(max(classes) + 1):
         members = [index for index, one in enumerate(classes) if one == number and model.stages[index].params]

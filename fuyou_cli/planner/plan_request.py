@@ -1,4 +1,4 @@
-"""What a plan is asked for: the recipe's placement and batch keys, resolved to numbers, without the recipe's types."""
+"""Tells what a plan is asked for: the recipe's placement and batch keys, resolved to numbers, without the recipe's types."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CHUNKS_ON_THE_WAY = 5  # being read or written while every update thread has on
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRequest:
-    """`None` leaves a choice to the planner. Sizes are bytes."""
+    """Holds what is asked for; `None` leaves a choice to the planner. Sizes are bytes."""
 
     numerics: Numerics
     model_name: str
@@ -53,22 +53,22 @@ class PlanRequest:
 
     @property
     def asked_interval(self) -> int | None:
-        """Steps between commits; None also where the planner says so, who does last of all."""
+        """Returns steps between commits; None also where the planner says so, who does last of all."""
         return None if self.commit_every == "auto" else self.commit_every
 
     def disk(self, hardware: HardwareProfile) -> int:
-        """Bytes that the store may have."""
+        """Returns bytes that the store may have."""
         return hardware.disk_free if self.ssd_budget is None else self.ssd_budget
 
     def has_room_for(self, plan: Plan, hardware: HardwareProfile) -> bool:
-        """On disk and device: what a plan takes of RAM is within the budget since it was placed."""
+        """Tells whether disk and device have room: what a plan takes of RAM is within the budget since it was placed."""
         on_device = self.gpu_budget is None or plan.predicted.gpu_peak <= self.gpu_budget
         return on_device and plan.store_size <= self.disk(hardware)
 
 
 def update_threads_for(hardware: HardwareProfile, *, device: str, torch_threads: int) -> int:
-    """The fewest threads that bring AdamW near its best rate, of the cores that compute leaves: beside a GPU all but the one
-    that feeds it, otherwise those that torch does not use, or one that shares them. The result of a run is the same
+    """Returns the fewest threads that bring AdamW near its best rate, of the cores that compute leaves: beside a GPU all but
+    the one that feeds it, otherwise those that torch does not use, or one that shares them. The result of a run is the same
     with any number."""
     left = hardware.cores - (1 if device == "cuda" else torch_threads)
     rates = [(threads, rate) for threads, rate in hardware.adamw if threads <= min(left, MOST_UPDATE_THREADS)]
@@ -77,5 +77,5 @@ def update_threads_for(hardware: HardwareProfile, *, device: str, torch_threads:
 
 
 def update_chunks_for(threads: int) -> int:
-    """Chunks that the daemon's scratch holds, so that reading, computing and writing overlap."""
+    """Returns chunks that the daemon's scratch holds, so that reading, computing and writing overlap."""
     return threads + _CHUNKS_ON_THE_WAY

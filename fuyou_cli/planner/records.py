@@ -1,4 +1,4 @@
-"""One stage's record in the residency ledger, and what whoever runs a step gives to its ledgers."""
+"""Describes one stage's record in the residency ledger, and what whoever runs a step gives to its ledgers."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ class Transfers(Protocol):
     def write(self, arena_offset: int, store_offset: int, size: int, *, priority: int = 0, label: int = 0) -> int: ...
 
     def poll(self, ticket: int) -> object | None:
-        """What the request ended with, once; None while it is under way."""
+        """Returns what the request ended with, once; None while it is under way."""
         ...
 
 
 class Runner(Protocol):
-    """Whoever runs the step that the ledger is kept for."""
+    """Stands for whoever runs the step that the ledger is kept for."""
 
     def update(self, record: Record) -> int:
         """Starts AdamW of the record's stage with what is `due`; its ticket."""
         ...
 
     def updated(self, record: Record, result: Any) -> None:
-        """The update is over; raises where the step cannot go on."""
+        """Hears that the update is over; raises where the step cannot go on."""
         ...
 
     def rested(self, record: Record, result: Any) -> None:
-        """The stage's gradients rest on the ssd."""
+        """Hears that the stage's gradients rest on the ssd."""
         ...
 
     def completed(self, generation: int) -> None:
-        """Every stage has reached this generation, which is to be committed; none goes on before it is durable."""
+        """Hears that every stage has reached this generation, which is to be committed; none goes on before it is durable."""
         ...
 
     def durable(self, stage: int) -> int:
-        """The turn at which the newest manifest names the stage; raises where committing failed."""
+        """Returns the turn at which the newest manifest names the stage; raises where committing failed."""
         ...
 
     def blocked(self) -> None:
-        """An update waits until a manifest names what other stages have come to."""
+        """Hears that an update waits until a manifest names what other stages have come to."""
         ...
 
     def waited(self, done: Callable[[], bool], cause: str) -> float:
@@ -55,7 +55,7 @@ class Runner(Protocol):
 
 @dataclass(slots=True)
 class Record:
-    """One stage. At most one of `fetch` and `update` is under way."""
+    """Describes one stage. At most one of `fetch` and `update` is under way."""
 
     stage: int
     generation: int = 0  # of the weights, once `update` has finished

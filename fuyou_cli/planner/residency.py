@@ -51,7 +51,7 @@ class Residency:
             self.stalled(cause, self._runner.waited(done, cause))
 
     def stalled(self, cause: str, seconds: float) -> None:
-        """Compute waited for something that the ledger does not keep."""
+        """Hears that compute waited for something that the ledger does not keep."""
         if seconds > 0:
             self.stalls[cause] = self.stalls.get(cause, 0.0) + seconds
 
@@ -100,22 +100,22 @@ class Residency:
         return None if visit.owner is None or not self.model.stages[visit.owner].params else self.records[visit.owner]
 
     def needs_slot(self, visit: Visit) -> bool:
-        """Whether the visit computes with weights that do not rest in RAM."""
+        """Tells whether the visit computes with weights that do not rest in RAM."""
         record = self._computed_with(visit)
         return record is not None and self.plan.stages[record.stage].weights_ram is None
 
     def in_slot(self, visit: Visit) -> bool:
-        """Whether a slot holds, or is to hold, the weights of the visit's stage."""
+        """Tells whether a slot holds, or is to hold, the weights of the visit's stage."""
         return visit.owner is not None and self.records[visit.owner].slotted
 
     def take_slot(self, visit: Visit) -> None:
-        """The visit has a span for its weights, and what is missing there is on its way."""
+        """Gives the visit a span for its weights; what is missing there is on its way."""
         if visit.owner is not None:
             kind = self.model.stages[visit.owner].kind
             self.wait_until(lambda: self.try_prefetch(visit), f"a slot for the weights of the {kind}")
 
     def acquire(self, visit: Visit) -> Span | None:
-        """The span holding the weights this visit computes with, of the right generation."""
+        """Returns the span holding the weights this visit computes with, of the right generation."""
         record = self._computed_with(visit)
         if record is None:
             return None
@@ -125,24 +125,24 @@ class Residency:
         return record.span
 
     def is_current(self, stage: int) -> bool:
-        """Whether no update of the stage is due or under way."""
+        """Tells whether no update of the stage is due or under way."""
         record = self.records[stage]
         return record.due is None and record.update is None
 
     def release(self, visit: Visit) -> None:
-        """The visit is over. A kept span stays for the next visit's prefetch."""
+        """Ends the visit. A kept span stays for the next visit's prefetch."""
         record = self._computed_with(visit)
         if record is not None:
             record.kept = visit.keep
             self.let_go(record)
 
     def hold(self, record: Record) -> None:
-        """One need of the span more; an update that is due may begin."""
+        """Counts one need of the span more; an update that is due may begin."""
         record.held += 1
         self._moving.add(record.stage)
 
     def let_go(self, record: Record) -> None:
-        """One need of the span less."""
+        """Counts one need of the span less."""
         record.held -= 1
         self._free_if_idle(record)
 
@@ -171,7 +171,7 @@ class Residency:
     # ---- gradients -----------------------------------------------------------------------------------------------
 
     def acquire_gradients(self, stage: int) -> Span:
-        """Where the gradients of `stage` are summed: their home in RAM, or a slot."""
+        """Returns where the gradients of `stage` are summed: their home in RAM, or a slot."""
         record, plan = self.records[stage], self.plan.stages[stage]
         record.gradients = "summed"
         if plan.gradients_ram is not None:
@@ -183,7 +183,7 @@ class Residency:
         return record.gradient_slot
 
     def rest_gradients(self, stage: int) -> None:
-        """Gradients go to their home: until a deferred update, or until their sum is resumed."""
+        """Brings gradients to their home: until a deferred update, or until their sum is resumed."""
         record, plan = self.records[stage], self.plan.stages[stage]
         record.gradients = "resting"
         if plan.gradients_extent is None or record.gradient_slot is None:
@@ -224,7 +224,7 @@ class Residency:
         return True
 
     def resume_gradients(self, stage: int) -> Span:
-        """Where gradients that rested are again, to be summed on. They are wanted back already."""
+        """Returns where gradients that rested are again, to be summed on. They are wanted back already."""
         record, plan = self.records[stage], self.plan.stages[stage]
         assert record.gradients == "resumed"
         self.wait_until(lambda: record.gradient_read is None, f"gradients of the {self.model.stages[stage].kind}")
@@ -248,7 +248,7 @@ class Residency:
         self._submit_due(record)
 
     def update_later(self, due: object) -> None:
-        """Every stage whose update is deferred gets it before its first visit of the next step (or when drained)."""
+        """Defers the update of every such stage to before its first visit of the next step (or when drained)."""
         self.due = due
         for record, stage in zip(self.records, self.model.stages, strict=True):
             if stage.params and self.plan.stages[stage.index].deferred:
@@ -256,7 +256,7 @@ class Residency:
                 self._moving.add(record.stage)
 
     def update_again(self, stages: Collection[int], due: object) -> None:
-        """A run goes on whose gradients of these stages rest on the ssd: they are to be updated with them."""
+        """Updates stages of a run that goes on with their gradients, which rest on the ssd."""
         self.due = due
         self._reached[self.commits.base] = self._owners - len(stages)
         for stage in stages:
@@ -275,7 +275,7 @@ class Residency:
         )
 
     def _may_follow(self, record: Record) -> bool:
-        """Whether what the record's update writes over is no longer needed."""
+        """Tells whether what the record's update writes over is no longer needed."""
         if not self.commits.is_named(record.generation):
             return True
         ring = self.plan.stages[record.stage].ring
@@ -302,7 +302,7 @@ class Residency:
         self._free_if_idle(record)
 
     def _reach(self, generation: int) -> None:
-        """One stage more has come to it."""
+        """Notes that one stage more has come to it."""
         self._reached[generation] = self._reached.get(generation, 0) + 1
         if self._reached[generation] < self._owners:
             return
@@ -311,7 +311,7 @@ class Residency:
             self._runner.completed(generation)
 
     def let_go_of_all(self) -> None:
-        """A step was given up: nobody needs a span or its gradients. Updates due or under way go on."""
+        """Forgets a step that was given up: nobody needs a span or its gradients. Updates due or under way go on."""
         self.wait_until(
             lambda: all(
                 record.fetch is None and record.gradient_write is None and record.gradient_read is None
@@ -326,7 +326,7 @@ class Residency:
             self._free_if_idle(record)
 
     def drain(self) -> None:
-        """Every update that is due or under way has finished; every slot is free again."""
+        """Waits until every update that is due or under way has finished and every slot is free again."""
         for record in self.records:
             record.kept = False
             self._free_if_idle(record)
@@ -347,7 +347,7 @@ class Residency:
 
 
 def _sharing(model: ModelSpec, plan: Plan) -> dict[int, list[int]]:
-    """Stage -> those of its ring, by their index there."""
+    """Returns, by stage, those of its ring, by their index there."""
     rings: dict[int, list[int]] = {}
     for stage in model.stages:
         if stage.params:
@@ -356,6 +356,6 @@ def _sharing(model: ModelSpec, plan: Plan) -> dict[int, list[int]]:
 
 
 def _has_work(record: Record) -> bool:
-    """Whether something of it is under way, or an update is due and somebody holds the span for it."""
+    """Tells whether something of it is under way, or an update is due and somebody holds the span for it."""
     under_way = (record.fetch, record.update, record.gradient_write, record.gradient_read)
     return any(ticket is not None for ticket in under_way) or (record.due is not None and record.held > 0)

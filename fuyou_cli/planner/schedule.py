@@ -24,8 +24,8 @@ Pass = Literal["forward", "logits", "head", "backward"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Visit:
-    """One pass over one stage in a steady-state step. `owner` is the stage whose weights are computed with (the embedding
-    for a tied head). Byte counts are store traffic."""
+    """Describes one pass over one stage in a steady-state step. `owner` is the stage whose weights are computed with (the
+    embedding for a tied head). Byte counts are store traffic."""
 
     index: int
     phase: Pass
@@ -44,7 +44,7 @@ class Visit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """Store bytes of one step by kind."""
+    """Holds store bytes of one step by kind."""
 
     read: dict[str, int]
     written: dict[str, int]
@@ -67,7 +67,7 @@ class Schedule:
 def expand(
     model: ModelSpec, *, stages: tuple[StagePlan, ...], lookahead: int, micro_batches: int, commit_every: int | None
 ) -> Schedule:
-    """The steady-state step (states no longer all zero, gradients of every stage present)."""
+    """Returns the steady-state step (states no longer all zero, gradients of every stage present)."""
     order = _order(model, stages)
     uses: dict[int | None, list[int]] = {}
     for index, (_, _, owner) in enumerate(order):
@@ -97,7 +97,7 @@ def expand(
 
 
 def recommitted(model: ModelSpec, stages: tuple[StagePlan, ...], schedule: Schedule, commit_every: int | None) -> Schedule:
-    """The same step with so many steps between commits: its traffic is another."""
+    """Returns the same step with so many steps between commits: its traffic is another."""
     return replace(schedule, traffic=_traffic(model, stages, schedule.visits, commit_every))
 
 
@@ -145,7 +145,7 @@ def _update(
 
 
 def _flops(model: ModelSpec, phase: Pass, stage: int, kept: tuple[int, ...]) -> float:
-    """Of one micro-batch."""
+    """Returns the FLOPs of one micro-batch."""
     forward = model.stages[stage].forward_flops
     if model.stages[stage].kind == "embedding":
         return 0.0
@@ -198,7 +198,7 @@ def phase_traffic(
     stages: tuple[StagePlan, ...],
     commit_every: int | None,
 ) -> tuple[int, int]:
-    """Store bytes read and written by these visits and by the updates of these stages."""
+    """Returns store bytes read and written by these visits and by the updates of these stages."""
     item = ITEM_SIZE[model.compute_dtype]
     read = written = 0
     for visit in visits:

@@ -35,7 +35,7 @@ NEAR = 0.05  # of the step: nearly always it is the best itself
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """What a search saw."""
+    """Holds what a search saw."""
 
     best: Alternative
     fastest: Alternative  # whatever it writes: what `offload.wear: ignore` takes
@@ -79,17 +79,17 @@ def _uncollected() -> Iterator[None]:
 
 
 def fastest(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
-    """The best choice's plan, with what its step takes. Raises PlanError where nothing fits."""
+    """Returns the best choice's plan, with what its step takes. Raises PlanError where nothing fits."""
     return timed(search(model, hardware, request).best, model, hardware, request)
 
 
 def timed(found: Alternative, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
-    """The plan, its figures of time simulated, and its commits as far apart as those say."""
+    """Returns the plan, its figures of time simulated, and its commits as far apart as those say."""
     return timed_plan(model, hardware, found.plan, chosen=request.commit_every == "auto", step=found.timeline)
 
 
 def _found(every: SearchState, choices: Family, *, complete: bool) -> Found:
-    """The fastest of all, or what is taken instead of it to spare the drives."""
+    """Returns the fastest of all, or what is taken instead of it to spare the drives."""
     fastest, policy = every.cheapest(), every.placing.request.wear
     best, placed, visits = fastest, every.placed, every.visits
     sparing = Sparing(every.placing, choices, fastest)

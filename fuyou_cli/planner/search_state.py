@@ -1,4 +1,4 @@
-"""What a search saw so far, and what it would look at next."""
+"""Tells what a search saw so far, and what it would look at next."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Effort = Literal["limited", "placed", "exhaustive"]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Alternative:
-    """A choice that fits, as far as it was looked at. Seconds per step."""
+    """Describes a choice that fits, as far as it was looked at. Seconds per step."""
 
     choice: Choice
     plan: Plan
@@ -48,7 +48,7 @@ def _any(choice: Choice, plan: Plan) -> bool:
 
 @dataclass(slots=True)
 class SearchState:
-    """What was seen so far; a choice is placed once, and a plan simulated once."""
+    """Holds what was seen so far; a choice is placed once, and a plan simulated once."""
 
     placing: Placing
     pipelines: tuple[tuple[int, int], ...]
@@ -78,7 +78,7 @@ class SearchState:
             self._place(choice)
 
     def place_one(self, choices: Iterable[Choice]) -> None:
-        """The first that fits."""
+        """Returns the first that fits."""
         for choice in choices:
             self._place(choice)
             if self.pool:
@@ -104,7 +104,7 @@ class SearchState:
         return has_room and self.allows(choice, plan)
 
     def among(self, allows: Callable[[Choice, Plan], bool]) -> SearchState:
-        """A shorter search, of what is allowed alone, that knows what this one has seen."""
+        """Returns a shorter search, of what is allowed alone, that knows what this one has seen."""
         other = replace(self, allows=allows, share=SHORTER, pool={}, best=None, placed=0, visits=0, in_vain=0)
         other.learn_from(self)
         return other
@@ -145,39 +145,39 @@ class SearchState:
         return key, self.best is None or seconds < self.best.seconds
 
     def _expectation(self) -> Callable[[Alternative], float]:
-        """Seconds that a step may take, by what is known now. The estimate knows nothing of what waits for slots."""
+        """Returns seconds that a step may take, by what is known now. The estimate knows nothing of what waits for slots."""
         longer = {pipeline: self._longer_with(place) for place, pipeline in enumerate(self.pipelines)}
         return lambda found: max(found.bound, found.estimate * longer[found.choice.lookahead, found.choice.gradient_slots])
 
     def _known_of(self, choice: Choice) -> int:
-        """How often the value of one of its knobs was simulated that was so least. Where estimates are wrong they are wrong of
-        all that is alike: then every other choice simulated has something that few before had."""
+        """Returns how often the value of one of its knobs was simulated that was so least. Where estimates are wrong they are
+        wrong of all that is alike: then every other choice simulated has something that few before had."""
         return min(self._values.get(value, 0) for value in choice.values())
 
     def _longer_with(self, place: int) -> float:
-        """How much longer than their estimates the steps simulated so far were, with this pipeline or the next larger one:
-        with fewer slots more waits for them."""
+        """Returns how much longer than their estimates the steps simulated so far were, with this pipeline or the next larger
+        one: with fewer slots more waits for them."""
         known = [self._longer[pipeline] for pipeline in self.pipelines[place:] if pipeline in self._longer]
         return sum(known[0]) / len(known[0]) if known else 1.0
 
     def knows_all_of(self, choices: Family) -> bool:
-        """Whether every choice was placed, and none of them may still win."""
+        """Tells whether every choice was placed, and none of them may still win."""
         return len(self._tried) == len(choices) and not any(self._may_win(found) for found in self.pool.values())
 
     def _may_win(self, found: Alternative) -> bool:
         return found.timeline is None and (self.best is None or found.bound < self.best.seconds)
 
     def is_patient(self) -> bool:
-        """Whether the best may not be the best yet."""
+        """Tells whether the best may not be the best yet."""
         return self.effort != "limited" or self.in_vain < max(_PATIENCE, _TRIES * self._one)
 
     @property
     def _one(self) -> int:
-        """Visits of one simulation, about."""
+        """Returns the visits of one simulation, about."""
         return 2 * len(self.placing.model.stages) * STEPS
 
     def may_simulate(self) -> bool:
-        """Whether one more simulation is within what a search may take."""
+        """Tells whether one more simulation is within what a search may take."""
         one = self._one
         return self.effort == "exhaustive" or self.visits + one <= self.share * max(MOST_VISITS, _LEAST * one)
 
@@ -200,7 +200,7 @@ class SearchState:
     # ---- the end -------------------------------------------------------------------------------------------------------
 
     def cheapest(self, *, at_most: float = inf) -> Alternative:
-        """Of those about as fast as the fastest, and not slower than `at_most` (seconds), the one that asks for least."""
+        """Returns, of those about as fast as the fastest and not slower than `at_most` (seconds), what asks for least."""
         assert self.best is not None
         return min(self.simulated_within(min(self.best.seconds * (1 + GAIN), at_most)), key=asked_for)
 

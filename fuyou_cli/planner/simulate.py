@@ -1,4 +1,4 @@
-"""`simulate(...)`: a few steps of a schedule on a machine that exists on paper; the last one is the answer."""
+"""Describes `simulate(...)`: a few steps of a schedule on a machine that exists on paper; the last one is the answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEPS = 3  # simulated, the last one being the answer: the second is up to 1.4 %
 
 
 def sharing_of(hardware: HardwareProfile, plan: Plan, costs: Costs) -> Sharing:
-    """On device cpu compute and updates share the cores unless there are more of them than compute takes."""
+    """Tells what is shared: on device cpu compute and updates share the cores unless there are more than compute takes."""
     threads, at_once = plan.io.update_threads, costs.updates_at_once
     if plan.device == "cuda":
         return Sharing(updates_at_once=at_once)
@@ -76,7 +76,7 @@ def simulate(
 
 
 class _Before:
-    """What had happened when the step began."""
+    """Holds what had happened when the step began."""
 
     def __init__(self, run: Imagined) -> None:
         self.in_use, self.stalls = dict(run.machine.in_use), dict(run.residency.stalls)

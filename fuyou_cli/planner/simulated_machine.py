@@ -30,7 +30,7 @@ _HALVINGS, _CLOSE = 8, 0.002
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Done:
-    """A finished job: when it moved first and last."""
+    """Describes a finished job: when it moved first and last."""
 
     what: str
     stage: int
@@ -53,7 +53,7 @@ class _Job:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Speeds:
-    """Of every job, in their order, and the share of what each resource can do that they use together."""
+    """Holds the speed of every job, in their order, and the share of what each resource can do that they use together."""
 
     jobs: tuple[float, ...]
     shares: dict[Resource, float]
@@ -61,7 +61,7 @@ class _Speeds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharing:
-    """How compute and updates get in each other's way. On a device with cores of its own: not at all."""
+    """Tells how compute and updates get in each other's way. On a device with cores of its own: not at all."""
 
     compute_left: float = 1.0  # of compute's rate while update threads run at full speed beside it
     update_left: float = 1.0  # of an update's rate while compute runs
@@ -114,18 +114,18 @@ class VirtualMachine:
         return self._tickets
 
     def collect(self, ticket: int) -> bool:
-        """Whether the job is done; a done one is forgotten."""
+        """Tells whether the job is done; a done one is forgotten."""
         if ticket not in self._finished:
             return False
         self._finished.discard(ticket)
         return True
 
     def is_done(self, ticket: int) -> bool:
-        """The same, for work that several wait for: it is not forgotten."""
+        """Tells the same, for work that several wait for: it is not forgotten."""
         return ticket in self._finished
 
     def advance(self) -> None:
-        """To the next completion. Raises RuntimeError where nothing moves: somebody waits for what never comes."""
+        """Advances to the next completion. Raises RuntimeError where nothing moves: somebody waits for what never comes."""
         if self._stale:
             self._allot()
         ahead = min((job.left / job.speed for job in self._jobs if job.speed > 0), default=None)
@@ -153,7 +153,7 @@ class VirtualMachine:
     # ---- rates ---------------------------------------------------------------------------------------------------
 
     def _allot(self) -> None:
-        """Speeds of all jobs from now until one of them ends: what they are follows from the jobs' parts in order."""
+        """Returns speeds of all jobs from now until one of them ends: what they are follows from the jobs' parts in order."""
         self._stale = False
         parts = tuple([job.parts for job in self._jobs])
         known = self.known.get(parts)
@@ -207,9 +207,9 @@ class VirtualMachine:
     def _settle(
         self, pair: tuple[Resource, Resource], rates: dict[Resource, float], used: dict[Resource, float]
     ) -> dict[Resource, float]:
-        """One direction that does not take all of its mixed rate leaves the other more than its own: at most what lies on
-        the line from both mixed rates to one direction alone. What a job then takes of both moves that line's point, so
-        it is looked for in a few halvings."""
+        """Settles both directions: one that does not take all of its mixed rate leaves the other more than its own: at most
+        what lies on the line from both mixed rates to one direction alone. What a job then takes of both moves that line's
+        point, so it is looked for in a few halvings."""
         alone, mixed = self._alone, self._mixed
         if all(alone[name] == mixed[name] for name in pair):
             return used
@@ -229,7 +229,7 @@ class VirtualMachine:
         return used
 
     def _slow_compute(self, used: dict[Resource, float]) -> None:
-        """What updates and transfers take from the cores that compute runs on."""
+        """Returns what updates and transfers take from the cores that compute runs on."""
         sharing = self.sharing
         if sharing.update_left <= 0:
             return

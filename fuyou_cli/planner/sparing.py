@@ -32,7 +32,7 @@ ALIKE = 0.05  # of the bytes that must be written: no more than that is no matte
 
 
 class Sparing:
-    """Which plans of a family spend drives, beside the fastest of it."""
+    """Tells which plans of a family spend drives, beside the fastest of it."""
 
     def __init__(self, placing: Placing, choices: Family, fastest: Alternative) -> None:
         self.family = replace(choices, swap=choices.swap[:1])  # of what does not spend
@@ -47,7 +47,7 @@ class Sparing:
         return least is not None and written > least.predicted.written_per_step * (1 + ALIKE)
 
     def allows(self, choice: Choice, plan: Plan) -> bool:
-        """What neither spends nor writes more than the fastest."""
+        """Returns what neither spends nor writes more than the fastest."""
         most = self._fastest.plan.predicted.written_per_step
         return plan.predicted.written_per_step <= most and not self.spends(choice, plan)
 
@@ -56,7 +56,7 @@ class Sparing:
         return self.family.pipelines[0]
 
     def _without_outputs(self, lookahead: int, slots: int) -> Plan | None:
-        """None where it does not fit: then nothing else with this pipeline does."""
+        """Returns the plan without outputs; None where it does not fit: then nothing else with this pipeline does."""
         pipeline = (lookahead, slots)
         if pipeline not in self._bare:
             found = self._placing.placed(self.family.bare(pipeline))
@@ -65,7 +65,7 @@ class Sparing:
 
 
 def spared(every: SearchState, frugal: SearchState) -> Alternative:
-    """`spare`, of what a search saw of all plans, and one of those that do not spend."""
+    """Returns the plan for `spare`, of what a search saw of all plans, and one of those that do not spend."""
     assert every.best is not None
     fastest, limit = every.cheapest(), every.best.seconds * (1 + WORTH)
     if frugal.best is not None:
@@ -76,7 +76,7 @@ def spared(every: SearchState, frugal: SearchState) -> Alternative:
 
 
 def balanced(every: SearchState, frugal: SearchState) -> Alternative:
-    """`balanced`, of the same."""
+    """Returns the plan for `balanced`, of the same."""
     price, fastest = every.placing.hardware.seconds_per_byte, every.cheapest()
     seen = [*every.simulated_within(float("inf")), *frugal.simulated_within(float("inf"))]
 

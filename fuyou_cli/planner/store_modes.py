@@ -18,12 +18,12 @@ from .sustained_rates import Choose, planned_for
 
 
 def at_rest(model: ModelSpec, request: PlanRequest, mode: StoreMode) -> int:
-    """Bytes of the store that survive a run, the gradients of redo among them."""
+    """Returns bytes of the store that survive a run, the gradients of redo among them."""
     return PlacementContext(model, replace(request, store_mode=mode)).durable_size
 
 
 def redone(request: PlanRequest) -> PlanRequest:
-    """The same run with one extent of everything and its gradients on the ssd."""
+    """Returns the same run with one extent of everything and its gradients on the ssd."""
     every = 1 if request.commit_every == "auto" else request.commit_every
     return replace(request, store_mode="redo", gradients="ssd", commit_every=every)
 
@@ -36,9 +36,9 @@ def with_fitting_mode(model: ModelSpec, request: PlanRequest, disk: int) -> Plan
 
 
 def planned_with_room(choose: Choose, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, *, steps: int) -> Plan:
-    """The plan of a run of `steps` in the store that its disks have room for. What a step leaves there beside the extents, its
-    gradients and boundaries, only a plan tells: where none of those in place fits with them, redo's is taken if it does.
-    `choose` is last asked for the plan that it is."""
+    """Returns the plan of a run of `steps` in the store that its disks have room for. What a step leaves there beside the
+    extents, its gradients and boundaries, only a plan tells: where none of those in place fits with them, redo's is taken if it
+    does. `choose` is last asked for the plan that it is."""
     disk = request.disk(hardware)
     plan = planned_for(choose, model, hardware, with_fitting_mode(model, request, disk), steps=steps)
     if plan.store_mode == "redo" or plan.store_size <= disk or not _may_be_redone(model, request, disk):

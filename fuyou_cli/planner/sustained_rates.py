@@ -21,7 +21,7 @@ Choose = Callable[[ModelSpec, HardwareProfile, PlanRequest], Plan]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FastRegion:
-    """How long a plan's drives are as fast as at first, and what a step takes then and later. Seconds."""
+    """Holds how long a plan's drives are as fast as at first, and what a step takes then and later. Seconds."""
 
     size: int  # bytes of all drives; 0: not known
     steps: float  # that it lasts
@@ -29,14 +29,14 @@ class FastRegion:
     later: float
 
     def seconds(self, steps: int) -> float:
-        """Of so many steps, begun with the region empty."""
+        """Returns the seconds of so many steps, begun with the region empty."""
         fast = min(float(steps), self.steps)
         return fast * self.first + (steps - fast) * self.later
 
 
 def planned_for(choose: Choose, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, *, steps: int) -> Plan:
-    """What `choose` finds for a run of `steps` (0: not known, taken for many) at the rates that its drives have for most of
-    it: what they sustain where the plan that is best at first would write past the fast region."""
+    """Returns what `choose` finds for a run of `steps` (0: not known, taken for many) at the rates that its drives have for
+    most of it: what they sustain where the plan that is best at first would write past the fast region."""
     if not hardware.slows_down:
         return choose(model, hardware, request)
     if steps and steps * least_written(model, request) <= hardware.burst_bytes:
@@ -51,12 +51,12 @@ def leaves_fast_region(plan: Plan, hardware: HardwareProfile, steps: int) -> boo
 
 
 def least_written(model: ModelSpec, request: PlanRequest) -> int:
-    """Bytes per step that no plan within the budget writes less than: weights and states that have no room in RAM."""
+    """Returns bytes per step that no plan within the budget writes less than: weights and states that have no room in RAM."""
     return max(0, model.stored_parameters * (ITEM_SIZE[model.compute_dtype] + model.state_item) - request.cpu_budget)
 
 
 def fast_region(model: ModelSpec, hardware: HardwareProfile, plan: Plan) -> FastRegion | None:
-    """None where nothing is known to slow down, or the plan writes nothing."""
+    """Returns the region; None where nothing is known to slow down, or the plan writes nothing."""
     written = plan.predicted.written_per_step
     if not hardware.slows_down or not written:
         return None

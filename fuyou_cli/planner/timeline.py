@@ -1,4 +1,4 @@
-"""`Timeline`: what one simulated step looks like, as data."""
+"""Describes `Timeline`: what one simulated step looks like, as data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .simulated_machine import Done
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """One request to the store's daemon: "read weights", "write boundary", "update", ... of a stage."""
+    """Describes one request to the store's daemon: "read weights", "write boundary", "update", ... of a stage."""
 
     what: str
     stage: int
@@ -34,12 +34,12 @@ class Timeline:
 
     @property
     def end(self) -> float:
-        """On the clock of `work`."""
+        """Returns the end on the clock of `work`."""
         return self.begin + self.step_seconds
 
     @property
     def under_way(self) -> dict[str, float]:
-        """Resource -> seconds of the step in which some job of `work` moved that uses it."""
+        """Returns, by resource, the seconds of the step in which some job of `work` moved that uses it."""
         spans: dict[str, list[tuple[float, float]]] = {}
         for done in self.work:
             for name, _ in done.parts:
@@ -48,7 +48,7 @@ class Timeline:
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:
-    """Seconds that at least one of the spans has."""
+    """Returns seconds that at least one of the spans has."""
     seconds, until = 0.0, float("-inf")
     for first, last in sorted(spans):
         seconds += max(0.0, last - max(first, until))

@@ -1,4 +1,4 @@
-"""What backward has of each stage's forward: nothing but its input (`recompute`), or outputs of operators as well (`swap`)."""
+"""Tells what backward has of each stage's forward: its input (`recompute`), or outputs of operators as well (`swap`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .swap import Leaving, Swap
 
 
 class Activations(Protocol):
-    """Between forward and backward of one stage."""
+    """Defines what happens between forward and backward of one stage."""
 
     as_backward: bool  # whether forward runs as backward will run it, with gradients wanted
 

@@ -1,4 +1,4 @@
-"""The operators of a stage's forward whose outputs can be kept, numbered alike wherever the forward runs.
+"""Describes the operators of a stage's forward whose outputs can be kept, numbered alike wherever the forward runs.
 
 Products of matrices and attention, in running order. Attention counts as one operator whatever it is made of: a device
 without a fused kernel for it, or dropout inside it, make several operators or draw random numbers; then its output is not
@@ -32,13 +32,13 @@ _ATTENTION = frozenset(
 
 
 def name_of(func: Any) -> str:
-    """Without namespace and overload."""
+    """Returns the name without namespace and overload."""
     name: str = func.overloadpacket.__name__
     return name
 
 
 def factors(func: Any, args: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The matrices that `func` multiplies; None where it is no product, or of a column and a row (no real work)."""
+    """Returns the matrices that `func` multiplies; None where it is no product, or of a column and a row (no real work)."""
     places = _FACTORS.get(func)
     if places is None:
         return None
@@ -59,11 +59,11 @@ class Operators(TorchDispatchMode):
         self._attention = _AttentionCalls()
 
     def operator(self, index: int, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
-        """What the operator returns. `kind`: "attention", or the name of the product."""
+        """Returns what the operator returns. `kind`: "attention", or the name of the product."""
         return func(*args, **kwargs)
 
     def beside(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What any other operator returns."""
+        """Returns what any other operator returns."""
         return func(*args, **kwargs)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""A forward run again for its backward, from the stage's input, and only as far as backward needs it.
+"""Describes a forward run again for its backward, from the stage's input, and only as far as backward needs it.
 
 A product whose value nothing of the backward looks at (the last one of a block that adds it to its input: only the sum leaves
 the block, and no gradient depends on the sum) is not computed again: zeros stand in for it. Which these are is found where a
@@ -20,7 +20,7 @@ Run = Callable[[torch.Tensor], torch.Tensor]  # a stage's forward of one micro-b
 
 
 class Recompute:
-    """`Activations` of a stage that keeps nothing but its input."""
+    """Implements `Activations` of a stage that keeps nothing but its input."""
 
     as_backward = False
 
@@ -42,7 +42,7 @@ class Recompute:
 
 
 class Sparing(Operators):
-    """Around the second forward of `stage`, whose weights lie in `flat` (None: it has none)."""
+    """Wraps the second forward of `stage`, whose weights lie in `flat` (None: it has none)."""
 
     def __init__(self, stage: StageSpec, flat: torch.Tensor | None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Outputs of operators kept from forward to backward: copied beside the boundary in forward, and given back in the
+"""Describes outputs of operators kept from forward to backward: copied beside the boundary in forward, and given back in the
 recompute, which then computes only what was not kept.
 
 An output is given back once, so what the model's code does to it in place hurts nobody. Forward runs as the recompute
@@ -31,7 +31,7 @@ from .recompute import Run, Sparing
 
 @dataclass(frozen=True, slots=True)
 class _Resting:
-    """One tensor of an output, `offset` bytes behind the output's start."""
+    """Describes one tensor of an output, `offset` bytes behind the output's start."""
 
     offset: int
     dtype: torch.dtype
@@ -39,7 +39,7 @@ class _Resting:
     stride: tuple[int, ...]
 
     def view(self, memory: HostMemory, span: Span) -> torch.Tensor:
-        """In the arena, with the strides that it had."""
+        """Returns a view in the arena, with the strides that it had."""
         size = self.shape.numel() * self.dtype.itemsize
         flat = memory.tensor(Span(offset=span.offset + self.offset, size=size), self.dtype)
         return flat.as_strided(self.shape, self.stride)
@@ -52,7 +52,7 @@ Arrived = dict[int, tuple[list[Any], list[Event]]]  # by operator: values where 
 
 
 class Swap:
-    """`Activations` of a stage that keeps outputs. Layouts of what rests are remembered from forward to backward."""
+    """Implements `Activations` of a stage that keeps outputs. Layouts of what rests are remembered from forward to backward."""
 
     as_backward = True
 
@@ -75,7 +75,7 @@ class Swap:
         self._arriving: dict[int, Arrived] = {}
 
     def forward(self, run: Run, x: torch.Tensor, micro_batch: int) -> torch.Tensor:
-        """The copies of the micro-batch before are over at the end."""
+        """Runs the forward; the copies of the micro-batch before are over at its end."""
         mode = _Keeping(self, micro_batch)
         hooks = torch.autograd.graph.saved_tensors_hooks(_drop, _refuse)
         with torch.enable_grad(), hooks, mode:
@@ -104,11 +104,11 @@ class Swap:
         self._arriving.clear()
 
     def place(self, micro_batch: int, operator: int) -> Span:
-        """Where in the arena an operator's output rests."""
+        """Returns where in the arena an operator's output rests."""
         return self._boundaries.output(self._stage.index, micro_batch, operator)
 
     def _given(self, micro_batch: int) -> Arrived:
-        """Values of every operator: the host's memory itself, or on a device with memory of its own copies under way."""
+        """Gives values of every operator: the host's memory itself, or on a device with memory of its own copies under way."""
         arrived: Arrived = {}
         for index, (values, _) in sorted(self._resting[micro_batch].items()):
             span, events = self.place(micro_batch, index), list[Event]()
@@ -199,7 +199,7 @@ class GivingBack(Sparing):
 
 
 def _drop(tensor: torch.Tensor) -> None:
-    """What autograd would save in a forward that is recomputed."""
+    """Returns what autograd would save in a forward that is recomputed."""
 
 
 def _refuse(nothing: None) -> NoReturn:

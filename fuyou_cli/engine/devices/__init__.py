@@ -1,4 +1,4 @@
-"""Where compute happens. `Device` is the interface, and device cpu; emulated and cuda have memory of their own."""
+"""Holds the places to compute: `Device` is the interface, and device cpu; emulated and cuda have memory of their own."""
 
 from __future__ import annotations
 

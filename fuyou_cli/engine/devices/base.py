@@ -1,4 +1,4 @@
-"""A device as the executor sees it, and the simplest one: the host itself.
+"""Describes a device as the executor sees it, and the simplest one: the host itself.
 
 Host memory is always ordinary (pinned, where that means something) CPU tensors. A device with memory of its own
 (`separate`) computes on copies: uploads and downloads are ordered after what they depend on and run beside compute. On
@@ -26,7 +26,7 @@ Run = tuple[int, int]  # of values: the first, and how many
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
-    """One copy between host and device, when it ran on the monotonic clock (seconds)."""
+    """Describes one copy between host and device, when it ran on the monotonic clock (seconds)."""
 
     up: bool  # to the device; else back
     begin: float
@@ -35,7 +35,7 @@ class Copy:
 
 
 class Event:
-    """A point in a device's work: as it stands, of work that was done before the call returned."""
+    """Describes a point in a device's work: as it stands, of work that was done before the call returned."""
 
     def wait(self) -> None:
         """Has compute submitted from now on run after this point."""
@@ -44,7 +44,7 @@ class Event:
         """Returns when this point has passed."""
 
     def done(self) -> bool:
-        """Whether it has passed already; never waits."""
+        """Tells whether it has passed already; never waits."""
         return True
 
 
@@ -52,14 +52,14 @@ class Squares(Protocol):
     """Sums of squares of runs of values, in double: infinite or NaN where a value is not finite."""
 
     def done(self) -> bool:
-        """Whether they are there; never waits."""
+        """Tells whether they are there; never waits."""
 
     def result(self) -> list[float]:
         """Returns one per run, in order; waits until they are there."""
 
 
 class Device:
-    """One place to compute: as it stands, device cpu."""
+    """Describes one place to compute: as it stands, device cpu."""
 
     name = "cpu"
     torch_device = torch.device("cpu")
@@ -86,7 +86,7 @@ class Device:
         return Event()
 
     def computed(self) -> Event:
-        """The point behind the compute submitted so far."""
+        """Returns the point behind the compute submitted so far."""
         return Event()
 
     def mark(self) -> Callable[[], float]:
@@ -119,19 +119,19 @@ class Device:
         torch.set_rng_state(state)
 
     def copies(self) -> list[Copy]:
-        """Those that ended since the last call; none on device cpu."""
+        """Returns those that ended since the last call; none on device cpu."""
         return []
 
     def memory(self) -> int:
-        """Bytes of device memory in use; 0 on device cpu."""
+        """Returns bytes of device memory in use; 0 on device cpu."""
         return 0
 
     def peak_memory(self) -> int:
-        """Bytes of device memory in use at most so far; 0 on device cpu."""
+        """Returns bytes of device memory in use at most so far; 0 on device cpu."""
         return 0
 
     def free_memory(self) -> int | None:
-        """Bytes that could still be had; None on device cpu, and where nothing says."""
+        """Returns bytes that could still be had; None on device cpu, and where nothing says."""
         return None
 
     def synchronize(self) -> None:

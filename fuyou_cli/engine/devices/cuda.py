@@ -1,4 +1,5 @@
-"""A CUDA device: copy streams beside the compute stream, two each way (`cuda_copies`), events between them, the arena pinned.
+"""Describes a CUDA device: copy streams beside the compute stream, two each way (`cuda_copies`), events between them, the arena
+pinned.
 
 Correct first: uploads wait for compute that may still read their target, downloads wait for compute that produces their
 source. A target fresh from torch's allocator may be memory that compute submitted so far still uses: such an upload waits for
@@ -23,8 +24,8 @@ from .pinned import STAGING, PinnedMemory, Staging
 
 
 def free_memory() -> int:
-    """Bytes of the current card that this process could still fill: what nobody has, and what its own allocator keeps without
-    using it. A context is made where there is none."""
+    """Returns bytes of the current card that this process could still fill: what nobody has, and what its own allocator keeps
+    without using it. A context is made where there is none."""
     return int(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
 
 
@@ -37,7 +38,7 @@ def _unregister(address: int) -> None:
 
 
 class CudaSquares:
-    """On their way to pinned memory of their own."""
+    """Holds squares on their way to pinned memory of their own."""
 
     def __init__(self, host: torch.Tensor, arrived: CudaEvent) -> None:
         self._host, self._arrived = host, arrived
@@ -120,7 +121,7 @@ class CudaDevice(Device):
         return large.submit(source, target, after) if bulk else copy(source, target)
 
     def squares(self, flat: torch.Tensor, runs: Sequence[Run], lanes: torch.Tensor) -> Squares:
-        """On the compute stream, which nothing else then has to wait for; the results leave on a stream of their own."""
+        """Computes squares on the compute stream, which nothing else waits for; the results leave on a stream of their own."""
         found = squares_in_lanes(flat, runs, lanes.view(torch.float64))
         host = torch.empty(len(runs), dtype=torch.float64, pin_memory=True)
         self._results.wait_stream(torch.cuda.current_stream())
@@ -130,7 +131,7 @@ class CudaDevice(Device):
         return CudaSquares(host, CudaEvent(self._results))
 
     def _set_clock(self) -> None:
-        """Which moment of the host's clock one of the device's is. Set often: the time since is in single precision."""
+        """Returns which moment of the host's clock one of the device's is. Set often: the time since is in single precision."""
         self._zero = CudaEvent(self._clock)
         self._zero.synchronize()
         self._zero_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""What CUDA copies are made of: events, and large copies handed to the device piece by piece.
+"""Holds what CUDA copies are made of: events, and large copies handed to the device piece by piece.
 
 Boundaries have a stream of their own each way and go at once. Pieces of what is large go on a second one, at most `PIECE` bytes
 of them at a time, in two halves, so that the copy engine has the next half when one ends: a boundary then waits for no more,
@@ -19,18 +19,18 @@ _HALVES = 2
 
 
 class CudaEvent(Event):
-    """`blocking`: who waits for it sleeps, where else a core would spin."""
+    """Wraps an event. `blocking`: who waits for it sleeps, where else a core would spin."""
 
     def __init__(self, stream: torch.cuda.Stream, *, blocking: bool = False) -> None:
         self._event = torch.cuda.Event(enable_timing=True, blocking=blocking)
         self._event.record(stream)
 
     def seconds_after(self, earlier: CudaEvent) -> float:
-        """Both have passed."""
+        """Returns the seconds after another one; both have passed."""
         return float(earlier._event.elapsed_time(self._event)) / 1000
 
     def before(self, stream: torch.cuda.Stream) -> None:
-        """What is submitted to the stream from now on runs after it."""
+        """Has what is submitted to the stream from now on run after it."""
         stream.wait_event(self._event)
 
     def wait(self) -> None:
@@ -44,13 +44,13 @@ class CudaEvent(Event):
 
 
 class BulkEvent(Event):
-    """The end of a copy in pieces. Until the last of them is with the device, only the host can wait for it."""
+    """Describes the end of a copy in pieces. Until the last of them is with the device, only the host can wait for it."""
 
     def __init__(self, handed_on: Future[CudaEvent]) -> None:
         self._handed_on = handed_on
 
     def handed_on(self) -> CudaEvent:
-        """Its last piece's event, once there is one. Raises what the thread that hands on has raised."""
+        """Returns its last piece's event, once there is one. Raises what the thread that hands on has raised."""
         return self._handed_on.result()
 
     def wait(self) -> None:
@@ -64,7 +64,7 @@ class BulkEvent(Event):
 
 
 class CudaCopies:
-    """Those that a device was asked for, with when they ran: up, from, to, bytes. Threads add to them."""
+    """Holds copies that a device was asked for, with when they ran: up, from, to, bytes. Threads add to them."""
 
     def __init__(self) -> None:
         self._copies: deque[tuple[bool, CudaEvent, CudaEvent, int]] = deque(maxlen=MOST_COPIES)
@@ -72,7 +72,7 @@ class CudaCopies:
     def make(
         self, source: torch.Tensor, target: torch.Tensor, stream: torch.cuda.Stream, *, up: bool, blocking: bool = False
     ) -> CudaEvent:
-        """A copy behind what is on the stream; its end."""
+        """Makes a copy behind what is on the stream; returns its end."""
         begin = CudaEvent(stream)
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
@@ -82,7 +82,7 @@ class CudaCopies:
         return end
 
     def take_ended(self) -> list[tuple[bool, CudaEvent, CudaEvent, int]]:
-        """Those that are over, which are forgotten."""
+        """Returns those that are over, which are forgotten."""
         ended: list[tuple[bool, CudaEvent, CudaEvent, int]] = []
         for _ in range(len(self._copies)):
             copy = self._copies.popleft()
@@ -91,7 +91,7 @@ class CudaCopies:
 
 
 class BulkCopies:
-    """Large copies one way, in order. Both memories of a copy stay until it is over, which is not looked after here."""
+    """Makes large copies one way, in order. Both memories of a copy stay until it is over, which is not looked after here."""
 
     def __init__(self, device: torch.device, copies: CudaCopies, *, up: bool) -> None:
         self._device, self._copies, self._up = device, copies, up
@@ -101,12 +101,12 @@ class BulkCopies:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"bulk-{'up' if up else 'down'}")
 
     def submit(self, source: torch.Tensor, target: torch.Tensor, after: CudaEvent) -> BulkEvent:
-        """A copy (both 1-D) that runs after `after`."""
+        """Submits a copy (both 1-D) that runs after `after`."""
         self._newest = BulkEvent(self._thread.submit(self._hand_on, source, target, after))
         return self._newest
 
     def _hand_on(self, source: torch.Tensor, target: torch.Tensor, after: CudaEvent) -> CudaEvent:
-        """All pieces, as those before them end; the end of the last one."""
+        """Hands on all pieces, as those before them end; returns the end of the last one."""
         torch.cuda.set_device(self._device)
         after.before(self.stream)
         for piece in in_pieces(source, target, PIECE // _HALVES):

@@ -1,5 +1,5 @@
-"""An emulated accelerator: memory of its own (other CPU tensors), copy engines of its own (one thread each way), and a thread
-that sums squares.
+"""Describes an emulated accelerator: memory of its own (other CPU tensors), copy engines of its own (one thread each way), and
+a thread that sums squares.
 
 Copies really run beside compute, each direction in order (boundaries before pieces of what is large) and in no order with the
 other. Device memory starts as NaN bytes, and so does the target of a copy from the moment it is asked for, so that whoever does
@@ -28,22 +28,22 @@ from .pinned import STAGING, PinnedMemory, Staging
 
 
 class ComputeClock:
-    """When the compute submitted so far is over, on the monotonic clock. Without rates it is before the call returned."""
+    """Tells when the compute submitted so far is over, on the monotonic clock. Without rates it is before the call returned."""
 
     def __init__(self) -> None:
         self.over = 0.0
 
     def reaches(self, moment: float) -> None:
-        """What is submitted from now on begins no earlier."""
+        """Lets what is submitted from now on begin no earlier."""
         self.over = max(self.over, moment)
 
     def takes(self, seconds: float) -> None:
-        """What was submitted last, behind the rest; the device cannot be done before its launch is."""
+        """Adds what was submitted last, behind the rest; the device cannot be done before its launch is."""
         self.over = max(self.over + seconds, time.monotonic())
 
 
 class ComputeEvent(Event):
-    """A point in the emulated compute."""
+    """Describes a point in the emulated compute."""
 
     def __init__(self, moment: float) -> None:
         self.moment = moment
@@ -56,7 +56,7 @@ class ComputeEvent(Event):
 
 
 class CopyEvent(Event):
-    """Set by a copy engine when the copy is over."""
+    """Tells when a copy is over: a copy engine sets it."""
 
     def __init__(self, clock: ComputeClock) -> None:
         self._clock, self._passed = clock, threading.Event()
@@ -81,7 +81,7 @@ class CopyEvent(Event):
 
 @dataclass(eq=False, slots=True)
 class _Copying:
-    """A copy asked for. `begins`: when it could, the compute before it being over; `left`: pieces still to be made."""
+    """Holds a copy asked for. `begins`: when it could, the compute before it being over; `left`: pieces still to be made."""
 
     begins: float
     left: deque[tuple[torch.Tensor, torch.Tensor]]
@@ -89,8 +89,8 @@ class _Copying:
 
 
 class CopyEngine:
-    """One direction, on a thread: copies in the order they were asked for, but that no piece of a bulk copy begins while
-    another copy could. `rate`: bytes per second, None for as fast as it goes."""
+    """Copies in one direction, on a thread, copies in the order they were asked for, but that no piece of a bulk copy begins
+    while another copy could. `rate`: bytes per second, None for as fast as it goes."""
 
     def __init__(
         self, name: str, log: deque[Copy], clock: ComputeClock, *, up: bool, rate: float | None = None, piece: int = PIECE
@@ -135,7 +135,7 @@ class CopyEngine:
                     queue.popleft()
 
     def _ends_with(self, failure: RuntimeError) -> None:
-        """Tell everybody who waits for this thread, now or later."""
+        """Tells everybody who waits for this thread, now or later."""
         with self._asked:
             self._failure = failure
             for copying in (*self._urgent, *self._bulk):
@@ -144,7 +144,7 @@ class CopyEngine:
             self._bulk.clear()
 
     def _next(self) -> deque[_Copying] | None:
-        """The queue whose first copy goes on, once one can; None at the end."""
+        """Returns the queue whose first copy goes on, once one can; None at the end."""
         with self._asked:
             while True:
                 now = time.monotonic()
@@ -157,7 +157,7 @@ class CopyEngine:
                 self._asked.wait(min((queue[0].begins - now for queue in waiting), default=None))
 
     def _take(self, copying: _Copying, source: torch.Tensor, target: torch.Tensor) -> None:
-        """One piece, in its time."""
+        """Makes one piece, in its time."""
         begin, size = time.monotonic(), source.numel() * source.element_size()
         self.copy(source, target)
         if self._rate is not None:
@@ -175,7 +175,7 @@ class CopyEngine:
             event.synchronize()
 
     def close(self) -> None:
-        """Once what was asked for is made."""
+        """Closes it once what was asked for is made."""
         with self._asked:
             self._closed = True
             self._failure = self._failure or RuntimeError("the device is closed")
@@ -184,12 +184,12 @@ class CopyEngine:
 
 
 def poison(target: torch.Tensor) -> None:
-    """What computes with it before the copy has arrived gets NaN, or ids of no token."""
+    """Gives what computes with it before the copy has arrived NaN, or ids of no token."""
     target.fill_(torch.nan if target.is_floating_point() else True if target.dtype == torch.bool else -1)
 
 
 class _Memory:
-    """Bytes of device memory that are alive, as a device's allocator counts them: no more than `limit`."""
+    """Holds bytes of device memory that are alive, as a device's allocator counts them: no more than `limit`."""
 
     def __init__(self, limit: int | None) -> None:
         self.limit, self.live, self.peak = limit, 0, 0
@@ -210,9 +210,9 @@ class _Memory:
 
 
 class EmulatedDevice(Device):
-    """Random streams are the CPU's; memory and copies are its own. What compute allocates for itself is not counted. `memory`:
-    bytes that may be in use. `pinnable`: bytes of the host's that may be registered at a time (None: all). `rates`: bytes per
-    second up and down (None: as fast as it goes)."""
+    """Emulates a device: random streams are the CPU's; memory and copies are its own. What compute allocates for itself is not
+    counted. `memory`: bytes that may be in use. `pinnable`: bytes of the host's that may be registered at a time (None: all).
+    `rates`: bytes per second up and down (None: as fast as it goes)."""
 
     name = "emulated"
     separate = True
@@ -263,7 +263,7 @@ class EmulatedDevice(Device):
         return lambda: moment
 
     def takes(self, seconds: float) -> None:
-        """The compute submitted last takes so long on the device; its results are here, but nobody has them before that."""
+        """Hears that the compute submitted last takes so long on the device; nobody has its results before that."""
         self._clock.takes(seconds)
 
     def pin(self, host: torch.Tensor) -> int:

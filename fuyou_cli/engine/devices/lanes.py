@@ -18,7 +18,8 @@ FEW = 1 << 11  # lanes of a run that are folded together with those of the other
 
 
 def squares_in_lanes(flat: torch.Tensor, runs: Sequence[Run], lanes: torch.Tensor) -> torch.Tensor:
-    """(runs,) float64 on the device of `flat`. `lanes`: float64 to compute in, `square_lanes` of the longest run or more."""
+    """Returns (runs,) float64 on the device of `flat`. `lanes`: float64 to compute in, `square_lanes` of the longest run or
+    more."""
     few = torch.zeros(len(runs), FEW, dtype=torch.float64, device=flat.device)
     for of_run, (first, count) in zip(few, runs, strict=True):
         width = square_lanes(count)
@@ -31,7 +32,7 @@ def squares_in_lanes(flat: torch.Tensor, runs: Sequence[Run], lanes: torch.Tenso
 
 
 def _folded(sums: torch.Tensor, width: int) -> torch.Tensor:
-    """The last dimension in halves, down to `width`, in place. Lanes of no value are zeros, which change no sum of squares."""
+    """Folds the last dimension in halves, down to `width`, in place. Lanes of no value are zeros."""
     left = sums.shape[-1]
     while left > width:
         left //= 2

@@ -1,4 +1,4 @@
-"""Host memory that a device copies from and to directly, and what is done where the system refuses to register all of it."""
+"""Describes host memory that a device copies from and to directly, and what is done where not all can be registered."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Copy = Callable[[torch.Tensor, torch.Tensor], Event]  # one copy of registered m
 
 
 class PinnedMemory:
-    """What is registered, in as few pieces as are taken. A copy is direct only where it lies within one of them: a driver
+    """Holds what is registered, in as few pieces as are taken. A copy is direct only where it lies within one of them: a driver
     may refuse to copy across the edge of a registration."""
 
     def __init__(self, register: Callable[[int, int], bool], unregister: Callable[[int], None]) -> None:
@@ -29,7 +29,7 @@ class PinnedMemory:
         self._held: list[torch.Tensor] = []  # what is registered must not be unmapped
 
     def pin(self, host: torch.Tensor) -> int:
-        """Bytes of `host` that could not be registered."""
+        """Registers `host`; returns bytes that could not be registered."""
         begin, end = _extent(host)
         self._asked.append((begin, end))
         self._held.append(host)
@@ -47,7 +47,7 @@ class PinnedMemory:
         return left
 
     def refuses(self, host: torch.Tensor) -> bool:
-        """Whether `host` was to be registered and is not, as a whole."""
+        """Tells whether `host` was to be registered and is not, as a whole."""
         begin, end = _extent(host)
         return any(first < end and begin < last for first, last in self._asked) and not any(
             first <= begin and end <= last for first, last in self._pieces
@@ -62,7 +62,7 @@ class PinnedMemory:
 
 
 class Staging:
-    """Copies of one direction between a device and host memory that is not registered: piece by piece through two buffers
+    """Makes copies of one direction between a device and host memory that is not registered: piece by piece through two buffers
     that are, on a thread, so that whoever asks does not wait. They cost the processor one more pass over what is copied."""
 
     def __init__(self, name: str, buffers: list[torch.Tensor], *, up: bool) -> None:
@@ -71,11 +71,11 @@ class Staging:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     def submit(self, source: torch.Tensor, target: torch.Tensor, copy: Copy) -> StagedCopy:
-        """`copy` makes the pieces between a buffer and the device."""
+        """Submits a copy; `copy` makes the pieces between a buffer and the device."""
         return StagedCopy(self._thread.submit(self._stage, source, target, copy))
 
     def synchronize(self) -> None:
-        """Everything asked for so far has been copied."""
+        """Waits until everything asked for so far has been copied."""
         nothing = torch.empty(0, dtype=torch.uint8)
         self.submit(nothing, nothing, lambda source, target: _never()).synchronize()
 
@@ -100,7 +100,7 @@ class Staging:
         return last
 
     def _take(self) -> None:
-        """The oldest piece has been copied: its buffer is free."""
+        """Waits for the oldest piece: its buffer is free."""
         event, buffer, host = self._under_way.popleft()
         event.synchronize()
         if host is not buffer:
@@ -108,7 +108,7 @@ class Staging:
 
 
 class StagedCopy(Event):
-    """A copy in pieces. `last`: what the last piece's copy to the device is over with."""
+    """Describes a copy in pieces. `last`: what the last piece's copy to the device is over with."""
 
     def __init__(self, last: Future[Event | None]) -> None:
         self._last = last
@@ -130,7 +130,7 @@ def _never() -> Event:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """First address and one past the last."""
+    """Returns the first address and one past the last."""
     begin = tensor.data_ptr()
     if tensor.numel() == 0:
         return begin, begin
@@ -139,7 +139,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _pieces(source: torch.Tensor, target: torch.Tensor, most: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Both as bytes, in pieces of `most`. They lie in memory alike, without gaps."""
+    """Returns both as bytes, in pieces of `most`. They lie in memory alike, without gaps."""
     if source.shape != target.shape or source.stride() != target.stride() or source.dtype != target.dtype:
         raise RuntimeError(f"a staged copy of {tuple(source.shape)} to {tuple(target.shape)} changes its layout")
     flat = [tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in (source, target)]
@@ -149,5 +149,5 @@ def _pieces(source: torch.Tensor, target: torch.Tensor, most: int) -> Iterator[t
 
 
 def _move(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Without torch's threads: this one has none of its own, and those of compute are busy. Lets go of the interpreter."""
+    """Copies without torch's threads: those of compute are busy. Lets go of the interpreter."""
     ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())

@@ -1,1 +1,1 @@
-"""What a visit computes, by the kind of its stage: `block` (norms and projections as well), `embedding`, `head`."""
+"""Tells what a visit computes, by the kind of its stage: `block` (norms and projections as well), `embedding`, `head`."""

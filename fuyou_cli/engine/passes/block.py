@@ -1,4 +1,4 @@
-"""The visits of blocks, norms and projections: forward, and backward from what forward kept, micro-batch by micro-batch."""
+"""Describes the visits of blocks, norms and projections: forward, and backward from what it kept, by micro-batch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class BlockPasses:
         return y
 
     def computed(self, call: Call, x: torch.Tensor, *, stash: bool) -> torch.Tensor:
-        """`stash`: the boundary goes to its place by micro-batch, from the device: the host copies nothing."""
+        """Computes a visit. `stash`: the boundary goes to its place by micro-batch, from the device."""
         visits, activations = self.visits, self.activations[call.stage]
         y = Gathering(visits.crossings, x.shape[0])
         parts = visits.micro_batches(x.shape[0])
@@ -68,7 +68,7 @@ class BlockPasses:
     def differentiated(
         self, call: Call, x: list[torch.Tensor], grad_y: torch.Tensor, flat: torch.Tensor | None, total: GradientSum | None
     ) -> torch.Tensor | None:
-        """x: the boundary by micro-batch."""
+        """Differentiates a visit. x: the boundary by micro-batch."""
         visits, activations = self.visits, self.activations[call.stage]
         parts = visits.micro_batches(grad_y.shape[0])
         sources = (partial(lambda number, rows: [x[number], grad_y[rows]], *each) for each in enumerate(parts))

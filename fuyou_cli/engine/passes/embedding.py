@@ -1,4 +1,4 @@
-"""The visits of embeddings: by rows where one is a lookup, and piece by piece where it is cut along the vocabulary."""
+"""Holds the visits of embeddings: by rows where one is a lookup, and piece by piece where it is cut along the vocabulary."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class EmbeddingPasses(BlockPasses):
         self._pieces = {cut[0]: cut} if cut else {}  # by the stage that the embedding's forward is called as
 
     def forward(self, call: Call, x: torch.Tensor) -> torch.Tensor:
-        """x: (batch, tokens) int64 in host memory."""
+        """Hands ids to the passes. x: (batch, tokens) int64 in host memory."""
         if call.stage not in self._pieces:
             return super().forward(call, x)
         return self._forward_in_pieces(self._pieces[call.stage], call, x)
@@ -47,7 +47,7 @@ class EmbeddingPasses(BlockPasses):
     # ---- whole -----------------------------------------------------------------------------------------------------
 
     def computed(self, call: Call, x: torch.Tensor, *, stash: bool) -> torch.Tensor:
-        """ids may be shared by all rows; where memory is the host's, a lookup of the whole batch is its result."""
+        """Computes a visit; ids may be shared by all rows. Where memory is the host's, one lookup does all."""
         visits = self.visits
         if visits.device.separate and call.stage in self._lookups:
             return super().computed(call, x, stash=stash)
@@ -60,7 +60,7 @@ class EmbeddingPasses(BlockPasses):
     def differentiated(
         self, call: Call, x: list[torch.Tensor], grad_y: torch.Tensor, flat: torch.Tensor | None, total: GradientSum | None
     ) -> None:
-        """x: all ids (batch, tokens); grad_y: (batch, tokens, width)."""
+        """Differentiates a visit. x: all ids (batch, tokens); grad_y: (batch, tokens, width)."""
         visits, (ids,) = self.visits, x
         assert total is not None
         if call.stage in self._lookups and grad_y.shape[0] == ids.shape[0]:
@@ -136,7 +136,7 @@ class EmbeddingPasses(BlockPasses):
             visits.leave(visit, begin)
 
     def _by_token(self, ids: torch.Tensor, grad_y: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-        """(tokens,) and (tokens, width) of each micro-batch, on the device."""
+        """Returns (tokens,) and (tokens, width) of each micro-batch, on the device."""
         parts, width = self.visits.micro_batches(ids.shape[0]), grad_y.shape[-1]
         arriving = self.visits.inputs(
             partial(lambda rows: [ids[rows].reshape(-1), grad_y[rows].reshape(-1, width)], rows) for rows in parts

@@ -1,4 +1,5 @@
-"""The head's visits of a step: the loss, its gradient with respect to the last hidden state, and the head's own gradients.
+"""Describes the head's visits of a step: the loss, its gradient with respect to the last hidden state, and the head's own
+gradients.
 
 A whole head is visited once, forward and backward together. A head cut along the vocabulary is passed over twice: the
 loss needs every column of the logits before the gradient of any is known.
@@ -38,7 +39,7 @@ class HeadPasses:
     # ---- whole -----------------------------------------------------------------------------------------------------
 
     def _whole(self, hidden: torch.Tensor, targets: torch.Tensor, *, normaliser: int) -> tuple[float, torch.Tensor]:
-        """One visit, forward and backward at once."""
+        """Runs one visit, forward and backward at once."""
         visits, head = self.visits, self.head
         stage = visits.model.stages[-1].index
         visit, flat = visits.enter("head", stage)
@@ -76,7 +77,7 @@ class HeadPasses:
     # ---- in pieces -------------------------------------------------------------------------------------------------
 
     def _in_pieces(self, hidden: torch.Tensor, targets: torch.Tensor, *, normaliser: int) -> tuple[float, torch.Tensor]:
-        """Two passes over the pieces of the vocabulary, each piece's weights fetched once per pass for the whole batch."""
+        """Makes two passes over the pieces of the vocabulary, each piece's weights fetched once per pass."""
         visits = self.visits
         heads = [stage.index for stage in visits.model.stages if stage.kind == "head"]
         _, end = visits.stages[heads[-1]].rows
@@ -152,7 +153,7 @@ class HeadPasses:
         visits.leave(visit, begin)
 
     def _chunks(self, rows: slice, batch: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
-        """A micro-batch of the last hidden state, on the device, chunk by chunk: leaves of their own."""
+        """Returns a micro-batch of the last hidden state, on the device, chunk by chunk: leaves of their own."""
         for cut in pieces(batch.shape[0], batch.shape[1], self.visits.plan.numerics.head_chunk_tokens):
             yield Part(rows, cut), batch[cut].detach()
 
