@@ -21,10 +21,9 @@ from fuyou_cli.core.errors import FuyouError, UsageError
 from fuyou_cli.core.json_files import find_text, object_in, shown
 from fuyou_cli.core.paths import is_same_folder
 from fuyou_cli.core.units import gib
-from fuyou_cli.training.state.folder_names import is_written
 from fuyou_cli.training.state.manifest import BEFORE, BESIDE, COMPANIONS, LARGEST, VERSION
 from fuyou_cli.training.state.manifest import NAME as MANIFEST
-from fuyou_cli.training.state.parts import PART_FILE, STORE_FILE, read_part
+from fuyou_cli.training.state.parts import PART_FILE, STORE_FILE, is_written, read_part
 
 from .console import confirm, write_result, write_status
 

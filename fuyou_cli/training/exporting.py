@@ -1,4 +1,4 @@
-"""From a committed store to a directory `from_pretrained` loads: weights streamed extent by extent through one window.
+"""Exports a committed store as a directory that `from_pretrained` loads, extent by extent.
 
 Every extent is summed as it is read, and what is written takes its place only when all checksums match.
 """
@@ -38,7 +38,7 @@ _TENSORS = 5  # of an update: weights, remainder, moments, gradients
 
 @dataclass(slots=True)
 class _Summed:
-    """Of an extent: so many bytes from its beginning, their sum, and that of their last block."""
+    """Holds the sum of the first `end` bytes of an extent, and that of their last block."""
 
     end: int = 0
     total: int = 0
@@ -46,8 +46,7 @@ class _Summed:
 
 
 class StoreWeights:
-    """Reads the weights a manifest names, under the names of the checkpoint they came from, so that whatever loaded that
-    one loads this. Elements come as bytes of the asked dtype; a tensor in several stages is put together as it is read."""
+    """Reads the weights a manifest names, under the names of the checkpoint they came from, as bytes of the asked dtype."""
 
     def __init__(self, manifest: Manifest, daemon: SwapDaemon, arena: Arena, *, dtype: str) -> None:
         self.manifest, self.daemon, self.arena, self.dtype = manifest, daemon, arena, dtype
@@ -63,7 +62,7 @@ class StoreWeights:
         return [OutTensor(name=name, dtype=self.dtype, shape=places[0][1].shape) for name, places in self._places.items()]
 
     def read(self, tensor: OutTensor, first: int, count: int) -> memoryview:
-        """Elements [first, first + count) of a tensor, valid until the next call."""
+        """Returns elements [first, first + count) of a tensor, from all its stages; valid until the next call."""
         parts = [
             (stage, stored, begin, end)
             for stage, stored in self._places[tensor.name]
@@ -77,7 +76,7 @@ class StoreWeights:
         return memoryview(joined)
 
     def _part(self, stage: StoredStage, stored: StoredTensor, first: int, end: int) -> memoryview:
-        """Elements [first, end) of the whole tensor, all of them in one stage."""
+        """Returns elements [first, end) of the whole tensor, all of them in one stage."""
         begin, count = stored.offset + first - stored.first, end - first
         compute = self.manifest.compute_dtype
         assert stage.weights is not None
@@ -99,8 +98,7 @@ class StoreWeights:
         return _bytes_of(master)
 
     def _updated(self, stage: StoredStage, stored: StoredTensor, begin: int, count: int) -> tuple[bytearray, bytearray | None]:
-        """Weights and remainders of elements [begin, begin + count) of a stage whose last update is to be done: what a run that
-        goes on makes of them, as every value is updated by itself."""
+        """Computes the due update of elements [begin, begin + count) as a resumed run would: weights and remainders."""
         weights, remainder = bytearray(), bytearray()
         for first in range(begin, begin + count, _UPDATED):
             new, rest = self._update(stage, stored, first, min(_UPDATED, begin + count - first))
@@ -129,7 +127,7 @@ class StoreWeights:
         return held["weights"], held["remainder"]
 
     def _elements(self, extent: StoredExtent, begin: int, count: int, item: int, window: int) -> memoryview:
-        """Bytes of `count` elements of an extent, through the arena window at `window`."""
+        """Returns the bytes of `count` elements of an extent, through the arena window at `window`."""
         align = 4096
         first = begin * item // align * align
         size = min(align_up(begin * item + count * item, align), extent.size) - first
@@ -138,7 +136,7 @@ class StoreWeights:
         return self.arena.view(window + inside, count * item)
 
     def _fetch(self, extent: StoredExtent, first: int, size: int, window: int) -> None:
-        """Bytes of an extent. Those that follow what is summed are summed too; a block that several tensors share is read for
+        """Reads bytes of an extent, and sums those that follow what is summed. A block that several tensors share is read for
         each of them, and has to be the same every time."""
         self.daemon.wait(self.daemon.read(window, extent.offset + first, size))
         summed = self._summed.setdefault(extent, _Summed())
@@ -151,7 +149,7 @@ class StoreWeights:
             summed.last = checksum(fresh[-CHECKSUM_BLOCK:], position=summed.end - CHECKSUM_BLOCK)
 
     def check(self) -> None:
-        """Raises SwapError where an extent that was read is not what was written; what of it was not read, is."""
+        """Reads the rest of each extent that was read. Raises SwapError where one is not what was written."""
         for stage in self.manifest.stages:
             for name, extent in stage.extents():
                 if extent not in self._summed:
@@ -191,8 +189,7 @@ def export_store(
     progress: Callable[[int, int], None] | None = None,
     say: Callable[[str], None] | None = None,
 ) -> list[Path]:
-    """Writes the committed weights of the store in `source` to `out`; the shards' paths. `say` hears of a drive that is
-    silent."""
+    """Writes the committed weights of the store in `source` to `out`; returns the shards' paths."""
     with at_rest(source, arena_size=max(2 * _WINDOW, _TENSORS * _UPDATE_WINDOW), say=say) as store:
         manifest = store.manifest
         weights = StoreWeights(manifest, store.daemon, store.arena, dtype=dtype)

@@ -1,8 +1,7 @@
-"""The log for machines: one JSON object per line and step, appended as the run goes.
+"""Writes the log for machines: one JSON object per line and step.
 
-A crash can cut the last line short. Opening the log again removes such a rest, so that every line is whole.
-A run that resumes at an earlier commit logs some steps again: the last record of a step is the valid one.
-A run that starts over begins a new log; the one before is kept as log.jsonl.1, or the next number that is free.
+Opening the log again cuts a torn last line off. A resumed run may log some steps again: the last record of a step is the valid
+one. A run that starts over begins a new log, and keeps the old one as log.jsonl.1, or the next number that is free.
 """
 
 from __future__ import annotations
@@ -19,17 +18,16 @@ from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
-from fuyou_cli.core.disk import remedy
-from fuyou_cli.core.errors import FuyouError, OutOfSpaceError, UsageError
-
+from ..core.disk import failed_writing
+from ..core.errors import FuyouError, UsageError
 from .report import StepReport
 
 SCHEMA_VERSION = 1
 
 
 class JsonlLog:
-    """An open log; use as a context manager. Raises UsageError when the file cannot be opened, and FuyouError when it
-    cannot be written. `anew`: this run did not write what is there."""
+    """Holds an open log. Raises UsageError when the file cannot be opened, FuyouError when it cannot be written. `anew`: this
+    run did not write what is there."""
 
     def __init__(self, path: Path, *, anew: bool = False) -> None:
         self.path = path
@@ -54,13 +52,11 @@ class JsonlLog:
                 raise
 
     def step(self, report: StepReport) -> None:
-        """A finished step: every field but the timeline, which `busy` is of."""
-        fields = asdict(report)
-        del fields["timeline"]
-        self.write("step", fields)
+        """Writes a finished step: every field but the timeline, which `busy` sums up."""
+        self.write("step", {name: value for name, value in asdict(report).items() if name != "timeline"})
 
     def write(self, event: str, fields: Mapping[str, object]) -> None:
-        """One line: schema_version, event, then `fields`. Numbers that are not finite become null."""
+        """Writes one line: schema_version, event, then `fields`. Numbers that are not finite become null."""
         record = {"schema_version": SCHEMA_VERSION, "event": event, **fields}
         line = json.dumps(_finite(record), allow_nan=False, ensure_ascii=False, separators=(",", ":")) + "\n"
         data = line.encode()
@@ -70,10 +66,10 @@ class JsonlLog:
             while data:
                 data = data[os.write(self._file, data) :]
         except OSError as error:
-            raise self._unwritable(error) from error
+            raise failed_writing(self.path, error) from error
 
     def close(self) -> None:
-        """Put everything on stable storage. Closing twice is fine."""
+        """Puts everything on stable storage. Closing twice is fine."""
         if self._file is None:
             return
         file, self._file = self._file, None
@@ -84,23 +80,17 @@ class JsonlLog:
                 os.close(file)
         except OSError as error:
             if error.errno != errno.EINVAL:  # a pipe or a device: nothing to put anywhere
-                raise self._unwritable(error) from error
-
-    def _unwritable(self, error: OSError) -> FuyouError:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        kind = OutOfSpaceError if full else FuyouError
-        hint = "free some space there" if full else remedy(error)
-        return kind(f"cannot write the log {self.path}: {error.strerror}", hint=hint)
+                raise failed_writing(self.path, error) from error
 
 
 def read_log(path: Path) -> list[dict[str, object]]:
-    """Every whole record of the log, in the order written; a torn last line is left out."""
+    """Returns every whole record of the log, in order; a torn last line is left out."""
     whole, _, _ = path.read_bytes().rpartition(b"\n")
     return [json.loads(line) for line in whole.splitlines()]
 
 
 def _set_aside(path: Path) -> None:
-    """The log of an earlier run gets the next free number."""
+    """Renames the log of an earlier run to the next free number."""
     if not path.is_file() or not path.stat().st_size:
         return
     older = (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
@@ -108,7 +98,7 @@ def _set_aside(path: Path) -> None:
 
 
 def _opened(path: Path) -> int:
-    """A file and no link to one: what is cut and written is this. Nothing stays open where it cannot be read and cut."""
+    """Opens a plain file, no link to one, and cuts a torn line off."""
     if path.is_symlink():
         raise OSError(errno.ELOOP, "it is a symbolic link")
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

@@ -1,7 +1,4 @@
-"""How long a run is: steps as the recipe says, or as its data make of the epochs.
-
-A plan for epochs counts the rows: those of an earlier run are found again; of data that nobody tokenised yet, as much as takes
-seconds is tokenised into a folder that is gone afterwards."""
+"""Finds how long a run is: steps as the recipe says, or as its data make of the epochs."""
 
 from __future__ import annotations
 
@@ -23,24 +20,23 @@ COUNTED = 64 * MiB  # of files: tokenising more for a plan would take minutes
 
 
 def tokenised_rows(recipe: Recipe, tokenizer_dir: Path, *, cache: Path | None = None) -> Rows:
-    """The recipe's data as rows of tokens: made once in `cache` (default: the run's own), found again by what it depends on."""
+    """Returns the data as rows of tokens: made once in `cache` (default: the run's own), found again by what it depends on."""
     from ..data import prepare
 
     return prepare(**_asked(recipe, tokenizer_dir), cache_dir=cache or _cache(recipe))
 
 
 def counted_rows(recipe: Recipe, tokenizer_dir: Path, say: Callable[[str], None]) -> int | None:
-    """Rows of an epoch, for a plan. None where they cannot be known before a run, which is said."""
+    """Counts the rows of an epoch for a plan: those of an earlier run, or of data that takes seconds to tokenise; else None."""
     from ..data import MissingDataError, find, size_of
 
     try:
-        large = size_of(recipe.dataset) > COUNTED
-        if not large or _anything_in(_cache(recipe)):
-            if large:
-                say("reading the data, to find what an earlier run made of it")
-            known = find(**_asked(recipe, tokenizer_dir), cache_dir=_cache(recipe))
-            if known is not None:
-                return len(known)
+        large, has_cache = size_of(recipe.dataset) > COUNTED, any(_cache(recipe).glob("*"))
+        if large and has_cache:
+            say("reading the data, to find what an earlier run made of it")
+        known = find(**_asked(recipe, tokenizer_dir), cache_dir=_cache(recipe)) if has_cache else None
+        if known is not None:
+            return len(known)
         if large:
             say("note: the number of steps is known only after a run has tokenised the data")
             return None
@@ -56,7 +52,7 @@ def counted_rows(recipe: Recipe, tokenizer_dir: Path, say: Callable[[str], None]
 
 
 def steps_of(recipe: Recipe, rows: int | None) -> int:
-    """`max_steps`, or as many as the epochs over so many rows take; 0 where neither is known."""
+    """Returns `max_steps`, or as many as the epochs over so many rows take; 0 where neither is known."""
     if recipe.train.max_steps is not None:
         return recipe.train.max_steps
     if not rows:
@@ -76,10 +72,6 @@ def _asked(recipe: Recipe, tokenizer_dir: Path) -> dict[str, Any]:
         "chat_template": None if template is None else expanded(template, key="tokenizer.chat_template"),
         "pad_token": recipe.tokenizer.pad_token,
     }
-
-
-def _anything_in(directory: Path) -> bool:
-    return directory.is_dir() and any(directory.iterdir())
 
 
 def _cache(recipe: Recipe) -> Path:

@@ -1,4 +1,4 @@
-"""What sizes forbid: more positions than the model has, token ids without an embedding, more memory than the device has."""
+"""Checks sizes: positions that the model has, token ids that have an embedding, memory that the device has."""
 
 from __future__ import annotations
 
@@ -18,20 +18,15 @@ _POSITION_OFFSET = 2  # rows that a table of positions may have beyond its posit
 
 
 def check_positions(recipe: Recipe, anatomy: Anatomy, say: Callable[[str], None]) -> None:
-    """Refuses rows longer than a learned table of positions; says so where positions are computed (rotary, ALiBi): those
-    models run, beyond what they have learnt."""
-    length, limit = recipe.dataset.max_seq_len, _positions(anatomy)
-    if limit is None or length <= limit:
+    """Refuses rows longer than a learned table of positions; warns where positions are computed (rotary, ALiBi)."""
+    length = recipe.dataset.max_seq_len
+    limit = getattr(anatomy.model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(limit, int) or length <= limit:
         return
     beyond = f"dataset.max_seq_len: {length:,} is more than the {limit:,} positions of {recipe.model.name_or_path}"
     if _learns_positions(anatomy, limit):
         raise UsageError(f"{beyond}, which has learnt an embedding for each", hint=f"use at most {limit}")
     say(f"warning: {beyond} (max_position_embeddings): the model was not trained on such long rows")
-
-
-def _positions(anatomy: Anatomy) -> int | None:
-    limit = getattr(anatomy.model.config.get_text_config(), "max_position_embeddings", None)
-    return limit if isinstance(limit, int) else None
 
 
 def _learns_positions(anatomy: Anatomy, limit: int) -> bool:
@@ -58,16 +53,14 @@ def check_tokens(recipe: Recipe, anatomy: Anatomy, summary: DataSummary) -> None
 
 
 def gpu_limit(recipe: Recipe, hardware: HardwareProfile) -> int | None:
-    """What a plan may take of a device with memory of its own. On a GPU a little less than the process may have: torch's
-    allocator loses some of it in fragments and to workspaces of its libraries. An emulated one is as large as it is said to
-    be."""
+    """Returns the bytes that a plan may take of a device with memory of its own: on a GPU a little less than the process may
+    have, as torch's allocator loses some in fragments and workspaces."""
     most = gpu_most(recipe, hardware)
     return most if most is None or hardware.device != "cuda" else int(most * _PLANNED_OF_A_GPU)
 
 
 def gpu_most(recipe: Recipe, hardware: HardwareProfile) -> int | None:
-    """What the process may have of it, beside its context: it is refused more. What others have taken is nobody's to
-    promise."""
+    """Returns the bytes that the process may have of it, beside its context and what others have taken."""
     asked, there = recipe.offload.max_memory.gpu, hardware.device_memory
     if hardware.device == "cpu" or (asked.is_auto and not there):
         return None

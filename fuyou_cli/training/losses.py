@@ -1,6 +1,6 @@
-"""The losses of all committed steps in one file beside the manifest: eight bytes a step, however many there are.
+"""Keeps the losses of all committed steps in one file beside the manifest, eight bytes a step.
 
-Written before the manifest that counts them, read up to that count: what a killed run left behind it is written over.
+It is written before the manifest that counts them, and read up to that count: what a killed run left behind is written over.
 """
 
 from __future__ import annotations
@@ -19,38 +19,23 @@ _ITEM = struct.Struct("<d")
 
 
 def write(directory: Path, losses: Sequence[float], *, first: int = 0) -> None:
-    """Losses of the steps from `first` on (0 for step 1), on stable storage when this returns. Those before that the file has
-    lost are not known, which is not zero."""
+    """Writes the losses of the steps from `first` on (0 for step 1) to stable storage; earlier ones that are lost are NaN."""
     path = directory / NAME
     try:
-        descriptor = open_own(path, anew=False)
-        try:
-            held = min(first, os.fstat(descriptor).st_size // _ITEM.size)
-            content = b"".join(_ITEM.pack(loss) for loss in (*[math.nan] * (first - held), *losses))
-            done = 0
-            while done < len(content):
-                done += os.pwrite(descriptor, content[done:], held * _ITEM.size + done)
-            os.fdatasync(descriptor)
-        finally:
-            os.close(descriptor)
+        with os.fdopen(open_own(path, anew=False), "wb") as file:
+            held = min(first, os.fstat(file.fileno()).st_size // _ITEM.size)
+            file.seek(held * _ITEM.size)
+            file.writelines(_ITEM.pack(loss) for loss in (*[math.nan] * (first - held), *losses))
+            file.flush()
+            os.fdatasync(file.fileno())
         if not held:
             sync_directory(directory)
     except OSError as error:
         raise failed_writing(path, error) from error
 
 
-def check(directory: Path) -> None:
-    """Raises FuyouError where something else has the file's name: found before a step is computed for nothing."""
-    try:
-        os.close(open_own(directory / NAME, anew=False))
-    except OSError as error:
-        failed = failed_writing(directory / NAME, error)
-        failed.hint = failed.hint or "move it away"
-        raise failed from error
-
-
 def read(directory: Path, count: int) -> tuple[list[float], str]:
-    """Losses of the first `count` steps, and a note where some cannot be read: those are NaN, and hinder nothing."""
+    """Returns the losses of the first `count` steps, NaN where they cannot be read, and a note that says so."""
     path = directory / NAME
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # it may be a pipe

@@ -1,7 +1,8 @@
-"""What a run's result depends on, from the recipe: numbers, with `auto` resolved once."""
+"""Resolves the numbers that a run's result depends on, `auto` once, and chooses how many rows are computed at once."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, cast
 
@@ -10,7 +11,6 @@ from ..core.units import MiB
 from ..spec.hardware import HardwareProfile
 from ..spec.model import Dtype
 from ..spec.plan import Numerics
-from .micro_batches import usual_size
 from .state.manifest_checks import MOST_THREADS
 from .state.stored import Manifest
 
@@ -21,27 +21,26 @@ if TYPE_CHECKING:
 THREADS_BESIDE_A_GPU = 4
 HEAD_PIECE_BYTES = 256 * MiB  # what `auto` lets one piece of logits and their gradients take
 _LOGIT_BYTES = 16  # per token and vocabulary entry: logits, float32 copy, softmax, gradient
+USUAL_TOKENS = 1024  # fills two cores, and its activations stay below the mmap threshold
+MOST_TOKENS = 8192  # more keeps no machine busier
+GAIN = 0.02
+_NEAR = 1.25  # times the fastest usual plan: from further off no search makes a size the fastest
+
+Seconds = Callable[[int], float | None]  # of a step with micro-batches of so many rows; None where it does not fit
 
 
 def _head_chunk(train: TrainSection, tokens: int, columns: int) -> int:
-    """Tokens the head takes at once, with logits of `columns` columns; 0: a whole micro-batch of `tokens`."""
+    """Returns the tokens that the head takes at once, with logits of `columns` columns; 0: a micro-batch of `tokens`."""
     if train.head_chunk_tokens != "auto":
         return train.head_chunk_tokens
     most = max(64, HEAD_PIECE_BYTES // (_LOGIT_BYTES * columns))
     return 0 if tokens <= most else 1 << (most.bit_length() - 1)
 
 
-def _usual_threads(hardware: HardwareProfile) -> int:
-    """Every core where torch computes on them. Beside a GPU it copies rows: a few reach what memory gives, and the cores are
-    the update's."""
-    return min(hardware.cores, THREADS_BESIDE_A_GPU if hardware.device == "cuda" else MOST_THREADS)
-
-
 def numerics_of(
     recipe: Recipe, anatomy: Anatomy, hardware: HardwareProfile, manifest: Manifest | None, *, micro: int | None = None
 ) -> Numerics:
-    """What the recipe says, `auto` resolved by fixed rules, of micro-batches to `micro` rows where that is given; a resumed
-    run keeps what it started with."""
+    """Resolves `auto` by fixed rules, of micro-batches to `micro` rows where given; a resumed run keeps what it has."""
     from ..engine.vocabulary import resolved_rows
 
     train, length = recipe.train, recipe.dataset.max_seq_len
@@ -50,10 +49,12 @@ def numerics_of(
     elif manifest is not None:
         micro = manifest.numerics.micro_batch_size
     elif micro is None:
-        micro = usual_size(train.batch_size, length)
+        micro = sizes_of(train.batch_size, length)[1]
     vocabulary_rows = resolved_rows(anatomy, train.head_chunk_vocab)
     columns = vocabulary_rows or anatomy.model.config.get_text_config().vocab_size
     chunk = _head_chunk(train, micro * length, columns)
+    # Beside a GPU torch copies rows: a few threads reach what memory gives, and the cores are the update's.
+    usual_threads = THREADS_BESIDE_A_GPU if hardware.device == "cuda" else MOST_THREADS
     compute = cast(Dtype, recipe.precision.compute)
     # Nothing is added up, and a wider sum would hold the same numbers; but of a tied head and its embedding, whose two
     # gradients plain PyTorch adds in the compute dtype as well.
@@ -66,7 +67,7 @@ def numerics_of(
         micro_batch_size=micro,
         max_seq_len=length,
         head_chunk_tokens=chunk,
-        torch_threads=_usual_threads(hardware) if train.threads == "auto" else train.threads,
+        torch_threads=min(hardware.cores, usual_threads) if train.threads == "auto" else train.threads,
         seed=recipe.seed,
         vocabulary_rows=vocabulary_rows,
     )
@@ -77,7 +78,7 @@ def numerics_of(
 
 
 def _refuse_changed(recipe: Recipe, kept: Numerics, asked: Numerics) -> None:
-    """`auto` keeps what the run started with; a number that differs is an error."""
+    """Raises UsageError for a number that differs; `auto` keeps what the run started with."""
     names = {
         "compute_dtype": ("precision.compute", True),
         "accumulate_dtype": ("precision.grad_accum", True),
@@ -96,3 +97,56 @@ def _refuse_changed(recipe: Recipe, kept: Numerics, asked: Numerics) -> None:
             "the saved run cannot be resumed, its numerics changed: " + "; ".join(changed),
             hint="put the old values back, or start over with checkpoint.resume=never",
         )
+
+
+def sizes_of(batch_size: int, length: int) -> tuple[list[int], int, list[int]]:
+    """Returns the sizes that divide a batch: below the usual one, descending, the usual one, and above it, ascending."""
+    divisors = [size for size in range(1, batch_size + 1) if batch_size % size == 0]
+    usual = max(size for size in divisors if size <= max(1, USUAL_TOKENS // length))
+    smaller = [size for size in reversed(divisors) if size < usual]
+    return smaller, usual, [size for size in divisors if usual < size <= MOST_TOKENS // length]
+
+
+def likely_sizes(batch_size: int, length: int) -> list[int]:
+    """Returns the sizes that a plan is most likely to choose: the usual one, and the next on either side."""
+    smaller, usual, larger = sizes_of(batch_size, length)
+    return [usual, *smaller[:1], *larger[:1]]
+
+
+def fastest_size(batch_size: int, length: int, *, planned: Seconds, searched: Seconds) -> int:
+    """Returns the size whose step is fastest, the usual one unless another is faster by more than GAIN.
+
+    Larger and smaller sizes are tried with their usual plan (`planned`, quick) while each is faster than the one before, or
+    until one fits. `searched` decides between the best two that are near each other."""
+    smaller, usual, larger = sizes_of(batch_size, length)
+    found: dict[int, float] = {}
+    if (seconds := planned(usual)) is not None:
+        found[usual] = seconds
+        _follow(larger, planned, found, seconds)
+    _follow(smaller, planned, found, seconds)
+    best = sorted(found, key=lambda size: (found[size], size))[:2]
+    if usual in found and usual not in best and found[usual] * (1 - GAIN) <= found[best[0]]:
+        best[1] = usual
+    if len(best) == 2 and found[best[1]] <= _NEAR * found[best[0]]:
+        found = {size: seconds for size in best if (seconds := searched(size)) is not None} or found
+    return _fastest(found, usual)
+
+
+def _follow(sizes: Sequence[int], planned: Seconds, found: dict[int, float], least: float | None) -> None:
+    """Tries sizes as long as it helps, or until one fits. `least`: seconds of the last one that does."""
+    for size in sizes:
+        seconds = planned(size)
+        if seconds is not None:
+            found[size] = seconds
+        if least is not None and (seconds is None or seconds >= least * (1 - GAIN)):
+            return
+        least = seconds
+
+
+def _fastest(found: dict[int, float], usual: int) -> int:
+    """Returns the usual size where nothing fits: who plans it says why."""
+    best = usual
+    for size, seconds in sorted(found.items(), key=lambda item: (item[1], item[0])):
+        if best not in found or seconds < found[best] * (1 - GAIN):
+            best = size
+    return best

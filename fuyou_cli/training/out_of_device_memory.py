@@ -1,5 +1,4 @@
-"""What is said where a device runs out of memory (how much was planned, how much is in use, which key decides), and where it
-cannot pin the host's."""
+"""Says what to do where a device runs out of memory, or cannot pin the host's."""
 
 from __future__ import annotations
 
@@ -20,6 +19,7 @@ _WORDS = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STAT
 
 
 def unpinned(refused: int, size: int) -> str:
+    """Says what unpinned host memory means. Bytes."""
     return (
         f"note: {gib(refused)} of {gib(size)} of host memory could not be pinned: copies between it and the device go through "
         "small pinned buffers, each byte moved once more by the processor, so they are slower than planned. `fuyou doctor` "
@@ -29,8 +29,7 @@ def unpinned(refused: int, size: int) -> str:
 
 @contextmanager
 def named(device: Device, plan: Plan, most: int | None, where: Callable[[], str]) -> Iterator[None]:
-    """Inside, running out of the device's memory becomes an error that says what to do. `most`: bytes that the process may
-    have of it."""
+    """Turns running out of the device's memory inside into an error that says what to do. `most`: bytes allowed."""
     try:
         yield
     except RuntimeError as error:

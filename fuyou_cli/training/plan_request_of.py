@@ -10,10 +10,11 @@ from ..planner.plan_request import PlanRequest, update_chunks_for, update_thread
 from ..spec.hardware import HardwareProfile
 from ..spec.plan import Numerics, StoreMode, Tier
 from .limits import gpu_limit
+from .state.resume import commit_interval
 from .state.stored import Manifest
 
 if TYPE_CHECKING:
-    from ..recipe.schema import CheckpointSection, Recipe
+    from ..recipe.schema import Recipe
 
 CHUNK_PARAMS = 1 << 19
 _KEPT: dict[str, Literal["all", "none"] | None] = {"auto": None, "swap": "all", "recompute": "none"}
@@ -21,7 +22,7 @@ _KEPT: dict[str, Literal["all", "none"] | None] = {"auto": None, "swap": "all", 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiskShare:
-    """The disk under one file of a store. Bytes."""
+    """Describes the disk under one file of a store. Bytes."""
 
     free: int  # with what files of this store hold there already
     files: int  # of this store, on the same disk
@@ -30,7 +31,7 @@ class DiskShare:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreDisks:
-    """What the disks under a store have for it, as they were looked at."""
+    """Describes what the disks under a store have for it, as they were looked at."""
 
     shares: tuple[DiskShare, ...]  # one per file: files are striped, so the fullest disk counts for all
     total: int  # bytes of all these disks, of which offload.max_memory.ssd may name a share
@@ -58,12 +59,13 @@ def plan_request(
     disks: StoreDisks | None = None,
     parameters: int = 0,
 ) -> PlanRequest:
-    """Resolves the keys to numbers. A `saved` run keeps the kind of store that it has. `disks`: what there is for the store
-    beside the export of so many parameters; None: what the profile of the machine found free."""
+    """Resolves the keys to numbers; a `saved` run keeps its kind of store. `disks`: what there is for it beside the export of
+    so many parameters; None: what the profile of the machine found free."""
     from ..swap.kernels import scratch_size
 
     offload, checkpoint = recipe.offload, recipe.checkpoint
-    mode = _store_mode(checkpoint, saved)
+    asked_mode: StoreMode = "redo" if checkpoint.mode == "redo" else "in_place"
+    mode = asked_mode if saved is None else saved.mode
     everything: Tier | None = "cpu" if offload.strategy == "none" else None
     depth = 16 if offload.io.queue_depth == "auto" else offload.io.queue_depth
     threads = update_threads_for(hardware, device=device, torch_threads=numerics.torch_threads)
@@ -91,7 +93,7 @@ def plan_request(
         chunk_params=CHUNK_PARAMS,
         scratch_size=scratch_size(CHUNK_PARAMS, update_chunks_for(threads)),
         export_item=export_item,
-        commit_every=_commit_every(checkpoint, mode),
+        commit_every=commit_interval(checkpoint, mode),
         store_mode=mode,
         may_redo=checkpoint.mode == "auto" and checkpoint.commit_every_steps in (1, "auto") and saved is None,
         keep=saved.keep if saved is not None else checkpoint.keep_last if checkpoint.mode == "snapshot" else 1,
@@ -103,18 +105,6 @@ def _tier(value: str, device: str) -> Tier | None:
     if value == "gpu" and device == "cpu":
         raise UsageError("a tensor is pinned to gpu, but offload.device is cpu", hint="use cpu, ssd or auto")
     return None if value == "auto" else cast(Tier, value)
-
-
-def _store_mode(checkpoint: CheckpointSection, saved: Manifest | None) -> StoreMode:
-    if saved is not None:
-        return saved.mode
-    return "redo" if checkpoint.mode == "redo" else "in_place"
-
-
-def _commit_every(checkpoint: CheckpointSection, mode: StoreMode) -> int | Literal["auto"] | None:
-    if checkpoint.mode == "snapshot":
-        return checkpoint.snapshot_every_steps
-    return 1 if mode == "redo" and checkpoint.commit_every_steps == "auto" else checkpoint.commit_every_steps
 
 
 def _usual_budget(hardware: HardwareProfile, device: str) -> int:

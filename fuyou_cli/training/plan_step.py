@@ -1,12 +1,12 @@
-"""The plan step: a plan for what was inspected, of a changed recipe (`replan`), or once the rows are known (`settle`)."""
+"""Plans what was inspected (`plan`), a changed recipe (`replan`), or anew once the rows are known (`settle`)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..checkpoint.hub import Hub, Progress
-from ..core.errors import PlanError
+from ..core.errors import FuyouError, PlanError
 from ..planner.choice import Choice
 from ..planner.commit_interval import timed_plan
 from ..planner.place import least_memory, made_of
@@ -20,11 +20,10 @@ from ..spec.model import ModelSpec
 from ..spec.plan import Numerics, Plan
 from .length import steps_of
 from .limits import check_positions
-from .micro_batches import fastest_size, likely_sizes
-from .numerics import numerics_of
+from .numerics import fastest_size, likely_sizes, numerics_of
 from .plan_request_of import StoreDisks, plan_request
-from .state.resume import planned_from, steps_left
-from .steps import Inspected, Planned, Ready, Say, Tokenised, outline_of, unheard
+from .state.resume import refused, steps_left
+from .steps import Inspected, Planned, Ready, Say, outline_of, unheard
 
 if TYPE_CHECKING:
     from ..engine.anatomy import Anatomy
@@ -45,10 +44,10 @@ def plan(
     micro_batch_size: int | None = None,
     choose: Choose | None = None,
 ) -> Planned:
-    """Plans for a machine. Raises PlanError where nothing fits; only to plan, the plan that needs least is returned instead.
+    """Plans for a machine. Raises PlanError where a run does not fit; without a run returns the plan that needs least.
 
-    `rows`: of an epoch, where they are known; `micro_batch_size`: what `auto` means, where that was chosen before; `choose`: a
-    pure function that makes the plan, instead of the search."""
+    `rows`: of an epoch, where known; `micro_batch_size`: what `auto` was chosen to be; `choose`: makes the plan instead of the
+    search."""
     inspected = _resumable(inspected, hardware, say)
     resolved, recipe = inspected.resolved, inspected.recipe
     planner = _Planner(inspected, hardware, disks, or_least=not resolved.to_run)
@@ -59,8 +58,8 @@ def plan(
 
 
 def replan(before: Planned, recipe: Recipe, *, choose: Choose | None = None) -> Planned:
-    """Plans with changed keys of batch, numerics or placement for the same model and machine. Raises PlanError where nothing
-    fits, UsageError where the model refuses it."""
+    """Plans with changed keys for the same model and machine. Raises PlanError where nothing fits, UsageError where the model
+    refuses them."""
     resolved = replace(before.inspected.resolved, recipe=recipe)
     planner = _Planner(replace(before.inspected, resolved=resolved), before.hardware, before.disks)
     planner.know(before)
@@ -68,19 +67,17 @@ def replan(before: Planned, recipe: Recipe, *, choose: Choose | None = None) -> 
     return planner.planned(_numerics_again(before, recipe), rows, choose=choose)
 
 
-def settle(
-    tokenised: Tokenised, hardware: HardwareProfile, disks: StoreDisks | None = None, *, choose: Choose | None = None
-) -> Ready:
-    """Plans for the rows, and for the process and disks as they are by now: the same choice placed anew; a new search only
-    where that does not fit, is slower, or the run has another length in the eyes of its drives. Raises PlanError."""
-    before, sampler = tokenised.fetched.planned, tokenised.sampler
-    hardware = replace(hardware, process_bytes=hardware.process_bytes + sampler.peak_bytes)
+def settle(ready: Ready, hardware: HardwareProfile, disks: StoreDisks | None = None, *, choose: Choose | None = None) -> Ready:
+    """Places the same choice for the rows, process and disks as they are by now; searches again only where that does not fit,
+    is slower, or the drives' rates change with the run's length. Raises PlanError."""
+    before = ready.planned
+    hardware = replace(hardware, process_bytes=hardware.process_bytes + ready.sampler.peak_bytes)
     planner = _Planner(before.inspected, hardware, disks)
     planner.know(before)
-    planned, rows = None, len(tokenised.rows)
+    planned, rows = None, len(ready.rows)
     if choose is None and before.found is not None:
         planned = _placed_anew(planner, before, before.found, rows)
-    return Ready(tokenised=tokenised, planned=planned or planner.planned(before.plan.numerics, rows, choose=choose))
+    return replace(ready, planned=planned or planner.planned(before.plan.numerics, rows, choose=choose))
 
 
 def _placed_anew(planner: _Planner, before: Planned, found: Found, rows: int) -> Planned | None:
@@ -153,8 +150,15 @@ class _Planner:
 
     def _asked(self, numerics: Numerics, model: ModelSpec) -> PlanRequest:
         resolved, device = self._inspected.resolved, self._inspected.device
-        options: dict[str, Any] = {"device": device, "saved": resolved.manifest, "disks": self._disks}
-        return plan_request(resolved.recipe, numerics, self._hardware, parameters=model.parameters, **options)
+        return plan_request(
+            resolved.recipe,
+            numerics,
+            self._hardware,
+            device=device,
+            saved=resolved.manifest,
+            disks=self._disks,
+            parameters=model.parameters,
+        )
 
     def _searched(self, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
         found = self._found.get(request)
@@ -196,21 +200,16 @@ class _Planner:
                 plan = planned_for(choose, model, hardware, asked, steps=steps_of(recipe, None))
             except PlanError:
                 return None
-            fits = asked.gpu_budget is None or plan.predicted.gpu_peak <= asked.gpu_budget
+            on_device = asked.gpu_budget is None or plan.predicted.gpu_peak <= asked.gpu_budget
+            fits = on_device and plan.predicted.cpu_peak <= plan.cpu_budget
             return plan.predicted.step_seconds if fits else None
 
         return fastest_size(
             recipe.train.batch_size,
             recipe.dataset.max_seq_len,
             planned=lambda size: seconds(size, _usual_plan),
-            searched=lambda size: seconds(size, self._fastest),
+            searched=lambda size: seconds(size, self._searched),
         )
-
-    def _fastest(self, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
-        """Searches without a way out."""
-        if request not in self._found:
-            self._found[request] = search(model, hardware, request)
-        return timed(self._found[request].best, model, hardware, request)
 
 
 def _resumable(inspected: Inspected, hardware: HardwareProfile, say: Say) -> Inspected:
@@ -218,8 +217,12 @@ def _resumable(inspected: Inspected, hardware: HardwareProfile, say: Say) -> Ins
     resolved = inspected.resolved
     if resolved.to_run or resolved.manifest is None:
         return inspected
-    saved = planned_from(resolved.recipe, inspected.outline.anatomy, hardware, resolved.manifest, say=say)
-    return replace(inspected, resolved=replace(resolved, manifest=saved))
+    try:
+        numerics_of(resolved.recipe, inspected.outline.anatomy, hardware, resolved.manifest)
+    except FuyouError as error:
+        say(refused(error))
+        return replace(inspected, resolved=replace(resolved, manifest=None))
+    return inspected
 
 
 def _numerics_again(before: Planned, recipe: Recipe) -> Numerics:
@@ -247,8 +250,7 @@ def cut(anatomy: Anatomy, numerics: Numerics) -> Anatomy:
 def anatomy_of(
     recipe: Recipe, hardware: HardwareProfile, *, say: Say, progress: Progress = unheard
 ) -> tuple[Anatomy, list[Numerics]]:
-    """Finds what a run of the recipe would compute with, without data, weights or a plan: the stages, and the numerics of every
-    size of micro-batch that is likely, the usual one first."""
+    """Returns the stages that a run would compute, and the numerics of each likely size of micro-batch, the usual one first."""
     model_dir = Hub(recipe, say=say, progress=progress).model(need_weights=False)
     anatomy = outline_of(recipe, model_dir, strict=True).anatomy
     check_positions(recipe, anatomy, say)

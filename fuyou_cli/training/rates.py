@@ -1,4 +1,4 @@
-"""The learning rate of every step as the recipe says it."""
+"""Computes the learning rate of every step as the recipe says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearningRate:
-    """Linear warmup, then constant, linear, cosine or wsd (constant, then linear decay over the last `decay_steps`)."""
+    """Warms up linearly, then is constant, linear, cosine or wsd (constant, then linear decay over the last `decay_steps`)."""
 
     name: str
     peak: float
@@ -27,8 +27,7 @@ class LearningRate:
         """Returns the rate of step `step` (1 for the first)."""
         if step <= self.warmup_steps:
             return self.peak * step / self.warmup_steps
-        progress = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
-        progress = min(1.0, progress)
+        progress = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
         if self.name == "constant":
             factor = 1.0
         elif self.name == "linear":
@@ -43,9 +42,8 @@ class LearningRate:
 
 
 def learning_rate(recipe: Recipe, total_steps: int) -> LearningRate:
-    """Of a run of `total_steps`. Raises UsageError for a warm-up that does not end within it."""
-    schedule = recipe.lr_scheduler
-    warmup = schedule.warmup_steps
+    """Returns that of a run of `total_steps`. Raises UsageError for a warm-up that does not end within it."""
+    schedule, warmup = recipe.lr_scheduler, recipe.lr_scheduler.warmup_steps
     if warmup is None:
         warmup = round((schedule.warmup_ratio or 0.0) * total_steps)
     if warmup > total_steps:

@@ -26,7 +26,6 @@ from ..swap.daemon import DaemonOptions, SwapDaemon
 from ..swap.store import Store
 from . import out_of_device_memory
 from .limits import gpu_most
-from .memory_watch import MemoryWatch
 from .rates import learning_rate
 from .report import RunReport, StepReport
 from .reporting import Steps, run_report, settling_steps
@@ -38,7 +37,7 @@ from .state.parts import STORE_FILE, write_parts
 from .state.resume import check_same_store, check_unchanged
 from .state.saver import Saver, Standing
 from .state.storage import StageFiles, check_space, check_stages
-from .step_meter import StepMeter
+from .step_meter import MemoryWatch, StepMeter
 from .steps import Planned, Ready
 from .stopping import StopRequests
 from .trace import Trace
@@ -116,7 +115,8 @@ class Run:
     def _open_engine(self, patience: Patience) -> None:
         """Opens what computes and what saves, over the store, the daemon and the device."""
         plan, planned, memory = self.plan, self.planned, self.host_memory
-        self._pin(memory.tensor(Span(offset=0, size=memory.arena.size), torch.uint8))
+        if refused := self.device.pin(memory.tensor(Span(offset=0, size=memory.arena.size), torch.uint8)):
+            self._announce(out_of_device_memory.unpinned(refused, memory.arena.size))
         with self._naming_device_memory():
             self.executor = Executor(
                 anatomy=planned.anatomy,
@@ -142,10 +142,8 @@ class Run:
             say=self._announce,
             patience=patience,
         )
-        self._stack.callback(self.saver.close)
-        self._endings = Endings(
-            planned, self.doing, executor=self.executor, saver=self.saver, stopping=self.stopping, save=self.save
-        )
+        self._stack.callback(self.saver.commits.close)
+        self._endings = Endings(planned, self.doing, self.executor, self.saver, self.stopping, self.save)
         self._meter = StepMeter(
             model=self.model, daemon=self.daemon, device=self.device, stalls=self.executor.residency.stalls, memory=self.memory
         )
@@ -153,11 +151,6 @@ class Run:
 
     def _naming_device_memory(self) -> AbstractContextManager[None]:
         return out_of_device_memory.named(self.device, self.plan, self._device_most, self._where)
-
-    def _pin(self, arena: torch.Tensor) -> None:
-        refused = self.device.pin(arena)
-        if refused:
-            self._announce(out_of_device_memory.unpinned(refused, arena.numel()))
 
     def _claim_folders(self, free_space: Callable[[Path], int]) -> None:
         """Checks that a saved run is still the one that was planned for, and that the folders have room for the store."""
@@ -209,7 +202,7 @@ class Run:
                 return
             self.saver.give_up_what_was()
             write_parts(self.standing.run, [path.parent for path in self.paths])
-            self.files.load(self.ready.tokenised.fetched.entries, self.executor.residency.records, progress)
+            self.files.load(self.ready.entries, self.executor.residency.records, progress)
 
     def trace(self, trace: Trace) -> None:
         """Has `trace` hear of every step to come."""
@@ -228,7 +221,9 @@ class Run:
             self._limits.begin(self.step, self._written)
             limit = None
             while self.step < self.planned.total_steps:
-                limit = self._limit_reached()
+                limit = self._limits.reached(seconds=time.monotonic() - self._began, written=self._written)
+                if limit:
+                    self._announce(f"{limit};\nstopping, and saving the state")
                 report = None if self.stopping.requested or limit else self._one_step()
                 if report is None:
                     self.executor.abandon()
@@ -262,22 +257,11 @@ class Run:
         visit = self.executor.schedule.visits[self.executor.lookahead.cursor]
         return f"step {self.step + 1}, {visit.phase} of {self.model.stages[visit.stage].name}"
 
-    def _limit_reached(self) -> str | None:
-        """Names the limit of the recipe that the next step would pass."""
-        limit = self._limits.reached(seconds=time.monotonic() - self._began, written=self._written)
-        if limit:
-            self._announce(f"{limit};\nstopping, and saving the state")
-        return limit
-
     def _one_step(self) -> StepReport | None:
         """Runs one step; returns None where it was given up on request."""
-        planned, tokenised = self.planned, self.ready.tokenised
-        batch = collate(
-            tokenised.rows,
-            tokenised.sampler.batch(self.step),
-            pad_id=tokenised.rows.summary.pad_id,
-            max_len=self.plan.numerics.max_seq_len,
-        )
+        planned, rows = self.planned, self.ready.rows
+        order = self.ready.sampler.batch(self.step)
+        batch = collate(rows, order, pad_id=rows.summary.pad_id, max_len=self.plan.numerics.max_seq_len)
         ids, labels = batch.tensors()
         number, lr = self.step + 1, self.rates.at(self.step + 1)
         self._meter.begin()

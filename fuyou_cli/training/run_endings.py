@@ -1,4 +1,4 @@
-"""How a run ends before its last step: what is whole is saved, and the last words say what is left."""
+"""Ends a run before its last step: saves what is whole, and says what is left."""
 
 from __future__ import annotations
 
@@ -6,15 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ..core.errors import (
-    DeviceMemoryError,
-    FuyouError,
-    Interrupted,
-    NumericsError,
-    OutOfSpaceError,
-    SwapError,
-    UsageError,
-)
+from ..core.errors import DeviceMemoryError, FuyouError, Interrupted, NumericsError, OutOfSpaceError, SwapError, UsageError
 from ..engine.executor import Executor
 from .state.saver import Saver
 from .steps import Planned
@@ -23,7 +15,7 @@ from .stopping import StopRequests
 
 @dataclass(slots=True)
 class Doing:
-    """What a run is doing."""
+    """Holds what a run is doing."""
 
     training: bool = False  # False: it loads
     step: bool = False  # one is under way
@@ -35,14 +27,7 @@ class Endings:
     """Ends one run. `save` puts its state on stable storage."""
 
     def __init__(
-        self,
-        planned: Planned,
-        doing: Doing,
-        *,
-        executor: Executor,
-        saver: Saver,
-        stopping: StopRequests,
-        save: Callable[[], None],
+        self, planned: Planned, doing: Doing, executor: Executor, saver: Saver, stopping: StopRequests, save: Callable[[], None]
     ) -> None:
         self._planned, self._doing, self._executor, self._saver = planned, doing, executor, saver
         self._stopping, self._save = stopping, save
@@ -50,7 +35,7 @@ class Endings:
 
     @contextmanager
     def telling_what_is_saved(self) -> Iterator[None]:
-        """Whatever ends the run inside, saves what is whole, and says what is left of it."""
+        """Saves what is whole, and says what is left, whatever ends the run inside."""
         try:
             try:
                 yield
@@ -59,7 +44,7 @@ class Endings:
                 raise
         except KeyboardInterrupt:
             self._stopping.end()
-            self._saver.close()  # a commit under way ends, and counts
+            self._saver.commits.close()  # a commit under way ends, and counts
             lost = self._whole_steps_at_stake > 1
             raise Interrupted(self._stopped_where(), hint=self._what_is_saved(), lost=lost) from None
         except Exception as error:

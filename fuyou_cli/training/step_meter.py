@@ -1,9 +1,10 @@
-"""Measures one step: its seconds, bytes and waits, and when which resource was busy."""
+"""Measures a run: the process's memory, and of each step its seconds, bytes and waits, and when which resource was busy."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from ..engine.computing import Computing, MicroBatch
@@ -13,11 +14,50 @@ from ..engine.moves import Wait
 from ..engine.visits import Visits
 from ..spec.model import ModelSpec
 from ..swap.daemon import Event, SwapDaemon
-from .memory_watch import MemoryWatch
 from .report import Busy, StepReport, busy_seconds
 from .trace import Trace
 
 _OF_STORE = {"read": "ssd read", "write": "ssd write", "update": "update"}
+_SAMPLE_SECONDS = 0.02
+
+
+class MemoryWatch:
+    """Samples the process's memory from a thread. `highest`: the most that the kernel saw since asked last, 0: not known."""
+
+    def __init__(self, now: Callable[[], int], highest: Callable[[], int] = lambda: 0) -> None:
+        self._now, self._highest = now, highest
+        highest()  # what was before is not of this run
+        self.peak = self._since = now()
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="memory-watch", daemon=True)
+
+    def look(self) -> int:
+        """Returns the bytes now, which count for the peak."""
+        with self._lock:
+            now = self._now()
+            self.peak, self._since = max(self.peak, now), max(self._since, now)
+        return now
+
+    def reached(self) -> int:
+        """Returns the most bytes since this was asked last."""
+        with self._lock:
+            now = self._now()
+            reached = max(now, self._since, self._highest())
+            self.peak, self._since = max(self.peak, reached), now
+        return reached
+
+    def _watch(self) -> None:
+        while not self._over.wait(_SAMPLE_SECONDS):
+            self.look()
+
+    def __enter__(self) -> MemoryWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
 
 
 class StepMeter:

@@ -1,8 +1,7 @@
-"""The steps from a recipe to a run: resolve, inspect, plan (`plan_step`), fetch, tokenise, settle (`plan_step`), run (`run`).
+"""Steps from a recipe to a run: resolve, inspect, plan (`plan_step`), fetch, tokenise, settle (`plan_step`), run (`run`).
 
-Each takes what the one before it returned and adds what it found. The cheap comes before the dear, and nothing of the run is
-written before it runs. A command calls the steps one after the other, and shows what it likes between them. Each raises
-UsageError for what it refuses. `say` hears of what takes a while and of what is worth a word.
+Each takes what the one before it returned and adds what it found, or raises UsageError. The cheap comes first, and nothing of
+the run is written before it runs. `say` hears of what takes a while and of what is worth a word.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from ..core.paths import folder
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
-from . import libraries
 from .length import sampler_of, steps_of, tokenised_rows
 from .limits import check_positions, check_tokens
 from .plan_request_of import StoreDisks
@@ -43,7 +41,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resolved:
-    """What the recipe names, found."""
+    """Holds what the recipe names."""
 
     recipe: Recipe
     to_run: bool  # False: to plan, for which nothing is refused that a run would refuse
@@ -55,7 +53,7 @@ class Resolved:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inspected:
-    """The model taken apart, without its weights."""
+    """Holds the model taken apart, without its weights."""
 
     resolved: Resolved
     device: str
@@ -68,7 +66,7 @@ class Inspected:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """A plan for a machine, and what it was made of."""
+    """Holds a plan for a machine, and what it was made of."""
 
     inspected: Inspected
     hardware: HardwareProfile
@@ -90,7 +88,7 @@ class Planned:
 
     @property
     def refusal(self) -> str | None:
-        """Why the model cannot be trained yet; None of a run."""
+        """Says why the model cannot be trained yet; None of a run."""
         return self.described.refusal
 
     @property
@@ -107,24 +105,23 @@ class Planned:
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run; 0 where the data decides."""
+        """Returns the steps of the whole run; 0 where the data decides."""
         return steps_of(self.recipe, self.epoch_rows)
 
     @property
     def steps_left(self) -> int:
-        """Steps that no earlier process has done; 0 where the data decides, or none is left."""
+        """Returns the steps that no earlier process has done; 0 where the data decides, or none is left."""
         return steps_left(self.total_steps, self.manifest)
 
     @property
     def fits_ram(self) -> bool:
-        """False of the plan that needs least, made where nothing fits."""
+        """Tells the plan that needs least, made where nothing fits, from all others."""
         return self.plan.predicted.cpu_peak <= self.plan.cpu_budget
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fetched:
-    """The model's weights, looked at. A run that is resumed reads none: where they are gone, `entries` is empty, and what its
-    manifest says of them stands."""
+    """Holds where the model's weights lie; of a resumed run whose checkpoint is gone, what its manifest says of them."""
 
     planned: Planned
     entries: Mapping[str, TensorEntry]
@@ -133,21 +130,15 @@ class Fetched:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tokenised:
-    """The data as rows, and their order."""
-
-    fetched: Fetched
-    rows: Rows
-    sampler: Sampler
-    fingerprints: dict[str, str]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Ready:
-    """All that a run needs. `planned` counts on the rows and on the process as it is now."""
+    """Holds all that a run needs. Once it is settled, `planned` counts on the rows and on the process as it is then."""
 
-    tokenised: Tokenised
     planned: Planned
+    entries: Mapping[str, TensorEntry]
+    stored_as: Mapping[str, str]
+    rows: Rows  # the data
+    sampler: Sampler  # their order
+    fingerprints: dict[str, str]
 
 
 def unheard(what: str, done: int, total: int) -> None:
@@ -155,9 +146,8 @@ def unheard(what: str, done: int, total: int) -> None:
 
 
 def resolve(recipe: Recipe, *, to_run: bool = True, here: bool = True, say: Say, progress: Progress = unheard) -> Resolved:
-    """Finds the saved run, model, tokenizer and data that the recipe names; the model without its weights. `here`: on this
-    machine, so that what is saved on it counts. `progress` hears of a download, what it is, the bytes so far and in all,
-    from another thread."""
+    """Finds the saved run (`here`, on this machine), model without weights, tokenizer and data that the recipe names.
+    `progress` hears of a download, the bytes so far and in all, from another thread."""
     _check_backend(recipe)
     directories, manifest = saved_state(recipe, run_directories(recipe), must=to_run, here=here, say=say)
     hub = Hub(recipe, say=say, progress=progress)
@@ -280,7 +270,7 @@ def fetch(planned: Planned, *, say: Say, progress: Progress = unheard) -> Fetche
     return Fetched(planned=planned, entries=entries, stored_as=stored_as, mark=mark)
 
 
-def tokenise(fetched: Fetched, *, say: Say) -> Tokenised:
+def tokenise(fetched: Fetched, *, say: Say) -> Ready:
     """Makes rows of the data, or finds those of an earlier run. Refuses what does not fit the model or the saved run."""
     planned = fetched.planned
     recipe, saved = planned.recipe, planned.manifest
@@ -304,6 +294,13 @@ def tokenise(fetched: Fetched, *, say: Say) -> Tokenised:
     )
     if saved is not None:
         check_unchanged_run(saved, made_of, total_steps=total)
-        if changed := libraries.change(saved.libraries, libraries.versions()):
+        if changed := fingerprints.change_of(saved.libraries, fingerprints.versions()):
             say(f"note: {changed}")
-    return Tokenised(fetched=fetched, rows=rows, sampler=sampler, fingerprints=made_of)
+    return Ready(
+        planned=planned,
+        entries=fetched.entries,
+        stored_as=fetched.stored_as,
+        rows=rows,
+        sampler=sampler,
+        fingerprints=made_of,
+    )

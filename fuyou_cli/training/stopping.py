@@ -1,4 +1,4 @@
-"""What Ctrl-C, SIGTERM and SIGHUP mean, by what the run is doing: nothing that is saved, or could be, is lost unannounced."""
+"""Takes Ctrl-C, SIGTERM and SIGHUP by what the run is doing: nothing that is or could be saved is lost unannounced."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ _EXIT_CODE = Interrupted.exit_code
 
 
 class StopRequests:
-    """`requested` is set by the first signal while training or saving; the run looks at it between micro-batches. It says what
-    a second one would cost, and the second one raises KeyboardInterrupt, wherever the run is: what is committed stays. While
-    loading, where nothing can be lost, the first one does.
+    """Sets `requested` at the first signal while training or saving, and says what a second one would cost: that raises
+    KeyboardInterrupt, wherever the run is. While loading, where nothing can be lost, the first one does.
 
-    Signals are caught from enter to exit; with `to_the_end`, an exit by an error leaves them ignored: the process is about
-    to say how it ended, and to end.
+    Signals are caught from enter to exit; with `to_the_end`, an exit by an error leaves them ignored: the process is about to
+    say how it ended, and to end.
     """
 
     def __init__(self, announce: Callable[[str], None], *, to_the_end: bool = False) -> None:
@@ -48,7 +47,7 @@ class StopRequests:
 
     @contextmanager
     def during(self, doing: Doing) -> Iterator[None]:
-        """Inside, signals mean what they mean while `doing`. May be nested."""
+        """Gives signals the meaning that they have while `doing`. May be nested."""
         doing_before, self._doing = self._doing, doing
         try:
             yield
@@ -57,8 +56,7 @@ class StopRequests:
                 self._doing = doing_before
 
     def end(self) -> None:
-        """All that can be saved is: from now on signals are ignored, so that it can be said. Somebody who sends them again
-        and again waits for a drive that may never answer."""
+        """Ignores signals from now on, as all that can be saved is; insisting ends a wait for a drive that may never answer."""
         self._doing = "ended"
 
     def _insist(self, number: int) -> None:

@@ -1,11 +1,8 @@
-"""When the heap's free pages go back to the system.
+"""Gives the heap's free pages back to the system when the plan's peak needs it, and no earlier.
 
-Every page given back is one to be faulted in again: a visit of a small model that starts with a trimmed heap spends a tenth of
-its time on that. So the heap keeps what it has as long as the plan's peak allows: pages of a visit serve the next one.
-
-A visit like the one before it (the next block of the same pass) finds the holes that one left, and reaches what that one
-reached and a little more: blocks come and go in the same order and sizes, but for a few that stay. What a visit really reached
-is asked of the kernel, so that what creeps up is seen before it is too much.
+Every page given back is faulted in again, which takes a small model a tenth of its time. A visit like the one before it (the
+next block of the same pass) finds the holes that one left, and reaches what that one reached and a little more. What a visit
+really reached is asked of the kernel, so that what creeps up is seen before it is too much.
 """
 
 from __future__ import annotations
@@ -21,8 +18,8 @@ _CREEP = 4  # a visit reaches what one like it reached, and this part of what co
 
 
 class Trimming:
-    """`now`: bytes the process has; `reached`: at most since that was asked last; `trim` gives free ones back, and is told
-    whether what follows counts on large blocks being mapped on their own."""
+    """Trims one run's heap. `now`: bytes the process has; `reached`: at most since asked last; `trim` gives free ones back, and
+    hears whether what follows counts on large blocks being mapped on their own."""
 
     def __init__(
         self, *, model: ModelSpec, plan: Plan, now: Callable[[], int], reached: Callable[[], int], trim: Callable[[bool], None]
@@ -37,13 +34,13 @@ class Trimming:
         self._next = 0  # bytes that a micro-batch of the visit under way takes beside the holes of the one before it
 
     def between_micro_batches(self) -> None:
-        """The next one finds holes that the one before it left, but for what is mapped on its own."""
+        """Trims where the next one has no room: it finds the holes of the one before, but for what is mapped on its own."""
         if self._now() + self._next > self._most:
             self._trim(self._next > 0)
 
     def between_visits(self, before: Visit, after: Visit) -> None:
-        """The next visit may find no hole that it can use, and then takes all it needs beside what there is, unless it is like
-        the one before. (To count on that without looking at what was reached got a run killed: scripts/results/TRIED.md.)"""
+        """Trims where the next visit has no room: unless it is like the one before, it may find no hole that it can use. (To
+        count on that without looking at what was reached got a run killed: scripts/results/TRIED.md.)"""
         reached = self._reached()
         if self._shape(before) == self._shape(after):
             room = reached <= self._most_alike
@@ -54,25 +51,25 @@ class Trimming:
         self._next = self._takes_again(after)
 
     def _shape(self, visit: Visit) -> tuple[object, ...]:
-        """Equal for visits that take the same blocks."""
+        """Returns what is equal for visits that take the same blocks."""
         stage = self._model.stages[visit.stage]
         kept = kept_bytes(stage, self._plan.stages[visit.stage].kept)
         return visit.phase, stage.kind, stage.params, stage.forward_peak, stage.backward_peak, kept
 
     def _takes_again(self, visit: Visit) -> int:
-        """Where most is mapped, as of a head's logits, little is saved by counting on holes."""
+        """Returns the bytes beside the holes of a like micro-batch: all where most is mapped, as of a head's logits."""
         peak, mapped = self._peaks(visit)
         if not self._hungriest or not mapped:
             return 0
         return self._takes(visit) if 2 * mapped > peak else mapped
 
     def _takes(self, visit: Visit) -> int:
-        """Bytes at most, of the host's."""
+        """Returns the most bytes that it takes of the host's."""
         beside = self._compute - self._hungriest
         return beside + self._peaks(visit)[0] if self._hungriest else beside
 
     def _peaks(self, visit: Visit) -> tuple[int, int]:
-        """Bytes of one micro-batch, and how many of them are mapped on their own."""
+        """Returns the bytes of one micro-batch, and how many of them are mapped on their own."""
         stage = self._model.stages[visit.stage]
         if visit.phase in ("forward", "logits"):
             return stage.forward_peak + kept_bytes(stage, self._plan.stages[visit.stage].kept), stage.forward_mapped

@@ -18,9 +18,10 @@ from fuyou_cli.machine import probe
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.training import run as runs
 from fuyou_cli.training.run import Run
-from fuyou_cli.training.state import folder_names, resume
 from fuyou_cli.training.state import manifest as manifests
+from fuyou_cli.training.state import resume
 from fuyou_cli.training.state.kept_companions import keep_companions
+from fuyou_cli.training.state.parts import is_written
 from fuyou_cli.training.state.stored import Manifest, StoredStage
 from fuyou_cli.training.steps import run_directories
 
@@ -104,7 +105,7 @@ def test_a_manifest_names_what_the_run_wrote_alone(stopped: Project) -> None:
     now = manifest_of(stopped)
     named = [Path(name) for name in (*now.files, *now.parts, *now.companions)]
     assert kept / "config.json" in named and not {kept / "notes.md", kept / "folder.json"} & set(named)
-    assert all(map(folder_names.is_written, named)) and read_store(folder / manifests.NAME).refused == ()
+    assert all(map(is_written, named)) and read_store(folder / manifests.NAME).refused == ()
 
 
 # ---- states ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fuyou_cli.machine.described import described
 from fuyou_cli.recipe.load import load_recipe
 from fuyou_cli.spec.plan import Numerics
-from fuyou_cli.training.micro_batches import MOST_TOKENS, fastest_size, larger_sizes, smaller_sizes, usual_size
+from fuyou_cli.training.numerics import MOST_TOKENS, fastest_size, sizes_of
 
 from .conftest import Project
 from .running import planned
@@ -20,7 +20,7 @@ from .running import planned
 
 @given(st.integers(1, 96), st.integers(1, 16384))
 def test_sizes_divide_the_batch(batch: int, length: int) -> None:
-    usual, larger, smaller = usual_size(batch, length), larger_sizes(batch, length), smaller_sizes(batch, length)
+    smaller, usual, larger = sizes_of(batch, length)
     assert all(batch % size == 0 for size in (usual, *larger, *smaller))
     assert larger == sorted(larger) and all(usual < size and size * length <= MOST_TOKENS for size in larger)
     assert smaller == sorted(smaller, reverse=True) and all(size < usual for size in smaller)

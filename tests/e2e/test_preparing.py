@@ -77,7 +77,7 @@ def test_a_download_is_announced_and_followed(new_project: Callable[..., Project
     assert f"downloading o/model: 1 files, {size:,} bytes" in said
     assert any(text.startswith("downloading o/tokenizer: 2 files") for text in said)
     resolved = found.planned.inspected.resolved
-    assert len(found.tokenised.rows) == 64 and found.tokenised.fetched.entries
+    assert len(found.rows) == 64 and found.entries
     assert resolved.tokenizer_dir != resolved.model_dir
 
 

@@ -156,9 +156,7 @@ def test_other_weights_of_the_same_shapes_are_refused_before_the_plan_is_shown(s
     other = stopped.folder / "model"
     shutil.copytree(stopped.materials / "model", other)
     stopped.write_recipe({"model.name_or_path": str(other), "train.max_steps": STEPS})
-    check_unchanged_run(
-        manifest_of(stopped), prepared_run(stopped).tokenised.fingerprints, total_steps=STEPS
-    )  # a copy is the same
+    check_unchanged_run(manifest_of(stopped), prepared_run(stopped).fingerprints, total_steps=STEPS)  # a copy is the same
     (file,) = other.glob("*.safetensors")
     weights = load_file(file)
     save_file({name: value * 1.01 for name, value in weights.items()}, file, metadata={"format": "pt"})
@@ -174,7 +172,7 @@ def test_a_state_without_a_mark_is_nobodys(stopped: Project) -> None:
     stopped.write_recipe({"train.max_steps": STEPS})
     saved = manifest_of(stopped)
     without = {name: value for name, value in saved.fingerprints.items() if name != "weights"}
-    marks = prepared_run(stopped).tokenised.fingerprints
+    marks = prepared_run(stopped).fingerprints
     check_unchanged_run(saved, marks, total_steps=STEPS)
     with pytest.raises(UsageError, match="the weights it began with"):
         check_unchanged_run(replace(saved, fingerprints=without), marks, total_steps=STEPS)

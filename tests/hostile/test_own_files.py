@@ -35,7 +35,7 @@ def _keep(folder: Path) -> None:
 
 
 def _reserve_disk(folder: Path) -> None:
-    saver = SimpleNamespace(spare=folder / "spare", ready=SimpleNamespace(planned=SimpleNamespace(total_steps=1)))
+    saver = SimpleNamespace(folder=folder, ready=SimpleNamespace(planned=SimpleNamespace(total_steps=1)))
     Saver._reserve_disk(cast(Any, saver))
 
 

@@ -1,1 +1,1 @@
-"""What of a run is kept on disk: store, manifest, commits, resuming."""
+"""Keeps a run on disk: store, manifest, commits, resuming."""

@@ -90,8 +90,8 @@ def at_rest(source: Path, *, arena_size: int, say: Callable[[str], None] | None 
 def verify_store(
     source: Path, *, progress: Progress = lambda size: None, say: Callable[[str], None] | None = None
 ) -> list[Verified]:
-    """Reads and sums every extent of a store's newest committed state, and of the older ones that are kept. What the step under
-    way has written over counts as damage of an older one."""
+    """Reads and sums every extent of the newest committed state and of the older ones that are kept; what the step under way
+    has written over counts as damage of an older one."""
     with at_rest(source, arena_size=_ARENA, say=say) as store:
         window = Span(offset=0, size=_ARENA)
         states = [store.manifest, *manifests.before(source, store.manifest)]

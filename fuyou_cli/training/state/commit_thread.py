@@ -1,8 +1,8 @@
 """Makes states durable beside the run: one thread flushes what was written, then writes the manifest that names it.
 
-The order is what a crash relies on: every byte of a generation has been written when `begin` is called, the flush puts it
-on stable storage, and only then its manifest replaces the one before. A flush that failed is not tried again: the kernel
-may have dropped what it could not write, and would call the next one a success.
+A crash relies on the order: every byte is written when `begin` is called, flushed, and only then its manifest replaces the one
+before. A flush that failed is not tried again: the kernel may have dropped what it could not write, and calls the next one a
+success.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ _SLICE = 0.2  # seconds: a wait comes back to Python this often, so that Ctrl-C 
 
 
 class Commits:
-    """Commits manifests in the order they come in. `flush` returns when the store's data is on stable storage, `name` when a
-    manifest is. `durable`: what is committed already."""
+    """Commits manifests in order. `flush` returns when the data is on stable storage, `name` when a manifest is."""
 
     def __init__(
         self,

@@ -19,7 +19,6 @@ from .stored import Manifest, StoredExtent
 _TURNS = 2  # pieces: one is read while the other is summed
 PIECE = READ_BACK // _TURNS  # bytes read at once
 MODULUS = 1 << 64  # of checksums
-_READINGS = 2  # of an extent that is not as it was written, before that is believed
 # The drive has lost it, or the file is shorter. Any other reason says nothing of what is there.
 _LOST = {errno.EIO, errno.ENODATA, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN}
 
@@ -46,10 +45,9 @@ def size_of(manifest: Manifest) -> int:
 def damages(
     manifest: Manifest, daemon: SwapDaemon, arena: Arena, window: Span, *, progress: Progress = lambda size: None
 ) -> Iterator[Damage]:
-    """Yields every damaged extent, in order; what a drive cannot read is damage too.
+    """Yields every damaged extent, in order; what a drive cannot read is damage too. Raises other errors of reading.
 
-    `window`: a span of the arena that nobody uses meanwhile, two blocks of 4096 bytes at least. Raises FuyouError where
-    reading is refused for another reason."""
+    `window`: a span of the arena that nobody uses meanwhile, two blocks of 4096 bytes at least."""
     turns = _turns(window)
 
     def wrong(extent: StoredExtent) -> str:
@@ -63,9 +61,7 @@ def damages(
 
     for stage in manifest.stages:
         for name, extent in stage.extents():
-            why = wrong(extent)
-            for _ in range(_READINGS - 1):
-                why = why and wrong(extent)
+            why = wrong(extent) and wrong(extent)  # read twice before it is believed
             progress(extent.size)
             if why:
                 yield Damage(stage=stage.name, tensor=name, why=why)
@@ -85,27 +81,25 @@ def _turns(window: Span) -> tuple[Span, ...]:
 
 def _checksum(extent: StoredExtent, daemon: SwapDaemon, arena: Arena, turns: tuple[Span, ...]) -> int:
     """Returns the checksum of what the extent holds now. Where it cannot be read, raises once nothing is under way."""
-    starts = range(0, extent.size, turns[0].size)
+    under_way: list[tuple[int, int, int, int]] = []  # ticket, place in the arena, size, position: the next is read meanwhile
+    total = 0
 
-    def read(number: int) -> int | None:
-        if number == len(starts):
-            return None
-        return daemon.read(turns[number % _TURNS].offset, extent.offset + starts[number], length(number))
+    def sum_one() -> int:
+        ticket, place, size, position = under_way.pop(0)
+        daemon.wait(ticket)
+        return checksum(arena.view(place, size), position=position)
 
-    def length(number: int) -> int:
-        return min(turns[0].size, extent.size - starts[number])
-
-    total, ticket = 0, read(0)
-    for number, start in enumerate(starts):
-        following = read(number + 1)
-        assert ticket is not None
-        try:
-            daemon.wait(ticket)
-        except SwapError:
+    try:
+        for number, position in enumerate(range(0, extent.size, turns[0].size)):
+            place, size = turns[number % _TURNS].offset, min(turns[0].size, extent.size - position)
+            if len(under_way) == _TURNS:
+                total += sum_one()
+            under_way.append((daemon.read(place, extent.offset + position, size), place, size, position))
+        while under_way:
+            total += sum_one()
+    except SwapError:
+        for ticket, *_ in under_way:
             with suppress(SwapError):  # the first error is told
-                if following is not None:
-                    daemon.wait(following)
-            raise
-        total += checksum(arena.view(turns[number % _TURNS].offset, length(number)), position=start)
-        ticket = following
+                daemon.wait(ticket)
+        raise
     return total % MODULUS

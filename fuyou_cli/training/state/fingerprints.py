@@ -1,12 +1,15 @@
-"""Digests what a resumed run must agree on."""
+"""Digests what a resumed run must agree on, and tells which libraries computed it."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ... import __version__
 from ...checkpoint.companions import own_code
 from ...checkpoint.files import read_json
 from ...spec.model import ModelSpec
@@ -44,3 +47,16 @@ def _schedule_length(recipe: Recipe, total_steps: int) -> int | None:
     """Returns the number of steps where a step's learning rate depends on it: at a constant rate a run may be made longer."""
     schedule = recipe.lr_scheduler
     return None if schedule.name == "constant" and not schedule.warmup_ratio else total_steps
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of what computes a run's steps, by name."""
+    return {"fuyou": __version__, **{name: importlib.metadata.version(name) for name in ("torch", "transformers")}}
+
+
+def change_of(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """Says which versions are others than in a manifest, and what that means; empty where none is."""
+    changed = [f"{name} was {before[name]}, is {now[name]}" for name in now if before.get(name, now[name]) != now[name]]
+    if not changed:
+        return ""
+    return f"{'; '.join(changed)}: the steps from here on may differ in their last bits from those of an uninterrupted run"

@@ -1,7 +1,6 @@
 """Keeps the small files of a run's model and tokenizer beside its store: what every export needs besides weights.
 
-The folder the run started from may be gone by then, and it never held what the recipe changed: another tokenizer, a chat
-template, the token that fills short rows.
+The folder that the run started from may be gone, and never held what the recipe changed.
 """
 
 from __future__ import annotations
@@ -83,8 +82,7 @@ def _copies(model_dir: Path, tokenizer_dir: Path) -> dict[str, bytes | Path]:
 
 
 def _is_added(tokenizer_dir: Path, settings: dict[str, Any], token: str) -> bool:
-    """Tells whether the tokenizer already takes `token` out of a text whole. Naming another one in its configuration would
-    make it do so, and change the ids of texts that hold it; what fills short rows is not worth that."""
+    """Tells whether the tokenizer takes `token` out of a text whole: naming another one would change the ids of texts."""
     if token in [value for name, value in settings.items() if name.endswith("_token")]:
         return True
     spelled = "|".join(re.escape(json.dumps(token, ensure_ascii=ascii_only)) for ascii_only in (False, True))
@@ -100,8 +98,7 @@ def _holds(file: Path, pattern: re.Pattern[bytes]) -> bool:
 
 
 def _replace(folder: Path, files: dict[str, bytes | Path]) -> None:
-    """Makes `files` the folder's companions, each in one step and config.json last: a folder that has it was whole, and
-    stays whole wherever this is cut off."""
+    """Makes `files` the folder's companions, each in one step, config.json last: a folder that has it stays whole."""
     own_folder(folder)
     changed = (name for name in files if not _is_kept_already(folder / name, files[name]))
     names = sorted(changed, key=lambda name: (name == CONFIG_NAME, name))

@@ -1,12 +1,9 @@
 """Reads and writes the manifest of a run's store: which extents hold which generation, and where the run stands.
 
-It is written to a temporary file, synced, renamed and its directory synced; the data it names is on stable storage
-before. A store being filled says `loading`: there is nothing in it to lose. `committed` names one state whose extents no
-update writes over before the next manifest is on stable storage (planner/free_extents.py): wherever a run ends, the newest
-manifest is true. Older ones are kept beside it, one at least and as many as there are snapshots: where a part of the
-newest state has become unreadable, an older one may still be whole. A damaged one that was replaced by it is kept too.
-
-The last line holds a digest of the others, so that a manifest is the one that was written or none.
+It is written, synced and renamed once the data it names is on stable storage. A store being filled says `loading`. No update
+writes over what a `committed` one names before the next is on stable storage (planner/free_extents.py): wherever a run ends,
+the newest manifest is true. Older ones are kept beside it, should the newest state become unreadable, and a damaged one that
+an older one replaced. The last line holds a digest of the others: a manifest is the one that was written, or none.
 """
 
 from __future__ import annotations
@@ -91,8 +88,7 @@ def _refuse_unreadable(path: Path, text: str) -> None:
 
 
 def _set_aside(path: Path, directory: Path) -> None:
-    """Gives the manifest its second name in one step. Where links are refused it is moved: until the new one has its name,
-    `newest` finds it as the one before."""
+    """Gives the manifest its second name in one step; where links are refused it is moved, and `newest` finds it there."""
     new = directory / _NEW_BEFORE
     new.unlink(missing_ok=True)
     try:
@@ -160,8 +156,7 @@ def _readable(directory: Path) -> Iterator[tuple[int, Manifest]]:
 
 
 def read(directory: Path, name: str = NAME) -> Manifest | None:
-    """Returns the manifest, None where there is none. Raises DamagedManifest where it is not one, UsageError where it cannot
-    be read."""
+    """Returns the manifest, None where there is none. Raises DamagedManifest, or UsageError where it cannot be read."""
     path = directory / name
     if os.path.lexists(directory) and not directory.is_dir():
         hint = "offload.dir and checkpoint.resume name folders"

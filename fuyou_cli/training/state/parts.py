@@ -1,4 +1,4 @@
-"""Says which run a folder of a store belongs to: each has a part file, `part.json`, beside its `store.bin`."""
+"""Knows the files in a folder of a store, and by its part file which run the folder belongs to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from ...core.json_files import find_object
 from ...core.own_files import write_own
 from ...core.paths import is_file
 from ...core.typed import from_json
+from .. import losses
 from . import manifest as manifests
+from .kept_companions import is_kept
 from .manifest_checks import is_plain
 from .stored import Manifest
 
@@ -21,6 +23,7 @@ STORE_FILE = "store.bin"
 SPARE = "spare"  # beside the first store file: disk for the last manifest where the disk is full
 PART_FILE = "part.json"
 NEW_PART = ".part.new"  # a fixed name: what a killed run leaves is written over by the next
+_FILES = frozenset((STORE_FILE, SPARE, PART_FILE, NEW_PART, losses.NAME, *manifests.BESIDE))
 _LARGEST = 1 << 16  # bytes
 _VERSION = 1
 
@@ -33,6 +36,11 @@ class Part:
     index: int
     count: int
     first: str
+
+
+def is_written(path: Path) -> bool:
+    """Tells whether a run may give a file this name, in its folder or in the one of its companions: others are not removed."""
+    return is_kept(path.name) if path.parent.name == manifests.COMPANIONS else path.name in _FILES
 
 
 def part_size(store_size: int, *, stripe: int, count: int, index: int) -> int:

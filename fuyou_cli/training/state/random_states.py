@@ -36,8 +36,7 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(states: dict[str, Any], device: torch.device) -> None:
-    """Puts captured states back. A device that had none, or has none now, keeps its own. Raises UsageError where a generator
-    does not take its state: what it may hold is the libraries' to say."""
+    """Puts captured states back; a device without one keeps its own. Raises UsageError where a generator refuses its state."""
     if not states:
         return
     try:

@@ -1,7 +1,7 @@
-"""Finds the saved run that a recipe resumes, and checks that it still fits the recipe, or that its folders are free.
+"""Finds the saved run that a recipe resumes, and checks that it fits the recipe, or that the folders are free; writes nothing.
 
-The manifest lies in a run's first folder only, and folders may be named in another order, left out, or not be mounted: what
-each of them is part of is said by the part file in it (`parts`). Nothing is written here.
+The manifest lies in the first folder only. Folders may be named in another order or not be mounted: the part file in each says
+what it is part of (`parts`).
 """
 
 from __future__ import annotations
@@ -12,19 +12,17 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ...core.errors import FuyouError, UsageError
 from ...core.paths import folder, is_file, is_same_folder
-from ...spec.hardware import HardwareProfile
-from ..numerics import numerics_of
+from ...spec.plan import StoreMode
 from . import manifest as manifests
 from .parts import PART_FILE, STORE_FILE, lacking, read_part
 from .stored import Manifest
 
 if TYPE_CHECKING:
-    from ...engine.anatomy import Anatomy
-    from ...recipe.schema import Recipe
+    from ...recipe.schema import CheckpointSection, Recipe
 
 Say = Callable[[str], None]
 
@@ -46,38 +44,24 @@ _DYING = 1.0  # seconds
 def saved_state(
     recipe: Recipe, directories: tuple[Path, ...], *, must: bool, here: bool, say: Say
 ) -> tuple[tuple[Path, ...], Manifest | None]:
-    """Returns the folders of the run, and what was saved there; nothing where the plan is not for `here`. Raises FuyouError
-    where that is in the way of a run that `must` resume."""
+    """Returns the folders of the run, and what was saved in them `here`. Raises FuyouError where a run that `must` could not
+    resume it."""
     try:
         manifest = find_saved(recipe.checkpoint.resume, directories, say=say) if here else None
         if manifest is not None:
-            checkpoint = recipe.checkpoint
-            every = checkpoint.snapshot_every_steps if checkpoint.mode == "snapshot" else checkpoint.commit_every_steps
-            asked = 1 if every == "auto" else every  # of redo; any other store takes any interval
-            check_same_mode(manifest, checkpoint.mode, keep_last=checkpoint.keep_last, commit_every=asked)
+            _check_same_mode(manifest, recipe.checkpoint)
     except FuyouError as error:
         if must:
             raise
-        say(_refused(error))
+        say(refused(error))
         return directories, None
     if manifest is not None and recipe.checkpoint.resume != "auto":  # a run named by its folder resumes in that folder
         directories = tuple(Path(file).parent for file in manifest.files)
     return directories, manifest
 
 
-def planned_from(
-    recipe: Recipe, anatomy: Anatomy, hardware: HardwareProfile, manifest: Manifest | None, *, say: Say
-) -> Manifest | None:
-    """Returns the saved state that a plan resumes from: None where a run of the recipe could not."""
-    try:
-        numerics_of(recipe, anatomy, hardware, manifest)
-    except FuyouError as error:
-        say(_refused(error))
-        return None
-    return manifest
-
-
-def _refused(error: FuyouError) -> str:
+def refused(error: FuyouError) -> str:
+    """Says why a run could not resume what a plan leaves aside."""
     hint = f" ({error.hint})" if error.hint else ""
     return f"note: {error.message}: a run would be refused{hint}; planned as a new one"
 
@@ -87,11 +71,10 @@ def steps_left(total: int, manifest: Manifest | None) -> int:
     return max(0, total - (manifest.step if manifest is not None else 0))
 
 
-def find_saved(resume: str, directories: Sequence[Path], *, say: Callable[[str], None]) -> Manifest | None:
+def find_saved(resume: str, directories: Sequence[Path], *, say: Say) -> Manifest | None:
     """Returns the saved run to resume, None for a new one. `resume`: auto, never, or a store's folder.
 
-    `say` hears where it is an older state than the newest. Raises UsageError when there is one that cannot be resumed, or that
-    a new run would overwrite unasked."""
+    Raises UsageError when there is one that cannot be resumed, or that a new run would overwrite unasked."""
     if resume == "never":
         return None
     source = directories[0] if resume == "auto" else folder(resume, key="checkpoint.resume")
@@ -133,8 +116,7 @@ def refuse_copy(manifest: Manifest, source: Path) -> None:
 
 
 def refuse_in_use(manifest: Manifest) -> None:
-    """Raises FuyouError while a running fuyou holds the manifest's store: one that was killed just now is waited for, as the
-    kernel has still to end its I/O (40 ms were seen)."""
+    """Raises FuyouError while a running fuyou holds the store; waits for the kernel to end the I/O of a killed one (40 ms)."""
     until = time.monotonic() + _DYING
     while name := _in_use(manifest):
         if time.monotonic() >= until:
@@ -164,8 +146,7 @@ def _kept(what: str, remedy: str) -> UsageError:
 
 
 def _check_moved(directory: Path) -> None:
-    """Raises UsageError where the only store is of a saved run that was moved here, with its output folder say: a new run would
-    begin unasked."""
+    """Raises UsageError where the only store is of a saved run that was moved here: a new run would begin unasked."""
     kept = list(directory.glob(f"*/{manifests.NAME}"))
     if len(kept) != 1:  # folders that several runs share
         return
@@ -196,8 +177,8 @@ def _check_parts(saved: Manifest) -> None:
 def _check_free(directories: Sequence[Path], *, being_filled: Sequence[str]) -> None:
     """Checks that nothing in these folders belongs to a saved run that a new one would destroy.
 
-    `being_filled`: files that a run which was killed as it loaded says are its own. Some of their folders may have no part
-    file yet, and not every file system tells room that was set aside from data."""
+    `being_filled`: files of a run that was killed as it loaded. They may have no part file yet, and not every file system tells
+    room that was set aside from data."""
     for directory in directories:
         store, part_file = directory / STORE_FILE, directory / PART_FILE
         if not store.exists():
@@ -223,7 +204,7 @@ def _check_free(directories: Sequence[Path], *, being_filled: Sequence[str]) -> 
 
 
 def _holds_data(file: Path) -> bool:
-    """Tells whether anything was written to it: a run that was killed before that left room that was set aside."""
+    """Tells whether anything was written to a file, which is more than room set aside."""
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # it may be a pipe
     try:
         os.lseek(descriptor, 0, os.SEEK_DATA)
@@ -256,19 +237,26 @@ def check_same_store(saved: Manifest, paths: Sequence[Path], *, stripe: int) -> 
         raise _kept(what, "name the same folders in offload.dir, in the same order")
 
 
-def check_same_mode(saved: Manifest, mode: str, *, keep_last: int, commit_every: int | None) -> None:
-    """Raises UsageError where the recipe asks for another kind of store than the run has. `mode`: as in a recipe."""
-    if saved.mode == "redo" and commit_every != 1:  # it has everything once: a step that nothing names is written over
+def commit_interval(checkpoint: CheckpointSection, mode: StoreMode) -> int | Literal["auto"] | None:
+    """Returns the steps between commits that a recipe asks for in a store of this mode; None: where a run ends alone."""
+    if checkpoint.mode == "snapshot":
+        return checkpoint.snapshot_every_steps
+    return 1 if mode == "redo" and checkpoint.commit_every_steps == "auto" else checkpoint.commit_every_steps
+
+
+def _check_same_mode(saved: Manifest, checkpoint: CheckpointSection) -> None:
+    """Raises UsageError where the recipe asks for another kind of store than the run has."""
+    every, mode = commit_interval(checkpoint, saved.mode), checkpoint.mode
+    if saved.mode == "redo" and every != 1:  # it has everything once: a step that nothing names is written over
         raise UsageError(
             f"checkpoint.commit_every_steps: the saved run has redo, which makes every step durable, not "
-            f"{'none' if commit_every is None else f'every {commit_every}th'}",
+            f"{'none' if every is None else f'every {every}th'}",
             hint="leave it out, or start over with checkpoint.resume=never and checkpoint.mode=in_place",
         )
-    asked = {"in_place": ("in_place", 1), "redo": ("redo", 1), "snapshot": ("in_place", keep_last)}.get(mode)
+    asked = {"in_place": ("in_place", 1), "redo": ("redo", 1), "snapshot": ("in_place", checkpoint.keep_last)}.get(mode)
     if asked is not None and asked != (saved.mode, saved.keep):
-        was = "snapshot, of the last" if saved.mode == "in_place" and saved.keep > 1 else saved.mode
-        states = f" {saved.keep} states" if saved.keep > 1 else ""
-        raise _kept(f"checkpoint.mode: the saved run has {was}{states}, not {mode}", "leave it auto")
+        was = f"snapshot, of the last {saved.keep} states" if saved.mode == "in_place" and saved.keep > 1 else saved.mode
+        raise _kept(f"checkpoint.mode: the saved run has {was}, not {mode}", "leave it auto")
 
 
 def check_unchanged_run(saved: Manifest, fingerprints: Mapping[str, str], *, total_steps: int) -> None:

@@ -1,7 +1,7 @@
 """Keeps a run on stable storage: commits beside the steps, saves where it stops, resumes.
 
-A generation is committed once every stage has come to it (the residency ledger says when) and its step is over: `complete` or
-`step_is_over` makes its manifest in the thread that steps, the thread of `commits` flushes the store and then writes it.
+A generation is committed once every stage has come to it and its step is over: its manifest is made in the thread that steps;
+the thread of `commits` flushes the store and then writes it.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ...core.errors import OutOfSpaceError, SwapError
@@ -23,11 +22,10 @@ from ...engine.updates import Optimizer, Scalars
 from ...planner.residency import Residency
 from ...spec.plan import Span
 from ...swap.store import Store
-from .. import libraries
 from .. import losses as loss_files
 from ..steps import Ready
+from . import fingerprints, random_states
 from . import manifest as manifests
-from . import random_states
 from .commit_thread import Commits
 from .extent_checks import Damage, Progress, damages
 from .kept_companions import written_companions
@@ -94,9 +92,6 @@ class Saver:
         self._complete = -1  # the newest generation that every stage has come to
         self.commits = Commits(flush=store.sync, name=self._name, durable=ready.planned.manifest, patience=patience)
 
-    def close(self) -> None:
-        self.commits.close()
-
     @property
     def saved_step(self) -> int | None:
         """Returns the last one that is committed, whatever became of those behind it; None where there is none."""
@@ -150,7 +145,7 @@ class Saver:
         """Commits what was loaded: a run that is killed from here on resumes without its checkpoint."""
         self.standing.random = random_states.capture(self.device.torch_device)  # first: whatever fails next is saved with it
         self._reserve_disk()
-        loss_files.check(self.folder)
+        loss_files.write(self.folder, (), first=self.standing.step)  # or no step is computed for nothing
         if self.commits.newest is None:
             self.complete(self.standing.step)
 
@@ -207,13 +202,9 @@ class Saver:
 
     # ---- manifests -----------------------------------------------------------------------------------------------
 
-    @property
-    def spare(self) -> Path:
-        return self.folder / SPARE
-
     def _reserve_disk(self) -> None:
         """Reserves room: a full disk, which ends a run by its log, would keep it from being saved. A run can do without."""
-        with suppress(OSError), os.fdopen(open_own(self.spare, anew=True), "wb") as file:
+        with suppress(OSError), os.fdopen(open_own(self.folder / SPARE, anew=True), "wb") as file:
             os.posix_fallocate(file.fileno(), 0, _SPARE_BYTES + _SPARE_PER_STEP * self.ready.planned.total_steps)
 
     def _manifest(self, state: State) -> Manifest:
@@ -222,8 +213,7 @@ class Saver:
         names = (SPARE, loss_files.NAME, *manifests.BESIDE)
         beside = [*(self.folder / name for name in names), *(path.with_name(NEW_PART) for path in self.paths)]
         is_whole = state == "committed"
-        stored_as = ready.tokenised.fetched.stored_as
-        stages = self.files.describe(self.residency.records, stored_as, step=standing.step) if is_whole else ()
+        stages = self.files.describe(self.residency.records, ready.stored_as, step=standing.step) if is_whole else ()
         is_due = any(stage.gradients is not None for stage in stages)
         return Manifest(
             run=standing.run,
@@ -239,8 +229,8 @@ class Saver:
             architecture=model.architecture,
             compute_dtype=model.compute_dtype,
             numerics=plan.numerics,
-            fingerprints=ready.tokenised.fingerprints,
-            libraries=libraries.versions(),
+            fingerprints=ready.fingerprints,
+            libraries=fingerprints.versions(),
             random=standing.random,
             mode=plan.store_mode,
             keep=plan.keep,
@@ -252,7 +242,7 @@ class Saver:
 
     def _release_disk(self) -> None:
         with suppress(OSError):  # what is not needed any more is no reason not to commit
-            self.spare.unlink()
+            (self.folder / SPARE).unlink()
 
     def _name(self, manifest: Manifest) -> None:
         """Writes the manifest, on a full disk in the room that was reserved for it. In the thread of commits."""
@@ -270,17 +260,8 @@ class Saver:
 
 
 def _due(scalars: Scalars) -> DueUpdate:
-    optimizer = scalars.optimizer
-    return DueUpdate(
-        lr=scalars.lr,
-        gradient_scale=scalars.gradient_scale,
-        step=scalars.step,
-        skipped=scalars.skipped,
-        beta1=optimizer.beta1,
-        beta2=optimizer.beta2,
-        epsilon=optimizer.epsilon,
-        weight_decay=optimizer.weight_decay,
-    )
+    fields = asdict(scalars)
+    return DueUpdate(**{**fields.pop("optimizer"), **fields})  # of the two rates that of the step
 
 
 def _scalars(due: DueUpdate) -> Scalars:

@@ -1,7 +1,6 @@
-"""Opens a run's store, fills it from a checkpoint, and saves what rests in RAM.
+"""Fills a run's store from a checkpoint, and moves whole stages between arena and store.
 
-Loading streams tensor by tensor: each is read into a weight slot (or the stage's home in RAM) and the stage is written
-to its extent; peak memory is one slot and one piece, whatever the model's size.
+Loading streams each tensor through a weight slot, or the stage's home in RAM: it takes the memory of one slot and one piece.
 """
 
 from __future__ import annotations
@@ -47,9 +46,8 @@ def check_space(paths: Sequence[Path], size: int, free_space: Callable[[Path], i
 
 
 def check_stages(saved: Manifest, model: ModelSpec, plan: Plan) -> None:
-    """Raises UsageError where a manifest has other stages than the model, or has them elsewhere than the plan.
-
-    Called before the store is opened, which may make it longer."""
+    """Raises UsageError where a manifest has other stages than the model, or elsewhere than the plan; the store is not opened
+    before, which may make it longer."""
     wanted = [(stage.name, stage.params) for stage in model.stages]
     if [(stage.name, stage.params) for stage in saved.stages] != wanted:
         raise UsageError(
@@ -82,12 +80,7 @@ class StageFiles:
                     progress(stage.trainable)
 
     def _load_stage(
-        self,
-        stage: StageSpec,
-        plan: StagePlan,
-        record: Record,
-        entries: Mapping[str, TensorEntry],
-        reader: TensorReader,
+        self, stage: StageSpec, plan: StagePlan, record: Record, entries: Mapping[str, TensorEntry], reader: TensorReader
     ) -> None:
         slot = plan.weights_ram or self.plan.slot_classes[plan.slot_class].weight_slots[0]
         exact = all(_fits(entries[tensor.name].dtype, self.model.compute_dtype) for tensor in stage.tensors)
@@ -112,8 +105,7 @@ class StageFiles:
         if plan.remainder_ram is not None:
             return plan.remainder_ram
         slots = self.plan.slot_classes[plan.slot_class]
-        candidates = slots.gradient_slots or slots.weight_slots[1:]
-        spare = candidates[0] if candidates else plan.gradients_ram
+        spare = next(iter(slots.gradient_slots or slots.weight_slots[1:]), plan.gradients_ram)
         if spare is None:
             raise UsageError(
                 "a float32 checkpoint trained in bfloat16 needs its remainders in RAM here",
@@ -219,7 +211,7 @@ def _fits(stored: str, compute: str) -> bool:
 
 
 def _check_finite(entry: TensorEntry, values: torch.Tensor, dtype: Dtype) -> None:
-    """Raises UsageError for NaN or Inf in what was just read: later it would show as a loss, and lr would be blamed."""
+    """Raises UsageError for NaN or Inf in what was just read: later lr would be blamed for the loss."""
     nonfinite = sum_squares(values.view(torch.uint8).numpy().data, dtype)[1]
     if nonfinite:
         raise _damaged(entry, nonfinite, "not finite")

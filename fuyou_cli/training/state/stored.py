@@ -98,8 +98,8 @@ class Manifest:
     compute_dtype: Literal["float32", "bfloat16"]
     numerics: Numerics
     fingerprints: dict[str, str]  # model, data, recipe: what a resumed run must agree on
-    libraries: dict[str, str]  # versions of what computed it (training/libraries.py)
-    random: dict[str, Any]  # states of generators (training/state/random_states.py)
+    libraries: dict[str, str]  # versions of what computed it (state/fingerprints.py)
+    random: dict[str, Any]  # states of generators (state/random_states.py)
     mode: StoreMode
     keep: Annotated[int, Field(ge=1, le=MOST_KEPT)]  # states that are there whole at any time, this one among them
     due: DueUpdate | None  # of stages with gradients
