@@ -1,4 +1,4 @@
-"""Steps from a recipe to a run: resolve, inspect, plan (`plan_step`), fetch, tokenise, settle (`plan_step`), run (`run`).
+"""Takes a recipe to a run in steps: resolve, inspect, plan (`plan_step`), fetch, tokenise, settle (`plan_step`), run (`run`).
 
 Each takes what the one before it returned and adds what it found, or raises UsageError. The cheap comes first, and nothing of
 the run is written before it runs. `say` hears of what takes a while and of what is worth a word.

@@ -1,4 +1,4 @@
-"""A run's newest steps as a trace: a JSON array of events, as ui.perfetto.dev and chrome://tracing open it.
+"""Writes a run's newest steps as a trace: a JSON array of events, as ui.perfetto.dev and chrome://tracing open it.
 
 Every resource has a track, and one more for each of its intervals that overlap. Steps are packed as they end, so a long run
 keeps only the newest of them, in little memory.
