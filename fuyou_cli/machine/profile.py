@@ -16,13 +16,9 @@ from . import drives, probe
 
 FILE_KEYS = ("schema_version", "memlock", "memlock_why")  # of profiles in files beside the profile's, earlier versions' too
 
-# What `assumed_hardware` takes for granted: a plain server with one NVMe drive.
-ASSUMED_FLOPS_PER_CORE = 40e9
-ASSUMED_GPU_FLOPS = 100e12
-ASSUMED_READ, ASSUMED_WRITE = 2.0e9, 1.2e9
-ASSUMED_READ_MIXED, ASSUMED_WRITE_MIXED = 1.2e9, 0.8e9
-ASSUMED_ADAMW = 10e9
-ASSUMED_PCIE = 12e9
+ASSUMED_FLOPS_PER_CORE, ASSUMED_GPU_FLOPS = 40e9, 100e12
+ASSUMED_STORE = {"store_read": 2.0e9, "store_write": 1.2e9, "store_read_mixed": 1.2e9, "store_write_mixed": 0.8e9}  # one NVMe
+ASSUMED_ADAMW, ASSUMED_PCIE = 10e9, 12e9
 ASSUMED_PROCESS = 450 * MiB
 ASSUMED_GPU_PROCESS = 2 * GiB  # more, for the libraries of CUDA
 
@@ -83,15 +79,12 @@ def assumed_hardware(
         process_bytes=ASSUMED_PROCESS + (ASSUMED_GPU_PROCESS if on_gpu else 0),
         device_memory=device_memory,
         matmul_flops=ASSUMED_GPU_FLOPS if on_gpu else ASSUMED_FLOPS_PER_CORE * facts["cores"],
-        store_read=ASSUMED_READ,
-        store_write=ASSUMED_WRITE,
-        store_read_mixed=ASSUMED_READ_MIXED,
-        store_write_mixed=ASSUMED_WRITE_MIXED,
         adamw=((1, ASSUMED_ADAMW),),
         h2d=ASSUMED_PCIE if device_memory else 0.0,
         d2h=ASSUMED_PCIE if device_memory else 0.0,
         measured="assumed",
         name=platform.node(),
         sources=("assumption, not measured",),
+        **ASSUMED_STORE,
         **facts,
     )

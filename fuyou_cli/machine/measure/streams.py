@@ -46,6 +46,12 @@ class Look:
     read_bytes: int
     written_bytes: int
 
+    def since(self, other: Look) -> Pace:
+        """Computes the rates since another look."""
+        read, written = self.read_bytes - other.read_bytes, self.written_bytes - other.written_bytes
+        seconds = self.seconds - other.seconds
+        return Pace(reading=read / seconds, writing=written / seconds)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pace:
@@ -64,7 +70,7 @@ class Course:
 
     @property
     def whole(self) -> Pace:
-        return _between(self.looks[0], self.looks[-1])
+        return self.looks[-1].since(self.looks[0])
 
     @property
     def settled(self) -> Pace:
@@ -81,19 +87,12 @@ class Course:
         """Cuts the same in a few stretches."""
         marks = [self._from(_SAVED_UP + (1 - _SAVED_UP) * number / _WINDOWS) for number in range(_WINDOWS)]
         ends = [*marks[1:], self.looks[-1]]
-        return [_between(one, other) for one, other in zip(marks, ends, strict=True) if one is not other]
+        return [other.since(one) for one, other in zip(marks, ends, strict=True) if one is not other]
 
     def _from(self, share: float) -> Look:
         """Finds the last look before this share of the time."""
         until = share * self.looks[-1].seconds
         return max((look for look in self.looks[:-1] if look.seconds <= until), key=lambda look: look.seconds)
-
-
-def _between(one: Look, other: Look) -> Pace:
-    seconds = other.seconds - one.seconds
-    return Pace(
-        reading=(other.read_bytes - one.read_bytes) / seconds, writing=(other.written_bytes - one.written_bytes) / seconds
-    )
 
 
 def run_streams(daemon: SwapDaemon, streams: Sequence[Stream], limit: float) -> Course:

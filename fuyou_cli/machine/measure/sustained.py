@@ -55,7 +55,9 @@ def measure_sustained(*directories: Path, free: int, count: int = 1, progress: C
         largest = (len(rates) + MIXED_WINDOWS + 1) * WINDOW > count * MOST_BYTES  # what any drives are asked to show
         steady = len(rates) * WINDOW if largest and held(rates) else 0
         notes = [] if store.direct else ["this file system knows no direct I/O: sustained rates include the page cache"]
-        notes += [] if fallen.rates else [_without_fall(len(rates) * WINDOW, steady=steady > 0)]
+        if not fallen.rates:
+            found_out = "plans take it that it never does" if steady else "what is sustained stays unknown"
+            notes.append(f"writing did not fall and settle within {gb(len(rates) * WINDOW)}: {found_out}")
         written = daemon.counters().written_bytes
         return fallen + Found(figures={"steady_bytes": steady}, notes=tuple(notes), written_bytes=written)
 
@@ -70,12 +72,6 @@ def _fallen(daemon: SwapDaemon, rates: Sequence[float]) -> Found:
         sustained_write_mixed=rate_of("store write while reading, sustained", "B/s", [pace.writing for pace in mixed], note),
     )
     return slow + Found(figures={"burst_bytes": burst_windows(rates) * WINDOW})  # written before it fell
-
-
-def _without_fall(written: int, *, steady: bool) -> str:
-    if steady:
-        return f"writing did not fall within {gb(written)}: plans take it that it never does"
-    return f"writing did not fall and settle within {gb(written)}: what is sustained stays unknown (more free space shows more)"
 
 
 def settled(rates: Sequence[float]) -> bool:
