@@ -131,12 +131,6 @@ class ModelSpec:
         return self.parameters - self.inactive_parameters
 
     @property
-    def weights_bytes(self) -> int:
-        """Counts weights at rest, without padding."""
-        kept = self.float32_parameters
-        return ITEM_SIZE[self.compute_dtype] * (self.parameters - kept) + ITEM_SIZE["float32"] * kept
-
-    @property
     def state_bytes(self) -> int:
         """Counts what AdamW keeps beside the weights, without padding."""
         kept = self.float32_parameters
