@@ -17,7 +17,12 @@ from . import drives, probe
 FILE_KEYS = ("schema_version", "memlock", "memlock_why")  # of profiles in files beside the profile's, earlier versions' too
 
 ASSUMED_FLOPS_PER_CORE, ASSUMED_GPU_FLOPS = 40e9, 100e12
-ASSUMED_STORE = {"store_read": 2.0e9, "store_write": 1.2e9, "store_read_mixed": 1.2e9, "store_write_mixed": 0.8e9}  # one NVMe
+ASSUMED_STORE: dict[str, Any] = {
+    "store_read": 2.0e9,
+    "store_write": 1.2e9,
+    "store_read_mixed": 1.2e9,
+    "store_write_mixed": 0.8e9,
+}  # one NVMe
 ASSUMED_ADAMW, ASSUMED_PCIE = 10e9, 12e9
 ASSUMED_PROCESS = 450 * MiB
 ASSUMED_GPU_PROCESS = 2 * GiB  # more, for the libraries of CUDA
