@@ -163,11 +163,26 @@ def bench(
         bool, typer.Option("--sustained", help="Also write until the drive slows down: many GB, asks first.")
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="8b|13b|70b|175b|RECIPE", help="Train a model of these shapes instead.", show_default=False),
+    ] = None,
+    batch: Annotated[
+        str | None, typer.Option(metavar="8,16,...", help="With --model: batch sizes.", show_default=False)
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="With --model: whole runs that take longer are extrapolated.")] = 10.0,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="With --model: a chart.", show_default=False)] = None,
+    trace: Trace = None,
 ) -> None:
-    """Measure this machine.
+    """Measure this machine, or with --model how fast it trains.
 
-    Measures matrix products, layers, the drive and the update. Later plans use the result.
+    Measures matrix products, layers, the drive and the update. Later plans use the result. With --model a few steps are trained
+    on random weights and tokens, by the same steps as `fuyou finetune`; nothing is left behind.
     """
+    if model is not None:
+        words = [] if recipe is None else [recipe]  # there is no recipe beside --model
+        _bench_model(model, [*words, *(overrides or [])], batch, minutes, directory, json_output, svg, trace)
+        return
     from fuyou_cli.machine.allocator import settle_allocator
 
     from .before_torch import settle_libraries
@@ -290,6 +305,25 @@ def _plan(loaded: LoadedRecipe, **options: Any) -> None:
 
     if not run_plan(loaded, PlanOptions(**options)):
         raise typer.Exit(error_screen.DOES_NOT_FIT)
+
+
+def _bench_model(
+    model: str, overrides: Sequence[str], batch: str | None, minutes: float, directory: Path | None, json_output: bool,
+    svg: Path | None, trace: Path | None,
+) -> None:  # fmt: skip
+    from fuyou_cli.machine.allocator import settle_allocator
+
+    from .before_torch import settle_libraries
+    from .bench_model import ModelBenchOptions, parsed_batch_sizes, run_model_bench
+
+    settle_allocator()
+    settle_libraries(device="auto")
+    run_model_bench(
+        ModelBenchOptions(
+            model=model, overrides=overrides, batch_sizes=parsed_batch_sizes(batch), minutes=minutes, directory=directory,
+            json_output=json_output, svg=svg, trace=trace,
+        )
+    )  # fmt: skip
 
 
 def _load(recipe: str | None, overrides: Sequence[str] | None) -> LoadedRecipe:

@@ -77,6 +77,8 @@ class Trace:
             return f"trace: {self.path} has no step"
         first, last, left = self.kept[0][0], self.kept[-1][0], self.seen - len(self.kept)
         steps = f"step {last}" if first == last else f"steps {first} to {last}"
+        if last - first + 1 != len(self.kept):
+            steps = f"the last {len(self.kept)} steps of several runs"
         bound = f" (at most {MOST_STEPS} steps and {MOST_BYTES >> 20} MiB: the newest)" if left else ""
         return f"trace: {self.path} has {steps}{bound}; open it at ui.perfetto.dev"
 

@@ -1,0 +1,182 @@
+"""`fuyou bench --model`: how fast this machine trains a model of these shapes, without its weights or data."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.paths import folder
+from fuyou_cli.machine import probe
+from fuyou_cli.machine.scratch import scratch_folder
+
+from .console import result_console, write_status
+from .planned import machine_here
+from .signals import like_ctrl_c
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from fuyou_cli.recipe.load import LoadedRecipe
+    from fuyou_cli.training.modelbench.measured import Place
+    from fuyou_cli.training.modelbench.sweep import Loaded
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelBenchOptions:
+    """What the command line says. `model`: a named shape, or a recipe; `minutes`: of a whole run at most."""
+
+    model: str
+    overrides: Sequence[str]
+    batch_sizes: tuple[int, ...]  # empty: as the recipe says, twice and four times that
+    minutes: float
+    directory: Path | None
+    json_output: bool
+    svg: Path | None
+    trace: Path | None
+
+
+def parsed_batch_sizes(text: str | None) -> tuple[int, ...]:
+    """Reads "8,16,32"."""
+    try:
+        sizes = tuple(int(size) for size in text.split(",")) if text else ()
+    except ValueError:
+        sizes = (0,)
+    if any(size < 1 for size in sizes):
+        raise UsageError(f"--batch: {text} is no list of batch sizes", hint="write them as in --batch 8,16,32")
+    return sizes
+
+
+@like_ctrl_c()  # so that its files go, however it is ended
+def run_model_bench(options: ModelBenchOptions) -> None:
+    """Measures, and prints a table or one JSON object; --svg and --trace write files."""
+    from fuyou_cli.training.modelbench.synthetic import NAMES
+    from fuyou_cli.training.trace import Trace
+
+    from .render.model_bench_screen import model_bench_json, show_model_bench
+
+    with ExitStack() as stack:
+        named = options.model.lower() in NAMES
+        places = _store_places(options, named=named)
+        scratch = stack.enter_context(scratch_folder(places[0]))
+        load, config = _named(options, scratch) if named else _recipe(options, scratch)
+        trace = None if options.trace is None else stack.enter_context(Trace(options.trace))
+        _can_be_written(options.svg)
+        points = _swept(options, load, config, _place(places, scratch, trace))
+    if options.json_output:
+        result_console().file.write(json.dumps(model_bench_json(options.model, points), indent=2) + "\n")
+    else:
+        show_model_bench(result_console(), options.model, points)
+    if options.svg is not None:
+        from .render.bench_chart import bench_svg
+
+        options.svg.write_text(bench_svg(options.model, points), encoding="utf-8")
+        write_status(f"chart: {options.svg}")
+    if trace is not None:
+        write_status(trace.told)
+
+
+def _swept(options: ModelBenchOptions, load: Loaded, config: PreTrainedConfig, place: Place) -> Any:
+    from fuyou_cli.training.modelbench.sweep import sweep
+
+    usual = load([]).recipe.train.batch_size
+    sizes = options.batch_sizes or (usual, 2 * usual, 4 * usual)
+    return sweep(config, load, place, batch_sizes=sizes, seconds=60 * options.minutes)
+
+
+@contextmanager
+def _store(places: Sequence[Path]) -> Iterator[str]:
+    """Makes folders for one store, one on each drive; they are gone at the end."""
+    with ExitStack() as stack:
+        folders = [stack.enter_context(scratch_folder(place)) for place in places]
+        yield f"offload.dir=[{', '.join(map(str, folders))}]"
+
+
+def _place(places: Sequence[Path], scratch: Path, trace: Any) -> Place:
+    from fuyou_cli.machine.allocator import settle_for_training, trim
+    from fuyou_cli.training.modelbench.measured import Place
+
+    settle_for_training()
+    run = {
+        "memory_now": probe.process_bytes,
+        "memory_highest": probe.highest_bytes,
+        "free_space": probe.free_space,
+        "trim": trim,
+        "announce": write_status,
+    }
+
+    def machine(loaded: LoadedRecipe, inspected: Any) -> Any:
+        return machine_here(loaded, inspected, measure=True)
+
+    return Place(scratch=scratch, store=partial(_store, places), machine=machine, run=run, trace=trace, say=write_status)
+
+
+def _store_places(options: ModelBenchOptions, *, named: bool) -> tuple[Path, ...]:
+    """Names the folders that the store is striped over."""
+    if options.directory is not None:
+        return (folder(options.directory, key="--dir"),)
+    if named:
+        return (folder(os.environ.get("FUYOU_OFFLOAD_DIR") or ".", key="FUYOU_OFFLOAD_DIR"),)
+    return _loaded(options.model, options.overrides).recipe.offload_directories(os.environ)
+
+
+def _ours(scratch: Path) -> list[str]:
+    """Returns overrides: a short run that leaves nothing where others look."""
+    from fuyou_cli.training.modelbench.measured import STEPS
+
+    return [
+        f"output_dir={scratch / 'out'}",
+        f"train.max_steps={STEPS}",
+        "train.epochs=null",
+        "train.max_time=null",
+        "offload.ssd_write_limit=null",
+        "checkpoint.resume=never",
+        "export.at_end=false",
+    ]
+
+
+def _named(options: ModelBenchOptions, scratch: Path) -> tuple[Loaded, PreTrainedConfig]:
+    from fuyou_cli.training.modelbench.synthetic import named_config, write_recipe
+
+    path = write_recipe(scratch)
+    config = named_config(options.model.lower())
+    config.save_pretrained(scratch / "model")  # where the recipe has it: measuring a new machine looks there
+    return _loader(str(path), options, scratch), config
+
+
+def _recipe(options: ModelBenchOptions, scratch: Path) -> tuple[Loaded, PreTrainedConfig]:
+    from fuyou_cli.checkpoint.hub import Hub
+    from fuyou_cli.engine.skeleton import load_config
+
+    load = _loader(options.model, options, scratch)
+    recipe = load([]).recipe
+    model_dir = Hub(recipe, say=write_status, progress=lambda what, done, total: None).model(need_weights=False)
+    return load, load_config(model_dir, trust_remote_code=recipe.model.trust_remote_code)
+
+
+def _loader(recipe: str, options: ModelBenchOptions, scratch: Path) -> Loaded:
+    return lambda more: _loaded(recipe, [*options.overrides, *_ours(scratch), *more])
+
+
+def _loaded(recipe: str, overrides: Sequence[str]) -> LoadedRecipe:
+    from fuyou_cli.recipe.load import load_recipe
+
+    from .recipes_cmd import find_recipe
+
+    path, texts = find_recipe(recipe, list(overrides))
+    return load_recipe(path, texts)
+
+
+def _can_be_written(path: Path | None) -> None:
+    """Refuses the chart's file before anything is measured."""
+    try:
+        if path is not None:
+            path.open("ab").close()
+    except OSError as error:
+        raise UsageError(f"--svg: {path} cannot be written: {error.strerror}", hint="name another file") from error

@@ -1,0 +1,152 @@
+"""Runs a few steps of a shape by the steps that `fuyou finetune` takes, and says what the settled ones did."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...core.units import count
+from ...planner.bound import lower_bound
+from ...planner.costs import Costs
+from ...planner.schedule import plan_schedule
+from ...spec.hardware import HardwareProfile
+from ..length import sampler_of
+from ..plan_request_of import StoreDisks
+from ..plan_step import plan, settle
+from ..report import StepReport
+from ..reporting import settling_steps
+from ..run import Run
+from ..state import fingerprints
+from ..steps import Fetched, Inspected, Planned, Ready, Resolved, Tokenised, inspect, run_directories
+from ..trace import Trace
+from .synthetic import random_entries, random_rows
+
+if TYPE_CHECKING:
+    from ...data import Rows
+    from ...recipe.load import LoadedRecipe
+
+Machine = Callable[["LoadedRecipe", Inspected], tuple[HardwareProfile, StoreDisks]]
+Say = Callable[[str], None]
+STEPS = 5  # of a run, of which those that are not like the rest are left out
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where and how bench runs are made. `scratch`: a folder that is removed by whoever made it."""
+
+    scratch: Path
+    store: Callable[[], AbstractContextManager[str]]  # the override that names folders for one store, gone at the end
+    machine: Machine
+    run: dict[str, Any]  # what a `Run` is opened with
+    trace: Trace | None
+    say: Say
+    beside: bool = True  # also in-memory PyTorch where it fits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """A run's settled steps, medians."""
+
+    blocks: int
+    parameters: int
+    step_seconds: float
+    block_seconds: float  # of a step, for each block: from the end of the visit before to the end of its own
+    tokens: int  # a step
+    busy: dict[str, float]  # resource -> seconds of the step
+    waits: dict[str, float]
+    losses: tuple[float, ...]
+
+
+def planned_of(loaded: LoadedRecipe, model_dir: Path, place: Place, *, to_run: bool) -> Planned:
+    """Plans the recipe for the configuration in `model_dir`."""
+    recipe = loaded.recipe
+    directories = run_directories(recipe)
+    resolved = Resolved(
+        recipe=recipe, to_run=to_run, model_dir=model_dir, tokenizer_dir=model_dir, directories=directories, manifest=None
+    )
+    inspected = inspect(resolved, say=place.say)
+    return plan(inspected, *place.machine(loaded, inspected), say=place.say)
+
+
+def bound_of(planned: Planned) -> float:
+    """Returns seconds that no step of the plan is faster than, at the machine's rates."""
+    costs = Costs.of(planned.model, planned.hardware, planned.plan)
+    return lower_bound(costs, plan_schedule(planned.model, planned.plan), planned.plan)
+
+
+def measure(loaded: LoadedRecipe, planned: Planned, place: Place) -> Measured:
+    """Loads random weights and trains."""
+    ready = _ready(loaded, planned, place)
+    reports: list[StepReport] = []
+    with Run(ready, **place.run) as run:
+        place.say(f"loading random weights, {count(planned.model.parameters)} parameters, and training {STEPS} steps")
+        run.load(lambda count: None)
+        if place.trace is not None:
+            run.trace(place.trace)
+        run.train(reports.append)
+        losses = tuple(run.losses)
+    settled = reports[settling_steps(ready.planned.plan, resumed=False) :]
+    blocks = {stage.name for stage in planned.model.stages if stage.kind == "block"}
+    return Measured(
+        blocks=len(blocks),
+        parameters=planned.model.parameters,
+        step_seconds=_median([report.seconds for report in settled]),
+        block_seconds=_median([seconds_of(report, blocks) for report in settled]),
+        tokens=settled[-1].batch_tokens,
+        busy=_medians([report.busy for report in settled]),
+        waits=_medians([report.stalls for report in settled]),
+        losses=losses,
+    )
+
+
+def seconds_of(report: StepReport, blocks: set[str]) -> float:
+    """Returns the seconds of a step for each of these stages, waits before their visits included."""
+    total, before = 0.0, 0.0
+    for item in sorted((one for one in report.timeline if one.resource == "compute"), key=lambda one: one.end):
+        if item.label.partition(" ")[2] in blocks:
+            total += item.end - before
+        before = item.end
+    return total / len(blocks)
+
+
+def _ready(loaded: LoadedRecipe, planned: Planned, place: Place) -> Ready:
+    recipe, model = planned.recipe, planned.anatomy.model
+    entries = random_entries(model, place.scratch, dtype=planned.model.compute_dtype, seed=recipe.seed)
+    rows = rows_of(planned, place)
+    made_of = fingerprints.of(
+        recipe,
+        planned.model_dir,
+        planned.model,
+        device=planned.inspected.device,
+        weights_mark="random",
+        data=rows.summary.digest,
+        total_steps=STEPS,
+    )
+    tokenised = Tokenised(
+        fetched=Fetched(planned=planned, entries=entries, stored_as={name: name for name in entries}, mark="random"),
+        rows=rows,
+        sampler=sampler_of(recipe, len(rows)),
+        fingerprints=made_of,
+    )
+    return settle(tokenised, *place.machine(loaded, planned.inspected))
+
+
+def rows_of(planned: Planned, place: Place) -> Rows:
+    """Makes rows for every step of the run."""
+    config: Any = planned.anatomy.model.config
+    batch, tokens = planned.recipe.train.batch_size, planned.recipe.dataset.max_seq_len
+    vocabulary = config.get_text_config().vocab_size
+    return random_rows(place.scratch, rows=STEPS * batch, tokens=tokens, vocabulary=vocabulary, seed=planned.recipe.seed)
+
+
+def _median(values: list[float]) -> float:
+    return statistics.median(values)
+
+
+def _medians(found: list[dict[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for one in found for name in one)
+    return {name: _median([one.get(name, 0.0) for one in found]) for name in names}

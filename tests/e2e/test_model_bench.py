@@ -1,0 +1,83 @@
+"""`fuyou bench --model`: real runs of a shape without weights or data, whole and extrapolated."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from .conftest import Project
+
+BLOCKS = 6
+
+
+@pytest.fixture
+def shaped(new_project: Callable[..., Project], tmp_path: Path) -> Project:
+    """A project whose model folder has a configuration alone: neither weights nor a tokenizer nor data."""
+    import transformers
+
+    transformers.LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=BLOCKS, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, architectures=["LlamaForCausalLM"],
+    ).save_pretrained(tmp_path / "shape")  # fmt: skip
+    return new_project(
+        changes={
+            "model.name_or_path": str(tmp_path / "shape"),
+            "dataset.train": [{"path": "nowhere.jsonl", "format": "text"}],
+            "offload.dir": str(tmp_path / "store"),
+        }
+    )
+
+
+def _points(project: Project, *more: str | Path) -> list[dict[str, Any]]:
+    run = project.fuyou("bench", "--model", project.recipe, "--json", *more)
+    assert run.returncode == 0, run.stderr
+    found: list[dict[str, Any]] = json.loads(run.stdout)["points"]
+    return found
+
+
+def test_a_sweep_of_whole_runs(shaped: Project, tmp_path: Path) -> None:
+    chart = tmp_path / "chart.svg"
+    points = _points(shaped, "--batch", "2,4", "--svg", chart)
+    assert [point["batch_size"] for point in points] == [2, 4]
+    for point in points:
+        assert not point["extrapolated"]
+        assert point["tokens"] == 24 * point["batch_size"]
+        assert point["tokens_per_second"] == pytest.approx(point["tokens"] / point["step_seconds"])
+        assert point["flops_6n"] == pytest.approx(6 * point["parameters"] * point["tokens_per_second"])
+        assert point["flops_8n"] == pytest.approx(point["flops_6n"] * 8 / 6)
+        assert 0 < point["overlap"] < 1
+        assert 0 < point["busy"]["compute"] <= 1.001
+        assert point["of_in_memory"] > 0
+    assert not list((tmp_path / "store").iterdir()), "what a bench wrote is gone"
+    assert not shaped.out.exists()
+    bars = [one for one in ElementTree.parse(chart).iter() if one.get("class") == "bar"]
+    assert len(bars) == 2
+
+
+def test_samples_of_the_same_homes_give_the_whole(shaped: Project, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    (point,) = _points(shaped, "--batch", "4", "--minutes", "0", "--trace", trace, "offload.device=emulated")
+    assert point["extrapolated"] and [one["blocks"] for one in point["estimates"]] == [2, 4]
+    for one in point["estimates"]:
+        whole = one["measured_seconds"] + (BLOCKS - one["blocks"]) * one["block_seconds"]
+        assert one["step_seconds"] == pytest.approx(whole)
+        assert one["blocks"] * one["block_seconds"] < one["measured_seconds"]
+    assert point["step_seconds"] == point["estimates"][-1]["step_seconds"]
+    assert point["homes"] == dict.fromkeys(("weights", "optimizer_states", "gradients", "boundaries"), "ssd")
+    assert point["agrees"] == (point["apart"] <= 0.05)
+    assert point["in_memory"] is None and point["in_memory_why"]
+    blocks = {int(number) for number in re.findall(r"forward layers\.(\d+), micro-batch", trace.read_text())}
+    assert blocks == {0, 1, 2, 3}
+
+
+def test_mistakes_are_refused_before_anything_is_measured(shaped: Project, tmp_path: Path) -> None:
+    for words in (["--batch", "four"], ["--svg", tmp_path / "none" / "chart.svg"], ["--trace", tmp_path / "none" / "t"]):
+        run = shaped.fuyou("bench", "--model", shaped.recipe, *words)
+        assert run.returncode == 2 and "error: --" in run.stderr, run.stderr
+        assert "loading" not in run.stderr
