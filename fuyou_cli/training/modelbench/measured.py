@@ -21,7 +21,7 @@ from ..report import StepReport
 from ..reporting import settling_steps
 from ..run import Run
 from ..state import fingerprints
-from ..steps import Fetched, Inspected, Planned, Ready, Resolved, Tokenised, inspect, run_directories
+from ..steps import Inspected, Planned, Ready, Resolved, inspect, run_directories
 from ..trace import Trace
 from .synthetic import random_entries, random_rows
 
@@ -126,13 +126,15 @@ def _ready(loaded: LoadedRecipe, planned: Planned, place: Place) -> Ready:
         data=rows.summary.digest,
         total_steps=STEPS,
     )
-    tokenised = Tokenised(
-        fetched=Fetched(planned=planned, entries=entries, stored_as={name: name for name in entries}, mark="random"),
+    ready = Ready(
+        planned=planned,
+        entries=entries,
+        stored_as={name: name for name in entries},
         rows=rows,
         sampler=sampler_of(recipe, len(rows)),
         fingerprints=made_of,
     )
-    return settle(tokenised, *place.machine(loaded, planned.inspected))
+    return settle(ready, *place.machine(loaded, planned.inspected))
 
 
 def rows_of(planned: Planned, place: Place) -> Rows:
