@@ -361,11 +361,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             code = error_screen.FAILED
         else:
             code = error_screen.report(error)
-    except (FuyouError, KeyboardInterrupt, MemoryError) as error:
-        code = error_screen.report(error)
-    except RuntimeError as error:
-        if not error_screen.is_out_of_memory(error):
-            raise
+    except (FuyouError, KeyboardInterrupt, MemoryError, RuntimeError) as error:
         code = error_screen.report(error)
     sys.exit(code)
 

@@ -21,14 +21,9 @@ if TYPE_CHECKING:
 _PLAIN_WIDTH = 100  # columns when the output is not a terminal
 
 
-def write_result(text: str, *, lead: str = "", hang: int = 0) -> None:
-    """Write a line of the result to stdout, behind a `lead` that may be `styled`. With `hang`, wrap the text and begin each of
-    its lines at that column."""
-    text = one_line(text)
-    if hang:
-        lines = textwrap.wrap(text, max(_width(sys.stdout) - hang, 20), break_long_words=False, break_on_hyphens=False)
-        text = ("\n" + " " * hang).join(lines)
-    print(lead + text, file=sys.stdout)
+def write_result(text: str) -> None:
+    """Write a line of the result to stdout."""
+    print(one_line(text), file=sys.stdout)
 
 
 def write_document(text: str) -> None:
@@ -97,7 +92,7 @@ def _console(stream: TextIO) -> Console:
 
 
 class _Lasting:
-    """A stream that drops everything from the first failed write on."""
+    """Drop everything from the first failed write on."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""Maps errors to exit codes and text, in one place.
+"""Map errors to exit codes and text, in one place.
 
 0 ok, 1 failed, 2 usage or recipe, 3 does not fit, 4 out of memory or disk, 130 interrupted, nothing trained lost.
 Our own errors carry their code. Tracebacks are shown only with FUYOU_DEBUG=1.
@@ -14,7 +14,7 @@ import traceback
 from types import TracebackType
 
 from fuyou_cli.core.disk import remedy
-from fuyou_cli.core.errors import FuyouError, OutOfSpaceError
+from fuyou_cli.core.errors import FuyouError
 
 from .console import styled, write_status
 
@@ -24,52 +24,39 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 def report(error: BaseException) -> int:
     """Say on stderr what happened and what to do. Returns the exit code."""
-    code = _report(error)
-    _say_notes(error)
-    return code
-
-
-def _report(error: BaseException) -> int:
-    if debugging():
+    if os.environ.get("FUYOU_DEBUG", "") not in ("", "0"):
         write_status("".join(traceback.format_exception(error)).rstrip())
-    if isinstance(error, FuyouError):
-        _say(error.message, error.hint)
-        return error.exit_code
     if isinstance(error, KeyboardInterrupt):
         write_status("interrupted")
         return INTERRUPTED
-    if isinstance(error, MemoryError) or is_out_of_memory(error):
+    message, hint, code = _told(error)
+    _say(message, hint)
+    for note in getattr(error, "__notes__", ()):
+        write_status(f"  note: {note}")
+    return code
+
+
+def _told(error: BaseException) -> tuple[str, str | None, int]:
+    """Return what to say, what to do about it, and the exit code."""
+    if isinstance(error, FuyouError):
+        return error.message, error.hint, error.exit_code
+    if isinstance(error, MemoryError) or _is_out_of_memory(error):
         which = "gpu" if _is_of_a_device(error) else "cpu"
-        _say(f"out of memory: {_text(error)}", f"lower offload.max_memory.{which}; see `fuyou plan`")
-        return OUT_OF_SPACE
+        return f"out of memory: {_text(error)}", f"lower offload.max_memory.{which}; see `fuyou plan`", OUT_OF_SPACE
+    if isinstance(error, OSError) and error.errno in _DISK_FULL:
+        return _text(error), "free some space; `fuyou clean DIR` lists what old runs left", OUT_OF_SPACE
     if isinstance(error, OSError):
-        full = error.errno in _DISK_FULL
-        _say(_text(error), "free some space; `fuyou clean DIR` lists what old runs left" if full else remedy(error))
-        return OutOfSpaceError.exit_code if full else FAILED
-    return report_unforeseen(error)
-
-
-def report_unforeseen(error: BaseException) -> int:
-    """Report a bug: one line, and how to see the rest."""
-    hint = None if debugging() else "this is a bug in fuyou; set FUYOU_DEBUG=1 to see the traceback"
-    _say(f"internal error: {type(error).__name__}: {_text(error)}", hint)
-    return FAILED
+        return _text(error), remedy(error), FAILED
+    hint = "this is a bug in fuyou; set FUYOU_DEBUG=1 to see the traceback"
+    return f"internal error: {type(error).__name__}: {_text(error)}", hint, FAILED
 
 
 def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Report what no command expected, as `sys.excepthook`, instead of a page of frames."""
-    if debugging():
-        write_status("".join(traceback.format_exception(kind, error, trace)).rstrip())
-    report_unforeseen(error)
-    _say_notes(error)
+    report(error)
 
 
-def _say_notes(error: BaseException) -> None:
-    for note in getattr(error, "__notes__", ()):
-        write_status(f"  note: {note}")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
+def _is_out_of_memory(error: BaseException) -> bool:
     """Recognise torch's out-of-memory errors without importing torch: a device's has a class, the host's only words."""
     return _is_of_a_device(error) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
 
@@ -79,10 +66,6 @@ def _is_of_a_device(error: BaseException) -> bool:
     return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
 
-def debugging() -> bool:
-    return os.environ.get("FUYOU_DEBUG", "") not in ("", "0")
-
-
 def _text(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename is not None else error.strerror
@@ -90,9 +73,7 @@ def _text(error: BaseException) -> str:
 
 
 def _say(message: str, hint: str | None) -> None:
-    # messages that bring their own place and code (recipes) are shown as they are
-    prefixed = "error[" in message.partition("\n")[0]
-    if prefixed:
+    if "error[" in message.partition("\n")[0]:  # it brings its own place and code (of a recipe): shown as it is
         write_status(message)
     else:
         inner = re.sub(r"\n(?=\S)", "\n  ", message)  # a name with a line end in it begins no line of its own

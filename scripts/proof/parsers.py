@@ -127,8 +127,7 @@ def _machine() -> HardwareProfile:
 
 
 def _plan_bytes() -> list[bytes]:
-    choice, keys = example(Choice), {"train.batch_size": "4"}
-    file = plan_files.plan_file(example(Plan), example(ModelSpec), 0, example(PlanRequest), choice, keys)
+    file = plan_files.plan_file(example(Plan), example(ModelSpec), 0, example(PlanRequest), example(Choice))
     return [json.dumps(json.loads(plan_files.to_text(file))).encode()]
 
 

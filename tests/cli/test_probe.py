@@ -216,7 +216,6 @@ def test_doctor_as_lines_and_as_json(fuyou, tmp_path):
         "io_uring",
         "ram",
         "pinned memory",
-        "memlock",
         "store folder",
         "free space",
         "O_DIRECT",
@@ -230,16 +229,16 @@ def test_doctor_as_lines_and_as_json(fuyou, tmp_path):
 
 @pytest.mark.parametrize("columns", [80, 100])
 def test_doctor_breaks_between_words(columns, monkeypatch, capsys):
-    check = doctor.Check(name="memlock", status="note", found="some words " * 20, advice="what to do " * 20)
+    check = doctor.Check("memory", "some words " * 20, "what to do " * 20)
     monkeypatch.setattr(doctor, "examine", lambda folder: [check])
     monkeypatch.setenv("COLUMNS", str(columns))
     assert doctor.run_doctor(None, json_output=False)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= columns and " ".join(" ".join(lines).split()) == (
-        "note memlock " + "some words " * 20 + "-> " + ("what to do " * 20).strip()
+        "note memory " + "some words " * 20 + "-> " + ("what to do " * 20).strip()
     )
     begins = {len(line) - len(line.lstrip()) for line in lines[1:]}
-    assert begins == {18, 21}
+    assert begins == {14}
 
 
 def test_doctor_names_a_folder_in_memory(fuyou):
@@ -269,14 +268,6 @@ def test_doctor_on_a_group_that_is_too_small():
     )
     roomy = doctor._group(replace(group, limit=4 * GIB))
     assert (roomy.status, roomy.advice) == ("ok", "")
-
-
-@pytest.mark.parametrize(("limit", "advised"), [(8 << 20, True), (256 << 20, False), (-1, False)])
-def test_doctor_on_locked_memory(limit, advised, monkeypatch):
-    monkeypatch.setattr("resource.getrlimit", lambda what: (limit, limit))
-    (check,) = doctor._memlock()
-    assert check.status == "ok" and bool(check.advice) == advised
-    assert ("LimitMEMLOCK=infinity" in check.advice) == advised
 
 
 class Torch:

@@ -29,7 +29,7 @@ from .models import HARDWARE, NUMERICS, SPEC, model, request
 def made(asked: PlanRequest, hardware: HardwareProfile = HARDWARE) -> tuple[Plan, PlanFile]:
     best = search(SPEC, hardware, asked).best
     plan = timed(best, SPEC, hardware, asked)
-    return plan, plan_file(plan, SPEC, hardware.process_bytes, asked, best.choice, {"train.batch_size": "4"})
+    return plan, plan_file(plan, SPEC, hardware.process_bytes, asked, best.choice)
 
 
 ASKED = request()
@@ -105,13 +105,13 @@ def changed(path: tuple[str | int, ...], value: Any) -> str:
     ("path", "value", "words"),
     [
         (("surprise",), 1, "surprise: unknown key"),
-        (("fuyou_plan",), 3, "format 4 is wanted, not 3"),
+        (("fuyou_plan",), 3, "format 5 is wanted, not 3"),
         (("memory",), "large", "memory: expected a whole number"),
         (("memory",), True, "memory: expected a whole number"),
         (("memory",), -4, "memory: must be at least 0"),
-        (("memory",), 4096, "placement: the planner of this fuyou"),
-        (("commit_every",), 7, "placement: the planner of this fuyou"),
-        (("placement",), "0" * 16, "placement: the planner of this fuyou"),
+        (("memory",), 4096, "placement: with this recipe and this fuyou"),
+        (("commit_every",), 7, "placement: with this recipe and this fuyou"),
+        (("placement",), "0" * 16, "placement: with this recipe and this fuyou"),
         (("choice", "lookahead"), 1 << 40, "choice: none that the planner has"),
         (("choice", "states"), 0.3, "choice: none that the planner has"),
         (("choice", "surprise"), 1, "choice: none that the planner has"),
@@ -135,7 +135,7 @@ def test_what_is_wrong_is_named(path: tuple[str | int, ...], value: Any, words: 
     [
         ("", "not valid JSON"),
         ("[]", "this is no plan file"),
-        ('{"fuyou_plan": 4}', "model: missing"),
+        ('{"fuyou_plan": 5}', "model: missing"),
         ("[" * 100_000, "nested too deeply"),
         (TEXT.replace('"memory": ', '"memory": NaN, "x": '), "NaN is no number"),
         (TEXT.replace('"memory": ', '"memory": 7, "memory": '), "the key 'memory' is there twice"),
