@@ -171,7 +171,7 @@ def test_a_run_that_wears_a_drive_out_is_told_a_larger_batch(
     fuyou = command(project)
     code, out, _ = fuyou("plan", "recipe.yaml", "--hardware", "machine.yaml")
     said = " ".join(out.split())
-    assert code == 0 and "warning: the run writes" in said and "of what its drive is rated for" in said
+    assert code == 0 and "warning: the run writes" in said and "of what a drive is rated for" in said
     assert "10% written before" in said
     shown = fuyou.json("--hardware", "machine.yaml")
     assert shown["wear"] > 0.3
@@ -383,7 +383,7 @@ def test_a_saved_run_is_planned_from_where_it_stands(stopped: Project, command: 
         "loading": 0, "steps": left * predicted["written_per_step"], "saving": 0, "export": predicted["export_bytes"],
     }  # fmt: skip
     said = " ".join(fuyou("plan", "recipe.yaml", "--dry-run")[1].split())
-    assert f"resumes after step {saved.step}; {left} steps in" in said and f"the {left} remaining steps write" in said
+    assert f"resumes after step {saved.step}; {left} steps in" in said and f"the remaining {left} steps" in said
     code, out, _ = fuyou("plan", "recipe.yaml", "--dry-run", "train.batch_size=8")
     said = " ".join(out.split())
     assert code == 0 and "train.batch_size was 4, is 8: a run would be refused" in said

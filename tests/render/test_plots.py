@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from fuyou_cli.cli.render.plots import LEFT, PLOT, loss_lines, show_loss, show_timeline, timeline_svg, waiting
+from fuyou_cli.cli.render.plots import HEIGHT, LEFT, PLOT, loss_lines, show_loss, timeline_svg, waiting
 from fuyou_cli.training.report import Busy, busy_seconds, merged, phases
 
 Printer = Callable[..., tuple[Console, Callable[[], str]]]
@@ -18,45 +18,30 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_a_falling_loss_falls() -> None:
-    lines = loss_lines([10.0 - step for step in range(10)], first_step=1, width=40, height=8, utf8=False)
-    stars = [(x, y) for y, line in enumerate(lines[:8]) for x, letter in enumerate(line) if letter == "*"]
-    first, last = min(stars), max(stars)
-    assert first[1] == 0 and last[1] == 7 and last[0] == 39
-    assert all(y0 <= y1 for (_, y0), (_, y1) in zip(sorted(stars), sorted(stars)[1:], strict=False))
-    assert lines[0].startswith("10.00 |") and lines[7].startswith(" 1.00 |")
-    assert lines[-1].split() == ["1", "5", "10"]
+    lines = loss_lines([10.0 - step for step in range(10)], first_step=1, width=40, shades=" #")
+    heights = [sum(line[column : column + 1] == "#" for line in lines[:HEIGHT]) for column in range(3, 40)]
+    assert heights == sorted(heights, reverse=True) and (heights[0], heights[-1]) == (HEIGHT, 1)
+    assert lines[0].startswith("10 #") and lines[HEIGHT - 1].startswith(" 1 #")
+    assert lines[-1].split() == ["1", "10"] and max(map(len, lines)) == 40
 
 
 def test_odd_losses_are_survived() -> None:
-    assert loss_lines([], first_step=1, width=60, height=8, utf8=True) == []
-    assert loss_lines([math.nan, math.inf], first_step=1, width=60, height=8, utf8=True) == []
-    assert loss_lines([2.0, 1.0], first_step=1, width=10, height=8, utf8=True) == []  # no room: nothing, not a mess
+    assert loss_lines([], first_step=1, width=60, shades=" #") == []
+    assert loss_lines([math.nan, math.inf], first_step=1, width=60, shades=" #") == []
+    assert loss_lines([2.0, 1.0], first_step=1, width=10, shades=" #") == []  # no room: nothing, not a mess
     for losses in ([3.0], [2.0] * 5, [0.0, 0.0], [1.0, math.nan, 3.0], [1e-9, 2e-9], [1e6, 2e9]):
-        lines = loss_lines(losses, first_step=7, width=60, height=8, utf8=True)
-        assert len(lines) == 10 and max(map(len, lines)) <= 60
-        assert any(0x2800 < ord(letter) < 0x2900 for line in lines for letter in line)
+        lines = loss_lines(losses, first_step=7, width=60, shades=" .#")
+        assert len(lines) == HEIGHT + 1 and max(map(len, lines)) <= 60
+        assert "#" in lines[HEIGHT - 1]
 
 
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("ascii", [False, True])
-def test_plots_fit(printer: Printer, timeline: tuple[Busy, ...], width: int, ascii: bool) -> None:
+def test_the_plot_fits(printer: Printer, width: int, ascii: bool) -> None:
     console, printed = printer(width, ascii=ascii)
     show_loss(console, [2 + math.sin(step / 50) for step in range(3000)])
-    show_timeline(console, timeline)
     assert max(map(len, printed().splitlines())) <= width
     assert printed().isascii() == ascii
-
-
-def test_rows_show_when_a_resource_was_busy(printer: Printer, timeline: tuple[Busy, ...]) -> None:
-    console, printed = printer(100, ascii=True)
-    show_timeline(console, timeline)
-    rows = {line.split("|")[0].strip(): line.split("|")[1:] for line in printed().splitlines() if "|" in line}
-    assert list(rows) == ["compute", "update", "ssd read", "ssd write"]
-    compute, columns = rows["compute"][0], len(rows["compute"][0])
-    middle = [compute[column] for column in range(columns) if 0.6 < column * 18.5 / columns < 16.2]
-    assert set(middle) == {"#"}  # busy from 0.5 to 16.5 of 18.5 s
-    assert compute[-1] == " " and rows["ssd write"][0][-1] == "#"
-    assert [rows[name][1].strip() for name in rows] == ["86%", "9%", "43%", "39%"]
 
 
 def test_overlapping_intervals_count_once() -> None:

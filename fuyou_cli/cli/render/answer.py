@@ -1,4 +1,4 @@
-"""The first five lines of a plan: whether it fits, its step, what limits it, its wear, and what to do next."""
+"""Show the first five lines of a plan: whether it fits, its step, what limits it, its wear, and what to do next."""
 
 from __future__ import annotations
 

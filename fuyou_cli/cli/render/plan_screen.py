@@ -1,8 +1,9 @@
-"""`fuyou plan` on the screen: what was understood, the machine, where everything rests, and what one step costs."""
+"""Show a plan on the screen: what was understood, the machine, where everything rests, and what one step costs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 from rich.console import Console
 from rich.table import Table
@@ -15,7 +16,7 @@ from fuyou_cli.core.units import brief, count, gb, gib
 from fuyou_cli.machine.background_load import are_busy
 from fuyou_cli.machine.origins import origins_of
 from fuyou_cli.planner.phases import phase_peaks
-from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec
+from fuyou_cli.spec.model import ITEM_SIZE, ModelSpec, StageSpec
 from fuyou_cli.spec.plan import Plan, StagePlan, Tier
 
 from .answer import show_answer
@@ -202,42 +203,33 @@ def _used(peak: int, limit: int) -> Text:
 
 
 def _stages(console: Console, plan: Plan, model: ModelSpec, shapes: Symbols) -> None:
+    """Print where stages rest; neighbours of the same kind, size and homes share a line."""
     heading(console, "Stages", "where weights, states, resting gradients and the kept input rest")
-    item = ITEM_SIZE[model.compute_dtype]
     content = ruled(shapes)
     for title in ("stage", "kind", "params", "weights", "", "states", "", "grads", "input"):
         column(content, title, right=title in ("params", "weights", "states"))
-    for first, last in _ranges(plan.stages, model):
-        homes, spec = plan.stages[first], model.stages[first]
+    position = 0
+    for (kind, params, weights, states, gradients, boundary, kept), same in groupby(map(_homes, plan.stages, model.stages)):
+        number = len(list(same))
         content.add_row(
-            f"{first}" if first == last else f"{first}-{last}",
-            spec.kind if first == last else f"{spec.kind} {shapes.times}{last - first + 1}",
-            count(spec.params),
-            gib(spec.params * item),
-            _TITLE[homes.weights],
-            gib(spec.params * model.state_item),
-            _TITLE[homes.states],
-            _TITLE[homes.gradients],
-            _TITLE[homes.boundary] + (f" +{len(homes.kept)}" if homes.kept else ""),
+            f"{position}" if number == 1 else f"{position}-{position + number - 1}",
+            kind if number == 1 else f"{kind} {shapes.times}{number}",
+            count(params),
+            gib(params * ITEM_SIZE[model.compute_dtype]),
+            _TITLE[weights],
+            gib(params * model.state_item),
+            _TITLE[states],
+            _TITLE[gradients],
+            _TITLE[boundary] + (f" +{kept}" if kept else ""),
         )
+        position += number
     show(console, content, indent=2)
-    kept = "; +n: with the outputs of n operators" if any(stage.kept for stage in plan.stages) else ""
-    say(console, f"Sizes are of one stage{kept}.", style="dim", indent=2)
+    outputs = "; +n: with the outputs of n operators" if any(stage.kept for stage in plan.stages) else ""
+    say(console, f"Sizes are of one stage{outputs}.", style="dim", indent=2)
 
 
-def _ranges(stages: Sequence[StagePlan], model: ModelSpec) -> list[tuple[int, int]]:
-    """Return first and last of every run of stages with the same kind, size and homes."""
-    ranges: list[tuple[int, int]] = []
-    previous: object = None
-    for position, (stage, spec) in enumerate(zip(stages, model.stages, strict=True)):
-        homes = (stage.weights, stage.states, stage.gradients, stage.boundary, len(stage.kept))
-        same = (spec.kind, spec.params, *homes)
-        if same == previous:
-            ranges[-1] = (ranges[-1][0], position)
-        else:
-            ranges.append((position, position))
-        previous = same
-    return ranges
+def _homes(stage: StagePlan, spec: StageSpec) -> tuple[str, int, Tier, Tier, Tier, Tier, int]:
+    return spec.kind, spec.params, stage.weights, stage.states, stage.gradients, stage.boundary, len(stage.kept)
 
 
 # ---- other plans -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Plots: the loss over steps, and one step's timeline on the terminal and as a self-contained SVG."""
+"""Draw the loss over steps on the terminal, and one step's timeline as a self-contained SVG."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from rich.console import Console
 from rich.text import Text
 
 from fuyou_cli.core.units import duration, gb
-from fuyou_cli.training.report import Busy, busy_seconds, merged, phases
+from fuyou_cli.training.report import Busy, busy_seconds, phases
 
-from .theme import RESOURCE_STYLE, Symbols, heading, ordered, percent, show, symbols
+from .theme import heading, ordered, show, symbols
 
 HEIGHT = 9  # rows of the loss plot
-_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # braille bit of (row, column) in a 4 x 2 cell
 
 
 def waiting(stalls: Mapping[str, float]) -> str:
-    """ "compute waited 3.1 s for ssd read, 400 ms for update", longest first."""
+    """Say "compute waited 3.1 s for ssd read, 400 ms for update", longest first."""
     named = sorted(((seconds, cause) for cause, seconds in stalls.items() if worth_saying(seconds)), reverse=True)
     if not named:
         return "compute never waited"
@@ -37,106 +36,44 @@ def worth_saying(seconds: float) -> bool:
 
 def show_loss(console: Console, losses: Sequence[float], *, first_step: int = 1) -> None:
     """Plot the loss over steps, `losses[0]` being of step `first_step`. Prints nothing when no loss is finite."""
-    lines = loss_lines(losses, first_step=first_step, width=console.width - 2, height=HEIGHT, utf8=symbols(console).utf8)
+    shades = symbols(console).levels
+    lines = loss_lines(losses, first_step=first_step, width=console.width - 2, shades=shades)
     if lines:
         heading(console, "Loss", "over steps")
     for line in lines:
         show(console, Text(line), indent=2)
 
 
-def loss_lines(losses: Sequence[float], *, first_step: int, width: int, height: int, utf8: bool) -> list[str]:
-    """Draw `height` lines with a value axis, then the step axis in two lines: braille dots, or stars in ASCII. Values that are
-    not finite are left out; where there are more steps than dots, each dot is a mean."""
+def loss_lines(losses: Sequence[float], *, first_step: int, width: int, shades: str) -> list[str]:
+    """Draw HEIGHT lines with the highest and the lowest loss beside them, and the first and last step below. `shades` are a
+    cell's levels. Values that are not finite are left out; each column is the mean of its steps."""
     finite = [value for value in losses if math.isfinite(value)]
-    if not finite or width < 24 or height < 2:
+    if not finite or width < 24:
         return []
     low, high = min(finite), max(finite)
-    if high == low:
-        low, high = low - 0.5 * (abs(low) or 1), high + 0.5 * (abs(high) or 1)
-    digits = max(0, 3 - math.floor(math.log10(high - low)) - 1) if high - low < 100 else 0
-    labels = [f"{high - (high - low) * row / (height - 1):.{digits}f}" for row in range(height)]
-    gutter = max(map(len, labels))
-    columns = width - gutter - 2
-    across, down = (2, 4) if utf8 else (1, 1)
-    heights = [(high - value) / (high - low) * (height * down - 1) for value in _resampled(losses, columns * across)]
-    tick, corner, floor = ("┤", "└", "─") if utf8 else ("|", "+", "-")
+    labels = [f"{high:.4g}", *[""] * (HEIGHT - 2), f"{low:.4g}"]
+    gutter = max(map(len, labels)) + 1
+    columns, top = width - gutter, len(shades) - 1
+    levels = [  # in cells from the bottom; the lowest loss is still seen
+        0.0 if math.isnan(mean) else 1 + (mean - low) / ((high - low) or 1) * (HEIGHT - 1) for mean in _means(losses, columns)
+    ]
     lines = []
-    for number, (label, row) in enumerate(zip(labels, _curve(heights, height, utf8=utf8), strict=True)):
-        shown = label if number % 2 == 0 or number == height - 1 else ""
-        lines.append(f"{shown:>{gutter}} {tick}{row}".rstrip())
-    first, last = first_step, first_step + len(losses) - 1
-    middle = f"{(first + last) // 2:,}" if last - first > 1 else ""
-    steps = _axis(f"{first:,}", middle, f"{last:,}" if last > first else "", columns)
-    return [*lines, f"{'':>{gutter}} {corner}{floor * columns}", " " * (gutter + 2) + steps]
+    for row, label in enumerate(labels):
+        parts = (min(max(level - (HEIGHT - 1 - row), 0.0), 1.0) for level in levels)
+        lines.append(f"{label:>{gutter - 1}} " + "".join(shades[round(part * top)] for part in parts).rstrip())
+    first, last = f"{first_step:,}", f"{first_step + len(losses) - 1:,}"
+    return [*lines, " " * gutter + first + (last.rjust(columns - len(first)) if len(losses) > 1 else "")]
 
 
-def _resampled(losses: Sequence[float], dots: int) -> list[float]:
-    """Return the mean loss of the steps at each of `dots` columns; NaN where none is finite."""
+def _means(losses: Sequence[float], columns: int) -> list[float]:
+    """Return the mean loss of the steps at each column; NaN where none is finite."""
     means = []
-    for dot in range(dots):
-        begin = dot * len(losses) // dots
-        here = losses[begin : max(begin + 1, (dot + 1) * len(losses) // dots)]
+    for column in range(columns):
+        begin = column * len(losses) // columns
+        here = losses[begin : max(begin + 1, (column + 1) * len(losses) // columns)]
         finite = [value for value in here if math.isfinite(value)]
         means.append(sum(finite) / len(finite) if finite else math.nan)
     return means
-
-
-def _curve(heights: Sequence[float], rows: int, *, utf8: bool) -> list[str]:
-    """Draw a connected line through `heights`: dots from the top, one for each column of dots."""
-    across, down = (2, 4) if utf8 else (1, 1)
-    cells = [[0] * (len(heights) // across) for _ in range(rows)]
-    before: int | None = None
-    for x, value in enumerate(heights):
-        if math.isnan(value):
-            before = None
-            continue
-        y = round(value)
-        for dot in range(min(y, y if before is None else before), max(y, y if before is None else before) + 1):
-            cells[dot // down][x // across] |= _DOTS[dot % down][x % across]
-        before = y
-    return ["".join((chr(0x2800 + cell) if utf8 else "*") if cell else " " for cell in row) for row in cells]
-
-
-def _axis(left: str, middle: str, right: str, columns: int) -> str:
-    """Place labels at the left, middle and right edge of a line; the middle one only where it has room."""
-    line, start = left + right.rjust(columns - len(left)), (columns - len(middle)) // 2
-    has_room = start > len(left) + 1 and start + len(middle) < columns - len(right) - 1
-    return line[:start] + middle + line[start + len(middle) :] if has_room else line
-
-
-# ---- a step on the terminal ------------------------------------------------------------------------------------------
-
-
-def show_timeline(console: Console, busy: Sequence[Busy]) -> None:
-    """Show when each resource was busy: rows are resources, columns time, darkness the busy share."""
-    shapes = symbols(console)
-    end = max((item.end for item in busy), default=0.0)
-    names = ordered(list(dict.fromkeys(item.resource for item in busy)))
-    gutter = max(map(len, names), default=0)
-    columns = console.width - 2 - gutter - 3 - 6  # indent, name, two edges, percent
-    if columns < 8 or end <= 0:
-        return
-    edge = "│" if shapes.utf8 else "|"
-    heading(console, "One step", f"{duration(end)}; darker is busier")
-    for name in names:
-        spans = merged([item for item in busy if item.resource == name])
-        line = Text(f"{name:{gutter}} {edge}")
-        line.append(_shaded(spans, end, columns, shapes), style=RESOURCE_STYLE.get(name, ""))
-        line.append(f"{edge} {percent(sum(b - a for a, b in spans), end):>4}")
-        show(console, line, indent=2)
-    seconds = _axis("0", duration(end / 2), duration(end), columns)
-    show(console, Text(" " * (gutter + 2) + seconds, style="dim"), indent=2)
-
-
-def _shaded(spans: Sequence[tuple[float, float]], end: float, columns: int, shapes: Symbols) -> str:
-    """Return one character per column: how much of that stretch of time the spans cover."""
-    share = [0.0] * columns
-    step = end / columns
-    for begin, finish in spans:
-        for column in range(max(int(begin / step), 0), min(int(finish / step) + 1, columns)):
-            share[column] += max(min(finish, (column + 1) * step) - max(begin, column * step), 0.0) / step
-    top = len(shapes.shades) - 1
-    return "".join(shapes.shades[0 if part < 0.005 else min(max(round(part * top), 1), top)] for part in share)
 
 
 # ---- a step as SVG ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Progress of a run: a live block of lines on a terminal, one plain line per step anywhere else.
+"""Show the progress of a run: a live block of lines on a terminal, one plain line per step anywhere else.
 
 The block never loses a line and fields have some room to grow, so nothing jumps. Between reports only the clock and the share
 of the running step change.
@@ -10,8 +10,8 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import datetime
-from types import TracebackType
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -29,8 +29,8 @@ RECENT_STEPS = 20  # steps the pace is taken from
 MIN_STEP_SECONDS = 1e-9
 
 
-class RunDisplay:
-    """Shows every `StepReport` of one run; use as a context manager.
+class RunDisplay(AbstractContextManager["RunDisplay"]):
+    """Show every `StepReport` of one run, within its context.
 
     `resumed` counts the steps done before this process: the bar starts there. `verbose`: also traffic and what compute waited
     for. `clock` gives seconds since the epoch.
@@ -73,10 +73,9 @@ class RunDisplay:
             self._live.start(refresh=True)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *ended: object) -> None:
         if self._live is not None:
             self._live.stop()
-            self._live = None
 
     def step(self, report: StepReport) -> None:
         """Show a finished step."""
@@ -128,15 +127,11 @@ class RunDisplay:
 
     def _eta(self, elapsed: float = 0.0, *, short: bool = False) -> str:
         left = self._total - self._done
+        seconds = max(left * self.step_seconds() - elapsed, 0.0)
         if left <= 0:
             return "done"
-        seconds = max(left * self.step_seconds() - elapsed, 0.0)
-        if short:
-            return f"eta {duration(seconds)}"
-        now = self._clock()
-        finish = datetime.fromtimestamp(now + seconds)
-        shown = finish.strftime("%H:%M" if finish.date() == datetime.fromtimestamp(now).date() else "%a %d %b %H:%M")
-        return f"eta {duration(seconds)} (at {shown})"
+        finish = "" if short else f" (at {datetime.fromtimestamp(self._clock() + seconds):%a %d %b %H:%M})"
+        return f"eta {duration(seconds)}{finish}"
 
     def _plain_lines(self, report: StepReport) -> list[str]:
         """Put the step on one line of at most `LINE` columns, the same fields at the same columns in every step; behind it,

@@ -1,4 +1,4 @@
-"""One optimizer step of a plan: seconds by resource, what compute waits for, and how long the run takes."""
+"""Show one optimizer step of a plan: seconds by resource, what compute waits for, and how long the run takes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _parts(facts: RunFacts, shapes: Symbols) -> list[tuple[str, str]]:
 
 
 def waiting_for(stalls: dict[str, float], step: float) -> str:
-    """ "compute waits 1.8 s, 2% of the step: 1.2 s for ..., 0.5 s for ..., 0.1 s for 2 other things"."""
+    """Say "compute waits 1.8 s, 2% of the step: 1.2 s for ..., 0.5 s for ..., 0.1 s for 2 other things"."""
     causes = sorted(((seconds, cause) for cause, seconds in stalls.items() if seconds > _NOTHING * step), reverse=True)
     if not causes:
         return "compute never waits"

@@ -1,4 +1,4 @@
-"""The end of a run: what was predicted beside what happened."""
+"""Show the end of a run: what was predicted beside what happened."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from rich.text import Text
 from fuyou_cli.core.units import brief, duration, gb, gib
 from fuyou_cli.training.report import Compared, RunReport
 
-from .plots import show_loss, show_timeline, waiting
+from .plots import show_loss, waiting
 from .theme import Symbols, column, heading, pairs, ruled, say, show, some, speed, symbols, tera
 
 
 def show_summary(console: Console, report: RunReport) -> None:
-    """Print the run in figures, predicted beside measured, then the loss and the last step's timeline."""
+    """Print the run in figures, predicted beside measured, then the loss."""
     shapes = symbols(console)
     heading(console, f"{some(report.steps, 'step')} in {duration(report.seconds)}")
     rows = [
@@ -26,7 +26,6 @@ def show_summary(console: Console, report: RunReport) -> None:
     pairs(console, rows)
     _compared(console, report, shapes)
     show_loss(console, report.losses)
-    show_timeline(console, report.timeline)
 
 
 def _compared(console: Console, report: RunReport, shapes: Symbols) -> None:

@@ -1,4 +1,4 @@
-"""Symbols, bars and tables shared by all the views.
+"""Draw symbols, bars and tables for all the views.
 
 A console that cannot encode UTF-8 gets plain ASCII throughout. Colour only repeats what the text already says.
 """
@@ -32,7 +32,7 @@ RESOURCE_STYLE = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Symbols:
-    """The characters of one console."""
+    """Hold the characters of one console."""
 
     utf8: bool
     none: str
@@ -41,16 +41,16 @@ class Symbols:
     arrow: str
     dot: str  # between items of a list
     bars: str  # growing parts of one cell, the last one full
-    shades: str  # from idle to busy
+    levels: str  # of a cell filled from below, empty to full
     newline: str
     mark: str  # under text that is trained on
 
 
 _UNICODE = Symbols(
-    utf8=True, none="·", rule="─", times="×", arrow="→", dot="·", bars="▏▎▍▌▋▊▉█", shades=" ░▒▓█", newline="↵", mark="▔"
+    utf8=True, none="·", rule="─", times="×", arrow="→", dot="·", bars="▏▎▍▌▋▊▉█", levels=" ▁▂▃▄▅▆▇█", newline="↵", mark="▔"
 )
 _ASCII = Symbols(
-    utf8=False, none="-", rule="-", times="x", arrow="->", dot="|", bars="#", shades=" .:=#", newline="\\n", mark="^"
+    utf8=False, none="-", rule="-", times="x", arrow="->", dot="|", bars="#", levels=" .#", newline="\\n", mark="^"
 )
 _RULED = "    \n    \n{0}\n    \n{0}\n{0}\n    \n    \n"
 
@@ -136,29 +136,29 @@ def memory_unit(largest: int) -> tuple[int, str]:
 
 
 def some(number: int, what: str) -> str:
-    """ "1 step", "1,000 steps"."""
+    """Format a number of things: "1 step", "1,000 steps"."""
     return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def percent(part: float, whole: float) -> str:
-    """ "89%"; "?" when the whole is not known."""
+    """Format a share: "89%"; "?" when the whole is not known."""
     return f"{100 * part / whole:.0f}%" if whole > 0 else "?"
 
 
 def rate(bytes_per_second: float) -> str:
-    """ "2.10 GB/s", "84 MB/s"."""
+    """Format a rate: "2.10 GB/s", "84 MB/s"."""
     if bytes_per_second >= 1e8:
         return f"{bytes_per_second / 1e9:.2f} GB/s"
     return f"{bytes_per_second / 1e6:.0f} MB/s"
 
 
 def speed(tokens_per_second: float) -> str:
-    """Four digits, or all before the point: "258.7", "1,353", "16,832"."""
+    """Format four digits, or all before the point: "258.7", "1,353", "16,832"."""
     return f"{tokens_per_second:,.0f}" if tokens_per_second >= 1000 else f"{tokens_per_second:,.4g}"
 
 
 def tera(flops: float) -> str:
-    """TFLOP with three digits, without the unit: "0.861", "49.2", "989"."""
+    """Format TFLOP with three digits, without the unit: "0.861", "49.2", "989"."""
     value = flops / 1e12
     if value >= 100:
         return f"{value:,.0f}"

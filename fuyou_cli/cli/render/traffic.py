@@ -1,4 +1,4 @@
-"""What a run does to its drives: traffic of a step, wear, commits, and the disk it needs."""
+"""Show what a run does to its drives: traffic of a step, wear, commits, and the disk it needs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from rich.console import Console
 from rich.text import Text
 
 from fuyou_cli.advice.facts import USUAL, RunFacts
-from fuyou_cli.advice.wear import WORN, Spared, Wear, wear_of
+from fuyou_cli.advice.wear import WORN, Spared, wear_of
 from fuyou_cli.core.disk import FileSystem
 from fuyou_cli.core.units import duration, gb
 from fuyou_cli.machine.drives import nearly_worn
 from fuyou_cli.planner.commit_interval import commit_costs
-from fuyou_cli.spec.hardware import HardwareProfile
 
 from .theme import Symbols, column, heading, pairs, ruled, say, show, some
 
@@ -68,40 +67,25 @@ def _disk(disk: FileSystem) -> tuple[str, str]:
 
 def wear_in_brief(facts: RunFacts) -> str:
     """Say what is written in all, and the share of a drive's rating, on one line."""
-    writes, steps, drives = facts.shown_writes, USUAL if facts.left is None else facts.left, facts.hardware.drives
+    writes, steps = facts.shown_writes, USUAL if facts.left is None else facts.left
     said = f"{gb(writes.total) if writes.total else 'nothing'} written in {some(steps, 'step')}"
     wear = wear_of(facts.hardware, writes)
-    if wear is None:
-        return said
-    drive = "its drive" if len(drives) == 1 else f"each of its {len(drives)} drives"
-    if {drive.rated_bytes for drive in drives} != {wear.rated}:
-        drive = "one of its drives"
-    return f"{said}, {_share(wear.run)} of what {drive} is rated for"
+    return said if wear is None else f"{said}, {_share(wear.run)} of what a drive is rated for"
 
 
 def wear_in_full(facts: RunFacts) -> str:
-    """Say what the run writes, and which share of what its drives are rated for, where that is known."""
+    """Say what each part of the run writes, and the share of the drive that is rated for least, where that is known."""
     writes = facts.shown_writes
-    counted = f"{USUAL:,} steps write" if facts.left is None else f"the run's {facts.left:,} steps write"
+    counted = f"{USUAL:,} steps" if facts.left is None else f"the run's {some(facts.left, 'step')}"
     if facts.left is not None and facts.done:
-        counted = f"the {facts.left:,} remaining steps write"
-    said = f"{counted} {gb(writes.steps) if writes.steps else 'nothing'}"
-    beside = {"loading": writes.loading, "saving": writes.saving, "export": writes.export}
-    if names := [name for name, size in beside.items() if size]:
-        said += f", {' + '.join(names)} {gb(sum(beside.values()))}"
-    wear = wear_of(facts.hardware, writes)
-    return said if wear is None else said + _share_of_rating(facts.hardware, wear)
-
-
-def _share_of_rating(hardware: HardwareProfile, wear: Wear) -> str:
-    """Say the share of the drive that is rated for least, and what was written before the run."""
-    drives, after = hardware.drives, f"{_share(wear.after)} after the run"
-    share = f"{_share(wear.run)} of the {gb(wear.rated)}"
-    if len(drives) == 1:
-        return f": {share} its drive is rated for" + (f"; {wear.before:.0%} written before, {after}" if wear.before else "")
-    which = "each" if {drive.rated_bytes for drive in drives} == {wear.rated} else "the least of them"
-    before = f"; the most worn has written {wear.before:.0%} of its own rating before, {after}" if wear.before else ""
-    return f"; {gb(wear.run * wear.rated)} to each of its {len(drives)} drives: {share} {which} is rated for{before}"
+        counted = f"the remaining {some(facts.left, 'step')}"
+    parts = {counted: writes.steps, "loading": writes.loading, "saving": writes.saving, "export": writes.export}
+    said = ", ".join(f"{name} {gb(size)}" for name, size in parts.items() if size) or "nothing is written"
+    if wear := wear_of(facts.hardware, writes):
+        each = f" to each of {len(facts.hardware.drives)} drives" if len(facts.hardware.drives) > 1 else ""
+        said += f"; {gb(wear.run * wear.rated)}{each} is {_share(wear.run)} of the {gb(wear.rated)} that the least is rated for"
+        said += f"; the most worn had {wear.before:.0%} written before, {_share(wear.after)} after" if wear.before else ""
+    return said
 
 
 def _share(part: float) -> str:
@@ -117,8 +101,7 @@ def warn_of_wear(console: Console, facts: RunFacts) -> None:
     """Warn of drives near their end by their own account, and of a run that takes much of what they are rated for."""
     warnings, wear = list(dict.fromkeys(nearly_worn(facts.hardware.drives))), facts.wear
     if wear is not None and wear.run > WORN:
-        drive = "its drive" if len(facts.hardware.drives) == 1 else "one of its drives"
-        warnings.append(f"the run writes {_share(wear.run)} of what {drive} is rated for")
+        warnings.append(f"the run writes {_share(wear.run)} of what a drive is rated for")
     if wear is not None and wear.after > 1:
         before = f"; {_share(wear.before)} was written before" if wear.before else ""
         warnings.append(f"after the run a drive has written {_share(wear.after)} of what it is rated for{before}")

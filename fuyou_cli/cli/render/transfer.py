@@ -1,38 +1,36 @@
-"""Progress of a download or an export: a bar on a terminal, elsewhere a line now and then."""
+"""Show the progress of a download or an export: a bar on a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from fuyou_cli.core.printable import one_line
 from fuyou_cli.core.units import gb
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import Progress, TaskID
-
 LINE_SECONDS = 10.0  # between two lines where there is no terminal; what takes less says nothing
 
 
-class Transfers:
-    """Shows what is under way, the bytes so far and in all: call it from any thread, within its context."""
+class Transfers(AbstractContextManager["Transfers"]):
+    """Show what is under way, the bytes so far and in all: call it from any thread, within its context."""
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
+        text, speed = TextColumn("{task.description}", markup=False), TransferSpeedColumn()
+        columns = (text, BarColumn(), DownloadColumn(), speed, TimeRemainingColumn())
+        self._bar = Progress(*columns, console=console, transient=True)
         self._console, self._clock = console, clock
         self._lock = threading.Lock()
-        self._bar: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
         self._said: dict[str, float] = {}  # when a line was last written, or when it began
 
-    def __enter__(self) -> Transfers:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._end_bar()
+    def __exit__(self, *ended: object) -> None:
+        if self._tasks:
+            self._bar.stop()
 
     def __call__(self, what: str, done: int, total: int) -> None:
         what = one_line(what)
@@ -43,24 +41,15 @@ class Transfers:
                 self._tell(what, done, total)
 
     def _draw(self, what: str, done: int, total: int) -> None:
-        if self._bar is None:
-            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-            text, speed = TextColumn("{task.description}", markup=False), TransferSpeedColumn()
-            columns = (text, BarColumn(), DownloadColumn(), speed, TimeRemainingColumn())
-            self._bar = Progress(*columns, console=self._console, transient=True)
-            self._bar.start()
         if what not in self._tasks:
-            self._tasks[what] = self._bar.add_task(what, total=total)
+            self._tasks[what] = self._bar.add_task(what, completed=done, total=total)
         self._bar.update(self._tasks[what], completed=done, total=total)
+        self._bar.start()
         if done >= total:  # other output follows: a bar that stays would be drawn into it
-            self._end_bar()
-
-    def _end_bar(self) -> None:
-        if self._bar is not None:
             self._bar.stop()
-        self._bar = None
-        self._tasks.clear()
+            for task in self._tasks.values():
+                self._bar.remove_task(task)
+            self._tasks.clear()
 
     def _tell(self, what: str, done: int, total: int) -> None:
         now = self._clock()
