@@ -1,4 +1,4 @@
-"""`fuyou clean`: removes the store files a manifest names, and nothing else.
+"""Run `fuyou clean`: remove the store files a manifest names, and nothing else.
 
 A store is `<folder>/<run>/manifest.json` with `{"fuyou_store": VERSION, "files": [...]}`, the first of which lies beside it: a
 copy of a store names the files of another. Its files lie in folders named `<run>`, one per drive it is striped over, each with
@@ -25,12 +25,12 @@ from fuyou_cli.training.state.manifest import BEFORE, BESIDE, COMPANIONS, LARGES
 from fuyou_cli.training.state.manifest import NAME as MANIFEST
 from fuyou_cli.training.state.parts import PART_FILE, STORE_FILE, is_written, read_part
 
-from .console import confirm, write_result, write_status
+from .console import agreed, write_result, write_status
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remnant:
-    """Names a file that may go; the disk it takes may change while it is still being written to."""
+    """Name a file that may go; the disk it takes may change while it is still being written to."""
 
     path: Path
     taken: int = field(compare=False)
@@ -38,7 +38,7 @@ class Remnant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreFiles:
-    """Lists what a manifest names. Nothing of a store with refusals is removed."""
+    """List what a manifest names. Nothing of a store with refusals is removed."""
 
     manifest: Path
     digest: str = ""  # of what the manifest says
@@ -48,7 +48,7 @@ class StoreFiles:
 
 
 def run_clean(directory: Path, *, yes: bool) -> None:
-    """Shows the stores in `directory` and removes their files, once somebody agreed. Raises FuyouError where one is left."""
+    """Show the stores in `directory` and remove their files, once somebody agreed. Raises FuyouError where one is left."""
     stores = [read_store(manifest) for manifest in find_manifests(directory)]
     unnamed = find_unnamed(directory, stores)
     for store in stores:
@@ -57,7 +57,8 @@ def run_clean(directory: Path, *, yes: bool) -> None:
         _show_unnamed(file)
     removable = [store for store in stores if not store.refused]
     total = sum(file.taken for store in removable for file in store.files)
-    if removable and _agreed(total, yes):
+    question = f"Remove these files and their manifests, {gib(total)}?"
+    if removable and agreed(question, yes=yes, otherwise="nothing was removed"):
         freed = sum(remove_store(store) for store in removable)
         write_result(f"removed {gib(freed)} ({freed:,} bytes)")
     if len(removable) < len(stores):
@@ -67,7 +68,7 @@ def run_clean(directory: Path, *, yes: bool) -> None:
 
 
 def find_manifests(directory: Path) -> list[Path]:
-    """Finds the manifest of the folder itself when it is a store, else those of the stores in it."""
+    """Find the manifest of the folder itself when it is a store, else those of the stores in it."""
     if not directory.is_dir():
         raise UsageError(f"{directory} is not a folder")
     own = directory / MANIFEST
@@ -77,7 +78,7 @@ def find_manifests(directory: Path) -> list[Path]:
 
 
 def find_unnamed(directory: Path, stores: Sequence[StoreFiles]) -> list[Path]:
-    """Finds files that look like a store's, in the folder or one level below, and that none of these stores names."""
+    """Find files that look like a store's, in the folder or one level below, and that none of these stores names."""
     named = {file.path for store in stores for file in store.files}
     found = [directory / STORE_FILE, *sorted(directory.glob(f"*/{STORE_FILE}"))]
     beside = (path for path in found if path.is_file() and not path.is_symlink() and not (path.parent / MANIFEST).is_file())
@@ -85,7 +86,7 @@ def find_unnamed(directory: Path, stores: Sequence[StoreFiles]) -> list[Path]:
 
 
 def read_store(manifest: Path) -> StoreFiles:
-    """Looks at what the manifest names, without following a link."""
+    """Look at what the manifest names, without following a link."""
     if manifest.is_symlink() or manifest.parent.is_symlink():
         return StoreFiles(manifest=manifest, refused=("the store's folder or manifest is a symbolic link",))
     try:
@@ -111,7 +112,7 @@ def _printable(name: str) -> str:
 
 
 def _named(manifest: Path, content: dict[str, Any]) -> tuple[set[str], list[str]]:
-    """Returns the files that were there for certain, and all of them, each once. Raises UsageError where the manifest cannot be
+    """Return the files that were there for certain, and all of them, each once. Raises UsageError where the manifest cannot be
     believed. Every version so far lists its files the same way: stores of older ones can go as well."""
     version = content.get("fuyou_store")
     if type(version) is not int or not 1 <= version <= VERSION:
@@ -127,7 +128,7 @@ def _named(manifest: Path, content: dict[str, Any]) -> tuple[set[str], list[str]
 
 
 def _look(name: str, home: Path, content: dict[str, Any]) -> Remnant | str | None:
-    """Says what a file takes, or why it is left alone; None when it is gone already."""
+    """Say what a file takes, or why it is left alone; None when it is gone already."""
     path = Path(name)
     if not path.is_absolute() or ".." in path.parts:
         return "not a plain absolute path"
@@ -149,7 +150,7 @@ def _look(name: str, home: Path, content: dict[str, Any]) -> Remnant | str | Non
 
 
 def _foreign(folder: Path, home: Path, content: dict[str, Any]) -> str:
-    """Says why no file of the store `home` can lie in the folder, or may be taken for gone; empty where one may be in it."""
+    """Say why no file of the store `home` can lie in the folder, or may be taken for gone; empty where one may be in it."""
     above = folder.parent if folder.name == COMPANIONS and not folder.is_symlink() else folder
     if is_same_folder(above, home):
         return ""
@@ -179,7 +180,7 @@ def _show(store: StoreFiles) -> None:
 
 
 def _show_unnamed(file: Path) -> None:
-    """Shows a store's file without its manifest, which is not removed: whether a run needs it is not known here."""
+    """Show a store's file without its manifest, which is not removed: whether a run needs it is not known here."""
     taken, part = file.stat().st_blocks * 512, read_part(file.parent)
     if part is not None and part.index:
         why = (
@@ -191,19 +192,8 @@ def _show_unnamed(file: Path) -> None:
     write_status(f"  left as it is, for no {MANIFEST} names it: {why}")
 
 
-def _agreed(total: int, yes: bool) -> bool:
-    if yes:
-        return True
-    answer = confirm(f"Remove these files and their manifests, {gib(total)}?")
-    if answer is None:
-        raise UsageError("nothing was removed: there is no terminal to ask at", hint="add --yes")
-    if not answer:
-        write_status("nothing was removed")
-    return answer
-
-
 def remove_store(store: StoreFiles) -> int:
-    """Removes files first, the manifest last, so that an interrupted removal can be repeated. Returns the bytes freed.
+    """Remove files first, the manifest last, so that an interrupted removal can be repeated. Returns the bytes freed.
 
     Raises FuyouError when a run has the store open, or had it since it was read."""
     with ExitStack() as held:
@@ -217,7 +207,7 @@ def remove_store(store: StoreFiles) -> int:
 
 
 def _hold(paths: Sequence[Path], held: ExitStack) -> None:
-    """Locks what a run would have locked; a file of two names once."""
+    """Lock what a run would have locked; a file of two names once."""
     known: set[tuple[int, int]] = set()
     for path in paths:
         try:

@@ -1,4 +1,4 @@
-"""Where output goes: results to stdout, everything else to stderr.
+"""Send results to stdout, everything else to stderr.
 
 Plain lines are written here without Rich, whose import takes 40 ms; tables and progress ask for a Rich console. Control
 characters of text from outside are spelt out (`core/printable`), so that it cannot drive the terminal. A stderr that cannot be
@@ -13,6 +13,7 @@ import sys
 import textwrap
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.printable import one_line, printable
 
 if TYPE_CHECKING:
@@ -140,9 +141,15 @@ def styled(text: str, code: str, stream: TextIO) -> str:
     return f"\033[{code}m{text}\033[0m"
 
 
-def confirm(question: str) -> bool | None:
-    """Ask the person at the terminal; None where there is nobody to ask."""
+def agreed(question: str, *, yes: bool, otherwise: str) -> bool:
+    """Ask the person at the terminal, unless `yes` says it already. Raises UsageError where there is nobody to ask.
+    `otherwise`: what a no comes to."""
+    if yes:
+        return True
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        return None
+        raise UsageError(f"{otherwise}: there is no terminal to ask at", hint="add --yes")
     print(f"{one_line(question)} [y/N] ", end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
+    if sys.stdin.readline().strip().lower() in ("y", "yes"):
+        return True
+    write_status(otherwise)
+    return False

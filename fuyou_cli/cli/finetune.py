@@ -1,12 +1,10 @@
-"""`fuyou finetune`: plan, show, load, train, report, export."""
+"""Run `fuyou finetune`: plan, show, load, train, report, export."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +29,7 @@ if TYPE_CHECKING:
     from fuyou_cli.training.trace import Trace
 
 
+@like_ctrl_c()
 def run_finetune(
     loaded: LoadedRecipe,
     *,
@@ -43,23 +42,21 @@ def run_finetune(
     """Run a recipe. `plan_file`: the plan to run, instead of the one that is best now. `calibrated`: plan with the rates that
     the latest run showed. `measure`: bench a machine that nobody has measured; a plan file brings its own rates.
     `verbose`: show each step's traffic and waits. `trace`: the file for what was busy when in the newest steps."""
-    with like_ctrl_c():
-        _finetune(loaded, plan_file, calibrated=calibrated, measure=measure, verbose=verbose, trace=trace)
+    from fuyou_cli.machine.allocator import settle_allocator
 
+    from .before_torch import settle_libraries
 
-def _finetune(
-    loaded: LoadedRecipe, plan_file: Path | None, *, calibrated: bool, measure: bool, verbose: bool, trace: Path | None
-) -> None:
-    _settle(loaded)
+    offload = loaded.recipe.offload
+    settle_allocator()
+    settle_libraries(device=offload.device, expandable_segments=offload.expandable_segments)
+    from fuyou_cli.advice.plan_files import read_plan
+    from fuyou_cli.training.trace import Trace
+
     from .output_folder import claimed, note_of_an_earlier_run
 
-    kept = None
-    if plan_file is not None:
-        from fuyou_cli.advice.plan_files import read_plan
-
-        kept = read_plan(plan_file, loaded.recipe)
+    kept = None if plan_file is None else read_plan(plan_file, loaded.recipe)
     check_output(loaded.recipe)
-    tracing = None if trace is None else open_trace(trace)
+    tracing = None if trace is None else Trace(trace)  # refuses a file that cannot be written, before anything is planned
     ready = made_ready(loaded, kept, measure=measure, calibrated=calibrated)
     planned = ready.planned
     with claimed(Path(planned.recipe.output_dir).expanduser()):
@@ -69,32 +66,14 @@ def _finetune(
         _conclude(planned, report)
         if stopped:
             raise Interrupted("stopped after the last step, before the export", hint=_again(source))
-        _export(planned, source)
-
-
-def open_trace(path: Path) -> Trace:
-    """Refuses a file that cannot be written, before anything is planned."""
-    from fuyou_cli.training.trace import Trace
-
-    return Trace(path)
-
-
-def _settle(loaded: LoadedRecipe) -> None:
-    """Before torch loads, which nearly everything brings along."""
-    from fuyou_cli.machine.allocator import settle_allocator
-
-    from .before_torch import settle_libraries
-
-    offload = loaded.recipe.offload
-    settle_allocator()
-    settle_libraries(device=offload.device, expandable_segments=offload.expandable_segments)
+        if planned.recipe.export.at_end:
+            _export(planned, source)
 
 
 def _train(ready: Ready, *, verbose: bool, trace: Trace | None) -> tuple[RunReport, Path, bool]:
-    """Runs to the end and saves; the report, the store's folder, and whether somebody asked to stop before the export."""
+    """Run to the end and save. Returns the report, the store's folder, and whether to stop before the export."""
     from fuyou_cli.machine.allocator import settle_for_training, trim
     from fuyou_cli.training.jsonl import JsonlLog
-    from fuyou_cli.training.reporting import as_records
     from fuyou_cli.training.run import Run
     from fuyou_cli.training.state.kept_companions import keep_companions
 
@@ -119,33 +98,24 @@ def _train(ready: Ready, *, verbose: bool, trace: Trace | None) -> tuple[RunRepo
                 log = stack.enter_context(JsonlLog(out / "log.jsonl", anew=planned.manifest is None))
                 log.write("plan", _promises(planned))
             settle_for_training()
-            before = run.daemon.counters()
-            others = BackgroundLoad()
-            with traced(run, trace):
+            before, others = run.daemon.counters(), BackgroundLoad()
+            with ExitStack() as traced:
+                if trace is not None:
+                    run.trace(trace)
+                    traced.callback(lambda: write_status(trace.told))
+                    traced.enter_context(trace)  # which is written however the steps end
                 _steps(planned, run, log, verbose=verbose)
-            report = _beside_plan(planned, run.report(), others.cores(), gpu_peak=_gpu_peak(run))
-            if log is not None and not _waits_for_export(planned, run):
-                moved = _moved(before, run.daemon.counters())
-                _end_log(log, {**moved, "saved_bytes": run.saver.saved_bytes, "compared": as_records(report.compared)})
-        return report, run.paths[0].parent, _waits_for_export(planned, run)
-
-
-@contextmanager
-def traced(run: Run, trace: Trace | None) -> Iterator[None]:
-    """Inside, steps go to the trace, which is written however that ends."""
-    if trace is None:
-        yield
-        return
-    run.trace(trace)
-    with ExitStack() as at_end:
-        at_end.callback(lambda: write_status(trace.told))
-        at_end.enter_context(trace)
-        yield
+            gpu_peak = run.device.peak_memory() if run.plan.device == "cuda" else 0  # others do not know what was given back
+            report = _beside_plan(planned, run.report(), others.cores(), gpu_peak=gpu_peak)
+            stopped = run.stopping.requested and planned.recipe.export.at_end  # the same command has the export left to do
+            if log is not None and not stopped:
+                _end_log(log, run, before, report)
+        return report, run.paths[0].parent, stopped
 
 
 def _beside_plan(planned: Planned, report: RunReport, others_cores: float, *, gpu_peak: int) -> RunReport:
-    """With the plan's step simulated once more, for what it says of every resource. What that shows of the machine is kept
-    for the plans to come that ask for it, unless others used some of it meanwhile."""
+    """Simulate the plan's step once more, for what it says of every resource. What that shows of the machine is kept for the
+    plans to come that ask for it, unless others used some of it meanwhile."""
     from fuyou_cli.machine.profile_store import keep_corrected
     from fuyou_cli.planner.schedule import plan_schedule
     from fuyou_cli.planner.simulate import simulate
@@ -156,51 +126,36 @@ def _beside_plan(planned: Planned, report: RunReport, others_cores: float, *, gp
         return report
     model, hardware, plan = planned.model, planned.hardware, planned.plan
     step = simulate(model, hardware, plan, plan_schedule(model, plan))
-    shown = None
     if are_busy(others_cores):
         why = f"other programs used {others_cores:.1f} cores meanwhile"
         write_status(f"note: {why}: steps took longer than needed; their rates are not kept for --calibrated")
-    else:
-        shown = corrected(hardware, model, plan, step, report)
-    if shown is not None:
+    elif (shown := corrected(hardware, model, plan, step, report)) is not None:
         keep_corrected(shown, *planned.directories, instead_of=hardware, say=write_status)
     assumed = hardware.measured == "assumed"
     return replace(report, compared=compared(report, plan, step, gpu_peak=gpu_peak), assumed=assumed)
 
 
-def _gpu_peak(run: Run) -> int:
-    """0 of other devices: an emulated one does not know what of its memory was given back."""
-    return run.device.peak_memory() if run.plan.device == "cuda" else 0
+def _end_log(log: JsonlLog, run: Run, before: Counters, report: RunReport) -> None:
+    """Write the store's bytes from the end of loading to the saved state: steps alone leave out what a step's end finds in
+    flight. Saving writes what rests in RAM (`saved_bytes`). The run is over: a log that cannot be written takes neither its
+    report nor its export from it."""
+    from fuyou_cli.training.reporting import as_records
 
-
-def _waits_for_export(planned: Planned, run: Run) -> bool:
-    """All steps are done, and somebody asked to stop: the same command has the export left to do."""
-    return run.stopping.requested and planned.recipe.export.at_end
-
-
-def _end_log(log: JsonlLog, fields: dict[str, object]) -> None:
-    """The run is over and saved: a log that cannot be written takes neither its report nor its export from it."""
+    after = run.daemon.counters()
+    moved = {key: getattr(after, key) - getattr(before, key) for key in ("read_bytes", "written_bytes")}
     try:
-        log.write("end", fields)
+        log.write("end", {**moved, "saved_bytes": run.saver.saved_bytes, "compared": as_records(report.compared)})
         log.close()
     except FuyouError as error:
         write_status(f"note: {error.message}")
 
 
-def _moved(before: Counters, after: Counters) -> dict[str, object]:
-    """The store's bytes from the end of loading to the saved state: steps alone leave out what a step's end finds in
-    flight. Saving writes what rests in RAM (`saved_bytes`)."""
-    return {
-        "read_bytes": after.read_bytes - before.read_bytes,
-        "written_bytes": after.written_bytes - before.written_bytes,
-    }
-
-
 def _promises(planned: Planned) -> dict[str, object]:
-    """What this very run's plan predicts, beside which its measurements are read."""
+    """Return what this very run's plan predicts, beside which its measurements are read."""
     from fuyou_cli.advice.compare import placed_in_words
 
-    plan = planned.plan
+    plan, predicted = planned.plan, planned.plan.predicted
+    keys = ("cpu_peak", "read_per_step", "written_per_step", "read_by", "written_by", "step_seconds")
     return {
         "budget": plan.cpu_budget,
         "arena": plan.arena_size,
@@ -209,13 +164,8 @@ def _promises(planned: Planned) -> dict[str, object]:
         "total_steps": planned.total_steps,
         "numerics": asdict(plan.numerics),
         "export": str(export_folder(planned.recipe, planned.model_dir)),
-        "predicted_cpu_peak": plan.predicted.cpu_peak,
-        "predicted_read_per_step": plan.predicted.read_per_step,
-        "predicted_written_per_step": plan.predicted.written_per_step,
-        "predicted_read_by": plan.predicted.read_by,
-        "predicted_written_by": plan.predicted.written_by,
+        **{f"predicted_{key}": getattr(predicted, key) for key in keys},
         "deferred_weights": sum(s.weights_at.size for s in plan.stages if s.deferred and s.weights == "ssd"),
-        "predicted_step_seconds": plan.predicted.step_seconds,
         "commit_every": plan.commit_every,
         "choice": placed_in_words(plan, planned.model),
     }
@@ -239,7 +189,7 @@ def _load(planned: Planned, run: Run) -> None:
 
 
 def _steps(planned: Planned, run: Run, log: JsonlLog | None, *, verbose: bool) -> None:
-    """Every step to the backends the recipe names."""
+    """Tell every step to the backends that the recipe names."""
     from .render.progress import RunDisplay
 
     logging = planned.recipe.logging
@@ -262,12 +212,12 @@ def _steps(planned: Planned, run: Run, log: JsonlLog | None, *, verbose: bool) -
 
 
 def _export(planned: Planned, source: Path) -> None:
-    """Whatever fails here has not harmed the trained state, and can be done again without training."""
-    if not planned.recipe.export.at_end:
-        return
-    again = _again(source)
+    """Write the model. Whatever fails here has not harmed the trained state, and can be done again without training."""
+    from .export import write_model
+
+    out, options, again = export_folder(planned.recipe, planned.model_dir), planned.recipe.export, _again(source)
     try:
-        _write_model(planned, source)
+        write_model(source, out, dtype=options.dtype, max_shard_size=options.max_shard_size)
     except KeyboardInterrupt:
         raise Interrupted("interrupted while the model was written", hint=again) from None
     except FuyouError as error:
@@ -276,30 +226,13 @@ def _export(planned: Planned, source: Path) -> None:
     except Exception as error:
         error.add_note(again)
         raise
+    computed = planned.model.compute_dtype
+    rounded = f", rounded from {computed} (export.dtype={computed} keeps it)" if options.dtype != computed == "float32" else ""
+    write_last_result(f"exported to {out} in {options.dtype}{rounded}")
 
 
 def _again(source: Path) -> str:
     return f"the trained state is saved: fuyou export {source} OUT writes the model elsewhere"
-
-
-def _write_model(planned: Planned, source: Path) -> None:
-    from fuyou_cli.training.exporting import export_store
-
-    from .render.transfer import Transfers
-
-    out, options = export_folder(planned.recipe, planned.model_dir), planned.recipe.export
-    with Transfers(status_console()) as transfers:
-        export_store(
-            source,
-            out,
-            dtype=options.dtype,
-            max_shard_size=options.max_shard_size,
-            progress=partial(transfers, f"exporting to {out.name}"),
-            say=write_status,
-        )
-    computed = planned.model.compute_dtype
-    rounded = f", rounded from {computed} (export.dtype={computed} keeps it)" if options.dtype != computed == "float32" else ""
-    write_last_result(f"exported to {out} in {options.dtype}{rounded}")
 
 
 def _conclude(planned: Planned, report: RunReport) -> None:

@@ -1,4 +1,4 @@
-"""What `fuyou finetune` does and says before it trains: the plan as soon as there is one, before anything is downloaded or
+"""Do and say what `fuyou finetune` does before it trains: the plan as soon as there is one, before anything is downloaded or
 tokenised; then what the data changed of it, and a sample of the data."""
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 from fuyou_cli.advice.facts import RunFacts, facts_of
 from fuyou_cli.advice.room import check_export, plan_problems, room_of
 from fuyou_cli.core.errors import PlanError
-from fuyou_cli.core.units import gib
-from fuyou_cli.spec.plan import Plan
 
 from .console import status_console, write_status
 from .planned import command_of, machine_here
@@ -24,32 +22,28 @@ if TYPE_CHECKING:
 
 
 def made_ready(loaded: LoadedRecipe, kept: KeptPlan | None, *, measure: bool, calibrated: bool) -> Ready:
-    """Takes every step from the recipe to a run. `kept`: the plan of a file. The plan of a saved run is shown once nothing can
+    """Take every step from the recipe to a run. `kept`: the plan of a file. The plan of a saved run is shown once nothing can
     refuse it any more. Raises UsageError or PlanError."""
-    try:
-        return _made_ready(loaded, kept, measure=measure, calibrated=calibrated)
-    except PlanError as error:
-        error.hint = error.hint or _advice(loaded)
-        raise
-
-
-def _made_ready(loaded: LoadedRecipe, kept: KeptPlan | None, *, measure: bool, calibrated: bool) -> Ready:
     from fuyou_cli.training.plan_step import plan, settle
     from fuyou_cli.training.steps import fetch, inspect, resolve, tokenise
 
     from .render.transfer import Transfers
 
     say, micro_batch_size = write_status, None if kept is None else kept.micro_batch_size
-    with Transfers(status_console()) as progress:
-        inspected = inspect(resolve(loaded.recipe, say=say, progress=progress), say=say)
-        machine = machine_here(loaded, inspected, measure=measure and kept is None, calibrated=calibrated)
-        planned = plan(inspected, *machine, micro_batch_size=micro_batch_size, choose=kept, say=say)
-        _refuse_unfit(loaded, planned)
-        if planned.manifest is None:
-            _show(loaded, planned)
-        tokenised = tokenise(fetch(planned, say=say, progress=progress), say=say)
-    ready = settle(tokenised, *machine_here(loaded, inspected, calibrated=calibrated), choose=kept)
-    _refuse_unfit(loaded, ready.planned)
+    try:
+        with Transfers(status_console()) as progress:
+            inspected = inspect(resolve(loaded.recipe, say=say, progress=progress), say=say)
+            machine = machine_here(loaded, inspected, measure=measure and kept is None, calibrated=calibrated)
+            planned = plan(inspected, *machine, micro_batch_size=micro_batch_size, choose=kept, say=say)
+            _refuse_unfit(loaded, planned)
+            if planned.manifest is None:
+                _show(loaded, planned)
+            tokenised = tokenise(fetch(planned, say=say, progress=progress), say=say)
+        ready = settle(tokenised, *machine_here(loaded, inspected, calibrated=calibrated), choose=kept)
+        _refuse_unfit(loaded, ready.planned)
+    except PlanError as error:
+        error.hint = error.hint or _advice(loaded)
+        raise
     if planned.manifest is None:
         _show_changes(loaded, planned, ready.planned)
     else:
@@ -61,12 +55,12 @@ def _made_ready(loaded: LoadedRecipe, kept: KeptPlan | None, *, measure: bool, c
 
 
 def _advice(loaded: LoadedRecipe) -> str:
-    """Names the command that looks for changes that help: each is planned, which takes a while."""
+    """Name the command that looks for changes that help: each is planned, which takes a while."""
     return f"`{command_of(loaded, 'plan')}` plans the smallest changes that help"
 
 
 def _refuse_unfit(loaded: LoadedRecipe, planned: Planned) -> None:
-    """Shows a plan that does not fit, and ends there."""
+    """Show a plan that does not fit, and end there."""
     check_export(planned.recipe, planned.model_dir)
     if problems := plan_problems(planned.plan, room_of(planned)):
         _show(loaded, planned)
@@ -84,39 +78,25 @@ def _facts(loaded: LoadedRecipe, planned: Planned) -> RunFacts:
 
 
 def _show_changes(loaded: LoadedRecipe, shown: Planned, now: Planned) -> None:
-    """Shows what is different from the plan that was shown."""
+    """Show what is different from the plan that was shown, whatever the process had grown to by then."""
     from .render.plan_screen import show_length
 
-    if not _alike(shown.plan, now.plan):
+    same: dict[str, Any] = {"memory": (), "predicted": now.plan.predicted, "cpu_budget": now.plan.cpu_budget}
+    if replace(shown.plan, **same) != replace(now.plan, memory=()):
         _show(loaded, now)
-        return
-    if shown.total_steps != now.total_steps:  # the data decided
+    elif shown.total_steps != now.total_steps:  # the data decided
         show_length(status_console(), _facts(loaded, now))
-    before, peak = gib(shown.plan.predicted.cpu_peak), gib(now.plan.predicted.cpu_peak)
-    if before != peak:  # what the run is held to and compared with
-        budget = gib(now.plan.cpu_budget)
-        write_status(f"RAM: a peak of {peak} with the data at hand, of {budget}; without it {before}, as above")
-
-
-def _alike(one: Plan, other: Plan) -> bool:
-    """Compares what two plans do, whatever the process had grown to by then."""
-    same: dict[str, Any] = {"memory": (), "predicted": other.predicted, "cpu_budget": other.cpu_budget}
-    return replace(one, **same) == replace(other, memory=())
 
 
 def _show_data(summary: DataSummary) -> None:
-    """Counts samples, rows and tokens, and shows one decoded sample with its mask."""
+    """Count samples, rows and tokens, and show one decoded sample with its mask."""
     from .render.sample import show_sample
+    from .render.theme import some
 
     formats = ", ".join(f"{Path(path).name}: {name}" for path, name in summary.formats)
     write_status(
-        f"data: {_some(summary.samples, 'sample')} ({formats}) in {_some(summary.rows, 'row')}, "
-        f"{_some(summary.tokens, 'token')}, {summary.label_tokens:,} with loss; {summary.truncated:,} truncated, "
-        f"{summary.split:,} split, {summary.dropped:,} dropped, "
-        f"{_some(summary.without_loss, 'row')} without loss skipped"
+        f"data: {some(summary.samples, 'sample')} ({formats}) in {some(summary.rows, 'row')}, "
+        f"{some(summary.tokens, 'token')}, {summary.label_tokens:,} with loss; {summary.truncated:,} truncated, "
+        f"{summary.split:,} split, {summary.dropped:,} dropped, {some(summary.without_loss, 'row')} without loss skipped"
     )
     show_sample(status_console(), summary.preview)
-
-
-def _some(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' * (number != 1)}"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -170,12 +172,14 @@ def test_nobody_is_asked_nothing_is_written(
     assert not (tmp_path / "store").exists() and done.stdout == ""
 
 
-def test_a_no_is_a_no(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    questions: list[str] = []
+@pytest.mark.parametrize("said", ["n\n", "\n", ""])
+def test_a_no_is_a_no(said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(bench.probe, "striped_space", lambda *places: 10**12)
-    monkeypatch.setattr(bench, "confirm", lambda question: bool(questions.append(question)))
-    assert bench.run_bench(tmp_path, quick=True, json_output=False, sustained=True) is None
-    assert len(questions) == 1 and "nothing was measured" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(bench, "confirm", lambda question: None)
-    with pytest.raises(UsageError, match="no terminal"):
+    with pytest.raises(UsageError, match="nothing was measured: there is no terminal"):
         bench.run_bench(tmp_path, quick=True, json_output=False, sustained=True)
+    monkeypatch.setattr("sys.stdin", StringIO(said))
+    for stream in (sys.stdin, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    assert bench.run_bench(tmp_path, quick=True, json_output=False, sustained=True) is None
+    asked = capsys.readouterr().err
+    assert asked.count("[y/N]") == 1 and "nothing was measured" in asked and list(tmp_path.iterdir()) == []

@@ -267,12 +267,12 @@ def test_what_changed_since_it_was_listed_is_left(tmp_path, capsys, monkeypatch,
     make_store(folder, files=[folder / "store.bin", folder / "part.json"])
     left: set[str] = set()
 
-    def answer(question: str) -> bool:
+    def answer(question: str, **options: object) -> bool:
         change(folder)
         left.update(path.name for path in folder.iterdir())
         return True
 
-    monkeypatch.setattr(clean, "confirm", answer)
+    monkeypatch.setattr(clean, "agreed", answer)
     with pytest.raises(FuyouError, match="has changed since it was listed"):
         run_clean(tmp_path, yes=False)
     assert {path.name for path in folder.iterdir()} == left
