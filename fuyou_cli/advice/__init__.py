@@ -1,1 +1,1 @@
-"""Layer 7: plans a recipe, and says what to change when it does not fit."""
+"""Plan a recipe, and say what to change when it does not fit (layer 7)."""

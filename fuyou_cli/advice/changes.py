@@ -1,4 +1,4 @@
-"""The smallest changes of a recipe that make it fit, each planned again: nothing is suggested that was not tried.
+"""Find the smallest changes of a recipe that make it fit, each planned again: nothing is suggested that was not tried.
 
 Candidates come from the recipe and its plan: every key that takes memory, disk or wear, in steps from the least change on.
 Of each kind the first step that helps is kept; where no single kind helps, pairs of them are tried.
@@ -33,7 +33,7 @@ Steps = tuple[tuple[str, ...], ...]  # each one a change: key=value of one or tw
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """Changes of one sort, the least first. `numerics`: the run's numbers change with it."""
+    """Hold changes of one sort, the least first. `numerics`: the run's numbers change with it."""
 
     steps: Steps
     numerics: bool = False
@@ -69,7 +69,7 @@ def _order(numerics: bool, outcome: Outcome) -> tuple[int, bool, float, tuple[st
 
 
 class _Trials:
-    """Which changes help: looked at by the first plan that fits, then planned in full."""
+    """Find which changes help: looked at by the first plan that fits, then planned in full."""
 
     def __init__(self, elsewise: Replanner) -> None:
         self._elsewise = elsewise
@@ -174,7 +174,7 @@ def _if(possible: bool, change: str) -> Steps:
 
 
 def _memory(prepared: Planned) -> Steps:
-    """More RAM for the process, up to what the machine has: the least that is enough first, then in ever larger steps."""
+    """Return more RAM for the process, up to what the machine has: the least that is enough, then ever larger steps."""
     plan, hardware = prepared.plan, prepared.hardware
     asked = plan_request(prepared.recipe, plan.numerics, hardware, device=plan.device)
     enough = max(least_memory(prepared.model, hardware, asked), plan.cpu_budget + 1)
@@ -198,7 +198,7 @@ def _fewer_snapshots(prepared: Planned) -> Steps:
 
 
 def _redo(prepared: Planned) -> Steps:
-    """One extent of everything, where the planner may not choose it by itself."""
+    """Return one extent of everything, where the planner may not choose it by itself."""
     checkpoint = prepared.recipe.checkpoint
     every_step = checkpoint.mode != "snapshot" and checkpoint.commit_every_steps in (1, "auto")
     if prepared.plan.store_mode == "redo" or prepared.manifest is not None or (checkpoint.mode == "auto" and every_step):
@@ -209,7 +209,7 @@ def _redo(prepared: Planned) -> Steps:
 
 
 def _rarer_commits(prepared: Planned) -> Steps:
-    """Fewer commits, which write what rests in RAM."""
+    """Return fewer commits, which write what rests in RAM."""
     checkpoint, plan = prepared.recipe.checkpoint, prepared.plan
     every, key = plan.commit_every, "snapshot" if checkpoint.mode == "snapshot" else "commit"
     resting = any("cpu" in (stage.weights, stage.states) for stage in plan.stages)
@@ -224,7 +224,7 @@ def _spills(prepared: Planned) -> bool:
 
 
 def _same_tokens(prepared: Planned, batches: Iterable[int]) -> Steps:
-    """Other batches with as much training: a step writes its states once, whatever its batch."""
+    """Return other batches with as much training: a step writes its states once, whatever its batch."""
     train, trained = prepared.recipe.train, prepared.total_steps * prepared.plan.numerics.batch_size
     by_epochs = train.max_steps is None  # then the steps follow by themselves
     return tuple(

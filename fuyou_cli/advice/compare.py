@@ -1,4 +1,4 @@
-"""Why the plan is as it is: the same run with one knob of the planner turned, and what that costs."""
+"""Say why the plan is as it is: the same run with one knob of the planner turned, and what that costs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LITTLE = 0.0005  # of a step: what is not worth a word
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One other choice. `plan` is None where it does not fit."""
+    """Hold one other choice. `plan` is None where it does not fit."""
 
     words: str
     plan: Plan | None

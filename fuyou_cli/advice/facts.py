@@ -1,4 +1,4 @@
-"""Everything that `fuyou plan` says about a run, found once and shown as text or as JSON."""
+"""Collect everything that `fuyou plan` says about a run, found once and shown as text or as JSON."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _RATED = {  # resource -> how the names of the rates behind it begin (`machine/o
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """A limit of the recipe that stops the run after `step`: its key and value, and how the run continues."""
+    """Hold a limit of the recipe that stops the run after `step`: its key and value, and how the run continues."""
 
     limit: str
     step: int
@@ -42,7 +42,7 @@ class Ending:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFacts:
-    """A plan, what it was made for, and what was found out about it."""
+    """Hold a plan, what it was made for, and what was found out about it."""
 
     plan: Plan
     model: ModelSpec

@@ -1,4 +1,4 @@
-"""Plans a recipe as a run would, and other recipes for the same model and machine."""
+"""Plan a recipe as a run would, and other recipes for the same model and machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def alternative(choice: Choice, plan: Plan) -> Alternative:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What a recipe would be like, changed or not."""
+    """Hold what a recipe would be like, changed or not."""
 
     changes: tuple[str, ...]  # key=value
     prepared: Planned

@@ -1,4 +1,4 @@
-"""What a run may take of the device and the disks, and why its plan does not fit. Nothing is written or measured."""
+"""Say what a run may take of the device and the disks, and why its plan does not fit. Nothing is written or measured."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CLEARLY = 1.05  # of what is free, which comes and goes; of what a machine or a 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Room:
-    """Limits in bytes; None where there is no such limit."""
+    """Hold limits in bytes; None where there is no such limit."""
 
     gpu: int | None
     ssd: int | None  # offload.max_memory.ssd: of the store

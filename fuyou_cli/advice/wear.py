@@ -1,4 +1,4 @@
-"""What a run writes to its drives, as a share of the writes they are rated for, beside what they have written already."""
+"""Count what a run writes to its drives, as a share of the writes they are rated for, beside what they have written already."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORN = 0.3  # of what drives are rated for: a run that writes more is warned abo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Writes:
-    """Bytes that a run writes to the drives of its store."""
+    """Hold the bytes that a run writes to the drives of its store."""
 
     loading: int
     steps: int
@@ -44,7 +44,7 @@ def writes_of(plan: Plan, room: Room, *, steps: float, resumed: bool = False) ->
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wear:
-    """Shares of rated writes."""
+    """Hold shares of rated writes."""
 
     run: float  # that the run takes, of the drive that is rated for least
     rated: int  # bytes of that drive
@@ -76,7 +76,7 @@ def wear_of(hardware: HardwareProfile, writes: Writes | None) -> Wear | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spared:
-    """What `offload.wear` kept from being written, and what that would have brought."""
+    """Hold what `offload.wear` kept from being written, and what that would have brought."""
 
     instead: str  # of what it would have been, in words
     per_step: int  # bytes

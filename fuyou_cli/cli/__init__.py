@@ -1,1 +1,1 @@
-"""Layer 8: commands and rendering."""
+"""Run commands and render what they say (layer 8)."""

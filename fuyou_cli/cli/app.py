@@ -1,4 +1,4 @@
-"""The `fuyou` command. Each command imports only what it needs, so that --help stays quick."""
+"""Define the `fuyou` command. Each command imports only what it needs, so that --help stays quick."""
 
 from __future__ import annotations
 
@@ -134,7 +134,6 @@ def plan(
     ] = None,
     json_output: Json = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Also show every stage, and where rates come from.")] = False,
-    show_config: Annotated[bool, typer.Option("--show-config", help="First print the recipe with every default.")] = False,
 ) -> None:
     """Show what a run needs, and whether it fits.
 
@@ -143,7 +142,7 @@ def plan(
     """
     _plan(
         _load(recipe, overrides), dry_run=dry_run, hardware=hardware, calibrated=calibrated, compare=compare, out=out,
-        json_output=json_output, verbose=verbose, show_config=show_config,
+        json_output=json_output, verbose=verbose,
     )  # fmt: skip
 
 
@@ -205,7 +204,7 @@ def validate(
 
     Reads neither the model nor the data.
     """
-    from .validate import run_validate
+    from .recipes_cmd import run_validate
 
     run_validate(recipe, overrides or [], json_output=json_output, show_config=show_config)
 
@@ -239,7 +238,7 @@ def export(
 
     Streams the store to safetensors that `from_pretrained` loads.
     """
-    from .export import run_export
+    from .stores import run_export
 
     run_export(source, out, overrides or [], dtype=dtype)
 
@@ -253,7 +252,7 @@ def verify(
 
     Compares everything committed with its checksums. Exit code 1 when something is damaged.
     """
-    from .verify import run_verify
+    from .stores import run_verify
 
     if not run_verify(source, json_output=json_output):
         raise typer.Exit(error_screen.FAILED)

@@ -1,4 +1,4 @@
-"""What torch and the libraries under it read from the environment while they load, set beforehand. What the user set stays."""
+"""Set what torch and the libraries under it read from the environment while they load. What the user set stays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLO
 
 
 def settle_libraries(*, device: str, expandable_segments: bool = True, root: Path = ROOT) -> None:
-    """Sets the environment for compute on a GPU (`device`: the recipe's); for others nothing changes.
+    """Set the environment for compute on a GPU (`device`: the recipe's); for others nothing changes.
 
     Stages allocate tensors of different sizes one after the other. In segments of fixed size the holes between them add up,
     and a plan counts none; segments that grow have none, for a call of the driver where memory is taken the first time.

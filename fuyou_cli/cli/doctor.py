@@ -1,4 +1,4 @@
-"""`fuyou doctor`: one line for each thing a run depends on, with what to do where it is not right."""
+"""Run `fuyou doctor`: one line for each thing a run depends on, with what to do where it is not right."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ from fuyou_cli.core.printable import one_line
 from fuyou_cli.core.units import MiB, gb, gib
 from fuyou_cli.machine import drives, probe
 from fuyou_cli.machine.scratch import scratch_folder
-from fuyou_cli.spec.hardware import Drive
 
 from .console import result_console, write_json
-from .render.theme import column, show
+from .render.theme import column, endurance, show
 
 _COLOUR = {"ok": "green", "note": "yellow", "problem": "bold red"}
 _OLDEST = {"torch": (2, 10), "transformers": (5, 17)}
@@ -242,12 +241,4 @@ def _drives(place: Path, sysfs: Path = Path("/sys")) -> Iterator[Check]:
             advice = "the kernel takes it for a hard disk, on which a step waits for minutes: use an NVMe drive"
         elif used >= drives.NEARLY_WORN:
             advice = "near the end of its rated life: training writes terabytes, `fuyou plan` says how many"
-        yield Check("drive", f"{device.name}, {drive.model or 'model unknown'}, {_endurance(drive)}", advice)
-
-
-def _endurance(drive: Drive) -> str:
-    parts = [f"rated for {gb(drive.rated_bytes)} of writes" if drive.rated_bytes else "rated writes unknown"]
-    if drive.percent_used:
-        parts.append(f"{drive.percent_used}% of its endurance used")
-    parts.append(f"{gb(drive.used_bytes)} written" if drive.used_bytes else "it does not tell what it has written")
-    return ", ".join(parts)
+        yield Check("drive", f"{device.name}, {drive.model or 'model unknown'}, {endurance(drive)}", advice)

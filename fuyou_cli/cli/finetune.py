@@ -213,7 +213,7 @@ def _steps(planned: Planned, run: Run, log: JsonlLog | None, *, verbose: bool) -
 
 def _export(planned: Planned, source: Path) -> None:
     """Write the model. Whatever fails here has not harmed the trained state, and can be done again without training."""
-    from .export import write_model
+    from .stores import write_model
 
     out, options, again = export_folder(planned.recipe, planned.model_dir), planned.recipe.export, _again(source)
     try:

@@ -1,4 +1,4 @@
-"""A run's `output_dir`: one run at a time, and a word where an earlier one's results lie there."""
+"""Claim a run's `output_dir` for one run at a time, and say where an earlier one's results lie there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NO_LOCKS = (errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL, errno.E
 
 @contextmanager
 def claimed(out: Path) -> Iterator[None]:
-    """Made where there is none, and nobody else's until this is left: two runs would take each other's log and model away. A
+    """Make it where there is none, and keep it until this is left: two runs would take each other's log and model away. A
     file system that knows no locks of folders is no reason not to run. Raises UsageError where another run has it."""
     out.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -40,8 +40,8 @@ def claimed(out: Path) -> Iterator[None]:
 
 
 def note_of_an_earlier_run(planned: Planned) -> str | None:
-    """Of a run that begins where an earlier one wrote its log, though nobody asked it to start over: what was saved then is
-    not where this recipe looks for it."""
+    """Return a note for a run that begins where an earlier one wrote its log, though nobody asked it to start over: what was
+    saved then is not where this recipe looks for it."""
     log = Path(planned.recipe.output_dir).expanduser() / "log.jsonl"
     begins = planned.manifest is None and planned.recipe.checkpoint.resume != "never"
     if not begins or not log.is_file() or not log.stat().st_size:

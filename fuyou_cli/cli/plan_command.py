@@ -1,4 +1,4 @@
-"""`fuyou plan`: what a run needs, and whether it fits.
+"""Run `fuyou plan`: what a run needs, and whether it fits.
 
 Trains nothing, but measures a machine that was never measured. Plans any causal language model from its config.json alone, also
 one that cannot be trained yet. A described machine stands in for this one in everything.
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fuyou_cli.advice.room import check_export, check_output, room_of
 from fuyou_cli.core.errors import PlanError, UsageError
 
-from .console import result_console, write_document, write_json, write_status
+from .console import result_console, write_json, write_status
 
 if TYPE_CHECKING:
     from fuyou_cli.advice.facts import RunFacts
@@ -23,11 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions:
-    """Options of the command. `hardware` describes a machine; `out` is where the plan goes as a file."""
+    """Hold the options of the command. `hardware` describes a machine; `out` is where the plan goes as a file."""
 
     json_output: bool = False
     verbose: bool = False
-    show_config: bool = False
     dry_run: bool = False
     calibrated: bool = False
     compare: bool = False
@@ -40,15 +39,10 @@ def run_plan(loaded: LoadedRecipe, options: PlanOptions) -> bool:
     and UsageError for options that exclude each other."""
     from fuyou_cli.advice.plan_files import check_target
 
-    from .validate import config_of, config_text
-
     if options.calibrated and options.hardware is not None:
         raise UsageError("--calibrated is about this machine, --hardware about another: use one of them")
     if options.out is not None:
         check_target(options.out)
-    extra: dict[str, Any] = {"config": config_of(loaded)} if options.show_config else {}
-    if options.show_config and not options.json_output:
-        write_document(config_text(loaded))
     notes = _Notes()
     if options.hardware is None:
         check_output(loaded.recipe)
@@ -57,7 +51,7 @@ def run_plan(loaded: LoadedRecipe, options: PlanOptions) -> bool:
     except PlanError as error:
         notes.write()
         if options.json_output:
-            write_json({"fits": False, "problems": [error.message], "help": error.hint, "plan": None, **extra})
+            write_json({"fits": False, "problems": [error.message], "help": error.hint, "plan": None})
         raise
     if options.hardware is None:
         check_export(loaded.recipe, outcome.prepared.model_dir)  # before a word is said: what is refused does not fit
@@ -66,7 +60,7 @@ def run_plan(loaded: LoadedRecipe, options: PlanOptions) -> bool:
         from .render.plan_json import plan_json
 
         notes.write()
-        write_json({**plan_json(facts), **extra})
+        write_json(plan_json(facts))
     else:
         from .render.plan_screen import show_plan
 
@@ -77,7 +71,7 @@ def run_plan(loaded: LoadedRecipe, options: PlanOptions) -> bool:
 
 
 class _Notes:
-    """Hears what planning says: keeps notes for the end of the screen, tells whatever is under way at once."""
+    """Hear what planning says: keep notes for the end of the screen, tell whatever is under way at once."""
 
     def __init__(self) -> None:
         self.kept: list[str] = []

@@ -1,4 +1,4 @@
-"""Plans of a recipe for a command: on this machine or on a described one, with words and bars on stderr."""
+"""Plan a recipe for a command: on this machine or on a described one, with words and bars on stderr."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def planned_here(
     choose: Choose | None = None,
     say: Say = write_status,
 ) -> Planned:
-    """Plans for this machine, without a run. `measure`, `calibrated`: as in `machine_here`; `count`: counts the
+    """Plan for this machine, without a run. `measure`, `calibrated`: as in `machine_here`; `count`: count the
     rows of an epoch in the data."""
     from fuyou_cli.training.plan_step import plan
 
@@ -44,7 +44,7 @@ def planned_elsewhere(
     choose: Choose | None = None,
     say: Say = write_status,
 ) -> Planned:
-    """Plans for a described machine. Its device, memory and drives count, and nothing of this one does."""
+    """Plan for a described machine. Its device, memory and drives count, and nothing of this one does."""
     from fuyou_cli.advice.room import described_disks
     from fuyou_cli.machine.described import on_described
     from fuyou_cli.training.plan_step import plan
@@ -57,7 +57,7 @@ def planned_elsewhere(
 def machine_here(
     loaded: LoadedRecipe, inspected: Inspected, *, measure: bool = False, calibrated: bool = False
 ) -> tuple[HardwareProfile, StoreDisks]:
-    """Looks at this machine as it is now. `measure`: where nobody has measured it yet, that is done first. `calibrated`: with
+    """Look at this machine as it is now. `measure`: where nobody has measured it yet, that is done first. `calibrated`: with
     rates as the latest run showed them."""
     from fuyou_cli.advice.room import disks_of
     from fuyou_cli.machine.profile_store import hardware_for
@@ -89,7 +89,7 @@ def _inspected(loaded: LoadedRecipe, *, here: bool, say: Say) -> Inspected:
 
 
 def _rows(inspected: Inspected, say: Say) -> int | None:
-    """Counts the rows of an epoch, where the number of steps depends on them."""
+    """Count the rows of an epoch, where the number of steps depends on them."""
     from fuyou_cli.training.length import counted_rows
 
     if inspected.recipe.train.max_steps is not None:

@@ -1,4 +1,4 @@
-"""A machine that nobody has measured yet, measured before it is planned with."""
+"""Measure a machine that nobody has measured yet, before it is planned with."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PATIENCE = 300.0  # seconds: the quick bench of a recipe takes a fifth of that
 
 
 def probe_once(loaded: LoadedRecipe, device: str) -> None:
-    """Measures quickly, where no profile is kept of this machine and the recipe's drives; kept for the plans to come. What
+    """Measure quickly, where no profile is kept of this machine and the recipe's drives; kept for the plans to come. What
     cannot be measured is said, and left to assumed rates."""
     directories = loaded.recipe.offload_directories(os.environ)
     device = "cpu" if device == "emulated" else device
@@ -55,7 +55,7 @@ def probe_once(loaded: LoadedRecipe, device: str) -> None:
 
 
 def _remove_empty(folders: list[Path]) -> None:
-    """Removes what measuring made: a plan leaves no folder behind."""
+    """Remove what measuring made: a plan leaves no folder behind."""
     for place in sorted(set(folders), key=lambda place: len(place.parts), reverse=True):
         with suppress(OSError):  # never made, or somebody's by now
             place.rmdir()
@@ -63,7 +63,7 @@ def _remove_empty(folders: list[Path]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Bench:
-    """How `fuyou bench` ended: what it found, or why it found nothing."""
+    """Hold how `fuyou bench` ended: what it found, or why it found nothing."""
 
     found: dict[str, Any] | None = None
     reason: str = ""
@@ -71,7 +71,7 @@ class _Bench:
 
 
 def _measured(arguments: list[str], directories: Iterable[Path]) -> _Bench:
-    """Runs `fuyou bench` in a process of its own (what it loads and allocates is no part of a run's process), which leaves
+    """Run `fuyou bench` in a process of its own (what it loads and allocates is no part of a run's process), which leaves
     nothing in `directories`, however it ends."""
     command = [sys.executable, "-m", "fuyou_cli", *arguments]
     package = str(Path(__file__).resolve().parents[2])  # so that it is this fuyou, wherever it lies
@@ -89,7 +89,7 @@ def _measured(arguments: list[str], directories: Iterable[Path]) -> _Bench:
 
 
 def _run(command: list[str], environment: dict[str, str], directories: Iterable[Path]) -> tuple[int, str, str]:
-    """Returns exit code and output. Raises TimeoutExpired; neither then nor at a Ctrl-C is anything of it left."""
+    """Return exit code and output. Raises TimeoutExpired; neither then nor at a Ctrl-C is anything of it left."""
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as child:
@@ -103,7 +103,7 @@ def _run(command: list[str], environment: dict[str, str], directories: Iterable[
 
 
 def _reason(text: str, code: int) -> str:
-    """Returns the first line of an error, or what is known of an end without a word."""
+    """Return the first line of an error, or what is known of an end without a word."""
     lines = [line for line in text.splitlines() if line.startswith("error: ")]
     if lines:
         return lines[0].removeprefix("error: ")

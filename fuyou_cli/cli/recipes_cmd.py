@@ -1,4 +1,4 @@
-"""`fuyou recipes`, and finding the recipe that a command names."""
+"""Run `fuyou recipes` and `fuyou validate`, and find the recipe that a command names."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.printable import printable
 from fuyou_cli.recipe.shipped import shipped_recipes, summary
 
 from .console import write_document, write_json, write_result, write_status
@@ -49,22 +50,59 @@ def refuse_unmade(loaded: LoadedRecipe) -> None:
 
 
 def _offer(recipe: str = "") -> str:
-    shipped = shipped_recipes()
-    near = difflib.get_close_matches(Path(recipe).stem, list(shipped), n=1) if recipe else []
+    near = difflib.get_close_matches(Path(recipe).stem, list(shipped_recipes()), n=1) if recipe else []
     first = f"did you mean `{near[0]}`? Shipped recipes:" if near else "name one of the shipped recipes:"
-    width = max((len(name) for name in shipped), default=0)
-    return "\n".join([first, *(f"    {name:<{width}}  {summary(path)}" for name, path in shipped.items())])
+    return "\n".join([first, *(f"    {line}" for line in _listed())])
+
+
+def _listed() -> list[str]:
+    shipped = shipped_recipes()
+    width = max(map(len, shipped), default=0)
+    return [f"{name:<{width}}  {summary(path)}" for name, path in shipped.items()]
+
+
+def run_validate(recipe: str | None, overrides: Sequence[str], *, json_output: bool, show_config: bool) -> None:
+    """Check a recipe. Raises RecipeErrors when there are any; with JSON they are on stdout as well."""
+    from fuyou_cli.recipe.diagnostics import RecipeErrors
+    from fuyou_cli.recipe.load import load_recipe
+
+    path, texts = find_recipe(recipe, overrides)
+    try:
+        loaded = load_recipe(path, texts)
+    except RecipeErrors as error:
+        if json_output:
+            found = [diagnostic.as_dict() for diagnostic in error.diagnostics]
+            write_json({"valid": False, "recipe": str(path), "errors": found})
+        raise
+    if json_output:
+        write_json({"valid": True, "recipe": str(path), "errors": [], "config": loaded.recipe.model_dump(mode="json")})
+    elif show_config:
+        write_document(config_text(loaded))
+        write_status(f"{path}: ok")
+    else:
+        write_result(f"{path}: ok")
+
+
+def config_text(loaded: LoadedRecipe) -> str:
+    """Write every key with its value, defaults included, as a recipe that loads again. YAML spells the characters that are not
+    printed as they are."""
+    import yaml
+
+    def text(*, unicode: bool) -> str:
+        values = loaded.recipe.model_dump(mode="json")
+        return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=unicode, default_flow_style=False)).rstrip("\n")
+
+    shown = text(unicode=True)
+    return shown if printable(shown) == shown else text(unicode=False)
 
 
 def run_ls(*, json_output: bool) -> None:
-    shipped = shipped_recipes()
     if json_output:
-        entries = [{"name": name, "path": str(path), "summary": summary(path)} for name, path in shipped.items()]
+        entries = [{"name": name, "path": str(path), "summary": summary(path)} for name, path in shipped_recipes().items()]
         write_json({"recipes": entries})
         return
-    width = max((len(name) for name in shipped), default=0)
-    for name, path in shipped.items():
-        write_result(f"{name:<{width}}  {summary(path)}")
+    for line in _listed():
+        write_result(line)
 
 
 def run_show(name: str) -> None:

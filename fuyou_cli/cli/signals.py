@@ -1,4 +1,4 @@
-"""Makes SIGTERM and a closed terminal end a command as Ctrl-C does: it says so, ends its helpers, removes scratch files."""
+"""Make SIGTERM and a closed terminal end a command as Ctrl-C does: it says so, ends its helpers, removes scratch files."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""`fuyou quickstart`: a toy model and a text about islands that do not exist, then the public commands, then one screen."""
+"""Hold `fuyou quickstart`: a toy model, a text about islands that do not exist, the public commands, and one screen."""

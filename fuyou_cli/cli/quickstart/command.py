@@ -1,4 +1,4 @@
-"""`fuyou quickstart`: a model made here, fine-tuned in less memory than its states take, and the proof on one screen.
+"""Run `fuyou quickstart`: a model made here, fine-tuned in less memory than its states take, and the proof on one screen.
 
 Whatever needs the whole model in memory (making it, completing a prompt, the comparison with plain PyTorch) runs in
 processes of its own, outside the memory group the training is held in.
@@ -46,7 +46,7 @@ _PASSED_ON = (UsageError.exit_code, PlanError.exit_code, OutOfSpaceError.exit_co
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Done:
-    """The run that has just ended, from its log and its store."""
+    """Hold the run that has just ended, from its log and its store."""
 
     plan: dict[str, Any]  # its "plan" record
     losses: tuple[float, ...]  # of every step, those before an interruption included
@@ -54,7 +54,7 @@ class Done:
 
 
 def run_quickstart(overrides: Sequence[str]) -> int:
-    """Runs it all and returns the exit code: 0, or that of a training that ended early and has said why.
+    """Run it all and return the exit code: 0, or that of a training that ended early and has said why.
 
     Raises FuyouError when another part fails, with that part's own message."""
     began = time.monotonic()
@@ -89,7 +89,7 @@ def run_quickstart(overrides: Sequence[str]) -> int:
 
 
 def _load(overrides: Sequence[str]) -> LoadedRecipe:
-    """Loads the shipped recipe with overrides. Raises UsageError for those under which there is nothing to show."""
+    """Load the shipped recipe with overrides. Raises UsageError for those under which there is nothing to show."""
     path = shipped_recipes()["quickstart"]
     loaded, plain = load_recipe(path, overrides), load_recipe(path).recipe
     recipe = loaded.recipe
@@ -108,7 +108,7 @@ def _load(overrides: Sequence[str]) -> LoadedRecipe:
 
 
 def _write_corpus(path: Path) -> None:
-    """Writes the bundled text where the recipe expects it, never over anything else."""
+    """Write the bundled text where the recipe expects it, never over anything else."""
     text = CORPUS.read_bytes()
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,7 +118,7 @@ def _write_corpus(path: Path) -> None:
 
 
 def _module(name: str, *arguments: str) -> str:
-    """Runs one of the quickstart's modules and returns what it printed."""
+    """Run one of the quickstart's modules and return what it printed."""
     command = [sys.executable, "-m", f"{__package__}.{name}", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -128,7 +128,7 @@ def _module(name: str, *arguments: str) -> str:
 
 
 def _start_over(recipe: Recipe, out: Path) -> list[str]:
-    """Gives the override for a store that cannot be gone on from: of a quickstart that ended. One that was stopped or killed
+    """Give the override for a store that cannot be gone on from: of a quickstart that ended. One that was stopped or killed
     is resumed."""
     store = run_directories(recipe)[0]
     try:
@@ -150,7 +150,7 @@ def _log(out: Path) -> list[dict[str, Any]]:
 
 
 def _done(recipe: Recipe, out: Path) -> Done:
-    """Reads the last run in the log, which is appended to: nothing before its "plan" counts."""
+    """Read the last run in the log, which is appended to: nothing before its "plan" counts."""
     records = _log(out)
     begin = max(number for number, record in enumerate(records) if record["event"] == "plan")
     store = run_directories(recipe)[0]
@@ -162,7 +162,7 @@ def _done(recipe: Recipe, out: Path) -> Done:
 
 
 def _refuse_excess(ended: Ended, done: Done) -> None:
-    """Raises FuyouError where no memory group held the run and its measured peak is above the budget."""
+    """Raise FuyouError where no memory group held the run and its measured peak is above the budget."""
     budget = done.plan["budget"]
     if not ended.enforced and done.peak > budget:
         raise FuyouError(
@@ -172,7 +172,7 @@ def _refuse_excess(ended: Ended, done: Done) -> None:
 
 
 def _compare(loaded: LoadedRecipe, overrides: Sequence[str], done: Done) -> str | None:
-    """Says how near the first losses are to plain PyTorch's; None where that does not fit memory."""
+    """Say how near the first losses are to plain PyTorch's; None where that does not fit memory."""
     if probe.memory_available() < 4 * GiB:
         write_status("plain PyTorch is not run beside it: it needs about 3 GiB of free memory")
         return None

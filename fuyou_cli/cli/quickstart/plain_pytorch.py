@@ -1,4 +1,4 @@
-"""Plain PyTorch beside fuyou: the same recipe's first steps in memory, for their losses.
+"""Run the same recipe's first steps in plain PyTorch, in memory, for their losses.
 
 `python -m fuyou_cli.cli.quickstart.plain_pytorch RECIPE STEPS MICRO_BATCH_SIZE THREADS TOTAL_STEPS [key=value ...]`
 prints one loss per line. The numbers are what the run resolved the recipe's to, `auto` and epochs among them. The loop
@@ -24,7 +24,7 @@ from fuyou_cli.training.rates import learning_rate
 
 
 def in_memory_losses(recipe: Recipe, steps: int, *, micro_batch_size: int, total_steps: int) -> Iterator[float]:
-    """Yields the loss of each of the first `steps` steps. Needs 16 bytes of RAM per parameter and its activations."""
+    """Yield the loss of each of the first `steps` steps. Needs 16 bytes of RAM per parameter and its activations."""
     model: Any = AutoModelForCausalLM.from_pretrained(
         recipe.model.name_or_path,
         dtype=getattr(torch, recipe.precision.compute),
@@ -57,7 +57,7 @@ def in_memory_losses(recipe: Recipe, steps: int, *, micro_batch_size: int, total
 
 
 def _accumulate(model: Any, masters: dict[str, Any], batch: Batch, micro_batch_size: int) -> float:
-    """Sums the gradients of one step in fp32 into the masters, and returns the step's loss."""
+    """Sum the gradients of one step in fp32 into the masters, and return the step's loss."""
     ids, labels = batch.tensors()
     total = 0.0
     for begin in range(0, ids.shape[0], micro_batch_size):

@@ -1,4 +1,4 @@
-"""A toy Llama of random weights and its tokenizer, made without any hub, and what such a model writes after a prompt.
+"""Make a toy Llama of random weights and its tokenizer without any hub, and let such a model complete a prompt.
 
 `python -m fuyou_cli.cli.quickstart.toy make DIR` and `... complete DIR PROMPT` run in processes of their own: a whole model
 in memory is more than the training is allowed.
@@ -30,7 +30,7 @@ NEW_TOKENS = 24
 
 
 def make_model(directory: Path, *, seed: int = 0) -> None:
-    """Writes a checkpoint of bfloat16 weights with its tokenizer; the directory appears whole or not at all.
+    """Write a checkpoint of bfloat16 weights with its tokenizer; the directory appears whole or not at all.
 
     The same seed gives the same bytes with the same libraries. A directory that exists is left as it is."""
     if directory.exists():
@@ -47,7 +47,7 @@ def make_model(directory: Path, *, seed: int = 0) -> None:
 
 
 def skeleton(end: int, pad: int) -> Any:
-    """Builds the model without weights. `end`, `pad`: the tokenizer's ids."""
+    """Build the model without weights. `end`, `pad`: the tokenizer's ids."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -71,7 +71,7 @@ def skeleton(end: int, pad: int) -> Any:
 
 
 def _initial(model: Any, seed: int) -> dict[str, Any]:
-    """Draws the weights in the order of the state dict: matrices normal, norms ones."""
+    """Draw the weights in the order of the state dict: matrices normal, norms ones."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -86,7 +86,7 @@ def _initial(model: Any, seed: int) -> dict[str, Any]:
 
 
 def make_tokenizer() -> Any:
-    """Trains a byte-level BPE of at most VOCABULARY tokens on the corpus."""
+    """Train a byte-level BPE of at most VOCABULARY tokens on the corpus."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -111,7 +111,7 @@ def make_tokenizer() -> Any:
 
 
 def complete(directory: Path, prompt: str) -> str:
-    """Returns what the model writes after the prompt, greedily and up to its end token."""
+    """Return what the model writes after the prompt, greedily and up to its end token."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,1 +1,1 @@
-"""What a person sees. Every function takes the Rich console to print on and is otherwise pure."""
+"""Draw what a person sees. Every function takes the Rich console to print on and is otherwise pure."""

@@ -1,4 +1,4 @@
-"""`fuyou plan --json`: what the screen says and the whole plan, as data."""
+"""Return as data (`fuyou plan --json`) what the screen says, and the whole plan."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _region(region: FastRegion, plan: Plan) -> dict[str, object]:
 
 
 def _commits(plan: Plan) -> dict[str, object]:
-    """`costs`: shares of time and of what is written, and seconds of work that a crash loses at most."""
+    """Return the mode, and `costs`: shares of time and of what is written, and seconds of work that a crash loses at most."""
     costs = commit_costs(plan)
     costed = None if costs is None else asdict(costs)
     return {"mode": plan.store_mode, "every_steps": plan.commit_every, "kept": plan.keep, "costs": costed}

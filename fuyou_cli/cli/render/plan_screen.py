@@ -12,7 +12,7 @@ from rich.text import Text
 from fuyou_cli.advice.compare import LITTLE, Row
 from fuyou_cli.advice.facts import RunFacts
 from fuyou_cli.advice.planning import Outcome
-from fuyou_cli.core.units import brief, count, gb, gib
+from fuyou_cli.core.units import GiB, MiB, brief, count, gb, gib
 from fuyou_cli.machine.background_load import are_busy
 from fuyou_cli.machine.origins import origins_of
 from fuyou_cli.planner.phases import phase_peaks
@@ -21,7 +21,22 @@ from fuyou_cli.spec.plan import Plan, StagePlan, Tier
 
 from .answer import show_answer
 from .step_table import WIDE, run_length, show_step
-from .theme import Symbols, column, heading, memory_unit, pairs, percent, rate, ruled, say, show, some, speed, symbols, tera
+from .theme import (
+    Symbols,
+    column,
+    heading,
+    machine_in_words,
+    pairs,
+    percent,
+    rate,
+    ruled,
+    say,
+    show,
+    some,
+    speed,
+    symbols,
+    tera,
+)
 from .traffic import show_traffic, warn_of_wear, wear_in_full
 
 POLICY_WIDTH = 96  # columns from which the policy column is shown
@@ -100,15 +115,7 @@ def _clipping(plan: Plan, model: ModelSpec) -> str:
 
 def _machine(facts: RunFacts, shapes: Symbols) -> list[tuple[str, str]]:
     plan, hardware, dot = facts.plan, facts.hardware, f" {shapes.dot} "
-    memory = f" {gib(hardware.device_memory)}" if hardware.device_memory else ""
     name = [hardware.name] if hardware.measured == "described" and hardware.name else []
-    machine = [
-        *name,
-        f"{hardware.device} ({hardware.device_name}){memory}",
-        f"{hardware.cores} cores",
-        f"{gib(hardware.ram_total)} RAM, {gib(hardware.ram_available)} available",
-        f"{gb(hardware.disk_free)} of disk free",
-    ]
     io = plan.io
     engine = [
         f"lookahead {plan.lookahead}",
@@ -117,7 +124,7 @@ def _machine(facts: RunFacts, shapes: Symbols) -> list[tuple[str, str]]:
         f"{io.read_depth} reads and {io.write_depth} writes in flight",
     ]
     rates = f"{dot.join(_known_rates(facts)) or 'none'} ({_source(facts)})"
-    return [("machine", dot.join(machine)), ("rates", rates), ("engine", dot.join(engine))]
+    return [("machine", dot.join([*name, *machine_in_words(hardware)])), ("rates", rates), ("engine", dot.join(engine))]
 
 
 def _known_rates(facts: RunFacts) -> list[str]:
@@ -169,7 +176,8 @@ def _placement(console: Console, facts: RunFacts, shapes: Symbols) -> None:
     plan, predicted = facts.plan, facts.plan.predicted
     room: dict[Tier, tuple[int, int]] = {} if facts.room.gpu is None else {"gpu": (predicted.gpu_peak, facts.room.gpu)}
     room |= {"cpu": (predicted.cpu_peak, plan.cpu_budget), "ssd": (predicted.ssd_bytes, facts.room.store)}
-    unit, name = memory_unit(max(*(peak for peak, _ in room.values()), *(line.size for line in plan.memory), 0))
+    largest = max(*(peak for peak, _ in room.values()), *(line.size for line in plan.memory))
+    unit, name = (GiB, "GiB") if largest >= GiB else (MiB, "MiB")
 
     def number(size: int) -> str:
         return f"{size / unit:,.2f}" if size else shapes.none

@@ -78,23 +78,17 @@ def _means(losses: Sequence[float], columns: int) -> list[float]:
 
 # ---- a step as SVG ---------------------------------------------------------------------------------------------------
 
-WIDTH = 1120
+WIDTH = 900  # of a README, where a wider picture would be shrunk
 LEFT, RIGHT = 112, 196  # room for the names, and for the figures behind the rows
 PLOT = WIDTH - LEFT - RIGHT
 TOP, ROW, GAP = 92, 34, 12
 MOST_LANES = 4  # requests in flight together that are drawn below each other
 LEAST_WIDTH = 0.6  # of one interval: still visible
 LINE, LETTERS = 17, 118  # of the text below: height, and how many letters fit beside each other
-COLOURS = {  # fill on light and on dark pages
-    "forward": ("#4c8dd6", "#5b9ee6"),
-    "backward": ("#2b5c9e", "#3b77c2"),
-    "update": ("#9a5bb5", "#b57ad0"),
-    "ssd read": ("#2f9e72", "#3fb686"),
-    "ssd write": ("#d98324", "#e79a45"),
-    "h2d": ("#3aa5b8", "#4fbccf"),
-    "d2h": ("#7f8c3a", "#a0ae52"),
-    "other": ("#8a8f98", "#9aa0aa"),
-}
+COLOURS = {  # they read on light and on dark pages
+    "forward": "#4c8dd6", "backward": "#2b5c9e", "update": "#9a5bb5", "ssd read": "#2f9e72", "ssd write": "#d98324",
+    "h2d": "#3aa5b8", "d2h": "#7f8c3a", "other": "#8a8f98",
+}  # fmt: skip
 _STYLE = """
 text{font:13px ui-sans-serif,-apple-system,"Segoe UI",Helvetica,Arial,"DejaVu Sans",sans-serif;fill:#24292f}
 .title{font-size:17px;font-weight:600}.small{font-size:12px;fill:#57606a}.strong{font-weight:600}
@@ -114,10 +108,11 @@ def timeline_svg(busy: Sequence[Busy], *, title: str, stalls: Mapping[str, float
     bottom = TOP + len(names) * (ROW + GAP)
     waited = textwrap.wrap(waiting(stalls), LETTERS)
     height = bottom + 74 + LINE * len(waited)
+    colours = "".join(f".{_kind(name)}{{fill:{colour}}}" for name, colour in COLOURS.items())
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img">',
         f"<title>{_escaped(title)}</title>",
-        f"<style>{_style()}</style>",
+        f"<style>{_STYLE}{colours}\n@media (prefers-color-scheme:dark){{{_DARK}}}</style>",
         f'<rect class="page" width="{WIDTH}" height="{height}" rx="10"/>',
         _text(24, 34, title, kind="title"),
         _text(LEFT + PLOT + 50, TOP - 18, "busy", anchor="end"),
@@ -132,11 +127,6 @@ def timeline_svg(busy: Sequence[Busy], *, title: str, stalls: Mapping[str, float
         parts += _legend(bottom + 58)
     parts += [_text(LEFT, bottom + 62 + LINE * number, line) for number, line in enumerate(waited, start=1)]
     return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-def _style() -> str:
-    light, dark = ("".join(f".{_kind(name)}{{fill:{both[at]}}}" for name, both in COLOURS.items()) for at in (0, 1))
-    return f"{_STYLE}{light}\n@media (prefers-color-scheme:dark){{{_DARK}{dark}}}"
 
 
 def _kind(name: str) -> str:

@@ -1,4 +1,4 @@
-"""A Rich console on which text cannot drive the terminal."""
+"""Make a Rich console on which text cannot drive the terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fuyou_cli.core.printable import printable
 
 
 class SafeConsole(Console):
-    """Spells out control, bidirectional and invisible characters of every text it draws; Rich itself drops only five."""
+    """Spell out control, bidirectional and invisible characters of every text it draws; Rich itself drops only five."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Make every text safe before it is wrapped: cells of tables and lines of a live block pass here too."""

@@ -16,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fuyou_cli.core.printable import one_line
-from fuyou_cli.core.units import GiB, MiB
+from fuyou_cli.core.units import gb, gib
+from fuyou_cli.spec.hardware import Drive, HardwareProfile
 
 RESOURCES = ("compute", "update", "ssd read", "ssd write", "h2d", "d2h")  # top to bottom, in every view
 
@@ -130,9 +131,24 @@ def pairs(console: Console, rows: Sequence[tuple[str, str]], *, indent: int = 2)
     show(console, grid, indent=indent)
 
 
-def memory_unit(largest: int) -> tuple[int, str]:
-    """Choose the unit of a whole table: GiB, or MiB when everything in it is small."""
-    return (GiB, "GiB") if largest >= GiB else (MiB, "MiB")
+def machine_in_words(hardware: HardwareProfile) -> list[str]:
+    """Name the device, cores, RAM and disk of a machine."""
+    memory = f" {gib(hardware.device_memory)}" if hardware.device_memory else ""
+    return [
+        f"{hardware.device} ({hardware.device_name}){memory}",
+        f"{hardware.cores} cores",
+        f"{gib(hardware.ram_total)} RAM, {gib(hardware.ram_available)} available",
+        f"{gb(hardware.disk_free)} of disk free",
+    ]
+
+
+def endurance(drive: Drive) -> str:
+    """Say what a drive is rated for, and how much of it is used."""
+    parts = [f"rated for {gb(drive.rated_bytes)} of writes" if drive.rated_bytes else "rated writes unknown"]
+    if drive.percent_used:
+        parts.append(f"{drive.percent_used}% of its endurance used")
+    parts.append(f"{gb(drive.used_bytes)} written" if drive.used_bytes else "it does not tell what it has written")
+    return ", ".join(parts)
 
 
 def some(number: int, what: str) -> str:
@@ -146,10 +162,8 @@ def percent(part: float, whole: float) -> str:
 
 
 def rate(bytes_per_second: float) -> str:
-    """Format a rate: "2.10 GB/s", "84 MB/s"."""
-    if bytes_per_second >= 1e8:
-        return f"{bytes_per_second / 1e9:.2f} GB/s"
-    return f"{bytes_per_second / 1e6:.0f} MB/s"
+    """Format a rate: "2.1 GB/s", "84 MB/s"."""
+    return f"{gb(bytes_per_second)}/s"
 
 
 def speed(tokens_per_second: float) -> str:

@@ -1,16 +1,22 @@
-"""Run `fuyou export`: a committed store to a folder for transformers."""
+"""Run `fuyou export` and `fuyou verify`: write a committed store for transformers, or compare all of it with its checksums."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.paths import folder
+from fuyou_cli.core.units import gb
 
-from .console import status_console, write_result, write_status
+from .console import status_console, write_document, write_result, write_status
+
+if TYPE_CHECKING:
+    from fuyou_cli.training.state.at_rest import Verified
 
 _SHARD = 5_000_000_000
 
@@ -71,3 +77,59 @@ def _of_store(source: Path, overrides: Sequence[str]) -> tuple[Path, str | None,
     if overrides:
         raise UsageError(f"{source} is no recipe, so there is nothing for {overrides[0]} to change", hint="use --dtype")
     return source, None, _SHARD
+
+
+def run_verify(source: Path, *, json_output: bool) -> bool:
+    """Print what is whole of a store, and return whether the newest state is."""
+    from rich.progress import Progress
+
+    from fuyou_cli.training.state import manifest as manifests
+    from fuyou_cli.training.state.at_rest import find_store, verify_store
+    from fuyou_cli.training.state.extent_checks import size_of
+
+    store = find_store(source)
+    newest, _ = manifests.newest(store)
+    with Progress(console=status_console(), transient=True) as progress:
+        task = progress.add_task("reading", total=2 * size_of(newest) if newest is not None else None)
+        found = verify_store(store, progress=lambda size: progress.advance(task, size), say=write_status)
+    if json_output:
+        write_document(json.dumps({"store": str(store), "states": [_as_data(state) for state in found]}, indent=1))
+        return found[0].is_whole
+    for state in found:
+        _show(state)
+    if not found[0].is_whole:
+        whole = next((state for state in found if not state.damages), None)
+        if whole is None:
+            write_result("no state is whole: put a copy of the folder back, or start over with checkpoint.resume=never")
+        else:
+            write_result(f"the same recipe goes back to the state after step {whole.manifest.step}, which is intact")
+    return found[0].is_whole
+
+
+def _extents(state: Verified) -> list[int]:
+    return [extent.size for stage in state.manifest.stages for _, extent in stage.extents()]
+
+
+def _show(state: Verified) -> None:
+    sizes, damaged = _extents(state), len(state.damages)
+    name = f"{'the state before it, after' if state.older else 'state after'} step {state.manifest.step}"
+    if state.problem:
+        write_result(f"the newest state is unreadable: {state.problem}")
+    if not damaged:
+        write_result(f"{name}: {len(sizes)} extents, {gb(sum(sizes))}, all checksums match")
+    elif state.older:
+        write_result(f"{name}: {damaged} of {len(sizes)} extents were written over since, or are damaged")
+    else:
+        write_result(f"{name}: {damaged} of {len(sizes)} extents are damaged")
+        for damage in state.damages:
+            write_result(f"  {damage}")
+
+
+def _as_data(state: Verified) -> dict[str, object]:
+    return {
+        "step": state.manifest.step,
+        "older": state.older,
+        "problem": state.problem,
+        "extents": len(_extents(state)),
+        "damages": [asdict(damage) for damage in state.damages],
+    }
