@@ -69,7 +69,7 @@ def run_quickstart(overrides: Sequence[str]) -> int:
         probe_once(loaded, recipe.offload.device)
     budget = recipe.offload.max_memory.cpu.resolve(total=probe.memory_limit(), auto=int(usable_memory() * 0.9))
     limit = min(budget, probe.memory_limit())
-    command = [sys.executable, "-m", "fuyou_cli", "finetune", str(loaded.path), *overrides, *_start_over(recipe, out)]
+    command = [sys.executable, "-m", "fuyou_cli", "finetune", str(loaded.path), *overrides, *_start_over(out)]
     ended = run_limited(command, limit, environment=dict(os.environ))
     if ended.code in _PASSED_ON:
         return ended.code
@@ -127,20 +127,12 @@ def _module(name: str, *arguments: str) -> str:
     return done.stdout
 
 
-def _start_over(recipe: Recipe, out: Path) -> list[str]:
-    """Give the override for a store that cannot be gone on from: of a quickstart that ended. One that was stopped or killed
-    is resumed."""
-    store = run_directories(recipe)[0]
-    try:
-        manifest, _ = manifests.newest(store)
-    except UsageError:  # of another version, or damaged
-        why = "an earlier quickstart left a store that cannot be read"
-    else:
-        records = _log(out)
-        if manifest is None or manifest.state == "loading" or not records or records[-1]["event"] != "end":
-            return []
-        why = "an earlier quickstart ended"
-    write_status(f"{why} in {store}: starting over")
+def _start_over(out: Path) -> list[str]:
+    """Return the override with which a quickstart that ended begins anew; one that was stopped or killed is resumed."""
+    records = _log(out)
+    if not records or records[-1]["event"] != "end":
+        return []
+    write_status(f"an earlier quickstart ended in {out}: starting over")
     return ["checkpoint.resume=never"]
 
 
