@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fuyou_cli.core.units import duration, gb
+from fuyou_cli.core.units import duration
 from fuyou_cli.machine.profile_store import is_measured, why_not_kept
 from fuyou_cli.machine.scratch import remove_left
 
 from .console import write_status
-from .error_screen import USAGE
+from .error_screen import FAILED, USAGE
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
@@ -37,21 +36,21 @@ def probe_once(loaded: LoadedRecipe, device: str) -> None:
         write_status(f"note: rates are assumed: measured ones could not be kept ({why}); XDG_CACHE_HOME names another folder")
         return
     write_status("measuring this machine, once: about a minute, at most 2 GB written (offload.measure=false skips it)")
-    ways = [["bench", "--json", str(loaded.path), *loaded.overrides]]
+    ways = [[str(loaded.path), *loaded.overrides]]
     if len(directories) == 1:  # a model that cannot be trained yet has no stage to measure: then the machine alone
-        ways.append(["bench", "--json", "--dir", str(directories[0])])
-    bench = _Bench()
+        ways.append(["--dir", str(directories[0])])
+    begin, reason = time.monotonic(), ""
     made = [place for folder in directories for place in (folder, *folder.parents) if not place.exists()]
     for way in ways:
-        bench = _measured(way, directories)
+        code, reason = _measured(way, directories)
         _remove_empty(made)
-        if bench.found is not None:
-            seconds, written = duration(bench.found["seconds"]), gb(bench.found["written_bytes"])
-            write_status(f"measured in {seconds}, {written} written and removed; kept for the plans to come")
+        if not code:
+            seconds = duration(time.monotonic() - begin)
+            write_status(f"measured in {seconds}; the rates are kept for the plans to come, what was written is removed")
             return
-        if not bench.refused:  # it may have written, and would once more
+        if code != USAGE:  # it may have written, and would once more
             break
-    write_status(f"note: the machine could not be measured, rates are assumed: {bench.reason}")
+    write_status(f"note: the machine could not be measured, rates are assumed: {reason}")
 
 
 def _remove_empty(folders: list[Path]) -> None:
@@ -61,45 +60,32 @@ def _remove_empty(folders: list[Path]) -> None:
             place.rmdir()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Bench:
-    """Hold how `fuyou bench` ended: what it found, or why it found nothing."""
-
-    found: dict[str, Any] | None = None
-    reason: str = ""
-    refused: bool = False  # what it was asked for, before it measured or wrote anything
-
-
-def _measured(arguments: list[str], directories: Iterable[Path]) -> _Bench:
+def _measured(arguments: list[str], directories: Iterable[Path]) -> tuple[int, str]:
     """Run `fuyou bench` in a process of its own (what it loads and allocates is no part of a run's process), which leaves
-    nothing in `directories`, however it ends."""
-    command = [sys.executable, "-m", "fuyou_cli", *arguments]
+    nothing in `directories`, however it ends. Returns the exit code, and why it is not 0."""
+    command = [sys.executable, "-m", "fuyou_cli", "bench", *arguments]
     package = str(Path(__file__).resolve().parents[2])  # so that it is this fuyou, wherever it lies
     path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
     try:
-        code, out, err = _run(command, {**os.environ, "PYTHONPATH": path}, directories)
+        code, err = _run(command, {**os.environ, "PYTHONPATH": path}, directories)
     except subprocess.TimeoutExpired:
-        return _Bench(reason=f"it took more than {duration(PATIENCE)}")
+        return FAILED, f"it took more than {duration(PATIENCE)}"
     except OSError as error:
-        return _Bench(reason=str(error))
-    try:
-        return _Bench(found=json.loads(out)) if code == 0 else _Bench(reason=_reason(err, code), refused=code == USAGE)
-    except ValueError:
-        return _Bench(reason=_reason(err, code))
+        return FAILED, str(error)
+    return code, _reason(err, code)
 
 
-def _run(command: list[str], environment: dict[str, str], directories: Iterable[Path]) -> tuple[int, str, str]:
-    """Return exit code and output. Raises TimeoutExpired; neither then nor at a Ctrl-C is anything of it left."""
-    with subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as child:
+def _run(command: list[str], environment: dict[str, str], directories: Iterable[Path]) -> tuple[int, str]:
+    """Return exit code and stderr. Raises TimeoutExpired; neither then nor at a Ctrl-C is anything of it left."""
+    null, pipe = subprocess.DEVNULL, subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdin=null, stdout=null, stderr=pipe, text=True) as child:
         try:
-            out, err = child.communicate(timeout=PATIENCE)
+            _, err = child.communicate(timeout=PATIENCE)
         finally:
             child.kill()
             child.wait()
             remove_left(directories, child.pid)
-    return child.returncode, out, err
+    return child.returncode, err
 
 
 def _reason(text: str, code: int) -> str:

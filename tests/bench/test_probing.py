@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from fuyou_cli.cli import probing
-from fuyou_cli.cli.probing import _Bench
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,25 +83,22 @@ def test_why_nothing_was_measured(code: int, err: str, said: str) -> None:
     assert probing._reason(err, code) == said
 
 
-@pytest.mark.parametrize(
-    ("first", "ways"),
-    [(_Bench(found={"seconds": 1.0, "written_bytes": 2}), 1), (_Bench(reason="too long"), 1), (_Bench(refused=True), 2)],
-)
+@pytest.mark.parametrize(("first", "ways"), [((0, ""), 1), ((1, "too long"), 1), ((2, "it has experts"), 2)])
 def test_the_machine_alone_is_measured_where_the_model_was_refused(
-    first: _Bench, ways: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    first: tuple[int, str], ways: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not after a bench that may have written its 2 GB."""
     asked: list[list[str]] = []
 
-    def measured(arguments: list[str], directories: Any) -> _Bench:
+    def measured(arguments: list[str], directories: Any) -> tuple[int, str]:
         asked.append(arguments)
-        return first if len(asked) == 1 else _Bench(found={"seconds": 1.0, "written_bytes": 2})
+        return first if len(asked) == 1 else (0, "")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(probing, "_measured", measured)
     recipe = SimpleNamespace(offload_directories=lambda environment: (tmp_path,))
     probing.probe_once(SimpleNamespace(recipe=recipe, path="recipe.yaml", overrides=[]), "cpu")  # type: ignore[arg-type]
-    assert len(asked) == ways and asked[0][2] == "recipe.yaml" and asked[-1][2] == ("recipe.yaml" if ways == 1 else "--dir")
+    assert len(asked) == ways and asked[0][0] == "recipe.yaml" and asked[-1][0] == ("recipe.yaml" if ways == 1 else "--dir")
 
 
 def test_nothing_is_measured_that_could_not_be_kept(
