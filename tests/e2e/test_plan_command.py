@@ -382,7 +382,7 @@ def test_a_saved_run_is_planned_from_where_it_stands(stopped: Project, command: 
         "loading": 0, "steps": left * predicted["written_per_step"], "saving": 0, "export": predicted["export_bytes"],
     }  # fmt: skip
     said = " ".join(fuyou("plan", "recipe.yaml", "--dry-run")[1].split())
-    assert f"resumes after step {saved.step}; {left} steps in" in said and f"the remaining {left} steps" in said
+    assert f"resumes after step {saved.step}; {left} steps in" in said and f"the {left} remaining steps write" in said
     code, out, _ = fuyou("plan", "recipe.yaml", "--dry-run", "train.batch_size=8")
     said = " ".join(out.split())
     assert code == 0 and "train.batch_size was 4, is 8: a run would be refused" in said

@@ -27,8 +27,8 @@ def test_what_the_data_decides_is_said_once_it_is_known(new_project: NewProject)
     said = _said(new_project(changes={**epochs, "lr_scheduler.warmup_steps": 0, "export.at_end": False}))
     before, after = said.split(TOKENISING)
     assert PLAN in before and PLAN not in after
-    assert "1,000 steps" in before and "2 steps in" not in before
-    assert "2 steps in" in after and "the run's 2 steps" in after
+    assert "1,000 steps write" in before and "2 steps in" not in before
+    assert "2 steps in" in after and "the run's 2 steps write" in after
 
 
 def test_the_plan_of_a_saved_run_comes_once_nothing_refuses_it(stopped: Project) -> None:

@@ -178,7 +178,7 @@ def test_a_separate_device_gets_a_column(screen: Screen, facts: RunFacts) -> Non
 # ---- wear ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("steps", "said"), [(None, "1,000 steps"), (250, "the run's 250 steps")])
+@pytest.mark.parametrize(("steps", "said"), [(None, "1,000 steps write"), (250, "the run's 250 steps write")])
 def test_wear_is_the_runs_own_where_its_length_is_known(screen: Screen, facts: RunFacts, steps: int | None, said: str) -> None:
     written = gb((steps or 1000) * facts.plan.predicted.written_per_step)
     assert f"{said} {written}" in screen(replace(facts, steps=steps), 100)
@@ -187,10 +187,10 @@ def test_wear_is_the_runs_own_where_its_length_is_known(screen: Screen, facts: R
 @pytest.mark.parametrize(
     ("used", "passes", "said"),
     [
-        (0.5, True, "10% of the 600 TB that the least is rated for; the most worn had 50% written before, 60% after"),
+        (0.5, True, "10% of the 600 TB the drive is rated for; the most worn had 50% written before, 60% after"),
         (0.95, False, "after the run a drive has written 105% of what it is rated for; 95% was written before"),
         (1.2, True, "after the run a drive has written 130% of what it is rated for; 120% was written before"),
-        (0.0, True, "10% of the 600 TB that the least is rated for"),
+        (0.0, True, "10% of the 600 TB the drive is rated for"),
     ],
 )
 def test_what_a_drive_has_written_already_counts(screen: Screen, facts: RunFacts, used: float, passes: bool, said: str) -> None:
@@ -229,9 +229,9 @@ def test_every_drive_wears_by_itself(hardware: HardwareProfile) -> None:
 @pytest.mark.parametrize(
     ("drives", "said"),
     [
-        (((600, 0), (600, 0)), "300 TB to each of 2 drives is 50% of the 600 TB that the least is rated for"),
-        (((600, 60), (7008, 0)), "that the least is rated for; the most worn had 10% written before, 60% after"),
-        (((600, 0), (0, 0)), "50% of the 600 TB that the least is rated for"),
+        (((600, 0), (600, 0)), "300 TB to each of 2 drives is 50% of the 600 TB the least of them is rated for"),
+        (((600, 60), (7008, 0)), "the least of them is rated for; the most worn had 10% written before, 60% after"),
+        (((600, 0), (0, 0)), "50% of the 600 TB the least of them is rated for"),
     ],
 )
 def test_the_share_of_one_drive_is_told(

@@ -19,9 +19,9 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def test_a_falling_loss_falls() -> None:
     lines = loss_lines([10.0 - step for step in range(10)], first_step=1, width=40, shades=" #")
-    heights = [sum(line[column : column + 1] == "#" for line in lines[:HEIGHT]) for column in range(3, 40)]
+    heights = [sum(line[column : column + 1] == "#" for line in lines[:HEIGHT]) for column in range(10, 40)]
     assert heights == sorted(heights, reverse=True) and (heights[0], heights[-1]) == (HEIGHT, 1)
-    assert lines[0].startswith("10 #") and lines[HEIGHT - 1].startswith(" 1 #")
+    assert lines[0].startswith("       10 #") and lines[HEIGHT - 1].startswith("        1 #")
     assert lines[-1].split() == ["1", "10"] and max(map(len, lines)) == 40
 
 

@@ -16,6 +16,7 @@ from fuyou_cli.training.report import Busy, busy_seconds, phases
 from .theme import heading, ordered, show, symbols
 
 HEIGHT = 9  # rows of the loss plot
+_LABEL = 9  # columns of a loss beside it: "1.234e-05"
 
 
 def waiting(stalls: Mapping[str, float]) -> str:
@@ -47,22 +48,22 @@ def show_loss(console: Console, losses: Sequence[float], *, first_step: int = 1)
 def loss_lines(losses: Sequence[float], *, first_step: int, width: int, shades: str) -> list[str]:
     """Draw HEIGHT lines with the highest and the lowest loss beside them, and the first and last step below. `shades` are a
     cell's levels. Values that are not finite are left out; each column is the mean of its steps."""
-    finite = [value for value in losses if math.isfinite(value)]
-    if not finite or width < 24:
+    columns, top = width - _LABEL - 1, len(shades) - 1
+    means = _means(losses, columns) if width >= 24 else []
+    finite = [mean for mean in means if math.isfinite(mean)]
+    if not finite:
         return []
     low, high = min(finite), max(finite)
     labels = [f"{high:.4g}", *[""] * (HEIGHT - 2), f"{low:.4g}"]
-    gutter = max(map(len, labels)) + 1
-    columns, top = width - gutter, len(shades) - 1
     levels = [  # in cells from the bottom; the lowest loss is still seen
-        0.0 if math.isnan(mean) else 1 + (mean - low) / ((high - low) or 1) * (HEIGHT - 1) for mean in _means(losses, columns)
+        0.0 if math.isnan(mean) else 1 + (mean - low) / ((high - low) or 1) * (HEIGHT - 1) for mean in means
     ]
     lines = []
     for row, label in enumerate(labels):
         parts = (min(max(level - (HEIGHT - 1 - row), 0.0), 1.0) for level in levels)
-        lines.append(f"{label:>{gutter - 1}} " + "".join(shades[round(part * top)] for part in parts).rstrip())
+        lines.append(f"{label:>{_LABEL}} " + "".join(shades[round(part * top)] for part in parts).rstrip())
     first, last = f"{first_step:,}", f"{first_step + len(losses) - 1:,}"
-    return [*lines, " " * gutter + first + (last.rjust(columns - len(first)) if len(losses) > 1 else "")]
+    return [*lines, " " * (_LABEL + 1) + first + (last.rjust(columns - len(first)) if len(losses) > 1 else "")]
 
 
 def _means(losses: Sequence[float], columns: int) -> list[float]:

@@ -76,14 +76,15 @@ def wear_in_brief(facts: RunFacts) -> str:
 def wear_in_full(facts: RunFacts) -> str:
     """Say what each part of the run writes, and the share of the drive that is rated for least, where that is known."""
     writes = facts.shown_writes
-    counted = f"{USUAL:,} steps" if facts.left is None else f"the run's {some(facts.left, 'step')}"
+    counted = f"{USUAL:,} steps write" if facts.left is None else f"the run's {facts.left:,} steps write"
     if facts.left is not None and facts.done:
-        counted = f"the remaining {some(facts.left, 'step')}"
+        counted = f"the {facts.left:,} remaining steps write"
     parts = {counted: writes.steps, "loading": writes.loading, "saving": writes.saving, "export": writes.export}
     said = ", ".join(f"{name} {gb(size)}" for name, size in parts.items() if size) or "nothing is written"
     if wear := wear_of(facts.hardware, writes):
-        each = f" to each of {len(facts.hardware.drives)} drives" if len(facts.hardware.drives) > 1 else ""
-        said += f"; {gb(wear.run * wear.rated)}{each} is {_share(wear.run)} of the {gb(wear.rated)} that the least is rated for"
+        number = len(facts.hardware.drives)
+        each, which = (f" to each of {number} drives", "the least of them") if number > 1 else ("", "the drive")
+        said += f"; {gb(wear.run * wear.rated)}{each} is {_share(wear.run)} of the {gb(wear.rated)} {which} is rated for"
         said += f"; the most worn had {wear.before:.0%} written before, {_share(wear.after)} after" if wear.before else ""
     return said
 
