@@ -1,27 +1,23 @@
-"""Reads and checks the header of a safetensors file.
+"""Finds the tensors of a safetensors file: where their bytes are, of what dtype and shape.
 
 A file is: eight bytes with the header's length, the header (JSON), then the data. Checkpoints are downloaded from
-strangers, so nothing in a header is believed before it is checked. Memory is bounded by the header's length and by how many
-values `core/json_files` takes.
+strangers; the safetensors library checks the header against the file's true length, and that the tensors cover the data
+without hole or overlap, before it tells anything.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from fuyou_cli.core.disk import remedy
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.core.json_files import parsed, shown
+from fuyou_cli.core.json_files import shown
 from fuyou_cli.core.plain_files import read_plain
 
-HEADER_LIMIT = 100_000_000  # bytes; the format's own limit
 NAME_LIMIT = 1024  # characters
 METADATA = "__metadata__"  # what stands among the tensors and is none
-DIMENSION_LIMIT = 64  # dimensions of a tensor that torch can hold
-SIZE_LIMIT = (1 << 63) - 1  # elements or bytes; what a signed file offset can address
-_FIELDS = ("dtype", "shape", "data_offsets")
 
 # Name in the file -> (our name, bytes per element). Formats below one byte have no whole element to address.
 DTYPES: dict[str, tuple[str, int]] = {
@@ -48,7 +44,7 @@ BYTES_PER_ELEMENT: dict[str, int] = dict(DTYPES.values())
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorEntry:
-    """One tensor of a file. `begin` and `end` are byte offsets from the start of the file; `name` is its key there."""
+    """Names one tensor of a file. `begin` and `end` are byte offsets from the start of the file; `name` is its key there."""
 
     name: str
     file: Path
@@ -68,34 +64,39 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    entries: dict[str, TensorEntry]  # by key
+    """Holds what a file says of itself."""
+
+    entries: dict[str, TensorEntry]  # by key, in the order of the data
     metadata: dict[str, str]
 
 
 def parse_file(path: Path) -> Header:
-    """Reads tensors (in data order) and metadata of a safetensors file, everything checked against the file's true length.
+    """Reads tensors and metadata of a safetensors file. Raises UsageError naming the file, and the tensor where one is at
+    fault."""
+    from safetensors import SafetensorError, safe_open
 
-    Raises UsageError naming file and tensor.
-    """
     try:
-        file_size = path.stat().st_size
-        length = int.from_bytes(read_plain(path, limit=8), "little")
-        raw = read_plain(path, limit=8 + length)[8:] if 8 + length <= file_size and length <= HEADER_LIMIT else b""
+        begin = 8 + int.from_bytes(read_plain(path, limit=8), "little")
+        with safe_open(path, "numpy") as file:
+            metadata = file.metadata() or {}
+            found = [(name, file.get_slice(name)) for name in file.offset_keys()]
+            told = [(name, one.get_dtype(), tuple(one.get_shape())) for name, one in found]
+    except SafetensorError as error:
+        raise _refusal(path, f"is not readable as safetensors: {ascii(str(error)[:300])[1:-1]}") from error
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
         why = getattr(error, "strerror", None) or error
         raise UsageError(f"{shown(str(path))}: cannot be read: {why}", hint=remedy(error)) from error
-    if file_size < 8:
-        raise _refusal(path, f"has {file_size} bytes, too few for a safetensors header")
-    if length > HEADER_LIMIT:
-        raise _refusal(path, f"says its header has {length} bytes; the format allows {HEADER_LIMIT}")
-    if len(raw) < length:
-        raise _refusal(path, f"is truncated: its header alone ends at byte {8 + length}, the file has {file_size}")
-    table = _table(path, raw)
-    metadata = table.pop(METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        raise _refusal(path, f"its {METADATA} is not an object of strings")
-    entries = [_entry(path, name, fields, 8 + length) for name, fields in table.items()]
-    return Header(entries=_tiled(entries, path, 8 + length, file_size), metadata=metadata)
+    entries = dict[str, TensorEntry]()
+    for name, dtype, shape in told:
+        if len(name) > NAME_LIMIT:
+            raise _refusal(path, f"the name of tensor {shown(name)} has {len(name)} characters, more than {NAME_LIMIT}")
+        if dtype not in DTYPES:
+            raise _refusal(path, f"tensor {shown(name)} has dtype {shown(dtype)}, which is not supported")
+        word, item_size = DTYPES[dtype]
+        end = begin + item_size * prod(shape)
+        entries[name] = TensorEntry(name=name, file=path, dtype=word, shape=shape, begin=begin, end=end)
+        begin = end
+    return Header(entries=entries, metadata=metadata)
 
 
 def _refusal(path: Path, what: str) -> UsageError:
@@ -103,67 +104,3 @@ def _refusal(path: Path, what: str) -> UsageError:
         f"{path}: {what}",
         hint="The file is damaged, incomplete or not a safetensors file: fetch or export it again.",
     )
-
-
-def _table(path: Path, raw: bytes) -> dict[str, object]:
-    try:
-        table = parsed(raw.decode())
-    except UnicodeDecodeError as error:
-        raise _refusal(path, f"its header is not valid UTF-8 at byte {error.start}") from error
-    except UsageError as error:
-        raise _refusal(path, f"its header is {error.message}") from None
-    if not isinstance(table, dict):
-        raise _refusal(path, "its header is not a JSON object")
-    return table
-
-
-def _entry(path: Path, name: str, fields: object, data_begin: int) -> TensorEntry:
-    """Checks what the header says of one tensor."""
-
-    def refusal(what: str) -> UsageError:
-        return _refusal(path, f"tensor {shown(name)}: {what}")
-
-    if len(name) > NAME_LIMIT:
-        raise refusal(f"its name has {len(name)} characters, more than {NAME_LIMIT}")
-    if not isinstance(fields, dict) or fields.keys() != set(_FIELDS):
-        raise refusal(f"has {shown(str(fields))} where {', '.join(_FIELDS)} belong")
-    dtype, shape, span = (fields[field] for field in _FIELDS)
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise refusal(f"has dtype {shown(str(dtype))}, which is not supported")
-    if not _are_sizes(shape) or len(shape) > DIMENSION_LIMIT:
-        raise refusal(f"its shape {shown(str(shape))} is no list of at most {DIMENSION_LIMIT} sizes")
-    if not _are_sizes(span) or len(span) != 2:
-        raise refusal(f"its data_offsets {shown(str(span))} are not two sizes")
-    word, item_size = DTYPES[dtype]
-    # Zero dimensions do not excuse the others: torch multiplies those too for strides.
-    if item_size * math.prod(max(dimension, 1) for dimension in shape) > SIZE_LIMIT:
-        raise refusal(f"shape {shape} is larger than any file")
-    begin, end = span
-    size = item_size * math.prod(shape)
-    if end > SIZE_LIMIT - data_begin or end - begin != size:
-        raise refusal(f"shape {shape} of {word} takes {size} bytes, its data_offsets are {span}")
-    return TensorEntry(name=name, file=path, dtype=word, shape=tuple(shape), begin=data_begin + begin, end=data_begin + end)
-
-
-def _are_sizes(value: object) -> bool:
-    return isinstance(value, list) and all(type(item) is int and 0 <= item <= SIZE_LIMIT for item in value)
-
-
-def _tiled(entries: list[TensorEntry], path: Path, data_begin: int, file_size: int) -> dict[str, TensorEntry]:
-    """Orders the entries by their data, and makes sure that they cover it without hole or overlap, to the last byte."""
-    ordered = sorted(entries, key=lambda entry: (entry.begin, entry.end))
-    position = data_begin
-    for entry in ordered:
-        if entry.begin != position:
-            flaw = "a hole before it" if entry.begin > position else "it overlaps another tensor"
-            raise _refusal(
-                path,
-                f"tensor {shown(entry.name)}: its data begins at byte {entry.begin - data_begin}, "
-                f"expected {position - data_begin}: {flaw}",
-            )
-        position = entry.end
-        if position > file_size:
-            raise _refusal(path, f"is truncated: tensor {shown(entry.name)} ends at byte {position}, the file has {file_size}")
-    if position != file_size:
-        raise _refusal(path, f"has {file_size - position} bytes after the last tensor")
-    return {entry.name: entry for entry in ordered}
