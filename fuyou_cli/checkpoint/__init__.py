@@ -1,1 +1,1 @@
-"""Model files in and out: safetensors headers, shards, names, streamed reading and writing, and the hub."""
+"""Reads and writes model files: safetensors headers, shards, names, streamed reading and writing, and the hub."""

@@ -1,4 +1,4 @@
-"""The small files beside the weights: configuration, tokenizer, licence. Copied as they are, save for the dtype."""
+"""Finds the small files beside the weights: configuration, tokenizer, licence. They are copied, save for the dtype."""
 
 from __future__ import annotations
 
@@ -18,27 +18,15 @@ CONFIG_NAME = "config.json"
 MODEL_PATTERNS = ("generation_config.json", "LICENSE*", "NOTICE*", "USE_POLICY*")
 # That, and everything a tokenizer of transformers may consist of.
 PATTERNS = (
-    *MODEL_PATTERNS,
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model*",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "*.tiktoken",
-    "tekken.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+    *MODEL_PATTERNS, "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "vocab.txt", "merges.txt", "tokenizer.model*", "spiece.model", "sentencepiece.bpe.model", "*.tiktoken", "tekken.json",
+    "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
 CODE_PATTERN = "*.py"  # only beside a configuration that names code of its own
 
 
 def companion_files(source: Path, *, dtype: str) -> dict[str, bytes | Path]:
-    """File name -> content or path, of what `write_checkpoint` puts beside weights of `dtype`.
+    """Maps file name to content or path, of what `write_checkpoint` puts beside weights of `dtype`.
 
     Raises UsageError when config.json is missing or a file leads out of the directory.
     """
@@ -54,21 +42,19 @@ def companion_files(source: Path, *, dtype: str) -> dict[str, bytes | Path]:
 
 
 def own_code(source: Path) -> list[tuple[str, str]]:
-    """Names and digests of the files that a configuration with code of its own may have beside it."""
+    """Lists names and digests of the files that a configuration with code of its own may have beside it."""
     names = sorted(file.name for file in source.glob(CODE_PATTERN) if file.is_file())
     return [(name, hashlib.sha256(inside(source, name).read_bytes()).hexdigest()) for name in names]
 
 
 def is_companion(name: str) -> bool:
-    """Whether this is the name of a file that may stand beside weights that we wrote."""
+    """Tells whether this is the name of a file that may stand beside weights that we wrote."""
     return name == CONFIG_NAME or any(fnmatchcase(name, pattern) for pattern in (*PATTERNS, CODE_PATTERN))
 
 
 def config_bytes(config: dict[str, Any], *, dtype: str) -> bytes:
-    """config.json for weights of `dtype`, also in the configurations of parts that state one."""
-    adjusted = _with_dtype(config, dtype)
-    adjusted["dtype"] = dtype
-    return (json.dumps(adjusted, indent=2, ensure_ascii=False) + "\n").encode()
+    """Writes config.json for weights of `dtype`, also in the configurations of parts that state one."""
+    return (json.dumps({**_with_dtype(config, dtype), "dtype": dtype}, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:

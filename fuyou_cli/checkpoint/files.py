@@ -1,4 +1,4 @@
-"""Which files make up a checkpoint, and which tensor is in which.
+"""Finds which files make up a checkpoint, and which tensor is in which.
 
 Everything is checked before a byte of data is used: a directory that passes `open_checkpoint` has every shard its index
 names, inside the directory, each with a valid header and its full length, and every tensor exactly once.
@@ -22,12 +22,10 @@ INDEX_NAME = "model.safetensors.index.json"
 JSON_LIMIT = 64 << 20  # bytes; the index of the largest mixtures is a tenth of it
 NAMES_SHOWN = 8
 
-_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth", "model.pt")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """A checked set of safetensors files. `entries` is by key in the file, in the order of shards and data."""
+    """Names a checked set of safetensors files. `entries` is by key in the file, in the order of shards and data."""
 
     directory: Path
     shards: tuple[Path, ...]
@@ -39,7 +37,7 @@ class Checkpoint:
 
 
 def open_checkpoint(directory: Path) -> Checkpoint:
-    """The checkpoint in `directory`: one model.safetensors, or an index with its shards.
+    """Opens the checkpoint in `directory`: one model.safetensors, or an index with its shards.
 
     Raises UsageError naming the file or tensor: nothing there, only pickled weights, a shard that is missing, named
     twice, damaged or outside the directory, a tensor in two shards, in none, or in another than the index says.
@@ -55,7 +53,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
 
 
 def shard_map(directory: Path) -> dict[str, str]:
-    """The index's map from tensor to shard name. Raises UsageError when it is not such a map."""
+    """Reads the index's map from tensor to shard name. Raises UsageError when it is not such a map."""
     index = inside(directory, INDEX_NAME)
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -67,7 +65,7 @@ def shard_map(directory: Path) -> dict[str, str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a small JSON file of a model. Raises UsageError naming it. Some configurations hold infinities."""
+    """Reads the object in a small JSON file of a model. Raises UsageError naming it. Some configurations hold infinities."""
     return read_object(path, limit=JSON_LIMIT, finite=False, hint="Fetch the file again.")
 
 
@@ -81,7 +79,10 @@ def _open_sharded(directory: Path, weight_map: dict[str, str]) -> Checkpoint:
             f"{directory}: {len(missing)} of {len(shard_names)} shards are missing: {name_list(missing)}",
             hint="Download the rest of the model.",
         )
-    _refuse_one_file_twice(index, shards)
+    real = {os.path.realpath(file): name for name, file in shards.items()}
+    if twice := next((name for name, file in shards.items() if real[os.path.realpath(file)] != name), None):
+        other = real[os.path.realpath(shards[twice])]
+        raise UsageError(f"{index}: shards {shown(twice)} and {shown(other)} are one and the same file")
     entries: dict[str, TensorEntry] = {}
     flaws: list[str] = []
     for shard_name, file in shards.items():
@@ -101,27 +102,17 @@ def _open_sharded(directory: Path, weight_map: dict[str, str]) -> Checkpoint:
     return Checkpoint(directory=directory, shards=tuple(shards.values()), entries=entries)
 
 
-def _refuse_one_file_twice(index: Path, shards: dict[str, Path]) -> None:
-    real_paths: dict[str, str] = {}
-    for name, file in shards.items():
-        real = os.path.realpath(file)
-        if real in real_paths:
-            raise UsageError(f"{index}: shards {shown(real_paths[real])} and {shown(name)} are one and the same file")
-        real_paths[real] = name
-
-
 def inside(directory: Path, name: str, *, missing_ok: bool = False) -> Path:
-    """The path of a file of the checkpoint. Refused when it leads out of the directory, by its name or by a link.
+    """Returns the path of a file of the checkpoint. Refuses one that leads out of the directory, by its name or by a link.
 
     A snapshot of the hub's cache is the one layout made of links: snapshots/<commit>/<file> points into blobs/.
     """
     parts = PurePosixPath(name).parts
-    plain = bool(parts) and not name.startswith("/") and ".." not in parts and "\0" not in name and "\\" not in name
     refusal = UsageError(
         f"{directory}: the file {shown(name)} leads out of the directory",
         hint="Copy the model's files into one directory, without links to other places.",
     )
-    if not plain:
+    if not parts or name.startswith("/") or ".." in parts or "\0" in name or "\\" in name:
         raise refusal
     path = directory / name
     try:
@@ -130,22 +121,17 @@ def inside(directory: Path, name: str, *, missing_ok: bool = False) -> Path:
     except FileNotFoundError as error:
         raise UsageError(f"{path}: is a link to a file that does not exist", hint="Download it again.") from error
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a loop of links, before Python 3.13
-        raise UsageError(
-            f"{directory}: the file {shown(name)} cannot be resolved: {getattr(error, 'strerror', None) or error}"
-        ) from error
-    allowed = [root]
-    for parent in root.parents:
-        if parent.name == "snapshots":
-            allowed.append(parent.parent / "blobs")
-            break
-    if not any(real.is_relative_to(place) for place in allowed):
+        why = getattr(error, "strerror", None) or error
+        raise UsageError(f"{directory}: the file {shown(name)} cannot be resolved: {why}") from error
+    blobs = [parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots"][:1]
+    if not any(real.is_relative_to(place) for place in (root, *blobs)):
         raise refusal
     return path
 
 
 def _no_weights(directory: Path) -> UsageError:
     names = sorted(file.name for file in directory.iterdir())
-    pickled = [name for name in names if name in _PICKLED or name.endswith((".bin", ".pth", ".pt"))]
+    pickled = [name for name in names if name.endswith((".bin", ".pth", ".pt", ".bin.index.json"))]
     if pickled:
         return UsageError(
             f"{directory}: has only pickled weights ({name_list(pickled)}); reading those would run code from the file",
@@ -164,6 +150,6 @@ def _no_weights(directory: Path) -> UsageError:
 
 
 def name_list(names: list[str]) -> str:
-    """Up to eight names, and how many more there are."""
+    """Lists up to eight names, and says how many more there are."""
     listed = ", ".join(shown(name) for name in names[:NAMES_SHOWN])
     return listed if len(names) <= NAMES_SHOWN else f"{listed} and {len(names) - NAMES_SHOWN} more"

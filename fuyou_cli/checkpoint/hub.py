@@ -13,10 +13,11 @@ import re
 import shutil
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fuyou_cli.core.disk import existing
 from fuyou_cli.core.errors import FuyouError, OutOfSpaceError, UsageError
 from fuyou_cli.core.paths import expanded
 from fuyou_cli.core.units import gb
@@ -46,9 +47,7 @@ class Hub:
     def tokenizer(self, model_dir: Path, *, needed: bool) -> Path:
         """Returns the tokenizer's folder: the model's unless the recipe names another."""
         named = self._tokenizer.name_or_path
-        if named is None and not needed:
-            return model_dir
-        return self._resolve(named or str(model_dir), tokenizer_only=True)
+        return self._resolve(named or str(model_dir), tokenizer_only=True) if named or needed else model_dir
 
     def _resolve(self, name: str, **options: Any) -> Path:
         options |= {"trust_remote_code": self._model.trust_remote_code, "say": self._say, "progress": self._progress}
@@ -84,13 +83,20 @@ def resolve(
             hint="Give a directory that exists, or a hub id such as organisation/model.",
         )
     need_weights = need_weights and not tokenizer_only
-    repository = _Repository(name=name_or_path, revision=revision, say=say, progress=progress)
-    found = repository.cached(need_weights, tokenizer_only)
+    found = _cached(name_or_path, revision, need_weights, tokenizer_only)
     code = [CODE_PATTERN] if trust_remote_code else []
-    directory = found or repository.fetch([CONFIG_NAME, INDEX_NAME, *PATTERNS, *code])
+    fetch = partial(_fetch, name_or_path, say=say, progress=progress)
+    directory = found or fetch(revision, [CONFIG_NAME, INDEX_NAME, *PATTERNS, *code])
     _check(name_or_path, directory, tokenizer_only, trust_remote_code)  # before gigabytes are fetched in vain
     if found is None and need_weights:
-        repository.fetch_weights(directory)
+        names = _weight_names(directory)
+        fetch(directory.name, [glob.escape(name) for name in names])  # of the same commit
+        missing = [name for name in names if not (directory / name).is_file()]
+        if missing:
+            raise UsageError(
+                f"{name_or_path}: the repository has no {missing[0]}",
+                hint="fuyou reads safetensors only: choose a revision or another repository that has them.",
+            )
     return directory
 
 
@@ -109,9 +115,7 @@ def _check(name_or_path: str, directory: Path, tokenizer_only: bool, trust_remot
 def refuse_remote_code(directory: Path) -> None:
     """Raises UsageError when the model can only be built with code from its own repository.
 
-    Many repositories still name such code although transformers has had the architecture for long; those are fine, and
-    their code is not run.
-    """
+    Many still name such code although transformers has had the architecture for long: those are fine, it is not run."""
     config = read_json(directory / CONFIG_NAME)
     if "auto_map" not in config:
         return
@@ -136,120 +140,88 @@ def _has_tokenizer(directory: Path) -> bool:
     return any(file.name.startswith(_TOKENIZER_FILES) for file in directory.glob("*"))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Repository:
-    """A model on the hub, and who hears of its download."""
+def _cached(name: str, revision: str | None, need_weights: bool, tokenizer_only: bool) -> Path | None:
+    """Returns the snapshot in the local cache, if it has what is needed."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
-    name: str
-    revision: str | None
-    say: Callable[[str], None]
-    progress: Progress
+    try:
+        directory = Path(snapshot_download(name, revision=revision, local_files_only=True, allow_patterns=[CONFIG_NAME]))
+    except LocalEntryNotFoundError:
+        return None
+    needed = [] if tokenizer_only else [CONFIG_NAME]
+    needed += _weight_names(directory) if need_weights else []
+    complete = all((directory / name).is_file() for name in needed) and _has_tokenizer(directory)
+    return directory if complete else None
 
-    def cached(self, need_weights: bool, tokenizer_only: bool) -> Path | None:
-        """Returns the snapshot in the local cache, if it has what is needed."""
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import LocalEntryNotFoundError
 
-        try:
-            options: dict[str, Any] = {"local_files_only": True, "allow_patterns": [CONFIG_NAME]}
-            directory = Path(snapshot_download(self.name, revision=self.revision, **options))
-        except LocalEntryNotFoundError:
-            return None
-        needed = [] if tokenizer_only else [CONFIG_NAME]
-        needed += _weight_names(directory) if need_weights else []
-        complete = all((directory / name).is_file() for name in needed) and _has_tokenizer(directory)
-        return directory if complete else None
+def _fetch(name: str, revision: str | None, patterns: list[str], *, say: Callable[[str], None], progress: Progress) -> Path:
+    """Downloads the files that fit a pattern and are not in the cache, where the disk has room; the snapshot's folder."""
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    def fetch_weights(self, directory: Path) -> None:
-        """Fetches exactly the weights that the index of the snapshot names, into the same snapshot."""
-        names = _weight_names(directory)
-        weights = self.fetch([glob.escape(name) for name in names])
-        missing = [name for name in names if not (weights / name).is_file()]
-        if missing:
-            raise UsageError(
-                f"{self.name}: the repository has no {missing[0]}",
-                hint="fuyou reads safetensors only: choose a revision or another repository that has them.",
-            )
-        if weights != directory:
-            raise UsageError(f"{self.name}: changed while it was downloaded", hint="Run the same command again.")
-
-    def fetch(self, patterns: list[str]) -> Path:
-        """Downloads the files that fit a pattern and are not in the cache, where the disk has room; the snapshot's folder."""
-        from huggingface_hub import constants, snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-        # Whichever HTTP library the client uses, its errors are a base of the client's own. RuntimeError is all that the
-        # client of the hub's faster transport raises.
-        expected: tuple[type[Exception], ...] = (HFValidationError, RuntimeError, OSError, *HfHubHTTPError.__bases__)
-        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its warnings would write over our lines
-        options: dict[str, Any] = {"revision": self.revision, "allow_patterns": patterns}
-        try:
-            planned = snapshot_download(self.name, dry_run=True, tqdm_class=_progress_bar(lambda done: None), **options)
-            sizes = [file.file_size or 0 for file in planned if file.will_download]
-            total = sum(sizes)
-            if sizes:
-                self.say(f"downloading {self.name}: {len(sizes)} files, {total:,} bytes")
-            self._check_space(Path(constants.HF_HUB_CACHE).expanduser(), total)
-
-            def report(done: int) -> None:
-                self.progress(f"downloading {self.name}", min(done, total), total)
-
-            found = snapshot_download(self.name, tqdm_class=_progress_bar(report), **options)
-            if total:
-                report(total)
-            return Path(found)
-        except FuyouError:
-            raise
-        except expected as error:
-            raise self._explained(error) from error
-
-    def _check_space(self, cache: Path, total: int) -> None:
-        place = next(folder for folder in (cache, *cache.absolute().parents) if folder.exists())
-        free = shutil.disk_usage(place).free
-        if total > free:
+    # Whichever HTTP library the client uses, its errors are a base of the client's own. RuntimeError is all that the
+    # client of the hub's faster transport raises.
+    expected: tuple[type[Exception], ...] = (HFValidationError, RuntimeError, OSError, *HfHubHTTPError.__bases__)
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its warnings would write over our lines
+    options: dict[str, Any] = {"revision": revision, "allow_patterns": patterns}
+    try:
+        planned = snapshot_download(name, dry_run=True, tqdm_class=_progress_bar(lambda done: None), **options)
+        sizes = [file.file_size or 0 for file in planned if file.will_download]
+        total = sum(sizes)
+        if sizes:
+            say(f"downloading {name}: {len(sizes)} files, {total:,} bytes")
+        cache = existing(Path(constants.HF_HUB_CACHE))
+        if total > (free := shutil.disk_usage(cache).free):
             raise OutOfSpaceError(
-                f"{self.name}: the download takes {gb(total)}, {gb(free)} are free in {place}",
+                f"{name}: the download takes {gb(total)}, {gb(free)} are free in {cache}",
                 hint="Free some space, or set HF_HOME to a directory on another disk.",
             )
 
-    def _explained(self, error: BaseException) -> FuyouError:
-        """Says what to do. The client wraps the hub's answer in what it was doing then: the first known error counts."""
-        from huggingface_hub import errors
+        def report(done: int) -> None:
+            progress(f"downloading {name}", min(done, total), total)
 
-        at = self.name if self.revision is None else f"{self.name}@{self.revision}"
-        absent = "no such directory here and no such model on the hub"
-        known = (
-            (
-                errors.GatedRepoError,
-                "access is restricted by its owner",
-                f"Accept the terms on the model's page, then {_LOG_IN}.",
-            ),
-            (errors.RevisionNotFoundError, "there is no such revision", "Check model.revision in the recipe."),
-            (errors.RepositoryNotFoundError, absent, f"Check the spelling. For a private model {_LOG_IN}."),
-            (errors.HFValidationError, "is neither a directory nor a hub id", "Write a hub id as organisation/model."),
-        )
-        chain = [error]
-        while (cause := chain[-1].__cause__) is not None and len(chain) < 16:
-            chain.append(cause)
-        for one in chain:
-            for kind, what, hint in known:
-                if isinstance(one, kind):
-                    return UsageError(f"{at}: {what}", hint=hint)
-            if isinstance(one, errors.HfHubHTTPError) and (code := one.response.status_code) in (401, 403):
-                return UsageError(
-                    f"{at}: the hub refuses access ({code})", hint=f"Is the token wrong, or lacks it the right? {_LOG_IN}."
-                )
-            if isinstance(one, OSError) and one.errno in (errno.ENOSPC, errno.EDQUOT):
-                return OutOfSpaceError(
-                    f"{at}: the disk of the hub's cache became full during the download",
-                    hint="Free some space and run the same command: what has arrived is kept.",
-                )
-        name, text = type(chain[-1]).__name__, str(chain[-1]).partition("\n")[0][:160]
-        why = "HF_HUB_OFFLINE is set" if name == "OfflineModeIsEnabled" else f"{name}: {text}"
-        return UsageError(
-            f"{at}: is not in the local cache and cannot be downloaded ({why})",
-            hint="Check the connection, or copy the model to a local directory and give its path.",
-        )
+        found = snapshot_download(name, tqdm_class=_progress_bar(report), **options)
+        if total:
+            report(total)
+        return Path(found)
+    except FuyouError:
+        raise
+    except expected as error:
+        raise _explained(name if revision is None else f"{name}@{revision}", error) from error
+
+
+def _explained(at: str, error: BaseException) -> FuyouError:
+    """Says what to do. The client wraps the hub's answer in what it was doing then: the first known error counts."""
+    from huggingface_hub import errors
+
+    absent = "no such directory here and no such model on the hub"
+    known = (
+        (errors.GatedRepoError, "access is restricted by its owner", f"Accept the terms on the model's page, then {_LOG_IN}."),
+        (errors.RevisionNotFoundError, "there is no such revision", "Check model.revision in the recipe."),
+        (errors.RepositoryNotFoundError, absent, f"Check the spelling. For a private model {_LOG_IN}."),
+    )
+    chain = [error]
+    while (cause := chain[-1].__cause__) is not None and len(chain) < 16:
+        chain.append(cause)
+    for one in chain:
+        for kind, what, hint in known:
+            if isinstance(one, kind):
+                return UsageError(f"{at}: {what}", hint=hint)
+        if isinstance(one, errors.HfHubHTTPError) and (code := one.response.status_code) in (401, 403):
+            hint = f"Is the token wrong, or lacks it the right? {_LOG_IN}."
+            return UsageError(f"{at}: the hub refuses access ({code})", hint=hint)
+        if isinstance(one, OSError) and one.errno in (errno.ENOSPC, errno.EDQUOT):
+            return OutOfSpaceError(
+                f"{at}: the disk of the hub's cache became full during the download",
+                hint="Free some space and run the same command: what has arrived is kept.",
+            )
+    name, text = type(chain[-1]).__name__, str(chain[-1]).partition("\n")[0][:160]
+    why = "HF_HUB_OFFLINE is set" if name == "OfflineModeIsEnabled" else f"{name}: {text}"
+    return UsageError(
+        f"{at}: is not in the local cache and cannot be downloaded ({why})",
+        hint="Check the connection, or copy the model to a local directory and give its path.",
+    )
 
 
 def _progress_bar(report: Callable[[int], None]) -> type[Any]:

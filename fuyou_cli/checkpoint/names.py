@@ -42,12 +42,12 @@ def entries_for(model: PreTrainedModel, checkpoint: Checkpoint) -> dict[str, Ten
     equal, since training keeps one. Raises UsageError naming every tensor that does not fit.
     """
     names = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    tied = tied_names(model)
-    prefix = model.base_model_prefix
     renames = architecture_renames(model, checkpoint.entries)
-    matched = match(names, checkpoint.entries, base_model_prefix=prefix, tied=tied, renames=renames)
+    matched, copies = match(
+        names, checkpoint.entries, base_model_prefix=model.base_model_prefix, tied=tied_names(model), renames=renames
+    )
     with TensorReader() as reader:
-        for one, other in tied_copies(checkpoint.entries, base_model_prefix=prefix, tied=tied, renames=renames):
+        for one, other in copies:
             if not reader.equal(one, other):
                 raise UsageError(
                     f"{checkpoint.directory}: {shown(one.name)} and {shown(other.name)} are tied in the model "
@@ -80,15 +80,17 @@ def match(
     base_model_prefix: str,
     tied: Mapping[str, str],
     renames: Mapping[str, str] | None = None,
-) -> dict[str, TensorEntry]:
-    """Finds the file's tensor for every name in `model_names` (name -> shape), in that order.
+) -> tuple[dict[str, TensorEntry], list[tuple[TensorEntry, TensorEntry]]]:
+    """Finds the file's tensor for every name in `model_names` (name -> shape), in that order; and pairs stored tensors that the
+    model computes with as one, which have to hold the same values.
 
     `tied` maps a name to the one whose weights it shares: both get the same entry, whichever of the two the file holds.
     `renames` maps a file's key to what the architecture calls it today. The entry's own `name` stays the key in the
     file, which is also the right key to export under. Raises UsageError with every missing, unexpected, misshapen,
     doubly stored or untrainable tensor.
     """
-    found, flaws = _assign(model_names, entries, base_model_prefix=base_model_prefix, tied=tied, renames=renames or {})
+    prefix = f"{base_model_prefix}." if base_model_prefix else ""
+    found, flaws = _assign({*model_names, *tied, *tied.values()}, entries, prefix, renames or {})
     matched: dict[str, TensorEntry] = {}
     for name, shape in model_names.items():
         entry = next((found[one] for one in _same_weights(name, tied) if one in found), None)
@@ -97,26 +99,14 @@ def match(
             continue
         matched[name] = entry
         if entry.shape != tuple(shape):
-            stored = f" (stored as {shown(entry.name)})" if entry.name != name else ""
-            flaws["of another shape"].append(f"{shown(name)}{stored}: {list(entry.shape)} in the file, {list(shape)} needed")
+            under = f" (stored as {shown(entry.name)})" if entry.name != name else ""
+            flaws["of another shape"].append(f"{shown(name)}{under}: {list(entry.shape)} in the file, {list(shape)} needed")
     _refuse(flaws)
-    return matched
-
-
-def tied_copies(
-    entries: Mapping[str, TensorEntry],
-    *,
-    base_model_prefix: str,
-    tied: Mapping[str, str],
-    renames: Mapping[str, str] | None = None,
-) -> list[tuple[TensorEntry, TensorEntry]]:
-    """Pairs stored tensors that the model computes with as one. They have to hold the same values."""
-    found, _ = _assign((), entries, base_model_prefix=base_model_prefix, tied=tied, renames=renames or {})
-    pairs: list[tuple[TensorEntry, TensorEntry]] = []
+    copies = []
     for owner in dict.fromkeys(_owner(name, tied) for name in tied):
         stored = [found[one] for one in _same_weights(owner, tied) if one in found]
-        pairs += [(stored[0], copy) for copy in stored[1:]]
-    return pairs
+        copies += [(stored[0], copy) for copy in stored[1:]]
+    return matched, copies
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, str]:
@@ -139,17 +129,15 @@ def architecture_renames(model: PreTrainedModel, keys: Iterable[str]) -> dict[st
     from transformers.core_model_loading import WeightRenaming
 
     transforms = get_model_conversion_mapping(model)
+    renaming = [one for one in transforms if isinstance(one, WeightRenaming)]
+    converting = [one for one in transforms if not isinstance(one, WeightRenaming)]
     renames: dict[str, str] = {}
     converted: list[str] = []
     for key in sorted(keys):  # in this order, because some renames depend on the keys seen before
         name = key
-        for transform in transforms:
-            if isinstance(transform, WeightRenaming):
-                name, _ = transform.rename_source_key(name)
-        if any(
-            not isinstance(transform, WeightRenaming) and transform.rename_source_key(name)[1] is not None
-            for transform in transforms
-        ):
+        for transform in renaming:
+            name, _ = transform.rename_source_key(name)
+        if any(transform.rename_source_key(name)[1] is not None for transform in converting):
             converted.append(shown(key))
         if name != key:
             renames[key] = name
@@ -176,16 +164,9 @@ def _same_weights(name: str, tied: Mapping[str, str]) -> list[str]:
 
 
 def _assign(
-    model_names: Iterable[str],
-    entries: Mapping[str, TensorEntry],
-    *,
-    base_model_prefix: str,
-    tied: Mapping[str, str],
-    renames: Mapping[str, str],
+    known: set[str], entries: Mapping[str, TensorEntry], prefix: str, renames: Mapping[str, str]
 ) -> tuple[dict[str, TensorEntry], Flaws]:
-    """Finds what the keys of the files stand for, by name of the model, and everything that is wrong with them."""
-    known = {*model_names, *tied, *tied.values()}
-    prefix = f"{base_model_prefix}." if base_model_prefix else ""
+    """Finds what the keys of the files stand for, by `known` name of the model, and everything that is wrong with them."""
     found: dict[str, TensorEntry] = {}
     flaws: Flaws = {kind: [] for kind in _FLAWS}
     for key, entry in entries.items():

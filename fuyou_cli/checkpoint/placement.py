@@ -27,12 +27,12 @@ _RENAME_EXCHANGE = 2
 
 
 def mark(companions: Iterable[str]) -> dict[str, str]:
-    """Metadata for every safetensors file that we write: that it is ours, and which files beside it are."""
+    """Makes the metadata of every safetensors file that we write: that it is ours, and which files beside it are."""
     return {**_WRITER, _COMPANIONS: json.dumps(sorted(companions))}
 
 
 class PartialDirectory:
-    """A directory under construction, named .<target>.partial beside its target. Left empty-handed, it is removed.
+    """Owns a directory under construction, named .<target>.partial beside its target. Left empty-handed, it is removed.
 
     It is locked while it is used, so that what a killed run left behind can be told from what another run is writing.
     """
@@ -51,14 +51,13 @@ class PartialDirectory:
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _remove_files(self.path)
-        except BlockingIOError as error:
-            self._close()
-            raise UsageError(
-                f"{self.target}: another process is writing a model there",
-                hint="Wait for it to finish, or choose another output directory.",
-            ) from error
-        except BaseException:
-            self._close()
+        except BaseException as error:
+            os.close(self._descriptor)
+            if isinstance(error, BlockingIOError):
+                raise UsageError(
+                    f"{self.target}: another process is writing a model there",
+                    hint="Wait for it to finish, or choose another output directory.",
+                ) from error
             raise
         return self
 
@@ -67,26 +66,21 @@ class PartialDirectory:
             if not self._published:
                 _remove_directory(self.path)
         finally:
-            self._close()
+            os.close(self._descriptor)
 
     def publish(self) -> None:
         """Gives the directory its name. What was there before, which we wrote, is gone afterwards."""
         refuse_foreign(self.target)  # again: writing may have taken an hour
-        replaces = self.target.is_dir() and any(self.target.iterdir())
-        if not replaces:
-            self.path.rename(self.target)
-            self._published = True
-        else:
+        old = None
+        if self.target.is_dir() and any(self.target.iterdir()):
             old = _exchange(self.path, self.target)
-            self._published = True
-            sync_directory(self.target.parent)  # or a power cut could leave the old name on what is removed now
+        else:
+            self.path.rename(self.target)
+        self._published = True
+        sync_directory(self.target.parent)  # or a power cut could leave the old name on what is removed now
+        if old:
             _remove_directory(old)
-        sync_directory(self.target.parent)
-
-    def _close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1
+            sync_directory(self.target.parent)
 
 
 def refuse_foreign(directory: Path) -> None:
@@ -116,7 +110,7 @@ def _is_weights(name: str) -> bool:
 
 
 def _claimed(file: Path) -> set[str]:
-    """The names of its directory that a weights file says we wrote; none when it is damaged or not ours."""
+    """Reads which names of its directory a weights file says we wrote; none when it is damaged or not ours."""
     try:
         metadata = parse_file(file).metadata
         companions = json.loads(metadata.get(_COMPANIONS, "[]"))

@@ -137,11 +137,8 @@ class TensorReader:
             try:
                 got = os.preadv(descriptor, [part], position)
             except OSError as error:
-                raise UsageError(
-                    f"{entry.file}: tensor {shown(entry.name)}: reading {len(part)} bytes at {position} failed: "
-                    f"{error.strerror}",
-                    hint=remedy(error),
-                ) from error
+                what = f"reading {len(part)} bytes at {position} failed: {error.strerror}"
+                raise UsageError(f"{entry.file}: tensor {shown(entry.name)}: {what}", hint=remedy(error)) from error
             if got == 0:
                 raise UsageError(
                     f"{entry.file}: is truncated: tensor {shown(entry.name)} ends at byte {entry.end}, the file at {position}",
@@ -154,7 +151,7 @@ class TensorReader:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous host tensor, writable in place."""
+    """Returns the bytes of a contiguous host tensor, writable in place."""
     import torch
 
     if tensor.numel() == 0:

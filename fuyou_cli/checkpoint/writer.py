@@ -8,15 +8,15 @@ because neither a memory cgroup nor a slow disk forgives gigabytes of dirty page
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
-from fuyou_cli.core.disk import sync_directory
+from fuyou_cli.core.disk import failed_writing, sync_directory
 from fuyou_cli.core.errors import FuyouError, OutOfSpaceError, UsageError
 from fuyou_cli.core.units import MiB, align_up, gb
 
@@ -33,7 +33,7 @@ _FILE_WORD = {word: name for name, (word, _) in DTYPES.items()}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutTensor:
-    """One tensor to write. `dtype` is torch's word: "float32", "bfloat16", ..."""
+    """Names one tensor to write. `dtype` is torch's word: "float32", "bfloat16", ..."""
 
     name: str
     dtype: str
@@ -90,11 +90,11 @@ def write_checkpoint(
     try:
         with PartialDirectory(target) as partial:
             _check_space(target, shards, texts)
-            for name, content in texts.items():
-                _write_companion(partial.path / name, content)
+            for name, text in texts.items():
+                sum(_write(partial.path / name, _text(text)))
             done, total = 0, sum(shard.nbytes for shard in shards)
             for shard in shards:
-                for written in _write_shard(partial.path / shard.name, shard, read):
+                for written in _write(partial.path / shard.name, _content(shard, read)):
                     done += written
                     if progress is not None:
                         progress(done, total)
@@ -123,13 +123,9 @@ def _plan_shards(tensors: Sequence[OutTensor], max_shard_size: int, metadata: di
             size = 0
         groups[-1].append(tensor)
         size += tensor.nbytes
-    if len(groups) == 1:
-        return [_shard(SINGLE_NAME, groups[0], metadata)]
     count = len(groups)
-    return [
-        _shard(f"model-{number:05d}-of-{count:05d}.safetensors", group, metadata)
-        for number, group in enumerate(groups, start=1)
-    ]
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)] if count > 1 else [SINGLE_NAME]
+    return [_shard(name, group, metadata) for name, group in zip(names, groups, strict=True)]
 
 
 def _shard(name: str, tensors: list[OutTensor], metadata: dict[str, str]) -> _Shard:
@@ -174,65 +170,47 @@ def _check_space(target: Path, shards: list[_Shard], texts: Mapping[str, bytes |
         )
 
 
-class _Sequential:
-    """A file written from front to back; owns its descriptor and how much of it is not on the disk yet."""
-
-    def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        self._unsynced = 0
-
-    def __enter__(self) -> _Sequential:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        try:
-            if kind is None:
-                os.fsync(self._descriptor)
-                self._sync()
-        finally:
-            os.close(self._descriptor)
-
-    def write(self, data: memoryview) -> int:
-        rest = data
-        while rest:
-            written = os.write(self._descriptor, rest)
-            rest = rest[written:]
-            self._unsynced += written
-            if self._unsynced >= SYNC_EVERY:
-                self._sync()
-        return len(data)
-
-    def _sync(self) -> None:
-        os.fdatasync(self._descriptor)  # waits for the disk: pages have to be clean before they can be dropped
-        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        self._unsynced = 0
+def _write(path: Path, parts: Iterable[memoryview]) -> Iterator[int]:
+    """Writes a file from front to back, and yields how many bytes each part was; at the end all of it is on the disk."""
+    unsynced = 0
+    with path.open("xb", buffering=0) as file:
+        for part in parts:
+            rest = part
+            while rest:
+                written = file.write(rest)
+                rest = rest[written:]
+                unsynced += written
+            if unsynced >= SYNC_EVERY:
+                _settle(file.fileno())
+                unsynced = 0
+            yield len(part)
+        _settle(file.fileno())
 
 
-def _write_shard(path: Path, shard: _Shard, read: Read) -> Iterator[int]:
-    """Writes one shard, and yields how many bytes each write was."""
-    with _Sequential(path) as file:
-        yield file.write(memoryview(shard.header))
-        for tensor in shard.tensors:
-            item_size = BYTES_PER_ELEMENT[tensor.dtype]
-            for first in range(0, tensor.numel, PIECE // item_size):
-                count = min(PIECE // item_size, tensor.numel - first)
-                data = read(tensor, first, count).cast("B")
-                if len(data) != count * item_size:
-                    raise FuyouError(
-                        f"{path.name}: {tensor.name}: elements {first} to {first + count} take {count * item_size} "
-                        f"bytes, {len(data)} were given",
-                    )
-                yield file.write(data)
+def _settle(descriptor: int) -> None:
+    os.fdatasync(descriptor)  # waits for the disk: pages have to be clean before they can be dropped
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _write_companion(path: Path, content: bytes | Path) -> None:
-    with _Sequential(path) as file:
-        if isinstance(content, bytes):
-            file.write(memoryview(content))
-            return
-        with content.open("rb") as source:
-            while part := source.read(MiB):
-                file.write(memoryview(part))
+def _text(content: bytes | Path) -> Iterator[memoryview]:
+    with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as source:
+        while part := source.read(MiB):
+            yield memoryview(part)
+
+
+def _content(shard: _Shard, read: Read) -> Iterator[memoryview]:
+    yield memoryview(shard.header)
+    for tensor in shard.tensors:
+        item_size = BYTES_PER_ELEMENT[tensor.dtype]
+        for first in range(0, tensor.numel, PIECE // item_size):
+            count = min(PIECE // item_size, tensor.numel - first)
+            data = read(tensor, first, count).cast("B")
+            if len(data) != count * item_size:
+                raise FuyouError(
+                    f"{shard.name}: {tensor.name}: elements {first} to {first + count} take {count * item_size} bytes, "
+                    f"{len(data)} were given",
+                )
+            yield data
 
 
 def _verify(directory: Path, tensors: Sequence[OutTensor]) -> None:
@@ -244,9 +222,7 @@ def _verify(directory: Path, tensors: Sequence[OutTensor]) -> None:
 
 
 def _io_error(target: Path, error: OSError) -> FuyouError:
-    reason = f"{target}: writing the model failed: {error.strerror or error}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return OutOfSpaceError(reason, hint="Free some space and export again; nothing was left behind.")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):
-        return UsageError(reason, hint="Choose an output directory that you may write to.")
-    return FuyouError(reason, hint="Check the disk and export again; what was there before is unchanged.")
+        hint = "Choose an output directory that you may write to."
+        return UsageError(f"{target}: writing the model failed: {error.strerror}", hint=hint)
+    return failed_writing(target, error)

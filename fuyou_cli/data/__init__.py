@@ -1,4 +1,4 @@
-"""Data: from files named in the recipe to the padded batch of a step. The trainer's side needs numpy alone."""
+"""Takes data from files named in the recipe to the padded batch of a step. The trainer's side needs numpy alone."""
 
 from .cache import find, prepare, size_of
 from .rows import NO_LOSS, Batch, DataSummary, Rows, collate

@@ -1,4 +1,4 @@
-"""Tokenised rows of a recipe's data: made once by the worker, found again by what they depend on.
+"""Makes the tokenised rows of a recipe's data once, in the worker, and finds them again by what they depend on.
 
 They are in a directory `<fingerprint>` below the caller's `cache_dir`, which appears whole or not at all.
 """

@@ -1,4 +1,4 @@
-"""From tokenised samples to rows of at most `max_seq_len` tokens. Pure: arrays in, arrays out, counts on the side.
+"""Lays tokenised samples out in rows of at most `max_seq_len` tokens. Pure: arrays in, arrays out, counts on the side.
 
 A sample is (tokens int32 [n], mask uint8 [n]); mask 1 means that the token is a label. The first token of a row is
 predicted by nothing, so its mask never counts.
@@ -21,7 +21,7 @@ Row = tuple[Tokens, Mask]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One tokenised sample; `place` is where it came from; `ends` is False for all but the last piece of a document."""
+    """Holds one tokenised sample; `place` is where it came from; `ends` is False for all but the last piece of a document."""
 
     tokens: Tokens
     mask: Mask
@@ -31,7 +31,7 @@ class Sample:
 
 @dataclass(kw_only=True, slots=True)
 class Counts:
-    """What became of the samples; filled while the rows are made, always shown."""
+    """Counts what became of the samples; filled while the rows are made, always shown."""
 
     samples: int = 0
     truncated: int = 0  # cut at max_seq_len, the rest lost

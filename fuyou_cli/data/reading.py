@@ -1,4 +1,4 @@
-"""Rows of one data file, each with its place ("train.jsonl:17"), read as a stream with bounded memory.
+"""Reads the rows of a data file, each with its place ("train.jsonl:17"), as a stream with bounded memory.
 
 Cells of a CSV file are read as the text they are, and JSON line by line: readers that guess a type per column turn text that
 looks like a date into a date, refuse a file because of a column nobody asked for, and name no line.
@@ -7,15 +7,26 @@ looks like a date into a date, refuse a file because of a column nobody asked fo
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Iterator
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.json_files import parsed
 
-from .json_rows import LARGEST_ROW, Placed, bounded_lines, check_size, json_rows
 from .sandbox import reason
 
+LARGEST_ROW = 1 << 24  # characters: what is held of a file at most
+Placed = tuple[str, dict[str, Any]]  # "train.jsonl:17" and the row
+_CHUNK = 1 << 18
+_SPACE = re.compile(r"[ \t\r\n]*")
+_POSITION = re.compile(r": line \d+ column (\d+) \(char \d+\)$")
+_TORN = 16  # characters: what the end of the buffer may tear apart, such as a word or an escape
+_ENDS = json.JSONDecoder(parse_int=str, parse_float=str)  # finds where an element ends; numbers of any length are refused later
 KINDS = {".jsonl": "json", ".json": "json", ".txt": "text", ".csv": "csv", ".parquet": "columns", ".arrow": "columns"}
 PIECE_CHARS = 1 << 16  # a document is tokenised in pieces of this size: offsets cost ~100 bytes per character
 _ROWS_AT_ONCE = 256
@@ -27,9 +38,15 @@ def read_rows(file: Path) -> Iterator[Placed]:
     Raises UsageError naming the file and the line."""
     if file.stat().st_size == 0:
         raise UsageError(f"{file}: the file is empty")
-    readers = {"json": json_rows, "csv": _csv_rows, "text": _paragraphs, "columns": _columnar_rows}
-    try:
+    readers = {"json": _json_rows, "csv": _csv_rows, "text": _paragraphs, "columns": _columnar_rows}
+    with _utf8_only(file):
         yield from readers[KINDS[file.suffix.lower()]](file)
+
+
+@contextmanager
+def _utf8_only(file: Path) -> Iterator[None]:
+    try:
+        yield
     except UnicodeDecodeError as error:
         raise UsageError(f"{first_bad_line(file)}: not UTF-8 text: {error.reason}") from error
 
@@ -45,6 +62,118 @@ def first_bad_line(file: Path) -> str:
     return str(file)
 
 
+def _json_rows(file: Path) -> Iterator[Placed]:
+    """Yields the rows of a file of one object per line, or of one array. Raises UsageError with file and line."""
+    with file.open("rb") as stream:
+        head = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if head.startswith(b"["):
+        with file.open(encoding="utf-8-sig", newline="") as text:
+            yield from _Array(file, text.read).rows()
+        return
+    if file.suffix.lower() == ".json" and head.split(b"\n", 1)[0].strip() == b"{":
+        raise UsageError(
+            f"{file}:1: one object spread over several lines",
+            hint="write one object per line (JSON lines), or an array of objects",
+        )
+    for number, line in enumerate(_lines(file), start=1):
+        if line.strip():
+            yield f"{file}:{number}", _json_row(line.removesuffix("\n"), f"{file}:{number}")
+
+
+def _lines(file: Path, *, newline: str | None = None) -> Iterator[str]:
+    """Yields the lines of a text file, with or without a byte order mark. Raises UsageError for one that is no row's size."""
+    with file.open(encoding="utf-8-sig", newline=newline) as stream:
+        number = 1
+        while line := stream.readline(LARGEST_ROW + 1):
+            _check_size(len(line), f"{file}:{number}")
+            yield line
+            number += 1
+
+
+def _check_size(characters: int, place: str) -> None:
+    """Raises UsageError at `place` for more than a row may have."""
+    if characters > LARGEST_ROW:
+        hint = "cut it into several rows; a .txt file may be of any length with dataset.packing: concat"
+        raise UsageError(f"{place}: a row of more than {LARGEST_ROW:,} characters", hint=hint)
+
+
+def _json_row(text: str, place: str) -> dict[str, Any]:
+    """Reads the object that `text` is. Raises UsageError at `place`: no JSON, no object, or text that no tokenizer takes."""
+    try:
+        row = parsed(text, finite=False)
+    except UsageError as error:
+        why = _POSITION.sub(r" (column \1)", error.message)  # the line is the place's
+        raise UsageError(f"{place}: {why}") from None
+    if not isinstance(row, dict):
+        raise UsageError(f"{place}: not a JSON object but {type(row).__name__}", hint="every row is {...}")
+    return row
+
+
+class _Array:
+    """Reads an array file, of which no more is held than its largest element needs; `_at` is how far it is understood."""
+
+    def __init__(self, file: Path, read: Callable[[int], str]) -> None:
+        self._file, self._read = file, read
+        self._text, self._at, self._line = "", 0, 1
+
+    def rows(self) -> Iterator[Placed]:
+        self._expect("[")
+        if self._next() != "]":
+            yield self._element()
+            while self._next() == ",":
+                self._at += 1
+                yield self._element()
+        self._expect("]")
+        if self._next():
+            raise self._error("Extra data", self._at)
+
+    def _next(self) -> str:
+        """Finds the next character that is not white space, "" at the end of the file."""
+        while True:
+            found = _SPACE.match(self._text, self._at)
+            self._advance(found.end() if found else self._at)
+            if self._at < len(self._text) or not self._more():
+                return self._text[self._at : self._at + 1]
+
+    def _expect(self, character: str) -> None:
+        if self._next() != character:
+            raise self._error(f"Expecting '{character}'" + " or ','" * (character == "]"), self._at)
+        self._at += 1
+
+    def _element(self) -> Placed:
+        self._next()
+        place = f"{self._file}:{self._line}"
+        while True:
+            try:
+                _, end = _ENDS.raw_decode(self._text, self._at)
+            except json.JSONDecodeError as error:
+                torn = error.msg.startswith("Unterminated string") or error.pos >= len(self._text) - _TORN
+                if not (torn and self._more()):
+                    raise self._error(error.msg, error.pos) from None
+            except RecursionError:
+                raise UsageError(f"{place}: not valid JSON: nested too deeply") from None
+            else:
+                text = self._text[self._at : end]
+                self._advance(end)
+                return place, _json_row(text, place)
+
+    def _more(self) -> bool:
+        """Reads as much again as is left, so that a large element is not decoded from its beginning too often."""
+        left = len(self._text) - self._at
+        _check_size(left, f"{self._file}:{self._line}")
+        chunk = self._read(max(_CHUNK, left))
+        self._text, self._at = self._text[self._at :] + chunk, 0
+        return bool(chunk)
+
+    def _advance(self, to: int) -> None:
+        self._line += self._text.count("\n", self._at, to)
+        self._at = to
+
+    def _error(self, what: str, at: int) -> UsageError:
+        line, column = self._line + self._text.count("\n", self._at, at), at - self._text.rfind("\n", 0, at)
+        return UsageError(f"{self._file}:{line}: not valid JSON: {what} (column {column})")
+
+
 def _csv_rows(file: Path) -> Iterator[Placed]:
     """Yields records at the lines where they begin: a quoted cell may hold line breaks."""
     csv.field_size_limit(LARGEST_ROW)
@@ -52,9 +181,9 @@ def _csv_rows(file: Path) -> Iterator[Placed]:
 
     def lines() -> Iterator[str]:
         nonlocal held, ended
-        for line in bounded_lines(file, newline=""):
+        for line in _lines(file, newline=""):
             held += len(line)
-            check_size(held, f"{file}:{begin}")
+            _check_size(held, f"{file}:{begin}")
             yield line
         ended = True
 
@@ -109,33 +238,22 @@ def _record_batches(file: Path) -> Iterator[Any]:
 
 def _paragraphs(file: Path) -> Iterator[Placed]:
     """Yields what stands between empty lines, as text."""
-    number, size = 0, 0
-    waiting: list[str] = []
-
-    def row() -> Iterator[Placed]:
-        nonlocal number
-        text = "".join(waiting).removesuffix("\n\n")
-        number += bool(text)
-        if text.strip():
-            yield f"{file}: paragraph {number}", {"text": text}
-
-    for line in bounded_lines(file):
-        size += len(line)
-        check_size(size, f"{file}: paragraph {number + 1}")
-        waiting.append(line)
-        if line == "\n" and len(waiting) > 1:
-            yield from row()
-            waiting, size = [], 0
-    yield from row()
+    number, text = 0, ""
+    for line in chain(_lines(file), [""]):
+        text += line
+        _check_size(len(text), f"{file}: paragraph {number + 1}")
+        if not line or (line == "\n" and text != "\n"):
+            text = text.removesuffix("\n\n")
+            number += bool(text)
+            if text.strip():
+                yield f"{file}: paragraph {number}", {"text": text}
+            text = ""
 
 
 def read_document(file: Path) -> Iterator[tuple[str, bool, bool]]:
     """Yields a .txt file as one document, in pieces (text, begins, ends)."""
-    try:
-        with file.open(encoding="utf-8-sig") as stream:
-            yield from pieces_of(iter(lambda: stream.readline(LARGEST_ROW), ""))
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{first_bad_line(file)}: not UTF-8 text: {error.reason}") from error
+    with _utf8_only(file), file.open(encoding="utf-8-sig") as stream:
+        yield from pieces_of(iter(lambda: stream.readline(LARGEST_ROW), ""))
 
 
 def pieces_of(parts: Iterable[str]) -> Iterator[tuple[str, bool, bool]]:

@@ -1,4 +1,4 @@
-"""Tokenised rows on disk, mapped into the trainer, and a step's rows as one padded rectangle.
+"""Maps tokenised rows on disk into the trainer, and makes a step's rows one padded rectangle.
 
 A directory holds tokens.bin (int32), mask.bin (uint8: 1 = the label carries loss), offsets.npy (int64 [rows + 1]) and
 summary.json.
@@ -26,7 +26,7 @@ NO_LOSS = -100  # the label that torch's cross entropy and every HF model leave 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSummary:
-    """What the data became. `formats` pairs every path of the recipe with its format; `preview` is one decoded sample
+    """Tells what the data became. `formats` pairs every path of the recipe with its format; `preview` is one decoded sample
     as (text, carries loss) pieces."""
 
     rows: int
@@ -50,23 +50,20 @@ class DataSummary:
     @property
     def notes(self) -> tuple[str, ...]:
         """Says what a person should know before a run trains on these rows, one sentence each."""
-        found = []
-        if self.run_together:
-            found.append(
-                f"in {self.run_together:,} of {self.samples:,} samples no white space parts prompt and completion; nothing is "
-                "put between them (if they should be apart, end the prompts in a space or a line break)"
-            )
-        if self.special:
-            what = "sample contains" if self.special == 1 else "samples contain"
-            found.append(
-                f"{self.special:,} {what} special tokens as text, e.g. {self.special_example}; they are trained on as "
-                "these tokens, not as their letters (write them otherwise where that is not meant)"
-            )
-        return tuple(found)
+        together = (
+            f"in {self.run_together:,} of {self.samples:,} samples no white space parts prompt and completion; nothing is "
+            "put between them (if they should be apart, end the prompts in a space or a line break)"
+        )
+        special = (
+            f"{self.special:,} {'sample contains' if self.special == 1 else 'samples contain'} special tokens as text, e.g. "
+            f"{self.special_example}; they are trained on as these tokens, not as their letters (write them otherwise where "
+            "that is not meant)"
+        )
+        return (together,) * bool(self.run_together) + (special,) * bool(self.special)
 
 
 class Rows:
-    """Memory-mapped rows: the pages are the file's, not the process's. `paths` are those of the recipe now: rows found
+    """Maps rows into memory: the pages are the file's, not the process's. `paths` are those of the recipe now: rows found
     again may have been made from files of other names."""
 
     def __init__(self, directory: Path, *, paths: Sequence[str] | None = None) -> None:
@@ -86,25 +83,18 @@ class Rows:
     def __len__(self) -> int:
         return self.summary.rows
 
-    def length(self, index: int) -> int:
-        """Counts the tokens of row `index`."""
-        begin, end = self._bounds(index)
-        return end - begin
-
     def tokens(self, index: int) -> NDArray[np.int32]:
-        """int32 [n], read-only."""
-        begin, end = self._bounds(index)
-        return self._tokens[begin:end]
+        """Returns int32 [n], read-only."""
+        return self._tokens[self._span(index)]
 
     def mask(self, index: int) -> NDArray[np.uint8]:
-        """uint8 [n], read-only: 1 where the token, as a label, carries loss."""
-        begin, end = self._bounds(index)
-        return self._mask[begin:end]
+        """Returns uint8 [n], read-only: 1 where the token, as a label, carries loss."""
+        return self._mask[self._span(index)]
 
-    def _bounds(self, index: int) -> tuple[int, int]:
+    def _span(self, index: int) -> slice:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        return int(self._offsets[index]), int(self._offsets[index + 1])
+        return slice(int(self._offsets[index]), int(self._offsets[index + 1]))
 
 
 def _read_summary(file: Path, paths: Sequence[str] | None) -> DataSummary:
@@ -122,7 +112,7 @@ def _damaged(directory: Path) -> UsageError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Right-padded. Labels are aligned with `input_ids`; the loss shifts them, so a row's first label is never used."""
+    """Holds rows padded on the right. Labels are aligned with `input_ids`; the loss shifts them, so the first is never used."""
 
     input_ids: NDArray[np.int64]  # [B, S]
     labels: NDArray[np.int64]  # [B, S], NO_LOSS where a label does not count
@@ -138,16 +128,16 @@ class Batch:
 
 def collate(rows: Rows, indices: Sequence[int], *, pad_id: int, max_len: int, multiple: int = 8) -> Batch:
     """Pads the rows `indices` to the longest of them rounded up to `multiple`, but not beyond `max_len`."""
-    lengths = [rows.length(index) for index in indices]
+    lengths = [len(rows.tokens(index)) for index in indices]
     longest = max(lengths)
     if longest > max_len:
         raise ValueError(f"a row of {longest} tokens does not fit max_len {max_len}")
     width = min(align_up(longest, multiple), max_len)
     input_ids = np.full((len(lengths), width), pad_id, np.int64)
     labels = np.full((len(lengths), width), NO_LOSS, np.int64)
-    for number, (index, length) in enumerate(zip(indices, lengths, strict=True)):
+    for number, index in enumerate(indices):
         tokens = rows.tokens(index)
-        input_ids[number, :length] = tokens
-        labels[number, :length] = np.where(rows.mask(index) != 0, tokens, NO_LOSS)
+        input_ids[number, : len(tokens)] = tokens
+        labels[number, : len(tokens)] = np.where(rows.mask(index) != 0, tokens, NO_LOSS)
     counting = int(np.count_nonzero(labels[:, 1:] != NO_LOSS))
     return Batch(input_ids=input_ids, labels=labels, tokens=sum(lengths), label_tokens=counting)

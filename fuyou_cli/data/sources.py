@@ -1,4 +1,4 @@
-"""Where the data is: paths of the recipe to files, and what their first rows say.
+"""Finds the files that the recipe's paths mean, and what their first rows say.
 
 Runs in the trainer before the worker starts: standard library only.
 """
@@ -62,34 +62,31 @@ def locate(path: str, split: str) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
     In a directory where names of files say their split, only those of `split` are taken. Raises UsageError naming the path."""
     here = expanded(path, key="dataset.train")
     try:
-        return _found(path, here, split)
+        present = _present(path, here)
+        found = _of_split(present, split, path) if here.is_dir() else present
+        what = "" if found or not here.exists() else kind_of(here.stat().st_mode)
     except OSError as error:  # a folder that may not be read, a name too long
         raise UsageError(f"dataset.train: {path}: {error.strerror}", hint="give a path that can be read") from error
     except ValueError as error:  # pathlib's, of a pattern
         raise UsageError(f"dataset.train: {path} is no glob: {error}", hint="write it as data/**/*.jsonl") from error
-
-
-def _found(path: str, here: Path, split: str) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-    passed = list[Path]()
-    if here.is_file():
-        found = [here]
-        if here.suffix.lower() not in KINDS:
-            raise UsageError(f"{path}: unknown kind of file {here.suffix or '(no suffix)'}", hint=_KNOWN_KINDS)
-    elif here.is_dir():
-        inside = (file for file in here.rglob("*") if not any(part[0] == "." for part in file.relative_to(here).parts))
-        present = [file for file in inside if file.is_file() and file.suffix.lower() in KINDS]
-        found = _of_split(present, split, path)
-        passed = [file for file in present if file not in set(found)]
-    else:
-        matches = Path(here.anchor).glob(str(here.relative_to(here.anchor)))
-        found = [file for file in matches if file.is_file() and file.suffix.lower() in KINDS]
-    if not found and (here.is_fifo() or here.is_socket() or here.is_char_device() or here.is_block_device()):
-        what = kind_of(here.stat().st_mode)
+    if what and not here.is_dir():
         raise UsageError(f"dataset.train: {path}: it is {what}, not a plain file", hint="write the rows to a file")
     if not found:
         hint = "give an existing file, directory or glob; data sets of the hub must be downloaded first"
         raise MissingDataError(f"dataset.train: no data files at {path}", hint=f"{hint}. {_KNOWN_KINDS}")
-    return tuple(sorted(found)), tuple(sorted(passed))
+    return tuple(sorted(found)), tuple(sorted(set(present) - set(found)))
+
+
+def _present(path: str, here: Path) -> list[Path]:
+    if here.is_file():
+        if here.suffix.lower() not in KINDS:
+            raise UsageError(f"{path}: unknown kind of file {here.suffix or '(no suffix)'}", hint=_KNOWN_KINDS)
+        return [here]
+    if here.is_dir():
+        files = (file for file in here.rglob("*") if not any(part[0] == "." for part in file.relative_to(here).parts))
+    else:
+        files = Path(here.anchor).glob(str(here.relative_to(here.anchor)))
+    return [file for file in files if file.is_file() and file.suffix.lower() in KINDS]
 
 
 def _of_split(files: list[Path], split: str, path: str) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Examples to tokens with a loss mask, by the checkpoint's own tokenizer.
+"""Makes tokens with a loss mask of examples, by the checkpoint's own tokenizer.
 
 Runs in the worker only. Prompt and completion are tokenised apart, as they meet at generation; a conversation is
 rendered and tokenised whole, and its mask is found by characters.
@@ -144,13 +144,12 @@ class Tokeniser:
         self._render(chat, chat.messages)  # else unbounded below: tokenising takes much more memory than the text
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         encoded = self._apply(chat, chat.messages, **options)
-        ids, mask = encoded["input_ids"], np.asarray(encoded["assistant_masks"], np.uint8)
+        mask = np.asarray(encoded["assistant_masks"], np.uint8)
         if target == "all":
-            mask = np.ones(len(ids), np.uint8)
+            mask[:] = 1
         elif target == "last_assistant" and mask.any():
-            begins = np.flatnonzero(np.diff(mask, prepend=0) == 1)
-            mask[: begins[-1]] = 0
-        return _row(ids, mask)
+            mask[: np.flatnonzero(np.diff(mask, prepend=0) == 1)[-1]] = 0
+        return _row(encoded["input_ids"], mask)
 
     def _by_prefixes(self, chat: Chat, target: str) -> Row:
         whole = self._render(chat, chat.messages)

@@ -1,4 +1,4 @@
-"""The process that reads and tokenises: `python -m fuyou_cli.data.worker`, request on stdin, reply on stdout.
+"""Reads and tokenises in a process of its own: `python -m fuyou_cli.data.worker`, request on stdin, reply on stdout.
 
 It exists so that the tokenizer leaves no memory behind in the trainer, and so that a chat template can be ended. The request
 is one JSON object (see `cache`); the rows go to files in its `out`, and the reply is {"ok": true} or {"error", "hint", "kind"};

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from fuyou_cli.checkpoint.files import SINGLE_NAME, open_checkpoint
 from fuyou_cli.checkpoint.header import TensorEntry
-from fuyou_cli.checkpoint.names import entries_for, match, tied_copies, tied_names
+from fuyou_cli.checkpoint.names import entries_for, match, tied_names
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.skeleton import build
 
@@ -44,14 +44,14 @@ def refusal(table: dict[str, TensorEntry], tied: dict[str, str] | None = None) -
 
 
 def test_identical_names() -> None:
-    matched = match(NAMES, entries(), base_model_prefix="model", tied={})
+    matched, _ = match(NAMES, entries(), base_model_prefix="model", tied={})
     assert {name: one.name for name, one in matched.items()} == {name: name for name in NAMES}
     assert list(matched) == list(NAMES)
 
 
 def test_prefix_absent_in_the_file() -> None:
     table = {name: entry(name, shape) for name, shape in {"embed.weight": (9, 4), "norm.weight": (4,)}.items()}
-    matched = match(NAMES, table, base_model_prefix="model", tied=TIED)
+    matched, _ = match(NAMES, table, base_model_prefix="model", tied=TIED)
     assert {name: one.name for name, one in matched.items()} == {
         "model.embed.weight": "embed.weight",
         "model.norm.weight": "norm.weight",
@@ -62,26 +62,25 @@ def test_prefix_absent_in_the_file() -> None:
 def test_prefix_absent_in_the_model() -> None:
     names = {"embed.weight": (9, 4), "norm.weight": (4,)}
     table = {f"model.{name}": entry(f"model.{name}", shape) for name, shape in names.items()}
-    matched = match(names, table, base_model_prefix="model", tied={})
+    matched, _ = match(names, table, base_model_prefix="model", tied={})
     assert [one.name for one in matched.values()] == ["model.embed.weight", "model.norm.weight"]
 
 
 @pytest.mark.parametrize("absent", ["lm_head__weight", "model__embed__weight"])
 def test_tied_weights_stored_once_under_either_name(absent: str) -> None:
     table = entries(**{absent: None})
-    matched = match(NAMES, table, base_model_prefix="model", tied=TIED)
+    matched, _ = match(NAMES, table, base_model_prefix="model", tied=TIED)
     assert matched["lm_head.weight"] is matched["model.embed.weight"]
     owner_only = {name: shape for name, shape in NAMES.items() if name != "lm_head.weight"}
-    assert match(owner_only, table, base_model_prefix="model", tied=TIED)["model.embed.weight"].shape == (9, 4)
-    assert tied_copies(table, base_model_prefix="model", tied=TIED) == []
+    assert match(owner_only, table, base_model_prefix="model", tied=TIED)[0]["model.embed.weight"].shape == (9, 4)
+    assert match(NAMES, table, base_model_prefix="model", tied=TIED)[1] == []
 
 
 def test_tied_weights_stored_twice_are_a_pair_to_compare() -> None:
     table = entries()
-    assert match(NAMES, table, base_model_prefix="model", tied=TIED)["lm_head.weight"].name == "model.embed.weight"
-    assert [(one.name, other.name) for one, other in tied_copies(table, base_model_prefix="model", tied=TIED)] == [
-        ("model.embed.weight", "lm_head.weight")
-    ]
+    matched, copies = match(NAMES, table, base_model_prefix="model", tied=TIED)
+    assert matched["lm_head.weight"].name == "model.embed.weight"
+    assert [(one.name, other.name) for one, other in copies] == [("model.embed.weight", "lm_head.weight")]
 
 
 def test_untied_weights_have_to_be_there() -> None:
@@ -116,12 +115,12 @@ def test_refuses_weights_that_cannot_be_trained() -> None:
 def test_ignores_only_known_constants() -> None:
     constants = ["model.layers.0.self_attn.rotary_emb.inv_freq", "h.0.attn.bias", "h.0.attn.masked_bias"]
     table = entries() | {name: entry(name) for name in constants}
-    assert list(match(NAMES, table, base_model_prefix="model", tied={})) == list(NAMES)
+    assert list(match(NAMES, table, base_model_prefix="model", tied={})[0]) == list(NAMES)
     assert "'h.0.attn.c_attn.bias'" in refusal(entries() | {"h.0.attn.c_attn.bias": entry("h.0.attn.c_attn.bias")}).message
     names = {**NAMES, "h.0.attn.bias": (9, 4)}  # the same name as a real parameter is needed, not ignored
     with pytest.raises(UsageError, match=r"1 missing: 'h\.0\.attn\.bias'"):
         match(names, entries(), base_model_prefix="model", tied={})
-    assert match(names, table, base_model_prefix="model", tied={})["h.0.attn.bias"].name == "h.0.attn.bias"
+    assert match(names, table, base_model_prefix="model", tied={})[0]["h.0.attn.bias"].name == "h.0.attn.bias"
 
 
 @pytest.mark.parametrize(

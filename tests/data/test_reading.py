@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fuyou_cli.core.errors import UsageError
-from fuyou_cli.data import Rows, json_rows, worker
+from fuyou_cli.data import Rows, reading, worker
 from fuyou_cli.data.reading import PIECE_CHARS, pieces_of, read_document, read_rows
 from fuyou_cli.data.sources import find_sources, locate
 
@@ -128,10 +128,10 @@ def test_an_array_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     file = tmp_path / "rows.json"
     file.write_text("\n [ " + " ,\n".join(json.dumps(row) for row in rows) + "\n ]\n", encoding="utf-8-sig")
     for size in (1, 2, 3, 7, 64, 4096):
-        monkeypatch.setattr(json_rows, "_CHUNK", size)
+        monkeypatch.setattr(reading, "_CHUNK", size)
         assert list(read_rows(file)) == [(f"{file}:{number + 2}", row) for number, row in enumerate(rows)]
-    monkeypatch.setattr(json_rows, "LARGEST_ROW", 60)
-    monkeypatch.setattr(json_rows, "_CHUNK", 16)
+    monkeypatch.setattr(reading, "LARGEST_ROW", 60)
+    monkeypatch.setattr(reading, "_CHUNK", 16)
     with pytest.raises(UsageError, match=r"rows.json:5: a row of more than 60 characters"):
         list(read_rows(file))
     for text, expected in (("[]", []), ("[ ]\n", []), ('[{"a": 1}]', [{"a": 1}])):
@@ -192,7 +192,7 @@ def test_long_rows_of_text_are_cut_into_pieces_when_packed(write: Write, tokenis
 
 def test_a_row_has_a_largest_size(write: Write, tokenise: Tokenise, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the line is, no more of it is read."""
-    monkeypatch.setattr(json_rows, "LARGEST_ROW", 1000)
+    monkeypatch.setattr(reading, "LARGEST_ROW", 1000)
     file = write("t.jsonl", [{"text": "a" * 900}, {"text": "b" * 1000}])
     with pytest.raises(UsageError, match=rf"^{file}:2: a row of more than 1,000 characters$") as caught:
         tokenise(file)
@@ -202,7 +202,7 @@ def test_a_row_has_a_largest_size(write: Write, tokenise: Tokenise, monkeypatch:
 
 def test_records_and_paragraphs_have_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where every line of them is short; a document is cut and may have any."""
-    monkeypatch.setattr(json_rows, "LARGEST_ROW", 100)
+    monkeypatch.setattr(reading, "LARGEST_ROW", 100)
     lines = "some words\n" * 20
     for name, content, place in (("a.csv", f'text\nx\n"{lines}"\n', "a.csv:3"), ("a.txt", lines, "a.txt: paragraph 1")):
         (tmp_path / name).write_text(content)
