@@ -26,7 +26,7 @@ class Sampler:
         self.batch_size = batch_size
         self._shuffle = shuffle
         self._seed = seed % (1 << 64)
-        self._epoch: int | None = None  # whose permutation is held
+        self._epoch: int | None = None
         self._order: NDArray[np.int64] = np.arange(0)
 
     @property
@@ -67,14 +67,18 @@ class Sampler:
         position, end = step * self.batch_size, (step + 1) * self.batch_size
         while position < end:
             epoch, begin = divmod(position, self.rows)
-            span = slice(begin, min(begin + end - position, self.rows))
-            chosen += self._permutation(epoch)[span].tolist() if self._shuffle else range(span.start, span.stop)
-            position += span.stop - span.start
+            part = self._permutation(epoch)[begin : begin + end - position].tolist()
+            chosen += part
+            position += len(part)
         return chosen
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
-        if self._epoch != epoch:
+        if self._epoch is None or (self._shuffle and self._epoch != epoch):
             self._order, self._epoch = np.arange(0), None  # not beside the next one
-            drawn = np.random.Philox(key=np.array([self._seed, epoch], np.uint64)).random_raw(self.rows)
-            self._order, self._epoch = np.argsort(drawn, kind="stable"), epoch
+            if self._shuffle:
+                drawn = np.random.Philox(key=np.array([self._seed, epoch], np.uint64)).random_raw(self.rows)
+                self._order = np.argsort(drawn, kind="stable")
+            else:
+                self._order = np.arange(self.rows)
+            self._epoch = epoch
         return self._order
