@@ -95,6 +95,8 @@ def finetune(
     """
     if dry_run and plan_file is not None:
         raise UsageError("--dry-run and --plan cannot be used together", hint="to see a plan: fuyou plan RECIPE")
+    if dry_run and trace is not None:
+        raise UsageError("--dry-run and --trace cannot be used together", hint="a trace is of steps that ran")
     loaded = _load(recipe, overrides)
     if dry_run:
         return _plan(loaded, dry_run=True, calibrated=calibrated, verbose=verbose)
@@ -182,6 +184,8 @@ def bench(
         words = [] if recipe is None else [recipe]  # there is no recipe beside --model
         _bench_model(model, [*words, *(overrides or [])], batch, minutes, directory, json_output, svg, trace)
         return
+    if batch is not None or svg is not None or trace is not None:
+        raise UsageError("--batch, --svg and --trace are for --model", hint="name a shape: fuyou bench --model 8b")
     from fuyou_cli.machine.allocator import settle_allocator
 
     from .before_torch import settle_libraries

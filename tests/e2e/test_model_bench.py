@@ -81,3 +81,9 @@ def test_mistakes_are_refused_before_anything_is_measured(shaped: Project, tmp_p
         run = shaped.fuyou("bench", "--model", shaped.recipe, *words)
         assert run.returncode == 2 and "error: --" in run.stderr, run.stderr
         assert "loading" not in run.stderr
+    for words in (
+        ["bench", "--svg", tmp_path / "chart.svg"],
+        ["finetune", shaped.recipe, "--dry-run", "--trace", tmp_path / "t"],
+    ):
+        run = shaped.fuyou(*words)
+        assert run.returncode == 2 and "--" in run.stderr, run.stderr

@@ -66,6 +66,12 @@ def test_figures_of_a_point() -> None:
     assert WHOLE.overlap == pytest.approx(0.9)
 
 
+def test_a_step_below_its_bound_says_that_rates_were_measured_too_low() -> None:
+    words = "rates were measured too low"
+    assert words not in " ".join(_shown(80, WHOLE).split())
+    assert words in " ".join(_shown(80, replace(WHOLE, step_seconds=3.0)).split())
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_screen_says_what_is_extrapolated(width: int) -> None:
     shown = " ".join(_shown(width, WHOLE, FAR).split())

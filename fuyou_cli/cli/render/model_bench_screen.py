@@ -14,6 +14,7 @@ from fuyou_cli.training.modelbench.sweep import AGREE, Point
 from .theme import column, heading, ordered, percent, ruled, say, show, some, speed, symbols, tera
 
 SCHEMA_VERSION = 1
+_TOO_FAST = "overlap above 100%: the machine's rates were measured too low; run `fuyou bench` while it is idle"
 
 
 def show_model_bench(console: Console, model: str, points: Sequence[Point]) -> None:
@@ -61,6 +62,7 @@ def _show_notes(console: Console, points: Sequence[Point]) -> None:
     heading(console, "Notes")
     lines = [
         "device: 6N as a share of the device's measured rate; overlap: the least time this plan can take / measured",
+        *([_TOO_FAST] if any(point.overlap > 1 for point in points) else []),
         *(_placed(point) for point in points),
         *(line for point in points for line in _extrapolated(point)),
         *dict.fromkeys(f"PyTorch: {point.in_memory_why}" for point in points if point.in_memory_why),
