@@ -100,10 +100,9 @@ def _turned(knobs: Family, best: Choice) -> Iterator[list[tuple[str, Choice]]]:
     """Yield, knob by knob, every choice that differs from the best in it alone, in words."""
     pipelines = [pair for pair in knobs.pipelines if pair != (best.lookahead, best.gradient_slots)]
     yield [(_pipeline(*pair), replace(best, lookahead=pair[0], gradient_slots=pair[1])) for pair in pipelines]
-    yield [(_states(share), replace(best, states=share)) for share in knobs.states if share != best.states]
-    yield [(_defer(share), replace(best, defer=share)) for share in knobs.defer if share != best.defer]
-    yield [(_kept(share), replace(best, activations=share)) for share in knobs.activations if share != best.activations]
-    yield [(_swap(share), replace(best, swap=share)) for share in knobs.swap if share != best.swap]
+    for knob, words in (("states", _states), ("defer", _defer), ("activations", _kept), ("swap", _swap)):
+        others = [share for share in getattr(knobs, knob) if share != getattr(best, knob)]
+        yield [(words(share), replace(best, **{knob: share})) for share in others]
 
 
 def placed_in_words(plan: Plan, model: ModelSpec) -> str:

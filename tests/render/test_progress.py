@@ -80,7 +80,7 @@ def test_traffic_and_waits_with_v(printer: Printer, plan: Plan) -> None:
         "lr 1.00e-05",
         "gnorm 0.82",
         "409.6 tok/s",
-        "0.61 TFLOPS (6N)",
+        "0.610 TFLOPS (6N)",
         "20.0 s/step",
         "ram 1.00 GiB now",
         "ssd r 1.00 w 0.50 GB/s",

@@ -45,16 +45,7 @@ def _machine(profile: HardwareProfile, dot: str) -> list[tuple[str, str]]:
 
 def bench_json(report: BenchReport) -> dict[str, object]:
     """Return the same as data: rates per second, `profile` as `fuyou plan` takes it."""
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "quick": report.quick,
-        "seconds": report.seconds,
-        "written_bytes": report.written_bytes,
-        "profile": asdict(report.profile),
-        "digest": report.profile.digest(),
-        "rates": [asdict(rate) for rate in report.rates],
-        "notes": list(report.notes),
-    }
+    return {"schema_version": SCHEMA_VERSION, "digest": report.profile.digest(), **asdict(report)}
 
 
 def _rates(console: Console, report: BenchReport, title: str, unit: str, shapes: Symbols) -> None:

@@ -176,7 +176,7 @@ def tera(flops: float) -> str:
     value = flops / 1e12
     if value >= 100:
         return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 10 else f"{value:.3g}" if value >= 0.001 else f"{value:.1e}"
+    return f"{value:.1f}" if value >= 10 else f"{value:#.3g}" if value >= 0.001 else f"{value:.1e}"
 
 
 def ordered(resources: Sequence[str]) -> list[str]:
