@@ -87,3 +87,16 @@ def test_mistakes_are_refused_before_anything_is_measured(shaped: Project, tmp_p
     ):
         run = shaped.fuyou(*words)
         assert run.returncode == 2 and "--" in run.stderr, run.stderr
+
+
+@pytest.mark.parametrize(("name", "billions"), [("8b", 8.03), ("13b", 13.02), ("70b", 70.55), ("175b", 174.6)])
+def test_named_shapes_can_be_trained_and_have_their_size(tmp_path: Path, name: str, billions: float) -> None:
+    from fuyou_cli.recipe.load import load_recipe
+    from fuyou_cli.training.modelbench.synthetic import named_config, write_config, write_recipe
+    from fuyou_cli.training.steps import outline_of
+
+    config = named_config(name)
+    recipe = load_recipe(write_recipe(tmp_path), []).recipe
+    outline = outline_of(recipe, write_config(config, tmp_path, blocks=config.num_hidden_layers), strict=True)
+    parameters = sum(parameter.numel() for parameter in outline.anatomy.model.parameters())
+    assert parameters / 1e9 == pytest.approx(billions, rel=1e-3)
