@@ -107,7 +107,6 @@ class Executor:
         self._scalars = Scalars(optimizer=self.optimizer, lr=lr, step=step - self.skipped)
         self._outcome = StepOutcome(loss=0.0, grad_norm=None, label_tokens=0)
         self.visits.begin_step(step, last=last)
-        self._outcome.intervals = self.visits.intervals
         self.visits.seed(BETWEEN_STAGES, 0)
         targets = shifted(labels)
         self._outcome.label_tokens = int((targets != IGNORED).sum())
@@ -123,6 +122,7 @@ class Executor:
         del gradient
         self._streamed.tape.backward()
         self.visits.sums.settle()
+        self._outcome.intervals = self.visits.intervals()
         self._decide_updates()
         return self._outcome
 

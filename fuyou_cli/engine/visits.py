@@ -9,7 +9,6 @@ stage's results, and of weights about to change.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -82,7 +81,7 @@ class Visits:
             model=model, plan=plan, residency=self.residency, memory=memory, device=device, hand_over=hand_over, waiting=waiting
         )
         self.step = 0
-        self.intervals: list[Interval] = []
+        self._left: list[tuple[Visit, float, Callable[[], float]]] = []
         self._watcher = watcher
         self._shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by identity: masks and positions on the device
 
@@ -90,7 +89,8 @@ class Visits:
 
     def begin_step(self, step: int, *, last: bool) -> None:
         """Begins a step; `last` stops prefetching for a step that will not come."""
-        self.step, self.intervals = step, []
+        self.step = step
+        self._left.clear()
         self.lookahead.begin_step(last=last)
         self._shared.clear()
 
@@ -164,7 +164,7 @@ class Visits:
 
     def leave(self, visit: Visit, begin: float) -> None:
         """Ends the visit, whose compute is submitted."""
-        self.intervals.append(Interval(phase=visit.phase, stage=visit.stage, begin=begin, end=time.monotonic()))
+        self._left.append((visit, begin, self.device.mark()))
         if self.crossings.computing is not None:
             self.crossings.computing.leave(visit.phase, visit.stage)
         if visit.owner is not None:
@@ -173,6 +173,15 @@ class Visits:
         self.residency.release(visit)
         self._watcher.after_visit(visit)
         self.tick()
+
+    def intervals(self) -> list[Interval]:
+        """Returns when the device computed each visit of the step: it begins one when it is done with the one before. May wait
+        for the last."""
+        found, over = list[Interval](), 0.0
+        for visit, begin, ended in self._left:
+            begin, over = max(begin, over), ended()
+            found.append(Interval(phase=visit.phase, stage=visit.stage, begin=begin, end=max(begin, over)))
+        return found
 
     # ---- micro-batches -------------------------------------------------------------------------------------------
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from fuyou_cli.engine.devices import open_device
+from fuyou_cli.planner.bound import copied_bytes
+from fuyou_cli.planner.costs import Costs
 from fuyou_cli.planner.device import BOUNDARIES_ACROSS, GRADIENTS_ACROSS, WEIGHTS_UP
 from fuyou_cli.planner.schedule import Visit
 
 from .families import llama
-from .rig import Rig, Shape, Subject
+from .rig import HARDWARE, Rig, Shape, Subject
 
 HEAVY = 256 << 20  # bytes: tens of milliseconds of copying, where a tiny model's weights take microseconds
 
@@ -67,3 +70,45 @@ def test_on_device_cpu_nothing_is_copied(subject: Subject, tmp_path: Path) -> No
         rig.run(2)
         assert open_device("cpu").copies() == rig.device.copies() == []
         assert not {WEIGHTS_UP, BOUNDARIES_ACROSS, GRADIENTS_ACROSS} & set(rig.executor.residency.stalls)
+
+
+def _counted(rig: Rig) -> tuple[int, int]:
+    """Bytes of one step that go up and come down, once there has been one before."""
+    (first, second), counts = rig.subject.batches(2), list[int]()
+    rig.step(*first, 1)
+    rig.executor.drain()
+    rig.device.copies()
+    rig.step(*second, 2, last=True)
+    rig.executor.drain()
+    rig.device.synchronize()
+    copies = rig.device.copies()
+    counts += [sum(copy.bytes for copy in copies if copy.up == way) for way in (True, False)]
+    return counts[0], counts[1]
+
+
+@pytest.mark.parametrize("way", [dict(), dict(home="cpu"), dict(home="cpu", kept="all"), dict(home="cpu", clip=None)])
+@pytest.mark.parametrize(
+    ("shape", "tied"),
+    [
+        (Shape(batch=5), False), (Shape(dtype="bfloat16", batch=6), True), (Shape(vocabulary=40), True),
+        (Shape(dtype="bfloat16", vocabulary=40), False),
+    ],
+)  # fmt: skip
+def test_a_step_copies_what_its_plan_says(shape: Shape, tied: bool, way: dict[str, Any], tmp_path: Path) -> None:
+    """Of a batch that stays on the device, to the byte; of kept outputs at most, for numbers and missing rows do not cross. One
+    that is handed on by way of the host takes ids and targets with it as well, which a plan leaves out: they are small."""
+    subject = Subject(llama(tie_word_embeddings=tied), shape)
+    moved = dict[bool, tuple[int, int]]()
+    for stays in (True, False):
+        with Rig(subject, tmp_path / str(stays), device="emulated", batch_on_device=stays, **way) as rig:
+            charged = copied_bytes(Costs.of(rig.spec, HARDWARE, rig.plan), rig.executor.schedule, stages=rig.plan.stages)
+            up, down = _counted(rig)
+        ids = 8 * shape.batch * shape.tokens * (not stays)
+        up -= 2 * ids * sum(stage.kind == "embedding" for stage in subject.spec.stages) + ids * (not shape.vocabulary)
+        moved[stays] = up, down
+        assert charged[0] - up == charged[1] - down
+        assert up == charged[0] or ("kept" in way and 0.9 * charged[0] < up < charged[0])
+    boundary = subject.spec.boundary_bytes_per_token * subject.numerics.tokens
+    stages = sum(stage.keeps_input for stage in subject.spec.stages)
+    assert moved[False][0] - moved[True][0] >= 2 * stages * boundary  # in forward, and gradients
+    assert moved[False][1] - moved[True][1] >= 2 * stages * boundary
