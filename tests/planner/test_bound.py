@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
@@ -109,6 +110,35 @@ def test_weights_stay_on_the_device_as_far_as_it_has_room(blocks_at_home: int, d
     assert chosen.arena_size == streamed.arena_size, "the host's copy is where updates write"
     on_ssd = plan(SPEC, RATED, replace(room, cpu_budget=least_memory(SPEC, RATED, room)))
     assert "gpu" not in {stage.weights for stage in on_ssd.stages if stage.weights_ram is None}
+
+
+@pytest.mark.parametrize(("pieces", "kept"), [(0, None), (4, None), (0, "all")])
+def test_the_batch_stays_on_a_device_that_has_room(pieces: int, kept: Literal["all"] | None) -> None:
+    """Of boundaries what backward needs alone crosses, and the host has none of the batch."""
+    whole = model(LEAF, *[BLOCK] * BLOCKS, NORM, LEAF)
+    spec = cut(whole, *[LEAF // pieces] * pieces) if pieces else whole
+    request = PlanRequest(
+        numerics=_numerics(), model_name="test", device="cuda", clip_grad_norm=1.0, cpu_budget=1 << 40, lookahead=1,
+        kept=kept, weights="cpu",
+    )  # fmt: skip
+    least = plan(spec, RATED, replace(request, batch_on_device=True)).predicted.gpu_peak
+    chosen = plan(spec, RATED, replace(request, gpu_budget=least))
+    assert chosen.batch_on_device and chosen.predicted.gpu_peak == least
+    lines = {line.what: line.size for line in chosen.memory if line.tier == "gpu"}
+    sums = 4 * 64 * 1024 * 4 * (pieces > 0)  # of the cut head, in float32
+    assert lines["crossing"] == 4 * BOUNDARY + sums and sum(lines.values()) == least
+    assert "crossing" not in {line.what for line in chosen.memory if line.tier == "cpu"}
+    through_host = plan(spec, RATED, replace(request, gpu_budget=least - 1))
+    assert not through_host.batch_on_device
+    assert through_host.arena_size > chosen.arena_size
+    spared = {
+        way: (through_host.predicted.seconds[way] - chosen.predicted.seconds[way]) * getattr(RATED, way) / BOUNDARY
+        for way in ("h2d", "d2h")
+    }
+    stashed = BLOCKS + 1  # of stages that keep their input
+    most = {"h2d": BOUNDARIES_IN - stashed, "d2h": BOUNDARIES_BACK - stashed}
+    assert spared == pytest.approx(most) if not pieces else all(spared[way] > most[way] for way in most)
+    assert plan(spec, RATED, request).batch_on_device is False, "nobody knows how much memory the device has"
 
 
 def test_gradients_of_tied_pieces_cross_twice() -> None:

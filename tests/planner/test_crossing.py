@@ -38,7 +38,9 @@ def _hidden_by_nothing(spec: ModelSpec, hardware: HardwareProfile, made: Plan, v
     return (up * one + kept * visit.take) / hardware.h2d + (down * one + kept * visit.stash) / hardware.d2h
 
 
-def _planned(spec: ModelSpec, micro_batches: int, kept: Literal["all"] | None) -> tuple[Plan, Schedule]:
+def _planned(
+    spec: ModelSpec, micro_batches: int, kept: Literal["all"] | None, *, batch_on_device: bool = False
+) -> tuple[Plan, Schedule]:
     """All in RAM."""
     numerics = Numerics(
         compute_dtype="bfloat16", accumulate_dtype="bfloat16", batch_size=4 * micro_batches, micro_batch_size=4,
@@ -46,7 +48,7 @@ def _planned(spec: ModelSpec, micro_batches: int, kept: Literal["all"] | None) -
     )  # fmt: skip
     request = PlanRequest(
         numerics=numerics, model_name="test", device="cuda", clip_grad_norm=1.0, cpu_budget=1 << 40, weights="cpu",
-        states="cpu", gradients="cpu", boundaries="cpu", kept=kept,
+        states="cpu", gradients="cpu", boundaries="cpu", kept=kept, batch_on_device=batch_on_device,
     )  # fmt: skip
     made = plan(spec, SLOW, request)
     return made, plan_schedule(spec, made)
@@ -84,6 +86,18 @@ def test_a_batch_that_stays_on_the_device_has_all_its_copies_hidden() -> None:
     ours = simulate(model, SLOW, made, schedule).step_seconds - compute
     other = simulate(model, SLOW, made, schedule, batch_on_device=True).step_seconds - compute
     assert other < 0.1 * ours
+
+
+def test_where_the_batch_stays_no_visit_waits_for_a_boundary() -> None:
+    """What is kept goes down while its stage computes, and comes up while the one before it does."""
+    made, schedule = _planned(SPEC, 3, None, batch_on_device=True)
+    through_host, _ = _planned(SPEC, 3, None)
+    compute = _compute_seconds(SPEC, made, schedule)
+    found, other = (simulate(SPEC, SLOW, plan, schedule) for plan in (made, through_host))
+    bare = 2 * Costs.of(SPEC, SLOW, made).boundary * (1 / SLOW.h2d + 1 / SLOW.d2h)  # of the norm, which computes nothing
+    gradients = 2 * 2 * BLOCK / SLOW.d2h
+    assert found.step_seconds - compute <= bare + gradients
+    assert found.stalls.get(BOUNDARIES_ACROSS, 0.0) <= bare < other.stalls[BOUNDARIES_ACROSS]
 
 
 def test_boundaries_go_before_weights_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

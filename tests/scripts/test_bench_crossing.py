@@ -17,13 +17,14 @@ from proof.report import FAIL, PASS, REPORTED
 @pytest.mark.parametrize(("over", "copied", "verdicts"), [(1.04, 9e6, [PASS, PASS]), (1.06, 11e6, [FAIL, FAIL])])
 def test_what_is_asked_is_judged(over: float, copied: float, verdicts: list[str]) -> None:
     ideal = bench_crossing.ASKED * bench_crossing.BACKWARD  # longer than its copies
-    found = bench_crossing.Found(micro_batches=bench_crossing.ASKED, period=over * ideal, host=[int(copied), 1])
+    found = bench_crossing.Found(micro_batches=bench_crossing.ASKED, period=over * ideal, stays=True, host=[int(copied), 1])
     assert found.over == pytest.approx(over)
     assert [row.verdict for row in bench_crossing.rows_of(found, 10e9)] == verdicts
 
 
-def test_a_short_run(tmp_path: Path) -> None:
-    found = bench_crossing.measured(2, 1.0, tmp_path)
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_short_run(stays: bool, tmp_path: Path) -> None:
+    found = bench_crossing.measured(2, 1.0, tmp_path, stays=stays)
     assert found.down > found.compute  # of two micro-batches it is the gradients that are waited for
     assert found.period > 0.95 * found.compute
     assert found.host == []
