@@ -228,11 +228,10 @@ class Leaving:
     def keep(self, part: torch.Tensor, host: torch.Tensor) -> Event:
         """Sends `part`, on the device, to `host` while the micro-batch computes with it, and writes nothing into it."""
         part = part.contiguous()
+        if not self._across:
+            return self._batches.copied(part, lambda source: self._device.download(source, host))
         event = self._device.download(part, host)
-        if self._across:
-            self._beside.append(_Return(part, event))
-        else:
-            self._batches.is_read(part, event)
+        self._beside.append(_Return(part, event))
         return event
 
     def settle(self) -> None:

@@ -49,10 +49,10 @@ class WholeBatches:
             return device.empty(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
         batches = cls(spans, made, beside)
-        batches._first = whole.data_ptr()
+        batches.whole = whole
         return batches
 
-    _first = 0  # address of the device's memory
+    whole = torch.empty(0, dtype=torch.uint8)  # the device's memory that spans are of
 
     def lend(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         """Makes a tensor of the whole batch, zeros or anything, for compute submitted from now on: of the spans that are free
@@ -68,9 +68,13 @@ class WholeBatches:
                 return flat.view(dtype).view(shape)
         return self._beside(shape, dtype)
 
-    def is_read(self, part: torch.Tensor, event: Event) -> None:
-        """Hears of a copy out of what may be a part of a span."""
-        place = part.data_ptr() - self._first
+    def copied(self, part: torch.Tensor, copy: Callable[[torch.Tensor], Event]) -> Event:
+        """Copies from what may be a part of a span (contiguous). Who is lent the span next waits for the copy."""
+        place = part.data_ptr() - self.whole.data_ptr()
         for span in self._spans:
-            if span.offset <= place < span.offset + span.size:
+            if self.whole.numel() and span.offset <= place < span.offset + span.size:
+                size = part.numel() * part.element_size()
+                event = copy(self.whole[place : place + size].view(part.dtype).view(part.shape))
                 self._read.setdefault(span.offset, []).append(event)
+                return event
+        return copy(part)

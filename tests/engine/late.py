@@ -26,6 +26,7 @@ class _LateCopies:
 
     def __init__(self) -> None:
         self.waiting: list[tuple[_LateCopy, torch.Tensor, torch.Tensor]] = []
+        self.in_vain = 0  # times that a copy is asked whether it is over before that counts as waiting
 
     def submit(self, source: torch.Tensor, target: torch.Tensor) -> _LateCopy:
         poison(target)
@@ -43,7 +44,7 @@ class _LateCopies:
 
 class _LateCopy(Event):
     def __init__(self, copies: _LateCopies) -> None:
-        self._copies, self.made = copies, False
+        self._copies, self.made, self._asked = copies, False, 0
 
     def wait(self) -> None:
         self._copies.run_until(self)
@@ -52,8 +53,10 @@ class _LateCopy(Event):
         self._copies.run_until(self)
 
     def done(self) -> bool:
-        self._copies.run_until(self)
-        return True
+        self._asked += 1
+        if self._asked > self._copies.in_vain:
+            self._copies.run_until(None if self._copies.in_vain else self)
+        return self.made
 
 
 class _LateSquares:
@@ -95,6 +98,14 @@ class LateDevice(EmulatedDevice):
     def under_way(self) -> int:
         """Copies nobody has waited for yet."""
         return sum(len(c.waiting) for c in (self._late_up, self._late_down, self._bulk_up, self._bulk_down))
+
+
+class ReluctantDevice(LateDevice):
+    """What comes down is later still: nobody learns by looking once that it has arrived."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._late_down.in_vain = ASKED
 
 
 class EarlyDevice(EmulatedDevice):

@@ -24,7 +24,7 @@ from fuyou_cli.swap.native import ffi
 
 from . import rig as rigs
 from .families import FAMILIES, gpt2, llama, opt
-from .late import EarlyDevice, LaggingDevice, LateDevice, make_late
+from .late import EarlyDevice, LaggingDevice, LateDevice, ReluctantDevice, make_late
 from .rig import Rig, Shape, Subject, unequal
 from .test_compute_memory import LLAMA, _OutsideOf
 
@@ -61,7 +61,7 @@ def test_late_and_early_copies_change_no_bit(name: str, way: str, tmp_path: Path
     """Whether the batch stays on the device, or is handed on by way of the host."""
     subject = SUBJECTS[name]()
     losses, weights = _outcome(subject, tmp_path / "cpu", **WAYS[way])
-    for device in (LateDevice, EarlyDevice, LaggingDevice):
+    for device in (LateDevice, ReluctantDevice, EarlyDevice, LaggingDevice):
         for stays in (True, False):
             asked = WAYS[way] | make_late(monkeypatch, device) | {"batch_on_device": stays}
             found = _outcome(subject, tmp_path / f"{device.__name__} {stays}", **asked)
@@ -99,6 +99,26 @@ def test_a_wait_that_is_missing_is_seen(direction: str, stays: bool, tmp_path: P
         with pytest.raises(NumericsError, match=found):
             rig.run(1)
         rig.executor.abandon()
+
+
+@pytest.mark.parametrize("awaited", [True, False])
+def test_a_span_that_is_lent_too_early_is_seen(awaited: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is kept of a stage's input must be away before another stage's output takes its place."""
+    subject = Subject(llama(num_hidden_layers=4), Shape(batch=6))
+    losses, _ = _outcome(subject, tmp_path / "cpu", home="cpu")
+    with Rig(subject, tmp_path / "late", home="cpu", **make_late(monkeypatch, ReluctantDevice)) as rig:
+        assert isinstance(rig.device, ReluctantDevice)
+        rig.device._late_down.in_vain = 200
+        batches = rig.executor.visits.crossings.batches
+        lend = batches.lend
+
+        def lent(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            if not awaited:
+                batches._read.clear()
+            return lend(shape, dtype)
+
+        batches.lend = lent  # type: ignore[method-assign]
+        assert (rig.run(STEPS) == losses) == awaited
 
 
 class _Told(LateDevice):
@@ -307,7 +327,7 @@ def test_a_step_stays_within_what_is_charged(
         inputs = [] if visits.crossings.inputs is None else visits.crossings.inputs._places
         for span in (*visits.sums._spans, *(place.memory for place in (*visits.weights.turns, *inputs))):
             live._known.add(span.untyped_storage()._cdata)
-        first = visits.crossings.batches._first
+        first = visits.crossings.batches.whole.data_ptr()
         live.aside = range(first, first + max(span.offset + span.size for span in rig.plan.batch_slots)) if stays else range(0)
         ids, labels = next(subject.batches(1))
         with live:
