@@ -1,4 +1,4 @@
-"""`fuyou bench --model`: how fast this machine trains a model of these shapes, without its weights or data."""
+"""Run `fuyou bench --model`: how fast this machine trains a model of these shapes, without its weights or data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelBenchOptions:
-    """What the command line says. `model`: a named shape, or a recipe; `minutes`: of a whole run at most."""
+    """Hold what the command line says. `model`: a named shape, or a recipe; `minutes`: of a whole run at most."""
 
     model: str
     overrides: Sequence[str]
@@ -43,7 +43,7 @@ class ModelBenchOptions:
 
 
 def parsed_batch_sizes(text: str | None) -> tuple[int, ...]:
-    """Reads "8,16,32"."""
+    """Read "8,16,32"."""
     try:
         sizes = tuple(int(size) for size in text.split(",")) if text else ()
     except ValueError:
@@ -55,7 +55,7 @@ def parsed_batch_sizes(text: str | None) -> tuple[int, ...]:
 
 @like_ctrl_c()  # so that its files go, however it is ended
 def run_model_bench(options: ModelBenchOptions) -> None:
-    """Measures, and prints a table or one JSON object; --svg and --trace write files."""
+    """Measure, and print a table or one JSON object; --svg and --trace write files."""
     from fuyou_cli.training.modelbench.synthetic import NAMES
     from fuyou_cli.training.trace import Trace
 
@@ -92,7 +92,7 @@ def _swept(options: ModelBenchOptions, load: Loaded, config: PreTrainedConfig, p
 
 @contextmanager
 def _store(places: Sequence[Path]) -> Iterator[str]:
-    """Makes folders for one store, one on each drive; they are gone at the end."""
+    """Make folders for one store, one on each drive; they are gone at the end."""
     with ExitStack() as stack:
         folders = [stack.enter_context(scratch_folder(place)) for place in places]
         yield f"offload.dir=[{', '.join(map(str, folders))}]"
@@ -118,7 +118,7 @@ def _place(places: Sequence[Path], scratch: Path, trace: Any) -> Place:
 
 
 def _store_places(options: ModelBenchOptions, *, named: bool) -> tuple[Path, ...]:
-    """Names the folders that the store is striped over."""
+    """Name the folders that the store is striped over."""
     if options.directory is not None:
         return (folder(options.directory, key="--dir"),)
     if named:
@@ -127,7 +127,7 @@ def _store_places(options: ModelBenchOptions, *, named: bool) -> tuple[Path, ...
 
 
 def _ours(scratch: Path) -> list[str]:
-    """Returns overrides: a short run that leaves nothing where others look."""
+    """Return overrides: a short run that leaves nothing where others look."""
     from fuyou_cli.training.modelbench.measured import STEPS
 
     return [
@@ -174,7 +174,7 @@ def _loaded(recipe: str, overrides: Sequence[str]) -> LoadedRecipe:
 
 
 def _can_be_written(path: Path | None) -> None:
-    """Refuses the chart's file before anything is measured."""
+    """Refuse the chart's file before anything is measured."""
     try:
         if path is not None:
             path.open("ab").close()

@@ -1,4 +1,4 @@
-"""The sweep of `fuyou bench --model` as one chart: TFLOPS over the batch size, below the device's measured rate."""
+"""Draw the sweep of `fuyou bench --model` as one chart: TFLOPS over the batch size, below the device's measured rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fuyou bench --model`: a row per batch size, what limits each, and how figures were found that were not measured whole."""
+"""Show `fuyou bench --model`: a row per batch size, what limits each, and how figures were found that were not measured."""
 
 from __future__ import annotations
 
