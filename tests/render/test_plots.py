@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from fuyou_cli.cli.render.plots import HEIGHT, LEFT, PLOT, loss_lines, show_loss, timeline_svg, waiting
+from fuyou_cli.cli.render.plots import HEIGHT, LEFT, PLOT, loss_lines, show_loss, show_timeline, timeline_svg, waiting
 from fuyou_cli.training.report import Busy, busy_seconds, merged, phases
 
 Printer = Callable[..., tuple[Console, Callable[[], str]]]
@@ -37,11 +37,24 @@ def test_odd_losses_are_survived() -> None:
 
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("ascii", [False, True])
-def test_the_plot_fits(printer: Printer, width: int, ascii: bool) -> None:
+def test_plots_fit(printer: Printer, timeline: tuple[Busy, ...], width: int, ascii: bool) -> None:
     console, printed = printer(width, ascii=ascii)
     show_loss(console, [2 + math.sin(step / 50) for step in range(3000)])
+    show_timeline(console, timeline)
     assert max(map(len, printed().splitlines())) <= width
     assert printed().isascii() == ascii
+
+
+def test_rows_show_when_a_resource_was_busy(printer: Printer, timeline: tuple[Busy, ...]) -> None:
+    console, printed = printer(100, ascii=True)
+    show_timeline(console, timeline)
+    rows = {line.split("|")[0].strip(): line.split("|")[1:] for line in printed().splitlines() if "|" in line}
+    assert list(rows) == ["compute", "update", "ssd read", "ssd write"]
+    compute, columns = rows["compute"][0], len(rows["compute"][0])
+    middle = [compute[column] for column in range(columns) if 0.6 < column * 18.5 / columns < 16.2]
+    assert set(middle) == {"#"}  # busy from 0.5 to 16.5 of 18.5 s
+    assert compute[-1] == " " and rows["ssd write"][0][-1] == "#"
+    assert [rows[name][1].strip() for name in rows] == ["86%", "9%", "43%", "39%"]
 
 
 def test_overlapping_intervals_count_once() -> None:

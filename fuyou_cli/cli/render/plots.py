@@ -1,4 +1,4 @@
-"""Draw the loss over steps on the terminal, and one step's timeline as a self-contained SVG."""
+"""Draw the loss over steps and one step's timeline on the terminal, and the timeline as a self-contained SVG."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.text import Text
 
 from fuyou_cli.core.units import duration, gb
-from fuyou_cli.training.report import Busy, busy_seconds, phases
+from fuyou_cli.training.report import Busy, busy_seconds, merged, phases
 
-from .theme import heading, ordered, show, symbols
+from .theme import RESOURCE_STYLE, heading, ordered, percent, show, symbols
 
 HEIGHT = 9  # rows of the loss plot
 _LABEL = 9  # columns of a loss beside it: "1.234e-05"
@@ -75,6 +75,38 @@ def _means(losses: Sequence[float], columns: int) -> list[float]:
         finite = [value for value in here if math.isfinite(value)]
         means.append(sum(finite) / len(finite) if finite else math.nan)
     return means
+
+
+# ---- a step on the terminal ------------------------------------------------------------------------------------------
+
+
+def show_timeline(console: Console, busy: Sequence[Busy]) -> None:
+    """Show when each resource was busy in one step: a row each, columns are time, darkness is the busy share."""
+    shapes, end = symbols(console), max((item.end for item in busy), default=0.0)
+    names = ordered(list(dict.fromkeys(item.resource for item in busy)))
+    gutter = max(map(len, names), default=0)
+    columns = console.width - 2 - gutter - 3 - 5  # indent, name, two edges, percent
+    if columns < 8 or end <= 0:
+        return
+    edge = "│" if shapes.utf8 else "|"
+    heading(console, "One step", f"{duration(end)}; darker is busier")
+    for name in names:
+        spans = merged([item for item in busy if item.resource == name])
+        line = Text(f"{name:{gutter}} {edge}")
+        line.append(_shaded(spans, end / columns, columns, shapes.shades), style=RESOURCE_STYLE.get(name, ""))
+        line.append(f"{edge} {percent(sum(b - a for a, b in spans), end):>4}")
+        show(console, line, indent=2)
+    show(console, Text(f"{'':{gutter}}  0{duration(end).rjust(columns - 1)}", style="dim"), indent=2)
+
+
+def _shaded(spans: Sequence[tuple[float, float]], step: float, columns: int, shades: str) -> str:
+    """Return a character per column of `step` seconds: how much of it the spans cover."""
+    share = [0.0] * columns
+    for begin, finish in spans:
+        for column in range(max(int(begin / step), 0), min(int(finish / step) + 1, columns)):
+            share[column] += max(min(finish, (column + 1) * step) - max(begin, column * step), 0.0) / step
+    top = len(shades) - 1
+    return "".join(shades[0 if part < 0.005 else min(max(round(part * top), 1), top)] for part in share)
 
 
 # ---- a step as SVG ---------------------------------------------------------------------------------------------------

@@ -8,12 +8,12 @@ from rich.text import Text
 from fuyou_cli.core.units import brief, duration, gb, gib
 from fuyou_cli.training.report import Compared, RunReport
 
-from .plots import show_loss, waiting
+from .plots import show_loss, show_timeline, waiting
 from .theme import Symbols, column, heading, pairs, ruled, say, show, some, speed, symbols, tera
 
 
 def show_summary(console: Console, report: RunReport) -> None:
-    """Print the run in figures, predicted beside measured, then the loss."""
+    """Print the run in figures, predicted beside measured, then the loss and a step's timeline."""
     shapes = symbols(console)
     heading(console, f"{some(report.steps, 'step')} in {duration(report.seconds)}")
     rows = [
@@ -26,6 +26,7 @@ def show_summary(console: Console, report: RunReport) -> None:
     pairs(console, rows)
     _compared(console, report, shapes)
     show_loss(console, report.losses)
+    show_timeline(console, report.timeline)
 
 
 def _compared(console: Console, report: RunReport, shapes: Symbols) -> None:

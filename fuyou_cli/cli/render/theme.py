@@ -43,16 +43,19 @@ class Symbols:
     dot: str  # between items of a list
     bars: str  # growing parts of one cell, the last one full
     levels: str  # of a cell filled from below, empty to full
+    shades: str  # from idle to busy
     newline: str
     mark: str  # under text that is trained on
 
 
 _UNICODE = Symbols(
-    utf8=True, none="·", rule="─", times="×", arrow="→", dot="·", bars="▏▎▍▌▋▊▉█", levels=" ▁▂▃▄▅▆▇█", newline="↵", mark="▔"
-)
+    utf8=True, none="·", rule="─", times="×", arrow="→", dot="·", bars="▏▎▍▌▋▊▉█", levels=" ▁▂▃▄▅▆▇█", shades=" ░▒▓█",
+    newline="↵", mark="▔",
+)  # fmt: skip
 _ASCII = Symbols(
-    utf8=False, none="-", rule="-", times="x", arrow="->", dot="|", bars="#", levels=" .#", newline="\\n", mark="^"
-)
+    utf8=False, none="-", rule="-", times="x", arrow="->", dot="|", bars="#", levels=" .#", shades=" .:=#",
+    newline="\\n", mark="^",
+)  # fmt: skip
 _RULED = "    \n    \n{0}\n    \n{0}\n{0}\n    \n    \n"
 
 
