@@ -49,7 +49,7 @@ class Boundaries:
             self.seal(stage)
 
     def room(self, stage: int, boundary: torch.Tensor, wait_until: Wait) -> None:
-        """Returns a place for `boundary`, filled micro-batch by micro-batch, and outputs beside it, until it is sealed."""
+        """Finds a place for `boundary`, filled micro-batch by micro-batch, and outputs beside it, until it is sealed."""
         layout = self._layout(stage, boundary)
         wait_until(lambda: stage not in self.ledger.kept, "a slot for a boundary")  # of the step before, until it was read
         span = self.ledger.room(stage, wait_until)

@@ -45,7 +45,7 @@ class StepOutcome:
 
 
 class StepAbandoned(Exception):
-    """Raises between micro-batches to give up a step of which nothing has been applied."""
+    """Says, between micro-batches, that a step is given up of which nothing has been applied."""
 
 
 class Executor:

@@ -53,9 +53,11 @@ class Head:
         decoder = self.model.get_decoder()
         if decoder is not None:
             stubs[decoder] = stub
-        with replaced_forwards(stubs):
-            yield
-        self._piece = None
+        try:
+            with replaced_forwards(stubs):
+                yield
+        finally:
+            self._piece = None
 
     def loss(self, piece: torch.Tensor, targets: torch.Tensor, *, normaliser: int) -> torch.Tensor:
         """Computes the cross entropy of one piece, summed and divided by the step's label tokens.

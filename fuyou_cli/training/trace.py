@@ -52,7 +52,8 @@ class Trace:
 
     def step(self, number: int, seconds: float, begin: float, items: Sequence[Busy]) -> None:
         """Adds a step that began at `begin` (monotonic) and what was under way in it, in seconds from then."""
-        self._zero = begin if self._zero is None else self._zero
+        if self._zero is None:  # what loading left behind lies before the first step
+            self._zero = begin + min((item.begin for item in items), default=0.0)
         step = Busy(resource="step", label=f"step {number}", begin=0.0, end=seconds)
         shift = begin - self._zero
         events = [self._event(item, shift, number) for item in sorted((step, *items), key=lambda item: item.begin)]

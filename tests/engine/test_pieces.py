@@ -107,7 +107,7 @@ def test_in_a_step_no_boundary_is_behind_more_than_one_piece(tmp_path: Path, mon
         assert unequal(rig.weights(), weights) == []
     for engine in (device._up, device._down):
         assert isinstance(engine, _Ordered)
-        assert engine.pieces > 100 and len(engine.begun) > 20
+        assert engine.pieces > 100 and len(engine.begun) > 10  # checkpoints alone: the batch stays on the device
         behind = [begun - asked for asked, begun in zip(engine.asked, engine.begun, strict=True)]
         assert max(behind) <= 1  # the one under way, or just chosen
 

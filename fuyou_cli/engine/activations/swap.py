@@ -199,7 +199,7 @@ class GivingBack(Sparing):
 
 
 def _drop(tensor: torch.Tensor) -> None:
-    """Returns what autograd would save in a forward that is recomputed."""
+    """Drops what autograd would save in a forward that is recomputed."""
 
 
 def _refuse(nothing: None) -> NoReturn:

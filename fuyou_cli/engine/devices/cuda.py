@@ -131,7 +131,7 @@ class CudaDevice(Device):
         return CudaSquares(host, CudaEvent(self._results))
 
     def _set_clock(self) -> None:
-        """Returns which moment of the host's clock one of the device's is. Set often: the time since is in single precision."""
+        """Notes which moment of the host's clock one of the device's is. Done often: the time since is in single precision."""
         self._zero = CudaEvent(self._clock)
         self._zero.synchronize()
         self._zero_at = time.monotonic()
@@ -191,6 +191,7 @@ class CudaDevice(Device):
             bulk.close()
         with suppress(RuntimeError):  # a context that has failed says so again: what failed is told already
             torch.cuda.synchronize(self.torch_device)
+            torch.cuda.set_per_process_memory_fraction(1.0, self.torch_device)  # the limit was this run's
         self._staging.clear()
         self._bulk.clear()
         self._host.close()

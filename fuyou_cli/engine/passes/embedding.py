@@ -20,7 +20,7 @@ from .block import BlockPasses
 
 
 class EmbeddingPasses(BlockPasses):
-    """Computes stages whose input is ids, which the host has and which need no gradient."""
+    """Computes stages whose input is ids, which need no gradient."""
 
     def __init__(self, visits: Visits, activations: Sequence[Activations]) -> None:
         super().__init__(visits, activations)
@@ -32,7 +32,7 @@ class EmbeddingPasses(BlockPasses):
         self._pieces = {cut[0]: cut} if cut else {}  # by the stage that the embedding's forward is called as
 
     def forward(self, call: Call, x: torch.Tensor) -> torch.Tensor:
-        """Hands ids to the passes. x: (batch, tokens) int64 in host memory."""
+        """Hands ids to the passes. x: (batch, tokens) int64, where the batch is."""
         if call.stage not in self._pieces:
             return super().forward(call, x)
         return self._forward_in_pieces(self._pieces[call.stage], call, x)

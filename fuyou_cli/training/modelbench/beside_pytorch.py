@@ -36,12 +36,12 @@ def _measured(planned: Planned, place: Place) -> float:
 
     numerics, cuda = planned.plan.numerics, planned.plan.device == "cuda"
     device = torch.device("cuda" if cuda else "cpu")
-    attention = planned.recipe.model.attn_implementation
+    config = planned.anatomy.model.config
     dtype = getattr(torch, numerics.compute_dtype)
     with torch.device(device):
-        model: Any = AutoModelForCausalLM.from_config(
-            planned.anatomy.model.config, dtype=dtype, attn_implementation=attention
-        ).train()
+        # With the attention that is benched beside it: not every model can do what the recipe asks for.
+        options = {"dtype": dtype, "attn_implementation": config._attn_implementation}
+        model: Any = AutoModelForCausalLM.from_config(config, **options).train()
     masters = [parameter.detach().float().clone() for parameter in model.parameters()]
     optimizer = torch.optim.AdamW(masters, lr=1e-6)
     rows, tokens, seconds = rows_of(planned, place), 0, 0.0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...core.errors import PlanError
+from ...core.errors import PlanError, UsageError
 from ...core.units import gb, gib
 from ..run_limits import loaded as loaded_bytes
 from .beside_pytorch import tokens_per_second as in_memory
@@ -104,6 +104,8 @@ def _point(config: PreTrainedConfig, load: Loaded, place: Place, batch_size: int
         if not whole.fits_ram:
             needed, budget = gib(whole.plan.predicted.cpu_peak), gib(whole.plan.cpu_budget)
             raise PlanError(f"batch size {batch_size}: the run needs {needed} of RAM, and has {budget}")
+        if whole.refusal:
+            raise UsageError(whole.refusal)
         why = _why_not_whole(whole, seconds) if blocks > SAMPLES[-1] else ""
         if not why:
             return _as_measured(whole, measure(loaded, whole, place), place)
