@@ -31,8 +31,6 @@ from .whole_batches import WholeBatches
 Source = Callable[[], list[torch.Tensor]]  # what a micro-batch computes with, in host memory; asked for once
 Beside = Callable[[int], None]
 
-_AHEAD = 2  # micro-batches whose compute is submitted and not over
-
 
 def nothing_beside(number: int) -> None:
     """Sends nothing up with a micro-batch's inputs."""
@@ -59,7 +57,9 @@ class Crossings:
         if self.on_device:
             numerics = plan.numerics
             boundary = model.boundary_bytes_per_token * numerics.micro_batch_tokens
-            self.inputs = Inputs(device, boundary, min(2, numerics.micro_batches))
+            # Outputs that come up for one micro-batch each have memory of their own: fewer may be under way then.
+            ahead = 1 if any(stage.kept for stage in plan.stages) else 2
+            self.inputs = Inputs(device, boundary, min(2, numerics.micro_batches), ahead=ahead)
             self.batches = WholeBatches.on_device(device, plan.batch_slots)
         else:
             self.batches = WholeBatches.in_arena(memory, plan.batch_slots)
@@ -95,10 +95,11 @@ class _Input:
 
 class Inputs:
     """Holds boundaries on their way to a device that has the rest of the batch: two places take turns, over the end of a visit
-    as well. So the first of a visit goes up while the last of the visit before still computes."""
+    as well. So the first of a visit goes up while the last of the visit before still computes. `ahead`: micro-batches whose
+    compute is submitted and not over, but for the next."""
 
-    def __init__(self, device: Device, size: int, places: int) -> None:
-        self._device = device
+    def __init__(self, device: Device, size: int, places: int, *, ahead: int) -> None:
+        self._device, self._most_ahead = device, ahead
         self._places = [_Input(device.empty(size)) for _ in range(places)]
         self._computing: _Input | None = None  # whose compute is submitted, or about to be
         self._next: _Input | None = None
@@ -116,14 +117,14 @@ class Inputs:
         return target, self._device.upload(host, target, after=None if place is self._computing else place.used)
 
     def turn(self) -> None:
-        """Hears: another micro-batch is about to compute. The host is at most two ahead: that bounds the device's memory."""
+        """Hears: another micro-batch is about to compute. How far the host is ahead bounds the device's memory."""
         before = self._device.computed()
         if self._computing is not None:
             self._computing.used = before
         self._computing, self._next = self._next, None
         self._begun.append(before)
-        if len(self._begun) > _AHEAD:
-            self._begun.popleft().synchronize()  # sync: two micro-batches behind, nothing that the device waits for
+        if len(self._begun) > self._most_ahead:
+            self._begun.popleft().synchronize()  # sync: a micro-batch behind or two, nothing that the device waits for
 
 
 class Arriving:

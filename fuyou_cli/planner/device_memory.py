@@ -89,7 +89,8 @@ def _pass_peak(model: ModelSpec, request: PlanRequest, spec: StageSpec, outputs:
     kept, boundary = kept_bytes(spec, outputs), micro_boundary(model, request)
     if request.batch_on_device:
         arriving = (1 if one else 2) * boundary * spec.keeps_input
-        return max(spec.backward_peak + arriving + kept * (not one), spec.forward_peak + kept * (1 if one else 2))
+        # Of kept outputs a set more than computes: the allocator has one back when the copies behind it are over.
+        return max(spec.backward_peak + arriving + kept * (1 if one else 2), spec.forward_peak + kept * (1 if one else 2))
     if spec.kind == "head" and model.head_is_cut:
         return spec.backward_peak + 2 * boundary + micro_sums(model, request) * (1 if one else 3)
     if one:

@@ -17,6 +17,7 @@ from fuyou_cli.core.errors import NumericsError
 from fuyou_cli.engine.devices.base import Event
 from fuyou_cli.engine.executor import StepAbandoned
 from fuyou_cli.engine.host_memory import HostMemory
+from fuyou_cli.planner.boundary_layout import kept_bytes
 from fuyou_cli.planner.memory import compute_memory
 from fuyou_cli.planner.schedule import Visit
 from fuyou_cli.spec.plan import Span
@@ -327,7 +328,8 @@ def test_a_step_stays_within_what_is_charged(
         inputs = [] if visits.crossings.inputs is None else visits.crossings.inputs._places
         for span in (*visits.sums._spans, *(place.memory for place in (*visits.weights.turns, *inputs))):
             live._known.add(span.untyped_storage()._cdata)
-        first = visits.crossings.batches.whole.data_ptr()
+        whole = visits.crossings.batches.whole
+        first = 0 if whole is None else whole.data_ptr()
         live.aside = range(first, first + max(span.offset + span.size for span in rig.plan.batch_slots)) if stays else range(0)
         ids, labels = next(subject.batches(1))
         with live:
@@ -336,4 +338,7 @@ def test_a_step_stays_within_what_is_charged(
     # The host has most in the head, and the device in a block: of a cut head, that is not at once.
     # A model like this one makes nothing of the batch between stages, where one that scales the embedding does.
     unused = stays * subject.spec.choreography_bytes_per_token * subject.numerics.tokens
+    # A set of kept outputs stays with the allocator of a device that runs behind the host, which this one does not.
+    stages = zip(subject.spec.stages, rig.plan.stages, strict=True)
+    unused += stays * max(kept_bytes(spec, plan.kept) for spec, plan in stages)
     assert (0.7 if vocabulary else 0.8) * (charged - unused) <= live.peak <= charged
