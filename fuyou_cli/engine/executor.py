@@ -110,6 +110,7 @@ class Executor:
         self.visits.seed(BETWEEN_STAGES, 0)
         targets = shifted(labels)
         self._outcome.label_tokens = int((targets != IGNORED).sum())
+        targets = self.head.placed(targets)  # before anything is submitted: such a copy waits for all that is
         placed = self.visits.crossings.placed
         input_ids, positions = placed(input_ids), placed(torch.arange(input_ids.shape[1]).unsqueeze(0))
         model = self.anatomy.model

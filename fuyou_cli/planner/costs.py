@@ -164,24 +164,23 @@ def staged_bytes(model: ModelSpec, numerics: Numerics, visit: Visit, *, on_devic
     """Returns bytes that the thread which feeds a device reads and writes itself: ids, targets and what a model's own operators
     make between stages, copied to pinned memory. A run counts them as well (`engine/crossings`).
 
-    Pieces of a cut head share their targets, counted with the first. A model with more than one table adds up what they give.
-    `on_device`: the batch is there, with ids and positions from the first visit on.
+    Targets of a cut head go to the device before the first visit, those of a whole one with its visit. A model with more than
+    one table adds up what they give. `on_device`: the batch is there, with ids, positions and targets from the first visit on.
     """
-    stage, ids = model.stages[visit.stage], _ID * numerics.tokens
-    first_piece = _begins_table(stage)
-    is_given_targets = (visit.phase == "logits" and first_piece) or (visit.phase == "head" and not model.head_is_cut)
+    stage, is_first = model.stages[visit.stage], not visit.index
+    ids, positions = 2 * _ID * numerics.tokens, 2 * _ID * numerics.max_seq_len
+    targets = ids * (is_first if on_device or model.head_is_cut else visit.phase == "head")
     if on_device:
-        ids += _ID * numerics.max_seq_len * (not visit.index)
-        return 2 * ids if is_given_targets or not visit.index else 0
-    if stage.kind == "embedding" and stage.index and first_piece:  # of positions, which all rows share
-        ids, rows = _ID * numerics.max_seq_len, model.boundary_bytes_per_token * numerics.max_seq_len
-        return 2 * ids if visit.phase == "forward" else 2 * (ids + rows)
+        return targets + (ids + positions) * is_first
+    if stage.kind == "embedding" and stage.index and _begins_table(stage):  # of positions, which all rows share
+        rows = 2 * model.boundary_bytes_per_token * numerics.max_seq_len
+        return positions if visit.phase == "forward" else positions + rows
     if stage.kind == "embedding":
-        return 2 * ids
+        return ids + targets
     before = model.stages[stage.index - 1]
     if visit.phase == "forward" and before.kind == "embedding" and before.index and _begins_table(before):
         return 2 * model.boundary_bytes_per_token * numerics.tokens
-    return 2 * ids if is_given_targets else 0
+    return targets
 
 
 def _begins_table(stage: StageSpec) -> bool:

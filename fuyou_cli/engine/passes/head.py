@@ -30,11 +30,22 @@ class HeadPasses:
     def run(self, hidden: torch.Tensor, targets: torch.Tensor, *, label_tokens: int) -> tuple[float, torch.Tensor]:
         """Returns the step's mean loss and its gradient with respect to the last hidden state.
 
-        hidden: (batch, tokens, width), and the gradient where that is; targets: (batch, tokens) int64 in host memory, already
-        shifted.
+        hidden: (batch, tokens, width), and the gradient where that is; targets: (batch, tokens) int64, already shifted, where
+        `placed` puts them.
         """
         compute = self._in_pieces if self.visits.model.head_is_cut else self._whole
         return compute(hidden, targets, normaliser=max(1, label_tokens))
+
+    def placed(self, targets: torch.Tensor) -> torch.Tensor:
+        """Returns a step's targets, in host memory, where `run` wants them. Raises UsageError for one that no piece has."""
+        visits = self.visits
+        if not visits.model.head_is_cut:
+            return visits.crossings.placed(targets)
+        end = max(stage.rows[1] for stage in visits.stages if stage.kind == "head")
+        if int(targets.max()) >= end:
+            raise UsageError(f"the data holds a label outside of the model's vocabulary of {end} tokens")
+        visits.crossings.count_staged(targets)
+        return targets.to(visits.device.torch_device)
 
     # ---- whole -----------------------------------------------------------------------------------------------------
 
@@ -45,7 +56,7 @@ class HeadPasses:
         visit, flat = visits.enter("head", stage)
         total = visits.sums.open(visit.owner if visit.owner is not None else stage)
         begin = time.monotonic()
-        gradient, targets = visits.crossings.batches.lend(tuple(hidden.shape), hidden.dtype), visits.crossings.placed(targets)
+        gradient = visits.crossings.batches.lend(tuple(hidden.shape), hidden.dtype)
         loss, unread = 0.0, list[torch.Tensor]()
         batch = visits.micro_batches(hidden.shape[0])
         arriving = visits.inputs(partial(lambda rows: [hidden[rows], targets[rows]], rows) for rows in batch)
@@ -80,11 +91,7 @@ class HeadPasses:
         """Makes two passes over the pieces of the vocabulary, each piece's weights fetched once per pass."""
         visits = self.visits
         heads = [stage.index for stage in visits.model.stages if stage.kind == "head"]
-        _, end = visits.stages[heads[-1]].rows
-        if int(targets.max()) >= end:
-            raise UsageError(f"the data holds a label outside of the model's vocabulary of {end} tokens")
-        tokens = TokenLoss.of(targets.to(visits.device.torch_device))
-        visits.crossings.count_staged(targets)
+        tokens = TokenLoss.of(targets)
         for stage in heads:
             self._fold_piece(stage, hidden, tokens)
         loss = tokens.mean(normaliser)
