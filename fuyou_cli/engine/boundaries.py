@@ -37,7 +37,7 @@ class Boundaries:
         self.ledger = BoundaryLedger(plan=plan, transfers=daemon)
         self._kinds: dict[int, _Kind] = {}
         self._unsealed: set[int] = set()
-        self._copies: dict[int, list[Event]] = {}  # by stage: into its place in forward, out of it in backward
+        self._copies: dict[int, deque[Event]] = {}  # by stage: into its place in forward, out of it in backward
         self._after = deque[tuple[int, Callable[[int], None]]]()  # stages, and what follows their copies
 
     def stash(self, stage: int, boundary: torch.Tensor, wait_until: Wait) -> None:
@@ -71,7 +71,7 @@ class Boundaries:
 
     def awaits(self, stage: int, *copies: Event) -> None:
         """Hears of copies between the device and where the stage's boundary rests."""
-        self._copies.setdefault(stage, []).extend(copies)
+        self._copies.setdefault(stage, deque()).extend(copies)
 
     def seal(self, stage: int) -> None:
         """Hears that the stage's forward is submitted: what rests is in its place once its copies are over."""
@@ -81,11 +81,18 @@ class Boundaries:
 
     def advance(self) -> None:
         """Does what waits for copies that are over, and what the ledger waits for. Never waits."""
-        while self._after and all(copy.done() for copy in self._copies.get(self._after[0][0], ())):
+        while self._after and self._are_over(self._after[0][0]):
             stage, follows = self._after.popleft()
             self._copies.pop(stage, None)
             follows(stage)
         self.ledger.advance()
+
+    def _are_over(self, stage: int) -> bool:
+        """Tells whether the stage's copies are over. One that is is not asked again: this is done after every layer."""
+        left = self._copies.get(stage, ())
+        while left and left[0].done():
+            left.popleft()
+        return not left
 
     def forget(self, wait_until: Wait) -> None:
         """Drops every boundary. No copy is under way."""

@@ -96,7 +96,7 @@ class CudaDevice(Device):
         return self._copy(device, host, host, self.computed(), bulk=bulk)
 
     def computed(self) -> CudaEvent:
-        return CudaEvent(torch.cuda.current_stream())
+        return CudaEvent(torch.cuda.current_stream(), blocking=True)  # updates want the core that a spinning host would take
 
     def mark(self) -> Callable[[], float]:
         event, zero, zero_at = self.computed(), self._zero, self._zero_at
@@ -114,7 +114,7 @@ class CudaDevice(Device):
 
         def copy(source: torch.Tensor, target: torch.Tensor) -> CudaEvent:
             after.before(stream)
-            return self._copies.make(source, target, stream, up=up)
+            return self._copies.make(source, target, stream, up=up, blocking=not up)
 
         if self._host.refuses(host):
             return self._staging[not up].submit(source, target, copy)
