@@ -1,6 +1,7 @@
 """Reads a row of data by the format that its columns show, as texts one after another or as a conversation.
 
-`FORMATS` has all of them. A new one is a row there, and the function that reads its rows. Pure Python: a row is a dict.
+`FORMATS` has all of them. A new one is a row there, the function that reads its rows, and its name in the recipe's schema.
+Pure Python: a row is a dict.
 `columns` maps the format's own names to those of the data, e.g. {prompt: question, completion: answer}.
 """
 

@@ -22,9 +22,14 @@ class WholeBatches:
     one. Where all are lent, or too small, a tensor has memory of its own."""
 
     def __init__(
-        self, spans: tuple[Span, ...], made: Callable[[Span, int], Lent], beside: Callable[[Shape, torch.dtype], torch.Tensor]
+        self,
+        spans: tuple[Span, ...],
+        made: Callable[[Span, int], Lent],
+        beside: Callable[[Shape, torch.dtype], torch.Tensor],
+        whole: torch.Tensor | None = None,
     ) -> None:
-        self._spans, self._made, self._beside = list(spans), made, beside
+        """`made` lends a span; `beside` makes a tensor where none is free. `whole`: the device's memory that spans are of."""
+        self._spans, self._made, self._beside, self.whole = list(spans), made, beside, whole
         self._lent: dict[int, weakref.ref[object]] = {}  # by offset
         self._read: dict[int, list[Event]] = {}  # copies out of a span, which are over before it is written into again
 
@@ -48,11 +53,7 @@ class WholeBatches:
         def beside(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
             return device.empty(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
-        batches = cls(spans, made, beside)
-        batches.whole = whole
-        return batches
-
-    whole = torch.empty(0, dtype=torch.uint8)  # the device's memory that spans are of
+        return cls(spans, made, beside, whole)
 
     def lend(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         """Makes a tensor of the whole batch, zeros or anything, for compute submitted from now on: of the spans that are free
@@ -60,7 +61,8 @@ class WholeBatches:
         size = math.prod(shape) * dtype.itemsize
         for number, span in enumerate(self._spans):
             lent = self._lent.get(span.offset)
-            if span.size < 2 * size <= 2 * span.size and (lent is None or lent() is None):  # not for what all rows share
+            fills = span.size / 2 < size <= span.size  # little things, as what all rows share, take no batch's place
+            if fills and (lent is None or lent() is None):
                 self._spans.append(self._spans.pop(number))
                 for event in self._read.pop(span.offset, []):
                     event.wait()
@@ -70,9 +72,11 @@ class WholeBatches:
 
     def copied(self, part: torch.Tensor, copy: Callable[[torch.Tensor], Event]) -> Event:
         """Copies from what may be a part of a span (contiguous). Who is lent the span next waits for the copy."""
+        if self.whole is None:
+            return copy(part)
         place = part.data_ptr() - self.whole.data_ptr()
         for span in self._spans:
-            if self.whole.numel() and span.offset <= place < span.offset + span.size:
+            if span.offset <= place < span.offset + span.size:
                 size = part.numel() * part.element_size()
                 event = copy(self.whole[place : place + size].view(part.dtype).view(part.shape))
                 self._read.setdefault(span.offset, []).append(event)
