@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from .devices.base import Device
+from .devices.base import Device, Moment
 
 _MOST = 1 << 16  # micro-batches of a step that are remembered
-_Moment = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +26,9 @@ class Computing:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._began: _Moment | None = None
-        self._visit: list[tuple[_Moment, _Moment]] = []
-        self._seen: list[tuple[str, int, int, _Moment, _Moment]] = []
+        self._began: Moment | None = None
+        self._visit: list[tuple[Moment, Moment]] = []
+        self._seen: list[tuple[str, int, int, Moment, Moment]] = []
 
     def begin(self) -> None:
         self._began = self._device.mark()

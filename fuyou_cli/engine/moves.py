@@ -17,11 +17,13 @@ from ..planner.residency import Residency
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
 from ..swap.daemon import Result, SwapDaemon
+from .devices.base import Device, Moment
 from .updates import build_update, sums_of
 
-Waiting = Callable[[str], AbstractContextManager[None]]  # of a cause: the time spent inside is a stall of it
+Waiting = Callable[[str], AbstractContextManager[None]]  # of a cause: what compute waits for what is inside is a stall of it
 
 _MOST_WAITS = 1 << 14  # that are remembered until somebody asks
+_OPEN_WAITS = 64  # whose moments are not read yet: far more than the host makes while it is ahead of a device
 _FIRST_POLL_SECONDS, _POLL_SECONDS = 50e-6, 0.002  # a wait looks around often at first, then less often
 
 
@@ -32,6 +34,23 @@ class Wait:
     cause: str
     begin: float
     end: float
+
+
+@dataclass(frozen=True, slots=True)
+class _HostWait:
+    """Holds a wait of the host, from `begin` on, and when compute submitted before it was over, and such behind it could begin.
+
+    Only between the two has compute waited: the host may well wait while the device has work."""
+
+    cause: str
+    begin: float
+    over: Moment
+    goes_on: Moment
+
+    def of_compute(self) -> Wait:
+        """Returns the wait of compute, of no length where there was none. May wait for the device."""
+        begin = max(self.begin, self.over())
+        return Wait(self.cause, begin, max(begin, self.goes_on()))
 
 
 class Committing(Protocol):
@@ -67,10 +86,19 @@ class DaemonMoves:
     """Keeps `residency` for one executor; `tick` moves everything that can move."""
 
     def __init__(
-        self, *, model: ModelSpec, plan: Plan, daemon: SwapDaemon, tick: Callable[[], None], patience: Patience = SILENT
+        self,
+        *,
+        model: ModelSpec,
+        plan: Plan,
+        daemon: SwapDaemon,
+        device: Device,
+        tick: Callable[[], None],
+        patience: Patience = SILENT,
     ) -> None:
         self.model, self.plan, self.daemon, self._tick, self._patience = model, plan, daemon, tick, patience
+        self._mark = device.mark
         self.committing: Committing = Unkept()
+        self._open: deque[_HostWait] = deque()
         self._waits: deque[Wait] = deque(maxlen=_MOST_WAITS)
         self.residency = Residency(model=model, plan=plan, transfers=daemon, runner=self)
 
@@ -110,32 +138,32 @@ class DaemonMoves:
     def blocked(self) -> None:
         self.committing.blocked()
 
-    def waited(self, done: Callable[[], bool], cause: str) -> float:
-        begin = time.monotonic()
-        pause, waiting = _FIRST_POLL_SECONDS, self._patience.waiting(cause)
-        while not done():
-            time.sleep(pause)
-            waiting.look()
-            pause = min(2 * pause, _POLL_SECONDS)
-            self._tick()
-        return self._over(cause, begin)
+    def wait(self, done: Callable[[], bool], cause: str) -> None:
+        with self.waiting(cause):
+            pause, waiting = _FIRST_POLL_SECONDS, self._patience.waiting(cause)
+            while not done():
+                time.sleep(pause)
+                waiting.look()
+                pause = min(2 * pause, _POLL_SECONDS)
+                self._tick()
 
     @contextmanager
     def waiting(self, cause: str) -> Iterator[None]:
-        """Notes that inside, compute waits for a copy, and nothing else is looked after."""
-        begin = time.monotonic()
-        try:
-            yield
-        finally:
-            self.residency.stalled(cause, self._over(cause, begin))
+        """Notes that inside, the host waits, or has compute wait, for `cause`."""
+        begin, over = time.monotonic(), self._mark()
+        yield  # a device that has failed is not asked
+        self._open.append(_HostWait(cause, begin, over, self._mark()))
+        self.book_waits(but=_OPEN_WAITS)
+
+    def book_waits(self, *, but: int = 0) -> None:
+        """Sums what compute waited by cause, but for the last few. May wait for the device."""
+        while len(self._open) > but:
+            wait = self._open.popleft().of_compute()
+            if wait.end > wait.begin:
+                self._waits.append(wait)
+                self.residency.stalled(wait.cause, wait.end - wait.begin)
 
     def waits(self) -> list[Wait]:
-        """Returns those since the last call."""
+        """Returns those of compute since the last call, as far as they are booked."""
         waits, self._waits = self._waits, deque(maxlen=_MOST_WAITS)
         return list(waits)
-
-    def _over(self, cause: str, begin: float) -> float:
-        """Remembers a wait that ends now; returns its seconds."""
-        end = time.monotonic()
-        self._waits.append(Wait(cause, begin, end))
-        return end - begin

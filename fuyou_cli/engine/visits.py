@@ -26,7 +26,7 @@ from .anatomy import Anatomy
 from .boundaries import Boundaries
 from .compute_weights import ComputeWeights
 from .crossings import Arriving, Beside, Crossings, Source, nothing_beside
-from .devices.base import Device
+from .devices.base import Device, Moment
 from .gradients import GradientSum, GradientSums, HandOver
 from .host_memory import HostMemory
 from .moves import DaemonMoves
@@ -69,7 +69,7 @@ class Visits:
     ) -> None:
         self.model, self.plan, self.stages, self.device = model, plan, anatomy.stages, device
         self.schedule = plan_schedule(model, plan)
-        self.moves = DaemonMoves(model=model, plan=plan, daemon=daemon, tick=self.tick, patience=patience)
+        self.moves = DaemonMoves(model=model, plan=plan, daemon=daemon, device=device, tick=self.tick, patience=patience)
         self.residency, waiting = self.moves.residency, self.moves.waiting
         self.boundaries = Boundaries(model=model, plan=plan, daemon=daemon, memory=memory)
         self.lookahead = Lookahead(
@@ -81,7 +81,7 @@ class Visits:
             model=model, plan=plan, residency=self.residency, memory=memory, device=device, hand_over=hand_over, waiting=waiting
         )
         self.step = 0
-        self._left: list[tuple[Visit, float, Callable[[], float]]] = []
+        self._left: list[tuple[Visit, float, Moment]] = []
         self._watcher = watcher
         self._shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by identity: masks and positions on the device
 
@@ -101,6 +101,7 @@ class Visits:
         self.weights.settle_all()
         self.lookahead.give_up()
         self.residency.drain()
+        self.moves.book_waits()
 
     def abandon(self) -> None:
         """Forgets the step under way (or what was prefetched for the next). Updates of earlier steps stay due."""
@@ -176,7 +177,8 @@ class Visits:
 
     def intervals(self) -> list[Interval]:
         """Returns when the device computed each visit of the step: it begins one when it is done with the one before. May wait
-        for the last."""
+        for the last; what compute waited in the step is known then."""
+        self.moves.book_waits()
         found, over = list[Interval](), 0.0
         for visit, begin, ended in self._left:
             begin, over = max(begin, over), ended()

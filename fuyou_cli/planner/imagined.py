@@ -120,12 +120,12 @@ class Imagined:
         """Advances to the next completion."""
         self.machine.advance()
 
-    def waited(self, done: Callable[[], bool], cause: str) -> float:
+    def wait(self, done: Callable[[], bool], cause: str) -> None:
         begin = self.machine.now
         while not done():
             self.pass_time()
             self.tick()
-        return self.machine.now - begin
+        self.residency.stalled(cause, self.machine.now - begin)
 
     # ---- one visit -------------------------------------------------------------------------------------------------
 

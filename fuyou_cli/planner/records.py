@@ -48,8 +48,8 @@ class Runner(Protocol):
         """Hears that an update waits until a manifest names what other stages have come to."""
         ...
 
-    def waited(self, done: Callable[[], bool], cause: str) -> float:
-        """Returns when `done()`, moving everything that can move; the seconds it took. `cause` is for people."""
+    def wait(self, done: Callable[[], bool], cause: str) -> None:
+        """Returns when `done()`, moving everything that can move. What compute waited is a stall of `cause`."""
         ...
 
 

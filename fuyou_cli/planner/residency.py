@@ -48,7 +48,7 @@ class Residency:
         """Returns when `done()`; meanwhile everything keeps moving. The time is a stall of `cause`."""
         self.advance()
         if not done():
-            self.stalled(cause, self._runner.waited(done, cause))
+            self._runner.wait(done, cause)
 
     def stalled(self, cause: str, seconds: float) -> None:
         """Hears that compute waited for something that the ledger does not keep."""

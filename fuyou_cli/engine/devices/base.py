@@ -21,6 +21,7 @@ from ...swap.kernels import sum_squares
 MOST_COPIES = 1 << 14  # that are remembered until somebody asks
 PIECE = 32 << 20  # bytes: 1.5 ms of PCIe 4, a quarter of a micro-batch's forward; what a copy costs to begin is nothing to it
 
+Moment = Callable[[], float]  # tells when something was, in monotonic seconds; may wait for it
 Run = tuple[int, int]  # of values: the first, and how many
 
 
@@ -89,8 +90,9 @@ class Device:
         """Returns the point behind the compute submitted so far."""
         return Event()
 
-    def mark(self) -> Callable[[], float]:
-        """Returns what tells when the compute submitted so far was over (monotonic seconds); it may wait for it."""
+    def mark(self) -> Moment:
+        """Returns what tells when the compute submitted so far was over, waits of it included: the moment of this call where
+        the device had nothing left to do."""
         now = time.monotonic()
         return lambda: now
 

@@ -11,13 +11,13 @@ in CHANGELOG.md.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
 
 from ...core.errors import FuyouError
-from .base import Copy, Device, Event, Run, Squares
+from .base import Copy, Device, Event, Moment, Run, Squares
 from .cuda_copies import BulkCopies, CudaCopies, CudaEvent
 from .lanes import squares_in_lanes
 from .pinned import STAGING, PinnedMemory, Staging
@@ -98,7 +98,7 @@ class CudaDevice(Device):
     def computed(self) -> CudaEvent:
         return CudaEvent(torch.cuda.current_stream(), blocking=True)  # updates want the core that a spinning host would take
 
-    def mark(self) -> Callable[[], float]:
+    def mark(self) -> Moment:
         event, zero, zero_at = self.computed(), self._zero, self._zero_at
 
         def moment() -> float:

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ from functools import partial
 import torch
 
 from ...core.units import gib
-from .base import MOST_COPIES, PIECE, Copy, Device, Event, Run, Squares, in_pieces, squares_of
+from .base import MOST_COPIES, PIECE, Copy, Device, Event, Moment, Run, Squares, in_pieces, squares_of
 from .pinned import STAGING, PinnedMemory, Staging
 
 
@@ -258,8 +258,9 @@ class EmulatedDevice(Device):
     def computed(self) -> Event:
         return ComputeEvent(self._clock.over)
 
-    def mark(self) -> Callable[[], float]:
-        moment = max(self._clock.over, time.monotonic())
+    def mark(self) -> Moment:
+        self._clock.reaches(time.monotonic())  # what is submitted later begins later
+        moment = self._clock.over
         return lambda: moment
 
     def takes(self, seconds: float) -> None:
