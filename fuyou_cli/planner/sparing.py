@@ -9,8 +9,8 @@ A plan *spends* drives where it writes more than it must:
 
 `spare` takes the fastest plan that does not spend, if it is at most `WORTH` slower than the fastest of all. Else spending is
 worth it. Then the plans count that are at most `WORTH` slower than the fastest of all, and faster by as much than all that do
-not spend. Of these it takes the one that writes the fewest bytes of boundaries and outputs. Among equals, a percent of the step
-is worth a percent of the bytes.
+not spend. Of these it takes the one that writes least, or one that writes no more boundaries than that and where a percent of
+bytes buys more than a percent of the step.
 `balanced` takes the plan with the least sum of its seconds and of what it writes at the price of a byte in seconds
 (`HardwareProfile.seconds_per_byte`).
 `ignore` takes the fastest. The other two never write more than it.
@@ -73,12 +73,17 @@ def spared(every: SearchState, frugal: SearchState) -> Alternative:
         if frugal.best.seconds <= limit:
             return frugal.cheapest(at_most=limit)
         limit = min(limit, frugal.best.seconds / (1 + WORTH))
-    return min((fastest, *_no_more_written(every.simulated_within(limit), fastest)), key=_time_and_bytes)
+    seen = (fastest, *_no_more_written(every.simulated_within(limit), fastest))
+    least = min(seen, key=asked_for)
+    return min((found for found in seen if _boundaries(found) <= _boundaries(least)), key=_time_and_bytes)
 
 
-def _time_and_bytes(found: Alternative) -> tuple[int, float, tuple[int, int, float, Choice]]:
-    predicted = found.plan.predicted
-    return predicted.written_by["boundaries"], found.seconds * predicted.written_per_step, asked_for(found)
+def _boundaries(found: Alternative) -> int:
+    return found.plan.predicted.written_by["boundaries"]
+
+
+def _time_and_bytes(found: Alternative) -> tuple[float, tuple[int, int, float, Choice]]:
+    return found.seconds * found.plan.predicted.written_per_step, asked_for(found)
 
 
 def balanced(every: SearchState, frugal: SearchState) -> Alternative:

@@ -87,7 +87,9 @@ def test_a_percent_of_the_step_is_worth_a_percent_of_the_bytes(seen: tuple[Model
     found = search(model, hardware, request)
     assert found.best.plan.predicted.written_by["boundaries"] == 0
     assert found.best.seconds <= 1.15 * found.best.plan.predicted.seconds["compute"]
-    near = [other for other in found.others if other.timeline is not None and other.seconds <= found.fastest.seconds * (1 + WORTH)]
+    near = [
+        other for other in found.others if other.timeline is not None and other.seconds <= found.fastest.seconds * (1 + WORTH)
+    ]
     assert any(other.plan.predicted.written_per_step < 0.97 * found.best.plan.predicted.written_per_step for other in near)
     assert min(map(seconds_and_bytes, near)) >= seconds_and_bytes(found.best)
 
