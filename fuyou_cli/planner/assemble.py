@@ -1,4 +1,4 @@
-"""Makes a `Plan` of homes: spans, the table of memory, and the closed form's figures."""
+"""Builds a `Plan` from homes: spans, the table of memory, and the figures of the closed form."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLAN_VERSION = 1
 
 
 def host_peaks(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, placed: Layout) -> dict[str, int]:
-    """Returns, by phase, the anonymous and kernel bytes of the process at most."""
+    """Returns, by phase, the most anonymous and kernel bytes that the process takes."""
     base = hardware.process_bytes + BASE_SLACK
     homes_in_ram = sum(
         span.size
@@ -34,7 +34,7 @@ def host_peaks(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest
 def assembled(
     costs: Costs, request: PlanRequest, placed: Layout, schedule: Schedule, *, lookahead: int, context: PlacementContext
 ) -> Plan:
-    """Makes the plan of these spans, and what one step takes by the closed form."""
+    """Builds the plan of these spans, with the closed form's figures for one step."""
     return Plan(
         version=PLAN_VERSION,
         model=request.model_name,
@@ -83,7 +83,8 @@ def _predict(costs: Costs, request: PlanRequest, placed: Layout, schedule: Sched
 
 
 def _memory_lines(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, placed: Layout) -> tuple[MemoryLine, ...]:
-    """Lists what each kind takes in each tier. Weights at home on a device are in RAM as well, where updates write them."""
+    """Lists what each kind of tensor takes in each tier. Weights with a home on the device are in RAM as well: updates write
+    there."""
     item = ITEM_SIZE[model.compute_dtype]
     states_item = model.state_item
     params = model.stored_parameters
@@ -135,7 +136,7 @@ def _memory_lines(model: ModelSpec, hardware: HardwareProfile, request: PlanRequ
 
 
 def _places(placed: Layout, request: PlanRequest) -> tuple[float, str]:
-    """Tells how often what survives a run is on the store, and why."""
+    """Returns how many copies the store has of what survives a run, and why."""
     if request.store_mode == "in_place":
         return 1 + request.keep, "two extents" if request.keep == 1 else f"{1 + request.keep} extents"
     rings = {stage.ring.offset: stage.ring for stage in placed.stages if stage.ring.size}.values()

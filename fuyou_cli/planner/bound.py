@@ -1,8 +1,8 @@
-"""Sums the seconds of work per resource in one step, in closed form. No step is faster than its busiest resource, which rules
-choices out; how much of the work overlaps is for the simulator to say.
+"""Computes, in closed form, how many seconds of work one step gives each resource. No step is faster than its busiest
+resource, so this rules choices out. How much of the work overlaps is found by the simulator.
 
-On device cpu compute and updates share the cores, so their seconds add up. On a device with memory of its own weights and
-boundaries go to it and gradients and boundaries come back, always by way of the host's memory.
+On device cpu, compute and updates share the cores, so their seconds add up. A device with its own memory receives weights and
+boundaries and sends gradients and boundaries back, always through host memory.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ def busy_seconds(costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan, .
 
 
 def lower_bound(costs: Costs, schedule: Schedule, plan: Plan) -> float:
-    """Returns seconds that no step of this plan is faster than.
+    """Returns a lower bound for a step of this plan, in seconds.
 
-    Left out: what transfers take from the cores (nothing while compute waits), and fetches that find weights still there.
+    Not counted: the cores' time that transfers take (none while compute waits), and fetches of weights that are still in
+    memory.
     """
     in_flight = max(len(slots.weight_slots) for slots in plan.slot_classes)
     item = ITEM_SIZE[costs.model.compute_dtype]
@@ -50,9 +51,9 @@ def lower_bound(costs: Costs, schedule: Schedule, plan: Plan) -> float:
 
 
 def phase_estimate(costs: Costs, schedule: Schedule, plan: Plan) -> float:
-    """Estimates the seconds of a step as if forward and the rest each took as long as their busiest resource or their slots.
+    """Estimates the seconds of a step: forward and the rest each take as long as their busiest resource or their slots.
 
-    Not a bound (updates run on into the next forward), but good enough to say what to simulate first.
+    Not a bound, because updates run on into the next forward, but good enough to choose what to simulate first.
     """
     hardware, stages, seconds = costs.hardware, plan.stages, 0.0
     for forward in (True, False):
@@ -72,10 +73,10 @@ def phase_estimate(costs: Costs, schedule: Schedule, plan: Plan) -> float:
 
 
 def _beside_copies(costs: Costs, visits: Sequence[Visit], plan: Plan) -> tuple[float, float, float]:
-    """Returns seconds of a phase in which the device computes or waits for its micro-batches, of copies to it and of copies
-    from it. A micro-batch crosses while its neighbours compute, but for the first of a visit on its way there and the last on
-    its way back, where the batch is not on the device. Weights that are still there from the visit before are counted as if
-    they went up once more."""
+    """Returns three times of a phase, in seconds: the device computing or waiting for its micro-batches, copies to it, and
+    copies from it. Micro-batches are copied while their neighbours compute. If the batch is not on the device, nothing hides a
+    visit's first upload and its last download. Weights that are still on the device from the visit before are counted as one
+    more upload."""
     hardware, stages, parts = costs.hardware, plan.stages, costs.micro_batches
     up_rate, down_rate = (rate or float("inf") for rate in (hardware.h2d, hardware.d2h))
     gradient, weight = ITEM_SIZE[costs.numerics.accumulate_dtype], ITEM_SIZE[costs.model.compute_dtype]
@@ -95,7 +96,7 @@ def _beside_copies(costs: Costs, visits: Sequence[Visit], plan: Plan) -> tuple[f
 
 
 def micro_batch_crossing(costs: Costs, visit: Visit, stage: StagePlan) -> tuple[float, float]:
-    """Returns bytes of boundaries and kept outputs that one micro-batch of a visit moves to a device of its own, and back."""
+    """Returns the bytes of boundaries and kept outputs that one micro-batch of a visit copies to the device, and back."""
     up, down = crossing(costs.model, visit.stage, visit.phase, stash=visit.stash, on_device=costs.batch_on_device)
     size = costs.boundary / costs.micro_batches
     kept = kept_bytes(costs.model.stages[visit.stage], stage.kept)
@@ -103,9 +104,9 @@ def micro_batch_crossing(costs: Costs, visit: Visit, stage: StagePlan) -> tuple[
 
 
 def slot_seconds(costs: Costs, visits: Sequence[Visit], plan: Plan, *, rates: tuple[float, float]) -> float:
-    """Returns the least time in which a class of slots serves these visits: a slot of weights is held while they are computed
-    with and while they are updated, one of gradients while they are summed, and until they are updated or written. `rates` of
-    the store: reading, writing; 0 where unknown."""
+    """Returns the least time in which a class of slots can serve these visits. A slot of weights is held during compute and
+    during the update. A slot of gradients is held while they are summed and until they are updated or written. `rates`: the
+    store's, for reading and writing; 0 where unknown."""
     weights, gradients = ([0.0] * len(plan.slot_classes) for _ in range(2))
     for visit in visits:
         owner = visit.owner if visit.owner is not None else visit.stage
@@ -124,7 +125,7 @@ def slot_seconds(costs: Costs, visits: Sequence[Visit], plan: Plan, *, rates: tu
 
 
 def _update_seconds(costs: Costs, stage: StagePlan, rates: tuple[float, float], commit_every: int | None) -> float:
-    """Returns the seconds from its first byte to its last: as long as the slowest of reading, computing and writing."""
+    """Returns the seconds from an update's first byte to its last: those of the slowest of reading, computing and writing."""
     params = costs.model.stages[stage.stage].params
     states = costs.model.state_item * params * (stage.states == "ssd")
     read = states + (stage.gradients_extent.size if stage.deferred and stage.gradients_extent else 0)
@@ -162,7 +163,7 @@ def _compute_seconds(costs: Costs, visit: Visit, stages: tuple[StagePlan, ...]) 
 
 
 def store_seconds(hardware: HardwareProfile, read: int, written: int) -> dict[str, float]:
-    """Returns the least time for these bytes: both directions at once as long as both have something to do, the rest alone."""
+    """Returns the least time to move these bytes: both directions run at once while both have work, then one runs alone."""
     reading, writing = hardware.store_read, hardware.store_write
     both_read, both_write = _mixed(hardware)
     seconds: dict[str, float] = {}
@@ -175,15 +176,15 @@ def store_seconds(hardware: HardwareProfile, read: int, written: int) -> dict[st
 
 
 def _taken_by_updates(hardware: HardwareProfile, numerics: Numerics) -> float:
-    """Returns what is taken of compute's time, per second of updates by all their threads: while both run, or while compute
-    waits for it."""
+    """Returns how much compute time one second of updates costs, with all update threads: while both run, or while compute
+    waits."""
     if hardware.cores > numerics.torch_threads or not hardware.shared_adamw:
         return 0.0
     return min(1.0, (1 - hardware.shared_compute) / hardware.shared_adamw)
 
 
 def copied_bytes(costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan, ...]) -> tuple[int, int]:
-    """Returns bytes of one step to a device with memory of its own, and back from it."""
+    """Returns the bytes that one step copies to a device with its own memory, and back from it."""
     model, numerics, there = costs.model, costs.numerics, costs.batch_on_device
     gradient = ITEM_SIZE[numerics.accumulate_dtype]
     params = [stage.params for stage in model.stages]
@@ -198,7 +199,7 @@ def copied_bytes(costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan, .
 
 
 def uploads(model: ModelSpec, schedule: Schedule, stages: tuple[StagePlan, ...]) -> dict[int, int]:
-    """Returns, by stage, how often its weights, of one generation, go up in a step."""
+    """Returns, by stage, how often a step uploads its weights (of one generation)."""
     side, times = DeviceSide(model, stages), dict[int, int]()
 
     def begin(owner: int) -> int:

@@ -1,7 +1,7 @@
-"""Lays out what rests with a stage's boundary from forward to backward: per micro-batch its rows, then the outputs of the kept
-operators, so that backward takes them instead of computing them again.
+"""Lays out what is kept with a stage's boundary from forward to backward. Each micro-batch has its rows, then the outputs of
+its kept operators. Backward uses those outputs and does not compute them again.
 
-One description for who plans the memory and who fills it.
+The planner and the engine share this one layout.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ Kept = tuple[tuple[int, ...], ...]  # per stage, the indexes of the operators wh
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BoundaryLayout:
-    """Records of `record` bytes, one per micro-batch: at its start the rows, then outputs by operator index (spans within
-    the record). Where nothing is kept the rows of the whole batch follow each other without a gap."""
+    """The record of each micro-batch takes `record` bytes: its rows first, then outputs by operator index (spans within the
+    record). If no output is kept, the rows of the whole batch are contiguous."""
 
     size: int  # of everything, a multiple of RECORD_ALIGN
     record: int
     outputs: dict[int, Span]
 
     def output(self, micro_batch: int, operator: int) -> Span:
-        """Returns where an output of one micro-batch is, counted from the start of the boundary."""
+        """Returns the span of one output of one micro-batch, relative to the start of the boundary."""
         span = self.outputs[operator]
         return Span(offset=micro_batch * self.record + span.offset, size=span.size)
 
@@ -61,15 +61,15 @@ def planned_boundary(model: ModelSpec, numerics: Numerics, stage: int, kept: tup
 
 
 def every_operator(model: ModelSpec) -> Kept:
-    """Returns all that can be kept."""
+    """Returns, by stage, every operator whose output can be kept."""
     return tuple(tuple(operator.index for operator in stage.operators) for stage in model.stages)
 
 
 def spared_flops(stage: StageSpec, kept: tuple[int, ...]) -> float:
-    """Returns what one micro-batch's recompute is spared: what is kept, and what no backward looks at."""
+    """Returns the FLOPs that one micro-batch's recompute saves: kept outputs, and outputs that backward never reads."""
     return sum(operator.flops for operator in stage.operators if operator.index in kept) + stage.unneeded_flops
 
 
 def kept_bytes(stage: StageSpec, kept: tuple[int, ...]) -> int:
-    """Returns what one micro-batch's outputs take."""
+    """Returns the bytes that one micro-batch's kept outputs take."""
     return sum(operator.bytes for operator in stage.operators if operator.index in kept) if kept else 0

@@ -1,6 +1,6 @@
-"""Keeps the ledger of boundaries: where each stage's input rests between forward and backward, and what is on its way.
+"""Keeps track of boundaries: where each stage's input is between forward and backward, and what is being moved.
 
-Like the residency ledger it moves nothing itself: the executor and the simulator follow the same rules.
+Like the residency ledger it moves no bytes itself, so the executor and the simulator follow the same rules.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class BoundaryLedger:
         self._moving: set[int] = set()
 
     def advance(self) -> None:
-        """Notices finished transfers; a written boundary gives its slot back. Never waits."""
+        """Notices finished transfers. A boundary that was written frees its slot. Never waits."""
         for stage in sorted(self._moving):
             kept = self.kept[stage]
             if kept.write is not None and self.transfers.poll(kept.write) is not None:
@@ -64,7 +64,7 @@ class BoundaryLedger:
         self.kept[stage] = _Kept(size=align_up(size, _ALIGN), span=span)
 
     def seal(self, stage: int) -> None:
-        """Notes that all of it is there, or on its way to the ssd if that is its home."""
+        """Notes that the boundary is complete, or being written to the ssd if its home is there."""
         plan, kept = self.plan.stages[stage], self.kept[stage]
         kept.sealed = True
         if plan.boundary_ram is None:
@@ -75,7 +75,8 @@ class BoundaryLedger:
             )
 
     def try_prefetch(self, stage: int) -> bool:
-        """Starts reading a boundary that is on the ssd. False: no slot is free, or it is still being copied or written."""
+        """Starts reading a boundary from the ssd. Returns False if no slot is free, or if it is still being copied or written.
+        """
         kept = self.kept[stage]
         if not kept.sealed or kept.write is not None:
             return False
@@ -91,23 +92,23 @@ class BoundaryLedger:
         return True
 
     def ready(self, stage: int, wait_until: Wait) -> None:
-        """Returns when the boundary is in memory again, until it is dropped."""
+        """Waits until the boundary is in memory again. It stays there until it is dropped."""
         wait_until(lambda: self.try_prefetch(stage) and self.kept[stage].read is None, "a boundary")
 
     def where(self, stage: int) -> Span:
-        """Returns its place in the arena, between `stashed` and `seal` and between `ready` and `drop`."""
+        """Returns the boundary's span in the arena. Valid between `stashed` and `seal`, and between `ready` and `drop`."""
         span = self.kept[stage].span
         assert span is not None
         return span
 
     def drop(self, stage: int) -> None:
-        """Lets go of it: nobody needs it any more."""
+        """Frees the boundary: nothing needs it any more."""
         kept = self.kept.pop(stage)
         if self.plan.stages[stage].boundary_ram is None and kept.span is not None:
             self.free.append(kept.span)
 
     def forget(self, wait_until: Wait) -> None:
-        """Drops every boundary once nothing moves any more."""
+        """Drops every boundary, after waiting for all transfers."""
         wait_until(lambda: all(kept.write is None and kept.read is None for kept in self.kept.values()), "boundaries")
         for stage in list(self.kept):
             self.drop(stage)

@@ -1,4 +1,4 @@
-"""Describes `Choice`: one point of what the planner may choose, and the family of points that a search looks at."""
+"""Defines `Choice`, one set of values for the planner's knobs, and `Family`, the choices that a search looks at."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NONE_KEPT = -1.0  # of `Choice.activations`: copying outputs takes time too, mor
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Choice:
-    """Describes one choice: which stages' tensors go to RAM follows from these by fixed rules (`place`)."""
+    """One set of values for the planner's knobs. Fixed rules (`place`) derive from it which stages' tensors are in RAM."""
 
     lookahead: int
     gradient_slots: int
@@ -39,7 +39,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """Holds every combination of these values, each knob's in order of size."""
+    """All combinations of these values. Each knob's values are in order of size."""
 
     pipelines: tuple[tuple[int, int], ...]
     states: tuple[float, ...]
@@ -55,7 +55,7 @@ class Family:
             yield _choice(*values)
 
     def mixed(self) -> Iterator[Choice]:
-        """Returns all of them in an order in which the first few are spread over all knobs."""
+        """Returns all choices, ordered so that the first few already vary every knob."""
         sizes = [len(knob) for knob in (self.states, self.defer, self.activations, self.swap)]
         count = len(self)
         step = next(step for step in range(int(count * _GOLDEN), count + 2) if gcd(step, count) == 1)
@@ -70,22 +70,22 @@ class Family:
             )
 
     def corners(self) -> Iterator[Choice]:
-        """Returns a few that differ much, in the middle of what is in flight."""
+        """Returns a few choices that differ much, with a medium lookahead and number of gradient slots."""
         middle = _USUAL if _USUAL in self.pipelines else self.pipelines[len(self.pipelines) // 2]
         some = self.defer[: len(self.defer) // 2 + 1]
         for values in product(_ends(self.states), _ends(some), _ends(self.activations), _ends(self.swap)):
             yield _choice(middle, *values)
 
     def smallest(self) -> Iterator[Choice]:
-        """Returns choices with nothing kept or deferred, from what takes most memory to what takes least."""
+        """Returns choices with no kept outputs and no deferred updates, from the most memory to the least."""
         yield from map(self.bare, reversed(self.pipelines))
 
     def bare(self, pipeline: tuple[int, int]) -> Choice:
-        """Returns choices with nothing kept or deferred that is open, and RAM filled in the usual order."""
+        """Returns the choice that keeps and defers nothing unless the recipe asks for it, and fills RAM in the usual order."""
         return _choice(pipeline, self.states[0], self.defer[0], self.activations[0], self.swap[0])
 
     def lines(self, choice: Choice) -> Iterator[Choice]:
-        """Returns the choices that differ in one knob."""
+        """Returns the choices that differ from this one in one knob."""
         for lookahead, slots in self.pipelines:
             yield replace(choice, lookahead=lookahead, gradient_slots=slots)
         for knob in ("states", "defer", "activations", "swap"):
@@ -112,7 +112,7 @@ def pipelines(request: PlanRequest, *, stages: int) -> list[tuple[int, int]]:
 
 
 def family(model: ModelSpec, request: PlanRequest) -> Family:
-    """Returns the family: what the recipe pins, or what cannot matter, has one value."""
+    """Returns the family. A knob has one value if the recipe sets it, or if it cannot matter."""
     stages = len(model.stages)
     if request.lookahead is not None:
         in_flight = tuple((min(request.lookahead, stages), slots) for slots in (1, 2, 3, 4, 6, 8))

@@ -1,9 +1,9 @@
-"""Chooses how many steps are between two commits, so that commits cost about what they save.
+"""Chooses the number of steps between two commits, so that commits cost about what they save.
 
-Where states rest on the ssd every step writes them anyway: every step is committed. What rests in RAM is written for a commit
-alone, within one update of each stage, and the steps around a commit are longer by what that takes. The interval is the least
-at which commits take little of the time, and little of what is written. Where steps hardly write anything, nearly all that a
-run writes are its commits: there the second bound is not followed beyond the work that a kill may cost.
+If states rest on the ssd, every step writes them anyway, so every step is committed. What rests in RAM is written only for a
+commit, as part of each stage's update, which makes the steps around a commit longer. The interval is the shortest one with
+which commits take little of the time and little of the bytes written. A run whose steps write almost nothing writes almost
+only commits. There the limit on bytes yields once a kill would cost too much work.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SETTLING = 3  # steps, from one that commits on, until what it left to be writt
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommitCosts:
-    """Holds what the commits of a plan take, as shares of a step's averages, and what a kill may."""
+    """What the commits of a plan cost, as shares of a step's averages, and what a kill may cost."""
 
     time: float
     written: float
@@ -37,7 +37,7 @@ class CommitCosts:
 
 
 def commit_costs(plan: Plan) -> CommitCosts | None:
-    """Returns what commits take; None where no commit follows another."""
+    """Returns the cost of commits, or None if the plan makes at most one."""
     if plan.commit_every is None:
         return None
     step, written = plan.predicted.step_seconds, plan.predicted.written_per_step
@@ -62,7 +62,7 @@ def least_interval(*, step: float, commit: float, written: int, resting: int) ->
 
 
 def resting_in_ram(plan: Plan) -> int:
-    """Returns bytes that a commit writes beside what every step does: weights and states whose home is not the ssd."""
+    """Returns the bytes that a commit writes in addition to every step's: weights and states whose home is not the ssd."""
     return sum(
         (stage.weights != "ssd") * _size(stage.weights_at) + (stage.states != "ssd") * _states_size(stage)
         for stage in plan.stages
@@ -91,7 +91,7 @@ def guessed_interval(costs: Costs, plan: Plan, *, step: float) -> tuple[int, flo
 
 
 def with_interval(costs: Costs, plan: Plan, schedule: Schedule, every: int | None) -> Plan:
-    """Returns the same plan with so many steps between commits, and the traffic of a step on the average of them."""
+    """Returns the same plan with `every` steps between commits, and the traffic of an average step."""
     schedule = recommitted(costs.model, plan.stages, schedule, every)
     seconds = busy_seconds(costs, schedule, stages=plan.stages, device=plan.device)
     bottleneck = max(sorted(seconds), key=lambda name: seconds[name])
@@ -148,7 +148,7 @@ def _told(plan: Plan, step: Timeline, *, commit: float) -> Plan:
 
 
 def _seconds_of_a_commit(model: ModelSpec, hardware: HardwareProfile, plan: Plan, schedule: Schedule, plain: Timeline) -> float:
-    """Returns what one adds to the step that makes it and to those behind it. `plain`: a step without."""
+    """Returns the seconds that one commit adds to its own step and the steps after it. `plain`: a step without a commit."""
     once = replace(plan, commit_every=STEPS + 1)
     after = simulate(model, hardware, once, schedule, steps=STEPS + _SETTLING, commits=True)
     return max(0.0, after.end - plain.end - _SETTLING * plain.step_seconds)

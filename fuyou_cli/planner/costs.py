@@ -45,7 +45,7 @@ class Costs:
 
     @classmethod
     def of(cls, model: ModelSpec, hardware: HardwareProfile, run: PlanRequest | Plan) -> Costs:
-        """Returns what visits and updates take of a plan, or of all plans that are made for these request."""
+        """Returns the costs of visits and updates for a plan, or for all plans that one request can lead to."""
         return cls(
             model=model,
             hardware=hardware.lasting() if run.sustained else hardware,
@@ -65,7 +65,8 @@ class Costs:
         return self.model.boundary_bytes_per_token * self.numerics.tokens
 
     def compute_seconds(self, visit: Visit, kept: int = 0) -> float:
-        """Returns seconds for the whole batch, nothing else running. `kept`: bytes of outputs that a micro-batch keeps."""
+        """Returns the seconds of compute for the whole batch, with nothing else running. `kept`: bytes of outputs kept per
+        micro-batch."""
         key = (visit.phase, visit.stage, visit.owner, visit.flops, visit.stash, visit.sum_gradients, kept)
         if key not in self._known:
             self._known[key] = self._visit_seconds(visit, kept)
@@ -80,13 +81,13 @@ class Costs:
         return max(products, feeding) if self.device == "cuda" else products + self._moving(visit, 0) + feeding
 
     def _moving(self, visit: Visit, kept: int) -> float:
-        """Returns seconds for what compute moves through the host's memory beside its products."""
+        """Returns the seconds in which compute moves bytes through host memory, in addition to its matrix products."""
         hardware, copied = self.hardware, 2 * kept * self.micro_batches * visit.stash
         there = hardware.host_copy or self._memory_rate
         return self._moved(visit) / (hardware.host_fresh or there) + (copied + self._gradients_moved(visit)) / there
 
     def update_seconds(self, stage: StagePlan) -> float:
-        """Returns the seconds of one update thread, its bytes in memory."""
+        """Returns the seconds that one thread takes to update the stage, with all its bytes in memory."""
         if stage.stage not in self._known:
             rate, params = self.hardware.adamw_bytes, self.model.stages[stage.stage].params
             self._known[stage.stage] = update_bytes(self.numerics) * params / rate if rate else 0.0
@@ -94,14 +95,15 @@ class Costs:
 
     @property
     def updates_at_once(self) -> float:
-        """Returns how much faster all update threads are than one: memory is shared, so less than their number."""
+        """Returns how much faster all update threads are than one. Less than their number, because they share memory
+        bandwidth."""
         one = self.hardware.adamw_bytes
         rates = [rate for threads, rate in self.hardware.adamw if threads <= self.update_threads]
         return max(rates) / one if one and rates else 1.0
 
     @property
     def _memory_rate(self) -> float:
-        """Returns bytes per second of plain passes over memory with all threads of compute, where nobody has measured them."""
+        """Returns the bytes per second that all compute threads move through memory. An estimate where it was not measured."""
         rates = [rate for threads, rate in self.hardware.adamw if threads <= self.numerics.torch_threads]
         return max(rates, default=self.hardware.adamw_bytes) or float("inf")
 
@@ -122,7 +124,7 @@ class Costs:
         return self._backward(visit, stage, rate) if rate.backward else 0.0
 
     def _backward(self, visit: Visit, stage: StageSpec, rate: StageRate) -> float:
-        """Returns seconds between what it takes without any output, and with all: by the FLOPs that are spared."""
+        """Returns the seconds of backward. They lie between those with no kept output and with all, by the FLOPs saved."""
         whole = (3 * stage.forward_flops - stage.unneeded_flops) * self.micro_batches
         spared = sum(operator.flops for operator in stage.operators) * self.micro_batches
         if visit.phase != "backward" or not spared or not rate.given:
@@ -131,7 +133,7 @@ class Costs:
         return without - (without - given) * (whole - visit.flops) / spared
 
     def _moved(self, visit: Visit) -> float:
-        """Returns bytes of boundaries, and of what norms make of them."""
+        """Returns the bytes of boundaries, and of what norms compute from them."""
         stage = self.model.stages[visit.stage]
         whole = self.boundary
         first_piece = _begins_table(stage)

@@ -1,7 +1,8 @@
-"""Says which stages' updates wait for the next forward: all where the gradient norm must be known first, else a share.
+"""Chooses the stages whose updates wait for the next forward: all if the gradient norm must be known first, else a share.
 
-A stage that is not deferred is updated as soon as its gradients are complete. One that is rests its gradients at their home
-and is updated in the next forward, before its own use: the same numbers, moved to where the store has less to do.
+A stage that is not deferred is updated as soon as its gradients are complete. The gradients of a deferred stage go to their
+home, and its update runs in the next forward, before the stage is used. The numbers are the same; the work moves to where the
+store has less to do.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from .plan_request import PlanRequest
 
 
 def deferrals(model: ModelSpec, request: PlanRequest) -> tuple[bool, ...]:
-    """Tells per stage whether its update waits for the next forward. What is left to the planner is not deferred yet."""
+    """Returns, per stage, whether its update waits for the next forward. False where the planner is still to choose."""
     if request.store_mode == "redo":  # gradients are what makes a step durable
         return deferred_stages(model, 1.0)
     return deferred_stages(model, 1.0 if request.clip_grad_norm is not None else request.defer or 0.0)
@@ -43,7 +44,8 @@ def deferred_stages(model: ModelSpec, share: float) -> tuple[bool, ...]:
 
 
 def _spread(indexes: Sequence[int], params: Sequence[int], wanted: float) -> set[int]:
-    """Takes those of `indexes` that hold `wanted` parameters, evenly spread: each as what is taken falls half of it behind."""
+    """Returns those of `indexes` that hold about `wanted` parameters, evenly spread. An index is taken when the sum so far is
+    half of it too small."""
     total = sum(params[index] for index in indexes)
     chosen: set[int] = set()
     passed = taken = 0

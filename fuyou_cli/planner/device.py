@@ -1,4 +1,4 @@
-"""Tells what crosses between the host and a device with memory of its own: weights up, gradients back, boundaries both ways."""
+"""Decides which copies a device with its own memory needs: weights go up, gradients come back, boundaries go both ways."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _There:
 
 
 class DeviceSide:
-    """Holds which stages' weights are on the device, of which generation. `stages`: a plan's."""
+    """Keeps track of which stages' weights are on the device, and of which generation. `stages`: a plan's."""
 
     def __init__(self, model: ModelSpec, stages: Sequence[StagePlan]) -> None:
         self.model = model
@@ -43,13 +43,14 @@ class DeviceSide:
 
     @property
     def held(self) -> set[int]:
-        """Returns stages that memory of the device is taken by: at home for good, streamed ones for now."""
+        """Returns the stages whose weights take device memory: those with a home there, and those streamed for now."""
         return self._at_home | self._there.keys()
 
     def upload(self, owner: int, generation: int, begin: Callable[[], int]) -> int | None:
-        """Makes the weights of `owner` be there; returns the ticket of their copy, or None for a stage without weights.
+        """Makes sure that the weights of `owner` are on the device. Returns the ticket of their copy, or None for a stage
+        without weights.
 
-        They stay until `WEIGHTS_ON_DEVICE` others were needed since, or for good at home.
+        They stay until `WEIGHTS_ON_DEVICE` other stages were needed since, or for the whole run if their home is there.
         """
         if self.model.stages[owner].params == 0:
             return None
@@ -64,11 +65,13 @@ class DeviceSide:
 
 
 def crossing(model: ModelSpec, index: int, phase: str, *, stash: bool, on_device: bool = False) -> tuple[int, int]:
-    """Returns boundaries of the whole batch that a visit of stage `index` takes to the device and brings back. `on_device`: the
-    batch is there, and only what is kept for backward crosses.
+    """Returns how many whole-batch boundaries a visit of stage `index` copies to the device and back. `on_device`: the batch
+    is there, so only what is kept for backward is copied.
 
-    The ids of an embedding are small. Pieces of a vocabulary go on with the rows that the ones before computed: what a cut head
-    sums in float32, in the compute dtype at the end. `stash`: the input is kept for backward, copied from the device."""
+    The ids of an embedding are small and not counted. Each piece of a vocabulary continues with the rows of the pieces before
+    it. A cut head sums in float32, and in the compute dtype at the end. `stash`: the input is kept for backward, copied from
+    the device.
+    """
     stage = model.stages[index]
     if on_device:
         return int(phase == "backward" and stage.keeps_input), int(stash)

@@ -1,4 +1,4 @@
-"""Describes memory of a device with memory of its own: what a plan takes of it, and which weights may stay there."""
+"""Computes what a plan takes of a device's own memory, and which weights may stay there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .schedule import Schedule
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceMemory:
-    """Holds bytes at most."""
+    """The most bytes that a plan takes of the device's memory."""
 
     homes: int = 0  # weights that rest there, beside their copy in RAM that updates write
     turns: int = 0  # weights of other stages, which take turns

@@ -1,13 +1,13 @@
-"""Tells which generations a run commits, and so which places of the store may be written over.
+"""Decides which generations a run commits, and therefore which places of the store may be overwritten.
 
 A committed generation is named by a manifest on stable storage. Generation 0, or the one a run was resumed at, is named when
-it begins; from then on every `every`-th is. The update of a named generation moves its stage to the next place of its ring
-(`spec.plan.Ring`), as soon as no manifest that is needed names what lies there. Any other generation is nobody's but the
-run's, and is updated in place: what was committed last is never touched (design.md, section 4).
+the run begins; after that every `every`-th. The update of a named generation moves its stage to the next place of its ring
+(`spec.plan.Ring`), once no manifest that is still needed names what lies there. No manifest names the other generations, so
+they are updated in place. What was committed last is never touched (design.md, section 4).
 
-`in_place`: every stage has places of its own, two as a rule, and moves on once its last generation is durable. `redo`: stages
-share places. What makes a step durable are its gradients; then its stages move one after the other to where others were, each
-as soon as a manifest says that those have moved, and a crash updates the rest again.
+`in_place`: every stage has places of its own, usually two, and moves on once its last generation is durable. `redo`: stages
+share places, and the gradients make a step durable. Stages then move one after the other to places that other stages have
+left, each as soon as a manifest says so. After a crash the remaining stages are updated again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CommitLedger:
         return generation == self.base or self.is_written(generation)
 
     def is_written(self, generation: int) -> bool:
-        """Tells whether what rests in RAM is written too by the update that makes this generation."""
+        """Returns whether the update to this generation also writes what rests in RAM."""
         return self.every is not None and generation % self.every == 0
 
     def next_turn(self, turn: int, generation: int) -> int:
@@ -40,8 +40,8 @@ class CommitLedger:
 
 
 def left_before(ring: Ring, turn: int) -> tuple[int, int]:
-    """Tells whose place a stage moves to behind `turn`: the index of the stage in the ring that was there last, and the turn
-    that a durable manifest must name of it, at least."""
+    """Returns which stage was in the place that a stage takes after `turn` (its index in the ring), and the least turn of that
+    stage that a durable manifest must name before."""
     if ring.stages == 1:
         return 0, turn
     if ring.index >= ring.spares:

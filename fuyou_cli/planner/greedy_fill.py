@@ -1,4 +1,4 @@
-"""Fills RAM: tensors that save most bytes of traffic per byte there first, and outputs of operators by FLOPs per byte."""
+"""Fills RAM. Tensors that save most traffic per byte of RAM come first; outputs of operators are ranked by FLOPs per byte."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """Holds tensors of one kind, of one stage or of all that share slots, which may rest in RAM instead of on the ssd."""
+    """Tensors of one kind that can rest in RAM instead of on the ssd: one stage's, or those of all stages that share slots."""
 
     kind: str
     stages: tuple[int, ...]
@@ -32,7 +32,7 @@ class Item:
 
     @property
     def order(self) -> tuple[float, int, int, int]:
-        """Sorts the most traffic saved per byte of RAM first, stages of one kind spread out over the step."""
+        """Returns a sort key: the most traffic saved per byte of RAM first, and stages of one kind spread over the step."""
         size = sum(self.sizes) - self.freed
         per_byte = self.saved / size if size > 0 else float("inf")
         return (-per_byte, KINDS.index(self.kind), spread(self.stages[0]), len(self.stages))
@@ -79,8 +79,8 @@ def _items_of(
 
 
 def _together(single: list[Item], homes: Homes, spans: Layout) -> Iterator[Item]:
-    """Joins all stages that share slots: once the last of them rests in RAM, the slots are not needed. Of a few large stages
-    (an embedding and a head) that is as much as they take at home."""
+    """Joins the tensors of all stages that share slots, because the slots are free once the last of these stages rests in RAM.
+    For a few large stages (an embedding and a head) the slots take as much as the homes."""
     shared: dict[tuple[str, int], list[Item]] = {}
     for item in single:
         stage = spans.stages[item.stages[0]]
@@ -130,7 +130,7 @@ def outputs_of(model: ModelSpec, request: PlanRequest) -> list[Output]:
 
 @dataclass(slots=True)
 class GreedyFill:
-    """Moves tensors to RAM while there is room. `before` holds what each move changed, to take moves back."""
+    """Moves tensors to RAM while there is room. `before` remembers what each move changed, so that moves can be undone."""
 
     context: PlacementContext
     request: PlanRequest
@@ -165,7 +165,7 @@ class GreedyFill:
         return Homes(**self.fields)
 
     def settle(self, items: Sequence[Item], *, share: float = 1.0) -> None:
-        """Moves tensors, in their order, as far as they fit in `share` of what is spare."""
+        """Moves tensors to RAM in order, as long as they fit in `share` of the spare RAM."""
         limit = self.spare - int(self.spare * share)  # what is to be left
         for item in items:
             tiers = self.fields[item.kind]
@@ -182,7 +182,7 @@ class GreedyFill:
             self._take(size, {item.kind: tiers})
 
     def keep(self, outputs: list[Output], *, share: float) -> None:
-        """Keeps outputs of operators, in their order, within `share` of what is spare; their boundary comes along."""
+        """Keeps outputs of operators in order, within `share` of the spare RAM. Their boundary moves to RAM with them."""
         limit = self.spare - int(self.spare * share)  # what is to be left
         for output in outputs:
             kept = self.fields["kept"][output.stage]
@@ -210,7 +210,7 @@ class GreedyFill:
         self.spare -= size
 
     def take_back(self) -> bool:
-        """Takes the last move back; whether there was one."""
+        """Undoes the last move. Returns False if there is none."""
         if self.before:
             self.fields.update(self.before.pop())
             return True

@@ -1,9 +1,8 @@
-"""Describes one run of a schedule on paper: the ledgers' runner, whose transfers, updates and copies are jobs of a virtual
-machine.
+"""Runs a schedule in simulation. It is the ledgers' runner; transfers, updates and copies are jobs of a virtual machine.
 
-`visit` is the executor's sequence: weights, boundary and a place for gradients first, then everything that comes next may
-start, then compute, then what was summed goes to rest or to its update. All decisions (which slot, what is prefetched, when an
-update may begin) are the ledgers', the same objects that a run uses.
+`visit` does what the executor does, in the same order: get the weights, the boundary and a place for gradients; start whatever
+can start next; compute; then send the gradients to rest or to their update. The ledgers make all decisions (which slot, what
+is prefetched, when an update may begin). A run uses the same ledgers.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _MANY_VISITS = 150  # from here on half as many: with so many stages when within
 
 
 class Imagined:
-    """Describes the ledgers' runner on a virtual machine: transfers and updates become jobs, waiting is letting time pass."""
+    """The ledgers' runner on a virtual machine. Transfers and updates become jobs, and waiting advances the clock."""
 
     def __init__(
         self,
@@ -60,7 +59,7 @@ class Imagined:
         self._looks = _LOOKS if len(schedule.visits) < _MANY_VISITS else _LOOKS // 2
 
     def let_go(self) -> None:
-        """Lets go of the ledgers, which call back here: what both hold is free at once, and waits for no cycle collector."""
+        """Breaks the reference cycle with the ledgers, so that memory is freed at once and not by the cycle collector."""
         del self.residency, self.boundaries, self.lookahead
 
     # ---- transfers (the ledgers call these) ------------------------------------------------------------------------
@@ -130,7 +129,7 @@ class Imagined:
     # ---- one visit -------------------------------------------------------------------------------------------------
 
     def visit(self, *, update: Callable[[int], None]) -> Visit:
-        """Runs the next one, as the executor does it. `update` hears of complete gradients."""
+        """Runs the next visit as the executor does. Calls `update` with each stage whose gradients are complete."""
         visit = self.lookahead.enter(self._stash)
         if visit.take:
             self.boundaries.ready(visit.stage, self.residency.wait_until)
@@ -173,7 +172,7 @@ class Imagined:
         self.lookahead.advance(self._begin_upload)
 
     def _stays(self, visit: Visit) -> bool:
-        """Tells whether the sum stays: that of a tied head that is not cut goes on in the embedding's backward."""
+        """Returns whether the sum stays on the device: a tied head that is not cut continues it in the embedding's backward."""
         return visit.phase == "head" and self.model.tied_head and not self.model.head_is_cut
 
     def _close_sum(self, visit: Visit, total: int, update: Callable[[int], None]) -> None:
@@ -203,9 +202,9 @@ class Imagined:
     # ---- compute ---------------------------------------------------------------------------------------------------
 
     def _compute(self, visit: Visit, first: list[int], *, up: float, down: float) -> None:
-        """Computes micro-batch by micro-batch: while one computes, the next one's inputs go up and the results of the one
-        before come down. Nothing hides the `first` upload and the last download, but that of an input that is kept: it goes
-        back while its micro-batch computes. `up`, `down`: bytes of one micro-batch."""
+        """Computes micro-batch by micro-batch. While one computes, the next one's inputs are uploaded and the results of the
+        one before are downloaded. Nothing hides the `first` upload and the last download. The download of a kept input is
+        hidden: it runs while its micro-batch computes. `up`, `down`: bytes of one micro-batch."""
         kept = kept_bytes(self.model.stages[visit.stage], self.plan.stages[visit.stage].kept)
         seconds = self.costs.compute_seconds(visit, kept)
         looks = min(self._looks, self.costs.micro_batches)
@@ -247,7 +246,7 @@ class Imagined:
         self._stand_still(lambda: ticket is None or self.machine.is_done(ticket), WEIGHTS_UP)
 
     def _stand_still(self, done: Callable[[], bool], cause: str) -> None:
-        """Waits for copies as a run does: nobody looks around meanwhile."""
+        """Waits for copies as a run does: nothing else is started in the meantime."""
         begin = self.machine.now
         while not done():
             self.pass_time()
@@ -288,7 +287,7 @@ class Imagined:
 
 
 def _content(plan: StagePlan, store_offset: int) -> str:
-    """Returns what rests at this place of the store."""
+    """Returns what this place of the store holds."""
     if plan.gradients_extent is not None and store_offset == plan.gradients_extent.offset:
         return "gradients"
     if plan.boundary_extent is not None and store_offset == plan.boundary_extent.offset:

@@ -1,7 +1,6 @@
-"""Goes one visit after the other: each takes its slots first, then what the next visits need is started, in order, as far as
-slots are free. So what is ahead never waits for something that a visit behind it holds. As soon as a visit has its own slots,
-what comes next may start, also while the visit waits for what its slots are to hold.
-"""
+"""Goes through the visits in order. Each visit takes its slots first; then what the next visits need is started, in order, as
+long as slots are free. So a later visit never holds a slot that an earlier one waits for. Once a visit has its own slots,
+prefetching goes on even while the visit waits for its data."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ _BEYOND = 6  # visits that slots may be free for beyond the lookahead: some need
 
 
 class Lookahead:
-    """Runs the visit under way, and prefetches for the `plan.lookahead` visits behind it, over the step's end as well. `tick`
-    moves everything that can move and calls `advance`."""
+    """Runs the current visit and prefetches for the `plan.lookahead` visits after it, across the end of the step as well.
+    `tick` moves everything that can move and calls `advance`."""
 
     def __init__(
         self, *, schedule: Schedule, residency: Residency, boundaries: BoundaryLedger, tick: Callable[[], None]
@@ -35,7 +34,7 @@ class Lookahead:
         self.cursor, self._last_step = -1, last
 
     def enter(self, stash: Callable[[Visit], None]) -> Visit:
-        """Returns the next visit once its slots are its own and its weights there. `stash` keeps its input for backward."""
+        """Returns the next visit once it has its slots and its weights are there. `stash` keeps its input for backward."""
         self.cursor += 1
         visit = self._visits[self.cursor]
         summed = (visit.stage if visit.owner is None else visit.owner) if visit.sum_gradients else None
@@ -57,7 +56,7 @@ class Lookahead:
         self._tick()
 
     def _take_slots(self, visit: Visit, stash: Callable[[Visit], None]) -> None:
-        """Takes slots for weights and boundary: what they are to hold is there or on its way."""
+        """Takes the slots for weights and boundary. Their contents are there or being transferred."""
         if visit.index in self._started:
             self._started.remove(visit.index)
         else:
@@ -68,7 +67,7 @@ class Lookahead:
             self._residency.wait_until(lambda: self._boundaries.try_prefetch(visit.stage), "a slot for a boundary")
 
     def _take_sum(self, visit: Visit, owner: int) -> None:
-        """Takes a place for the sum of the owner's gradients; where it is resumed, what rests is on its way there."""
+        """Takes a place for the owner's gradient sum. If a sum is resumed, its resting gradients are already being read."""
         if visit.resume:
             self._residency.wait_until(lambda: self._residency.try_resume_gradients(owner), "a slot for gradients")
         elif self._residency.model.stages[owner].params:
@@ -76,13 +75,13 @@ class Lookahead:
         self._summing = True
 
     def advance(self, nearest: Callable[[Visit, bool], None]) -> None:
-        """Starts what can be started. `nearest` hears of the very next visit once its weights are on their way and the
-        device is ready for them, and whether it is in the next step."""
+        """Starts what can be started. Calls `nearest` with the very next visit, once its weights are being read and the device
+        is ready for them, and with whether that visit is in the next step."""
         if self._settled and self._start_near(nearest):
             self._fetch_beyond()
 
     def _start_near(self, nearest: Callable[[Visit, bool], None]) -> bool:
-        """Starts all that the visits within the lookahead need, and tells whether all of it has started."""
+        """Starts what the visits within the lookahead need. Returns whether all of it has started."""
         resuming = self._summing  # so far; a visit that begins a new sum must not find its slot taken by one behind it
         for ahead in range(1, self._distance + 1):
             index, next_step = self._place(ahead)
@@ -116,7 +115,7 @@ class Lookahead:
             self._started.add(index)
 
     def _place(self, ahead: int) -> tuple[int, bool]:
-        """Returns the visit that many further on, and whether it is in the next step."""
+        """Returns the visit `ahead` places later, and whether it is in the next step."""
         index = self.cursor + ahead
         next_step = index >= len(self._visits)
         return index - len(self._visits) * next_step, next_step
@@ -126,11 +125,11 @@ class Lookahead:
         self._settled = False
 
     def give_up(self) -> None:
-        """Gives up what was started and is not needed: the stages let go of it."""
+        """Gives up what was started and is not needed. The stages release it."""
         for index in sorted(self._started):
             self._residency.release(self._visits[index])
         self._started.clear()
 
     def forget(self) -> None:
-        """Forgets a step that was given up; whoever says so lets go of everything."""
+        """Forgets a step that was given up. The caller frees everything it held."""
         self._started.clear()

@@ -1,6 +1,7 @@
-"""Says how much memory a placement takes: slots, homes, what compute allocates, and the process itself.
+"""Computes how much memory a placement takes: slots, homes, what compute allocates, and the process itself.
 
-Only `layout` hands out spans, for the arena and for the store; the run uses them, so the sums here are the plan's peaks.
+Only `layout` hands out spans, for the arena and for the store. The run uses the same spans, so the sums here are the plan's
+peaks.
 """
 
 from __future__ import annotations
@@ -110,9 +111,9 @@ def micro_sums(model: ModelSpec, request: PlanRequest) -> int:
 
 
 def _upload_slots(arena: Room, model: ModelSpec, request: PlanRequest) -> tuple[Span, ...]:
-    """Returns slots for copies, which beside compute need pinned memory. The arena is pinned; ids, targets and what the model's
-    own operators make between stages are not, and pass through these on their way up: one is filled while the other is
-    copied."""
+    """Returns slots for copies from memory that is not pinned. Copies beside compute need pinned memory. The arena is pinned,
+    but ids, targets and what the model's own operators compute between stages are not. They pass through these slots on their
+    way up: one is filled while the other is copied."""
     if request.device == "cpu" or request.batch_on_device:
         return ()
     numerics = request.numerics
@@ -167,7 +168,7 @@ def _slot_class(
 
 
 def _rests(model: ModelSpec, stage: int, deferred: bool) -> bool:
-    """Tells whether gradients of the stage need a home: until a deferred update, or from a tied head's backward to its own."""
+    """Returns whether the stage's gradients need a home: until a deferred update, or from a tied head's backward to its own."""
     return deferred or model.has_two_users(stage)
 
 
@@ -215,7 +216,7 @@ def _stage(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComputeMemory:
-    """Holds bytes compute allocates at most, beside the arena, on the host."""
+    """The most bytes that compute allocates on the host, outside the arena."""
 
     whole_batch: int
     stage: int
