@@ -83,8 +83,7 @@ def _predict(costs: Costs, request: PlanRequest, placed: Layout, schedule: Sched
 
 
 def _memory_lines(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, placed: Layout) -> tuple[MemoryLine, ...]:
-    """Lists what each kind of tensor takes in each tier. Weights with a home on the device are in RAM as well: updates write
-    there."""
+    """Lists what each kind takes in each tier. Weights with a home on a device are in RAM as well, where updates write them."""
     item = ITEM_SIZE[model.compute_dtype]
     states_item = model.state_item
     params = model.stored_parameters

@@ -75,8 +75,7 @@ class BoundaryLedger:
             )
 
     def try_prefetch(self, stage: int) -> bool:
-        """Starts reading a boundary from the ssd. Returns False if no slot is free, or if it is still being copied or written.
-        """
+        """Starts reading a boundary from the ssd. False: no slot is free, or it is still being copied or written."""
         kept = self.kept[stage]
         if not kept.sealed or kept.write is not None:
             return False
