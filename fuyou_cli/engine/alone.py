@@ -1,5 +1,5 @@
-"""Describes one stage of a model by itself, with random weights: computed as the executor computes a micro-batch, so that its
-time is what a run sees. No other stage's weights exist."""
+"""Computes one stage of a model by itself, with random weights, in the same way as the executor computes a micro-batch. So
+its time is the time a run sees. No other stage's weights exist."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class BlockAlone:
         self._recompute(lambda flat: GivingBack(values, kept, self._spec, flat))
 
     def _recompute(self, made: Callable[[torch.Tensor], Sparing]) -> None:
-        """Runs forward inside what `made` returns for the weights, and backward."""
+        """Runs forward inside the mode that `made` returns for the weights, then backward."""
         x = self._input.detach().requires_grad_(True)
         flat, total = self._visit()
         with torch.enable_grad(), self._buffers_placed(), self._stage.installed(flat, trainable=True) as parameters:
@@ -79,7 +79,7 @@ class BlockAlone:
 
     @contextmanager
     def _buffers_placed(self) -> Iterator[None]:
-        """Sees to it that inside, the stage's buffers are on the device: the skeleton stays as it was."""
+        """Puts the stage's buffers on the device inside the context, and puts the old ones back afterwards."""
         assert self._stage.module is not None
         with put_back(self._stage.module):
             for module, name, copy in self._buffers:
@@ -87,14 +87,14 @@ class BlockAlone:
             yield
 
     def _visit(self) -> tuple[torch.Tensor, GradientSum]:
-        """Returns weights, and the sum of their gradients, of the next micro-batch."""
+        """Returns the weights, and the sum of their gradients, for the next micro-batch."""
         number = self._done // self._micro_batches % len(self._visits)
         self._done += 1
         return self._visits[number]
 
 
 class _Remembering(Sparing):
-    """Copies in `outputs` what every operator returns that can be kept."""
+    """Copies into `outputs` the result of every operator that can be kept."""
 
     def __init__(self, stage: StageSpec, flat: torch.Tensor, outputs: Outputs) -> None:
         super().__init__(stage, flat)
@@ -149,7 +149,7 @@ class HeadAlone:
                 torch.autograd.backward([y], slope, inputs=[piece, *parameters])
 
     def _seen(self) -> TokenLoss:
-        """Returns losses as after a first pass over every column: totals are not zero."""
+        """Returns losses as after a first pass over every column: the totals are not zero."""
         tokens = TokenLoss.of(self._targets)
         tokens.maximum.zero_()
         tokens.total.fill_(1.0)
@@ -157,7 +157,7 @@ class HeadAlone:
 
 
 class _Reached(Exception):
-    """Says that the stage that was wanted is called: nothing after it matters."""
+    """Raised when the wanted stage is called: nothing after it needs to run."""
 
     def __init__(self, call: StageCall, x: torch.Tensor) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Describes the boundary of each stage (its input, the whole step's batch) as tensors: copied to where the ledger keeps it.
+"""Holds each stage's boundary (its input, for the whole step's batch) as tensors, copied to where the ledger keeps it.
 
-With it rest the outputs of the operators that the plan keeps (`activations.swap`), each micro-batch's behind its own rows.
+The outputs of operators that the plan keeps (`activations.swap`) are stored with it: each micro-batch's after its own rows.
 """
 
 from __future__ import annotations
@@ -63,24 +63,24 @@ class Boundaries:
         self._unsealed.add(stage)
 
     def rows(self, stage: int, number: int) -> torch.Tensor:
-        """Returns where one micro-batch's rows rest, between `room` or `take` and `seal` or `drop`."""
+        """Returns the rows of one micro-batch where they are kept. Valid between `room` or `take` and `seal` or `drop`."""
         kind, micro = self._kinds[stage], self.plan.numerics.micro_batch_size
         shape = torch.Size((min(micro, kind.shape[0] - number * micro), *kind.shape[1:]))
         begin = self.ledger.where(stage).offset + number * kind.layout.record
         return self.memory.tensor(Span(offset=begin, size=shape.numel() * kind.dtype.itemsize), kind.dtype).view(shape)
 
     def awaits(self, stage: int, *copies: Event) -> None:
-        """Hears of copies between the device and where the stage's boundary rests."""
+        """Notes copies between the device and the place of the stage's boundary."""
         self._copies.setdefault(stage, deque()).extend(copies)
 
     def seal(self, stage: int) -> None:
-        """Hears that the stage's forward is submitted: what rests is in its place once its copies are over."""
+        """Notes that the stage's forward is submitted. The boundary is complete once its copies are over."""
         if stage in self._unsealed:
             self._unsealed.remove(stage)
             self._follow(stage, self.ledger.seal)
 
     def advance(self) -> None:
-        """Does what waits for copies that are over, and what the ledger waits for. Never waits."""
+        """Handles copies that are over, and then the ledger's own work. Never waits."""
         while self._after and self._are_over(self._after[0][0]):
             stage, follows = self._after.popleft()
             self._copies.pop(stage, None)
@@ -88,7 +88,8 @@ class Boundaries:
         self.ledger.advance()
 
     def _are_over(self, stage: int) -> bool:
-        """Tells whether the stage's copies are over. One that is is not asked again: this is done after every layer."""
+        """Returns whether the stage's copies are over. Finished copies are not asked again, because this runs after every
+        layer."""
         left = self._copies.get(stage, ())
         while left and left[0].done():
             left.popleft()
@@ -117,7 +118,7 @@ class Boundaries:
         return Span(offset=self.ledger.where(stage).offset + within.offset, size=within.size)
 
     def drop(self, stage: int) -> None:
-        """Hears that the stage's backward is submitted: what rests is not wanted once its copies are over."""
+        """Notes that the stage's backward is submitted. The boundary is freed once its copies are over."""
         self._follow(stage, self.ledger.drop)
 
     def _layout(self, stage: int, boundary: torch.Tensor) -> BoundaryLayout:

@@ -1,7 +1,7 @@
-"""Tells how a model's own forward calls its stages, and what they return.
+"""Finds how a model's own forward calls its stages, and what they return.
 
-`stage_calls` finds it out by running the forward on fake tensors, so nothing is computed and no weight need be there. What
-cannot be streamed is refused here, by name, before a plan is made of it, and again where a run meets it.
+`stage_calls` runs the forward on fake tensors, so nothing is computed and no weights are needed. A model that cannot be
+streamed is refused here, by name, before it is planned, and again if a run meets the problem.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TRIED = (2, 3)  # rows and tokens of a first look: more than one row, so that wh
 
 @dataclass(frozen=True, slots=True)
 class StageCall:
-    """Describes one call of a stage's own forward, without the stage's input: to be repeated for others."""
+    """One call of a stage's own forward, without the stage's input, so that it can be repeated with other inputs."""
 
     name: str
     original: Callable[..., Any]
@@ -50,7 +50,8 @@ class StageCall:
     def split(
         cls, name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[StageCall, torch.Tensor]:
-        """Tells the stage's input from what is the same for all rows. Raises UsageError for what is not."""
+        """Separates the stage's input from the arguments that are the same for all rows. Raises UsageError for any other
+        argument."""
         key = _input_key(args, kwargs, name)
         x = args[0] if key is None else kwargs[key]
         assert isinstance(x, torch.Tensor)
@@ -60,12 +61,12 @@ class StageCall:
         return call, x
 
     def placed(self, place: Callable[[torch.Tensor], torch.Tensor]) -> StageCall:
-        """Returns the same call with `place` of every tensor."""
+        """Returns the same call with `place` applied to every tensor."""
         rest, named = tree_map_only(torch.Tensor, place, (self.rest, self.named))
         return replace(self, rest=rest, named=named)
 
     def output(self, x: torch.Tensor) -> Any:
-        """Returns what the stage's own forward makes of `x`."""
+        """Returns the output of the stage's own forward for `x`."""
         if self.key is None:
             return self.original(x, *self.rest, **self.named)
         return self.original(*self.rest, **{self.key: x}, **self.named)
@@ -75,13 +76,13 @@ class StageCall:
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
-    """Returns the forward of the module's class, whatever has been put in its place."""
+    """Returns the forward of the module's class, even if the instance's `forward` was replaced."""
     forward: Callable[..., Any] = type(module).forward.__get__(module)
     return forward
 
 
 def _input_key(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> str | None:
-    """Finds the stage's input: None for the first positional argument, else a keyword."""
+    """Returns the keyword of the stage's input, or None if it is the first positional argument."""
     if isinstance(kwargs.get("position_ids"), torch.Tensor) and name.rsplit(".", 1)[-1] == "embed_positions":
         return "position_ids"
     if args and isinstance(args[0], torch.Tensor):
@@ -113,7 +114,7 @@ def check_shared(value: Any, name: str) -> None:
 
 
 class NotKept:
-    """Stands for what a stage returned beside its boundary. Gradients would miss it: a model that uses it is refused."""
+    """Stands for what a stage returned in addition to its boundary. It gets no gradient, so a model that uses it is refused."""
 
     def __init__(self, stage: str) -> None:
         self._stage = stage
@@ -190,7 +191,7 @@ class _NothingLeftOut(TorchFunctionMode):
 
 
 def _line_of_a_model(error: BaseException) -> str:
-    """Returns where the library's own code looked at a value."""
+    """Returns the line of the library's own code that looked at a value."""
     frames = traceback.extract_tb(error.__traceback__)
     package = Path(transformers.__file__).parent
     ours = [frame for frame in frames if Path(frame.filename).is_relative_to(package)]

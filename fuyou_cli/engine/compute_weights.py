@@ -61,7 +61,7 @@ class ComputeWeights:
             self._upload(owner, self.memory.tensor(span, self.dtype, self.model.stages[owner].params), generation)
 
     def computed(self, owner: int) -> None:
-        """Has what goes to the place of these weights next wait for the visit that was submitted last."""
+        """Makes whatever is copied over these weights next wait for the visit that was submitted last."""
         for uploaded in (*self.turns, *self.homes.values()):
             if uploaded.owner == owner:
                 uploaded.used = self.device.computed()

@@ -11,7 +11,7 @@ _MOST = 1 << 16  # micro-batches of a step that are remembered
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Tells when one computed, in monotonic seconds. `number`: its place in the visit."""
+    """When one micro-batch computed, in monotonic seconds. `number`: its place in the visit."""
 
     phase: str
     stage: int
@@ -47,6 +47,6 @@ class Computing:
         self._visit.clear()
 
     def take(self) -> list[MicroBatch]:
-        """Returns those since the last call. Waits for the device where it is not done with them."""
+        """Returns the micro-batches recorded since the last call. Waits for those that the device is still computing."""
         seen, self._seen = self._seen, []
         return [MicroBatch(phase, stage, number, begin(), end()) for phase, stage, number, begin, end in seen]

@@ -38,7 +38,7 @@ def nothing_beside(number: int) -> None:
 
 @dataclass(slots=True)
 class _Slot:
-    """Describes one slot. `busy`: the last copy out of it."""
+    """One upload slot. `busy`: the last copy out of it."""
 
     memory: torch.Tensor  # uint8, pinned
     busy: Event | None = None
@@ -87,16 +87,16 @@ class Crossings:
 
 @dataclass(slots=True)
 class _Input:
-    """Holds device memory of one micro-batch's boundary. `used`: the end of the compute that read it last."""
+    """Device memory for one micro-batch's boundary. `used`: the end of the compute that read it last."""
 
     memory: torch.Tensor  # uint8
     used: Event | None = None
 
 
 class Inputs:
-    """Holds boundaries on their way to a device that has the rest of the batch: two places take turns, over the end of a visit
-    as well. So the first of a visit goes up while the last of the visit before still computes. `ahead`: micro-batches whose
-    compute is submitted and not over, but for the next."""
+    """Boundaries on their way to a device that holds the rest of the batch. Two places take turns, also across the end of a
+    visit, so a visit's first boundary is uploaded while the visit before still computes. `ahead`: micro-batches that are
+    submitted and not yet computed, not counting the next."""
 
     def __init__(self, device: Device, size: int, places: int, *, ahead: int) -> None:
         self._device, self._most_ahead = device, ahead
@@ -106,7 +106,7 @@ class Inputs:
         self._begun = deque[Event]()  # micro-batches, each by the end of the compute before it
 
     def upload(self, host: torch.Tensor) -> tuple[torch.Tensor, Event]:
-        """Asks for the copy of one micro-batch's boundary, at most once between two turns."""
+        """Starts the copy of one micro-batch's boundary. At most one call between two turns."""
         size = host.numel() * host.element_size()
         self._places.append(self._places.pop(0))
         self._next = place = self._places[-1]
@@ -117,7 +117,8 @@ class Inputs:
         return target, self._device.upload(host, target, after=None if place is self._computing else place.used)
 
     def turn(self) -> None:
-        """Hears: another micro-batch is about to compute. How far the host is ahead bounds the device's memory."""
+        """Notes that another micro-batch is about to compute. Limits how far the host runs ahead, and so the device's
+        memory."""
         before = self._device.computed()
         if self._computing is not None:
             self._computing.used = before
@@ -128,7 +129,7 @@ class Inputs:
 
 
 class Arriving:
-    """Holds inputs of the micro-batches of one visit, in turn; the first is on its way. `uploads`: of all so far."""
+    """The inputs of one visit's micro-batches, in order; the first is on its way. `uploads`: of all so far."""
 
     def __init__(self, crossings: Crossings, sources: Iterable[Source], beside: Beside) -> None:
         self._crossings, self._sources, self._beside = crossings, iter(sources), beside
@@ -138,7 +139,7 @@ class Arriving:
         self._ahead: list[tuple[torch.Tensor, Event]] = self._begin() if self._separate else []
 
     def take(self) -> list[torch.Tensor]:
-        """Returns what the next micro-batch computes with, from now on; what the one behind it does is on its way."""
+        """Returns the inputs of the next micro-batch, to compute with from now on. Starts the upload of the one after it."""
         if (computing := self._crossings.computing) is None:
             return self._taken()
         computing.end()
@@ -169,7 +170,7 @@ class Arriving:
         return begun
 
     def _there(self, tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, Event]]:
-        """Sends up what rests in the arena; all else is on the device."""
+        """Uploads what is in the arena; everything else is on the device already."""
         inputs, memory = self._crossings.inputs, self._crossings.memory
         assert inputs is not None
         return [inputs.upload(tensor) if memory.holds(tensor) else (tensor, Event()) for tensor in tensors]
@@ -186,7 +187,7 @@ class Arriving:
         return begun
 
     def _pinned(self, slot: _Slot, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies those that do not rest in the arena into this turn's slot, as far as there is room."""
+        """Copies the tensors that are not in the arena into this turn's slot, as far as there is room."""
         if slot.busy is not None:
             with self._crossings.waiting(BOUNDARIES_ACROSS):
                 slot.busy.synchronize()  # sync: the upload of the micro-batch before last, which has been computed with
@@ -203,14 +204,14 @@ class Arriving:
 
 @dataclass(frozen=True, slots=True)
 class _Return:
-    """Describes a result on its way to the host. `part`: the device's memory is not used for something else meanwhile."""
+    """A result on its way to the host. `part`: held so that its device memory is not reused in the meantime."""
 
     part: torch.Tensor
     event: Event
 
 
 class Leaving:
-    """Holds what leaves the device in one visit, micro-batch by micro-batch: in its place while the next one computes."""
+    """The results that one visit copies to the host, micro-batch by micro-batch. One is copied while the next computes."""
 
     def __init__(self, crossings: Crossings) -> None:
         self._device, self._waiting, self._across = crossings.device, crossings.waiting, crossings.across
@@ -236,7 +237,7 @@ class Leaving:
         return event
 
     def settle(self) -> None:
-        """Waits until everything is in its place."""
+        """Waits until every result is in its place."""
         while self._under_way:
             self._arrive()
 
@@ -254,7 +255,7 @@ class Leaving:
 
 
 class Gathering:
-    """Describes a visit's results as one tensor of the whole batch, in host memory or on the device."""
+    """A visit's results as one tensor of the whole batch, in host memory or on the device."""
 
     def __init__(self, crossings: Crossings, rows: int) -> None:
         self.leaving, self._crossings, self._rows = Leaving(crossings), crossings, rows

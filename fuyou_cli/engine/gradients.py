@@ -1,11 +1,11 @@
-"""Describes the way of gradients from compute to their update: summed where the device computes, brought to the host, handed
+"""Takes gradients from compute to their update: sums them where the device computes, copies them to the host, hands them
 over.
 
-Each parameter's gradient is added the moment autograd has it and dropped at once, so that only one tensor's gradient exists
-beside the sum. The order of additions is the order of micro-batches: it is part of the numerics.
+Each parameter's gradient is added as soon as autograd has it, then dropped, so only one tensor's gradient exists beside the
+sum. The order of additions is the order of micro-batches: it is part of the numerics.
 
-On device cpu a stage's gradients are summed where they rest. A device with memory of its own sums, and squares, in spans that
-take turns with their downloads; what follows a download runs when somebody looks (`advance`) or waits (`settle`).
+On device cpu a stage's gradients are summed where they rest. A device with its own memory sums and squares them in spans
+that take turns with their downloads. What follows a download runs in `advance` or `settle`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HandOver = Callable[[int, torch.Tensor, list[float]], None]  # (stage, its gradi
 
 @dataclass(slots=True)
 class GradientSum:
-    """Describes the gradients of one stage in one flat tensor (host or device memory), laid out like its weights."""
+    """The gradients of one stage in one flat tensor (host or device memory), laid out like its weights."""
 
     stage: StageSpec
     flat: torch.Tensor
@@ -139,7 +139,7 @@ def _nonfinite(spec: TensorSpec, host: torch.Tensor, dtype: Dtype) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Download:
-    """Holds complete gradients on their way to the host: the device span they leave, their squares, and what follows."""
+    """Complete gradients on their way to the host: the device span they leave, their squares, and what follows the copy."""
 
     event: Event
     squares: Squares | None  # None: nobody asks for them
@@ -150,13 +150,13 @@ class _Download:
         return self.event.done() and (self.squares is None or self.squares.done())
 
     def wait(self) -> list[float]:
-        """Waits until the span is nobody's; returns the squares. Raises what a copy that failed has raised."""
+        """Waits until the span is free and returns the squares. Raises the error of a copy that failed."""
         self.event.synchronize()
         return [] if self.squares is None else self.squares.result()
 
 
 class GradientSums:
-    """Describes the sums under way, by stage. Complete ones go to `hand_over`."""
+    """The sums under way, by stage. Complete ones are passed to `hand_over`."""
 
     def __init__(
         self,
@@ -206,11 +206,11 @@ class GradientSums:
         return self._sums[owner]
 
     def close(self, owner: int, total: GradientSum | None) -> None:
-        """Hands over the stage's gradients, which are complete, once they are in host memory."""
+        """Hands over the stage's complete gradients once they are in host memory."""
         self._bring(owner, total, partial(self._hand_over, owner), look=True)
 
     def rest(self, owner: int, total: GradientSum | None) -> None:
-        """Lets the sum rest, to which one of two users has added its gradients, until the other resumes it."""
+        """Stores the sum after one of its two users has added its gradients, until the other user resumes it."""
         self._bring(owner, total, lambda host, squares: self.residency.rest_gradients(owner), look=False)
 
     def _bring(
@@ -238,12 +238,12 @@ class GradientSums:
         self._downloads.append(_Download(event, squares, _whole(total.flat), arrived))
 
     def advance(self) -> None:
-        """Hands over what has arrived. Never waits."""
+        """Hands over the gradients that have arrived. Never waits."""
         while self._downloads and self._downloads[0].done():
             self._arrive()
 
     def settle(self) -> None:
-        """Waits until everything under way has arrived and is handed over."""
+        """Waits until all gradients under way have arrived and are handed over."""
         while self._downloads:
             with self._waiting(GRADIENTS_ACROSS):
                 self._downloads[0].wait()
@@ -268,5 +268,5 @@ class GradientSums:
 
 
 def _whole(flat: torch.Tensor) -> torch.Tensor:
-    """Returns the uint8 device span a typed view was cut from."""
+    """Returns the uint8 device span that a typed view was cut from."""
     return torch.as_strided(flat.view(torch.uint8), (flat.untyped_storage().nbytes(),), (1,), 0)

@@ -26,7 +26,7 @@ class HostMemory:
         return flat if count is None else flat[:count]
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Tells whether it lies in the arena, which a device may have pinned."""
+        """Returns whether the tensor is in the arena, which a device may have pinned."""
         begin = torch.frombuffer(self.arena.view(0, 1), dtype=torch.uint8).data_ptr()
         return begin <= tensor.data_ptr() < begin + self.arena.size
 

@@ -54,7 +54,7 @@ class _HostWait:
 
 
 class Committing(Protocol):
-    """Stands for whoever makes states durable."""
+    """The part of checkpointing that makes states durable."""
 
     def complete(self, generation: int) -> None:
         """Hears that every stage has reached `generation`, and stays at it until that is durable."""
@@ -70,7 +70,7 @@ class Committing(Protocol):
 
 
 class Unkept:
-    """Keeps no states: they are given up with the process."""
+    """Keeps no states: they are lost when the process ends."""
 
     def complete(self, generation: int) -> None:
         pass
@@ -149,7 +149,7 @@ class DaemonMoves:
 
     @contextmanager
     def waiting(self, cause: str) -> Iterator[None]:
-        """Notes that inside, the host waits, or has compute wait, for `cause`."""
+        """Records a stall of `cause`: inside, the host waits or makes compute wait."""
         begin, over = time.monotonic(), self._mark()
         yield  # a device that has failed is not asked
         self._open.append(_HostWait(cause, begin, over, self._mark()))

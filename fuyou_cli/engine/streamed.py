@@ -21,7 +21,7 @@ from .calls import StageCall, boundary_of, own_forward, with_boundary
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Describes one call of a stage's own forward, to be repeated per micro-batch: `run(x)` with the other arguments bound."""
+    """One call of a stage's own forward, to be repeated per micro-batch: `run(x)` with the other arguments bound."""
 
     stage: int
     run: Callable[[torch.Tensor], torch.Tensor]
@@ -50,11 +50,11 @@ class Streamed:
     gradient: torch.Tensor | None = None
 
     def take(self, gradient: torch.Tensor) -> None:
-        """Adds what one user of the output wants of it."""
+        """Adds the gradient from one user of the output."""
         self.gradient = gradient if self.gradient is None else self.gradient + gradient
 
     def taken(self) -> torch.Tensor:
-        """Returns the whole gradient, which is nobody's any more."""
+        """Returns the whole gradient and forgets it."""
         gradient, self.gradient = self.gradient, None
         assert gradient is not None, self.call.stage
         return gradient
@@ -91,7 +91,7 @@ class Tape:
         self._calls.clear()
 
     def run(self, call: Call, x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-        """Returns what the stage makes of `x`, and remembers the call."""
+        """Runs the stage on `x`, remembers the call and returns the output."""
         edge = get_gradient_edge(x) if x.requires_grad else None
         streamed = Streamed(call, None if x.is_floating_point() else x, edge)
         self._calls.append(streamed)
@@ -99,7 +99,7 @@ class Tape:
         return y
 
     def hand_on(self, edge: GradientEdge, gradient: torch.Tensor) -> None:
-        """Takes a gradient from where it was computed to the stages whose outputs it belongs to."""
+        """Passes a computed gradient on to the stages whose outputs it belongs to."""
         if isinstance(edge.node, StreamedStage._backward_cls):
             node: Any = edge.node
             node.streamed.take(gradient)

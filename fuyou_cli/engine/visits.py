@@ -45,7 +45,7 @@ class Interval:
 
 
 class Watcher(Protocol):
-    """Stands for whoever hears how a step goes on."""
+    """Hears how a step goes on."""
 
     between_micro_batches: Callable[[], None]
     after_visit: Callable[[Visit], None]
@@ -164,7 +164,7 @@ class Visits:
             torch.autograd.backward([y], None if grad_y is None else [grad_y], inputs=leaves)
 
     def leave(self, visit: Visit, begin: float) -> None:
-        """Ends the visit, whose compute is submitted."""
+        """Ends the visit. Its compute is submitted."""
         self._left.append((visit, begin, self.device.mark()))
         if self.crossings.computing is not None:
             self.crossings.computing.leave(visit.phase, visit.stage)

@@ -1,8 +1,8 @@
-"""Cuts embedding and head along the vocabulary: whether a model allows it, how many rows a piece has, and the stages
-that come of it.
+"""Cuts embedding and head along the vocabulary: whether a model allows it, how many rows a piece has, and the resulting
+stages.
 
-A large vocabulary would otherwise be two stages several times the size of a block, and every slot as large as they are.
-What the model's own code does to embeddings and logits is tried on small tensors, never known by a family's name.
+Otherwise a large vocabulary would be two stages several times the size of a block, and every slot would be as large. What
+the model's own code does to embeddings and logits is tried on small tensors, never derived from a family's name.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _largest(anatomy: Anatomy) -> tuple[int, int]:
 
 
 def obstacle(anatomy: Anatomy) -> str | None:
-    """Tells why embedding and head cannot be computed by pieces of their rows; None when they can."""
+    """Returns why embedding and head cannot be computed by pieces of their rows, or None if they can."""
     embedding, head = anatomy.model.get_input_embeddings(), anatomy.model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return "its head is not a plain linear layer"

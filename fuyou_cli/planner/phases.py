@@ -1,4 +1,4 @@
-"""Describes RAM of the phases around training, from a plan's own table of memory."""
+"""Computes the RAM of each phase of a run (also before and after training) from a plan's own table of memory."""
 
 from __future__ import annotations
 

@@ -40,14 +40,14 @@ def plan(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> P
 
 
 def made_of(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, choice: Choice) -> Plan | None:
-    """Returns the plan of this choice; None where it does not fit."""
+    """Returns the plan of this choice, or None if it does not fit."""
     found = Placing(model, hardware, request).placed(choice)
     return found.plan if found is not None else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Placed:
-    """Describes a plan, and what the closed form says of its step. Seconds."""
+    """A plan, and what the closed form says about its step. Times are in seconds."""
 
     plan: Plan
     schedule: Schedule
@@ -57,7 +57,7 @@ class Placed:
 
 
 class Placing:
-    """Places choices of one run. What several have in common is found once; equal homes give one and the same object."""
+    """Places the choices of one run. What several choices share is computed once; equal homes give the same object."""
 
     def __init__(self, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> None:
         request = with_batch(model, request)
@@ -72,7 +72,7 @@ class Placing:
         self._kept: dict[float, Kept] = {}  # by share swapped
 
     def placed(self, choice: Choice) -> Placed | None:
-        """Returns the plan of this choice; None where it does not fit."""
+        """Returns the plan of this choice, or None if it does not fit."""
         asked, deferred = self._asked(choice)
         pipeline = (choice.lookahead, choice.gradient_slots, deferred)
         start = self._started(asked, choice, pipeline)
@@ -86,7 +86,7 @@ class Placing:
         return self._filled[known]
 
     def _asked(self, choice: Choice) -> tuple[PlanRequest, tuple[bool, ...]]:
-        """Returns what is asked for with the choice's share of deferred updates, and which these are."""
+        """Returns the request with the choice's share of deferred updates, and which stages are deferred."""
         if choice.defer not in self._deferring:
             asked = as_chosen(self.request, choice)
             self._deferring[choice.defer] = asked, deferrals(self.model, asked)
@@ -128,7 +128,7 @@ class Placing:
         )
 
     def _committing(self, asked: PlanRequest, plain: Placed, schedule: Schedule) -> Placed:
-        """Returns the same plan with commits, which it has none of yet."""
+        """Returns the same plan with commits added."""
         guess, commit = guessed_interval(self.costs, plain.plan, step=plain.estimate)
         every = guess if asked.commit_every == "auto" else asked.commit_every
         assert every is not None
@@ -142,7 +142,7 @@ class Placing:
         return layout(self._context, asked, homes, lookahead=choice.lookahead, gradient_slots=choice.gradient_slots)
 
     def _started(self, asked: PlanRequest, choice: Choice, pipeline: tuple[object, ...]) -> _Start | None:
-        """Returns homes with nothing moved to RAM yet; None where even that does not fit."""
+        """Returns homes with nothing moved to RAM yet, or None if even that does not fit."""
         if choice.swap not in self._kept:
             self._kept[choice.swap] = _kept(self.model, asked, choice.swap)
         key = (self._kept[choice.swap], pipeline)
@@ -163,7 +163,7 @@ class Placing:
         )
 
     def _everything(self, asked: PlanRequest, choice: Choice, homes: Homes, items: list[Item]) -> GreedyFill | None:
-        """Returns all of it in RAM; None where it does not fit."""
+        """Returns the filling with everything in RAM, or None if that does not fit."""
         weights, boundaries, gradients, states = (_settled(homes, items, kind) for kind in KINDS)
         everything = replace(homes, weights=weights, boundaries=boundaries, gradients=gradients, states=states)
         peaks = host_peaks(self.model, self.hardware, asked, self._layout(asked, everything, choice))
@@ -185,7 +185,7 @@ class Placing:
         return filling
 
     def _within(self, filling: GreedyFill, choice: Choice) -> tuple[Homes, Layout]:
-        """Takes back what moved last while the sums were a little short of what the layout takes."""
+        """Undoes the last moves until the layout fits: the estimate before it may be slightly too small."""
         while True:
             spans = self._layout(filling.request, filling.homes, choice)
             peaks = host_peaks(self.model, self.hardware, filling.request, spans)
@@ -198,7 +198,7 @@ def as_chosen(request: PlanRequest, choice: Choice) -> PlanRequest:
 
 
 def least_memory(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> int:
-    """Returns bytes of the whole process with nothing at home in RAM that may rest on the ssd."""
+    """Returns the bytes of the whole process when everything that may rest on the ssd does."""
     request = with_batch(model, request)
     context, homes = PlacementContext(model, request), _start(model, request, 0.0)
     spans = (
@@ -209,7 +209,7 @@ def least_memory(model: ModelSpec, hardware: HardwareProfile, request: PlanReque
 
 
 def too_small(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> PlanError:
-    """Makes the error; what would help is said by whoever can plan changed recipes."""
+    """Builds the error. Suggestions are added by callers that can plan changed recipes."""
     smallest = least_memory(model, hardware, request)
     return PlanError(
         f"does not fit: the run needs at least {gib(smallest)} of RAM, offload.max_memory.cpu is {gib(request.cpu_budget)}"
@@ -218,7 +218,7 @@ def too_small(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Start:
-    """Tells where the filling of RAM begins, and what may move there, in the order in which it does."""
+    """Where the filling of RAM begins, and what may move there, in order."""
 
     nothing: GreedyFill  # in RAM yet
     everything: GreedyFill | None  # that may be; None where it does not fit
@@ -226,14 +226,15 @@ class _Start:
 
 
 def _settled(homes: Homes, items: list[Item], kind: str) -> tuple[Tier, ...]:
-    """Returns tiers of a kind, all that may be in RAM there."""
+    """Returns the tiers of one kind when all that may be in RAM is there."""
     tiers: tuple[Tier, ...] = getattr(homes, kind)
     moved = {stage for item in items if item.kind == kind for stage in item.stages}
     return tuple("cpu" if stage in moved else tier for stage, tier in enumerate(tiers))
 
 
 def _start(model: ModelSpec, request: PlanRequest, swap: float) -> Homes:
-    """Puts all on the ssd but what the recipe pins, with `swap` of the outputs; stages without such a tensor say cpu."""
+    """Puts everything on the ssd except what the recipe fixes, with `swap` of the outputs. A stage without such a tensor
+    says cpu."""
     count = len(model.stages)
     keeps = [stage.keeps_input for stage in model.stages]
     deferred = deferrals(model, request)

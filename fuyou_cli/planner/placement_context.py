@@ -1,4 +1,4 @@
-"""Tells what all placements of one model and batch have in common, found once: a search makes hundreds."""
+"""Computes, once, what all placements of one model and batch share: a search makes hundreds of placements."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Room:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AtRest:
-    """Holds what of a stage survives a run: spans within a place of its ring, and in redo its durable gradients."""
+    """What survives a run, for one stage: spans within a place of its ring and, in redo, its durable gradients."""
 
     ring: Ring
     weights: Span

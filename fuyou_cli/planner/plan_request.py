@@ -1,4 +1,4 @@
-"""Tells what a plan is asked for: the recipe's placement and batch keys, resolved to numbers, without the recipe's types."""
+"""Defines what a plan is asked for: the recipe's placement and batch keys as numbers, without the recipe's types."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CHUNKS_ON_THE_WAY = 5  # being read or written while every update thread has on
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRequest:
-    """Holds what is asked for; `None` leaves a choice to the planner. Sizes are bytes."""
+    """What a plan is asked for. `None` leaves the choice to the planner. Sizes are bytes."""
 
     numerics: Numerics
     model_name: str
@@ -53,15 +53,15 @@ class PlanRequest:
 
     @property
     def asked_interval(self) -> int | None:
-        """Returns steps between commits; None also where the planner says so, who does last of all."""
+        """Returns the steps between commits. None also if the planner chooses them, which it does last of all."""
         return None if self.commit_every == "auto" else self.commit_every
 
     def disk(self, hardware: HardwareProfile) -> int:
-        """Returns bytes that the store may have."""
+        """Returns the bytes that the store may take."""
         return hardware.disk_free if self.ssd_budget is None else self.ssd_budget
 
     def has_room_for(self, plan: Plan, hardware: HardwareProfile) -> bool:
-        """Tells whether disk and device have room: what a plan takes of RAM is within the budget since it was placed."""
+        """Returns whether the disk and the device have room. RAM was checked when the plan was placed."""
         on_device = self.gpu_budget is None or plan.predicted.gpu_peak <= self.gpu_budget
         return on_device and plan.store_size <= self.disk(hardware)
 

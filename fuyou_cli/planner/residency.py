@@ -51,7 +51,7 @@ class Residency:
             self._runner.wait(done, cause)
 
     def stalled(self, cause: str, seconds: float) -> None:
-        """Hears that compute waited for something that the ledger does not keep."""
+        """Notes a stall that this ledger did not see itself."""
         if seconds > 0:
             self.stalls[cause] = self.stalls.get(cause, 0.0) + seconds
 
@@ -137,12 +137,12 @@ class Residency:
             self.let_go(record)
 
     def hold(self, record: Record) -> None:
-        """Counts one need of the span more; an update that is due may begin."""
+        """Adds one holder of the span. An update that is due may begin."""
         record.held += 1
         self._moving.add(record.stage)
 
     def let_go(self, record: Record) -> None:
-        """Counts one need of the span less."""
+        """Removes one holder of the span."""
         record.held -= 1
         self._free_if_idle(record)
 
@@ -183,7 +183,7 @@ class Residency:
         return record.gradient_slot
 
     def rest_gradients(self, stage: int) -> None:
-        """Brings gradients to their home: until a deferred update, or until their sum is resumed."""
+        """Sends gradients to their home, where they stay until a deferred update or until their sum is resumed."""
         record, plan = self.records[stage], self.plan.stages[stage]
         record.gradients = "resting"
         if plan.gradients_extent is None or record.gradient_slot is None:
@@ -200,7 +200,7 @@ class Residency:
         )
 
     def try_resume_gradients(self, stage: int) -> bool:
-        """Starts bringing resting gradients back to be summed on. False: they do not rest yet, or no slot is free."""
+        """Starts reading resting gradients back, to continue their sum. False: they do not rest yet, or no slot is free."""
         record, plan = self.records[stage], self.plan.stages[stage]
         if record.gradients == "resumed":
             return True
@@ -224,7 +224,7 @@ class Residency:
         return True
 
     def resume_gradients(self, stage: int) -> Span:
-        """Returns where gradients that rested are again, to be summed on. They are wanted back already."""
+        """Returns the span of gradients that rested, to continue their sum. Reading them back must have been started."""
         record, plan = self.records[stage], self.plan.stages[stage]
         assert record.gradients == "resumed"
         self.wait_until(lambda: record.gradient_read is None, f"gradients of the {self.model.stages[stage].kind}")
@@ -240,7 +240,7 @@ class Residency:
     # ---- updates -------------------------------------------------------------------------------------------------
 
     def update_now(self, stage: int, due: object) -> None:
-        """Starts AdamW with complete gradients, once what it writes over is no longer what a crash goes back to."""
+        """Starts AdamW with complete gradients, once no crash needs what it overwrites."""
         record = self.records[stage]
         if not self._may_follow(record):
             self.wait_until(lambda: self._may_follow(record), "commit of the step before")
@@ -256,7 +256,7 @@ class Residency:
                 self._moving.add(record.stage)
 
     def update_again(self, stages: Collection[int], due: object) -> None:
-        """Updates stages of a run that goes on with their gradients, which rest on the ssd."""
+        """Updates stages of a resumed run again, with their gradients, which rest on the ssd."""
         self.due = due
         self._reached[self.commits.base] = self._owners - len(stages)
         for stage in stages:
@@ -275,7 +275,7 @@ class Residency:
         )
 
     def _may_follow(self, record: Record) -> bool:
-        """Tells whether what the record's update writes over is no longer needed."""
+        """Returns whether what the record's update overwrites is no longer needed."""
         if not self.commits.is_named(record.generation):
             return True
         ring = self.plan.stages[record.stage].ring
@@ -302,7 +302,7 @@ class Residency:
         self._free_if_idle(record)
 
     def _reach(self, generation: int) -> None:
-        """Notes that one stage more has come to it."""
+        """Notes that one more stage has reached this generation."""
         self._reached[generation] = self._reached.get(generation, 0) + 1
         if self._reached[generation] < self._owners:
             return
@@ -347,7 +347,7 @@ class Residency:
 
 
 def _sharing(model: ModelSpec, plan: Plan) -> dict[int, list[int]]:
-    """Returns, by stage, those of its ring, by their index there."""
+    """Returns, by stage, the stages that share its ring, in the ring's order."""
     rings: dict[int, list[int]] = {}
     for stage in model.stages:
         if stage.params:
@@ -356,6 +356,6 @@ def _sharing(model: ModelSpec, plan: Plan) -> dict[int, list[int]]:
 
 
 def _has_work(record: Record) -> bool:
-    """Tells whether something of it is under way, or an update is due and somebody holds the span for it."""
+    """Returns whether a transfer of the record is under way, or an update is due and something holds its span."""
     under_way = (record.fetch, record.update, record.gradient_write, record.gradient_read)
     return any(ticket is not None for ticket in under_way) or (record.due is not None and record.held > 0)

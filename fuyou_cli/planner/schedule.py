@@ -97,7 +97,7 @@ def expand(
 
 
 def recommitted(model: ModelSpec, stages: tuple[StagePlan, ...], schedule: Schedule, commit_every: int | None) -> Schedule:
-    """Returns the same step with so many steps between commits: its traffic is another."""
+    """Returns the same step with another number of steps between commits, which changes its traffic."""
     return replace(schedule, traffic=_traffic(model, stages, schedule.visits, commit_every))
 
 
@@ -112,7 +112,7 @@ def plan_schedule(model: ModelSpec, plan: Plan) -> Schedule:
 
 
 def _order(model: ModelSpec, stages: tuple[StagePlan, ...]) -> list[tuple[Pass, int, int | None]]:
-    """Lists (phase, stage, owner of the weights). An embedding's backward has weights only where its update follows at once."""
+    """Lists (phase, stage, owner of the weights). An embedding's backward has weights only if its update follows at once."""
     body = [stage for stage in model.stages if stage.kind != "head"]
     heads = [stage.index for stage in model.stages if stage.kind == "head"]
     order: list[tuple[Pass, int, int | None]] = [("forward", stage.index, stage.index) for stage in body]

@@ -35,7 +35,7 @@ NEAR = 0.05  # of the step: nearly always it is the best itself
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """Holds what a search saw."""
+    """What a search found."""
 
     best: Alternative
     fastest: Alternative  # whatever it writes: what `offload.wear: ignore` takes
@@ -84,12 +84,12 @@ def fastest(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -
 
 
 def timed(found: Alternative, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
-    """Returns the plan, its figures of time simulated, and its commits as far apart as those say."""
+    """Returns the plan with simulated times, and with the commit interval that follows from them."""
     return timed_plan(model, hardware, found.plan, chosen=request.commit_every == "auto", step=found.timeline)
 
 
 def _found(every: SearchState, choices: Family, *, complete: bool) -> Found:
-    """Returns the fastest of all, or what is taken instead of it to spare the drives."""
+    """Returns the fastest choice, or the one taken instead to spare the drives."""
     fastest, policy = every.cheapest(), every.placing.request.wear
     best, placed, visits = fastest, every.placed, every.visits
     sparing = Sparing(every.placing, choices, fastest)
@@ -103,7 +103,7 @@ def _found(every: SearchState, choices: Family, *, complete: bool) -> Found:
 
 
 def _explored(looking: SearchState, choices: Family) -> bool:
-    """Looks at the family, the likeliest choices first; whether none of it can be better than the best."""
+    """Searches the family, likeliest choices first. Returns whether no other choice of it can be better than the best."""
     looking.place(choices.corners() if looking.effort == "limited" else choices)
     if not looking.pool:
         looking.place_one(choices.smallest())

@@ -1,4 +1,4 @@
-"""Tells what a search saw so far, and what it would look at next."""
+"""Keeps what a search has seen so far, and chooses what it looks at next."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Effort = Literal["limited", "placed", "exhaustive"]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Alternative:
-    """Describes a choice that fits, as far as it was looked at. Seconds per step."""
+    """A choice that fits, with what is known about it so far. Seconds per step."""
 
     choice: Choice
     plan: Plan
@@ -48,7 +48,7 @@ def _any(choice: Choice, plan: Plan) -> bool:
 
 @dataclass(slots=True)
 class SearchState:
-    """Holds what was seen so far; a choice is placed once, and a plan simulated once."""
+    """What a search has seen so far. Each choice is placed once, and each plan is simulated once."""
 
     placing: Placing
     pipelines: tuple[tuple[int, int], ...]
@@ -78,7 +78,7 @@ class SearchState:
             self._place(choice)
 
     def place_one(self, choices: Iterable[Choice]) -> None:
-        """Returns the first that fits."""
+        """Places the first choice that fits."""
         for choice in choices:
             self._place(choice)
             if self.pool:
@@ -104,13 +104,13 @@ class SearchState:
         return has_room and self.allows(choice, plan)
 
     def among(self, allows: Callable[[Choice, Plan], bool]) -> SearchState:
-        """Returns a shorter search, of what is allowed alone, that knows what this one has seen."""
+        """Returns a shorter search, only of what `allows` accepts, that starts with what this one has seen."""
         other = replace(self, allows=allows, share=SHORTER, pool={}, best=None, placed=0, visits=0, in_vain=0)
         other.learn_from(self)
         return other
 
     def learn_from(self, other: SearchState) -> None:
-        """Takes over what another search with the same placing has seen, as far as it is allowed here."""
+        """Takes over what another search with the same placing has seen, where this one allows it."""
         for key, found in other.pool.items():
             known = self.pool.get(key)
             if not self._fits(found.choice, found.plan) or (known is not None and known.timeline is not None):
@@ -121,7 +121,8 @@ class SearchState:
                 self.best = found
 
     def look_around(self, choices: Family) -> bool:
-        """Places what differs in one knob from the best simulated choice not looked around yet; whether there is one."""
+        """Places the choices that differ in one knob from the best simulated choice whose neighbours are not placed yet.
+        Returns whether there was one."""
         simulated = [found for found in self.pool.values() if found.timeline and found.choice not in self._looked_around]
         if not simulated or not self._may_place():
             return False
@@ -133,7 +134,7 @@ class SearchState:
     # ---- simulating ----------------------------------------------------------------------------------------------------
 
     def likeliest(self) -> tuple[Placed | None, bool]:
-        """Finds the one not simulated yet that is likeliest to be fast; whether it is likely to be the best."""
+        """Returns the choice not simulated yet that is likeliest to be fast, and whether it is likely to be the best."""
         expected = self._expectation()
         left = {found.choice: (expected(found), key) for key, found in self.pool.items() if self._may_win(found)}
         if not left:
@@ -145,39 +146,39 @@ class SearchState:
         return key, self.best is None or seconds < self.best.seconds
 
     def _expectation(self) -> Callable[[Alternative], float]:
-        """Returns seconds that a step may take, by what is known now. The estimate knows nothing of what waits for slots."""
+        """Returns a function that predicts the seconds of a step from what is known now. Estimates ignore waits for slots."""
         longer = {pipeline: self._longer_with(place) for place, pipeline in enumerate(self.pipelines)}
         return lambda found: max(found.bound, found.estimate * longer[found.choice.lookahead, found.choice.gradient_slots])
 
     def _known_of(self, choice: Choice) -> int:
-        """Returns how often the value of one of its knobs was simulated that was so least. Where estimates are wrong they are
-        wrong of all that is alike: then every other choice simulated has something that few before had."""
+        """Returns how often the least simulated value of the choice's knobs was simulated. Wrong estimates are wrong for all
+        similar choices, so every second choice simulated is one with a value that few had before."""
         return min(self._values.get(value, 0) for value in choice.values())
 
     def _longer_with(self, place: int) -> float:
-        """Returns how much longer than their estimates the steps simulated so far were, with this pipeline or the next larger
-        one: with fewer slots more waits for them."""
+        """Returns the ratio of simulated steps to their estimates, with this pipeline or the next larger one. With fewer
+        slots, more work waits for them."""
         known = [self._longer[pipeline] for pipeline in self.pipelines[place:] if pipeline in self._longer]
         return sum(known[0]) / len(known[0]) if known else 1.0
 
     def knows_all_of(self, choices: Family) -> bool:
-        """Tells whether every choice was placed, and none of them may still win."""
+        """Returns whether every choice was placed and none that is left can win."""
         return len(self._tried) == len(choices) and not any(self._may_win(found) for found in self.pool.values())
 
     def _may_win(self, found: Alternative) -> bool:
         return found.timeline is None and (self.best is None or found.bound < self.best.seconds)
 
     def is_patient(self) -> bool:
-        """Tells whether the best may not be the best yet."""
+        """Returns whether the search should go on: the best so far may not be the best."""
         return self.effort != "limited" or self.in_vain < max(_PATIENCE, _TRIES * self._one)
 
     @property
     def _one(self) -> int:
-        """Returns the visits of one simulation, about."""
+        """Returns about how many visits one simulation takes."""
         return 2 * len(self.placing.model.stages) * STEPS
 
     def may_simulate(self) -> bool:
-        """Tells whether one more simulation is within what a search may take."""
+        """Returns whether one more simulation stays within the search's limits."""
         one = self._one
         return self.effort == "exhaustive" or self.visits + one <= self.share * max(MOST_VISITS, _LEAST * one)
 
@@ -200,7 +201,8 @@ class SearchState:
     # ---- the end -------------------------------------------------------------------------------------------------------
 
     def cheapest(self, *, at_most: float = inf) -> Alternative:
-        """Returns, of those about as fast as the fastest and not slower than `at_most` (seconds), what asks for least."""
+        """Returns, among the choices about as fast as the fastest and not slower than `at_most` (seconds), the one that asks
+        for least."""
         assert self.best is not None
         return min(self.simulated_within(min(self.best.seconds * (1 + GAIN), at_most)), key=asked_for)
 

@@ -1,4 +1,4 @@
-"""Describes `simulate(...)`: a few steps of a schedule on a machine that exists on paper; the last one is the answer."""
+"""Simulates a few steps of a schedule. The last one is the answer."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def simulate(
 
 
 class _Before:
-    """Holds what had happened when the step began."""
+    """What had happened when the step began."""
 
     def __init__(self, run: Imagined) -> None:
         self.in_use, self.stalls = dict(run.machine.in_use), dict(run.residency.stalls)
@@ -84,7 +84,7 @@ class _Before:
 
 
 def _step(run: Imagined, number: int, visits: int) -> float:
-    """Runs one step, the first being number 1; returns when its forward was over."""
+    """Runs one step (the first is number 1). Returns when its forward was over."""
     run.generation, forward = number, run.machine.now
 
     def update(stage: int) -> None:

@@ -30,7 +30,7 @@ _HALVINGS, _CLOSE = 8, 0.002
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Done:
-    """Describes a finished job: when it moved first and last."""
+    """A finished job: when it first moved, and when it ended."""
 
     what: str
     stage: int
@@ -53,7 +53,7 @@ class _Job:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Speeds:
-    """Holds the speed of every job, in their order, and the share of what each resource can do that they use together."""
+    """The speed of every job, in order, and the share of each resource that they use together."""
 
     jobs: tuple[float, ...]
     shares: dict[Resource, float]
@@ -61,7 +61,7 @@ class _Speeds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharing:
-    """Tells how compute and updates get in each other's way. On a device with cores of its own: not at all."""
+    """How compute and updates slow each other down. On a device with its own cores they do not."""
 
     compute_left: float = 1.0  # of compute's rate while update threads run at full speed beside it
     update_left: float = 1.0  # of an update's rate while compute runs
@@ -99,7 +99,7 @@ class VirtualMachine:
         self._mixed = {name: rate or self._alone[name] for name, rate in known.items()}
 
     def submit(self, parts: Parts, *, what: str, stage: int, priority: int = 0) -> int:
-        """Begins a job and returns its ticket. One of nothing is done at once."""
+        """Starts a job and returns its ticket. An empty job is done at once."""
         self._tickets += 1
         parts = tuple([part for part in parts if part[1] > 0 and self._alone.get(part[0], 1.0)])
         if not parts:
@@ -114,14 +114,14 @@ class VirtualMachine:
         return self._tickets
 
     def collect(self, ticket: int) -> bool:
-        """Tells whether the job is done; a done one is forgotten."""
+        """Returns whether the job is done. A finished job is forgotten."""
         if ticket not in self._finished:
             return False
         self._finished.discard(ticket)
         return True
 
     def is_done(self, ticket: int) -> bool:
-        """Tells the same, for work that several wait for: it is not forgotten."""
+        """Returns whether the job is done, without forgetting it: several may wait for it."""
         return ticket in self._finished
 
     def advance(self) -> None:
@@ -153,7 +153,7 @@ class VirtualMachine:
     # ---- rates ---------------------------------------------------------------------------------------------------
 
     def _allot(self) -> None:
-        """Returns speeds of all jobs from now until one of them ends: what they are follows from the jobs' parts in order."""
+        """Sets the speeds of all jobs until one of them ends. They follow from the jobs' parts, in order."""
         self._stale = False
         parts = tuple([job.parts for job in self._jobs])
         known = self.known.get(parts)
@@ -189,7 +189,7 @@ class VirtualMachine:
         return rates
 
     def _serve(self, rates: dict[Resource, float]) -> dict[Resource, float]:
-        """Gives every job, in order, what is left; the rates used."""
+        """Gives each job, in order, what is left of each resource. Returns the rates used."""
         left = dict(rates)
         for job in self._jobs:
             speed = float("inf")
@@ -229,7 +229,7 @@ class VirtualMachine:
         return used
 
     def _slow_compute(self, used: dict[Resource, float]) -> None:
-        """Returns what updates and transfers take from the cores that compute runs on."""
+        """Subtracts from compute what updates and transfers take from its cores."""
         sharing = self.sharing
         if sharing.update_left <= 0:
             return

@@ -48,7 +48,7 @@ class Sparing:
         return least is not None and written > least.predicted.written_per_step * (1 + ALIKE)
 
     def allows(self, choice: Choice, plan: Plan) -> bool:
-        """Returns what neither spends nor writes more than the fastest."""
+        """Returns whether a plan neither spends drives nor writes more than the fastest."""
         most = self._fastest.plan.predicted.written_per_step
         return plan.predicted.written_per_step <= most and not self.spends(choice, plan)
 
@@ -57,7 +57,7 @@ class Sparing:
         return self.family.pipelines[0]
 
     def _without_outputs(self, lookahead: int, slots: int) -> Plan | None:
-        """Returns the plan without outputs; None where it does not fit: then nothing else with this pipeline does."""
+        """Returns the plan without kept outputs. None if it does not fit: then no plan with this pipeline does."""
         pipeline = (lookahead, slots)
         if pipeline not in self._bare:
             found = self._placing.placed(self.family.bare(pipeline))
@@ -66,7 +66,7 @@ class Sparing:
 
 
 def spared(every: SearchState, frugal: SearchState) -> Alternative:
-    """Returns the plan for `spare`, of what a search saw of all plans, and one of those that do not spend."""
+    """Returns the plan for `spare`, from a search of all plans and one of the plans that do not spend."""
     assert every.best is not None
     fastest, limit = every.cheapest(), every.best.seconds * (1 + WORTH)
     if frugal.best is not None:
@@ -87,7 +87,7 @@ def _time_and_bytes(found: Alternative) -> tuple[float, tuple[int, int, float, C
 
 
 def balanced(every: SearchState, frugal: SearchState) -> Alternative:
-    """Returns the plan for `balanced`, of the same."""
+    """Returns the plan for `balanced`, from the same two searches."""
     price, fastest = every.placing.hardware.seconds_per_byte, every.cheapest()
     seen = [*every.simulated_within(float("inf")), *frugal.simulated_within(float("inf"))]
 

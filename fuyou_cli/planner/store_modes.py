@@ -36,9 +36,9 @@ def with_fitting_mode(model: ModelSpec, request: PlanRequest, disk: int) -> Plan
 
 
 def planned_with_room(choose: Choose, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, *, steps: int) -> Plan:
-    """Returns the plan of a run of `steps` in the store that its disks have room for. What a step leaves there beside the
-    extents, its gradients and boundaries, only a plan tells: where none of those in place fits with them, redo's is taken if it
-    does. `choose` is last asked for the plan that it is."""
+    """Returns the plan of a run of `steps` in the store mode that its disks have room for. Only a plan knows what a step
+    stores in addition to the extents (gradients and boundaries). If no in-place plan fits with these, the redo plan is used
+    if it fits. The last call of `choose` is for the plan returned."""
     disk = request.disk(hardware)
     plan = planned_for(choose, model, hardware, with_fitting_mode(model, request, disk), steps=steps)
     if plan.store_mode == "redo" or plan.store_size <= disk or not _may_be_redone(model, request, disk):

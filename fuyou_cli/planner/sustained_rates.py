@@ -1,8 +1,8 @@
-"""Chooses at which of its drives' rates a run is planned, and tells how far the first ones reach.
+"""Chooses which of a drive's two rates a run is planned with, and computes how long the fast one lasts.
 
-A drive takes writes fast until its fast region is full. A run is planned with what the drive sustains from its first step on,
-unless it is known to end before that; one of unknown length counts as long. What idle time or a trim empties again is not
-counted: nobody measured how much.
+A drive writes fast until its fast region is full. A run is planned with the sustained rate from its first step on, unless it
+is known to end before the region is full. A run of unknown length counts as long. Space that idle time or a trim frees again
+is not counted: nobody has measured how much.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Choose = Callable[[ModelSpec, HardwareProfile, PlanRequest], Plan]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FastRegion:
-    """Holds how long a plan's drives are as fast as at first, and what a step takes then and later. Seconds."""
+    """How long a plan's drives stay as fast as at first, and what a step takes then and later. Times are in seconds."""
 
     size: int  # bytes of all drives; 0: not known
     steps: float  # that it lasts
@@ -29,14 +29,14 @@ class FastRegion:
     later: float
 
     def seconds(self, steps: int) -> float:
-        """Returns the seconds of so many steps, begun with the region empty."""
+        """Returns the seconds that `steps` steps take, beginning with an empty region."""
         fast = min(float(steps), self.steps)
         return fast * self.first + (steps - fast) * self.later
 
 
 def planned_for(choose: Choose, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, *, steps: int) -> Plan:
-    """Returns what `choose` finds for a run of `steps` (0: not known, taken for many) at the rates that its drives have for
-    most of it: what they sustain where the plan that is best at first would write past the fast region."""
+    """Returns the plan that `choose` finds for a run of `steps` (0: unknown, counted as many), at the rates its drives have
+    for most of the run. These are the sustained rates if the best plan at first rates would write past the fast region."""
     if not hardware.slows_down:
         return choose(model, hardware, request)
     if steps and steps * least_written(model, request) <= hardware.burst_bytes:
@@ -51,12 +51,12 @@ def leaves_fast_region(plan: Plan, hardware: HardwareProfile, steps: int) -> boo
 
 
 def least_written(model: ModelSpec, request: PlanRequest) -> int:
-    """Returns bytes per step that no plan within the budget writes less than: weights and states that have no room in RAM."""
+    """Returns the fewest bytes that a step of any plan within the budget writes: weights and states that do not fit in RAM."""
     return max(0, model.stored_parameters * (ITEM_SIZE[model.compute_dtype] + model.state_item) - request.cpu_budget)
 
 
 def fast_region(model: ModelSpec, hardware: HardwareProfile, plan: Plan) -> FastRegion | None:
-    """Returns the region; None where nothing is known to slow down, or the plan writes nothing."""
+    """Returns the fast region, or None if no drive is known to slow down or the plan writes nothing."""
     written = plan.predicted.written_per_step
     if not hardware.slows_down or not written:
         return None

@@ -1,4 +1,4 @@
-"""Describes `Timeline`: what one simulated step looks like, as data."""
+"""Defines `Timeline`: one simulated step, as data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """Holds one steady-state step. Seconds; `work` ends within the step, longer jobs may have begun before it.
+    """One steady-state step. Times are in seconds. `work` ends within the step; longer jobs may have begun before it.
 
     `in_use` counts how much of a resource was taken (half its rate for a minute: 30 s), `under_way` how long it was in use.
     """
@@ -34,12 +34,12 @@ class Timeline:
 
     @property
     def end(self) -> float:
-        """Returns the end on the clock of `work`."""
+        """Returns when the step ended, on the clock of `work`."""
         return self.begin + self.step_seconds
 
     @property
     def under_way(self) -> dict[str, float]:
-        """Returns, by resource, the seconds of the step in which some job of `work` moved that uses it."""
+        """Returns, by resource, the seconds of the step in which at least one job of `work` used it."""
         spans: dict[str, list[tuple[float, float]]] = {}
         for done in self.work:
             for name, _ in done.parts:
@@ -48,7 +48,7 @@ class Timeline:
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:
-    """Returns seconds that at least one of the spans has."""
+    """Returns the seconds that at least one of the spans covers."""
     seconds, until = 0.0, float("-inf")
     for first, last in sorted(spans):
         seconds += max(0.0, last - max(first, until))

@@ -1,4 +1,4 @@
-"""Tells what backward has of each stage's forward: its input (`recompute`), or outputs of operators as well (`swap`)."""
+"""Defines what backward gets from each stage's forward: its input (`recompute`), or outputs of operators as well (`swap`)."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from .swap import Leaving, Swap
 
 
 class Activations(Protocol):
-    """Defines what happens between forward and backward of one stage."""
+    """Defines what is done between forward and backward of one stage."""
 
     as_backward: bool  # whether forward runs as backward will run it, with gradients wanted
 
     def forward(self, run: Run, x: torch.Tensor, micro_batch: int) -> torch.Tensor:
-        """Returns `run(x)`, of which no graph stays, and keeps what backward is to have."""
+        """Returns `run(x)` without a graph, and keeps what backward needs."""
 
     def begin(self, micro_batch: int) -> None:
-        """Sends what one micro-batch kept on its way to a device with memory of its own, which backward will be on soon."""
+        """Starts uploading what one micro-batch kept to a device with its own memory. Its backward comes soon."""
 
     def again(self, run: Run, x: torch.Tensor, micro_batch: int, flat: torch.Tensor | None) -> torch.Tensor:
         """Returns `run(x)` with its graph, for backward. `flat`: the stage's weights; None: it has none."""
 
     def forget(self) -> None:
-        """Gives up a step, of which no copy is under way."""
+        """Gives up a step. No copy may be under way."""
 
 
 def open_activations(

@@ -1,8 +1,8 @@
-"""Describes the operators of a stage's forward whose outputs can be kept, numbered alike wherever the forward runs.
+"""Numbers the operators of a stage's forward whose outputs can be kept. The numbers are the same wherever the forward runs.
 
-Products of matrices and attention, in running order. Attention counts as one operator whatever it is made of: a device
-without a fused kernel for it, or dropout inside it, make several operators or draw random numbers; then its output is not
-kept, and the numbers of the others stay the same.
+The operators are matrix products and attention, in running order. Attention always counts as one operator. If it runs as
+several (no fused kernel on the device) or draws random numbers (dropout), its output is not kept, and the numbers of the
+others stay the same.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ _ATTENTION = frozenset(
 
 
 def name_of(func: Any) -> str:
-    """Returns the name without namespace and overload."""
+    """Returns the operator's name without namespace and overload."""
     name: str = func.overloadpacket.__name__
     return name
 
 
 def factors(func: Any, args: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Returns the matrices that `func` multiplies; None where it is no product, or of a column and a row (no real work)."""
+    """Returns the two matrices that `func` multiplies, or None if it is no product, or only of a column and a row (no real
+    work)."""
     places = _FACTORS.get(func)
     if places is None:
         return None
@@ -51,7 +52,7 @@ def is_attention(func: Any) -> bool:
 
 
 class Operators(TorchDispatchMode):
-    """Numbers the operators of one forward run inside. Subclasses say what becomes of them."""
+    """Numbers the operators of a forward that runs inside. Subclasses decide what is done with them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -59,11 +60,11 @@ class Operators(TorchDispatchMode):
         self._attention = _AttentionCalls()
 
     def operator(self, index: int, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
-        """Returns what the operator returns. `kind`: "attention", or the name of the product."""
+        """Handles a numbered operator and returns its result. `kind`: "attention", or the name of the product."""
         return func(*args, **kwargs)
 
     def beside(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Returns what any other operator returns."""
+        """Handles any other operator and returns its result."""
         return func(*args, **kwargs)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

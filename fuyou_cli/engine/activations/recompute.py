@@ -1,8 +1,9 @@
-"""Describes a forward run again for its backward, from the stage's input, and only as far as backward needs it.
+"""Runs a stage's forward again for its backward, from the stage's input, and computes only what backward needs.
 
-A product whose value nothing of the backward looks at (the last one of a block that adds it to its input: only the sum leaves
-the block, and no gradient depends on the sum) is not computed again: zeros stand in for it. Which these are is found where a
-block is inspected (`operator_trace`); here they are recognised by their number and by the weight they use.
+Some products have a value that backward never reads. The last product of a block is one if the block adds it to its input:
+only the sum leaves the block, and no gradient depends on the sum. Such a product is not computed again; zeros replace it.
+They are found when a block is inspected (`operator_trace`). Here they are recognised by their number and the weight they
+use.
 """
 
 from __future__ import annotations

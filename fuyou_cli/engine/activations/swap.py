@@ -1,9 +1,8 @@
-"""Describes outputs of operators kept from forward to backward: copied beside the boundary in forward, and given back in the
-recompute, which then computes only what was not kept.
+"""Keeps outputs of operators from forward to backward. Forward copies them next to the boundary; the recompute gets them
+back and computes only what was not kept.
 
-An output is given back once, so what the model's code does to it in place hurts nobody. Forward runs as the recompute
-will, with autograd at work and what it would save dropped: some kernels return more, or others run, where a gradient is
-wanted.
+Each output is given back once, so the model's code may change it in place. Forward runs as the recompute will: with autograd
+on, but dropping what autograd would save. Some kernels return more, or other kernels run, when a gradient is wanted.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from .recompute import Run, Sparing
 
 @dataclass(frozen=True, slots=True)
 class _Resting:
-    """Describes one tensor of an output, `offset` bytes behind the output's start."""
+    """One tensor of an output. It begins `offset` bytes after the output's start."""
 
     offset: int
     dtype: torch.dtype
@@ -104,11 +103,12 @@ class Swap:
         self._arriving.clear()
 
     def place(self, micro_batch: int, operator: int) -> Span:
-        """Returns where in the arena an operator's output rests."""
+        """Returns the span in the arena where an operator's output is kept."""
         return self._boundaries.output(self._stage.index, micro_batch, operator)
 
     def _given(self, micro_batch: int) -> Arrived:
-        """Gives values of every operator: the host's memory itself, or on a device with memory of its own copies under way."""
+        """Returns the kept values of every operator: views of host memory, or copies under way to a device with its own
+        memory."""
         arrived: Arrived = {}
         for index, (values, _) in sorted(self._resting[micro_batch].items()):
             span, events = self.place(micro_batch, index), list[Event]()
@@ -128,7 +128,7 @@ class Swap:
 
 
 class _Keeping(Operators):
-    """Copies outputs as soon as they are computed. An operator that writes into a tensor being copied waits."""
+    """Copies outputs as soon as they are computed. An operator that writes into a tensor waits until its copy is over."""
 
     def __init__(self, swap: Swap, micro_batch: int) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ Run = tuple[int, int]  # of values: the first, and how many
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
-    """Describes one copy between host and device, when it ran on the monotonic clock (seconds)."""
+    """One copy between host and device, and when it ran on the monotonic clock (seconds)."""
 
     up: bool  # to the device; else back
     begin: float
@@ -36,16 +36,16 @@ class Copy:
 
 
 class Event:
-    """Describes a point in a device's work: as it stands, of work that was done before the call returned."""
+    """A point in a device's work. This base class stands for work that was done before the call returned."""
 
     def wait(self) -> None:
-        """Has compute submitted from now on run after this point."""
+        """Makes compute submitted from now on run after this point."""
 
     def synchronize(self) -> None:
-        """Returns when this point has passed."""
+        """Waits until this point has passed."""
 
     def done(self) -> bool:
-        """Tells whether it has passed already; never waits."""
+        """Returns whether this point has passed already. Never waits."""
         return True
 
 
@@ -53,14 +53,14 @@ class Squares(Protocol):
     """Sums of squares of runs of values, in double: infinite or NaN where a value is not finite."""
 
     def done(self) -> bool:
-        """Tells whether they are there; never waits."""
+        """Returns whether the sums are there. Never waits."""
 
     def result(self) -> list[float]:
-        """Returns one per run, in order; waits until they are there."""
+        """Returns one sum per run, in order. Waits until they are there."""
 
 
 class Device:
-    """Describes one place to compute: as it stands, device cpu."""
+    """One place to compute. This base class is device cpu."""
 
     name = "cpu"
     torch_device = torch.device("cpu")
@@ -87,12 +87,12 @@ class Device:
         return Event()
 
     def computed(self) -> Event:
-        """Returns the point behind the compute submitted so far."""
+        """Returns the point after all compute submitted so far."""
         return Event()
 
     def mark(self) -> Moment:
-        """Returns what tells when the compute submitted so far was over, waits of it included: the moment of this call where
-        the device had nothing left to do."""
+        """Returns a function that tells when the compute submitted so far was over, including its waits. If the device had
+        nothing left to do, that is the moment of this call."""
         now = time.monotonic()
         return lambda: now
 
@@ -121,7 +121,7 @@ class Device:
         torch.set_rng_state(state)
 
     def copies(self) -> list[Copy]:
-        """Returns those that ended since the last call; none on device cpu."""
+        """Returns the copies that ended since the last call; none on device cpu."""
         return []
 
     def memory(self) -> int:
@@ -129,18 +129,18 @@ class Device:
         return 0
 
     def peak_memory(self) -> int:
-        """Returns bytes of device memory in use at most so far; 0 on device cpu."""
+        """Returns the most bytes of device memory in use so far; 0 on device cpu."""
         return 0
 
     def free_memory(self) -> int | None:
-        """Returns bytes that could still be had; None on device cpu, and where nothing says."""
+        """Returns the bytes that can still be allocated, or None on device cpu and if the device cannot say."""
         return None
 
     def synchronize(self) -> None:
-        """Returns when all compute and copies submitted so far have finished."""
+        """Waits until all compute and copies submitted so far have finished."""
 
     def close(self) -> None:
-        """Lets go of what it has of the host. What was under way has failed or is over: nothing is raised for it."""
+        """Releases the host memory it registered. Work under way has failed or is over, so nothing is raised for it."""
 
 
 def squares_of(flat: torch.Tensor, runs: Sequence[Run]) -> list[float]:
