@@ -33,7 +33,7 @@ Steps = tuple[tuple[str, ...], ...]  # each one a change: key=value of one or tw
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """Hold changes of one sort, the least first. `numerics`: the run's numbers change with it."""
+    """Hold the changes of one kind, the smallest first. `numerics`: they change the run's numbers."""
 
     steps: Steps
     numerics: bool = False
@@ -53,7 +53,7 @@ def changes_that_help(elsewise: Replanner, *, fits: bool) -> list[Outcome]:
 
 
 def _found(trials: _Trials, kinds: list[Kind]) -> list[tuple[bool, Outcome]]:
-    """Return what helps, each with whether it changes the run's numbers."""
+    """Return the changes that help, each with whether it changes the run's numbers."""
     found = [(kind.numerics, outcome) for kind in kinds if (outcome := trials.first(kind))]
     for one, other in combinations(kinds, 2) if not found else ():
         if len(found) >= SHOWN or trials.exhausted:
@@ -132,7 +132,7 @@ def candidates(prepared: Planned, *, fits: bool) -> Iterator[Kind]:
 
 
 def _of_placement(prepared: Planned, *, fits: bool) -> Iterator[Kind]:
-    """Yield the changes that leave every loss as it is."""
+    """Yield the changes that keep every loss the same."""
     recipe, plan = prepared.recipe, prepared.plan
     keeps = any(stage.kept for stage in plan.stages) and recipe.offload.activations == "auto"
     pinned = tuple(f"offload.{key}=auto" for key in _PINS if getattr(recipe.offload, key) != "auto")
@@ -150,7 +150,7 @@ def _of_placement(prepared: Planned, *, fits: bool) -> Iterator[Kind]:
 
 
 def _of_numbers(prepared: Planned, *, fits: bool) -> Iterator[Steps]:
-    """Yield the changes that give other losses."""
+    """Yield the changes that change the losses."""
     recipe, numerics = prepared.recipe, prepared.plan.numerics
     batch, micro, length = numerics.batch_size, numerics.micro_batch_size, numerics.max_seq_len
     bfloat16_sums = recipe.precision.compute == "bfloat16" != recipe.precision.grad_accum
@@ -198,7 +198,7 @@ def _fewer_snapshots(prepared: Planned) -> Steps:
 
 
 def _redo(prepared: Planned) -> Steps:
-    """Return one extent of everything, where the planner may not choose it by itself."""
+    """Return the change to the redo store, which keeps one extent of everything, where the planner may not choose it itself."""
     checkpoint = prepared.recipe.checkpoint
     every_step = checkpoint.mode != "snapshot" and checkpoint.commit_every_steps in (1, "auto")
     if prepared.plan.store_mode == "redo" or prepared.manifest is not None or (checkpoint.mode == "auto" and every_step):

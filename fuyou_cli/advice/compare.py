@@ -25,7 +25,7 @@ LITTLE = 0.0005  # of a step: what is not worth a word
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """Hold one other choice. `plan` is None where it does not fit."""
+    """Hold one other choice. `plan` is None if it does not fit."""
 
     words: str
     plan: Plan | None
@@ -58,7 +58,7 @@ def _order(row: Row) -> tuple[bool, float, str]:
 
 
 def _alike(one: Plan, other: Plan) -> bool:
-    """Tell whether two plans do the same."""
+    """Tell whether two plans do the same work."""
     keys = ("stages", "slot_classes", "boundary_slots", "lookahead")
     return all(getattr(one, key) == getattr(other, key) for key in keys)
 
@@ -71,7 +71,7 @@ def _row(words: str, plan: Plan | None, prepared: Planned) -> Row:
 
 
 def _why(slower: float, plan: Plan, prepared: Planned) -> str:
-    """Say what the search passed it over for, else where its time goes."""
+    """Say why the search passed over the plan, or else where its time goes."""
     request = prepared.request
     device, disk = request.gpu_budget, request.disk(prepared.hardware)
     if device is not None and plan.predicted.gpu_peak > device:
@@ -85,7 +85,7 @@ def _why(slower: float, plan: Plan, prepared: Planned) -> str:
 
 
 def where_time_goes(plan: Plan, best: Plan) -> str:
-    """Say what most of a step's time beyond the best's goes to: every second is compute or a wait with a name."""
+    """Say where most of a step's extra time over the best plan goes. Every second is compute or a wait with a name."""
     before, now = best.predicted, plan.predicted
     more = {cause: seconds - before.stalls.get(cause, 0.0) for cause, seconds in now.stalls.items()}
     computing = (now.step_seconds - sum(now.stalls.values())) - (before.step_seconds - sum(before.stalls.values()))
@@ -97,7 +97,7 @@ def where_time_goes(plan: Plan, best: Plan) -> str:
 
 
 def _turned(knobs: Family, best: Choice) -> Iterator[list[tuple[str, Choice]]]:
-    """Yield, knob by knob, every choice that differs from the best in it alone, in words."""
+    """Yield, knob by knob, every choice that differs from the best in that knob alone, in words."""
     pipelines = [pair for pair in knobs.pipelines if pair != (best.lookahead, best.gradient_slots)]
     yield [(_pipeline(*pair), replace(best, lookahead=pair[0], gradient_slots=pair[1])) for pair in pipelines]
     for knob, words in (("states", _states), ("defer", _defer), ("activations", _kept), ("swap", _swap)):

@@ -42,7 +42,7 @@ class Ending:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFacts:
-    """Hold a plan, what it was made for, and what was found out about it."""
+    """Hold a plan, the recipe and machine it was made for, and what else was found out about it."""
 
     plan: Plan
     model: ModelSpec
@@ -88,7 +88,7 @@ class RunFacts:
 
     @property
     def writes(self) -> Writes | None:
-        """Return what is written from here to the run's end; None where its length is not known."""
+        """Return the bytes written from now to the end of the run, or None if its length is not known."""
         return None if self.left is None else self.shown_writes
 
     @property

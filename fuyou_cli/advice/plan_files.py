@@ -45,7 +45,7 @@ _AGAIN = "make the plan again: fuyou plan RECIPE -o FILE"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanFile:
-    """Hold all that a plan is made of again."""
+    """Hold everything needed to build the plan again."""
 
     fuyou_plan: int  # the format's version
     model: str  # what it is called, and a digest of its stages and tensors
@@ -77,7 +77,8 @@ def to_text(file: PlanFile) -> str:
 
 
 def from_text(text: str) -> PlanFile:
-    """Read it. Raises UsageError naming the first key that is unknown, missing, twice there, of another type or negative."""
+    """Read the file's content. Raises UsageError naming the first key that is unknown, missing, duplicate, of another type
+    or negative."""
     data = parsed(text)
     if not isinstance(data, dict) or type(data.get(MARK)) is not int:
         raise UsageError(f"{MARK}: missing: this is no plan file", hint="make one: fuyou plan RECIPE -o plan.json")
@@ -110,7 +111,7 @@ def _mark(model: ModelSpec) -> str:
 
 
 def _placement(plan: Plan) -> str:
-    """Digest everything but what the machine decides: what a step takes, and how much memory there is."""
+    """Digest everything except what the machine decides: a step's times, and how much memory there is."""
     apart = ("model", "cpu_budget", "memory", "predicted", "sustained")
     return _digest({key: value for key, value in asdict(plan).items() if key not in apart})
 
@@ -120,7 +121,7 @@ def _digest(content: object) -> str:
 
 
 def check_target(path: Path) -> None:
-    """Raise UsageError for what a plan would take the place of and that is none: a recipe, say, or a device."""
+    """Raise UsageError if writing a plan would replace a file that is not a plan: a recipe, say, or a device."""
     try:
         if not stat.S_ISREG(path.lstat().st_mode):  # a link is not followed: the plan is put where it is
             raise UsageError(f"-o {path}: it is there already and is no plain file", hint="name another file")

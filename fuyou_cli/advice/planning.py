@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 def alternative(choice: Choice, plan: Plan) -> Alternative:
-    """Wrap a plan that no search came to."""
+    """Wrap a plan that did not come from a search."""
     return Alternative(choice=choice, plan=plan, bound=0.0, estimate=0.0, timeline=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """Hold what a recipe would be like, changed or not."""
+    """Hold what a run of a recipe would be like, changed or not."""
 
     changes: tuple[str, ...]  # key=value
     prepared: Planned

@@ -92,7 +92,7 @@ def existing(path: Path) -> Path:
 
 
 def sync_directory(directory: Path) -> None:
-    """Returns when the names in `directory` are on stable storage."""
+    """Waits until the names in `directory` are on stable storage."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -104,7 +104,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def sync_names_above(directory: Path) -> None:
-    """Returns when the folders that lead to `directory` are on stable storage: a killed run may have made them."""
+    """Waits until the folders that lead to `directory` are on stable storage: a killed run may have made them."""
     device = directory.stat().st_dev
     for above in directory.absolute().parents:
         if above.stat().st_dev != device:

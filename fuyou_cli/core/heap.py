@@ -1,4 +1,4 @@
-"""Counts what a block of the C library's heap, as a run sets it up, takes of memory."""
+"""Computes how much memory a block takes in the C library's heap, with the settings of a run."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def alive(size: int) -> int:
 
 
 def worked_on(size: int) -> int:
-    """Returns the same of a block that a kernel works on which needs memory of its own, to pack a matrix."""
+    """Returns the same for a block that a kernel works on and that needs more memory, to pack a matrix."""
     return int(size * (1 + BESIDE)) if size >= MAPPED else alive(size)
 
 
 def held(size: int) -> int:
-    """Returns the same of a block that no kernel works on while memory peaks, and that few others come and go beside."""
+    """Returns the same for a block that no kernel works on while memory peaks, and that has few other blocks near it."""
     return size if size >= MAPPED else int(size * (1 + HELD))

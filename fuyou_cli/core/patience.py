@@ -1,4 +1,4 @@
-"""Says what is waited for where a wait gets long and nothing moves meanwhile. No thread: whoever waits looks in now and then.
+"""Says what a long wait is for when nothing moves. There is no thread: the waiting code looks in now and then.
 
 A slow drive is no news, a silent one is: anything that moves starts the silence anew.
 """

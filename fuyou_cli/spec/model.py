@@ -104,7 +104,8 @@ class ModelSpec:
     float32_parameters: int = 0  # that the family keeps in float32 whatever the compute dtype
 
     def owner(self, stage: int) -> int:
-        """Returns the stage whose weights `stage` computes with: a tied head's is the embedding, or its piece of the rows."""
+        """Returns the stage whose weights `stage` computes with. For a tied head that is the embedding, or its piece of the
+        rows."""
         spec = self.stages[stage]
         if not self.tied_head or spec.kind != "head":
             return stage
@@ -113,7 +114,8 @@ class ModelSpec:
         return next(s.index for s in self.stages if s.kind == "embedding" and s.vocabulary == spec.vocabulary)
 
     def has_two_users(self, stage: int) -> bool:
-        """Tells whether a tied head's piece uses this embedding's piece: gradients rest from its backward to the other's."""
+        """Tells whether a tied head's piece uses this embedding piece's weights: gradients rest from its backward to the
+        other's."""
         spec = self.stages[stage]
         return self.tied_head and spec.kind == "embedding" and spec.vocabulary is not None
 
@@ -132,7 +134,7 @@ class ModelSpec:
 
     @property
     def state_bytes(self) -> int:
-        """Counts what AdamW keeps beside the weights, without padding."""
+        """Counts the bytes that AdamW keeps in addition to the weights, without padding."""
         kept = self.float32_parameters
         return self.state_item * (self.parameters - kept) + sum(STATE_SIZES["float32"]) * kept
 
