@@ -33,14 +33,14 @@ Steps = tuple[tuple[str, ...], ...]  # each one a change: key=value of one or tw
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """Hold the changes of one kind, the smallest first. `numerics`: they change the run's numbers."""
+    """Holds the changes of one kind, the smallest first. `numerics`: they change the run's numbers."""
 
     steps: Steps
     numerics: bool = False
 
 
 def changes_that_help(elsewise: Replanner, *, fits: bool) -> list[Outcome]:
-    """Return up to SHOWN, best first: few keys before many, the same numbers before others, then the faster per token. `fits`:
+    """Returns up to SHOWN, best first: few keys before many, the same numbers before others, then the faster per token. `fits`:
     only wear stands against the run. Where nothing makes it fit and spares its drives as well, return what makes it fit."""
     trials = _Trials(elsewise)
     kinds = list(candidates(elsewise.prepared, fits=fits))
@@ -53,7 +53,7 @@ def changes_that_help(elsewise: Replanner, *, fits: bool) -> list[Outcome]:
 
 
 def _found(trials: _Trials, kinds: list[Kind]) -> list[tuple[bool, Outcome]]:
-    """Return the changes that help, each with whether it changes the run's numbers."""
+    """Returns the changes that help, each with whether it changes the run's numbers."""
     found = [(kind.numerics, outcome) for kind in kinds if (outcome := trials.first(kind))]
     for one, other in combinations(kinds, 2) if not found else ():
         if len(found) >= SHOWN or trials.exhausted:
@@ -69,7 +69,7 @@ def _order(numerics: bool, outcome: Outcome) -> tuple[int, bool, float, tuple[st
 
 
 class _Trials:
-    """Find which changes help: looked at by the first plan that fits, then planned in full."""
+    """Finds which changes help: looked at by the first plan that fits, then planned in full."""
 
     def __init__(self, elsewise: Replanner) -> None:
         self._elsewise = elsewise
@@ -82,12 +82,12 @@ class _Trials:
         return len(self._known) >= _MOST_QUICK
 
     def first(self, kind: Kind) -> Outcome | None:
-        """Return the least of its changes that helps. Where neither the least nor the greatest fits, none between does."""
+        """Returns the least of its changes that helps. Where neither the least nor the greatest fits, none between does."""
         ends = (self._quickly(changes) for changes in (kind.steps[-1], kind.steps[0]))
         return self._least(kind.steps) if any(end is not None and not end.problems for end in ends) else None
 
     def pair(self, one: Kind, other: Kind) -> Outcome | None:
-        """Return both at their greatest, where that helps; then each as little as does."""
+        """Returns both at their greatest, where that helps; then each as little as does."""
         if not self._passes((*one.steps[-1], *other.steps[-1])):
             return None
         least = next(step for step in one.steps if self._passes((*step, *other.steps[-1])))
@@ -98,7 +98,7 @@ class _Trials:
         return next((outcome for outcome in full if outcome is not None and self._helps(outcome)), None)
 
     def _helps(self, outcome: Outcome) -> bool:
-        """Tell whether it fits, and wears the drives little enough for as many tokens as the recipe trains on: less training
+        """Tells whether it fits, and wears the drives little enough for as many tokens as the recipe trains on: less training
         is no cure for wear."""
         trained = _trained(outcome.prepared)
         return outcome.passes(self._trained / trained if trained else 1.0) if self.spare_drives else not outcome.problems
@@ -114,7 +114,7 @@ class _Trials:
 
 
 def _trained(prepared: Planned) -> int:
-    """Return the tokens of the whole run, padding included; 0 where the data decides."""
+    """Returns the tokens of the whole run, padding included; 0 where the data decides."""
     numerics = prepared.plan.numerics
     return prepared.total_steps * numerics.batch_size * numerics.max_seq_len
 
@@ -123,7 +123,7 @@ def _trained(prepared: Planned) -> int:
 
 
 def candidates(prepared: Planned, *, fits: bool) -> Iterator[Kind]:
-    """Yield every kind of change that this recipe leaves room for. A run that `fits` is only to write less, for as many
+    """Yields every kind of change that this recipe leaves room for. A run that `fits` is only to write less, for as many
     tokens; a saved run keeps its numbers."""
     kinds = [*_of_placement(prepared, fits=fits)]
     if prepared.manifest is None:
@@ -132,7 +132,7 @@ def candidates(prepared: Planned, *, fits: bool) -> Iterator[Kind]:
 
 
 def _of_placement(prepared: Planned, *, fits: bool) -> Iterator[Kind]:
-    """Yield the changes that keep every loss the same."""
+    """Yields the changes that keep every loss the same."""
     recipe, plan = prepared.recipe, prepared.plan
     keeps = any(stage.kept for stage in plan.stages) and recipe.offload.activations == "auto"
     pinned = tuple(f"offload.{key}=auto" for key in _PINS if getattr(recipe.offload, key) != "auto")
@@ -150,7 +150,7 @@ def _of_placement(prepared: Planned, *, fits: bool) -> Iterator[Kind]:
 
 
 def _of_numbers(prepared: Planned, *, fits: bool) -> Iterator[Steps]:
-    """Yield the changes that change the losses."""
+    """Yields the changes that change the losses."""
     recipe, numerics = prepared.recipe, prepared.plan.numerics
     batch, micro, length = numerics.batch_size, numerics.micro_batch_size, numerics.max_seq_len
     bfloat16_sums = recipe.precision.compute == "bfloat16" != recipe.precision.grad_accum
@@ -174,7 +174,7 @@ def _if(possible: bool, change: str) -> Steps:
 
 
 def _memory(prepared: Planned) -> Steps:
-    """Return more RAM for the process, up to what the machine has: the least that is enough, then ever larger steps."""
+    """Returns more RAM for the process, up to what the machine has: the least that is enough, then ever larger steps."""
     plan, hardware = prepared.plan, prepared.hardware
     asked = plan_request(prepared.recipe, plan.numerics, hardware, device=plan.device)
     enough = max(least_memory(prepared.model, hardware, asked), plan.cpu_budget + 1)
@@ -198,7 +198,7 @@ def _fewer_snapshots(prepared: Planned) -> Steps:
 
 
 def _redo(prepared: Planned) -> Steps:
-    """Return the change to the redo store, which keeps one extent of everything, where the planner may not choose it itself."""
+    """Returns the change to the redo store, which keeps one extent of everything; none where the planner may choose it."""
     checkpoint = prepared.recipe.checkpoint
     every_step = checkpoint.mode != "snapshot" and checkpoint.commit_every_steps in (1, "auto")
     if prepared.plan.store_mode == "redo" or prepared.manifest is not None or (checkpoint.mode == "auto" and every_step):
@@ -209,7 +209,7 @@ def _redo(prepared: Planned) -> Steps:
 
 
 def _rarer_commits(prepared: Planned) -> Steps:
-    """Return fewer commits, which write what rests in RAM."""
+    """Returns fewer commits, which write what rests in RAM."""
     checkpoint, plan = prepared.recipe.checkpoint, prepared.plan
     every, key = plan.commit_every, "snapshot" if checkpoint.mode == "snapshot" else "commit"
     resting = any("cpu" in (stage.weights, stage.states) for stage in plan.stages)
@@ -219,12 +219,12 @@ def _rarer_commits(prepared: Planned) -> Steps:
 
 
 def _spills(prepared: Planned) -> bool:
-    """Tell whether anything that grows with the batch, or that it displaces, is on the ssd."""
+    """Tells whether anything that grows with the batch, or that it displaces, is on the ssd."""
     return any("ssd" in (stage.boundary, stage.gradients, stage.states) for stage in prepared.plan.stages)
 
 
 def _same_tokens(prepared: Planned, batches: Iterable[int]) -> Steps:
-    """Return other batches with as much training: a step writes its states once, whatever its batch."""
+    """Returns other batches with as much training: a step writes its states once, whatever its batch."""
     train, trained = prepared.recipe.train, prepared.total_steps * prepared.plan.numerics.batch_size
     by_epochs = train.max_steps is None  # then the steps follow by themselves
     return tuple(

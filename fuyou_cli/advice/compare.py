@@ -25,7 +25,7 @@ LITTLE = 0.0005  # of a step: what is not worth a word
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """Hold one other choice. `plan` is None if it does not fit."""
+    """Holds one other choice. `plan` is None if it does not fit."""
 
     words: str
     plan: Plan | None
@@ -34,7 +34,7 @@ class Row:
 
 
 def comparison(prepared: Planned, found: Found) -> tuple[Row, ...]:
-    """Plan and simulate every other value of each knob, with everything else as it is. Returns the nearest first, those that do
+    """Plans and simulates every other value of each knob; all else stays. Returns the nearest first, those that do
     not fit last; values that give a plan already seen are left out."""
     request, by_knob, seen = prepared.request, [], [found.best.plan]
     for choices in _turned(family(prepared.model, request), found.best.choice):
@@ -58,7 +58,7 @@ def _order(row: Row) -> tuple[bool, float, str]:
 
 
 def _alike(one: Plan, other: Plan) -> bool:
-    """Tell whether two plans do the same work."""
+    """Tells whether two plans do the same work."""
     keys = ("stages", "slot_classes", "boundary_slots", "lookahead")
     return all(getattr(one, key) == getattr(other, key) for key in keys)
 
@@ -71,7 +71,7 @@ def _row(words: str, plan: Plan | None, prepared: Planned) -> Row:
 
 
 def _why(slower: float, plan: Plan, prepared: Planned) -> str:
-    """Say why the search passed over the plan, or else where its time goes."""
+    """Says why the search passed over the plan, or else where its time goes."""
     request = prepared.request
     device, disk = request.gpu_budget, request.disk(prepared.hardware)
     if device is not None and plan.predicted.gpu_peak > device:
@@ -85,7 +85,7 @@ def _why(slower: float, plan: Plan, prepared: Planned) -> str:
 
 
 def where_time_goes(plan: Plan, best: Plan) -> str:
-    """Say where most of a step's extra time over the best plan goes. Every second is compute or a wait with a name."""
+    """Says where most of a step's extra time over the best plan goes. Every second is compute or a wait with a name."""
     before, now = best.predicted, plan.predicted
     more = {cause: seconds - before.stalls.get(cause, 0.0) for cause, seconds in now.stalls.items()}
     computing = (now.step_seconds - sum(now.stalls.values())) - (before.step_seconds - sum(before.stalls.values()))
@@ -106,7 +106,7 @@ def _turned(knobs: Family, best: Choice) -> Iterator[list[tuple[str, Choice]]]:
 
 
 def placed_in_words(plan: Plan, model: ModelSpec) -> str:
-    """Describe any plan by what it does, in a log's few words."""
+    """Describes any plan by what it does, in a log's few words."""
     params = [stage.params for stage in model.stages]
     slots = max(len(slots.gradient_slots) for slots in plan.slot_classes)
     deferred = sum(params[stage.stage] for stage in plan.stages if stage.deferred) / (sum(params) or 1)

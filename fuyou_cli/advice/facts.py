@@ -33,7 +33,7 @@ _RATED = {  # resource -> how the names of the rates behind it begin (`machine/o
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ending:
-    """Hold a limit of the recipe that stops the run after `step`: its key and value, and how the run continues."""
+    """Holds a limit of the recipe that stops the run after `step`: its key and value, and how the run continues."""
 
     limit: str
     step: int
@@ -42,7 +42,7 @@ class Ending:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFacts:
-    """Hold a plan, the recipe and machine it was made for, and what else was found out about it."""
+    """Holds a plan, the recipe and machine it was made for, and what else was found out about it."""
 
     plan: Plan
     model: ModelSpec
@@ -69,17 +69,17 @@ class RunFacts:
 
     @property
     def left(self) -> int | None:
-        """Return the steps that are still to be done; None where the data decides."""
+        """Returns the steps that are still to be done; None where the data decides."""
         return None if self.steps is None else max(0, self.steps - (self.done or 0))
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of a step, padding included."""
+        """Returns the tokens of a step, padding included."""
         return self.plan.numerics.batch_size * self.plan.numerics.max_seq_len
 
     @property
     def run_seconds(self) -> float | None:
-        """Return the seconds of all steps that are left; drives that slow down are fast for the first ones."""
+        """Returns the seconds of all steps that are left; drives that slow down are fast for the first ones."""
         if self.left is None:
             return None
         if self.plan.sustained and self.region is not None:
@@ -88,12 +88,12 @@ class RunFacts:
 
     @property
     def writes(self) -> Writes | None:
-        """Return the bytes written from now to the end of the run, or None if its length is not known."""
+        """Returns the bytes written from now to the end of the run, or None if its length is not known."""
         return None if self.left is None else self.shown_writes
 
     @property
     def shown_writes(self) -> Writes:
-        """Return the same, of USUAL steps where nobody knows how many there are."""
+        """Returns the same, of USUAL steps where nobody knows how many there are."""
         steps = USUAL if self.left is None else self.left
         return writes_of(self.plan, self.room, steps=steps, resumed=self.done is not None)
 
@@ -103,7 +103,7 @@ class RunFacts:
 
     @property
     def deciding_assumptions(self) -> tuple[RatedBy, ...]:
-        """Return the rates that nobody measured, of the busiest resource of a described machine and those nearly as busy."""
+        """Returns the rates that nobody measured, of the busiest resource of a described machine and those nearly as busy."""
         if self.hardware.measured != "described":
             return ()
         seconds = self.plan.predicted.seconds
@@ -115,7 +115,7 @@ class RunFacts:
 
 
 def facts_of(prepared: Planned, room: Room, *, described: bool = False, command: str = "") -> RunFacts:
-    """Collect what a plan's screen says beside the plan. `described`: of another machine, where nothing can be run."""
+    """Collects what a plan's screen says beside the plan. `described`: of another machine, where nothing can be run."""
     from fuyou_cli.swap.kernels import has_io_uring
 
     region = fast_region(prepared.model, prepared.hardware, prepared.plan)
@@ -143,7 +143,7 @@ def _spared(prepared: Planned) -> Spared | None:
 
 
 def endings(prepared: Planned, region: FastRegion | None) -> tuple[Ending, ...]:
-    """Return the limits that stop this process before the run's last step, by the plan's figures; loading is not counted."""
+    """Returns the limits that stop this process before the run's last step, by the plan's figures; loading is not counted."""
     steps = prepared.total_steps
     return tuple(ending for ending in _limits(prepared, region) if not steps or ending.step < steps)
 
@@ -163,7 +163,7 @@ def _limits(prepared: Planned, region: FastRegion | None) -> Iterator[Ending]:
 
 
 def steps_within(seconds: float, plan: Plan, region: FastRegion | None) -> int:
-    """Count the whole steps that a run takes in so long; drives that slow down are fast for the first ones."""
+    """Counts the whole steps that a run takes in so long; drives that slow down are fast for the first ones."""
     if region is None or not plan.sustained:
         return int(seconds / plan.predicted.step_seconds)
     fast = region.steps * region.first

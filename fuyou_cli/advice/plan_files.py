@@ -45,7 +45,7 @@ _AGAIN = "make the plan again: fuyou plan RECIPE -o FILE"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanFile:
-    """Hold everything needed to build the plan again."""
+    """Holds everything needed to build the plan again."""
 
     fuyou_plan: int  # the format's version
     model: str  # what it is called, and a digest of its stages and tensors
@@ -58,7 +58,7 @@ class PlanFile:
 
 
 def plan_file(plan: Plan, model: ModelSpec, process: int, request: PlanRequest, choice: Choice) -> PlanFile:
-    """Make the file's content. `process`: bytes of RAM of the bare process (`HardwareProfile.process_bytes`)."""
+    """Makes the file's content. `process`: bytes of RAM of the bare process (`HardwareProfile.process_bytes`)."""
     return PlanFile(
         fuyou_plan=FORMAT,
         model=_mark(model),
@@ -72,12 +72,12 @@ def plan_file(plan: Plan, model: ModelSpec, process: int, request: PlanRequest, 
 
 
 def to_text(file: PlanFile) -> str:
-    """Write the mark first, by which a plan is known, and whole numbers and floats exact."""
+    """Writes the mark first, by which a plan is known, and whole numbers and floats exact."""
     return json.dumps(asdict(file), indent=1, allow_nan=False) + "\n"
 
 
 def from_text(text: str) -> PlanFile:
-    """Read the file's content. Raises UsageError naming the first key that is unknown, missing, duplicate, of another type
+    """Reads the file's content. Raises UsageError naming the first key that is unknown, missing, duplicate, of another type
     or negative."""
     data = parsed(text)
     if not isinstance(data, dict) or type(data.get(MARK)) is not int:
@@ -111,7 +111,7 @@ def _mark(model: ModelSpec) -> str:
 
 
 def _placement(plan: Plan) -> str:
-    """Digest everything except what the machine decides: a step's times, and how much memory there is."""
+    """Digests everything except what the machine decides: a step's times, and how much memory there is."""
     apart = ("model", "cpu_budget", "memory", "predicted", "sustained")
     return _digest({key: value for key, value in asdict(plan).items() if key not in apart})
 
@@ -121,7 +121,7 @@ def _digest(content: object) -> str:
 
 
 def check_target(path: Path) -> None:
-    """Raise UsageError if writing a plan would replace a file that is not a plan: a recipe, say, or a device."""
+    """Raises UsageError if writing a plan would replace a file that is not a plan: a recipe, say, or a device."""
     try:
         if not stat.S_ISREG(path.lstat().st_mode):  # a link is not followed: the plan is put where it is
             raise UsageError(f"-o {path}: it is there already and is no plain file", hint="name another file")
@@ -138,7 +138,7 @@ def check_target(path: Path) -> None:
 
 
 def write_plan(path: Path, prepared: Planned, request: PlanRequest, choice: Choice) -> None:
-    """Write the file whole or not at all. Raises UsageError where it cannot be written."""
+    """Writes the file whole or not at all. Raises UsageError where it cannot be written."""
     text = to_text(plan_file(prepared.plan, prepared.model, prepared.hardware.process_bytes, request, choice))
     whole = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -150,7 +150,7 @@ def write_plan(path: Path, prepared: Planned, request: PlanRequest, choice: Choi
 
 
 def read_plan(path: Path, recipe: Recipe) -> KeptPlan:
-    """Read a plan that is to be run. Raises UsageError naming the key that is wrong."""
+    """Reads a plan that is to be run. Raises UsageError naming the key that is wrong."""
     text = find_text(path, limit=LARGEST, hint=_AGAIN)
     if text is None:
         raise UsageError(f"cannot read the plan {path}: there is no such file", hint="make one: fuyou plan RECIPE -o FILE")
@@ -172,7 +172,7 @@ def _refused(path: Path, error: UsageError) -> UsageError:
 
 
 class KeptPlan:
-    """Make the plan of a file again, once it is sure that it is still one for this run."""
+    """Makes the plan of a file again, once it is sure that it is still one for this run."""
 
     def __init__(self, path: Path, file: PlanFile) -> None:
         self.path, self.file = path, file
@@ -182,7 +182,7 @@ class KeptPlan:
         return int(self.file.asked[_MICRO_BATCH])
 
     def __call__(self, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
-        """Return the same placement, with what it takes and promises on this machine. Raises UsageError naming what does
+        """Returns the same placement, with what it takes and promises on this machine. Raises UsageError naming what does
         not agree; whether it fits what the machine has now is for the caller to see."""
         if self.file.asked.get("store_mode") == '"redo"' and request.may_redo:
             request = redone(request)  # another plan has room in place, or had: this one is redo's
@@ -195,7 +195,7 @@ class KeptPlan:
 
 
 def _check_run(file: PlanFile, model: ModelSpec, request: PlanRequest) -> None:
-    """Compare the model and what is asked of the plan with those of the run."""
+    """Compares the model and what is asked of the plan with those of the run."""
     if file.model != _mark(model):
         raise UsageError(f"it was made for {file.model}, the recipe's model is {_mark(model)}")
     threads = file.asked.get("update_threads")  # first: the size of the scratch memory follows from them
@@ -211,7 +211,7 @@ def _check_run(file: PlanFile, model: ModelSpec, request: PlanRequest) -> None:
 
 
 def _placed(file: PlanFile, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
-    """Place the choice in as much memory as it was made for, however large the process is now."""
+    """Places the choice in as much memory as it was made for, however large the process is now."""
     choice = next((known for known in family(model, request) if asdict(known) == file.choice), None)
     if choice is None:
         raise UsageError("choice: none that the planner has for this recipe")

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 def alternative(choice: Choice, plan: Plan) -> Alternative:
-    """Wrap a plan that did not come from a search."""
+    """Wraps a plan that did not come from a search."""
     return Alternative(choice=choice, plan=plan, bound=0.0, estimate=0.0, timeline=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """Hold what a run of a recipe would be like, changed or not."""
+    """Holds what a run of a recipe would be like, changed or not."""
 
     changes: tuple[str, ...]  # key=value
     prepared: Planned
@@ -37,7 +37,7 @@ class Outcome:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """Return what gives this very plan behind the command."""
+        """Returns what gives this very plan behind the command."""
         return (*self.changes, *self.pinned)
 
     @property
@@ -53,21 +53,21 @@ class Outcome:
         return self.plan.numerics.batch_size * self.plan.numerics.max_seq_len
 
     def wear(self, times: float = 1.0) -> Wear | None:
-        """Return the wear of the run, or of one so many times as long; None where the data decides its length."""
+        """Returns the wear of the run, or of one so many times as long; None where the data decides its length."""
         prepared, resumed = self.prepared, self.prepared.manifest is not None
         if not prepared.total_steps:
             return None
         return wear_of(prepared.hardware, writes_of(self.plan, self.room, steps=times * prepared.steps_left, resumed=resumed))
 
     def passes(self, times: float = 1.0) -> bool:
-        """Tell whether it fits, and a run so many times as long wears the drives little enough."""
+        """Tells whether it fits, and a run so many times as long wears the drives little enough."""
         wear = self.wear(times)
         return not self.problems and (wear is None or wear.accepted)
 
 
 @dataclass(slots=True)
 class Replanner:
-    """Plan changed recipes for the machine and model of one that is planned already."""
+    """Plans changed recipes for the machine and model of one that is planned already."""
 
     loaded: LoadedRecipe
     prepared: Planned
@@ -75,7 +75,7 @@ class Replanner:
     plans: int = field(default=0)  # made so far
 
     def with_keys(self, changes: Sequence[str], *, choose: Choose | None = None) -> Outcome | None:
-        """Plan the recipe with these `key=value`, as many rows at once as before unless they say otherwise. None where the
+        """Plans the recipe with these `key=value`, as many rows at once as before unless they say otherwise. None where the
         recipe does not allow them, the model refuses them or nothing fits."""
         from fuyou_cli.recipe.load import load_recipe
         from fuyou_cli.training.plan_step import replan

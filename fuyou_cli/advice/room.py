@@ -29,7 +29,7 @@ CLEARLY = 1.05  # of what is free, which comes and goes; of what a machine or a 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Room:
-    """Hold limits in bytes; None where there is no such limit."""
+    """Holds limits in bytes; None where there is no such limit."""
 
     gpu: int | None
     ssd: int | None  # offload.max_memory.ssd: of the store
@@ -42,7 +42,7 @@ class Room:
 
 
 def room_of(prepared: Planned, *, described: bool = False) -> Room:
-    """Return the limits of this machine and its disks, or of a described one's drives, on which nothing is yet."""
+    """Returns the limits of this machine and its disks, or of a described one's drives, on which nothing is yet."""
     recipe, hardware, disks = prepared.recipe, prepared.hardware, prepared.disks
     return Room(
         gpu=gpu_limit(recipe, hardware),
@@ -57,7 +57,7 @@ def room_of(prepared: Planned, *, described: bool = False) -> Room:
 
 
 def disks_of(resolved: Resolved) -> StoreDisks:
-    """Look at the disks under the run's store: what is free there, or its own already."""
+    """Looks at the disks under the run's store: what is free there, or its own already."""
     from fuyou_cli.training.state.parts import STORE_FILE
 
     directories = resolved.directories
@@ -73,7 +73,7 @@ def disks_of(resolved: Resolved) -> StoreDisks:
 
 
 def described_disks(hardware: HardwareProfile) -> StoreDisks:
-    """Take a described machine's drives for one disk, which the export goes to as well."""
+    """Takes a described machine's drives for one disk, which the export goes to as well."""
     total = sum(drive.capacity for drive in hardware.drives) or hardware.disk_free
     return StoreDisks(shares=(DiskShare(free=hardware.disk_free, files=1, has_export=True),), total=total)
 
@@ -103,13 +103,13 @@ def _described_drives(prepared: Planned) -> FileSystem:
 
 
 def export_folder(recipe: Recipe, model_dir: Path) -> Path:
-    """Return `model` below the output directory, never the folder the run started from."""
+    """Returns `model` below the output directory, never the folder the run started from."""
     out = Path(recipe.output_dir).expanduser() / "model"
     return out.with_name("model-finetuned") if out.resolve() == model_dir.resolve() else out
 
 
 def check_output(recipe: Recipe) -> None:
-    """Raise UsageError unless `output_dir` is a folder that can be written to, or can become one."""
+    """Raises UsageError unless `output_dir` is a folder that can be written to, or can become one."""
     out = folder(recipe.output_dir, key="output_dir")
     there = existing(out)
     if not os.access(there, os.W_OK | os.X_OK):
@@ -122,7 +122,7 @@ def check_output(recipe: Recipe) -> None:
 
 
 def check_export(recipe: Recipe, model_dir: Path) -> None:
-    """Raise UsageError where the export at the end would find something that is not ours to replace."""
+    """Raises UsageError where the export at the end would find something that is not ours to replace."""
     from fuyou_cli.checkpoint.placement import refuse_foreign
 
     if not recipe.export.at_end:
@@ -135,7 +135,7 @@ def check_export(recipe: Recipe, model_dir: Path) -> None:
 
 
 def plan_problems(plan: Plan, room: Room) -> list[str]:
-    """Say why the plan does not fit, one sentence each; empty when it fits."""
+    """Says why the plan does not fit, one sentence each; empty when it fits."""
     predicted, problems = plan.predicted, []
     over = {phase: peak for phase, peak in phase_peaks(plan).items() if peak > plan.cpu_budget}
     if over:

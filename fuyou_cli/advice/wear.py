@@ -17,7 +17,7 @@ WORN = 0.3  # of what drives are rated for: a run that writes more is warned abo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Writes:
-    """Hold the bytes that a run writes to the drives of its store."""
+    """Holds the bytes that a run writes to the drives of its store."""
 
     loading: int
     steps: int
@@ -30,7 +30,7 @@ class Writes:
 
 
 def writes_of(plan: Plan, room: Room, *, steps: float, resumed: bool = False) -> Writes:
-    """Count the writes of this many steps to the run's end: of a whole run, or of a `resumed` one, which loads nothing."""
+    """Counts the writes of this many steps to the run's end: of a whole run, or of a `resumed` one, which loads nothing."""
     from fuyou_cli.training.run_limits import loaded, saved_where_it_stops
 
     beside = any({"the store", "the exported model"} <= set(disk.what) for disk in room.disks)
@@ -44,7 +44,7 @@ def writes_of(plan: Plan, room: Room, *, steps: float, resumed: bool = False) ->
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wear:
-    """Hold shares of rated writes."""
+    """Holds shares of rated writes."""
 
     run: float  # that the run takes, of the drive that is rated for least
     rated: int  # bytes of that drive
@@ -53,12 +53,12 @@ class Wear:
 
     @property
     def accepted(self) -> bool:
-        """Tell whether the run takes little enough and brings no drive to its end. A drive past its end is nothing new."""
+        """Tells whether the run takes little enough and brings no drive to its end. A drive past its end is nothing new."""
         return self.run <= WORN and not self.before < 1 < self.after
 
 
 def wear_of(hardware: HardwareProfile, writes: Writes | None) -> Wear | None:
-    """Return the wear of writes that are spread evenly over the drives, each of which wears by itself; None where what is
+    """Returns the wear of writes that are spread evenly over the drives, each of which wears by itself; None where what is
     written or what any drive is rated for is not known."""
     rated = [drive for drive in hardware.drives if drive.rated_bytes]
     if writes is None or not rated:
@@ -76,7 +76,7 @@ def wear_of(hardware: HardwareProfile, writes: Writes | None) -> Wear | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spared:
-    """Hold what `offload.wear` kept from being written, and what that would have brought."""
+    """Holds what `offload.wear` kept from being written, and what that would have brought."""
 
     instead: str  # of what it would have been, in words
     per_step: int  # bytes
@@ -84,7 +84,7 @@ class Spared:
 
 
 def spared_of(found: Found, plan: Plan, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Spared | None:
-    """Compare `plan`, which was made of what a search found, with the fastest; None where that is the same or no faster."""
+    """Compares `plan`, which was made of what a search found, with the fastest; None where that is the same or no faster."""
     if found.fastest is found.best:
         return None
     fastest, chosen = timed(found.fastest, model, hardware, request).predicted, plan.predicted
@@ -98,5 +98,5 @@ def spared_of(found: Found, plan: Plan, model: ModelSpec, hardware: HardwareProf
 
 
 def _swapped(plan: Plan) -> int:
-    """Count the operators whose outputs go to the ssd, of all stages."""
+    """Counts the operators whose outputs go to the ssd, of all stages."""
     return sum(len(stage.kept) for stage in plan.stages if stage.boundary == "ssd")
