@@ -275,7 +275,9 @@ def put_back(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def one_row_masks(model: PreTrainedModel) -> Iterator[None]:
-    """Has attention masks built inside for one row, the same for all: of the whole batch one could be gigabytes."""
+    """Has attention masks built inside for one row, the same for all: of the whole batch one could be gigabytes. Positions are
+    those of one document, and are not looked at: on a device that would wait for all that is submitted."""
+    from transformers import masking_utils
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     name = model.config._attn_implementation
@@ -292,7 +294,10 @@ def one_row_masks(model: PreTrainedModel) -> Iterator[None]:
         return build_mask(*args, **kwargs)
 
     ALL_MASK_ATTENTION_FUNCTIONS[name] = build_one_row
+    find_documents = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
         yield
     finally:
         del ALL_MASK_ATTENTION_FUNCTIONS[name]
+        masking_utils.find_packed_sequence_indices = find_documents

@@ -78,8 +78,13 @@ class Crossings:
         """Returns ids or targets of the whole batch where a visit wants them: on the device, if the batch is there."""
         if not self.on_device:
             return value
-        self.count_staged(value)
-        return value.to(self.device.torch_device)
+        return self.told(value)
+
+    def told(self, value: torch.Tensor) -> torch.Tensor:
+        """Returns what the host tells of the batch on the device, before anything is submitted."""
+        if self.device.separate:
+            self.count_staged(value)
+        return self.device.told(value)
 
     def count_staged(self, tensor: torch.Tensor) -> None:
         self.staged += 2 * tensor.numel() * tensor.element_size()

@@ -78,7 +78,7 @@ class Executor:
             model=model, plan=plan, boundaries=visits.boundaries, memory=memory, device=device, waiting=visits.moves.waiting
         )
         self.blocks = BlockPasses(visits, self.activations)
-        self.embeddings = EmbeddingPasses(visits, self.activations)
+        self.embeddings = EmbeddingPasses(visits, self.activations, anatomy.model.get_input_embeddings())
         self.head = HeadPasses(visits, anatomy.model, self._check_loss)
         self.may_skip = False  # whether a step whose numbers are not finite goes on, to update nothing in the end
         self.skipped = 0  # steps so far that did: AdamW counts the others
@@ -111,8 +111,7 @@ class Executor:
         targets = shifted(labels)
         self._outcome.label_tokens = int((targets != IGNORED).sum())
         targets = self.head.placed(targets)  # before anything is submitted: such a copy waits for all that is
-        placed = self.visits.crossings.placed
-        input_ids, positions = placed(input_ids), placed(torch.arange(input_ids.shape[1]).unsqueeze(0))
+        input_ids, positions = self.embeddings.placed(input_ids, torch.arange(input_ids.shape[1]).unsqueeze(0))
         model = self.anatomy.model
         with one_row_masks(model):
             hidden = model.base_model(input_ids=input_ids, position_ids=positions, use_cache=False).last_hidden_state

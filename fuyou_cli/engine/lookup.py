@@ -1,9 +1,13 @@
-"""Looks rows of an embedding up, and their gradients: never a dense tensor per micro-batch."""
+"""Looks rows of an embedding up, and their gradients: never a dense tensor per micro-batch.
+
+How many ids are of a piece, and how many differ, the host knows: to ask a device would wait for all that is submitted to it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
@@ -28,9 +32,67 @@ def is_plain(module: nn.Module | None) -> bool:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """Tells what one micro-batch looks up in a table, or in one piece of it. Tensors are on the device, but `known`."""
+
+    here: torch.Tensor | None  # places among the micro-batch's tokens; None: all of them
+    distinct: torch.Tensor  # ids in rising order
+    known: torch.Tensor  # the same in host memory
+
+
+class StepIds:
+    """Holds what all micro-batches of a step look up, found on the host and placed on the device at once. `ids`: whatever the
+    model's forward is given them as."""
+
+    def __init__(
+        self,
+        parts: Sequence[torch.Tensor],
+        pieces: Sequence[tuple[int, int]],
+        place: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        """Finds them. `parts`: ids of each micro-batch in host memory; `pieces`: rows (first, end) of each, none: not cut."""
+        self.ids: torch.Tensor | None = None
+        rows: Sequence[tuple[int, int] | None] = pieces or [None]
+        known = [[_known(part.reshape(-1), of_piece) for of_piece in rows] for part in parts]
+        # Of one size whatever the ids: a plan charges it.
+        table = torch.zeros((2 if pieces else 1) * sum(part.numel() for part in parts), dtype=torch.long)
+        found, end = [tensor for part in known for of_piece in part for tensor in of_piece if tensor is not None], 0
+        for tensor in found:
+            table[end : end + tensor.numel()] = tensor
+            end += tensor.numel()
+        left = iter(place(table)[:end].split([tensor.numel() for tensor in found]))
+        self._looked = [
+            [Looked(None if here is None else next(left), next(left), distinct) for here, distinct in part] for part in known
+        ]
+
+    def of(self, micro_batch: int, piece: int = 0) -> Looked:
+        return self._looked[micro_batch][piece]
+
+    def is_of(self, ids: torch.Tensor) -> bool:
+        """Tells whether `ids` are what the forward was given, in whatever shape."""
+        given = self.ids
+        return (
+            given is not None
+            and given.data_ptr() == ids.data_ptr()
+            and given.numel() == ids.numel()
+            and ids.is_contiguous()
+            and given.device == ids.device
+        )
+
+
+def _known(ids: torch.Tensor, rows: tuple[int, int] | None) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Finds the ids (host memory) that are of these rows, and which differ."""
+    if rows is None:
+        return None, ids.unique()
+    here = ((ids >= rows[0]) & (ids < rows[1])).nonzero().view(-1)
+    return here, ids[here].unique()
+
+
 def add_rows(
     module: nn.Embedding,
     run: Callable[[torch.Tensor], Any],
+    looked: Looked,
     ids: torch.Tensor,
     grad: torch.Tensor,
     into: GradientSum,
@@ -39,10 +101,12 @@ def add_rows(
 ) -> None:
     """Adds the gradient of one micro-batch's lookup, as many rows as there are distinct ids.
 
-    ids: (tokens,) int64, those of a piece only; grad: (tokens, hidden). `first`: the id of the sum's first row.
+    ids: (tokens,) int64, of the whole micro-batch; grad: (tokens, hidden). `first`: the id of the sum's first row.
     """
-    distinct, renumbered = torch.unique(ids, return_inverse=True)
-    padding = _place_of_padding(module, distinct)
+    if looked.here is not None:
+        ids, grad = ids[looked.here], grad[looked.here]
+    distinct, padding = looked.distinct, _place_of_padding(module, looked.known)
+    renumbered = torch.searchsorted(distinct, ids)
     if is_plain(module):  # summed by the kernel and in the order of a dense embedding backward
         size = distinct.numel()
         rows = torch.ops.aten.embedding_dense_backward(grad.contiguous(), renumbered, size, padding, False)
@@ -56,7 +120,7 @@ def add_rows(
 
 
 def _place_of_padding(module: nn.Embedding, distinct: torch.Tensor) -> int:
-    """Finds the id that learns nothing among the distinct ones; -1 where it is not."""
+    """Finds the id that learns nothing among the distinct ones (host memory); -1 where it is not."""
     if module.padding_idx is None:
         return -1
     match = (distinct == module.padding_idx).nonzero()

@@ -102,7 +102,7 @@ class TokenLoss:
     @classmethod
     def of(cls, targets: torch.Tensor) -> TokenLoss:
         """Makes one that has seen nothing yet. targets: (batch, tokens) on the device."""
-        zeros = torch.zeros(targets.shape, dtype=torch.float32, device=targets.device)
+        zeros = torch.zeros_like(targets, dtype=torch.float32)
         return cls(targets=targets, maximum=zeros - torch.inf, total=zeros, target=zeros.clone())
 
     def fold(self, part: Part, logits: torch.Tensor, *, first: int) -> None:

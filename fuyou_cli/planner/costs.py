@@ -172,6 +172,7 @@ def staged_bytes(model: ModelSpec, numerics: Numerics, visit: Visit, *, on_devic
     stage, is_first = model.stages[visit.stage], not visit.index
     ids, positions = 2 * _ID * numerics.tokens, 2 * _ID * numerics.max_seq_len
     targets = ids * (is_first if on_device or model.head_is_cut else visit.phase == "head")
+    targets += 2 * looked_up_bytes(model, numerics) * is_first
     if on_device:
         return targets + (ids + positions) * is_first
     if stage.kind == "embedding" and stage.index and _begins_table(stage):  # of positions, which all rows share
@@ -183,6 +184,12 @@ def staged_bytes(model: ModelSpec, numerics: Numerics, visit: Visit, *, on_devic
     if visit.phase == "forward" and before.kind == "embedding" and before.index and _begins_table(before):
         return 2 * model.boundary_bytes_per_token * numerics.tokens
     return targets
+
+
+def looked_up_bytes(model: ModelSpec, numerics: Numerics) -> int:
+    """Returns bytes that say, on a device with memory of its own, which ids of a step differ, and which are of a piece."""
+    more = any(stage.kind == "embedding" and stage.index and _begins_table(stage) for stage in model.stages)
+    return _ID * (numerics.tokens * (1 if model.stages[0].vocabulary is None else 2) + numerics.max_seq_len * more)
 
 
 def _begins_table(stage: StageSpec) -> bool:

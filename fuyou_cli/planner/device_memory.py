@@ -10,6 +10,7 @@ from ..spec.model import ITEM_SIZE, ModelSpec, StageSpec
 from ..spec.plan import StagePlan
 from .bound import uploads
 from .boundary_layout import Kept, every_operator, kept_bytes
+from .costs import looked_up_bytes
 from .device import WEIGHTS_ON_DEVICE, square_lanes
 from .memory import DEVICE_UNIT, HEAD_BYTES_PER_TOKEN, batch_slots, micro_boundary, micro_sums
 from .placement_context import Room
@@ -25,7 +26,7 @@ class DeviceMemory:
     turns: int = 0  # weights of other stages, which take turns
     sums: int = 0  # gradients of two stages; a tied head that is not cut keeps a third through backward; lanes of their squares
     batch: int = 0  # what stages hand on of the whole batch, where it stays there; what the model's own forward makes of it
-    compute: int = 0  # the hungriest pass of one micro-batch beside its neighbours; what a cut head knows of every token
+    compute: int = 0  # the hungriest pass of one micro-batch beside its neighbours; what is known of every token
 
     @property
     def total(self) -> int:
@@ -47,6 +48,7 @@ def _memory(model: ModelSpec, request: PlanRequest, at_home: Iterable[int], ever
     sums = spans * max(stage.params for stage in model.stages) * ITEM_SIZE[request.numerics.accumulate_dtype]
     lanes = square_lanes(max(tensor.numel for stage in model.stages for tensor in stage.tensors))
     targets = HEAD_BYTES_PER_TOKEN * request.numerics.tokens if model.head_is_cut else 0
+    targets += looked_up_bytes(model, request.numerics)
     return DeviceMemory(
         homes=item * sum(model.stages[stage].params for stage in at_home),
         turns=item * WEIGHTS_ON_DEVICE * max(streamed, default=0),

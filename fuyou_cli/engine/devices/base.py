@@ -75,6 +75,10 @@ class Device:
         """Takes device memory for a copy of `host`, of its shape and strides."""
         return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype)
 
+    def told(self, host: torch.Tensor) -> torch.Tensor:
+        """Returns what is small (ids, targets) on the device. May wait for all that is submitted: asked for before that."""
+        return host
+
     def upload(self, host: torch.Tensor, device: torch.Tensor, *, after: Event | None = None, bulk: bool = False) -> Event:
         """Copies after the compute that may still read `device`: what ran before `after`, or all submitted so far.
         With `bulk` (1-D, whose memory stays) behind boundaries, in pieces: in no order with copies that are not."""

@@ -87,6 +87,9 @@ class CudaDevice(Device):
     def empty_like(self, host: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=self.torch_device)
 
+    def told(self, host: torch.Tensor) -> torch.Tensor:
+        return host.to(self.torch_device)  # sync: from pageable memory
+
     def upload(self, host: torch.Tensor, device: torch.Tensor, *, after: Event | None = None, bulk: bool = False) -> Event:
         after = self.computed() if after is None else after
         assert isinstance(after, CudaEvent)

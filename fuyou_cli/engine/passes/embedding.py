@@ -12,7 +12,7 @@ from ...core.errors import UsageError
 from ..activations import Activations
 from ..crossings import Gathering, Leaving
 from ..gradients import GradientSum
-from ..lookup import add_rows, is_lookup, is_plain, padding_at, scales_rows
+from ..lookup import StepIds, add_rows, is_lookup, is_plain, padding_at, scales_rows
 from ..skeleton import TORCH_DTYPE
 from ..streamed import Call
 from ..visits import Visits
@@ -22,14 +22,46 @@ from .block import BlockPasses
 class EmbeddingPasses(BlockPasses):
     """Computes stages whose input is ids, which need no gradient."""
 
-    def __init__(self, visits: Visits, activations: Sequence[Activations]) -> None:
+    def __init__(self, visits: Visits, activations: Sequence[Activations], tokens: torch.nn.Module) -> None:
+        """`tokens`: the model's embedding of token ids."""
         super().__init__(visits, activations)
         modules = [stage.module if stage.kind == "embedding" else None for stage in visits.stages]
         # Tables whose rows are looked up, and scaled at most, can be used by micro-batch. Tried before their forwards are
         # replaced.
         self._lookups = {i for i, m in enumerate(modules) if is_plain(m) or (is_lookup(m) and scales_rows(m))}
         cut = [i for i, stage in enumerate(visits.stages) if stage.kind == "embedding" and stage.vocabulary is not None]
-        self._pieces = {cut[0]: cut} if cut else {}  # by the stage that the embedding's forward is called as
+        self._pieces: dict[int | None, list[int]] = (
+            {cut[0]: cut} if cut else {}
+        )  # by the stage that the embedding's forward is called as
+        self._table = next((i for i, m in enumerate(modules) if m is tokens), None)  # whose rows are looked up by token
+        self._more = any(m is not None and m is not tokens for m in modules)  # tables: of positions, as far as is known
+        self._given: list[StepIds] = []  # of what the step's forward is given
+
+    def placed(self, ids: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
+        """Returns a step's ids and positions, in host memory, where the model's forward wants them. Nothing is submitted yet.
+        Raises UsageError for an id that no row has."""
+        placed = [self.visits.crossings.placed(value) for value in (ids, positions)]
+        self._given = [] if self._table is None else [self._looked_up(self._table, ids)]
+        if self._more:
+            self._given.append(self._looked_up(None, positions))
+        for given, value in zip(self._given, placed, strict=False):
+            given.ids = value
+        return placed
+
+    def _looked_up(self, table: int | None, ids: torch.Tensor) -> StepIds:
+        """Finds what is looked up in the table of a stage, all of it or cut; None: any that is not cut. ids: in host memory."""
+        pieces = [self.visits.stages[piece].rows for piece in self._pieces.get(table, ())]
+        if table is not None:
+            end = pieces[-1][1] if pieces else self._module(table).num_embeddings
+            if int(ids.min()) < 0 or int(ids.max()) >= end:
+                raise UsageError(f"the data holds a token id outside of the model's vocabulary of {end} tokens")
+        parts = [ids[rows] for rows in self.visits.micro_batches(ids.shape[0])]
+        return StepIds(parts, pieces, self.visits.crossings.told)
+
+    def _ids_of(self, call: Call, ids: torch.Tensor) -> StepIds:
+        """Returns what is known of the ids of a call."""
+        given = next((given for given in self._given if given.is_of(ids)), None)
+        return given or self._looked_up(call.stage, ids.cpu())  # sync: ids that the model's own code has made
 
     def forward(self, call: Call, x: torch.Tensor) -> torch.Tensor:
         """Hands ids to the passes. x: (batch, tokens) int64, where the batch is."""
@@ -64,8 +96,9 @@ class EmbeddingPasses(BlockPasses):
         visits, (ids,) = self.visits, x
         assert total is not None
         if call.stage in self._lookups and grad_y.shape[0] == ids.shape[0]:
-            for chosen, grad in self._by_token(ids, grad_y):
-                self._add_rows(call, chosen, grad, total, first=0)
+            looked = self._ids_of(call, ids)
+            for number, (chosen, grad) in enumerate(self._by_token(ids, grad_y)):
+                add_rows(self._module(call.stage), call.run, looked.of(number), chosen, grad, total, first=0)
                 visits.between()
             return
         whole_ids, whole_grad = visits.inputs([lambda: [ids, grad_y]]).take()
@@ -78,34 +111,30 @@ class EmbeddingPasses(BlockPasses):
     # ---- in pieces -------------------------------------------------------------------------------------------------
 
     def _forward_in_pieces(self, pieces: Sequence[int], call: Call, ids: torch.Tensor) -> torch.Tensor:
-        """Puts each piece's rows where its ids are, to the bit as one. Raises UsageError for an id of no piece."""
-        _, end = self.visits.stages[pieces[-1]].rows
-        if int(ids.min()) < 0 or int(ids.max()) >= end:
-            raise UsageError(f"the data holds a token id outside of the model's vocabulary of {end} tokens")
-        y: torch.Tensor | None = None
+        """Puts each piece's rows where its ids are, to the bit as one."""
+        looked, y = self._ids_of(call, ids), None
         for stage in pieces:
-            y = self._look_up(stage, call, ids, y)
+            y = self._look_up(stage, call, ids, looked, y)
         assert y is not None
         return y
 
-    def _look_up(self, stage: int, call: Call, ids: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
+    def _look_up(self, stage: int, call: Call, ids: torch.Tensor, looked: StepIds, y: torch.Tensor | None) -> torch.Tensor:
         """Puts the rows of one piece in their places in `y`, on the device: there go up those of the pieces before, if any."""
         visits = self.visits
         visit, flat = visits.enter("forward", stage)
         begin = time.monotonic()
-        module, before = visits.stages[stage].module, y
-        assert isinstance(module, torch.nn.Embedding)
+        module, before, (first, _) = self._module(call.stage), y, visits.stages[stage].rows
         parts = visits.micro_batches(ids.shape[0])
         arriving = visits.inputs(
             partial(lambda rows: [ids[rows]] if before is None else [ids[rows], before[rows]], rows) for rows in parts
         )
         leaving = Leaving(visits.crossings)
         with torch.no_grad(), padding_at(module, None), visits.installed(stage, flat, trainable=False):
-            for rows in parts:
+            for number, rows in enumerate(parts):
                 part_ids, *found = arriving.take()
-                chosen = part_ids.reshape(-1)
-                here, first = self._inside(stage, chosen)
-                looked_up = call.run(chosen[here] - first)
+                here = looked.of(number, stage - call.stage).here
+                assert here is not None
+                looked_up = call.run(part_ids.reshape(-1)[here] - first)
                 if y is None:
                     y = visits.crossings.batches.lend((*ids.shape, looked_up.shape[-1]), looked_up.dtype)
                 found = found or [visits.crossings.begun(y[rows])]
@@ -121,16 +150,16 @@ class EmbeddingPasses(BlockPasses):
     def _backward_in_pieces(self, pieces: Sequence[int], call: Call, ids: torch.Tensor, grad_y: torch.Tensor) -> None:
         """Sums every piece's gradients by rows. ids: (batch, tokens) int64; grad_y: (batch, tokens, width)."""
         assert grad_y.shape[: ids.dim()] == ids.shape, (grad_y.shape, ids.shape)
-        visits = self.visits
+        visits, looked = self.visits, self._ids_of(call, ids)
         for stage in reversed(pieces):
             visit, _ = visits.enter("backward", stage)
             total = visits.sums.open(stage, resume=visit.resume)
-            begin = time.monotonic()
+            begin, (first, _) = time.monotonic(), visits.stages[stage].rows
             assert total is not None
-            for chosen, grad in self._by_token(ids, grad_y):
-                here, first = self._inside(stage, chosen)
-                if here.numel():
-                    self._add_rows(call, chosen[here], grad[here], total, first=first)
+            for number, (chosen, grad) in enumerate(self._by_token(ids, grad_y)):
+                of_piece = looked.of(number, stage - call.stage)
+                if of_piece.distinct.numel():
+                    add_rows(self._module(call.stage), call.run, of_piece, chosen, grad, total, first=first)
                 visits.between()
             visits.sums.close(stage, total)
             visits.leave(visit, begin)
@@ -144,12 +173,7 @@ class EmbeddingPasses(BlockPasses):
         for _ in parts:
             yield arriving.take()
 
-    def _add_rows(self, call: Call, ids: torch.Tensor, grad: torch.Tensor, total: GradientSum, *, first: int) -> None:
-        module = self.visits.stages[call.stage].module
+    def _module(self, stage: int) -> torch.nn.Embedding:
+        module = self.visits.stages[stage].module
         assert isinstance(module, torch.nn.Embedding)
-        add_rows(module, call.run, ids, grad, total, first=first)
-
-    def _inside(self, stage: int, ids: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """Finds the ids, on the device, that are rows of the piece: their positions, and its first row."""
-        first, end = self.visits.stages[stage].rows
-        return ((ids >= first) & (ids < end)).nonzero().view(-1), first  # sync: how many there are
+        return module

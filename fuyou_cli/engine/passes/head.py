@@ -44,8 +44,7 @@ class HeadPasses:
         end = max(stage.rows[1] for stage in visits.stages if stage.kind == "head")
         if int(targets.max()) >= end:
             raise UsageError(f"the data holds a label outside of the model's vocabulary of {end} tokens")
-        visits.crossings.count_staged(targets)
-        return targets.to(visits.device.torch_device)
+        return visits.crossings.told(targets)
 
     # ---- whole -----------------------------------------------------------------------------------------------------
 
