@@ -5,14 +5,36 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...core.errors import UsageError
 from ..activations import Activations
 from ..crossings import Gathering
 from ..gradients import GradientSum
 from ..streamed import Call
 from ..visits import Visits
+
+
+class _Writers(TorchDispatchMode):
+    """Finds the operators that write into a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: set[str] = set()
+        self._storage = 0
+
+    def watched(self, x: torch.Tensor) -> torch.Tensor:
+        self._storage = x.untyped_storage()._cdata
+        return x
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        written = args[0] if args and func._schema.is_mutable else None
+        if isinstance(written, torch.Tensor) and written.untyped_storage()._cdata == self._storage:
+            self.found.add(str(func.overloadpacket))
+        return func(*args, **(kwargs or {}))
 
 
 class BlockPasses:
@@ -42,14 +64,30 @@ class BlockPasses:
         arriving = visits.inputs(partial(lambda rows: [x[rows]], rows) for rows in parts)
         for number, rows in enumerate(parts):
             (part,) = arriving.take()
+            version = part._version
             if stash:
                 kept = y.leaving.keep(part, visits.boundaries.rows(call.stage, number))
                 visits.boundaries.awaits(call.stage, kept)
             visits.seed(call.stage, number)
             y.put(rows, activations.forward(call.run, part, number))
+            if stash and part._version != version:
+                raise self._written_into(call, part)
             if len(parts) > 1:
                 visits.between()
         return y.settled()
+
+    def _written_into(self, call: Call, x: torch.Tensor) -> UsageError:
+        """Returns the error of a model that writes into a stage's input: its copy to the host may have what was written."""
+        writers = _Writers()
+        with writers:
+            call.run(writers.watched(x.clone()))
+        operators = ", ".join(sorted(writers.found)) or "an operator"
+        stage = self.visits.stages[call.stage]
+        name = f"{stage.name} ({type(stage.module).__name__})"
+        return UsageError(
+            f"{name} writes into its own input ({operators}), which backward needs as it was",
+            hint="in the model's own code, write into a copy of it; a model that is not yours cannot be streamed on a GPU",
+        )
 
     def backward(self, call: Call, ids: torch.Tensor | None, grad_y: torch.Tensor) -> torch.Tensor | None:
         """Returns the gradient of the stage's input for the whole batch, None for `ids`, and sums the stage's own."""
