@@ -10,8 +10,11 @@ from fuyou_cli.machine.probe import ROOT
 _NVIDIA = ("dev/nvidiactl", "dev/dxg")  # the driver's device; of WSL2 its paravirtual one
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # torch reads the first that is set
 
+# Of products of matrices, and of flash-attn by way of transformers.
+_DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
 
-def settle_libraries(*, device: str, expandable_segments: bool = True, root: Path = ROOT) -> None:
+
+def settle_libraries(*, device: str, expandable_segments: bool = True, deterministic: bool = False, root: Path = ROOT) -> None:
     """Set the environment for compute on a GPU (`device`: the recipe's); for others nothing changes.
 
     Stages allocate tensors of different sizes one after the other. In segments of fixed size the holes between them add up,
@@ -21,5 +24,7 @@ def settle_libraries(*, device: str, expandable_segments: bool = True, root: Pat
     if device not in ("auto", "cuda") or not any((root / name).exists() for name in _NVIDIA):
         return
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    for name, value in _DETERMINISTIC.items() if deterministic else ():
+        os.environ.setdefault(name, value)
     if expandable_segments and not any(name in os.environ for name in _ALLOCATOR):
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

@@ -46,9 +46,9 @@ def run_finetune(
 
     from .before_torch import settle_libraries
 
-    offload = loaded.recipe.offload
+    offload, repeated = loaded.recipe.offload, loaded.recipe.train.deterministic
     settle_allocator()
-    settle_libraries(device=offload.device, expandable_segments=offload.expandable_segments)
+    settle_libraries(device=offload.device, expandable_segments=offload.expandable_segments, deterministic=repeated)
     from fuyou_cli.advice.plan_files import read_plan
     from fuyou_cli.training.trace import Trace
 

@@ -114,6 +114,7 @@ class TrainSection(Section):
     clip_grad_norm: PositiveFloat | None = 1.0
     skip_nonfinite: Count = 0  # steps in a row
     compile: bool = False
+    deterministic: bool = False  # whether a GPU repeats a run bit for bit, at some speed; the CPU does anyway
     early_stopping: NotBuilt = None
 
     @classmethod

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -15,6 +15,7 @@ from ..core.own_files import own_folder
 from ..core.patience import Patience
 from ..data import collate
 from ..engine.devices import open_device
+from ..engine.devices.repeatable import compute_repeatably, naming_operators
 from ..engine.executor import Executor, StepAbandoned
 from ..engine.host_memory import HostMemory
 from ..engine.updates import Optimizer
@@ -101,6 +102,8 @@ class Run:
         self._claim_folders(free_space)
         arena = self._stack.enter_context(Arena(max(plan.arena_size, 1 << 21)))
         self._device_most = gpu_most(planned.recipe, planned.hardware)
+        if planned.recipe.train.deterministic and plan.device != "cpu":
+            self._stack.callback(compute_repeatably())
         self.device = open_device(plan.device, memory=self._device_most)
         self._stack.callback(self.device.close)  # its copies reach into the arena: closed before that is unmapped
         self._open_store()
@@ -117,7 +120,7 @@ class Run:
         plan, planned, memory = self.plan, self.planned, self.host_memory
         if refused := self.device.pin(memory.tensor(Span(offset=0, size=memory.arena.size), torch.uint8)):
             self._announce(out_of_device_memory.unpinned(refused, memory.arena.size))
-        with self._naming_device_memory():
+        with self._naming_device_errors():
             self.executor = Executor(
                 anatomy=planned.anatomy,
                 model=self.model,
@@ -149,8 +152,10 @@ class Run:
         )
         self.rates = learning_rate(planned.recipe, planned.total_steps)
 
-    def _naming_device_memory(self) -> AbstractContextManager[None]:
-        return out_of_device_memory.named(self.device, self.plan, self._device_most, self._where)
+    @contextmanager
+    def _naming_device_errors(self) -> Iterator[None]:
+        with out_of_device_memory.named(self.device, self.plan, self._device_most, self._where), naming_operators():
+            yield
 
     def _claim_folders(self, free_space: Callable[[Path], int]) -> None:
         """Checks that a saved run is still the one that was planned for, and that the folders have room for the store."""
@@ -268,7 +273,7 @@ class Run:
         self.doing.step = True
         self.executor.may_skip = self.standing.skipped_in_row < planned.recipe.train.skip_nonfinite
         try:
-            with self._naming_device_memory():
+            with self._naming_device_errors():
                 outcome = self.executor.step(ids, labels, step=number, lr=lr, last=number == planned.total_steps)
         except StepAbandoned:
             self.doing.step = False

@@ -46,6 +46,13 @@ def test_what_is_set(
     assert os.environ == expected
 
 
+def test_compute_that_repeats_has_its_workspaces(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"FLASH_ATTENTION_DETERMINISTIC": "0"})
+    settle_libraries(device="cuda", deterministic=True, root=gpu)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "0"  # what the user set stays
+
+
 def test_nothing_where_there_is_no_gpu(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (gpu / "dev/nvidiactl").unlink()
     monkeypatch.setattr(os, "environ", {})
@@ -73,7 +80,7 @@ app.main(sys.argv[1:])
     [
         (
             ["finetune", "llama31-8b-full-24gb", "offload.device=cuda", "offload.expandable_segments=false"],
-            {"device": "cuda", "expandable_segments": False},
+            {"device": "cuda", "expandable_segments": False, "deterministic": False},
         ),
         (["bench"], {"device": "auto"}),
         (["bench", "llama31-8b-full-24gb", "offload.device=cpu"], {"device": "cpu"}),

@@ -35,6 +35,8 @@ def of(
         "shuffle": recipe.dataset.shuffle,
         "device": device,
     }
+    if recipe.train.deterministic and device != "cpu":
+        described["deterministic"] = True
     if recipe.model.trust_remote_code and "auto_map" in config:
         described["code"] = own_code(model_dir)
     digests = {

@@ -35,6 +35,7 @@ _CHANGED = {
     "schedule": "lr_scheduler, or the number of steps it is for (train.max_steps, train.epochs)",
     "clipping": "train.clip_grad_norm",
     "shuffle": "dataset.shuffle",
+    "deterministic": "train.deterministic",
     "data": "the tokens of the data (dataset, tokenizer)",
     "device": "the kind of device it computes on (offload.device; left auto: whether a GPU is found)",
 }

@@ -1,0 +1,53 @@
+"""Makes compute on a GPU repeat itself bit for bit, as the CPU does anyway.
+
+torch takes kernels whose sums have an order then: attention's backward as flash and as memory-efficient (cuDNN's is left out),
+sums by index, products in a fixed workspace. Where it has none it raises, naming the operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ...core.errors import UsageError
+
+_NO_KERNEL = "does not have a deterministic implementation"
+_NO_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def compute_repeatably() -> Callable[[], None]:
+    """Has torch compute so from now on, in this process; returns what undoes it."""
+    filling: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), filling.fill_uninitialized_memory
+
+    def undo() -> None:
+        torch.use_deterministic_algorithms(before[0])
+        filling.fill_uninitialized_memory = before[1]
+
+    torch.use_deterministic_algorithms(True)
+    filling.fill_uninitialized_memory = False  # else whatever is taken is written first
+    return undo
+
+
+@contextmanager
+def naming_operators() -> Iterator[None]:
+    """Turns torch's refusal inside into an error that names the operator and the key."""
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error)
+        if _NO_KERNEL in said:
+            operator = said.partition(_NO_KERNEL)[0].strip()
+            raise UsageError(
+                f"train.deterministic: {operator} has no deterministic kernel here",
+                hint="set train.deterministic=false: the last bits may then differ between two runs of the same recipe",
+            ) from error
+        if _NO_WORKSPACE in said:
+            raise UsageError(
+                "train.deterministic: products of matrices do not repeat with the workspace that is set",
+                hint=f"unset {_NO_WORKSPACE}, or set it to :4096:8",
+            ) from error
+        raise
