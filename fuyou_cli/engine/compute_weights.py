@@ -9,6 +9,7 @@ import torch
 from ..planner.device import WEIGHTS_UP
 from ..spec.model import ITEM_SIZE, ModelSpec
 from ..spec.plan import Plan, Span
+from .device_states import DeviceStates
 from .devices.base import Device, Event
 from .host_memory import HostMemory
 from .moves import Waiting
@@ -27,10 +28,13 @@ class _Uploaded:
 class ComputeWeights:
     """Holds weights for compute. Two device spans take turns, so that one stage's upload runs beside another's compute; stages
     whose weights have their home on the device keep a span of their own and are uploaded again only when a new generation
-    exists."""
+    exists, or never where they are updated there (`states`)."""
 
-    def __init__(self, *, model: ModelSpec, plan: Plan, memory: HostMemory, device: Device, waiting: Waiting) -> None:
+    def __init__(
+        self, *, model: ModelSpec, plan: Plan, memory: HostMemory, device: Device, states: DeviceStates, waiting: Waiting
+    ) -> None:
         self.model, self.memory, self.device, self._waiting = model, memory, device, waiting
+        self._states = states
         self.dtype = TORCH_DTYPE[model.compute_dtype]
         item = ITEM_SIZE[model.compute_dtype]
         self.homes: dict[int, _Uploaded] = {}
@@ -40,11 +44,13 @@ class ComputeWeights:
             largest = max(streamed, default=0)
             self.turns = [_Uploaded(device.empty(largest * item)) for _ in range(2 if largest else 0)]
             for stage, stage_plan in zip(model.stages, plan.stages, strict=True):
-                if stage_plan.weights == "gpu":
+                if stage_plan.weights == "gpu" and not stage_plan.on_device:
                     self.homes[stage.index] = _Uploaded(device.empty(stage.params * item))
 
     def flat(self, owner: int, span: Span, generation: int) -> torch.Tensor:
         """Returns the weights of `owner` (1-D, compute dtype) for compute submitted from now on."""
+        if (updated_there := self._states.weights(owner)) is not None:
+            return updated_there
         params = self.model.stages[owner].params
         host = self.memory.tensor(span, self.dtype, params)
         if not self.device.separate:
@@ -57,7 +63,7 @@ class ComputeWeights:
 
     def begin(self, owner: int, span: Span, generation: int) -> None:
         """Starts the upload for the next visit while this one computes."""
-        if self.device.separate:
+        if self.device.separate and self._states.weights(owner) is None:
             self._upload(owner, self.memory.tensor(span, self.dtype, self.model.stages[owner].params), generation)
 
     def computed(self, owner: int) -> None:

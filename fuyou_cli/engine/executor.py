@@ -93,6 +93,7 @@ class Executor:
 
     def close(self) -> None:
         self._streamed.close()
+        self.visits.states.close()
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
@@ -153,14 +154,13 @@ class Executor:
     # ---- updates -------------------------------------------------------------------------------------------------
 
     def _hand_over(self, stage: int, gradients: torch.Tensor, squares: list[float]) -> None:
-        """Lets the stage's gradients rest, complete and in host memory, or starts its update. `squares`: of each tensor."""
+        """Lets the stage's gradients rest, complete, or starts its update. `squares`: of each tensor."""
         total = 0.0  # also without clipping: what is not finite would be found in the weights otherwise, wherever it began
         try:
             total = squared_norm(
                 self.model.stages[stage],
                 squares,
                 gradients,
-                dtype=self.plan.numerics.accumulate_dtype,
                 step=self.visits.step,
                 changed=self._updating,
                 reached=self.reached,

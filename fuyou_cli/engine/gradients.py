@@ -21,10 +21,11 @@ from torch import nn
 
 from ..core.errors import NumericsError
 from ..planner.device import GRADIENTS_ACROSS, square_lanes
+from ..planner.device_homes import summing_spans
 from ..planner.residency import Residency
-from ..spec.model import ITEM_SIZE, Dtype, ModelSpec, StageSpec, TensorSpec
-from ..spec.plan import Plan
-from ..swap.kernels import sum_squares
+from ..spec.model import ITEM_SIZE, ModelSpec, StageSpec, TensorSpec
+from ..spec.plan import Plan, Span
+from .device_states import DeviceStates
 from .devices.base import Device, Event, Squares
 from .host_memory import HostMemory
 from .moves import Waiting
@@ -33,7 +34,7 @@ from .skeleton import TORCH_DTYPE
 PIECE = 1 << 19  # elements added at once
 LOOK = "lower optimizer.lr or look at the data of this step"  # where a step's numbers are not finite
 
-HandOver = Callable[[int, torch.Tensor, list[float]], None]  # (stage, its gradients in host memory, squares of each tensor)
+HandOver = Callable[[int, torch.Tensor, list[float]], None]  # (stage, its gradients where they rest, squares of each tensor)
 
 
 @dataclass(slots=True)
@@ -109,10 +110,10 @@ def add_in_pieces(target: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def squared_norm(
-    stage: StageSpec, squares: Sequence[float], host: torch.Tensor, *, dtype: Dtype, step: int, changed: bool, reached: set[str]
+    stage: StageSpec, squares: Sequence[float], summed: torch.Tensor, *, step: int, changed: bool, reached: set[str]
 ) -> float:
     """Sums the squares of a stage's gradients, tensor by tensor in order. `squares`: of every tensor, as the device has summed
-    them; `host`: the same gradients in host memory. Names of tensors with a gradient that is not zero are added to `reached`.
+    them; `summed`: the gradients, where they rest. Names of tensors with a gradient that is not zero are added to `reached`.
 
     Raises NumericsError naming the tensor when a value is not finite. `changed`: whether an update of the step has begun.
     """
@@ -120,7 +121,7 @@ def squared_norm(
     for spec, value in zip(stage.tensors, squares, strict=True):
         if not math.isfinite(value):
             raise NumericsError(
-                f"step {step}: {_nonfinite(spec, host, dtype)} gradients of {spec.name} ({stage.name}) are not finite",
+                f"step {step}: {_nonfinite(spec, summed)} gradients of {spec.name} ({stage.name}) are not finite",
                 hint=LOOK,
                 changed=changed,
             )
@@ -130,8 +131,8 @@ def squared_norm(
     return total
 
 
-def _nonfinite(spec: TensorSpec, host: torch.Tensor, dtype: Dtype) -> int:
-    return sum_squares(host[spec.offset : spec.offset + spec.numel].view(torch.uint8).numpy().data, dtype)[1]
+def _nonfinite(spec: TensorSpec, summed: torch.Tensor) -> int:
+    return int((~summed[spec.offset : spec.offset + spec.numel].isfinite()).sum())
 
 
 # ---- to the host -----------------------------------------------------------------------------------------------------
@@ -143,7 +144,7 @@ class _Download:
 
     event: Event
     squares: Squares | None  # None: nobody asks for them
-    span: torch.Tensor
+    span: torch.Tensor | None  # None: they stay where they rest, on the device
     arrived: Callable[[list[float]], None]
 
     def done(self) -> bool:
@@ -166,10 +167,12 @@ class GradientSums:
         residency: Residency,
         memory: HostMemory,
         device: Device,
+        states: DeviceStates,
         hand_over: HandOver,
         waiting: Waiting,
     ) -> None:
         self.model, self.residency, self.memory, self.device = model, residency, memory, device
+        self._states = states
         self._hand_over, self._waiting = hand_over, waiting
         self._dtype = TORCH_DTYPE[plan.numerics.accumulate_dtype]
         self._sums: dict[int, GradientSum] = {}
@@ -182,9 +185,9 @@ class GradientSums:
         """Opens spans: two take turns with their downloads on a separate device; one more stays with a tied head not cut."""
         if not self.device.separate:
             return []
-        largest = max(stage.params for stage in self.model.stages) * item
-        stays = self.model.tied_head and not self.model.head_is_cut
-        return [self.device.empty(largest) for _ in range(3 if stays else 2)]
+        resting = {stage for stage, home in self._states.homes.items() if home.gradients is not None}
+        largest = max((stage.params for stage in self.model.stages if stage.index not in resting), default=0)
+        return [self.device.empty(largest * item) for _ in range(summing_spans(self.model, resting))]
 
     def open(self, owner: int, *, resume: bool = False) -> GradientSum | None:
         """Begins the sum of the gradients of stage `owner`, or goes on with it, in the slot it has taken; None for a stage
@@ -194,16 +197,24 @@ class GradientSums:
             return None
         if owner not in self._sums:
             span = self.residency.resume_gradients(owner) if resume else self.residency.acquire_gradients(owner)
-            flat = host = self.memory.tensor(span, self._dtype, spec.params)
-            if self.device.separate:
-                self.residency.wait_until(lambda: bool(self._spans), GRADIENTS_ACROSS)  # the oldest download is over
-                flat = self._spans.pop(0).view(self._dtype)[: spec.params]
-                if resume:
-                    arrived = self.device.upload(host, flat, bulk=True)
-                    with self._waiting(GRADIENTS_ACROSS):
-                        arrived.wait()
+            flat = self._states.gradients(owner)
+            if flat is None:
+                flat = self._to_sum_in(owner, span, resume=resume)
             self._sums[owner] = GradientSum(spec, flat, touched=set(range(len(spec.tensors))) if resume else set())
         return self._sums[owner]
+
+    def _to_sum_in(self, owner: int, span: Span, *, resume: bool) -> torch.Tensor:
+        """Returns where the gradients are summed that rest in the host's `span`, or do not rest."""
+        params = self.model.stages[owner].params
+        if not self.device.separate:
+            return self.memory.tensor(span, self._dtype, params)
+        self.residency.wait_until(lambda: bool(self._spans), GRADIENTS_ACROSS)  # the oldest download is over
+        flat = self._spans.pop(0).view(self._dtype)[:params]
+        if resume:
+            arrived = self.device.upload(self.memory.tensor(span, self._dtype, params), flat, bulk=True)
+            with self._waiting(GRADIENTS_ACROSS):
+                arrived.wait()
+        return flat
 
     def close(self, owner: int, total: GradientSum | None) -> None:
         """Hands over the stage's complete gradients once they are in host memory."""
@@ -220,22 +231,29 @@ class GradientSums:
             return
         total.complete()
         del self._sums[owner]
-        host = self.memory.tensor(self.residency.acquire_gradients(owner), self._dtype, total.stage.params)
+        span = self.residency.acquire_gradients(owner)
         runs = [(tensor.offset, tensor.numel) for tensor in total.stage.tensors]
         if not self.device.separate:
-            then(host, self.device.squares(host, runs, self._lanes).result() if look else [])
+            then(total.flat, self.device.squares(total.flat, runs, self._lanes).result() if look else [])
             return
-        event = self.device.download(total.flat, host, bulk=True)  # first: it does not wait for the squares
+        resting = total.flat
+        if owner in self._states.homes:
+            self._states.summed(owner, total.flat)
+            event = self.device.computed()
+        else:
+            resting = self.memory.tensor(span, self._dtype, total.stage.params)
+            event = self.device.download(total.flat, resting, bulk=True)  # first: it does not wait for the squares
         squares = self.device.squares(total.flat, runs, self._lanes) if look else None
         # The update reads and writes the host's weights; they stay held until the gradients have arrived.
         record = self.residency.records[owner]
         self.residency.hold(record)
 
         def arrived(squares: list[float]) -> None:
-            then(host, squares)
+            then(resting, squares)
             self.residency.let_go(record)
 
-        self._downloads.append(_Download(event, squares, _whole(total.flat), arrived))
+        leaving = _whole(total.flat) if self._states.gradients(owner) is None else None
+        self._downloads.append(_Download(event, squares, leaving, arrived))
 
     def advance(self) -> None:
         """Hands over the gradients that have arrived. Never waits."""
@@ -252,19 +270,23 @@ class GradientSums:
     def _arrive(self) -> None:
         squares = self._downloads[0].wait()
         download = self._downloads.pop(0)
-        self._spans.append(download.span)
+        self._give_back(download.span)
         download.arrived(squares)
 
     def forget(self) -> None:
         """Gives up the step: nothing is handed over."""
         for download in self._downloads:
             download.wait()
-            self._spans.append(download.span)
+            self._give_back(download.span)
         self._downloads.clear()
-        for total in self._sums.values():
-            if self.device.separate:
-                self._spans.append(_whole(total.flat))
+        for owner, total in self._sums.items():
+            if self.device.separate and self._states.gradients(owner) is None:
+                self._give_back(_whole(total.flat))
         self._sums.clear()
+
+    def _give_back(self, span: torch.Tensor | None) -> None:
+        if span is not None:
+            self._spans.append(span)
 
 
 def _whole(flat: torch.Tensor) -> torch.Tensor:

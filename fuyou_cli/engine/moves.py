@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..core.errors import NumericsError
 from ..core.patience import SILENT, Patience
 from ..planner.free_extents import FOREVER
 from ..planner.records import Record
@@ -17,6 +16,7 @@ from ..planner.residency import Residency
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
 from ..swap.daemon import Result, SwapDaemon
+from .device_states import DeviceStates, lost
 from .devices.base import Device, Moment
 from .updates import build_update, sums_of
 
@@ -92,37 +92,50 @@ class DaemonMoves:
         plan: Plan,
         daemon: SwapDaemon,
         device: Device,
+        states: DeviceStates,
         tick: Callable[[], None],
         patience: Patience = SILENT,
     ) -> None:
         self.model, self.plan, self.daemon, self._tick, self._patience = model, plan, daemon, tick, patience
-        self._mark = device.mark
+        self._mark, self.states = device.mark, states
         self.committing: Committing = Unkept()
         self._open: deque[_HostWait] = deque()
         self._waits: deque[Wait] = deque(maxlen=_MOST_WAITS)
-        self.residency = Residency(model=model, plan=plan, transfers=daemon, runner=self)
+        self.residency = Residency(model=model, plan=plan, transfers=self, runner=self)
+
+    # ---- transfers (the ledger calls these) ------------------------------------------------------------------------
+
+    def read(self, arena_offset: int, store_offset: int, size: int, *, priority: int = 0, label: int = 0) -> int:
+        return self.daemon.read(arena_offset, store_offset, size, priority=priority, label=label)
+
+    def write(self, arena_offset: int, store_offset: int, size: int, *, priority: int = 0, label: int = 0) -> int:
+        return self.daemon.write(arena_offset, store_offset, size, priority=priority, label=label)
+
+    def poll(self, ticket: int) -> Result | None:
+        return self.daemon.poll(ticket) if ticket >= 0 else self.states.poll(ticket)
+
+    # ---- updates ---------------------------------------------------------------------------------------------------
 
     def update(self, record: Record) -> int:
-        """Starts the AdamW of one stage, wholly in C; its ticket."""
+        """Starts the AdamW of one stage, wholly in C or on the device; its ticket."""
         commits = self.residency.commits
+        target, copied = commits.next_turn(record.turn, record.generation), commits.is_written(record.generation + 1)
+        if self.plan.stages[record.stage].on_device:
+            return self.states.update(record, target=target, copied=copied)
         request = build_update(
             record,
             self.model.stages[record.stage],
             self.plan.stages[record.stage],
             dtypes=(self.model.compute_dtype, self.plan.numerics.accumulate_dtype),
-            target=commits.next_turn(record.turn, record.generation),
-            copied=commits.is_written(record.generation + 1),
+            target=target,
+            copied=copied,
         )
         return self.daemon.update(request)
 
     def updated(self, record: Record, result: Result) -> None:
         if result.nonfinite:
-            raise NumericsError(
-                f"step {record.generation + 1}: {result.nonfinite} weights of {self.model.stages[record.stage].name} are not "
-                "finite after the update",
-                hint="lower optimizer.lr, or set train.clip_grad_norm, which sees gradients before anything is updated",
-                changed=True,
-            )
+            name = self.model.stages[record.stage].name
+            raise lost(f"{result.nonfinite} weights of {name}", generation=record.generation + 1)
         written = self.residency.commits.is_written(record.generation + 1)
         record.sums = sums_of(result, self.plan.stages[record.stage], copied=written)
 

@@ -26,6 +26,7 @@ from .anatomy import Anatomy
 from .boundaries import Boundaries
 from .compute_weights import ComputeWeights
 from .crossings import Arriving, Beside, Crossings, Source, nothing_beside
+from .device_states import DeviceStates
 from .devices.base import Device, Moment
 from .gradients import GradientSum, GradientSums, HandOver
 from .host_memory import HostMemory
@@ -69,17 +70,21 @@ class Visits:
     ) -> None:
         self.model, self.plan, self.stages, self.device = model, plan, anatomy.stages, device
         self.schedule = plan_schedule(model, plan)
-        self.moves = DaemonMoves(model=model, plan=plan, daemon=daemon, device=device, tick=self.tick, patience=patience)
+        self.states = DeviceStates(model=model, plan=plan, daemon=daemon, memory=memory, device=device)
+        self.moves = DaemonMoves(
+            model=model, plan=plan, daemon=daemon, device=device, states=self.states, tick=self.tick, patience=patience
+        )
         self.residency, waiting = self.moves.residency, self.moves.waiting
         self.boundaries = Boundaries(model=model, plan=plan, daemon=daemon, memory=memory)
         self.lookahead = Lookahead(
             schedule=self.schedule, residency=self.residency, boundaries=self.boundaries.ledger, tick=self.tick
         )
         self.crossings = Crossings(model=model, plan=plan, memory=memory, device=device, waiting=waiting)
-        self.weights = ComputeWeights(model=model, plan=plan, memory=memory, device=device, waiting=waiting)
+        self.weights = ComputeWeights(model=model, plan=plan, memory=memory, device=device, states=self.states, waiting=waiting)
         self.sums = GradientSums(
-            model=model, plan=plan, residency=self.residency, memory=memory, device=device, hand_over=hand_over, waiting=waiting
-        )
+            model=model, plan=plan, residency=self.residency, memory=memory, device=device, states=self.states,
+            hand_over=hand_over, waiting=waiting,
+        )  # fmt: skip
         self.step = 0
         self._left: list[tuple[Visit, float, Moment]] = []
         self._watcher = watcher
@@ -101,6 +106,7 @@ class Visits:
         self.weights.settle_all()
         self.lookahead.give_up()
         self.residency.drain()
+        self.states.settle()
         self.moves.book_waits()
 
     def abandon(self) -> None:
@@ -210,6 +216,7 @@ class Visits:
     def tick(self) -> None:
         """Moves everything that can move; called whenever something may have finished. Never waits."""
         self.residency.advance()
+        self.states.look()
         self.boundaries.advance()
         self.sums.advance()
         self.lookahead.advance(self._begin_upload)

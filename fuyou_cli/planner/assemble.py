@@ -46,6 +46,7 @@ def assembled(
         boundary_slots=placed.boundary_slots,
         upload_slots=placed.upload_slots,
         batch_slots=placed.batch_slots,
+        staging_slots=placed.staging_slots,
         batch_on_device=bool(request.batch_on_device),
         lookahead=lookahead,
         io=placed.io,
@@ -99,7 +100,7 @@ def _memory_lines(model: ModelSpec, hardware: HardwareProfile, request: PlanRequ
         )
 
     slots = sum(span.size for slot in placed.slot_classes for span in slot.weight_slots)
-    weights_ram = home("weights", item, "cpu") + home("weights", item, "gpu")
+    weights_ram = sum(stage.weights_ram.size for stage in placed.stages if stage.weights_ram)
     add("weights", "cpu", weights_ram + slots, params * item, "home and slots")
     often, why = _places(placed, request)
     add("weights", "ssd", int(often * params * item), params * item, why)
@@ -122,14 +123,18 @@ def _memory_lines(model: ModelSpec, hardware: HardwareProfile, request: PlanRequ
     add("boundaries", "cpu", in_ram + slots, in_ram + on_ssd, policies[0])
     add("boundaries", "ssd", on_ssd, in_ram + on_ssd, policies[1])
     crossing = sum(span.size for span in (*placed.upload_slots, *(() if request.batch_on_device else placed.batch_slots)))
+    staging = sum(span.size for span in placed.staging_slots)
+    add("staging", "cpu", staging, 0, "commits of what rests on the GPU")
     add("crossing", "cpu", crossing, 0, "the batch between stages, to and from the device")
     add("compute", "cpu", compute_memory(model, request).total, 0, "activations of one micro-batch")
     add("update chunks", "cpu", placed.io.scratch.size, 0, "read, AdamW, write")
     add("process", "cpu", hardware.process_bytes + BASE_SLACK + placed.arena_size // 512, 0, "Python, torch, threads")
     device = device_memory(model, request, placed.stages)
     add("weights", "gpu", device.homes + device.turns, params * item, "on the GPU home and two turns")
-    add("gradients", "gpu", device.sums, total, "sums on the GPU")
+    add("optimizer states", "gpu", device.states, params * states_item, "home, updated there")
+    add("gradients", "gpu", device.sums + device.gradients, total, "sums on the GPU")
     add("crossing", "gpu", device.batch, 0, "the batch between stages, on the device")
+    add("update chunks", "gpu", device.scratch, 0, "AdamW on the GPU")
     add("compute", "gpu", device.compute, 0, "a micro-batch and its neighbours")
     return tuple(lines)
 

@@ -66,7 +66,8 @@ def phase_estimate(costs: Costs, schedule: Schedule, plan: Plan) -> float:
             compute = sum(_compute_seconds(costs, visit, stages) for visit in visits)
             busiest.append(compute + update * _taken_by_updates(hardware, costs.numerics))
         else:
-            busiest += [update, *_beside_copies(costs, visits, plan)]
+            computing, *copying = _beside_copies(costs, visits, plan)
+            busiest += [update, computing + sum(map(costs.device_update_seconds, updated)), *copying]
         longest = max(*busiest, slot_seconds(costs, visits, plan, rates=_mixed(hardware)))
         seconds += longest + _BESIDE * sum(busiest)
     return seconds
@@ -88,8 +89,8 @@ def _beside_copies(costs: Costs, visits: Sequence[Visit], plan: Plan) -> tuple[f
         computing += busy + (0.0 if costs.batch_on_device else (up_seconds + down_seconds) / parts)
         if visit.owner is not None and stages[visit.owner].weights != "gpu":
             up_seconds += weight * costs.model.stages[visit.owner].params / up_rate
-        if visit.sum_gradients:
-            owner = visit.owner if visit.owner is not None else visit.stage
+        owner = visit.owner if visit.owner is not None else visit.stage
+        if visit.sum_gradients and not stages[owner].on_device:
             down_seconds += gradient * costs.model.stages[owner].params / down_rate
         rising, falling = rising + up_seconds, falling + down_seconds
     return computing, rising, falling
@@ -111,6 +112,8 @@ def slot_seconds(costs: Costs, visits: Sequence[Visit], plan: Plan, *, rates: tu
     for visit in visits:
         owner = visit.owner if visit.owner is not None else visit.stage
         stage = plan.stages[owner]
+        if stage.on_device:
+            continue
         computing = _compute_seconds(costs, visit, plan.stages)
         updating = _update_seconds(costs, plan.stages[owner], rates, plan.commit_every) if visit.update != "none" else 0.0
         if stage.weights_ram is None and visit.owner is not None:
@@ -144,6 +147,7 @@ def _least_seconds(
     hardware, numerics = costs.hardware, costs.numerics
     seconds: dict[str, float] = {}
     compute = sum(_compute_seconds(costs, visit, stages) for visit in schedule.visits)
+    compute += sum(map(costs.device_update_seconds, stages))
     update = sum(costs.update_seconds(stage) for stage in stages) / costs.updates_at_once
     if device == "cpu":
         seconds["cpu"] = compute + update * _taken_by_updates(hardware, numerics)
@@ -188,12 +192,13 @@ def copied_bytes(costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan, .
     model, numerics, there = costs.model, costs.numerics, costs.batch_on_device
     gradient = ITEM_SIZE[numerics.accumulate_dtype]
     params = [stage.params for stage in model.stages]
-    shared = sum(params[stage.index] for stage in model.stages if model.has_two_users(stage.index))  # rest in between
+    leaving = [0 if plan.on_device else size for size, plan in zip(params, stages, strict=True)]  # gradients
+    shared = sum(leaving[stage.index] for stage in model.stages if model.has_two_users(stage.index))  # rest in between
     boundary = model.boundary_bytes_per_token * numerics.tokens
     moved = [crossing(model, visit.stage, visit.phase, stash=visit.stash, on_device=there) for visit in schedule.visits]
     weights = sum(params[owner] * often for owner, often in uploads(model, schedule, stages).items())
     to_device = ITEM_SIZE[model.compute_dtype] * weights + gradient * shared + boundary * sum(into for into, _ in moved)
-    to_host = gradient * (sum(params) + shared) + boundary * sum(back for _, back in moved)
+    to_host = gradient * (sum(leaving) + shared) + boundary * sum(back for _, back in moved)
     kept = sum(kept_bytes(model.stages[stage.stage], stage.kept) for stage in stages) * numerics.micro_batches
     return to_device + kept, to_host + kept
 

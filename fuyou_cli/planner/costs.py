@@ -21,6 +21,8 @@ from .plan_request import PlanRequest
 from .schedule import Visit
 
 _ID = 8  # bytes of a token's id, or of what it is to predict
+_DEVICE_UPDATE_BYTES = 230  # per parameter, that AdamW by tensor operations reads and writes (engine/device_adamw)
+_FLOPS_PER_BYTE = 300  # of a GPU's memory: an H100's. Most cards have fewer: no update is thought faster than it is
 _NORM_PASSES = {"forward": 6, "backward": 16}  # over the boundary: float32 inside, one weight
 
 
@@ -87,11 +89,22 @@ class Costs:
         return self._moved(visit) / (hardware.host_fresh or there) + (copied + self._gradients_moved(visit)) / there
 
     def update_seconds(self, stage: StagePlan) -> float:
-        """Returns the seconds that one thread takes to update the stage, with all its bytes in memory."""
+        """Returns the seconds that one thread takes to update the stage, with all its bytes in memory. 0 where the device
+        updates it."""
+        if stage.on_device:
+            return 0.0
         if stage.stage not in self._known:
             rate, params = self.hardware.adamw_bytes, self.model.stages[stage.stage].params
             self._known[stage.stage] = update_bytes(self.numerics) * params / rate if rate else 0.0
         return self._known[stage.stage]
+
+    def device_update_seconds(self, stage: StagePlan) -> float:
+        """Returns the seconds of compute that the update of a stage takes which rests on the device; none of any other."""
+        if not stage.on_device:
+            return 0.0
+        there = self.hardware.matmul_flops / _FLOPS_PER_BYTE
+        rate = there if self.device == "cuda" else self._memory_rate
+        return _DEVICE_UPDATE_BYTES * self.model.stages[stage.stage].params / rate
 
     @property
     def updates_at_once(self) -> float:

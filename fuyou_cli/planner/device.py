@@ -19,6 +19,9 @@ BULK_PRIORITY = 1
 
 SQUARE_LANES = 1 << 21  # at most, float64: squares of gradients are summed in them
 
+UPDATE_SCRATCH = 4  # float32 values for each parameter of a chunk that is updated on a device
+UPDATE_CHUNK = 1 << 22  # parameters of one, at most: its 64 MiB take a GPU longer than their launches take the host
+
 WEIGHTS_ON_DEVICE = 2  # stages whose streamed weights a device holds at a time; they take turns
 
 
@@ -39,6 +42,7 @@ class DeviceSide:
     def __init__(self, model: ModelSpec, stages: Sequence[StagePlan]) -> None:
         self.model = model
         self._at_home = {stage.stage for stage in stages if stage.weights == "gpu"}
+        self._updated_there = {stage.stage for stage in stages if stage.on_device}
         self._there: dict[int, _There] = {}  # streamed ones in the order of their last use
 
     @property
@@ -48,11 +52,11 @@ class DeviceSide:
 
     def upload(self, owner: int, generation: int, begin: Callable[[], int]) -> int | None:
         """Makes sure that the weights of `owner` are on the device. Returns the ticket of their copy, or None for a stage
-        without weights.
+        without weights and for one whose weights are updated there.
 
         They stay until `WEIGHTS_ON_DEVICE` other stages were needed since, or for the whole run if their home is there.
         """
-        if self.model.stages[owner].params == 0:
+        if self.model.stages[owner].params == 0 or owner in self._updated_there:
             return None
         there = self._there.pop(owner, None)
         if there is None or there.generation != generation:

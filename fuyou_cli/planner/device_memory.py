@@ -12,6 +12,7 @@ from .bound import uploads
 from .boundary_layout import Kept, every_operator, kept_bytes
 from .costs import looked_up_bytes
 from .device import WEIGHTS_ON_DEVICE, square_lanes
+from .device_homes import device_homes, gradients_rest, on_device, summing_spans
 from .memory import DEVICE_UNIT, HEAD_BYTES_PER_TOKEN, batch_slots, micro_boundary, micro_sums
 from .placement_context import Room
 from .plan_request import PlanRequest
@@ -22,30 +23,51 @@ from .schedule import Schedule
 class DeviceMemory:
     """The most bytes that a plan takes of the device's memory."""
 
-    homes: int = 0  # weights that rest there, beside their copy in RAM that updates write
+    homes: int = 0  # weights that rest there, beside their copy in RAM where updates write that
     turns: int = 0  # weights of other stages, which take turns
-    sums: int = 0  # gradients of two stages; a tied head that is not cut keeps a third through backward; lanes of their squares
+    # Gradients of two stages; a tied head that is not cut keeps a third through backward; lanes of their squares.
+    sums: int = 0
+    states: int = 0  # of stages that are updated there
+    gradients: int = 0  # of these that rest
+    scratch: int = 0  # of their updates
     batch: int = 0  # what stages hand on of the whole batch, where it stays there; what the model's own forward makes of it
     compute: int = 0  # the hungriest pass of one micro-batch beside its neighbours; what is known of every token
 
     @property
     def total(self) -> int:
-        return self.homes + self.turns + self.sums + self.batch + self.compute
+        updated = self.states + self.gradients + self.scratch
+        return self.homes + self.turns + self.sums + updated + self.batch + self.compute
 
 
 def device_memory(model: ModelSpec, request: PlanRequest, stages: tuple[StagePlan, ...]) -> DeviceMemory:
-    at_home = {stage.stage for stage in stages if stage.weights == "gpu"}
-    return _memory(model, request, at_home, tuple(stage.kept for stage in stages))
+    return _memory(
+        model,
+        request,
+        {stage.stage for stage in stages if stage.weights == "gpu"},
+        tuple(stage.kept for stage in stages),
+        updated={stage.stage for stage in stages if stage.on_device},
+        resting={stage.stage for stage in stages if gradients_rest(model, stage)},
+    )
 
 
-def _memory(model: ModelSpec, request: PlanRequest, at_home: Iterable[int], every_kept: Kept) -> DeviceMemory:
-    """Sums up the memory. `at_home`: stages whose weights rest there; `every_kept`: kept operators of each stage."""
+def _memory(
+    model: ModelSpec,
+    request: PlanRequest,
+    at_home: Iterable[int],
+    every_kept: Kept,
+    *,
+    updated: set[int],
+    resting: set[int],
+) -> DeviceMemory:
+    """Sums up the memory. `at_home`: stages whose weights rest there; `every_kept`: kept operators of each stage; `updated`:
+    stages that are updated there; `resting`: of these, whose gradients rest."""
     if request.device == "cpu":
         return DeviceMemory()
     item = ITEM_SIZE[model.compute_dtype]
     streamed = [stage.params for stage in model.stages if stage.index not in at_home]
-    spans = 3 if model.tied_head and not model.head_is_cut else 2
-    sums = spans * max(stage.params for stage in model.stages) * ITEM_SIZE[request.numerics.accumulate_dtype]
+    taking_turns = [stage.params for stage in model.stages if stage.index not in resting]
+    sums = summing_spans(model, resting) * max(taking_turns, default=0) * ITEM_SIZE[request.numerics.accumulate_dtype]
+    homes = device_homes(model, request, updated, resting)
     lanes = square_lanes(max(tensor.numel for stage in model.stages for tensor in stage.tensors))
     targets = HEAD_BYTES_PER_TOKEN * request.numerics.tokens if model.head_is_cut else 0
     targets += looked_up_bytes(model, request.numerics)
@@ -53,6 +75,9 @@ def _memory(model: ModelSpec, request: PlanRequest, at_home: Iterable[int], ever
         homes=item * sum(model.stages[stage].params for stage in at_home),
         turns=item * WEIGHTS_ON_DEVICE * max(streamed, default=0),
         sums=sums + 8 * lanes,
+        states=homes.states,
+        gradients=homes.gradients,
+        scratch=homes.scratch,
         batch=_batch(model, request),
         compute=targets + max(map(partial(_pass_peak, model, request), model.stages, every_kept)),
     )
@@ -77,7 +102,9 @@ def with_batch(model: ModelSpec, request: PlanRequest) -> PlanRequest:
     every_kept = request.kept if isinstance(request.kept, tuple) else every_operator(model)
     if request.kept == "none":
         every_kept = ((),) * len(model.stages)
-    fits = _memory(model, staying, at_home, every_kept).total <= request.gpu_budget
+    updated = on_device(model, request)
+    memory = _memory(model, staying, {*at_home, *updated}, every_kept, updated=updated, resting=updated)
+    fits = memory.total <= request.gpu_budget
     return staying if fits else replace(request, batch_on_device=False)
 
 
@@ -112,9 +139,10 @@ def with_homes_on_device(
     again = {owner: times for owner, times in uploads(model, schedule, stages).items() if times > 1}
     movable = [owner for owner in again if stages[owner].weights == "cpu"]
     order = sorted(movable, key=lambda owner: (-again[owner], sizes[owner], owner))
-    streamed = max((size for owner, size in enumerate(sizes) if owner not in movable), default=0)
+    turning = [size for owner, size in enumerate(sizes) if owner not in movable and stages[owner].weights != "gpu"]
+    streamed = max(turning, default=0)
     beside = device_memory(model, request, stages)
-    homes, left = sum(sizes[owner] for owner in order), request.gpu_budget - beside.sums - beside.batch - beside.compute
+    homes, left = sum(sizes[owner] for owner in order), request.gpu_budget - (beside.total - beside.turns)
     count = len(order)  # of those that stay: where all do, the others' turns may be smaller
     while count and homes + WEIGHTS_ON_DEVICE * streamed > left:
         count -= 1

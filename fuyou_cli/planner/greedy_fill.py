@@ -48,7 +48,7 @@ def traffic_items(context: PlacementContext, request: PlanRequest, homes: Homes,
     single = [
         item
         for stage in context.model.stages
-        if stage.params
+        if stage.params and homes.states[stage.index] != "gpu"
         for item in _items_of(context, request, homes, spans.stages[stage.index], stage)
     ]
     return [*single, *_together(single, homes, spans)]
@@ -89,7 +89,7 @@ def _together(single: list[Item], homes: Homes, spans: Layout) -> Iterator[Item]
         elif item.kind == "boundaries":
             shared.setdefault((item.kind, 0), []).append(item)
     for (kind, number), items in sorted(shared.items()):
-        members = [stage for stage in spans.stages if stage.slot_class == number and stage.momentum_at.size]
+        members = [s for s in spans.stages if s.slot_class == number and s.momentum_at.size and not s.on_device]
         slots = {
             "weights": spans.slot_classes[number].weight_slots,
             "gradients": spans.slot_classes[number].gradient_slots if len(items) == len(members) else (),

@@ -24,6 +24,7 @@ from .schedule import Schedule, Visit, written_by_update
 from .simulated_machine import Parts, VirtualMachine
 from .timeline import Asked
 
+_FIRST = -1  # of priorities
 _LOOKS = 4  # at most, per visit: a run looks around after every micro-batch
 _MANY_VISITS = 150  # from here on half as many: with so many stages when within a visit something starts says little
 
@@ -97,6 +98,9 @@ class Imagined:
         self.moved_in += read
         self.moved_out += written
         self.asked.append(Asked(what="update", stage=record.stage))
+        if plan.on_device:  # the next compute that is submitted comes behind it
+            there: Parts = (("compute", self.costs.device_update_seconds(plan)), ("d2h", written), ("ssd write", written))
+            return self.machine.submit(there, what="update", stage=record.stage, priority=_FIRST)
         parts: Parts = (("update", self.costs.update_seconds(plan)), ("ssd read", read), ("ssd write", written))
         return self.machine.submit(parts, what="update", stage=record.stage, priority=UPDATE_PRIORITY + record.stage)
 
@@ -182,7 +186,7 @@ class Imagined:
             else:
                 update(total)
 
-        if self.device is None:
+        if self.device is None or self.plan.stages[total].on_device:
             handed_over()
             return
         record = self.residency.records[total]

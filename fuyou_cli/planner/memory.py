@@ -14,6 +14,7 @@ from ..spec.model import ITEM_SIZE, ModelSpec
 from ..spec.plan import IoPlan, SlotClass, Span, StagePlan, Tier
 from .boundary_layout import Kept
 from .defer import deferrals
+from .device_homes import staging_slots
 from .placement_context import STORE_UNIT, PlacementContext, Room
 from .plan_request import PlanRequest
 
@@ -45,6 +46,7 @@ class Layout:
     boundary_slots: tuple[Span, ...]
     upload_slots: tuple[Span, ...]
     batch_slots: tuple[Span, ...]
+    staging_slots: tuple[Span, ...]
     io: IoPlan
     arena_size: int
     store_size: int
@@ -69,6 +71,7 @@ def layout(context: PlacementContext, request: PlanRequest, homes: Homes, *, loo
     boundary_slots = tuple(arena.take(largest) for _ in range(slots))
     up = _upload_slots(arena, model, request)
     batches = batch_slots(Room(DEVICE_UNIT) if request.batch_on_device else arena, model, request)
+    staging = staging_slots(arena, model, homes.states)
     scratch = arena.take(request.scratch_size)
     stages = tuple(
         _stage(arena, transient, context, request, homes, index, boundary=boundaries[index], deferred=deferred[index])
@@ -80,6 +83,7 @@ def layout(context: PlacementContext, request: PlanRequest, homes: Homes, *, loo
         boundary_slots=boundary_slots,
         upload_slots=up,
         batch_slots=batches,
+        staging_slots=staging,
         io=IoPlan(
             backend=request.io_backend,  # type: ignore[arg-type]
             read_depth=request.read_depth,
@@ -155,9 +159,10 @@ def _slot_class(
     streamed = sum(homes.weights[i] == "ssd" for i in members)
     in_update = 0 if all(deferred[i] for i in members) else gradient_slots - 1
     weights = min(streamed, 1 + lookahead + in_update)
-    passing = sum(not _rests(model, i, deferred[i]) or homes.gradients[i] == "ssd" for i in members)
+    through_host = [i for i in members if homes.states[i] != "gpu"]
+    passing = sum(not _rests(model, i, deferred[i]) or homes.gradients[i] == "ssd" for i in through_host)
     gradients = min(passing, gradient_slots)
-    if model.tied_head and not model.head_is_cut and 0 in members and passing > gradients and gradients:
+    if model.tied_head and not model.head_is_cut and 0 in through_host and passing > gradients and gradients:
         gradients += 1
     return SlotClass(
         weight_size=weight_size,
@@ -189,6 +194,7 @@ def _stage(
     bf16 = model.compute_dtype == "bfloat16"
     gradient_size = stage.params * ITEM_SIZE[request.numerics.accumulate_dtype]
     weights_home, states_home = homes.weights[index], homes.states[index]
+    in_ram, weighing = states_home == "cpu", ITEM_SIZE[model.compute_dtype] * stage.params
     return StagePlan(
         stage=index,
         weights=weights_home,
@@ -204,11 +210,11 @@ def _stage(
         variance_at=at_rest.variance,
         gradients_extent=at_rest.gradients or transient.take_if(rests and homes.gradients[index] == "ssd", gradient_size),
         boundary_extent=transient.take_if(homes.boundaries[index] == "ssd", boundary),
-        weights_ram=arena.take_if(weights_home != "ssd", ITEM_SIZE[model.compute_dtype] * stage.params),
-        remainder_ram=arena.take_if(bf16 and states_home != "ssd", 2 * stage.params),
-        momentum_ram=arena.take_if(states_home != "ssd", 4 * stage.params),
-        variance_ram=arena.take_if(states_home != "ssd", 4 * stage.params),
-        gradients_ram=arena.take_if(rests and homes.gradients[index] != "ssd", gradient_size),
+        weights_ram=arena.take_if(weights_home != "ssd" and states_home != "gpu", weighing),
+        remainder_ram=arena.take_if(bf16 and in_ram, 2 * stage.params),
+        momentum_ram=arena.take_if(in_ram, 4 * stage.params),
+        variance_ram=arena.take_if(in_ram, 4 * stage.params),
+        gradients_ram=arena.take_if(rests and homes.gradients[index] == "cpu", gradient_size),
         boundary_ram=arena.take_if(homes.boundaries[index] != "ssd", boundary),
         kept=homes.kept[index],
     )

@@ -21,6 +21,7 @@ from .choice import NONE_KEPT, Choice, pipelines
 from .commit_interval import guessed_interval, with_interval
 from .costs import Costs
 from .defer import deferrals
+from .device_homes import on_device
 from .device_memory import with_batch, with_homes_on_device
 from .greedy_fill import KINDS, GreedyFill, Item, outputs_of, traffic_items
 from .memory import Homes, Layout, layout
@@ -239,15 +240,21 @@ def _start(model: ModelSpec, request: PlanRequest, swap: float) -> Homes:
     keeps = [stage.keeps_input for stage in model.stages]
     deferred = deferrals(model, request)
     boundaries: tuple[Tier, ...] = tuple((request.boundaries or "ssd") if kept else "cpu" for kept in keeps)
+    rests = [deferred[index] or model.has_two_users(index) for index in range(count)]
+    gradients: list[Tier] = [_beside(request.gradients) if resting else "cpu" for resting in rests]
+    there = on_device(model, request)
     return Homes(
-        weights=(request.weights or "ssd",) * count,
-        states=(request.states or "ssd",) * count,
-        gradients=tuple(
-            (request.gradients or "ssd") if deferred[index] or model.has_two_users(index) else "cpu" for index in range(count)
-        ),
+        weights=tuple("gpu" if index in there else request.weights or "ssd" for index in range(count)),
+        states=tuple("gpu" if index in there else _beside(request.states) for index in range(count)),
+        gradients=tuple("gpu" if index in there else gradients[index] for index in range(count)),
         boundaries=boundaries,
         kept=_kept(model, request, swap),
     )
+
+
+def _beside(asked: Tier | None) -> Tier:
+    """Returns the home of what a stage does not have on the device; the planner begins with the ssd."""
+    return "ssd" if asked in (None, "gpu") else asked
 
 
 def _kept(model: ModelSpec, request: PlanRequest, swap: float) -> Kept:

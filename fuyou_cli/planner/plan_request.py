@@ -28,6 +28,7 @@ class PlanRequest:
     gpu_budget: int | None = None  # of the device; None: not looked at
     batch_on_device: bool | None = None  # whether stages hand on there what they compute of the whole batch
     ssd_budget: int | None = None  # of the store; None: the disk that is free
+    device_states: tuple[int, ...] | None = None  # stages that rest on the device, states and gradients too
     weights: Tier | None = None
     states: Tier | None = None
     gradients: Tier | None = None

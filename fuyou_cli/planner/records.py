@@ -8,6 +8,8 @@ from typing import Any, Literal, Protocol
 
 from ..spec.plan import Span
 
+ON_DEVICE = Span(offset=0, size=0)  # stands for the place of weights that rest on the device alone, whose ledger this is too
+
 
 class Transfers(Protocol):
     """Moves bytes between arena and store, both named by offsets. Every submit returns a ticket."""

@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any
 
 from ..spec.model import ITEM_SIZE, ModelSpec
-from ..spec.plan import Plan, Span
+from ..spec.plan import Plan, Span, StagePlan
 from .free_extents import CommitLedger, left_before
-from .records import Record, Runner, Transfers
+from .records import ON_DEVICE, Record, Runner, Transfers
 from .schedule import Visit
 
 FETCH_PRIORITY = 0  # before any update: compute waits for it
@@ -39,8 +39,7 @@ class Residency:
         self._reached: dict[int, int] = {}  # generation -> stages that have come to it, while some have not
         self._moving: set[int] = set()  # stages with something under way or due: the others need no look
         for record, stage in zip(self.records, plan.stages, strict=True):
-            if stage.weights_ram is not None:
-                record.span = stage.weights_ram
+            record.span = ON_DEVICE if stage.on_device else stage.weights_ram
 
     # ---- waiting -------------------------------------------------------------------------------------------------
 
@@ -100,9 +99,9 @@ class Residency:
         return None if visit.owner is None or not self.model.stages[visit.owner].params else self.records[visit.owner]
 
     def needs_slot(self, visit: Visit) -> bool:
-        """Tells whether the visit computes with weights that do not rest in RAM."""
+        """Tells whether the visit computes with weights that rest on the ssd."""
         record = self._computed_with(visit)
-        return record is not None and self.plan.stages[record.stage].weights_ram is None
+        return record is not None and self.plan.stages[record.stage].weights == "ssd"
 
     def in_slot(self, visit: Visit) -> bool:
         """Tells whether a slot holds, or is to hold, the weights of the visit's stage."""
@@ -174,8 +173,8 @@ class Residency:
         """Returns where the gradients of `stage` are summed: their home in RAM, or a slot."""
         record, plan = self.records[stage], self.plan.stages[stage]
         record.gradients = "summed"
-        if plan.gradients_ram is not None:
-            return plan.gradients_ram
+        if (home := _gradients_home(plan)) is not None:
+            return home
         if record.gradient_slot is None:
             free = self.free_gradients[plan.slot_class]
             self.wait_until(lambda: bool(free), "a slot for gradients")
@@ -206,7 +205,7 @@ class Residency:
             return True
         if record.gradients == "summed" or record.gradient_write is not None:
             return False
-        if plan.gradients_ram is None:
+        if _gradients_home(plan) is None:
             free = self.free_gradients[plan.slot_class]
             if not free:
                 return False
@@ -228,7 +227,7 @@ class Residency:
         record, plan = self.records[stage], self.plan.stages[stage]
         assert record.gradients == "resumed"
         self.wait_until(lambda: record.gradient_read is None, f"gradients of the {self.model.stages[stage].kind}")
-        span = plan.gradients_ram if plan.gradients_ram is not None else record.gradient_slot
+        span = _gradients_home(plan) or record.gradient_slot
         assert span is not None
         return span
 
@@ -344,6 +343,11 @@ class Residency:
             ),
             "updates at the end",
         )
+
+
+def _gradients_home(plan: StagePlan) -> Span | None:
+    """Returns where a stage's gradients are summed, wherever they rest; None where they take a slot."""
+    return ON_DEVICE if plan.on_device else plan.gradients_ram
 
 
 def _sharing(model: ModelSpec, plan: Plan) -> dict[int, list[int]]:

@@ -25,7 +25,7 @@ def at_rest(model: ModelSpec, request: PlanRequest, mode: StoreMode) -> int:
 def redone(request: PlanRequest) -> PlanRequest:
     """Returns the same run with one extent of everything and its gradients on the ssd."""
     every = 1 if request.commit_every == "auto" else request.commit_every
-    return replace(request, store_mode="redo", gradients="ssd", commit_every=every)
+    return replace(request, store_mode="redo", gradients="ssd", device_states=(), commit_every=every)
 
 
 def with_fitting_mode(model: ModelSpec, request: PlanRequest, disk: int) -> PlanRequest:
@@ -51,4 +51,5 @@ def planned_with_room(choose: Choose, model: ModelSpec, hardware: HardwareProfil
 
 
 def _may_be_redone(model: ModelSpec, request: PlanRequest, disk: int) -> bool:
-    return request.may_redo and request.gradients != "cpu" and at_rest(model, request, "redo") <= disk
+    is_free = request.gradients != "cpu" and request.states != "gpu"  # whose gradients never leave the device
+    return request.may_redo and is_free and at_rest(model, request, "redo") <= disk

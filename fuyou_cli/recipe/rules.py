@@ -79,12 +79,29 @@ def _device(recipe: Recipe) -> Broken:
         yield "offload.max_memory.gpu", message, "write a size such as 512MiB, or auto for no limit"
     if device != "cpu":
         return
-    if recipe.offload.weights == "gpu":  # nothing else may rest there yet, on any device
-        yield "offload.weights", "`offload.weights: gpu` on `offload.device: cpu`, which has no gpu tier", "use cpu"
+    for tier in _TIERS:
+        if getattr(recipe.offload, tier) == "gpu":
+            yield f"offload.{tier}", f"`offload.{tier}: gpu` on `offload.device: cpu`, which has no gpu tier", "use cpu"
     if not gpu.is_auto:
         yield "offload.max_memory.gpu", "`offload.device: cpu` has no gpu memory to limit", "leave it auto"
     if recipe.model.attn_implementation == "flash_attention_2":
         yield "model.attn_implementation", "flash_attention_2 does not run on `offload.device: cpu`", "use sdpa"
+
+
+def _together(recipe: Recipe) -> Broken:
+    offload = recipe.offload
+    if offload.optimizer_states != "gpu":
+        if offload.gradients == "gpu":
+            message = "`offload.gradients: gpu` without the optimizer states, which an update on the device needs beside them"
+            yield "offload.gradients", message, "add `offload.optimizer_states: gpu`, or leave it auto"
+        return
+    for tier in ("weights", "gradients"):
+        if (home := getattr(offload, tier)) not in ("auto", "gpu"):
+            message = f"`offload.{tier}: {home}` but `offload.optimizer_states: gpu` updates all of a stage on the device"
+            yield f"offload.{tier}", message, "leave it auto"
+    if recipe.checkpoint.mode == "redo":
+        message = "`offload.optimizer_states: gpu` but `checkpoint.mode: redo` keeps gradients on the ssd"
+        yield "offload.optimizer_states", message, "use cpu, or `checkpoint.mode: in_place`"
 
 
 def _strategy(recipe: Recipe) -> Broken:
@@ -136,5 +153,5 @@ def _backends(recipe: Recipe) -> Broken:
 
 
 _RULES: tuple[Callable[[Recipe], Broken], ...] = (
-    _revision, _length, _warmup, _decay, _batch, _device, _strategy, _deferral, _commits, _skipping, _backends,
+    _revision, _length, _warmup, _decay, _batch, _device, _together, _strategy, _deferral, _commits, _skipping, _backends,
 )  # fmt: skip

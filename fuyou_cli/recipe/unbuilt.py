@@ -65,8 +65,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
         "precision.allow_tf32", _other_than(False), "float32 products in TF32",
         "leave it false: float32 is computed in float32",
     ),
-    Unbuilt("offload.gradients", _one_of("gpu"), "gradients that rest on the GPU", "use auto, cpu or ssd"),
-    Unbuilt("offload.optimizer_states", _one_of("gpu"), "optimizer states that rest on the GPU", "use auto, cpu or ssd"),
     Unbuilt("offload.boundaries", _one_of("gpu"), "boundaries that rest on the GPU", "use auto, cpu or ssd"),
     Unbuilt("offload.activations", _one_of("keep"), "activations kept on the GPU", "use auto, swap or recompute"),
     Unbuilt("export.push_to_hub", _set, "uploading", "upload the exported folder yourself"),

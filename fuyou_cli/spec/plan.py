@@ -72,7 +72,8 @@ class Ring:
 class StagePlan:
     """Holds homes of one stage's tensors and the spans they occupy.
 
-    The `_at` spans count from the beginning of the stage's place at a turn. RAM spans are None unless the home is cpu.
+    The `_at` spans count from the beginning of the stage's place at a turn. RAM spans are None unless the home is cpu; weights
+    on the GPU whose states are elsewhere have one as well, which updates write.
     """
 
     stage: int
@@ -96,6 +97,11 @@ class StagePlan:
     gradients_ram: Span | None
     boundary_ram: Span | None
     kept: tuple[int, ...] = ()  # operators whose outputs rest with the boundary, by index; the others are recomputed
+
+    @property
+    def on_device(self) -> bool:
+        """Tells whether weights, states and gradients rest on the device and are updated there: nothing of them is in RAM."""
+        return self.states == "gpu"
 
     def extent(self, tensor: StateTensor, turn: int) -> Span | None:
         """Returns where a tensor lies at a turn of the ring; None where there is no such tensor."""
@@ -187,6 +193,7 @@ class Plan:
     # What stages hand on of the whole batch, beside a device with memory of its own: spans of the arena, or of the device's.
     batch_slots: tuple[Span, ...] = ()
     batch_on_device: bool = False  # stages hand on there: only what is kept for backward crosses
+    staging_slots: tuple[Span, ...] = ()  # through which what rests on the device alone is loaded and committed
 
     @property
     def has_apart_commits(self) -> bool:

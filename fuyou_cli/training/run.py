@@ -134,7 +134,8 @@ class Run:
         self._stack.callback(self.executor.close)
         self.executor.between_micro_batches = self._between_micro_batches
         self.executor.after_visit = self._after_visit
-        self.files = StageFiles(model=self.model, plan=plan, daemon=self.daemon, memory=memory)
+        states = self.executor.visits.states
+        self.files = StageFiles(model=self.model, plan=plan, daemon=self.daemon, memory=memory, states=states)
         self.saver = self.executor.moves.committing = Saver(
             self.ready,
             self.standing,

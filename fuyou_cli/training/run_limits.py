@@ -105,12 +105,13 @@ def _written(plan: Plan, steps: int, *, done: int) -> int:
 
 
 def saved_where_it_stops(plan: Plan) -> int:
-    """Returns the bytes that saving writes beside the updates: what rests in RAM, unless every step's update writes it."""
+    """Returns the bytes that saving writes beside the updates: what rests in RAM or on the device, unless every step's update
+    writes it."""
     if plan.commit_every == 1:
         return 0
     return sum(
         extent.size
         for stage in plan.stages
         for name in TENSORS
-        if getattr(stage, f"{name}_ram") is not None and (extent := stage.extent(name, 0)) is not None
+        if (stage.on_device or getattr(stage, f"{name}_ram") is not None) and (extent := stage.extent(name, 0)) is not None
     )

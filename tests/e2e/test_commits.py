@@ -39,6 +39,12 @@ AUTO = {
     "offload.boundaries": "ssd",
     "train.batch_size": 48,
 }
+THERE = {
+    "offload.device": "emulated",
+    "offload.weights": "gpu",
+    "offload.optimizer_states": "gpu",
+    "offload.gradients": "gpu",
+}
 PLACES: dict[str, dict[str, Any]] = {
     "clipped": {},
     "half deferred": {**UNCLIPPED, "offload.defer_updates": 0.5},
@@ -47,6 +53,8 @@ PLACES: dict[str, dict[str, Any]] = {
     "at the ends alone": {**UNCLIPPED, "checkpoint.commit_every_steps": None},
     "as the planner says, in RAM": AUTO,
     "emulated device": {**UNCLIPPED, "offload.device": "emulated"},
+    "on the device": {**THERE, **UNCLIPPED},
+    "on the device, clipped, every second step": {**THERE, "checkpoint.commit_every_steps": 2},
     "redo": {"checkpoint.mode": "redo"},
     "redo, states in RAM": {
         **UNCLIPPED,

@@ -114,6 +114,8 @@ class Rig:
         folder: Path,
         *,
         home: Tier | None = "ssd",
+        states: Tier | None = None,  # else as `home`
+        device_states: tuple[int, ...] | None = None,
         gradients: Tier | None = None,
         clip: float | None = 0.5,
         device: Literal["cpu", "emulated", "cuda"] = "cpu",
@@ -138,8 +140,8 @@ class Rig:
         self.request = PlanRequest(
             numerics=subject.numerics, model_name="tiny", device=device, clip_grad_norm=clip, cpu_budget=budget,
             gpu_budget=gpu_budget, batch_on_device=batch_on_device and device != "cpu",
-            weights=home, states=home, gradients=gradients or home, boundaries=boundaries or home, kept=kept,
-            store_mode=store_mode,
+            weights=home, states=states or home, gradients=gradients or home, boundaries=boundaries or home, kept=kept,
+            store_mode=store_mode, device_states=device_states,
             lookahead=lookahead, defer=defer, io_backend=backend, update_threads=update_threads, chunk_params=CHUNK,
             scratch_size=scratch_size(CHUNK, chunks), read_depth=4, write_depth=4, block_size=64 << 10, stripe=64 << 10,
         )  # fmt: skip
@@ -217,10 +219,13 @@ class Rig:
         """Generation 0, as a checkpoint without remainders leaves it."""
         for stage, placed in self._stages():
             target = placed.weights_ram or self._window
+            there = self.executor.visits.states.weights(stage.index)
             flat = self.memory.tensor(target, TORCH_DTYPE[self.spec.compute_dtype], stage.params).zero_()
             for tensor in stage.tensors:
                 part = weights[tensor.name].reshape(-1)[tensor.first : tensor.first + tensor.numel]
                 flat[tensor.offset : tensor.offset + tensor.numel] = part
+            if there is not None:
+                there.copy_(flat)
             if placed.weights == "ssd":
                 extent = placed.extent("weights", 0)
                 assert extent is not None
@@ -272,6 +277,8 @@ class Rig:
             yield stage, self.plan.stages[stage.index]
 
     def _resting(self, stage: StageSpec, ram: Span | None, tensor: StateTensor, dtype: torch.dtype) -> torch.Tensor:
+        if stage.index in self.executor.visits.states.homes:
+            return self.executor.visits.states.at_rest(stage.index, 0)[tensor][0].view(dtype).clone()
         if ram is None:
             extent = self.plan.stages[stage.index].extent(tensor, self.executor.residency.records[stage.index].turn)
             assert extent is not None

@@ -125,8 +125,13 @@ class CudaDevice(Device):
 
     def squares(self, flat: torch.Tensor, runs: Sequence[Run], lanes: torch.Tensor) -> Squares:
         """Computes squares on the compute stream, which nothing else waits for; the results leave on a stream of their own."""
-        found = squares_in_lanes(flat, runs, lanes.view(torch.float64))
-        host = torch.empty(len(runs), dtype=torch.float64, pin_memory=True)
+        return self._brought(squares_in_lanes(flat, runs, lanes.view(torch.float64)))
+
+    def numbers(self, values: torch.Tensor) -> Squares:
+        return self._brought(values.flatten().to(torch.float64, copy=True))  # which nobody else writes to meanwhile
+
+    def _brought(self, found: torch.Tensor) -> Squares:
+        host = torch.empty(len(found), dtype=torch.float64, pin_memory=True)
         self._results.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._results):
             host.copy_(found, non_blocking=True)

@@ -6,6 +6,7 @@ Loading streams each tensor through a weight slot, or the stage's home in RAM: i
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +16,14 @@ import torch
 from ...checkpoint.header import TensorEntry
 from ...checkpoint.reader import TensorReader
 from ...core.disk import file_systems, store_files
-from ...core.errors import OutOfSpaceError, UsageError
+from ...core.errors import OutOfSpaceError, SwapError, UsageError
+from ...engine.device_states import DeviceStates
 from ...engine.host_memory import HostMemory
 from ...engine.skeleton import TORCH_DTYPE
+from ...engine.staged_copies import MODULUS, Extents
 from ...engine.updates import Sums
 from ...planner.records import Record
-from ...spec.model import Dtype, ModelSpec, StageSpec
+from ...spec.model import ITEM_SIZE, Dtype, ModelSpec, StageSpec
 from ...spec.plan import Plan, Span, StagePlan, StateTensor
 from ...swap.daemon import SwapDaemon
 from ...swap.kernels import checksum, split, sum_squares
@@ -65,10 +68,10 @@ def check_stages(saved: Manifest, model: ModelSpec, plan: Plan) -> None:
 
 
 class StageFiles:
-    """Moves whole stages between arena and store, outside of training."""
+    """Moves whole stages between store and arena, or device, outside of training."""
 
-    def __init__(self, *, model: ModelSpec, plan: Plan, daemon: SwapDaemon, memory: HostMemory) -> None:
-        self.model, self.plan, self.daemon, self.memory = model, plan, daemon, memory
+    def __init__(self, *, model: ModelSpec, plan: Plan, daemon: SwapDaemon, memory: HostMemory, states: DeviceStates) -> None:
+        self.model, self.plan, self.daemon, self.memory, self.states = model, plan, daemon, memory, states
         self.dtype = TORCH_DTYPE[model.compute_dtype]
 
     def load(self, entries: Mapping[str, TensorEntry], records: Sequence[Record], progress: Callable[[int], None]) -> None:
@@ -82,23 +85,73 @@ class StageFiles:
     def _load_stage(
         self, stage: StageSpec, plan: StagePlan, record: Record, entries: Mapping[str, TensorEntry], reader: TensorReader
     ) -> None:
-        slot = plan.weights_ram or self.plan.slot_classes[plan.slot_class].weight_slots[0]
         exact = all(_fits(entries[tensor.name].dtype, self.model.compute_dtype) for tensor in stage.tensors)
+        record.generation, record.turn, record.zero_moments, record.zero_remainder = 0, 0, True, exact
+        if plan.on_device:
+            record.sums = self._load_there(stage, plan, entries, reader, exact=exact)
+            return
+        slot = plan.weights_ram or self.plan.slot_classes[plan.slot_class].weight_slots[0]
         remainder = None if exact else self._remainder_span(plan)
-        weights = self.memory.tensor(slot, self.dtype, stage.params).zero_()
-        rest = None if remainder is None else self.memory.tensor(remainder, torch.int16, stage.params).zero_()
-        for tensor in stage.tensors:
-            entry, here = entries[tensor.name], slice(tensor.offset, tensor.offset + tensor.numel)
-            if rest is None:
-                reader.read_into(entry, weights[here], first_element=tensor.first)
-                _check_finite(entry, weights[here], self.model.compute_dtype)
-            else:
-                _read_split(reader, entry, weights[here], rest[here], first=tensor.first)
-        record.generation, record.turn, record.zero_moments, record.zero_remainder = 0, 0, True, remainder is None
+        weights = self.memory.tensor(slot, self.dtype, stage.params)
+        rest = None if remainder is None else self.memory.tensor(remainder, torch.int16, stage.params)
+        self._fill(stage, 0, weights, rest, entries, reader)
         record.sums = Sums(
             weights=self._written(slot, plan.extent("weights", 0), stage.index),
             remainder=None if remainder is None else self._written(remainder, plan.extent("remainder", 0), stage.index),
         )
+
+    def _load_there(
+        self,
+        stage: StageSpec,
+        plan: StagePlan,
+        entries: Mapping[str, TensorEntry],
+        reader: TensorReader,
+        *,
+        exact: bool,
+    ) -> Sums:
+        """Loads a stage that rests on the device, in parts that two slots hold: to the store and to the device."""
+        names: tuple[StateTensor, ...] = ("weights",) if exact else ("weights", "remainder")
+        slots, there = self.plan.staging_slots, self.states.at_rest(stage.index, 0)
+        items, totals = {"weights": ITEM_SIZE[self.model.compute_dtype], "remainder": 2}, dict.fromkeys(names, 0)
+        most = slots[0].size // max(items.values())
+        for begin in range(0, stage.params, most):
+            count = min(most, stage.params - begin)
+            parts = {name: Span(offset=slot.offset, size=items[name] * count) for name, slot in zip(names, slots, strict=False)}
+            weights = self.memory.tensor(parts["weights"], self.dtype)
+            rest = None if exact else self.memory.tensor(parts["remainder"], torch.int16)
+            self._fill(stage, begin, weights, rest, entries, reader)
+            for name, part in parts.items():
+                (target, extent), first = there[name], items[name] * begin
+                to = Span(offset=extent.offset + first, size=part.size)
+                totals[name] += self._written(part, to, stage.index, position=first)
+                self.states.copies.put(part, target[first : first + part.size])
+        return Sums(**{name: total % MODULUS for name, total in totals.items()})
+
+    def _fill(
+        self,
+        stage: StageSpec,
+        begin: int,
+        weights: torch.Tensor,
+        rest: torch.Tensor | None,
+        entries: Mapping[str, TensorEntry],
+        reader: TensorReader,
+    ) -> None:
+        """Reads elements of a stage from `begin` on, as many as `weights` holds, zeros between tensors. `rest`: remainders."""
+        end = begin + weights.numel()
+        weights.zero_()
+        if rest is not None:
+            rest.zero_()
+        for tensor in stage.tensors:
+            first, last = max(begin, tensor.offset), min(end, tensor.offset + tensor.numel)
+            if first >= last:
+                continue
+            entry, here = entries[tensor.name], slice(first - begin, last - begin)
+            skipped = tensor.first + first - tensor.offset
+            if rest is None:
+                reader.read_into(entry, weights[here], first_element=skipped)
+                _check_finite(entry, weights[here], self.model.compute_dtype)
+            else:
+                _read_split(reader, entry, weights[here], rest[here], first=skipped)
 
     def _remainder_span(self, plan: StagePlan) -> Span:
         """Returns where a stage's remainder is put together while loading: its home, or a gradient slot (never smaller)."""
@@ -113,24 +166,35 @@ class StageFiles:
             )
         return spare
 
-    def _written(self, span: Span, extent: Span | None, label: int) -> int:
-        """Writes what a span holds; returns its checksum."""
+    def _written(self, span: Span, extent: Span | None, label: int, *, position: int = 0) -> int:
+        """Writes what a span holds; returns its checksum, `position` bytes into a larger one."""
         assert extent is not None
         self.daemon.wait(self.daemon.write(span.offset, extent.offset, extent.size, label=label))
-        return checksum(self.memory.arena.view(span.offset, extent.size))
+        return checksum(self.memory.arena.view(span.offset, extent.size), position=position)
 
     def save_resident(self, records: Sequence[Record]) -> int:
-        """Writes what rests in RAM alone to the extents of its generation; returns the bytes written."""
+        """Writes what rests in RAM or on the device alone to the extents of its generation; returns the bytes written."""
         written = 0
         for plan, record in zip(self.plan.stages, records, strict=True):
             for name, ram, extent in _resting_in_ram(plan, record):
                 if getattr(record.sums, name) is None:  # else the last update wrote it too
                     record.sums = replace(record.sums, **{name: self._written(ram, extent, record.stage)})
                     written += extent.size
+            there = self._on_device(record)
+            alone = {name: at for name, at in there.items() if getattr(record.sums, name) is None}
+            if alone:
+                sums = self.states.copies.begin(record.stage, alone).finish(time.sleep)
+                record.sums = replace(record.sums, **{str(name): total for name, total in sums.items()})
+                written += sum(extent.size for _, extent in alone.values())
         return written
 
+    def _on_device(self, record: Record) -> Extents:
+        """Returns what of a stage rests on the device and is not zero."""
+        there = self.states.at_rest(record.stage, record.turn)
+        return {name: there[name] for name in _at_rest(record) if name in there}
+
     def restore(self, saved: Manifest, records: Sequence[Record]) -> None:
-        """Sets generations as saved, and reads back what rests in RAM."""
+        """Sets generations as saved, and reads back what rests in RAM or on the device."""
         check_stages(saved, self.model, self.plan)
         for plan, record, stage in zip(self.plan.stages, records, saved.stages, strict=True):
             record.generation, record.turn = stage.generation, stage.turn
@@ -142,6 +206,9 @@ class StageFiles:
                     self.daemon.written.expect(Span(offset=extent.offset, size=extent.size), extent.sum)
             for _, ram, home in _resting_in_ram(plan, record):
                 self.daemon.wait(self.daemon.read(ram.offset, home.offset, home.size, label=record.stage))
+            for name, (target, there) in self._on_device(record).items():
+                if self.states.copies.fetch(record.stage, target, there) != getattr(record.sums, name):
+                    raise SwapError(f"{name} of {stage.name} are not what was just read from the store")
 
     def describe(self, records: Sequence[Record], stored_as: Mapping[str, str], *, step: int) -> tuple[StoredStage, ...]:
         """Describes every stage as it rests now; one that has not come to `step` with the gradients of its update.

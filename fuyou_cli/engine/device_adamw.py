@@ -1,0 +1,157 @@
+"""Updates weights and states that rest on a device there, bit for bit as the library does in host memory (native/src/adamw.c).
+
+Every operation is one plain tensor operation with one rounding, in the library's order, and none is fused with another: no
+multiply-add, and no product with a reciprocal where a quotient is meant (torch takes one for a divisor on the host, on a GPU).
+Products, sums, quotients and roots of float32 are rounded alike everywhere, denormals included.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..planner.device import UPDATE_SCRATCH
+from ..swap.daemon import Segment
+from .updates import Scalars
+
+_LOST = 0x7F800000 - 0x8000  # of a master's bits without their sign: from here on it is not finite when rounded to bfloat16
+_LOST_WIDE = 0x7F800000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceState:
+    """Holds what one update reads and writes of a stage: 1-D tensors of the same length on the device."""
+
+    weights: torch.Tensor  # bfloat16, or float32: then they are the masters
+    remainder: torch.Tensor | None  # int16, beside bfloat16 weights
+    momentum: torch.Tensor
+    variance: torch.Tensor
+
+    def part(self, begin: int, end: int) -> DeviceState:
+        """Returns the same of parameters [begin, end)."""
+        rest = None if self.remainder is None else self.remainder[begin:end]
+        return DeviceState(
+            weights=self.weights[begin:end],
+            remainder=rest,
+            momentum=self.momentum[begin:end],
+            variance=self.variance[begin:end],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rounded:
+    """Holds the scalars of one segment, computed in double and rounded to float32 once (`segment_scalars` in adamw.c)."""
+
+    scale: float
+    decay: float
+    blend: float
+    from_gradient: bool  # momentum is blended from the gradient on, as torch's lerp does, to stay monotonic
+    beta2: float
+    one_less_beta2: float
+    correction: float
+    epsilon: float
+    negative_step: float
+
+    @classmethod
+    def of(cls, scalars: Scalars, weight_decay: float) -> _Rounded:
+        optimizer, step, lr = scalars.optimizer, scalars.step, scalars.lr
+        blend = 1.0 - optimizer.beta1
+        from_gradient = abs(blend) >= 0.5
+        return cls(
+            scale=_float(scalars.gradient_scale),
+            decay=_float(1.0 - lr * _float(weight_decay)),
+            blend=_float(_float(blend) - 1.0) if from_gradient else _float(blend),
+            from_gradient=from_gradient,
+            beta2=_float(optimizer.beta2),
+            one_less_beta2=_float(1.0 - optimizer.beta2),
+            correction=_float(math.sqrt(1.0 - optimizer.beta2**step)),
+            epsilon=_float(optimizer.epsilon),
+            negative_step=_float(-(lr / (1.0 - optimizer.beta1**step))),
+        )
+
+
+class DeviceAdamW:
+    """Runs AdamW chunk by chunk in `scratch` (uint8, device memory): four values of 4 bytes for each parameter of a chunk."""
+
+    def __init__(self, scratch: torch.Tensor) -> None:
+        self._count = scratch.numel() // (UPDATE_SCRATCH * 4)
+        floats = scratch[: self._count * UPDATE_SCRATCH * 4].view(torch.float32)
+        self._floats = floats.split(self._count)
+        self._divisor = torch.zeros((), device=scratch.device)
+        self._worst = torch.zeros((), dtype=torch.int32, device=scratch.device)
+
+    def update(
+        self, state: DeviceState, gradients: torch.Tensor, scalars: Scalars, segments: Sequence[Segment]
+    ) -> torch.Tensor:
+        """Updates `state` in place behind the compute submitted so far. `gradients`: 1-D, bfloat16 or float32; they are not
+        changed. Parameters of no segment keep every value. Returns the largest bits of a master without its sign, a 0-D
+        tensor of int32 on the device that stays as it is until the next call: see `is_lost`."""
+        self._worst.zero_()
+        for segment in segments:
+            rounded = _Rounded.of(scalars, segment.weight_decay)
+            for begin in range(segment.first, segment.first + segment.count, self._count):
+                end = min(begin + self._count, segment.first + segment.count)
+                self._chunk(state.part(begin, end), gradients[begin:end], rounded)
+        return self._worst
+
+    def _chunk(self, state: DeviceState, gradients: torch.Tensor, k: _Rounded) -> None:
+        p, g, t, u = (values[: gradients.numel()] for values in self._floats)
+        if state.remainder is None:
+            p = state.weights
+        else:
+            _join(state.weights, state.remainder, p, u)
+        m, v = state.momentum, state.variance
+        p.mul_(k.decay)
+        g.copy_(gradients).mul_(k.scale)
+        torch.sub(g, m, out=t)
+        t.mul_(k.blend)
+        torch.add(g if k.from_gradient else m, t, out=m)
+        torch.mul(g, k.one_less_beta2, out=t)
+        t.mul_(g)
+        v.mul_(k.beta2).add_(t)
+        _root(v, t)
+        t.div_(self._divisor.fill_(k.correction)).add_(k.epsilon)
+        torch.mul(m, k.negative_step, out=u)
+        p.add_(u.div_(t))
+        bits, spare = p.view(torch.int32), t.view(torch.int32)
+        torch.bitwise_and(bits, 0x7FFFFFFF, out=spare)
+        torch.maximum(self._worst, spare.amax(), out=self._worst)
+        if state.remainder is not None:
+            _split(bits, state.weights, state.remainder, spare)
+
+
+def is_lost(worst: int, *, narrow: bool) -> bool:
+    """Tells whether a master of these bits is not finite, or not as a bfloat16 (`narrow`)."""
+    return worst >= (_LOST if narrow else _LOST_WIDE)
+
+
+def _root(values: torch.Tensor, roots: torch.Tensor) -> None:
+    """Takes square roots. On a GPU torch's are rounded as IEEE 754 says; on the host they are MKL's, which are not."""
+    if values.is_cpu:
+        np.sqrt(values.numpy(), out=roots.numpy())
+    else:
+        torch.sqrt(values, out=roots)
+
+
+def _join(weights: torch.Tensor, remainder: torch.Tensor, master: torch.Tensor, spare: torch.Tensor) -> None:
+    bits, rest = master.view(torch.int32), spare.view(torch.int32)
+    bits.copy_(weights.view(torch.int16)).bitwise_left_shift_(16)
+    bits.add_(rest.copy_(remainder))
+
+
+def _split(bits: torch.Tensor, weights: torch.Tensor, remainder: torch.Tensor, spare: torch.Tensor) -> None:
+    """Splits masters: shifted back arithmetically, both halves are within int16, so that no conversion has to cut."""
+    torch.add(bits, 0x8000, out=spare)
+    weights.view(torch.int16).copy_(spare.bitwise_right_shift_(16))
+    bits.bitwise_left_shift_(16)
+    remainder.copy_(bits.bitwise_right_shift_(16))
+
+
+def _float(value: float) -> float:
+    """Rounds to float32."""
+    return ctypes.c_float(value).value

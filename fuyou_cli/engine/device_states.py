@@ -1,0 +1,195 @@
+"""Holds weights, states and gradients of the stages that rest on the device, updates them there, and copies them to the store
+where a commit names them.
+
+An update is part of the device's work in its order: whatever computes with its weights comes behind it, so that its ticket is
+done as soon as it is submitted. Whether all masters are finite is known a little later (`look`). Where what it makes is to be
+committed, the ticket is done once all of it is on the store, copied through small slots: `StagedCopies`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+
+from ..core.errors import NumericsError
+from ..planner.device_homes import gradients_rest, update_scratch
+from ..planner.records import Record
+from ..spec.model import ITEM_SIZE, ModelSpec, StageSpec
+from ..spec.plan import Plan, Span, StateTensor
+from ..swap.daemon import Result, SwapDaemon
+from .device_adamw import DeviceAdamW, DeviceState, is_lost
+from .devices.base import Device, Squares
+from .host_memory import HostMemory
+from .skeleton import TORCH_DTYPE
+from .staged_copies import StageCopy, StagedCopies
+from .updates import Scalars, segments_of
+
+_NOTHING = Result(*[0] * len(Result._fields))
+
+
+@dataclass(slots=True, eq=False)
+class _Home:
+    """Holds one stage's memory on the device."""
+
+    state: DeviceState
+    gradients: torch.Tensor | None  # None: they do not rest
+    summed: torch.Tensor | None = None  # gradients that the next update is of
+
+    def tensor(self, name: StateTensor) -> torch.Tensor | None:
+        """Returns one of what survives a run."""
+        found: torch.Tensor | None = getattr(self.state, name)
+        return found
+
+
+@dataclass(slots=True)
+class _Updating:
+    """Holds an update that ends with a copy on the store."""
+
+    finite: _Finite
+    copy: StageCopy
+
+
+@dataclass(frozen=True, slots=True)
+class _Finite:
+    """Holds what tells whether an update's masters are finite, on its way to the host."""
+
+    stage: StageSpec
+    generation: int
+    worst: Squares
+
+    def check(self, *, narrow: bool) -> None:
+        """Raises NumericsError where one is not; waits until that is known."""
+        if is_lost(int(self.worst.result()[0]), narrow=narrow):
+            raise lost(f"weights of {self.stage.name}", generation=self.generation)
+
+
+def lost(what: str, *, generation: int) -> NumericsError:
+    """Makes the error of weights that are not finite after the update that made a generation."""
+    return NumericsError(
+        f"step {generation}: {what} are not finite after the update",
+        hint="lower optimizer.lr, or set train.clip_grad_norm, which sees gradients before anything is updated",
+        changed=True,
+    )
+
+
+class DeviceStates:
+    """Holds them all, by stage; of a plan that has none there it does nothing."""
+
+    def __init__(self, *, model: ModelSpec, plan: Plan, daemon: SwapDaemon, memory: HostMemory, device: Device) -> None:
+        self.model, self.plan, self.device = model, plan, device
+        self._narrow = model.compute_dtype == "bfloat16"
+        there = [stage for stage in plan.stages if stage.on_device]
+        self.homes = {stage.stage: self._open(model.stages[stage.stage], rests=gradients_rest(model, stage)) for stage in there}
+        largest = max((model.stages[stage].params for stage in self.homes), default=0)
+        self._adamw = DeviceAdamW(device.empty(update_scratch(largest))) if there else None
+        self.copies = StagedCopies(slots=plan.staging_slots, daemon=daemon, memory=memory, device=device)
+        self._tickets = count(-1, -1)  # below those of the daemon
+        self._updating: dict[int, _Updating | None] = {}
+        self._unknown: deque[_Finite] = deque()
+
+    def _open(self, stage: StageSpec, *, rests: bool) -> _Home:
+        item, params = ITEM_SIZE[self.model.compute_dtype], stage.params
+        gradient = ITEM_SIZE[self.plan.numerics.accumulate_dtype] if rests else 0
+        sizes = {"weights": item, "remainder": 2 * self._narrow, "momentum": 4, "variance": 4, "gradients": gradient}
+        # Apart from each other: autograd takes a change of one for a change of all that share an allocation.
+        parts = {name: self.device.empty(size * params) for name, size in sizes.items() if size}
+        summed_in = TORCH_DTYPE[self.plan.numerics.accumulate_dtype]
+        return _Home(
+            state=DeviceState(
+                weights=parts["weights"].view(TORCH_DTYPE[self.model.compute_dtype]),
+                remainder=parts["remainder"].view(torch.int16) if self._narrow else None,
+                momentum=parts["momentum"].view(torch.float32),
+                variance=parts["variance"].view(torch.float32),
+            ),
+            gradients=parts["gradients"].view(summed_in) if rests else None,
+        )
+
+    def weights(self, stage: int) -> torch.Tensor | None:
+        """Returns the weights of a stage to compute with; None where they do not rest there alone."""
+        home = self.homes.get(stage)
+        return None if home is None else home.state.weights
+
+    def gradients(self, stage: int) -> torch.Tensor | None:
+        """Returns where gradients of a stage are summed that rest there; None where they do not."""
+        home = self.homes.get(stage)
+        return None if home is None else home.gradients
+
+    def summed(self, stage: int, gradients: torch.Tensor) -> None:
+        """Hears of complete gradients on the device: they stay until the update is submitted that they are for."""
+        if stage in self.homes:
+            self.homes[stage].summed = gradients
+
+    # ---- updates -------------------------------------------------------------------------------------------------
+
+    def update(self, record: Record, *, target: int, copied: bool) -> int:
+        """Updates a stage, whose `record.due` holds its `Scalars`; returns a ticket. `copied`: what it makes is written to the
+        stage's place at turn `target`."""
+        self.look()
+        home, stage = self.homes[record.stage], self.model.stages[record.stage]
+        scalars: Scalars = record.due
+        self._begin_with_zeros(home.state, record)
+        assert self._adamw is not None and home.summed is not None
+        segments = [] if scalars.skipped else segments_of(stage, weight_decay=scalars.optimizer.weight_decay)
+        worst = self._adamw.update(home.state, home.summed, scalars, segments)
+        finite = _Finite(stage, record.generation + 1, self.device.numbers(worst))
+        ticket = next(self._tickets)
+        if copied:
+            copy = self.copies.begin(record.stage, self.at_rest(record.stage, target, every=True))
+            self._updating[ticket] = _Updating(finite, copy)
+        else:
+            self._updating[ticket] = None
+            self._unknown.append(finite)
+        return ticket
+
+    def _begin_with_zeros(self, state: DeviceState, record: Record) -> None:
+        if record.zero_moments:
+            state.momentum.zero_()
+            state.variance.zero_()
+        if record.zero_remainder and state.remainder is not None:
+            state.remainder.zero_()
+
+    def poll(self, ticket: int) -> Result | None:
+        """Returns the result of an update once; None while what it made is on its way to the store."""
+        updating = self._updating[ticket]
+        if updating is None:
+            del self._updating[ticket]
+            return _NOTHING
+        sums = updating.copy.advance()
+        if sums is None or not updating.finite.worst.done():
+            return None
+        del self._updating[ticket]
+        updating.finite.check(narrow=self._narrow)
+        return _NOTHING._replace(**{f"{name}_sum": total for name, total in sums.items()})
+
+    def look(self) -> None:
+        """Raises NumericsError for an update whose masters are known by now not to be finite. Never waits."""
+        while self._unknown and self._unknown[0].worst.done():
+            self._unknown.popleft().check(narrow=self._narrow)
+
+    def settle(self) -> None:
+        """Waits until all updates are known to be finite; raises NumericsError as `look` does."""
+        while self._unknown:
+            self._unknown.popleft().check(narrow=self._narrow)
+
+    # ---- to and from the store -----------------------------------------------------------------------------------
+
+    def at_rest(self, stage: int, turn: int, *, every: bool = False) -> dict[StateTensor, tuple[torch.Tensor, Span]]:
+        """Returns what rests of a stage on the device, by name: where, and its extent at a turn."""
+        home, plan = self.homes.get(stage), self.plan.stages[stage]
+        found: dict[StateTensor, tuple[torch.Tensor, Span]] = {}
+        for name in _TENSORS if home is not None else ():
+            assert home is not None
+            tensor, extent = home.tensor(name), plan.extent(name, turn)
+            if tensor is not None and extent is not None:
+                found[name] = tensor.view(torch.uint8), extent
+        return found
+
+    def close(self) -> None:
+        """Ends the thread of copies."""
+        self.copies.close()
+
+
+_TENSORS: tuple[StateTensor, ...] = ("weights", "remainder", "momentum", "variance")

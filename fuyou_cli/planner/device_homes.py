@@ -1,0 +1,72 @@
+"""Says what rests on a device with memory of its own: of some stages everything that an update reads and writes.
+
+Such a stage's weights, states and, where they rest, gradients lie in one allocation there. Nothing of them crosses in a step;
+its update runs on the device. A commit copies them to the store by way of a few small slots of the arena.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..core.units import align_up
+from ..spec.model import ITEM_SIZE, STATE_SIZES, ModelSpec
+from ..spec.plan import Span, StagePlan, Tier
+from .device import UPDATE_CHUNK, UPDATE_SCRATCH
+from .placement_context import STORE_UNIT, Room
+from .plan_request import PlanRequest
+
+STAGING_SLOTS = 4  # one is filled, one summed, one written, and one waits
+STAGING_PIECE = 4 << 20  # bytes of a slot at most
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceHomes:
+    """Holds bytes of the device that stages take which rest there, beside their weights."""
+
+    states: int = 0
+    gradients: int = 0  # that rest until a deferred update, or from a tied head's backward to its own
+    scratch: int = 0  # that one chunk of an update is computed in
+
+
+def device_homes(model: ModelSpec, request: PlanRequest, there: set[int], resting: set[int]) -> DeviceHomes:
+    """Sums up the memory of the stages `there`, of which the gradients of `resting` rest."""
+    params = {stage: model.stages[stage].params for stage in there}
+    gradient = ITEM_SIZE[request.numerics.accumulate_dtype]
+    return DeviceHomes(
+        states=sum(STATE_SIZES[model.compute_dtype]) * sum(params.values()),
+        gradients=gradient * sum(params[stage] for stage in there & resting),
+        scratch=update_scratch(max(params.values(), default=0)),
+    )
+
+
+def update_scratch(largest: int) -> int:
+    """Returns bytes of the device that updates are computed in. `largest`: parameters of a stage that is updated there."""
+    return 4 * UPDATE_SCRATCH * min(largest, UPDATE_CHUNK)
+
+
+def gradients_rest(model: ModelSpec, stage: StagePlan) -> bool:
+    """Tells whether the stage's gradients need a home on the device."""
+    return stage.on_device and (stage.deferred or model.has_two_users(stage.stage))
+
+
+def summing_spans(model: ModelSpec, resting: set[int]) -> int:
+    """Returns the spans that gradients are summed in which do not rest on the device: two take turns, and one more stays with
+    a tied head that is not cut."""
+    stays = model.tied_head and not model.head_is_cut and 0 not in resting
+    return 3 if stays else 2
+
+
+def staging_slots(arena: Room, model: ModelSpec, states: tuple[Tier, ...]) -> tuple[Span, ...]:
+    """Returns slots for what is copied to the host and back outside of steps, and by commits."""
+    there = [stage.params for stage, tier in zip(model.stages, states, strict=True) if tier == "gpu"]
+    if not any(there):
+        return ()
+    largest = align_up(4 * max(there), STORE_UNIT)  # momentum, variance
+    return tuple(arena.take(min(STAGING_PIECE, largest)) for _ in range(STAGING_SLOTS))
+
+
+def on_device(model: ModelSpec, request: PlanRequest) -> set[int]:
+    """Returns the stages that are asked to rest on the device."""
+    if request.device_states is not None:
+        return {stage for stage in request.device_states if model.stages[stage].params}
+    return {stage.index for stage in model.stages if stage.params} if request.states == "gpu" else set()

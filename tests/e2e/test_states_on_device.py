@@ -1,0 +1,75 @@
+"""A run whose weights, states and gradients rest on the device: the same bits, in files that any other run can go on from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fuyou_cli.core.errors import Interrupted, UsageError
+from fuyou_cli.recipe.load import load_recipe
+from fuyou_cli.training.state import manifest as manifests
+from fuyou_cli.training.state.stored import TENSORS
+
+from .conftest import Project, Whole
+from .running import STEPS, interrupt, prepared_run, train
+
+NewProject = Callable[..., Project]
+
+HOST = {"offload.device": "emulated", "offload.weights": "cpu", "offload.optimizer_states": "cpu", "offload.gradients": "cpu"}
+THERE = HOST | {"offload.weights": "gpu", "offload.optimizer_states": "gpu", "offload.gradients": "gpu"}
+WAYS: tuple[dict[str, Any], ...] = (
+    {}, {"train.clip_grad_norm": None}, {"precision.compute": "float32"}, {"checkpoint.commit_every_steps": None},
+)  # fmt: skip
+
+
+def _sums(whole: Whole) -> list[tuple[str, int]]:
+    found = manifests.read(whole.store)
+    assert found is not None
+    return [(name, extent.sum) for stage in found.stages for name, extent in stage.extents()]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_same_bits_rest_on_the_store(way: dict[str, Any], whole: Callable[..., Whole]) -> None:
+    ours, theirs = whole({**THERE, **way}), whole({**HOST, **way})
+    assert ours.losses == theirs.losses
+    assert _sums(ours) == _sums(theirs)
+    tensors = set(TENSORS) - ({"remainder"} if "precision.compute" in way else set())
+    assert {name for name, _ in _sums(ours)} == tensors
+
+
+@pytest.mark.parametrize(("first", "then"), [(THERE, HOST), (HOST, THERE)])
+def test_a_run_goes_on_with_other_homes(
+    first: dict[str, str], then: dict[str, str], new_project: NewProject, whole: Callable[..., Whole]
+) -> None:
+    project = new_project(changes={**first, "train.max_steps": STEPS})
+    with pytest.raises(Interrupted):
+        train(project, interrupt(4, "backward"))
+    project.write_recipe({**then, "train.max_steps": STEPS})
+    losses, store = train(project)
+    assert losses == whole(HOST).losses
+    assert _sums(Whole(losses=losses, store=store)) == _sums(whole(HOST))
+
+
+def test_nothing_of_it_is_in_ram(new_project: NewProject) -> None:
+    plan = prepared_run(new_project(changes=THERE)).planned.plan
+    assert not any(slots.weight_slots or slots.gradient_slots for slots in plan.slot_classes)
+    assert all(not (stage.weights_ram or stage.momentum_ram or stage.gradients_ram) for stage in plan.stages)
+    assert plan.predicted.read_by["states"] == plan.predicted.read_by["weights"] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"offload.optimizer_states": "cpu"}, "gradients: gpu` without the optimizer states"),
+        ({"offload.weights": "cpu"}, "weights: cpu` but `offload.optimizer_states: gpu`"),
+        ({"offload.gradients": "ssd"}, "gradients: ssd` but `offload.optimizer_states: gpu`"),
+        ({"checkpoint.mode": "redo", "offload.gradients": "auto"}, "redo` keeps gradients on the ssd"),
+        ({"offload.device": "cpu", "offload.optimizer_states": "gpu"}, "which has no gpu tier"),
+    ],
+)
+def test_what_contradicts_is_refused_by_key(changes: dict[str, str], what: str, new_project: NewProject) -> None:
+    project = new_project(changes={**THERE, **changes})
+    with pytest.raises(UsageError, match=what):
+        load_recipe(project.recipe)
