@@ -11,8 +11,10 @@ from typing import Any, Literal
 
 import pytest
 
+from fuyou_cli.planner.records import Record
 from fuyou_cli.planner.schedule import plan_schedule
 from fuyou_cli.planner.simulate import simulate
+from fuyou_cli.spec.model import StageSpec
 from fuyou_cli.spec.plan import Plan
 
 from .families import llama
@@ -60,13 +62,24 @@ class _Heard:
         self.asked.setdefault(f"{direction} {what}", []).append(label)
 
 
+def _hear_updates_there(rig: Rig, heard: _Heard) -> None:
+    states = rig.executor.visits.states
+    update = states.update
+
+    def updates(record: Record, *, target: int, copied: bool) -> int:
+        heard.asked.setdefault("update", []).append(record.stage)
+        return update(record, target=target, copied=copied)
+
+    states.update = updates  # type: ignore[method-assign]
+
+
 def _really(subject: Subject, folder: Path, **options: Any) -> tuple[Plan, Asked]:
     """What the last whole step of a few asks for."""
     with Rig(subject, folder, **options) as rig:
         heard = _Heard(rig.daemon, rig.plan)
-        rig.executor.residency.transfers = heard
         rig.executor.visits.boundaries.ledger.transfers = heard
-        rig.executor.moves.daemon = heard  # type: ignore[assignment]
+        rig.executor.moves.daemon = heard  # type: ignore[assignment]  # which the residency ledger asks by way of the moves
+        _hear_updates_there(rig, heard)
         asked: Asked = {}
         for number, (ids, labels) in enumerate(subject.batches(STEPS), start=1):
             rig.step(ids, labels, number)
@@ -110,3 +123,22 @@ def test_unclipped_the_requests_are_the_same(device: Literal["cpu", "emulated"],
         assert len(asked["read weights"]) <= len(planned)
         coming = iter([*planned, *planned[: plan.lookahead]])
         assert all(stage in coming for stage in asked["read weights"]), asked["read weights"]
+
+
+@pytest.mark.parametrize("there", [(0, 2, 3), (0, 1, 2, 3, 4, 5, 6, 7)])
+@pytest.mark.parametrize("clip", [0.5, None])
+def test_with_stages_on_the_device_the_requests_are_the_same(
+    clip: float | None, there: tuple[int, ...], subject: Subject, tmp_path: Path
+) -> None:
+    """Of those stages nothing is asked of the store."""
+    plan, really = _really(subject, tmp_path, clip=clip, device="emulated", lookahead=2, device_states=there)
+    paper = _on_paper(subject, plan)
+    assert paper.keys() == really.keys()
+    assert sorted(paper["update"]) == sorted(really["update"]) == sorted({stage.index for stage in _owners(subject)})
+    for what in ("read weights", "write gradients", "read gradients"):
+        assert not {*paper.get(what, ()), *really.get(what, ())} & set(there)
+    assert clip is None or paper.get("read weights") == really.get("read weights")
+
+
+def _owners(subject: Subject) -> list[StageSpec]:
+    return [stage for stage in subject.spec.stages if stage.params]
