@@ -129,14 +129,24 @@ def _memory_lines(model: ModelSpec, hardware: HardwareProfile, request: PlanRequ
     add("compute", "cpu", compute_memory(model, request).total, 0, "activations of one micro-batch")
     add("update chunks", "cpu", placed.io.scratch.size, 0, "read, AdamW, write")
     add("process", "cpu", hardware.process_bytes + BASE_SLACK + placed.arena_size // 512, 0, "Python, torch, threads")
-    device = device_memory(model, request, placed.stages)
-    add("weights", "gpu", device.homes + device.turns, params * item, "on the GPU home and two turns")
-    add("optimizer states", "gpu", device.states, params * states_item, "home, updated there")
-    add("gradients", "gpu", device.sums + device.gradients, total, "sums on the GPU")
-    add("crossing", "gpu", device.batch, 0, "the batch between stages, on the device")
-    add("update chunks", "gpu", device.scratch, 0, "AdamW on the GPU")
-    add("compute", "gpu", device.compute, 0, "a micro-batch and its neighbours")
+    lines += _device_lines(model, request, placed)
     return tuple(lines)
+
+
+def _device_lines(model: ModelSpec, request: PlanRequest, placed: Layout) -> list[MemoryLine]:
+    """Lists what each kind takes of a device with memory of its own."""
+    device, params = device_memory(model, request, placed.stages), model.stored_parameters
+    weights, states = ITEM_SIZE[model.compute_dtype] * params, model.state_item * params
+    gradients = ITEM_SIZE[request.numerics.accumulate_dtype] * params
+    found = (
+        ("weights", device.homes + device.turns, weights, "on the GPU home and two turns"),
+        ("optimizer states", device.states, states, "home, updated there"),
+        ("gradients", device.sums + device.gradients, gradients, "sums on the GPU"),
+        ("crossing", device.batch, 0, "the batch between stages, on the device"),
+        ("update chunks", device.scratch, 0, "AdamW on the GPU"),
+        ("compute", device.compute, 0, "a micro-batch and its neighbours"),
+    )
+    return [MemoryLine(what=what, tier="gpu", size=size, total=total, policy=why) for what, size, total, why in found if size]
 
 
 def _places(placed: Layout, request: PlanRequest) -> tuple[float, str]:
