@@ -44,7 +44,7 @@ class ComputeWeights:
             largest = max(streamed, default=0)
             self.turns = [_Uploaded(device.empty(largest * item)) for _ in range(2 if largest else 0)]
             for stage, stage_plan in zip(model.stages, plan.stages, strict=True):
-                if stage_plan.weights == "gpu" and not stage_plan.on_device:
+                if stage_plan.weights == "gpu" and not stage_plan.updated_there:
                     self.homes[stage.index] = _Uploaded(device.empty(stage.params * item))
 
     def flat(self, owner: int, span: Span, generation: int) -> torch.Tensor:

@@ -120,7 +120,7 @@ class DaemonMoves:
         """Starts the AdamW of one stage, wholly in C or on the device; its ticket."""
         commits = self.residency.commits
         target, copied = commits.next_turn(record.turn, record.generation), commits.is_written(record.generation + 1)
-        if self.plan.stages[record.stage].on_device:
+        if self.plan.stages[record.stage].updated_there:
             return self.states.update(record, target=target, copied=copied)
         request = build_update(
             record,

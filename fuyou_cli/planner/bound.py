@@ -90,7 +90,7 @@ def _beside_copies(costs: Costs, visits: Sequence[Visit], plan: Plan) -> tuple[f
         if visit.owner is not None and stages[visit.owner].weights != "gpu":
             up_seconds += weight * costs.model.stages[visit.owner].params / up_rate
         owner = visit.owner if visit.owner is not None else visit.stage
-        if visit.sum_gradients and not stages[owner].on_device:
+        if visit.sum_gradients and not stages[owner].updated_there:
             down_seconds += gradient * costs.model.stages[owner].params / down_rate
         rising, falling = rising + up_seconds, falling + down_seconds
     return computing, rising, falling
@@ -112,7 +112,7 @@ def slot_seconds(costs: Costs, visits: Sequence[Visit], plan: Plan, *, rates: tu
     for visit in visits:
         owner = visit.owner if visit.owner is not None else visit.stage
         stage = plan.stages[owner]
-        if stage.on_device:
+        if stage.updated_there:
             continue
         computing = _compute_seconds(costs, visit, plan.stages)
         updating = _update_seconds(costs, plan.stages[owner], rates, plan.commit_every) if visit.update != "none" else 0.0
@@ -192,7 +192,7 @@ def copied_bytes(costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan, .
     model, numerics, there = costs.model, costs.numerics, costs.batch_on_device
     gradient = ITEM_SIZE[numerics.accumulate_dtype]
     params = [stage.params for stage in model.stages]
-    leaving = [0 if plan.on_device else size for size, plan in zip(params, stages, strict=True)]  # gradients
+    leaving = [0 if plan.updated_there else size for size, plan in zip(params, stages, strict=True)]  # gradients
     shared = sum(leaving[stage.index] for stage in model.stages if model.has_two_users(stage.index))  # rest in between
     boundary = model.boundary_bytes_per_token * numerics.tokens
     moved = [crossing(model, visit.stage, visit.phase, stash=visit.stash, on_device=there) for visit in schedule.visits]

@@ -91,7 +91,7 @@ class Costs:
     def update_seconds(self, stage: StagePlan) -> float:
         """Returns the seconds that one thread takes to update the stage, with all its bytes in memory. 0 where the device
         updates it."""
-        if stage.on_device:
+        if stage.updated_there:
             return 0.0
         if stage.stage not in self._known:
             rate, params = self.hardware.adamw_bytes, self.model.stages[stage.stage].params
@@ -100,7 +100,7 @@ class Costs:
 
     def device_update_seconds(self, stage: StagePlan) -> float:
         """Returns the seconds of compute that the update of a stage takes which rests on the device; none of any other."""
-        if not stage.on_device:
+        if not stage.updated_there:
             return 0.0
         there = self.hardware.matmul_flops / _FLOPS_PER_BYTE
         rate = there if self.device == "cuda" else self._memory_rate

@@ -42,7 +42,7 @@ class DeviceSide:
     def __init__(self, model: ModelSpec, stages: Sequence[StagePlan]) -> None:
         self.model = model
         self._at_home = {stage.stage for stage in stages if stage.weights == "gpu"}
-        self._updated_there = {stage.stage for stage in stages if stage.on_device}
+        self._updated_there = {stage.stage for stage in stages if stage.updated_there}
         self._there: dict[int, _There] = {}  # streamed ones in the order of their last use
 
     @property

@@ -46,7 +46,7 @@ def update_scratch(largest: int) -> int:
 
 def gradients_rest(model: ModelSpec, stage: StagePlan) -> bool:
     """Tells whether the stage's gradients need a home on the device."""
-    return stage.on_device and (stage.deferred or model.has_two_users(stage.stage))
+    return stage.updated_there and (stage.deferred or model.has_two_users(stage.stage))
 
 
 def summing_spans(model: ModelSpec, resting: set[int]) -> int:
@@ -65,7 +65,7 @@ def staging_slots(arena: Room, model: ModelSpec, states: tuple[Tier, ...]) -> tu
     return tuple(arena.take(min(STAGING_PIECE, largest)) for _ in range(STAGING_SLOTS))
 
 
-def on_device(model: ModelSpec, request: PlanRequest) -> set[int]:
+def stages_there(model: ModelSpec, request: PlanRequest) -> set[int]:
     """Returns the stages that are asked to rest on the device."""
     if request.device_states is not None:
         return {stage for stage in request.device_states if model.stages[stage].params}

@@ -12,7 +12,7 @@ from .bound import uploads
 from .boundary_layout import Kept, every_operator, kept_bytes
 from .costs import looked_up_bytes
 from .device import WEIGHTS_ON_DEVICE, square_lanes
-from .device_homes import device_homes, gradients_rest, on_device, summing_spans
+from .device_homes import device_homes, gradients_rest, stages_there, summing_spans
 from .memory import DEVICE_UNIT, HEAD_BYTES_PER_TOKEN, batch_slots, micro_boundary, micro_sums
 from .placement_context import Room
 from .plan_request import PlanRequest
@@ -45,7 +45,7 @@ def device_memory(model: ModelSpec, request: PlanRequest, stages: tuple[StagePla
         request,
         {stage.stage for stage in stages if stage.weights == "gpu"},
         tuple(stage.kept for stage in stages),
-        updated={stage.stage for stage in stages if stage.on_device},
+        updated={stage.stage for stage in stages if stage.updated_there},
         resting={stage.stage for stage in stages if gradients_rest(model, stage)},
     )
 
@@ -102,7 +102,7 @@ def with_batch(model: ModelSpec, request: PlanRequest) -> PlanRequest:
     every_kept = request.kept if isinstance(request.kept, tuple) else every_operator(model)
     if request.kept == "none":
         every_kept = ((),) * len(model.stages)
-    updated = on_device(model, request)
+    updated = stages_there(model, request)
     memory = _memory(model, staying, {*at_home, *updated}, every_kept, updated=updated, resting=updated)
     fits = memory.total <= request.gpu_budget
     return staying if fits else replace(request, batch_on_device=False)

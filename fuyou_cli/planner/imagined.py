@@ -98,7 +98,7 @@ class Imagined:
         self.moved_in += read
         self.moved_out += written
         self.asked.append(Asked(what="update", stage=record.stage))
-        if plan.on_device:  # the next compute that is submitted comes behind it
+        if plan.updated_there:  # the next compute that is submitted comes behind it
             there: Parts = (("compute", self.costs.device_update_seconds(plan)), ("d2h", written), ("ssd write", written))
             return self.machine.submit(there, what="update", stage=record.stage, priority=_FIRST)
         parts: Parts = (("update", self.costs.update_seconds(plan)), ("ssd read", read), ("ssd write", written))
@@ -186,7 +186,7 @@ class Imagined:
             else:
                 update(total)
 
-        if self.device is None or self.plan.stages[total].on_device:
+        if self.device is None or self.plan.stages[total].updated_there:
             handed_over()
             return
         record = self.residency.records[total]

@@ -21,7 +21,7 @@ from .choice import NONE_KEPT, Choice, pipelines
 from .commit_interval import guessed_interval, with_interval
 from .costs import Costs
 from .defer import deferrals
-from .device_homes import on_device
+from .device_homes import stages_there
 from .device_memory import with_batch, with_homes_on_device
 from .greedy_fill import KINDS, GreedyFill, Item, outputs_of, traffic_items
 from .memory import Homes, Layout, layout
@@ -242,7 +242,7 @@ def _start(model: ModelSpec, request: PlanRequest, swap: float) -> Homes:
     boundaries: tuple[Tier, ...] = tuple((request.boundaries or "ssd") if kept else "cpu" for kept in keeps)
     rests = [deferred[index] or model.has_two_users(index) for index in range(count)]
     gradients: list[Tier] = [_beside(request.gradients) if resting else "cpu" for resting in rests]
-    there = on_device(model, request)
+    there = stages_there(model, request)
     return Homes(
         weights=tuple("gpu" if index in there else request.weights or "ssd" for index in range(count)),
         states=tuple("gpu" if index in there else _beside(request.states) for index in range(count)),

@@ -39,7 +39,7 @@ class Residency:
         self._reached: dict[int, int] = {}  # generation -> stages that have come to it, while some have not
         self._moving: set[int] = set()  # stages with something under way or due: the others need no look
         for record, stage in zip(self.records, plan.stages, strict=True):
-            record.span = ON_DEVICE if stage.on_device else stage.weights_ram
+            record.span = ON_DEVICE if stage.updated_there else stage.weights_ram
 
     # ---- waiting -------------------------------------------------------------------------------------------------
 
@@ -347,7 +347,7 @@ class Residency:
 
 def _gradients_home(plan: StagePlan) -> Span | None:
     """Returns where a stage's gradients are summed, wherever they rest; None where they take a slot."""
-    return ON_DEVICE if plan.on_device else plan.gradients_ram
+    return ON_DEVICE if plan.updated_there else plan.gradients_ram
 
 
 def _sharing(model: ModelSpec, plan: Plan) -> dict[int, list[int]]:

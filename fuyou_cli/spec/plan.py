@@ -99,7 +99,7 @@ class StagePlan:
     kept: tuple[int, ...] = ()  # operators whose outputs rest with the boundary, by index; the others are recomputed
 
     @property
-    def on_device(self) -> bool:
+    def updated_there(self) -> bool:
         """Tells whether weights, states and gradients rest on the device and are updated there: nothing of them is in RAM."""
         return self.states == "gpu"
 

@@ -113,5 +113,5 @@ def saved_where_it_stops(plan: Plan) -> int:
         extent.size
         for stage in plan.stages
         for name in TENSORS
-        if (stage.on_device or getattr(stage, f"{name}_ram") is not None) and (extent := stage.extent(name, 0)) is not None
+        if (stage.updated_there or getattr(stage, f"{name}_ram") is not None) and (extent := stage.extent(name, 0)) is not None
     )

@@ -87,7 +87,7 @@ class StageFiles:
     ) -> None:
         exact = all(_fits(entries[tensor.name].dtype, self.model.compute_dtype) for tensor in stage.tensors)
         record.generation, record.turn, record.zero_moments, record.zero_remainder = 0, 0, True, exact
-        if plan.on_device:
+        if plan.updated_there:
             record.sums = self._load_there(stage, plan, entries, reader, exact=exact)
             return
         slot = plan.weights_ram or self.plan.slot_classes[plan.slot_class].weight_slots[0]
