@@ -29,7 +29,7 @@ from .sources import find_sources
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import DatasetSection
 
-LAYOUT_VERSION = 3  # raise when the same data and options would give other rows
+LAYOUT_VERSION = 4  # raise when the same data and options would give other rows
 TOKENIZER_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 TEMPLATE_FOLDER = "additional_chat_templates"  # the one folder that is part of a tokenizer
 _LARGEST_TEMPLATE = 4 * MiB

@@ -1,7 +1,7 @@
-"""Reads a row of data by the format that its columns show, as texts one after another or as a conversation.
+"""Reads a row of data by the format that its columns show, as texts one after another, as a conversation, or as tokens.
 
 `FORMATS` has all of them. A new one is a row there, the function that reads its rows, and its name in the recipe's schema.
-Pure Python: a row is a dict.
+A row is a dict.
 `columns` maps the format's own names to those of the data, e.g. {prompt: question, completion: answer}.
 """
 
@@ -12,11 +12,21 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.json_files import parsed
 
 Columns = Mapping[str, str]
 _Row = Mapping[str, object]
 _MOST, _LONGEST = 9, 60  # columns that are told, characters of each
+_UNLEARNT = -100  # the label that every loss leaves out
+_ROLES = {  # of sharegpt's `from`, as chat templates call them
+    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
+    "system": "system", "tool": "tool", "observation": "tool",
+}  # fmt: skip
+_MARKS = ("loss_mask", "completion_mask", "assistant_masks")  # columns that say which tokens are learnt, as 0 and 1
 
 
 class RowError(ValueError):
@@ -27,11 +37,13 @@ class RowError(ValueError):
 class Texts:
     """Holds texts that follow one another with nothing between them, each with whether it is to be learnt.
 
-    Of a document in pieces only the first piece gets the start token, only the last the end token."""
+    Of a document in pieces only the first piece gets the start token, only the last the end token. `bare` texts get neither:
+    they hold their special tokens themselves."""
 
     parts: tuple[tuple[str, bool], ...]
     begins: bool = True
     ends: bool = True
+    bare: bool = False
 
     def texts(self) -> Iterator[str]:
         """Yields every text in it."""
@@ -40,24 +52,58 @@ class Texts:
     @property
     def runs_together(self) -> bool:
         """Finds whether no white space parts two texts, as in "...in May?Natalia sold": seldom what is meant, so it is said."""
-        return any(one and two and not (one[-1].isspace() or two[0].isspace()) for one, two in pairwise(self.texts()))
+        pairs = () if self.bare else pairwise(self.texts())
+        return any(one and two and not (one[-1].isspace() or two[0].isspace()) for one, two in pairs)
+
+    @property
+    def size(self) -> int:
+        """Counts characters."""
+        return sum(map(len, self.texts()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chat:
-    """Holds a conversation for the tokenizer's chat template."""
+    """Holds a conversation for the tokenizer's chat template. `unlearnt` are the places of the assistant's messages that carry
+    no loss whatever `loss_on` says."""
 
     messages: tuple[dict[str, object], ...]
     tools: tuple[object, ...] = ()
+    unlearnt: frozenset[int] = frozenset()
     ends: ClassVar[bool] = True
+    bare: ClassVar[bool] = False
     runs_together: ClassVar[bool] = False
 
     def texts(self) -> Iterator[str]:
         """Yields every text in it, names of fields included, however deep: contents in parts, calls of tools."""
         yield from _texts([*self.messages, *self.tools])
 
+    @property
+    def size(self) -> int:
+        """Counts characters."""
+        return sum(map(len, self.texts()))
 
-Example = Texts | Chat
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tokens:
+    """Holds tokens that were made elsewhere, and which of them are learnt."""
+
+    ids: NDArray[np.int64]  # [n]
+    learnt: NDArray[np.bool_]  # [n]
+    ends: ClassVar[bool] = True
+    bare: ClassVar[bool] = True
+    runs_together: ClassVar[bool] = False
+
+    def texts(self) -> Iterator[str]:
+        """Yields nothing: what the tokens say is not looked into."""
+        return iter(())
+
+    @property
+    def size(self) -> int:
+        """Counts tokens."""
+        return len(self.ids)
+
+
+Example = Texts | Chat | Tokens
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -101,27 +147,122 @@ def _alpaca(row: _Row, columns: Columns) -> Texts:
     return Texts(parts=((prompt, False), (_cell(row, "output", columns), True)))
 
 
+def _segments(row: _Row, columns: Columns) -> Texts:
+    """Takes texts as they are, start and end tokens in them, each with a label that says whether it is learnt."""
+    column = columns.get("segments", "segments")
+    parts = []
+    for number, segment in enumerate(_list(row, column, of="segments"), start=1):
+        text, label = (segment.get("text"), segment.get("label")) if isinstance(segment, dict) else (None, None)
+        if not isinstance(text, str) or not isinstance(label, bool):
+            raise RowError(f"segment {number} of {column} must have a text and a label of true or false")
+        parts.append((text, label))
+    return Texts(parts=tuple(parts), begins=False, bare=True)
+
+
+def _tokenized(row: _Row, columns: Columns) -> Tokens:
+    """Reads tokens with what says where loss is: labels, masks of 0 and 1, or nothing for everywhere. Padding is left out."""
+    ids = _numbers(row, "input_ids", columns)
+    assert ids is not None  # a required column: _numbers refuses a row without it
+    learnt = np.ones(len(ids), np.bool_)
+    for name in _MARKS:
+        if (marks := _numbers(row, name, columns, like=ids)) is not None:
+            learnt &= marks != 0
+    if (labels := _numbers(row, "labels", columns, like=ids)) is not None:
+        learnt &= labels != _UNLEARNT
+        if (others := np.flatnonzero((labels != _UNLEARNT) & (labels != ids))).size:
+            raise RowError(
+                f"label {others[0] + 1} is {labels[others[0]]}, its token {ids[others[0]]}: a label is its own token or "
+                f"{_UNLEARNT} (labels are shifted later, by the loss)"
+            )
+    padding = _numbers(row, "attention_mask", columns, like=ids)
+    kept = slice(None) if padding is None else padding != 0
+    return Tokens(ids=ids[kept], learnt=learnt[kept])
+
+
+def _numbers(row: _Row, name: str, columns: Columns, *, like: NDArray[np.int64] | None = None) -> NDArray[np.int64] | None:
+    """Reads a column of whole numbers, as many as `like` has; None where an optional one is not there."""
+    column = columns.get(name, name)
+    values = row.get(column)
+    if values is None and like is not None:
+        return None
+    if not isinstance(values, list) or not all(isinstance(value, int) and abs(value) < 1 << 31 for value in values):
+        raise RowError(f"the column {column} must be a list of whole numbers")
+    if like is not None and len(values) != len(like):
+        raise RowError(f"the column {column} has {len(values):,} numbers for {len(like):,} tokens")
+    return np.asarray(values, np.int64)
+
+
+def _list(row: _Row, column: str, *, of: str) -> list[object]:
+    found = row.get(column)
+    if not isinstance(found, list) or not found:
+        raise RowError(f"the column {column} must be a list of {of} that is not empty")
+    return found
+
+
 def _chat(row: _Row, columns: Columns) -> Chat:
-    column = columns.get("messages", "messages")
-    turns = row.get(column)
-    if not isinstance(turns, list) or not turns:
-        raise RowError(f"the column {column} must be a list of messages that is not empty")
-    messages = []
-    for number, turn in enumerate(turns, start=1):
-        if not isinstance(turn, dict):
-            raise RowError(f"message {number} of {column} must be an object with role and content")
-        # Columnar files fill keys that other rows have with null: those say nothing about this message.
-        message = {key: value for key, value in turn.items() if value is not None}
-        if not isinstance(message.get("role"), str):
-            sharegpt = ": this looks like sharegpt (from, value), which is not built yet; rename to role and content"
-            raise RowError(f"message {number} of {column} has no role" + sharegpt * ("from" in message))
-        if not isinstance(message.get("content"), str | list) and "tool_calls" not in message:
-            raise RowError(f"message {number} of {column} has no content")
+    return _conversation(row, columns.get("messages", "messages"), columns)
+
+
+def _sharegpt(row: _Row, columns: Columns) -> Chat:
+    return _conversation(row, columns.get("conversations", "conversations"), columns)
+
+
+def _conversation(row: _Row, column: str, columns: Columns) -> Chat:
+    """Reads messages of role and content, or of sharegpt's from and value. A system text of its own column comes first."""
+    messages, unlearnt = [], set()
+    for number, turn in enumerate(_list(row, column, of="messages"), start=1):
+        message = _message(turn, f"message {number} of {column}")
+        if not _is_learnt(message, f"message {number} of {column}"):
+            unlearnt.add(number - 1)
         messages.append(message)
+    if row.get(columns.get("system", "system")) and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": _cell(row, "system", columns)})
+        unlearnt = {number + 1 for number in unlearnt}
+    return Chat(messages=tuple(messages), tools=_tools(row, columns), unlearnt=frozenset(unlearnt))
+
+
+def _message(turn: object, place: str) -> dict[str, object]:
+    if not isinstance(turn, dict):
+        raise RowError(f"{place} must be an object with role and content")
+    # Columnar files fill keys that other rows have with null: those say nothing about this message.
+    message = {key: value for key, value in turn.items() if value is not None}
+    if "role" not in message and "from" in message:
+        sender = message.pop("from")
+        if not isinstance(sender, str) or sender not in _ROLES:
+            raise RowError(f"{place} is from {sender!r}; known are {', '.join(_ROLES)}")
+        message = {"role": _ROLES[sender], "content": message.pop("value", None), **message}
+    if not isinstance(message.get("role"), str):
+        raise RowError(f"{place} has no role")
+    if not isinstance(message.get("content"), str | list) and "tool_calls" not in message:
+        raise RowError(f"{place} has no content")
+    return message
+
+
+def _is_learnt(message: dict[str, object], place: str) -> bool:
+    """Takes `train` out of a message, and the `weight` that means the same: whether an assistant's message is learnt."""
+    for key in ("train", "weight"):
+        if key in message:
+            said = message.pop(key)
+            if said not in (0, 1):
+                raise RowError(f"{place} has {key}: {said!r}; it must be {'true or false' if key == 'train' else '0 or 1'}")
+            if message["role"] == "assistant":
+                return bool(said)
+            if said and key == "train":
+                raise RowError(f"{place} has train: true, but its role is {message['role']}: only the assistant's are learnt")
+    return True
+
+
+def _tools(row: _Row, columns: Columns) -> tuple[object, ...]:
+    """Reads the tools of a conversation, a list or the JSON text of one."""
     tools = row.get(columns.get("tools", "tools")) or ()
+    if isinstance(tools, str):
+        try:
+            tools = parsed(tools, finite=False) or ()
+        except UsageError as error:
+            raise RowError(f"the column tools: {error.message}") from error
     if not isinstance(tools, list | tuple):
         raise RowError("the column tools must be a list")
-    return Chat(messages=tuple(messages), tools=tuple(tools))
+    return tuple(tools)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,8 +275,14 @@ class Format:
     losses: tuple[str, ...] = ("completion", "all")
 
 
+_SPEAKERS = ("assistant", "last_assistant", "all")
 FORMATS = {  # in the order of detection, the most specific first
-    "messages": Format(read=_chat, required=("messages",), optional=("tools",), losses=("assistant", "last_assistant", "all")),
+    "tokenized": Format(
+        read=_tokenized, required=("input_ids",), optional=("labels", "attention_mask", *_MARKS), losses=("marked", "all")
+    ),
+    "input_output": Format(read=_segments, required=("segments",), losses=("marked", "all")),
+    "messages": Format(read=_chat, required=("messages",), optional=("tools", "system"), losses=_SPEAKERS),
+    "sharegpt": Format(read=_sharegpt, required=("conversations",), optional=("tools", "system"), losses=_SPEAKERS),
     "prompt_completion": Format(read=_pair, required=("prompt", "completion")),
     "alpaca": Format(read=_alpaca, required=("instruction", "output"), optional=("input", "system", "history")),
     "text": Format(read=_document, required=("text",), losses=("all",)),
@@ -176,15 +323,15 @@ def mapping_hint(present: Iterable[str]) -> str | None:
 
 
 def loss_target(loss_on: str, format_name: str) -> str:
-    """Returns what carries loss in this format: all, completion, assistant or last_assistant. Raises UsageError for a pair that
-    means nothing."""
+    """Returns what carries loss in this format: all, completion, assistant, last_assistant, or marked (what the rows
+    themselves mark). Raises UsageError for a pair that means nothing."""
     allowed = FORMATS[format_name].losses
     if loss_on == "auto":
         return allowed[0]
     if loss_on not in allowed:
         raise UsageError(
             f"dataset.loss_on: {loss_on} does not fit data of format {format_name}",
-            hint=f"use auto or one of: {', '.join(allowed)}",
+            hint=f"use auto or one of: {', '.join(name for name in allowed if name != 'marked')}",
         )
     return loss_on
 

@@ -46,6 +46,7 @@ class DataSummary:
     preview: tuple[tuple[str, bool], ...]
     special: int
     special_example: str
+    never_stops: bool  # rows mark their own loss, and never a stop token
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -59,7 +60,9 @@ class DataSummary:
             f"{self.special_example}; they are trained on as these tokens, not as their letters (write them otherwise where "
             "that is not meant)"
         )
-        return (together,) * bool(self.run_together) + (special,) * bool(self.special)
+        endless = "no stop token carries loss in these rows: a model trained on them alone does not learn to stop"
+        told = ((together, self.run_together), (special, self.special), (endless, self.never_stops))
+        return tuple(note for note, found in told if found)
 
 
 class Rows:

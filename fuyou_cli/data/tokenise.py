@@ -18,7 +18,7 @@ from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.json_files import read_object
 
 from . import sandbox
-from .formats import Chat, Example, RowError, Texts
+from .formats import Chat, Example, RowError, Texts, Tokens
 from .packing import Row
 from .sandbox import LibraryErrors
 
@@ -49,7 +49,7 @@ def load_tokenizer(directory: Path, *, chat_template: str | None, pad_token: str
 
 
 class Tokeniser:
-    """Makes tokens and mask of examples. A `target` is what carries loss: all, completion, assistant, last_assistant."""
+    """Makes tokens and mask of examples. A `target` is what carries loss: see `formats.loss_target`."""
 
     def __init__(self, tokenizer: Any, *, directory: Path, template_key: str | None = None) -> None:
         """Takes `template_key`, of the recipe, where the chat template is not the tokenizer's own."""
@@ -73,12 +73,25 @@ class Tokeniser:
         be rendered or tokenised."""
         if isinstance(examples[0], Chat):
             return self._chats([example for example in examples if isinstance(example, Chat)], target)
+        if isinstance(examples[0], Tokens):
+            return [self._given(example, target) for example in examples if isinstance(example, Tokens)]
         return self._texts([example for example in examples if isinstance(example, Texts)], target)
+
+    def _given(self, example: Tokens, target: str) -> Row:
+        """Takes tokens as they are, once each is known to be in the vocabulary."""
+        size = len(self.tokenizer)
+        if (strange := np.flatnonzero((example.ids < 0) | (example.ids >= size))).size:
+            at = strange[0]
+            raise RowError(
+                f"token {at + 1:,} is {example.ids[at]}, not in the vocabulary of {self._directory} (0 to {size - 1:,}): "
+                "was it made with another tokenizer?"
+            )
+        return _row(example.ids, np.ones(len(example.ids)) if target == "all" else example.learnt)
 
     def special_in(self, example: Example) -> str | None:
         """Finds a special token in what the example says, before a chat template adds its own: a tokenizer reads "<|end|>" in a
         sentence as the end itself."""
-        texts = () if self._special is None else example.texts()
+        texts = () if self._special is None or example.bare else example.texts()
         return next((found.group() for text in texts if self._special and (found := self._special.search(text))), None)
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
@@ -102,11 +115,11 @@ class Tokeniser:
         end = [] if self.eos_id is None else [self.eos_id]
         rows = []
         for example in examples:
-            if self.eos_id is None and not all(learnt for _, learnt in example.parts):
+            if self.eos_id is None and not example.bare and not all(learnt for _, learnt in example.parts):
                 raise UsageError("the tokenizer has no end token (eos_token): completions would never learn to stop")
             pieces = [(self._starts if example.begins else [], example.parts[0][1])]
             pieces += [(next(ids), learnt) for _, learnt in example.parts]
-            pieces += [(end if example.ends else [], example.parts[-1][1])]
+            pieces += [(end if example.ends and not example.bare else [], example.parts[-1][1])]
             mask = np.repeat([learnt or target == "all" for _, learnt in pieces], [len(piece) for piece, _ in pieces])
             rows.append(_row([one for piece, _ in pieces for one in piece], mask))
         return rows
@@ -144,11 +157,20 @@ class Tokeniser:
         self._render(chat, chat.messages)  # else unbounded below: tokenising takes much more memory than the text
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         encoded = self._apply(chat, chat.messages, **options)
-        mask = np.asarray(encoded["assistant_masks"], np.uint8)
+        mask = np.asarray(encoded["assistant_masks"], np.int8)
+        begins, ends = (np.flatnonzero(np.diff(mask, prepend=0, append=0) == edge) for edge in (1, -1))
+        turns = _assistant_turns(chat)
+        if chat.unlearnt and len(begins) != len(turns):
+            raise RowError(
+                f"{self.template} marks {len(begins)} texts for {len(turns)} messages of the assistant: which of them "
+                "`train: false` means cannot be known"
+            )
         if target == "all":
             mask[:] = 1
         elif target == "last_assistant" and mask.any():
-            mask[: np.flatnonzero(np.diff(mask, prepend=0) == 1)[-1]] = 0
+            mask[: begins[-1]] = 0
+        for turn in chat.unlearnt:
+            mask[begins[turns.index(turn)] : ends[turns.index(turn)]] = 0
         return _row(encoded["input_ids"], mask)
 
     def _by_prefixes(self, chat: Chat, target: str) -> Row:
@@ -156,17 +178,22 @@ class Tokeniser:
         with LibraryErrors(self._untokenised):
             encoded = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         begins = np.asarray([begin for begin, _ in encoded["offset_mapping"]], np.int64)
-        mask = np.full(len(begins), int(target == "all"), np.uint8)
-        if target != "all":
-            for begin, end in self._spans(chat, whole, last_only=target == "last_assistant"):
-                mask[(begins >= begin) & (begins < end)] = 1
-        return _row(encoded["input_ids"], mask)
+        ids = np.asarray(encoded["input_ids"], np.int64)
+        everything = target == "all"
+        mask = np.full(len(begins), int(everything), np.uint8)
+        turns = _assistant_turns(chat)[-1:] if target == "last_assistant" else _assistant_turns(chat)
+        asked = [turn for turn in turns if (turn in chat.unlearnt) == everything]
+        for begin, end in self._spans(chat, whole, asked):
+            within = np.flatnonzero((begins >= begin) & (begins < end))
+            stops = np.flatnonzero(np.isin(ids[within], list(self.stop_ids)))
+            # What a template puts after the stop token, such as a line break, nobody generates.
+            mask[within[: stops[-1] + 1] if stops.size else within] = not everything
+        return _row(ids, mask)
 
-    def _spans(self, chat: Chat, whole: str, *, last_only: bool) -> Iterator[tuple[int, int]]:
-        """Yields characters [begin, end) of `whole` that the assistant writes, end-of-turn token included. Raises RowError
-        where a turn cannot be located exactly."""
-        turns = [number for number, message in enumerate(chat.messages) if message["role"] == "assistant"]
-        for turn in turns[-1:] if last_only else turns:
+    def _spans(self, chat: Chat, whole: str, turns: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yields characters [begin, end) of `whole` that are the assistant's messages `turns`, end-of-turn token included.
+        Raises RowError where one cannot be located exactly."""
+        for turn in turns:
             if turn == 0:
                 raise RowError("the conversation begins with the assistant, which this chat template cannot mask")
             before = self._render(chat, chat.messages[:turn], add_generation_prompt=True)
@@ -195,6 +222,10 @@ class Tokeniser:
         return len(whole) - len(rest) if located else None
 
 
+def _assistant_turns(chat: Chat) -> list[int]:
+    return [number for number, message in enumerate(chat.messages) if message["role"] == "assistant"]
+
+
 def decode_pieces(tokenizer: Any, row: Row, *, at_most: int = PREVIEW_TOKENS) -> list[tuple[str, bool]]:
     """Decodes the first tokens of a sample into runs (text, carries loss), special tokens shown, so that a person can see what
     will be learnt. The first token is predicted by nothing and shown without loss."""
@@ -206,7 +237,7 @@ def decode_pieces(tokenizer: Any, row: Row, *, at_most: int = PREVIEW_TOKENS) ->
     return [*pieces, (f" ... ({more:,} more tokens)", False)] if more > 0 else pieces
 
 
-def _row(ids: Sequence[int], mask: Any) -> Row:
+def _row(ids: Any, mask: Any) -> Row:
     return np.asarray(ids, np.int32), np.asarray(mask, np.uint8)
 
 

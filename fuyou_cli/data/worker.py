@@ -28,7 +28,7 @@ import numpy as np
 
 from fuyou_cli.core.errors import UsageError
 
-from .formats import Chat, Example, RowError, Texts, choose_format, loss_target, mapping_hint, read_example
+from .formats import Chat, Example, RowError, Texts, Tokens, choose_format, loss_target, mapping_hint, read_example
 from .packing import Counts, Row, Sample, has_loss, lay_out
 from .reading import pieces_of, read_document, read_rows
 from .sandbox import reason, time_limit
@@ -53,6 +53,7 @@ def build(request: dict[str, Any]) -> None:
     reading.check(summary["label_tokens"], learns_to_stop)
     summary |= {
         "pad_id": reading.tokeniser.pad_id,
+        "never_stops": not learns_to_stop and "marked" in reading.targets,
         "formats": sorted(reading.formats.items()),  # by number of the source: the rows do not depend on where it is
         "preview": decode_pieces(tokenizer, reading.shown) if reading.shown else (),
         **asdict(reading.counts),
@@ -103,6 +104,11 @@ class _Reading:
         self._cut = bool(request["packing"]) and request["overlong"] in ("truncate", "split")
         self._has_special = False  # the document that is read in pieces: it counts once
 
+    @property
+    def targets(self) -> set[str]:
+        """Returns what carries loss in the sources that were read."""
+        return {loss_target(self._request["loss_on"], name) for name in self.formats.values()}
+
     def samples(self) -> Iterator[Sample]:
         """Yields the tokenised samples of all sources."""
         longest = self._request["max_seq_len"]
@@ -137,9 +143,10 @@ class _Reading:
                 raise UsageError(f"{place}: {error}", hint=mapping_hint(row)) from error
             if self._cut and self.formats[number] == "text":
                 yield from ((place, piece) for piece in _pieces(pieces_of(example.texts())))
-            elif (size := _size(example)) > LARGEST_SAMPLE:
+            elif example.size > LARGEST_SAMPLE:
+                unit = "tokens" if isinstance(example, Tokens) else "characters"
                 raise UsageError(
-                    f"{place}: a sample of {size:,} characters, more than {LARGEST_SAMPLE:,}",
+                    f"{place}: a sample of {example.size:,} {unit}, more than {LARGEST_SAMPLE:,}",
                     hint="cut it into several rows; data of format text may be longer with dataset.packing: concat",
                 )
             else:
@@ -173,7 +180,7 @@ class _Reading:
 
     def check(self, label_tokens: int, learns_to_stop: bool) -> None:
         """Refuses data that would train nothing, or never teach the model to stop."""
-        counts, loss_on = self.counts, self._request["loss_on"]
+        counts = self.counts
         limit = f"dataset.max_seq_len is {self._request['max_seq_len']:,}"
         if counts.samples == 0:
             raise UsageError("the data has no samples", hint="check dataset.train.path and max_samples")
@@ -183,8 +190,7 @@ class _Reading:
             if counts.truncated:
                 hint = "raise dataset.max_seq_len, or check loss_on"
             raise UsageError(f"no token of the data carries loss ({lost}; {limit})", hint=hint)
-        targets = {loss_target(loss_on, name) for name in self.formats.values()}
-        if targets - {"all"} and not learns_to_stop:
+        if self.targets - {"all", "marked"} and not learns_to_stop:
             names = ", ".join(str(number) for number in sorted(self.tokeniser.stop_ids)) or "none"
             cut = f"{counts.truncated:,} of {counts.samples:,} samples were truncated; {limit}"
             raise UsageError(
@@ -197,17 +203,13 @@ def _pieces(pieces: Iterable[tuple[str, bool, bool]]) -> Iterator[Texts]:
     return (Texts(parts=((text, True),), begins=begins, ends=ends) for text, begins, ends in pieces)
 
 
-def _size(example: Example) -> int:
-    return sum(map(len, example.texts()))
-
-
 def _batches(examples: Iterator[Placed], limit: int | None) -> Iterator[list[Placed]]:
     """Yields what is tokenised together, up to `limit` samples in all; a conversation is alone, for its time is limited."""
     batch: list[Placed] = []
     samples = characters = 0
     for place, example in examples:
         batch.append((place, example))
-        characters += _size(example)
+        characters += example.size
         samples += example.ends
         if samples == limit:
             break

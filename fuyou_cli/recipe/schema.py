@@ -58,7 +58,9 @@ class DatasetEntry(Section):
     path: Text
     name: Text | None = None
     split: Text = "train"
-    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized"] = "auto"
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized", "input_output"] = (
+        "auto"  # auto: by the columns of the first row
+    )
     columns: dict[str, str] = Field(default_factory=dict)
     weight: PositiveFloat = 1.0
     max_samples: Positive | None = None

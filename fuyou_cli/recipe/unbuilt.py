@@ -50,10 +50,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
         "dataset.train.*.weight", _other_than(1), "weighted mixing of data sets",
         "leave it 1: entries are taken whole, one after the other",
     ),
-    Unbuilt(
-        "dataset.train.*.format", _one_of("sharegpt", "tokenized"), "this format",
-        "use messages, alpaca, prompt_completion or text",
-    ),
     Unbuilt("dataset.packing", _one_of("isolated"), "packing that keeps documents apart", "use concat or false"),
     Unbuilt("optimizer.name", _other_than("adamw"), "this optimizer", "use adamw"),
     Unbuilt("optimizer.state_dtype", _one_of("bfloat16", "int8"), "smaller optimizer states", "use float32"),

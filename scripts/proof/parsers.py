@@ -252,6 +252,9 @@ _ROWS = (
     b'{"instruction": "Say it", "input": "x", "output": "y", "history": []}\n',
     b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": [{"name": "t"}]}\n',
     b'{"text": "a document"}\n{"text": "another"}\n',
+    b'{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "train": true}], "system": "s"}\n',
+    b'{"segments": [{"label": true, "text": "a"}, {"label": false, "text": "b"}]}\n',
+    b'{"input_ids": [1, 2, 3], "labels": [-100, 2, 3], "attention_mask": [1, 1, 0], "loss_mask": [0, 1, 1]}\n',
 )
 
 

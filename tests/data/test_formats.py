@@ -45,6 +45,10 @@ def whole(rows: Rows, tokenizer: Any, index: int = 0) -> str:
         ({"messages", "prompt", "completion"}, {}, "messages"),
         ({"question", "answer"}, {"prompt": "question", "completion": "answer"}, "prompt_completion"),
         ({"body", "text"}, {"text": "body"}, "text"),
+        ({"conversations", "system", "tools"}, {}, "sharegpt"),
+        ({"input_ids", "labels", "attention_mask", "text"}, {}, "tokenized"),
+        ({"input_ids", "mask"}, {"loss_mask": "mask"}, "tokenized"),
+        ({"segments"}, {}, "input_output"),
     ],
 )
 def test_auto_finds_the_format(columns: set[str], mapping: dict[str, str], expected: str) -> None:
@@ -99,12 +103,11 @@ def test_alpaca_sections(write: Write, tokenise: Tokenise, tokenizer: Any) -> No
 @pytest.mark.parametrize("template", [None, CHATML_UNMARKED], ids=["generation marks", "prefixes"])
 def test_messages_carry_loss_on_assistant_turns(write: Write, tokenise: Tokenise, tokenizer: Any, template: str | None) -> None:
     file = write("chat.jsonl", [{"messages": TURNS}])
-    end = "" if template is None else "\n"  # what the turn adds, where the template marks nothing
     rows = tokenise(file, chat_template=template, max_seq_len=256)
     assert whole(rows, tokenizer) == tokenizer.apply_chat_template(TURNS, chat_template=template, tokenize=False)
-    assert learnt(rows, tokenizer) == f"7 apples<|im_end|>{end}4 apples 🙂<|im_end|>{end}"
+    assert learnt(rows, tokenizer) == "7 apples<|im_end|>4 apples 🙂<|im_end|>"
     last = tokenise(file, chat_template=template, max_seq_len=256, loss_on="last_assistant")
-    assert learnt(last, tokenizer) == f"4 apples 🙂<|im_end|>{end}"
+    assert learnt(last, tokenizer) == "4 apples 🙂<|im_end|>"
     everything = tokenise(file, chat_template=template, max_seq_len=256, loss_on="all")
     assert everything.mask(0).all()
 
@@ -133,7 +136,7 @@ def test_a_template_that_drops_the_thinking_of_earlier_turns(
     kept = thought or "<think>\n\n</think>\n\n"
     for more, last in (([], kept + "7 apples"), ([{"role": "user", "content": "7 apples"}], "7 apples")):
         rows = tokenise(write("chat.jsonl", [{"messages": turns + more}]), chat_template=THINKING, max_seq_len=512)
-        assert learnt(rows, tokenizer) == f"7 apples<|im_end|>\n4 apples 🙂<|im_end|>\n{last}<|im_end|>\n"
+        assert learnt(rows, tokenizer) == f"7 apples<|im_end|>4 apples 🙂<|im_end|>{last}<|im_end|>"
         assert whole(rows, tokenizer) == tokenizer.apply_chat_template(turns + more, chat_template=THINKING, tokenize=False)
 
 
@@ -146,7 +149,7 @@ def test_a_template_whose_turns_cannot_be_located_is_refused(write: Write, token
     with pytest.raises(UsageError, match=r"chat.jsonl:1: .*message 3 differently"):
         tokenise(file, chat_template=template, max_seq_len=256)
     rows = tokenise(file, chat_template=template, max_seq_len=256, loss_on="last_assistant")
-    assert learnt(rows, tokenizer) == "4 apples 🙂<|im_end|>\n"
+    assert learnt(rows, tokenizer) == "4 apples 🙂<|im_end|>"
 
 
 def test_a_template_without_the_stop_token_is_refused(write: Write, tokenise: Tokenise) -> None:

@@ -165,7 +165,7 @@ def rows_on_disk(directory: Path, samples: list[tuple[list[int], list[int]]]) ->
     (directory / "mask.bin").write_bytes(b"".join(np.array(mask, np.uint8).tobytes() for _, mask in samples))
     np.save(directory / "offsets.npy", np.cumsum([0, *lengths]).astype(np.int64))
     zeros = ["label_tokens", "samples", "truncated", "dropped", "split", "without_loss", "run_together"]
-    zeros += ["highest_token_id", "pad_id", "special", "special_example", "digest"]
+    zeros += ["highest_token_id", "pad_id", "special", "special_example", "digest", "never_stops"]
     summary = {"rows": len(samples), "tokens": sum(lengths), "longest_row": max(lengths), "formats": [], "preview": []}
     (directory / "summary.json").write_text(json.dumps(summary | dict.fromkeys(zeros, 0)))
     return Rows(directory)

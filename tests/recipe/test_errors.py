@@ -134,8 +134,7 @@ def test_suggestions(refused, written, meant):
 def test_only_choices_that_are_built_are_offered(refused):
     found = refused("optimizer: {state_dtype: fp8}\n", "dataset.train[0].format=csv", "offload.boundaries=disk")
     offered = found["dataset.train[0].format"].message + str(found["dataset.train[0].format"].help)
-    assert "auto, messages, alpaca, prompt_completion or text" in offered
-    assert "sharegpt" not in offered and "tokenized" not in offered
+    assert "auto, messages, sharegpt, alpaca, prompt_completion, text, tokenized or input_output" in offered
     assert "expected float32, got" in found["optimizer.state_dtype"].message
     assert "auto, cpu or ssd" in found["offload.boundaries"].message
 

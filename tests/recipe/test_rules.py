@@ -82,7 +82,6 @@ NOT_BUILT = {
     "dataset.eval_fraction": "dataset.eval_fraction=0.1",
     "dataset.train[0].name": "dataset.train[0].name=sub",
     "dataset.train[0].weight": "dataset.train.0.weight=0.5",
-    "dataset.train[0].format": "dataset.train[0].format=sharegpt",
     "dataset.train[0].split": "dataset.train[0].split='train[:10%]'",
     "dataset.packing": "dataset.packing=isolated",
     "optimizer.name": "optimizer.name=sgd",
