@@ -22,6 +22,7 @@ from fuyou_cli.core.plain_files import read_plain
 from fuyou_cli.core.units import MiB
 
 from . import sandbox
+from .data_files import suffixes
 from .reading import first_bad_line
 from .rows import Rows
 from .sources import find_sources
@@ -96,7 +97,7 @@ def _fingerprint(request: dict[str, Any]) -> str:
         "libraries": {name: version(name) for name in ("tokenizers", "transformers")},
         "tokenizer": _tokenizer_content(Path(request["tokenizer_dir"])),
         "sources": [
-            {**source, "files": [(Path(file).suffix.lower(), _content(Path(file))) for file in source["files"]]}
+            {**source, "files": [("".join(suffixes(Path(file))), _content(Path(file))) for file in source["files"]]}
             for source in request["sources"]
         ],
     }

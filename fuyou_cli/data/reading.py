@@ -7,6 +7,7 @@ looks like a date into a date, refuse a file because of a column nobody asked fo
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +19,7 @@ from typing import Any
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.json_files import parsed
 
+from .data_files import kind_of_rows, opened, suffixes
 from .sandbox import reason
 
 LARGEST_ROW = 1 << 24  # characters: what is held of a file at most
@@ -27,20 +29,26 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 _POSITION = re.compile(r": line \d+ column (\d+) \(char \d+\)$")
 _TORN = 16  # characters: what the end of the buffer may tear apart, such as a word or an escape
 _ENDS = json.JSONDecoder(parse_int=str, parse_float=str)  # finds where an element ends; numbers of any length are refused later
-KINDS = {".jsonl": "json", ".json": "json", ".txt": "text", ".csv": "csv", ".parquet": "columns", ".arrow": "columns"}
 PIECE_CHARS = 1 << 16  # a document is tokenised in pieces of this size: offsets cost ~100 bytes per character
 _ROWS_AT_ONCE = 256
 
 
 def read_rows(file: Path) -> Iterator[Placed]:
-    """Yields place and row of every record of a JSON, CSV, Parquet or Arrow file; of a .txt file every paragraph, as `text`.
+    """Yields place and row of every record of a JSON, CSV, Parquet or Arrow file; of a text file every paragraph, as `text`.
 
     Raises UsageError naming the file and the line."""
     if file.stat().st_size == 0:
         raise UsageError(f"{file}: the file is empty")
     readers = {"json": _json_rows, "csv": _csv_rows, "text": _paragraphs, "columns": _columnar_rows}
     with _utf8_only(file):
-        yield from readers[KINDS[file.suffix.lower()]](file)
+        yield from readers[kind_of_rows(file) or ""](file)
+
+
+@contextmanager
+def _text(file: Path, *, newline: str | None = None) -> Iterator[io.TextIOWrapper]:
+    """Opens a text file, with or without a byte order mark, unpacked."""
+    with opened(file) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig", newline=newline) as text:
+        yield text
 
 
 @contextmanager
@@ -53,8 +61,8 @@ def _utf8_only(file: Path) -> Iterator[None]:
 
 def first_bad_line(file: Path) -> str:
     """Finds file:line of the first line that is not UTF-8."""
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
+    with opened(file) as stream:
+        for number, line in enumerate(iter(stream.readline, b""), start=1):
             try:
                 line.decode()
             except UnicodeDecodeError:
@@ -64,13 +72,13 @@ def first_bad_line(file: Path) -> str:
 
 def _json_rows(file: Path) -> Iterator[Placed]:
     """Yields the rows of a file of one object per line, or of one array. Raises UsageError with file and line."""
-    with file.open("rb") as stream:
+    with opened(file) as stream:
         head = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
     if head.startswith(b"["):
-        with file.open(encoding="utf-8-sig", newline="") as text:
+        with _text(file, newline="") as text:
             yield from _Array(file, text.read).rows()
         return
-    if file.suffix.lower() == ".json" and head.split(b"\n", 1)[0].strip() == b"{":
+    if suffixes(file)[0] == ".json" and head.split(b"\n", 1)[0].strip() == b"{":
         raise UsageError(
             f"{file}:1: one object spread over several lines",
             hint="write one object per line (JSON lines), or an array of objects",
@@ -81,8 +89,8 @@ def _json_rows(file: Path) -> Iterator[Placed]:
 
 
 def _lines(file: Path, *, newline: str | None = None) -> Iterator[str]:
-    """Yields the lines of a text file, with or without a byte order mark. Raises UsageError for one that is no row's size."""
-    with file.open(encoding="utf-8-sig", newline=newline) as stream:
+    """Yields the lines of a text file. Raises UsageError for one that is no row's size."""
+    with _text(file, newline=newline) as stream:
         number = 1
         while line := stream.readline(LARGEST_ROW + 1):
             _check_size(len(line), f"{file}:{number}")
@@ -252,7 +260,7 @@ def _paragraphs(file: Path) -> Iterator[Placed]:
 
 def read_document(file: Path) -> Iterator[tuple[str, bool, bool]]:
     """Yields a .txt file as one document, in pieces (text, begins, ends)."""
-    with _utf8_only(file), file.open(encoding="utf-8-sig") as stream:
+    with _utf8_only(file), _text(file) as stream:
         yield from pieces_of(iter(lambda: stream.readline(LARGEST_ROW), ""))
 
 

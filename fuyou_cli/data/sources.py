@@ -1,6 +1,6 @@
 """Finds the files that the recipe's paths mean, and what their first rows say.
 
-Runs in the trainer before the worker starts: standard library only.
+Runs in the trainer before the worker starts: no library but numpy.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.paths import expanded
 from fuyou_cli.core.plain_files import kind_of
 
+from .data_files import BESIDE, KINDS, PACKED, kind_of_rows, suffixes
 from .formats import RowError, choose_format, loss_target, mapping_hint
-from .reading import KINDS, read_rows
+from .reading import read_rows
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.schema import DatasetEntry, DatasetSection
 
 NAMES_SHOWN = 4
-_KNOWN_KINDS = f"files end in {', '.join(KINDS)}"
+_KNOWN_KINDS = f"files end in {', '.join(KINDS)}; text, JSON and CSV also in {', '.join(PACKED)} after that"
 _SPLIT_WORDS = {
     "train": "train", "training": "train", "validation": "validation", "valid": "validation", "val": "validation",
     "dev": "validation", "test": "test", "testing": "test", "eval": "test",
@@ -63,7 +64,7 @@ def locate(path: str, split: str) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
     here = expanded(path, key="dataset.train")
     try:
         present = _present(path, here)
-        found = _of_split(present, split, path) if here.is_dir() else present
+        found = _of_split({file: file.relative_to(here) for file in present}, split, path) if here.is_dir() else present
         what = "" if found or not here.exists() else kind_of(here.stat().st_mode)
     except OSError as error:  # a folder that may not be read, a name too long
         raise UsageError(f"dataset.train: {path}: {error.strerror}", hint="give a path that can be read") from error
@@ -79,32 +80,39 @@ def locate(path: str, split: str) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
 
 def _present(path: str, here: Path) -> list[Path]:
     if here.is_file():
-        if here.suffix.lower() not in KINDS:
-            raise UsageError(f"{path}: unknown kind of file {here.suffix or '(no suffix)'}", hint=_KNOWN_KINDS)
+        if kind_of_rows(here) is None:
+            raise UsageError(f"{path}: unknown kind of file {''.join(suffixes(here)) or '(no suffix)'}", hint=_KNOWN_KINDS)
         return [here]
     if here.is_dir():
         files = (file for file in here.rglob("*") if not any(part[0] == "." for part in file.relative_to(here).parts))
     else:
         files = Path(here.anchor).glob(str(here.relative_to(here.anchor)))
-    return [file for file in files if file.is_file() and file.suffix.lower() in KINDS]
+    return [file for file in files if file.is_file() and kind_of_rows(file) is not None and file.name not in BESIDE]
 
 
-def _of_split(files: list[Path], split: str, path: str) -> list[Path]:
-    """Selects those whose names say `split`; all of them where no name says anything."""
-    named = {file: _split_in_name(file) for file in files}
+def _of_split(files: dict[Path, Path], split: str, path: str) -> list[Path]:
+    """Selects those whose names, or folders below `path`, say `split`; all of them where no name says anything.
+
+    `files` maps each to its place below `path`."""
+    named = {file: _split_in_name(place) for file, place in files.items()}
     if split in _SPLIT_WORDS:
         chosen = [file for file, name in named.items() if name == _SPLIT_WORDS[split]]
     else:  # such as train_sft: only names that hold all of it
         whole = re.compile(rf"(?<![a-z0-9]){re.escape(split.lower())}(?![a-z0-9])")
-        chosen = [file for file in files if whole.search(file.stem.lower())]
+        chosen = [file for file, place in files.items() if any(whole.search(name) for name in _names_in(place))]
     if chosen or not any(named.values()):
-        return chosen or files
+        return chosen or list(files)
     present = ", ".join(sorted({name for name in named.values() if name}))
     raise UsageError(f"dataset.train: {path} has no files of split {split}", hint=f"its splits are: {present}")
 
 
-def _split_in_name(file: Path) -> str | None:
-    words = re.split(r"[^a-z]+", file.stem.lower())
+def _names_in(place: Path) -> list[str]:
+    """Lists the file's own name, then those of its folders, the nearest first."""
+    return [place.stem.lower(), *reversed([part.lower() for part in place.parent.parts])]
+
+
+def _split_in_name(place: Path) -> str | None:
+    words = (word for name in _names_in(place) for word in re.split(r"[^a-z]+", name))
     return next((_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS), None)
 
 
@@ -117,11 +125,11 @@ def look(dataset: DatasetSection) -> tuple[Source, ...]:
     """Finds the sources, and says in milliseconds, before anything is fetched, what is wrong with the first row of each.
 
     Raises MissingDataError where there are no files, UsageError where the row cannot be read, is of no format, or of one that
-    `loss_on` means nothing for. Parquet and Arrow files are left to the worker: their library is large."""
+    `loss_on` means nothing for. Parquet, Arrow and zst files are left to the worker: their library is large."""
     sources = find_sources(dataset)
     for source in sources:
         file = source.files[0]
-        if KINDS[file.suffix.lower()] in ("json", "csv"):
+        if kind_of_rows(file) in ("json", "csv") and suffixes(file)[1] != ".zst":
             for place, row in read_rows(file):
                 try:
                     loss_target(dataset.loss_on, choose_format(source.entry.format, frozenset(row), source.entry.columns))

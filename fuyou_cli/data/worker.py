@@ -28,6 +28,7 @@ import numpy as np
 
 from fuyou_cli.core.errors import UsageError
 
+from .data_files import kind_of_rows
 from .formats import Chat, Example, RowError, Texts, Tokens, choose_format, loss_target, mapping_hint, read_example
 from .packing import Counts, Row, Sample, has_loss, lay_out
 from .reading import pieces_of, read_document, read_rows
@@ -130,7 +131,7 @@ class _Reading:
         """Yields examples of one file with their places, of a size that may be tokenised at once.
 
         The first row decides the source's format when it is `auto`. Long texts are cut where nothing is lost by it."""
-        if self._cut and file.suffix.lower() == ".txt":
+        if self._cut and kind_of_rows(file) == "text":
             self.formats[number] = "text"
             yield from ((str(file), piece) for piece in _pieces(read_document(file)))
             return

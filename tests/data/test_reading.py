@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
+import gzip
 import json
+import lzma
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +58,68 @@ def written(folder: Path, kind: str) -> Path:
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "stream.arrow", "file.arrow"])
 def test_every_kind_of_file_gives_the_same_text(tmp_path: Path, kind: str) -> None:
     assert [row for _, row in read_rows(written(tmp_path, kind))] == PAIRS
+
+
+@pytest.mark.parametrize("packing", ["gz", "bz2", "xz", "zst"])
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv"])
+def test_packed_files_give_the_same_text(tmp_path: Path, kind: str, packing: str) -> None:
+    plain = written(tmp_path, kind)
+    packed = pack(plain, packing)
+    assert [row for _, row in read_rows(packed)] == PAIRS
+    assert [place.replace(f".{packing}", "") for place, _ in read_rows(packed)] == [place for place, _ in read_rows(plain)]
+
+
+def pack(plain: Path, packing: str) -> Path:
+    """Compresses a file in two members, as `cat a.gz b.gz` makes, where that may be."""
+    import pyarrow as pa
+
+    content, file = plain.read_bytes(), plain.with_name(f"{plain.name}.{packing}")
+    ways = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+    compress = ways.get(packing, lambda part: pa.compress(part, codec="zstd", asbytes=True))
+    file.write_bytes(b"".join(compress(part) for part in (content[:7], content[7:])))
+    return file
+
+
+@pytest.mark.parametrize("packing", ["gz", "bz2", "xz", "zst"])
+def test_a_damaged_packed_file_is_one_error(tmp_path: Path, packing: str) -> None:
+    file = pack(written(tmp_path, "jsonl"), packing)
+    whole = file.read_bytes()
+    for content in (whole[:-9], whole[:20] + b"\xff" * 20 + whole[40:], b"no such thing"):
+        file.write_bytes(content)
+        with pytest.raises(UsageError, match=rf"data.jsonl.{packing}: not readable as {packing}: ") as caught:
+            list(read_rows(file))
+        assert "\n" not in caught.value.message
+
+
+def test_a_packed_file_is_never_held_whole(tmp_path: Path) -> None:
+    """Forty MiB of rows in a few KiB: no more than a row and some buffers are in memory."""
+    row = json.dumps({"text": "x" * 9000}).encode() + b"\n"
+    file = tmp_path / "rows.jsonl.gz"
+    with gzip.open(file, "wb") as stream:
+        for _ in range(4500):
+            stream.write(row)
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in read_rows(file)) == 4500
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert file.stat().st_size < 1 << 20 and peak < 4 << 20
+
+
+def test_a_folder_that_datasets_saved(tmp_path: Path) -> None:
+    """Splits are its folders, and what describes them has no rows."""
+    for split in ("train", "test"):
+        folder = tmp_path / "saved" / split
+        folder.mkdir(parents=True)
+        written(folder, "stream.arrow").rename(folder / "data-00000-of-00001.arrow")
+        for name in ("state.json", "dataset_info.json"):
+            (folder / name).write_text("{}")
+    (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    found, skipped = locate(str(tmp_path / "saved"), "train")
+    assert [file.parent.name for file in found] == ["train"] and [file.parent.name for file in skipped] == ["test"]
+    with pytest.raises(UsageError, match="no files of split validation"):
+        locate(str(tmp_path / "saved"), "validation")
 
 
 def test_places_are_lines(tmp_path: Path) -> None:
