@@ -23,6 +23,7 @@ from ..swap.daemon import SwapDaemon
 from .activations import open_activations
 from .anatomy import Anatomy
 from .calls import one_row_masks
+from .compiled import CompiledBlocks
 from .devices.base import Device
 from .gradients import LOOK, squared_norm
 from .host_memory import HostMemory
@@ -62,6 +63,7 @@ class Executor:
         device: Device,
         optimizer: Optimizer,
         patience: Patience = SILENT,
+        compiled: CompiledBlocks | None = None,
     ) -> None:
         self.anatomy, self.model, self.plan, self.device, self.optimizer = anatomy, model, plan, device, optimizer
         self.between_micro_batches: Callable[[], None] = lambda: None
@@ -77,6 +79,10 @@ class Executor:
         self.activations = open_activations(
             model=model, plan=plan, boundaries=visits.boundaries, memory=memory, device=device, waiting=visits.moves.waiting
         )
+        if compiled is not None:
+            self.activations = [
+                compiled if stage.kind == "block" else kept for stage, kept in zip(model.stages, self.activations, strict=True)
+            ]
         self.blocks = BlockPasses(visits, self.activations)
         self.embeddings = EmbeddingPasses(visits, self.activations, anatomy.model.get_input_embeddings())
         self.head = HeadPasses(visits, anatomy.model, self._check_loss)
@@ -89,7 +95,9 @@ class Executor:
         self._squares: dict[int, float] = {}
         self._scalars = Scalars(optimizer=optimizer, lr=0.0, step=1)
         self._outcome = StepOutcome(loss=0.0, grad_norm=None, label_tokens=0)
-        self._streamed = StreamedModel(anatomy, self, device.torch_device, visits.tick, on_device=plan.batch_on_device)
+        self._streamed = StreamedModel(
+            anatomy, self, device.torch_device, visits.tick, on_device=plan.batch_on_device, compiled=compiled
+        )
 
     def close(self) -> None:
         self._streamed.close()

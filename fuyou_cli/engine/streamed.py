@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .anatomy import Anatomy
 from .calls import StageCall, boundary_of, own_forward, with_boundary
+from .compiled import CompiledBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,14 @@ class StreamedModel:
     forward, to begin what prefetches were fetched for: a visit of one micro-batch is long."""
 
     def __init__(
-        self, anatomy: Anatomy, passes: Passes, device: torch.device, inside: Callable[[], None], *, on_device: bool = False
+        self,
+        anatomy: Anatomy,
+        passes: Passes,
+        device: torch.device,
+        inside: Callable[[], None],
+        *,
+        on_device: bool = False,
+        compiled: CompiledBlocks | None = None,
     ) -> None:
         self._replaced: list[nn.Module] = []
         self._hooks: list[RemovableHandle] = []
@@ -156,10 +164,11 @@ class StreamedModel:
         for index, stage in enumerate(anatomy.stages):
             if stage.module is None or stage.module in self._replaced:
                 continue
-            original = own_forward(stage.module)
+            compiles = compiled is not None and stage.kind == "block"
+            original = compiled.of(stage.module) if compiled is not None and compiles else own_forward(stage.module)
             stage.module.forward = streamed_forward(index, stage.name, original, self.tape, passes, device)
             self._replaced.append(stage.module)
-            self._hooks += stage.call_inside(inside)
+            self._hooks += [] if compiles else stage.call_inside(inside)
             _place_buffers(stage.module, device)
         if on_device:  # the model's own forward computes there as well
             _place_buffers(anatomy.model, device)

@@ -147,11 +147,18 @@ def _skipping(recipe: Recipe) -> Broken:
         yield key, message, "set train.clip_grad_norm, or leave it 0"
 
 
+def _compiled(recipe: Recipe) -> Broken:
+    if recipe.train.compile and recipe.offload.activations == "swap":
+        message = "`offload.activations: swap` keeps outputs of operators, and `train.compile: true` leaves none"
+        yield "offload.activations", message, "use auto or recompute, or leave train.compile false"
+
+
 def _backends(recipe: Recipe) -> Broken:
     if len(set(recipe.logging.backends)) != len(recipe.logging.backends):
         yield "logging.backends", "`logging.backends` names one backend twice", None
 
 
 _RULES: tuple[Callable[[Recipe], Broken], ...] = (
-    _revision, _length, _warmup, _decay, _batch, _device, _together, _strategy, _deferral, _commits, _skipping, _backends,
+    _revision, _length, _warmup, _decay, _batch, _device, _together, _strategy, _deferral, _commits, _skipping, _compiled,
+    _backends,
 )  # fmt: skip

@@ -173,19 +173,23 @@ class _Planner:
         return replace(timed(found.best, model, hardware, request), cpu_budget=request.cpu_budget)
 
     def _specified(self, numerics: Numerics) -> Described:
+        from ..engine.compiled import as_compiled
         from ..engine.describe import specified
 
         traced = _traced(numerics)
         known = self._described.get(traced)
         if known is None:
             outline = self._inspected.outline
-            known = self._described[traced] = specified(
+            known = specified(
                 replace(outline, anatomy=cut(outline.anatomy, numerics)),
                 dtype=numerics.compute_dtype,
                 micro_batch_size=numerics.micro_batch_size,
                 max_seq_len=numerics.max_seq_len,
                 head_chunk_tokens=numerics.head_chunk_tokens,
             )
+            if self._inspected.recipe.train.compile:
+                known = replace(known, model=as_compiled(known.model))
+            self._described[traced] = known
         return known
 
     def fastest_micro_batch(self) -> int:

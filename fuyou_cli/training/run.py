@@ -14,6 +14,7 @@ from ..core.errors import Interrupted, UsageError
 from ..core.own_files import own_folder
 from ..core.patience import Patience
 from ..data import collate
+from ..engine.compiled import CompiledBlocks
 from ..engine.devices import open_device
 from ..engine.devices.repeatable import compute_repeatably, naming_operators
 from ..engine.executor import Executor, StepAbandoned
@@ -130,6 +131,7 @@ class Run:
                 device=self.device,
                 optimizer=_optimizer(planned),
                 patience=patience,
+                compiled=CompiledBlocks() if planned.recipe.train.compile else None,
             )
         self._stack.callback(self.executor.close)
         self.executor.between_micro_batches = self._between_micro_batches

@@ -240,6 +240,10 @@ def _warm_up(recipe: Recipe) -> None:
 
     if recipe.train.threads != "auto":
         torch.set_num_threads(recipe.train.threads)
+    if recipe.train.compile:
+        from ..engine.compiled import load_compiler
+
+        load_compiler()
     dtype = torch.bfloat16 if recipe.precision.compute == "bfloat16" else torch.float32
     x = torch.zeros(1, 4, 64, 64, dtype=dtype, requires_grad=True)
     weight = torch.zeros(64, 64, dtype=dtype, requires_grad=True)

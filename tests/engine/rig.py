@@ -21,6 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from fuyou_cli.engine.anatomy import dissect
+from fuyou_cli.engine.compiled import CompiledBlocks, as_compiled
 from fuyou_cli.engine.devices import Device, open_device
 from fuyou_cli.engine.executor import Executor, StepOutcome
 from fuyou_cli.engine.host_memory import HostMemory
@@ -133,8 +134,12 @@ class Rig:
         kept: Kept | Literal["all"] | None = None,
         store_mode: Literal["in_place", "redo"] = "in_place",
         opened: Device | None = None,  # instead of one that is opened by its name
+        compiled: CompiledBlocks | None = None,
     ) -> None:
         self.subject, self.anatomy, self.spec = subject, subject.anatomy, subject.spec
+        if compiled is not None:
+            self.spec = as_compiled(subject.spec)
+        self._compiled = compiled
         self.optimizer, self.steps_done = optimizer, 0
         self.losses: list[float] = []
         self.request = PlanRequest(
@@ -176,7 +181,7 @@ class Rig:
         self.unpinned = self.device.pin(self.memory.tensor(Span(offset=0, size=arena.size), torch.uint8))
         self.executor = Executor(
             anatomy=self.anatomy, model=self.spec, plan=plan, daemon=self.daemon, memory=self.memory,
-            device=self.device, optimizer=self.optimizer,
+            device=self.device, optimizer=self.optimizer, compiled=self._compiled,
         )  # fmt: skip
         self._stack.callback(self.executor.close)
         self.put_weights(self.subject.initial)

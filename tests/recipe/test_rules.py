@@ -33,6 +33,7 @@ from fuyou_cli.recipe.unbuilt import UNBUILT
         ("checkpoint: {mode: redo, commit_every_steps: null}\n", "checkpoint.commit_every_steps"),
         ("checkpoint: {mode: redo}\noffload: {gradients: cpu}\n", "offload.gradients"),
         ("train: {clip_grad_norm: null, skip_nonfinite: 2}\n", "train.skip_nonfinite"),
+        ("train: {compile: true}\noffload: {activations: swap}\n", "offload.activations"),
         ("logging: {backends: [jsonl, jsonl]}\n", "logging.backends"),
     ],
 )
@@ -86,7 +87,6 @@ NOT_BUILT = {
     "dataset.packing": "dataset.packing=isolated",
     "optimizer.name": "optimizer.name=sgd",
     "optimizer.state_dtype": "optimizer.state_dtype=int8",
-    "train.compile": "train.compile=true",
     "train.early_stopping": "train.early_stopping={patience: 2}",
     "precision.compute": "precision.compute=float16",
     "precision.master": "precision.master=bfloat16",
@@ -117,7 +117,7 @@ def test_keys_whose_feature_is_not_built_are_errors_that_name_them(refused, key,
 
 def test_neutral_values_of_such_keys_are_fine(load):
     neutral = [
-        "adapter=null", "freeze=[]", "eval=null", "dataset.eval=null", "dataset.eval_fraction=0", "train.compile=false",
+        "adapter=null", "freeze=[]", "eval=null", "dataset.eval=null", "dataset.eval_fraction=0",
         "offload.activations=swap", "offload.defer_updates=1", "checkpoint.mode=auto", "train.max_time=null",
         "precision.compute=float32", "dataset.packing=concat", "dataset.train[0].weight=1",
         "precision.allow_tf32=false", "offload.weights=gpu", "offload.gradients=ssd", "export.private=true",

@@ -37,6 +37,8 @@ def of(
     }
     if recipe.train.deterministic and device != "cpu":
         described["deterministic"] = True
+    if recipe.train.compile:
+        described["compile"] = True
     if recipe.model.trust_remote_code and "auto_map" in config:
         described["code"] = own_code(model_dir)
     digests = {

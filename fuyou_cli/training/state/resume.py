@@ -36,6 +36,7 @@ _CHANGED = {
     "clipping": "train.clip_grad_norm",
     "shuffle": "dataset.shuffle",
     "deterministic": "train.deterministic",
+    "compile": "train.compile",
     "data": "the tokens of the data (dataset, tokenizer)",
     "device": "the kind of device it computes on (offload.device; left auto: whether a GPU is found)",
 }

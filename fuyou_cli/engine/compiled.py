@@ -1,0 +1,91 @@
+"""Compiles blocks with torch.compile: one compilation for all that are alike.
+
+A block's parameters are inputs of its graph, like its boundary: what the executor installs for a visit changes no guard.
+Forward runs the graph that backward will, so both compute the same. Inside a graph there are no operators of the model's any
+more: none is kept or left out, and the gradients of all of a block's parameters come at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.errors import UsageError
+from ..spec.model import ITEM_SIZE, ModelSpec, StageSpec
+from .activations.recompute import Run
+
+
+def load_compiler() -> None:
+    """Loads what compiles, so that the process is measured with it. It starts no workers: the arena would be theirs as well."""
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    import torch._dynamo
+    import torch._inductor.compile_fx  # noqa: F401
+
+
+def as_compiled(model: ModelSpec) -> ModelSpec:
+    """Returns the specification of the model with its blocks compiled."""
+    item = ITEM_SIZE[model.compute_dtype]
+
+    def of(stage: StageSpec) -> StageSpec:
+        if stage.kind != "block":
+            return stage
+        peak = stage.backward_peak + stage.params * item
+        return replace(stage, operators=(), unneeded=(), forward_peak=peak, backward_peak=peak)
+
+    return replace(model, stages=tuple(map(of, model.stages)))
+
+
+class CompiledBlocks:
+    """Holds the compiled forwards of one model's blocks, by class; implements `Activations` of them. `graphs`: compiled so far,
+    of forward and backward together; torch compiles again for a block that differs in what its code looks at."""
+
+    as_backward = True
+
+    def __init__(self, backend: str = "inductor") -> None:
+        self.graphs = 0
+        self._backend = backend
+        self._forwards: dict[type[nn.Module], Callable[..., Any]] = {}
+
+    def of(self, block: nn.Module) -> Callable[..., Any]:
+        """Returns what stands for the block's own forward."""
+        return partial(self._call, block)
+
+    def _call(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        from torch._dynamo.exc import TorchDynamoException
+
+        kind = type(block)
+        if kind not in self._forwards:
+            self._forwards[kind] = torch.compile(kind.forward, fullgraph=True, dynamic=False, backend=self._counted)
+        try:
+            return self._forwards[kind](block, *args, **kwargs)
+        except TorchDynamoException as error:
+            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UsageError(
+                f"train.compile: {kind.__name__} cannot be compiled: {said}",
+                hint="leave train.compile false; on a CPU torch needs g++ to compile, on a GPU Triton",
+            ) from error
+
+    def _counted(self, graph: Any, inputs: Any) -> Any:
+        from torch._dynamo import lookup_backend
+
+        self.graphs += 1
+        return lookup_backend(self._backend)(graph, inputs)
+
+    def forward(self, run: Run, x: torch.Tensor, micro_batch: int) -> torch.Tensor:
+        with torch.enable_grad():
+            return run(x.detach().requires_grad_(True)).detach()
+
+    def begin(self, micro_batch: int) -> None:
+        return None
+
+    def again(self, run: Run, x: torch.Tensor, micro_batch: int, flat: torch.Tensor | None) -> torch.Tensor:
+        return run(x)
+
+    def forget(self) -> None:
+        return None
