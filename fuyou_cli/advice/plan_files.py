@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from fuyou_cli.training.steps import Planned
 
 MARK = "fuyou_plan"  # a plan file's first key
-FORMAT = 5
+FORMAT = 6
 LARGEST = 1 << 20  # bytes of a file
 
 # What is asked of a plan and may be another by the time it runs; the rest must be the same.

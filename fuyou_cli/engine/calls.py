@@ -19,6 +19,7 @@ import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
@@ -143,12 +144,25 @@ def with_boundary(out: Any, boundary: torch.Tensor | None, name: str) -> Any:
 # ---- all calls of a forward ------------------------------------------------------------------------------------------
 
 
+class Between(TorchDispatchMode):
+    """Finds out whether the model's own forward draws random numbers between its stages: for all rows at once."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.draws = self.within = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.draws = self.draws or (not self.within and torch.Tag.nondeterministic_seeded in func.tags)
+        return func(*args, **(kwargs or {}))
+
+
 def stage_calls(
-    model: PreTrainedModel, stages: Mapping[nn.Module, str], *, shape: tuple[int, int]
+    model: PreTrainedModel, stages: Mapping[nn.Module, str], *, shape: tuple[int, int], between: Between | None = None
 ) -> list[tuple[StageCall, torch.Tensor]]:
     """Finds every call of one of `stages` (module to name) in the base model's forward, in order, with its fake input, for ids
     of `shape`. Raises UsageError for a call that cannot be streamed."""
     calls: list[tuple[StageCall, torch.Tensor]] = []
+    between = between or Between()
     outputs: dict[object, Any] = {}  # blocks are alike: one of each sort is run, the others return what it returned
 
     def stand_in(module: nn.Module, name: str) -> Callable[..., Any]:
@@ -159,8 +173,10 @@ def stage_calls(
             call, x = StageCall.split(name, original, args, kwargs)
             calls.append((call, x))
             if sort not in outputs:
+                between.within = True
                 with _with_fake_parameters(module):
                     out = call.output(x)
+                between.within = False
                 y = boundary_of(out, name)
                 if y.shape != x.shape or y.dtype != x.dtype:
                     return with_boundary(out, y, name)
@@ -172,7 +188,7 @@ def stage_calls(
     forwards = {module: stand_in(module, name) for module, name in stages.items()}
     with (
         only_refusals(model, shape=shape), torch.no_grad(), replaced_forwards(forwards), one_row_masks(model),
-        FakeTensorMode(allow_non_fake_inputs=True), _NothingLeftOut(),
+        FakeTensorMode(allow_non_fake_inputs=True), between, _NothingLeftOut(),
     ):  # fmt: skip
         ids = torch.zeros(shape, dtype=torch.long)
         positions = torch.arange(shape[1]).unsqueeze(0)

@@ -82,7 +82,10 @@ class DeviceStates:
         self.model, self.plan, self.device = model, plan, device
         self._narrow = model.compute_dtype == "bfloat16"
         there = [stage for stage in plan.stages if stage.updated_there]
-        self.homes = {stage.stage: self._open(model.stages[stage.stage], rests=gradients_rest(model, stage)) for stage in there}
+        self.homes = {
+            stage.stage: self._open(model.stages[stage.stage], rests=gradients_rest(model, stage, plan.sweeps))
+            for stage in there
+        }
         largest = max((model.stages[stage].params for stage in self.homes), default=0)
         self._adamw = DeviceAdamW(device.empty(update_scratch(largest))) if there else None
         self.copies = StagedCopies(slots=plan.staging_slots, daemon=daemon, memory=memory, device=device)

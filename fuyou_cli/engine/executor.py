@@ -119,21 +119,28 @@ class Executor:
         self.visits.seed(BETWEEN_STAGES, 0)
         targets = shifted(labels)
         self._outcome.label_tokens = int((targets != IGNORED).sum())
+        self.head.begin_step(self._outcome.label_tokens)
         targets = self.head.placed(targets)  # before anything is submitted: such a copy waits for all that is
         input_ids, positions = self.embeddings.placed(input_ids, torch.arange(input_ids.shape[1]).unsqueeze(0))
-        model = self.anatomy.model
-        with one_row_masks(model):
-            hidden = model.base_model(input_ids=input_ids, position_ids=positions, use_cache=False).last_hidden_state
-        edge, output = get_gradient_edge(hidden), [hidden.detach()]
-        del hidden  # whole-batch tensors are let go of as soon as they were used: each is as large as a boundary
-        self._outcome.loss, gradient = self.head.run(output.pop(), targets, label_tokens=self._outcome.label_tokens)
-        self._streamed.tape.hand_on(edge, gradient)
-        del gradient
-        self._streamed.tape.backward()
+        for rows in self.visits.sweeps(input_ids.shape[0]):
+            self._sweep(input_ids[rows], positions, targets[rows])
+        self._outcome.loss = self.head.loss
         self.visits.sums.settle()
         self._outcome.intervals = self.visits.intervals()
         self._decide_updates()
         return self._outcome
+
+    def _sweep(self, input_ids: torch.Tensor, positions: torch.Tensor, targets: torch.Tensor) -> None:
+        """Goes through the model and back, with some rows of the step's batch."""
+        model = self.anatomy.model
+        with one_row_masks(model):
+            hidden = model.base_model(input_ids=input_ids, position_ids=positions, use_cache=False).last_hidden_state
+        edge, output = get_gradient_edge(hidden), [hidden.detach()]
+        del hidden  # tensors of all rows are let go of as soon as they were used: each is as large as a boundary
+        gradient = self.head.run(output.pop(), targets)
+        self._streamed.tape.hand_on(edge, gradient)
+        del gradient
+        self._streamed.tape.backward()
 
     def forward(self, call: Call, x: torch.Tensor) -> torch.Tensor:
         """Returns a stage's output for the whole batch. x: (batch, tokens, ...), ids or a boundary: in host memory, or

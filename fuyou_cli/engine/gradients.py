@@ -23,6 +23,7 @@ from ..core.errors import NumericsError
 from ..planner.device import GRADIENTS_ACROSS, square_lanes
 from ..planner.device_homes import summing_spans
 from ..planner.residency import Residency
+from ..planner.schedule import Visit
 from ..spec.model import ITEM_SIZE, ModelSpec, StageSpec, TensorSpec
 from ..spec.plan import Plan, Span
 from .device_states import DeviceStates
@@ -139,12 +140,28 @@ def _nonfinite(spec: TensorSpec, summed: torch.Tensor) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class _Span:
+    """Holds device memory (uint8) of one sum. `used`: the end of the compute that read or wrote it last."""
+
+    memory: torch.Tensor
+    used: Event | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """Holds a sum that is on its way to the device, to be summed on in a visit to come."""
+
+    memory: torch.Tensor
+    arrived: Event
+
+
+@dataclass(frozen=True, slots=True)
 class _Download:
-    """Complete gradients on their way to the host: the device span they leave, their squares, and what follows the copy."""
+    """Holds gradients on their way to the host: the device span they leave, their squares, and what follows."""
 
     event: Event
     squares: Squares | None  # None: nobody asks for them
-    span: torch.Tensor | None  # None: they stay where they rest, on the device
+    span: _Span | None  # None: they stay where they rest, on the device
     arrived: Callable[[list[float]], None]
 
     def done(self) -> bool:
@@ -176,18 +193,35 @@ class GradientSums:
         self._hand_over, self._waiting = hand_over, waiting
         self._dtype = TORCH_DTYPE[plan.numerics.accumulate_dtype]
         self._sums: dict[int, GradientSum] = {}
-        self._spans = self._open_spans(ITEM_SIZE[plan.numerics.accumulate_dtype])
+        self._touched: dict[int, set[int]] = {}  # of sums that rest, the parameters with a gradient
+        self._ahead: dict[int, _Ahead] = {}
+        self._spans = self._open_spans(ITEM_SIZE[plan.numerics.accumulate_dtype], plan.sweeps)
         longest = max(tensor.numel for stage in model.stages for tensor in stage.tensors) if device.separate else 0
         self._lanes = device.empty(8 * square_lanes(longest) if device.separate else 0)
         self._downloads: list[_Download] = []
 
-    def _open_spans(self, item: int) -> list[torch.Tensor]:
-        """Opens spans: two take turns with their downloads on a separate device; one more stays with a tied head not cut."""
+    def _open_spans(self, item: int, sweeps: int) -> list[_Span]:
+        """Opens spans on a separate device, which take turns with what crosses."""
         if not self.device.separate:
             return []
         resting = {stage for stage, home in self._states.homes.items() if home.gradients is not None}
         largest = max((stage.params for stage in self.model.stages if stage.index not in resting), default=0)
-        return [self.device.empty(largest * item) for _ in range(summing_spans(self.model, resting))]
+        return [_Span(self.device.empty(largest * item)) for _ in range(summing_spans(self.model, resting, sweeps))]
+
+    def begin(self, owner: int) -> None:
+        """Sends the sum that the next visit goes on with to a separate device, if it rests in host memory again and a span is
+        free."""
+        record = self.residency.records[owner]
+        back = record.gradients == "resumed" and record.gradient_read is None and self._states.gradients(owner) is None
+        if back and owner not in self._sums and owner not in self._ahead and self._spans:
+            self._send(owner, self.residency.resume_gradients(owner))
+
+    def _send(self, owner: int, span: Span) -> None:
+        place = self._spans.pop(0)
+        params = self.model.stages[owner].params
+        flat = place.memory.view(self._dtype)[:params]
+        host = self.memory.tensor(span, self._dtype, params)
+        self._ahead[owner] = _Ahead(place.memory, self.device.upload(host, flat, after=place.used, bulk=True))
 
     def open(self, owner: int, *, resume: bool = False) -> GradientSum | None:
         """Begins the sum of the gradients of stage `owner`, or goes on with it, in the slot it has taken; None for a stage
@@ -200,28 +234,37 @@ class GradientSums:
             flat = self._states.gradients(owner)
             if flat is None:
                 flat = self._to_sum_in(owner, span, resume=resume)
-            self._sums[owner] = GradientSum(spec, flat, touched=set(range(len(spec.tensors))) if resume else set())
+            self._sums[owner] = GradientSum(spec, flat, touched=self._touched.pop(owner) if resume else set())
         return self._sums[owner]
 
     def _to_sum_in(self, owner: int, span: Span, *, resume: bool) -> torch.Tensor:
-        """Returns where the gradients are summed that rest in the host's `span`, or do not rest."""
+        """Returns where the gradients are summed that rest in the host's `span`, or do not rest. With `resume`, compute
+        submitted from now on finds there what rested."""
         params = self.model.stages[owner].params
         if not self.device.separate:
             return self.memory.tensor(span, self._dtype, params)
-        self.residency.wait_until(lambda: bool(self._spans), GRADIENTS_ACROSS)  # the oldest download is over
-        flat = self._spans.pop(0).view(self._dtype)[:params]
-        if resume:
-            arrived = self.device.upload(self.memory.tensor(span, self._dtype, params), flat, bulk=True)
-            with self._waiting(GRADIENTS_ACROSS):
-                arrived.wait()
-        return flat
+        if owner not in self._ahead:
+            self.residency.wait_until(lambda: bool(self._spans), GRADIENTS_ACROSS)  # the oldest download is over
+            if not resume:
+                return self._spans.pop(0).memory.view(self._dtype)[:params]
+            self._send(owner, span)
+        ahead = self._ahead.pop(owner)
+        with self._waiting(GRADIENTS_ACROSS):
+            ahead.arrived.wait()
+        return ahead.memory.view(self._dtype)[:params]
+
+    def end(self, visit: Visit, owner: int, total: GradientSum | None) -> None:
+        """Hands over the stage's gradients at the end of a visit, or lets them rest where more is to come."""
+        (self.rest if visit.rest else self.close)(owner, total)
 
     def close(self, owner: int, total: GradientSum | None) -> None:
         """Hands over the stage's complete gradients once they are in host memory."""
         self._bring(owner, total, partial(self._hand_over, owner), look=True)
 
     def rest(self, owner: int, total: GradientSum | None) -> None:
-        """Stores the sum after one of its two users has added its gradients, until the other user resumes it."""
+        """Lets the sum rest, to which one of two users or a sweep has added its gradients, until another resumes it."""
+        if total is not None:
+            self._touched[owner] = set(total.touched)
         self._bring(owner, total, lambda host, squares: self.residency.rest_gradients(owner), look=False)
 
     def _bring(
@@ -244,6 +287,8 @@ class GradientSums:
             resting = self.memory.tensor(span, self._dtype, total.stage.params)
             event = self.device.download(total.flat, resting, bulk=True)  # first: it does not wait for the squares
         squares = self.device.squares(total.flat, runs, self._lanes) if look else None
+        takes_turns = self._states.gradients(owner) is None
+        left = _Span(_whole(total.flat), self.device.computed()) if takes_turns else None
         # The update reads and writes the host's weights; they stay held until the gradients have arrived.
         record = self.residency.records[owner]
         self.residency.hold(record)
@@ -252,8 +297,7 @@ class GradientSums:
             then(resting, squares)
             self.residency.let_go(record)
 
-        leaving = _whole(total.flat) if self._states.gradients(owner) is None else None
-        self._downloads.append(_Download(event, squares, leaving, arrived))
+        self._downloads.append(_Download(event, squares, left, arrived))
 
     def advance(self) -> None:
         """Hands over the gradients that have arrived. Never waits."""
@@ -279,12 +323,16 @@ class GradientSums:
             download.wait()
             self._give_back(download.span)
         self._downloads.clear()
-        for owner, total in self._sums.items():
-            if self.device.separate and self._states.gradients(owner) is None:
-                self._give_back(_whole(total.flat))
+        if self.device.separate:
+            for owner, total in self._sums.items():
+                if self._states.gradients(owner) is None:
+                    self._spans.append(_Span(_whole(total.flat)))
+            self._spans += [_Span(ahead.memory) for ahead in self._ahead.values()]
         self._sums.clear()
+        self._ahead.clear()
+        self._touched.clear()
 
-    def _give_back(self, span: torch.Tensor | None) -> None:
+    def _give_back(self, span: _Span | None) -> None:
         if span is not None:
             self._spans.append(span)
 

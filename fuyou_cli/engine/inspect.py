@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 from ..core.heap import MAPPED, alive, worked_on
 from ..spec.model import ModelSpec
 from .anatomy import Anatomy, Stage
-from .calls import StageCall, only_refusals, stage_calls
+from .calls import Between, StageCall, only_refusals, stage_calls
+from .lookup import is_lookup, is_plain, scales_rows
 from .loss import Head, Part, TokenLoss, pieces
 from .operator_trace import OperatorTrace
 from .skeleton import TORCH_DTYPE
@@ -108,8 +109,9 @@ def _costs(flops: float, forward: _Peak, backward: _Peak, **more: object) -> Cos
 def inspect(anatomy: Anatomy, *, dtype: str, micro_batch_size: int, max_seq_len: int, head_chunk_tokens: int) -> ModelSpec:
     """Specifies the model at micro-batches of (micro_batch_size, max_seq_len)."""
     shape, text = (micro_batch_size, max_seq_len), anatomy.model.config.get_text_config()
+    between = Between()
     with only_refusals(anatomy.model, shape=shape):
-        costs = _all_costs(anatomy, dtype=dtype, shape=shape, head_chunk_tokens=head_chunk_tokens)
+        costs = _all_costs(anatomy, between, dtype=dtype, shape=shape, head_chunk_tokens=head_chunk_tokens)
     embeddings = {stage.module for stage in anatomy.stages if stage.kind == "embedding"}
     boundary = text.hidden_size * TORCH_DTYPE[dtype].itemsize
     return ModelSpec(
@@ -122,12 +124,23 @@ def inspect(anatomy: Anatomy, *, dtype: str, micro_batch_size: int, max_seq_len:
         boundary_bytes_per_token=boundary,
         # Sums of several embeddings, and dropout on them, keep a boundary and a mask for the model's own backward.
         choreography_bytes_per_token=boundary * (2 if len(embeddings) > 1 else 1),
+        may_sweep=not (anatomy.tied_head or between.draws or len(embeddings) > 1) and all(map(_is_by_row, anatomy.stages)),
     )
 
 
-def _all_costs(anatomy: Anatomy, *, dtype: str, shape: tuple[int, int], head_chunk_tokens: int) -> list[Costs]:
+def _is_by_row(stage: Stage) -> bool:
+    """Tells whether the gradients of an embedding are summed micro-batch by micro-batch, as of all other stages."""
+    module = stage.module
+    if stage.kind != "embedding" or stage.vocabulary is not None:
+        return True
+    return is_plain(module) or (is_lookup(module) and scales_rows(module))
+
+
+def _all_costs(
+    anatomy: Anatomy, between: Between, *, dtype: str, shape: tuple[int, int], head_chunk_tokens: int
+) -> list[Costs]:
     """Finds the costs of every stage; blocks of the same shapes are run once."""
-    calls = {call.name: (call, x) for call, x in stage_calls(anatomy.model, anatomy.modules(), shape=shape)}
+    calls = {call.name: (call, x) for call, x in stage_calls(anatomy.model, anatomy.modules(), shape=shape, between=between)}
     seen: dict[object, Costs] = {}
     costs: list[Costs] = []
     for index, stage in enumerate(anatomy.stages):

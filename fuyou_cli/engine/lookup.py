@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, TypeGuard
 
 import torch
@@ -41,6 +42,9 @@ class Looked:
     known: torch.Tensor  # the same in host memory
 
 
+OfMicroBatches = Sequence[Sequence[Looked]]  # by micro-batch and piece
+
+
 class StepIds:
     """Holds what all micro-batches of a step look up, found on the host and placed on the device at once. `ids`: whatever the
     model's forward is given them as."""
@@ -53,32 +57,29 @@ class StepIds:
     ) -> None:
         """Finds them. `parts`: ids of each micro-batch in host memory; `pieces`: rows (first, end) of each, none: not cut."""
         self.ids: torch.Tensor | None = None
+        sizes = [0, *(part.numel() for part in parts)]
+        self._begins = {place: number for number, place in enumerate(accumulate(sizes))}  # of micro-batches, by id
         rows: Sequence[tuple[int, int] | None] = pieces or [None]
         known = [[_known(part.reshape(-1), of_piece) for of_piece in rows] for part in parts]
         # Of one size whatever the ids: a plan charges it.
-        table = torch.zeros((2 if pieces else 1) * sum(part.numel() for part in parts), dtype=torch.long)
+        table = torch.zeros((2 if pieces else 1) * sum(sizes), dtype=torch.long)
         found, end = [tensor for part in known for of_piece in part for tensor in of_piece if tensor is not None], 0
         for tensor in found:
             table[end : end + tensor.numel()] = tensor
             end += tensor.numel()
         left = iter(place(table)[:end].split([tensor.numel() for tensor in found]))
-        self._looked = [
+        self.looked: OfMicroBatches = [
             [Looked(None if here is None else next(left), next(left), distinct) for here, distinct in part] for part in known
         ]
 
-    def of(self, micro_batch: int, piece: int = 0) -> Looked:
-        return self._looked[micro_batch][piece]
-
-    def is_of(self, ids: torch.Tensor) -> bool:
-        """Tells whether `ids` are what the forward was given, in whatever shape."""
+    def part(self, ids: torch.Tensor) -> OfMicroBatches | None:
+        """Returns what is known of `ids`, in whatever shape: whole micro-batches of what the forward was given, or None."""
         given = self.ids
-        return (
-            given is not None
-            and given.data_ptr() == ids.data_ptr()
-            and given.numel() == ids.numel()
-            and ids.is_contiguous()
-            and given.device == ids.device
-        )
+        if given is None or given.device != ids.device or not ids.is_contiguous():
+            return None
+        first = (ids.data_ptr() - given.data_ptr()) // given.element_size()
+        begin, end = (self._begins.get(place) for place in (first, first + ids.numel()))
+        return None if begin is None or end is None else self.looked[begin:end]
 
 
 def _known(ids: torch.Tensor, rows: tuple[int, int] | None) -> tuple[torch.Tensor | None, torch.Tensor]:

@@ -116,13 +116,14 @@ class TokenLoss:
         total.mul_(maximum.sub_(higher).exp_()).add_(logits.sub_(higher.unsqueeze(-1)).exp_().sum(-1))
         maximum.copy_(higher)
 
-    def mean(self, normaliser: int) -> float:
-        """Returns the loss of all label tokens over `normaliser`, once every column has been seen. Reads the device."""
+    def losses(self) -> torch.Tensor:
+        """Returns the losses of all label tokens (1-D), once every column has been seen."""
         losses = self.maximum + self.total.log() - self.target
-        return float(losses[self.targets != IGNORED].sum(dtype=torch.float64)) / normaliser
+        return losses[self.targets != IGNORED]
 
     def gradient(self, part: Part, logits: torch.Tensor, *, first: int, normaliser: int) -> torch.Tensor:
-        """Gives the gradient of `mean` with respect to these columns of the logits of some tokens; leaves them as they are."""
+        """Returns the gradient of the step's mean loss with respect to these columns of the logits of some tokens. The logits
+        stay as they are."""
         targets = self.targets[part.rows][part.cut]
         maximum, total = self.maximum[part.rows][part.cut], self.total[part.rows][part.cut]
         gradient = logits.detach().sub(maximum.unsqueeze(-1)).exp_().div_(total.unsqueeze(-1))
@@ -130,6 +131,13 @@ class TokenLoss:
         column = column.unsqueeze(-1)
         gradient.scatter_(-1, column, gradient.gather(-1, column).sub_(inside.unsqueeze(-1).to(gradient.dtype)))
         return gradient.div_(normaliser).masked_fill_((targets == IGNORED).unsqueeze(-1), 0.0)
+
+
+def mean(losses: list[torch.Tensor], normaliser: int) -> float:
+    """Returns the losses of a step's label tokens, in their order, over `normaliser`: summed as if they came at once. Reads the
+    device."""
+    of_all = losses[0] if len(losses) == 1 else torch.cat(losses)
+    return float(of_all.sum(dtype=torch.float64)) / normaliser
 
 
 def _columns(targets: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:

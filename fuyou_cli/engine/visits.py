@@ -9,7 +9,7 @@ stage's results, and of weights about to change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -86,6 +86,7 @@ class Visits:
             hand_over=hand_over, waiting=waiting,
         )  # fmt: skip
         self.step = 0
+        self._before = 0  # micro-batches of the step in front of the sweep's
         self._left: list[tuple[Visit, float, Moment]] = []
         self._watcher = watcher
         self._shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by identity: masks and positions on the device
@@ -94,7 +95,7 @@ class Visits:
 
     def begin_step(self, step: int, *, last: bool) -> None:
         """Begins a step; `last` stops prefetching for a step that will not come."""
-        self.step = step
+        self.step, self._before = step, 0
         self._left.clear()
         self.lookahead.begin_step(last=last)
         self._shared.clear()
@@ -191,10 +192,19 @@ class Visits:
             found.append(Interval(phase=visit.phase, stage=visit.stage, begin=begin, end=max(begin, over)))
         return found
 
-    # ---- micro-batches -------------------------------------------------------------------------------------------
+    # ---- groups and micro-batches -------------------------------------------------------------------------------------------
+
+    def sweeps(self, rows: int) -> Iterator[slice]:
+        """Cuts the step's batch into the groups of its sweeps, in order; each begins when it is asked for."""
+        size = -(-rows // self.plan.sweeps)
+        assert rows == size * self.plan.sweeps, (rows, self.plan.sweeps)
+        for begin in range(0, rows, size):
+            self._before = begin // self.plan.numerics.micro_batch_size
+            self._shared.clear()  # the model's own forward makes its masks and positions anew
+            yield slice(begin, begin + size)
 
     def micro_batches(self, rows: int) -> list[slice]:
-        """Cuts the step's batch, in order."""
+        """Cuts a sweep's rows, in order."""
         size = self.plan.numerics.micro_batch_size
         return [slice(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
 
@@ -204,8 +214,8 @@ class Visits:
         self._watcher.between_micro_batches()
 
     def seed(self, stage: int, micro_batch: int) -> None:
-        """Seeds the device for dropout: the same in forward and recompute."""
-        self.device.seed(random_stream(self.plan.numerics.seed, self.step, stage, micro_batch))
+        """Seeds the device for dropout: the same in forward and recompute. `micro_batch`: of the sweep."""
+        self.device.seed(random_stream(self.plan.numerics.seed, self.step, stage, self._before + micro_batch))
 
     def shared(self, value: torch.Tensor) -> torch.Tensor:
         """Returns `value` on the device, copied once per step. Its source is kept too, so that its identity stays its own."""
@@ -222,7 +232,11 @@ class Visits:
         self.lookahead.advance(self._begin_upload)
 
     def _begin_upload(self, visit: Visit, next_step: bool) -> None:
-        if not self.device.separate or visit.owner is None:
+        if not self.device.separate:
+            return
+        if visit.sweep and visit.resume:
+            self.sums.begin(visit.stage if visit.owner is None else visit.owner)
+        if visit.owner is None:
             return
         record = self.residency.records[visit.owner]
         if next_step and record.generation < self.step:  # this step's update is still to come

@@ -48,6 +48,7 @@ def assembled(
         batch_slots=placed.batch_slots,
         staging_slots=placed.staging_slots,
         batch_on_device=bool(request.batch_on_device),
+        sweeps=request.sweeps or 1,
         lookahead=lookahead,
         io=placed.io,
         arena_size=placed.arena_size,
@@ -163,8 +164,10 @@ def _gradients_policy(model: ModelSpec, request: PlanRequest, placed: Layout) ->
     if request.store_mode == "redo":
         return "durable, until a step is updated"
     if request.clip_grad_norm is not None:
-        return "rest until the norm is known"
+        return "rest until the norm is known" + ", and between sweeps" * request.is_swept
     deferred = sum(model.stages[stage.stage].params for stage in placed.stages if stage.deferred)
+    if request.is_swept:
+        return f"rest between {request.sweeps} sweeps" + ", some until the next forward" * (deferred > 0)
     if not deferred:
         return "updated at once"
     return f"{deferred / model.stored_parameters:.0%} rest until the next forward"

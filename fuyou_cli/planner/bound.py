@@ -56,9 +56,11 @@ def phase_estimate(costs: Costs, schedule: Schedule, plan: Plan) -> float:
     Not a bound, because updates run on into the next forward, but good enough to choose what to simulate first.
     """
     hardware, stages, seconds = costs.hardware, plan.stages, 0.0
-    for forward in (True, False):
-        visits = [visit for visit in schedule.visits if (visit.phase == "forward") == forward]
-        updated = [stage for stage in stages if stage.deferred == forward and costs.model.stages[stage.stage].params]
+    owning = [stage for stage in stages if costs.model.stages[stage.stage].params]
+    for visits in _phases(schedule):
+        # Deferred updates run beside the first sweep's forward, the others beside the last one's backward.
+        is_first, is_last = visits[0] is schedule.visits[0], visits[-1] is schedule.visits[-1]
+        updated = [stage for stage in owning if (is_first if stage.deferred else is_last)]
         read, written = phase_traffic(costs.model, visits, updated, stages, plan.commit_every)
         update = sum(costs.update_seconds(stage) for stage in updated) / costs.updates_at_once
         busiest = list(store_seconds(hardware, read, written).values())
@@ -71,6 +73,14 @@ def phase_estimate(costs: Costs, schedule: Schedule, plan: Plan) -> float:
         longest = max(*busiest, slot_seconds(costs, visits, plan, rates=_mixed(hardware)))
         seconds += longest + _BESIDE * sum(busiest)
     return seconds
+
+
+def _phases(schedule: Schedule) -> list[list[Visit]]:
+    """Cuts a step into the first sweep's forward, the last sweep's rest, and what is between."""
+    first = [visit for visit in schedule.visits if visit.phase == "forward" and not visit.sweep]
+    last = [visit for visit in schedule.visits if visit.phase != "forward" and visit.is_final]
+    between = list(schedule.visits[len(first) : len(schedule.visits) - len(last)])
+    return [phase for phase in (first, between, last) if phase]
 
 
 def _beside_copies(costs: Costs, visits: Sequence[Visit], plan: Plan) -> tuple[float, float, float]:
@@ -92,6 +102,7 @@ def _beside_copies(costs: Costs, visits: Sequence[Visit], plan: Plan) -> tuple[f
         owner = visit.owner if visit.owner is not None else visit.stage
         if visit.sum_gradients and not stages[owner].updated_there:
             down_seconds += gradient * costs.model.stages[owner].params / down_rate
+            up_seconds += gradient * costs.model.stages[owner].params / up_rate * (visit.sweep > 0)
         rising, falling = rising + up_seconds, falling + down_seconds
     return computing, rising, falling
 
@@ -188,17 +199,18 @@ def _taken_by_updates(hardware: HardwareProfile, numerics: Numerics) -> float:
 
 
 def copied_bytes(costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan, ...]) -> tuple[int, int]:
-    """Returns the bytes that one step copies to a device with its own memory, and back from it."""
-    model, numerics, there = costs.model, costs.numerics, costs.batch_on_device
+    """Returns bytes of one step to a device with memory of its own, and back from it."""
+    model, numerics, there, again = costs.model, costs.numerics, costs.batch_on_device, costs.sweeps - 1
     gradient = ITEM_SIZE[numerics.accumulate_dtype]
     params = [stage.params for stage in model.stages]
     leaving = [0 if plan.updated_there else size for size, plan in zip(params, stages, strict=True)]  # gradients
     shared = sum(leaving[stage.index] for stage in model.stages if model.has_two_users(stage.index))  # rest in between
-    boundary = model.boundary_bytes_per_token * numerics.tokens
+    boundary = costs.boundary
     moved = [crossing(model, visit.stage, visit.phase, stash=visit.stash, on_device=there) for visit in schedule.visits]
     weights = sum(params[owner] * often for owner, often in uploads(model, schedule, stages).items())
-    to_device = ITEM_SIZE[model.compute_dtype] * weights + gradient * shared + boundary * sum(into for into, _ in moved)
-    to_host = gradient * (sum(leaving) + shared) + boundary * sum(back for _, back in moved)
+    resumed, brought = shared + again * (sum(leaving) + shared), (1 + again) * (sum(leaving) + shared)
+    to_device = ITEM_SIZE[model.compute_dtype] * weights + gradient * resumed + boundary * sum(into for into, _ in moved)
+    to_host = gradient * brought + boundary * sum(back for _, back in moved)
     kept = sum(kept_bytes(model.stages[stage.stage], stage.kept) for stage in stages) * numerics.micro_batches
     return to_device + kept, to_host + kept
 

@@ -50,7 +50,7 @@ def boundary_layout(
 
 
 def planned_boundary(model: ModelSpec, numerics: Numerics, stage: int, kept: tuple[int, ...]) -> BoundaryLayout:
-    """Returns the boundary of the whole step's batch, as planned."""
+    """Returns the boundary of all rows of a batch, or of a sweep's, as planned."""
     return boundary_layout(
         model.stages[stage],
         kept,

@@ -42,6 +42,7 @@ class Costs:
     device: str
     update_threads: int = 1
     batch_on_device: bool = False
+    sweeps: int = 1
     speeds: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)  # of jobs beside each other
     _known: dict[Hashable, float] = field(default_factory=dict, init=False, compare=False, repr=False)  # visits and updates
 
@@ -54,22 +55,24 @@ class Costs:
             numerics=run.numerics,
             device=run.device,
             batch_on_device=bool(run.batch_on_device),
+            sweeps=run.sweeps or 1,
             update_threads=run.io.update_threads if isinstance(run, Plan) else run.update_threads,
         )
 
     @property
     def micro_batches(self) -> int:
-        return self.numerics.micro_batches
+        """Counts those of a sweep."""
+        return self.numerics.of_sweep(self.sweeps).micro_batches
 
     @property
     def boundary(self) -> int:
-        """Returns bytes of one boundary of the whole batch."""
-        return self.model.boundary_bytes_per_token * self.numerics.tokens
+        """Returns bytes of one boundary of a sweep's rows."""
+        return self.model.boundary_bytes_per_token * self.numerics.of_sweep(self.sweeps).tokens
 
     def compute_seconds(self, visit: Visit, kept: int = 0) -> float:
-        """Returns the seconds of compute for the whole batch, with nothing else running. `kept`: bytes of outputs kept per
-        micro-batch."""
-        key = (visit.phase, visit.stage, visit.owner, visit.flops, visit.stash, visit.sum_gradients, kept)
+        """Returns seconds for a sweep's rows, nothing else running. `kept`: bytes of outputs that a micro-batch keeps."""
+        sums = (visit.sum_gradients, visit.resume, visit.is_final)
+        key = (visit.phase, visit.stage, visit.owner, visit.flops, visit.stash, sums, not visit.index, kept)
         if key not in self._known:
             self._known[key] = self._visit_seconds(visit, kept)
         return self._known[key]
@@ -78,7 +81,7 @@ class Costs:
         products = self._products(visit)
         if self.device == "cpu":
             return products + self._moving(visit, kept)
-        staged = staged_bytes(self.model, self.numerics, visit, on_device=self.batch_on_device)
+        staged = staged_bytes(self.model, self.numerics, visit, on_device=self.batch_on_device, sweeps=self.sweeps)
         feeding = staged / (self.hardware.host_copy or self._memory_rate)
         return max(products, feeding) if self.device == "cuda" else products + self._moving(visit, 0) + feeding
 
@@ -170,24 +173,26 @@ class Costs:
         params = self.model.stages[self.model.owner(visit.stage)].params
         item = ITEM_SIZE[self.numerics.accumulate_dtype]
         # An embedding's are of rows: of few of the table's, so that all micro-batches count as one.
-        times = {"embedding": 1, "norm": self.micro_batches}.get(stage.kind, 0)
+        times = {"embedding": int(not visit.sweep), "norm": self.micro_batches}.get(stage.kind, 0)
         summed = params * times * (ITEM_SIZE[self.model.compute_dtype] + 2 * item)
-        return float(summed + params * item * (self.device == "cpu"))
+        return float(summed + params * item * (self.device == "cpu" and visit.is_final))
 
 
-def staged_bytes(model: ModelSpec, numerics: Numerics, visit: Visit, *, on_device: bool = False) -> int:
+def staged_bytes(model: ModelSpec, numerics: Numerics, visit: Visit, *, on_device: bool = False, sweeps: int = 1) -> int:
     """Returns bytes that the thread which feeds a device reads and writes itself: ids, targets and what a model's own operators
     make between stages, copied to pinned memory. A run counts them as well (`engine/crossings`).
 
-    Targets of a cut head go to the device before the first visit, those of a whole one with its visit. A model with more than
-    one table adds up what they give. `on_device`: the batch is there, with ids, positions and targets from the first visit on.
+    Targets of a cut head go to the device before the first visit of a step, those of a whole one with its visit. A model with
+    more than one table adds up what they give. `on_device`: the batch is there, with ids, positions and targets from the
+    first visit on.
     """
     stage, is_first = model.stages[visit.stage], not visit.index
-    ids, positions = 2 * _ID * numerics.tokens, 2 * _ID * numerics.max_seq_len
-    targets = ids * (is_first if on_device or model.head_is_cut else visit.phase == "head")
+    step, positions = 2 * _ID * numerics.tokens, 2 * _ID * numerics.max_seq_len
+    ids = step // sweeps
+    targets = step * is_first if on_device or model.head_is_cut else ids * (visit.phase == "head")
     targets += 2 * looked_up_bytes(model, numerics) * is_first
     if on_device:
-        return targets + (ids + positions) * is_first
+        return targets + (step + positions) * is_first
     if stage.kind == "embedding" and stage.index and _begins_table(stage):  # of positions, which all rows share
         rows = 2 * model.boundary_bytes_per_token * numerics.max_seq_len
         return positions if visit.phase == "forward" else positions + rows
@@ -195,7 +200,7 @@ def staged_bytes(model: ModelSpec, numerics: Numerics, visit: Visit, *, on_devic
         return ids + targets
     before = model.stages[stage.index - 1]
     if visit.phase == "forward" and before.kind == "embedding" and before.index and _begins_table(before):
-        return 2 * model.boundary_bytes_per_token * numerics.tokens
+        return 2 * model.boundary_bytes_per_token * numerics.tokens // sweeps
     return targets
 
 

@@ -24,7 +24,7 @@ class DeviceHomes:
     """Holds bytes of the device that stages take which rest there, beside their weights."""
 
     states: int = 0
-    gradients: int = 0  # that rest until a deferred update, or from a tied head's backward to its own
+    gradients: int = 0  # that rest until a deferred update, from a tied head's backward to its own, or between sweeps
     scratch: int = 0  # that one chunk of an update is computed in
 
 
@@ -44,16 +44,16 @@ def update_scratch(largest: int) -> int:
     return 4 * UPDATE_SCRATCH * min(largest, UPDATE_CHUNK)
 
 
-def gradients_rest(model: ModelSpec, stage: StagePlan) -> bool:
+def gradients_rest(model: ModelSpec, stage: StagePlan, sweeps: int) -> bool:
     """Tells whether the stage's gradients need a home on the device."""
-    return stage.updated_there and (stage.deferred or model.has_two_users(stage.stage))
+    return stage.updated_there and (stage.deferred or model.has_two_users(stage.stage) or sweeps > 1)
 
 
-def summing_spans(model: ModelSpec, resting: set[int]) -> int:
+def summing_spans(model: ModelSpec, resting: set[int], sweeps: int) -> int:
     """Returns the spans that gradients are summed in which do not rest on the device: two take turns, and one more stays with
-    a tied head that is not cut."""
+    a tied head that is not cut. With several sweeps one more is on its way up for the next visit."""
     stays = model.tied_head and not model.head_is_cut and 0 not in resting
-    return 3 if stays else 2
+    return 2 + int(stays) + int(sweeps > 1)
 
 
 def staging_slots(arena: Room, model: ModelSpec, states: tuple[Tier, ...]) -> tuple[Span, ...]:

@@ -13,7 +13,7 @@ from .boundary_layout import Kept, every_operator, kept_bytes
 from .costs import looked_up_bytes
 from .device import WEIGHTS_ON_DEVICE, square_lanes
 from .device_homes import device_homes, gradients_rest, stages_there, summing_spans
-from .memory import DEVICE_UNIT, HEAD_BYTES_PER_TOKEN, batch_slots, micro_boundary, micro_sums
+from .memory import DEVICE_UNIT, HEAD_BYTES_PER_TOKEN, HEAD_STEP_BYTES_PER_TOKEN, batch_slots, micro_boundary, micro_sums
 from .placement_context import Room
 from .plan_request import PlanRequest
 from .schedule import Schedule
@@ -25,8 +25,7 @@ class DeviceMemory:
 
     homes: int = 0  # weights that rest there, beside their copy in RAM where updates write that
     turns: int = 0  # weights of other stages, which take turns
-    # Gradients of two stages; a tied head that is not cut keeps a third through backward; lanes of their squares.
-    sums: int = 0
+    sums: int = 0  # gradients of stages that take turns (`summing_spans`), and lanes of their squares
     states: int = 0  # of stages that are updated there
     gradients: int = 0  # of these that rest
     scratch: int = 0  # of their updates
@@ -46,7 +45,7 @@ def device_memory(model: ModelSpec, request: PlanRequest, stages: tuple[StagePla
         {stage.stage for stage in stages if stage.weights == "gpu"},
         tuple(stage.kept for stage in stages),
         updated={stage.stage for stage in stages if stage.updated_there},
-        resting={stage.stage for stage in stages if gradients_rest(model, stage)},
+        resting={stage.stage for stage in stages if gradients_rest(model, stage, request.sweeps or 1)},
     )
 
 
@@ -66,10 +65,13 @@ def _memory(
     item = ITEM_SIZE[model.compute_dtype]
     streamed = [stage.params for stage in model.stages if stage.index not in at_home]
     taking_turns = [stage.params for stage in model.stages if stage.index not in resting]
-    sums = summing_spans(model, resting) * max(taking_turns, default=0) * ITEM_SIZE[request.numerics.accumulate_dtype]
+    spans = summing_spans(model, resting, request.sweeps or 1)
+    sums = spans * max(taking_turns, default=0) * ITEM_SIZE[request.numerics.accumulate_dtype]
     homes = device_homes(model, request, updated, resting)
     lanes = square_lanes(max(tensor.numel for stage in model.stages for tensor in stage.tensors))
-    targets = HEAD_BYTES_PER_TOKEN * request.numerics.tokens if model.head_is_cut else 0
+    targets = HEAD_BYTES_PER_TOKEN * request.group.tokens if model.head_is_cut else 0
+    if request.is_swept and model.head_is_cut:  # targets and losses of the whole step
+        targets += HEAD_STEP_BYTES_PER_TOKEN * request.numerics.tokens
     targets += looked_up_bytes(model, request.numerics)
     return DeviceMemory(
         homes=item * sum(model.stages[stage].params for stage in at_home),
@@ -88,7 +90,7 @@ def _batch(model: ModelSpec, request: PlanRequest) -> int:
         return 0
     room = Room(DEVICE_UNIT)
     batch_slots(room, model, request)
-    return room.used + model.choreography_bytes_per_token * request.numerics.tokens
+    return room.used + model.choreography_bytes_per_token * request.group.tokens
 
 
 def with_batch(model: ModelSpec, request: PlanRequest) -> PlanRequest:
@@ -114,7 +116,7 @@ def _pass_peak(model: ModelSpec, request: PlanRequest, spec: StageSpec, outputs:
     In forward there is the input, which is not among what the stage allocates, and the next one's; input and output of the one
     before, and kept outputs of both, on their way back. A cut head has the sums of all three, and this one's and the next one's
     input. Of a batch that stays there, kept boundaries and outputs cross alone."""
-    one = request.numerics.batch_size <= request.numerics.micro_batch_size
+    one = request.group.batch_size <= request.numerics.micro_batch_size
     kept, boundary = kept_bytes(spec, outputs), micro_boundary(model, request)
     if request.batch_on_device:
         arriving = (1 if one else 2) * boundary * spec.keeps_input

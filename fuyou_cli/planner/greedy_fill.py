@@ -60,15 +60,17 @@ def _items_of(
     model, index, params = context.model, stage.index, stage.params
     item, gradient = ITEM_SIZE[model.compute_dtype], ITEM_SIZE[request.numerics.accumulate_dtype]
     states = STATE_SIZES[model.compute_dtype]
-    rests = int(plan.deferred) + int(model.has_two_users(index))
+    sweeps = request.sweeps or 1
+    rests = int(plan.deferred) + sweeps * int(model.has_two_users(index)) + sweeps - 1
     boundary = context.boundary_size(index, homes.kept[index])
-    uses = 2 if stage.keeps_input else 1  # in forward and in backward; what is visited twice in a row is kept
+    # In forward and in backward; what is visited twice in a row is kept, at a sweep's end as well.
+    uses = sweeps * (2 if stage.keeps_input else 1)
     # Where the planner says when to commit the order is that of frequent commits; choices that put states first have the other.
     every = 1 if request.commit_every == "auto" else request.commit_every
     spared = 1.0 - (1.0 / every if every else 0.0)  # writes: commits have theirs from RAM as well
     options: tuple[tuple[str, tuple[int, ...], float, bool], ...] = (
         ("weights", (item * params,), (uses + spared) * item * params, request.weights is None),
-        ("boundaries", (boundary,), 2.0 * boundary, request.boundaries is None),
+        ("boundaries", (boundary,), 2.0 * sweeps * boundary, request.boundaries is None),
         ("gradients", (gradient * params,), 2.0 * rests * gradient * params, request.gradients is None),
         ("states", tuple(size * params for size in states), (1.0 + spared) * sum(states) * params, request.states is None),
     )
@@ -107,7 +109,7 @@ def _together(single: list[Item], homes: Homes, spans: Layout) -> Iterator[Item]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Output:
-    """Describes an operator's outputs of the whole batch."""
+    """Describes an operator's outputs of all rows of a sweep."""
 
     stage: int
     operator: OperatorSpec
@@ -121,7 +123,7 @@ class Output:
 def outputs_of(model: ModelSpec, request: PlanRequest) -> list[Output]:
     """Lists outputs, the most FLOPs saved per byte first."""
     found = [
-        Output(stage=stage.index, operator=operator, size=operator.bytes * request.numerics.micro_batches)
+        Output(stage=stage.index, operator=operator, size=operator.bytes * request.group.micro_batches)
         for stage in model.stages
         for operator in stage.operators
     ]

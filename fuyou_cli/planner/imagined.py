@@ -52,6 +52,7 @@ class Imagined:
         self.moved_in, self.moved_out = 0, 0  # bytes of the store
         self.asked: list[Asked] = []
         self.after: list[tuple[int, Callable[[], None]]] = []  # downloads under way and what follows them
+        self._sums_up: dict[int, int] = {}  # tickets of sums on their way to a device, to be summed on there
         self._state_bytes = state_bytes
         if not commits and plan.commit_every != 1:
             self.residency.commits.every = None
@@ -141,6 +142,8 @@ class Imagined:
         summed = visit.sum_gradients and self.model.stages[total].params > 0
         if summed and visit.resume:
             self.residency.resume_gradients(total)
+            if self.device is not None and visit.sweep and not self.plan.stages[total].updated_there:
+                self._wait_for_sum(total)
         if self.device is not None and visit.owner is not None:
             self._wait_for_upload(visit.owner)
         up, down = self._crossing(visit)
@@ -199,7 +202,7 @@ class Imagined:
         size = ITEM_SIZE[self.plan.numerics.accumulate_dtype] * self.model.stages[total].params
         ticket = self.machine.submit((("d2h", size),), what="gradients", stage=total, priority=BULK_PRIORITY)
         self.after.append((ticket, arrived))
-        if len(self.after) > 1:  # two spans take turns
+        if len(self.after) > 1:  # the next sum has the span of the first
             first = self.after[0]
             self.residency.wait_until(lambda: first not in self.after, GRADIENTS_ACROSS)
 
@@ -260,8 +263,26 @@ class Imagined:
         """Waits until all gradients have arrived and are handed over."""
         self.residency.wait_until(lambda: not self.after, GRADIENTS_ACROSS)
 
+    def _wait_for_sum(self, owner: int) -> None:
+        self._send_sum(owner)
+        self._stand_still(lambda: self.machine.is_done(self._sums_up[owner]), GRADIENTS_ACROSS)
+        self.machine.collect(self._sums_up.pop(owner))
+
+    def _send_sum(self, owner: int) -> None:
+        """Sends the sum of a stage's gradients to the device, where it is summed on."""
+        if owner not in self._sums_up:
+            size = ITEM_SIZE[self.plan.numerics.accumulate_dtype] * self.model.stages[owner].params
+            self._sums_up[owner] = self.machine.submit((("h2d", size),), what="gradients", stage=owner, priority=BULK_PRIORITY)
+
     def _begin_upload(self, visit: Visit, next_step: bool) -> None:
-        if self.device is None or visit.owner is None:
+        if self.device is None:
+            return
+        if visit.sweep and visit.resume:
+            record = self.residency.records[visit.stage if visit.owner is None else visit.owner]
+            back = record.gradients == "resumed" and record.gradient_read is None
+            if back and not self.plan.stages[record.stage].updated_there:
+                self._send_sum(record.stage)
+        if visit.owner is None:
             return
         record = self.residency.records[visit.owner]
         ready = record.span is not None and record.fetch is None and record.update is None and record.due is None

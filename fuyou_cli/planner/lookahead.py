@@ -37,7 +37,7 @@ class Lookahead:
         """Returns the next visit once it has its slots and its weights are there. `stash` keeps its input for backward."""
         self.cursor += 1
         visit = self._visits[self.cursor]
-        summed = (visit.stage if visit.owner is None else visit.owner) if visit.sum_gradients else None
+        summed = self._owner(visit) if visit.sum_gradients else None
         self._settled, self._summing, self._uploaded = False, summed is None, False
         self._take_slots(visit, stash)
         self._settled = True
@@ -88,7 +88,8 @@ class Lookahead:
             if next_step and self._last_step:
                 return False
             visit = self._visits[index]
-            resuming = resuming and visit.resume and self._residency.try_resume_gradients(visit.stage)
+            if visit.sum_gradients:
+                resuming = resuming and visit.resume and self._residency.try_resume_gradients(self._owner(visit))
             if visit.take and visit.stage in self._boundaries.kept and not self._boundaries.try_prefetch(visit.stage):
                 return False
             if index in self._started:
@@ -113,6 +114,10 @@ class Lookahead:
             if self._residency.in_slot(visit) or not self._residency.try_prefetch(visit):
                 return
             self._started.add(index)
+
+    def _owner(self, visit: Visit) -> int:
+        """Returns the stage whose gradients the visit sums."""
+        return visit.stage if visit.owner is None else visit.owner
 
     def _place(self, ahead: int) -> tuple[int, bool]:
         """Returns the visit `ahead` places later, and whether it is in the next step."""

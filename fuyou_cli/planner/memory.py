@@ -23,6 +23,7 @@ DEVICE_UNIT = 512  # bytes, that a device's allocator rounds to
 COPY_ALIGN = 64  # of tensors that cross together
 _SUM = ITEM_SIZE["float32"]  # of a value of what a cut head sums
 HEAD_BYTES_PER_TOKEN = 8 + 4 * 4  # of a cut head on the device: target, maximum, sum, the target's logit, one of them anew
+HEAD_STEP_BYTES_PER_TOKEN = 8 + 4  # of all sweeps: targets, and losses, which are summed together
 # What comes on top of the libraries once they are warm: kernels for other shapes and their workspaces, the log, the display,
 # batches, and what the kernel holds for the process. Measured: scripts/results/TRIED.md.
 BASE_SLACK = 24 * MiB
@@ -105,8 +106,8 @@ def micro_boundary(model: ModelSpec, request: PlanRequest) -> int:
 
 
 def batch_boundary(model: ModelSpec, request: PlanRequest) -> int:
-    """Returns bytes of one boundary of the whole batch."""
-    return model.boundary_bytes_per_token * request.numerics.tokens
+    """Returns bytes of one boundary of all rows of a sweep."""
+    return model.boundary_bytes_per_token * request.group.tokens
 
 
 def micro_sums(model: ModelSpec, request: PlanRequest) -> int:
@@ -120,7 +121,7 @@ def _upload_slots(arena: Room, model: ModelSpec, request: PlanRequest) -> tuple[
     way up: one is filled while the other is copied."""
     if request.device == "cpu" or request.batch_on_device:
         return ()
-    numerics = request.numerics
+    numerics = request.group
     size = align_up(micro_boundary(model, request), COPY_ALIGN) + 8 * numerics.micro_batch_tokens
     return tuple(arena.take(size) for _ in range(min(2, numerics.micro_batches)))
 
@@ -133,7 +134,7 @@ def batch_slots(room: Room, model: ModelSpec, request: PlanRequest) -> tuple[Spa
         return ()
     spans = [room.take(batch_boundary(model, request)) for _ in range(3)]
     if model.head_is_cut and model.compute_dtype != "float32":
-        spans.append(room.take(_SUM * model.hidden_size * request.numerics.tokens))
+        spans.append(room.take(_SUM * model.hidden_size * request.group.tokens))
     return tuple(spans)
 
 
@@ -160,7 +161,7 @@ def _slot_class(
     in_update = 0 if all(deferred[i] for i in members) else gradient_slots - 1
     weights = min(streamed, 1 + lookahead + in_update)
     through_host = [i for i in members if homes.states[i] != "gpu"]
-    passing = sum(not _rests(model, i, deferred[i]) or homes.gradients[i] == "ssd" for i in through_host)
+    passing = sum(not rests(model, request, i, deferred[i]) or homes.gradients[i] == "ssd" for i in through_host)
     gradients = min(passing, gradient_slots)
     if model.tied_head and not model.head_is_cut and 0 in through_host and passing > gradients and gradients:
         gradients += 1
@@ -172,9 +173,10 @@ def _slot_class(
     )
 
 
-def _rests(model: ModelSpec, stage: int, deferred: bool) -> bool:
-    """Returns whether the stage's gradients need a home: until a deferred update, or from a tied head's backward to its own."""
-    return deferred or model.has_two_users(stage)
+def rests(model: ModelSpec, request: PlanRequest, stage: int, deferred: bool) -> bool:
+    """Returns whether the stage's gradients need a home: until a deferred update, from a tied head's backward to its own, or
+    from sweep to sweep."""
+    return deferred or model.has_two_users(stage) or request.is_swept
 
 
 def _stage(
@@ -190,7 +192,7 @@ def _stage(
 ) -> StagePlan:
     model = context.model
     stage, at_rest = model.stages[index], context.at_rest[index]
-    rests = _rests(model, index, deferred)
+    is_resting = rests(model, request, index, deferred)
     bf16 = model.compute_dtype == "bfloat16"
     gradient_size = stage.params * ITEM_SIZE[request.numerics.accumulate_dtype]
     weights_home, states_home = homes.weights[index], homes.states[index]
@@ -208,13 +210,13 @@ def _stage(
         remainder_at=at_rest.remainder,
         momentum_at=at_rest.momentum,
         variance_at=at_rest.variance,
-        gradients_extent=at_rest.gradients or transient.take_if(rests and homes.gradients[index] == "ssd", gradient_size),
+        gradients_extent=at_rest.gradients or transient.take_if(is_resting and homes.gradients[index] == "ssd", gradient_size),
         boundary_extent=transient.take_if(homes.boundaries[index] == "ssd", boundary),
         weights_ram=arena.take_if(weights_home != "ssd" and states_home != "gpu", weighing),
         remainder_ram=arena.take_if(bf16 and in_ram, 2 * stage.params),
         momentum_ram=arena.take_if(in_ram, 4 * stage.params),
         variance_ram=arena.take_if(in_ram, 4 * stage.params),
-        gradients_ram=arena.take_if(rests and homes.gradients[index] == "cpu", gradient_size),
+        gradients_ram=arena.take_if(is_resting and homes.gradients[index] == "cpu", gradient_size),
         boundary_ram=arena.take_if(homes.boundaries[index] != "ssd", boundary),
         kept=homes.kept[index],
     )
@@ -234,11 +236,11 @@ class ComputeMemory:
 
 
 def compute_memory(model: ModelSpec, request: PlanRequest) -> ComputeMemory:
-    """Returns two whole-batch boundaries (in and out, or their gradients) and what the model's own forward holds between
+    """Returns two boundaries of a sweep's rows (in and out, or their gradients) and what the model's own forward holds between
     stages; of these a device with memory of its own has three in the arena, or all itself. And the hungriest stage, but not on
     such a device. A cut head has the last hidden state, its gradient in float32 (there as well) and at the end in the compute
     dtype, and maximum, sum and target of every token."""
-    numerics = request.numerics
+    numerics, step_tokens = request.group, request.numerics.tokens
     tokens = numerics.tokens
     boundary, hidden = batch_boundary(model, request), _SUM * model.hidden_size * tokens
     between = model.choreography_bytes_per_token * tokens
@@ -248,8 +250,9 @@ def compute_memory(model: ModelSpec, request: PlanRequest) -> ComputeMemory:
         boundary, hidden = held(boundary), held(hidden)
     whole = held(between)
     if model.head_is_cut:  # the model's own forward is over by then
-        whole = max(whole, hidden + held(12 * tokens))
-    whole += 2 * boundary + 64 * tokens
+        losses = 4 * step_tokens if request.is_swept else 0  # of every token, to be summed as if there were one sweep
+        whole = max(whole, hidden + held(12 * tokens) + losses)
+    whole += 2 * boundary + 64 * step_tokens
     hungriest = max(model.stages, key=lambda stage: (stage.backward_peak, stage.index))
     stage = 0 if request.device == "cuda" else hungriest.backward_peak
     return ComputeMemory(whole_batch=whole, stage=stage, name=hungriest.name)

@@ -24,7 +24,7 @@ from .defer import deferrals
 from .device_homes import stages_there
 from .device_memory import with_batch, with_homes_on_device
 from .greedy_fill import KINDS, GreedyFill, Item, outputs_of, traffic_items
-from .memory import Homes, Layout, layout
+from .memory import Homes, Layout, layout, rests
 from .placement_context import PlacementContext
 from .plan_request import PlanRequest
 from .schedule import Schedule, expand, recommitted
@@ -111,8 +111,9 @@ class Placing:
             self.model,
             stages=spans.stages,
             lookahead=choice.lookahead,
-            micro_batches=self.costs.micro_batches,
+            micro_batches=asked.numerics.micro_batches,
             commit_every=plain.asked_interval,
+            sweeps=asked.sweeps or 1,
         )
         spans = replace(spans, stages=with_homes_on_device(self.model, asked, schedule, spans.stages))
         plan = assembled(self.costs, plain, spans, schedule, lookahead=choice.lookahead, context=self._context)
@@ -240,8 +241,8 @@ def _start(model: ModelSpec, request: PlanRequest, swap: float) -> Homes:
     keeps = [stage.keeps_input for stage in model.stages]
     deferred = deferrals(model, request)
     boundaries: tuple[Tier, ...] = tuple((request.boundaries or "ssd") if kept else "cpu" for kept in keeps)
-    rests = [deferred[index] or model.has_two_users(index) for index in range(count)]
-    gradients: list[Tier] = [_beside(request.gradients) if resting else "cpu" for resting in rests]
+    resting = [rests(model, request, index, deferred[index]) for index in range(count)]
+    gradients: list[Tier] = [_beside(request.gradients) if is_resting else "cpu" for is_resting in resting]
     there = stages_there(model, request)
     return Homes(
         weights=tuple("gpu" if index in there else request.weights or "ssd" for index in range(count)),

@@ -46,7 +46,7 @@ class PlacementContext:
     """Holds slot classes, what survives a run, the sizes of boundaries, the number of parameters."""
 
     def __init__(self, model: ModelSpec, request: PlanRequest) -> None:
-        self.model, self.numerics, is_redo = model, request.numerics, request.store_mode == "redo"
+        self.model, self.numerics, is_redo = model, request.group, request.store_mode == "redo"
         self.classes = _classes(model)
         room = Room(STORE_UNIT)
         rings = _shared_rings(room, model, self.classes) if is_redo else _own_rings(room, model, request.keep)
@@ -59,7 +59,7 @@ class PlacementContext:
         self._boundaries: dict[tuple[int, tuple[int, ...]], int] = {}
 
     def boundary_size(self, stage: int, kept: tuple[int, ...]) -> int:
-        """Returns a stage's boundary of the whole step's batch, with its outputs, in bytes; 0 for a stage without."""
+        """Returns a stage's boundary of a sweep's rows, with its outputs, in bytes; 0 for a stage without."""
         if not self.model.stages[stage].keeps_input:
             return 0
         key = (stage, kept)

@@ -51,6 +51,17 @@ class PlanRequest:
     may_redo: bool = False  # the other mode, where this one has no room
     keep: int = 1  # committed states that are there whole at any time, where stages have places of their own
     wear: WearPolicy = "ignore"  # what drives are spent for (`sparing`)
+    sweeps: int | None = None  # of a step over the model, which divide its micro-batches
+
+    @property
+    def group(self) -> Numerics:
+        """Returns the numerics of one sweep."""
+        return self.numerics.of_sweep(self.sweeps or 1)
+
+    @property
+    def is_swept(self) -> bool:
+        """Returns whether the step has several sweeps, so that gradients rest between them."""
+        return (self.sweeps or 1) > 1
 
     @property
     def asked_interval(self) -> int | None:

@@ -3,7 +3,9 @@ exists.
 
 A visit is one pass over one stage. The order is forward through all stages, the head (forward and backward at once),
 then backward through all stages. A head cut along the vocabulary is passed over twice: "logits" folds the loss of every
-token over the pieces, "head" differentiates piece by piece, in reverse, so that it begins with weights just used.
+token over the pieces, "head" differentiates piece by piece, in reverse, so that it begins with weights just used. A step of
+several sweeps does all this for one group of micro-batches after the other; gradients rest in between, and the last sweep's
+backward hands them to the updates.
 
 Weights come from the ssd unless they rest in RAM or were kept since the visit before; updates run after a stage's backward, or,
 where they are deferred, before its forward in the next step.
@@ -40,6 +42,8 @@ class Visit:
     rest: bool  # what was summed goes to rest at the gradients' home, until the owner's own backward
     resume: bool  # sums on to gradients that rest there
     flops: float
+    sweep: int = 0
+    is_final: bool = True  # in the step's last sweep: what is summed is complete, but for a second user's share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,15 +69,23 @@ class Schedule:
 
 
 def expand(
-    model: ModelSpec, *, stages: tuple[StagePlan, ...], lookahead: int, micro_batches: int, commit_every: int | None
+    model: ModelSpec,
+    *,
+    stages: tuple[StagePlan, ...],
+    lookahead: int,
+    micro_batches: int,
+    commit_every: int | None,
+    sweeps: int = 1,
 ) -> Schedule:
     """Returns the steady-state step (states no longer all zero, gradients of every stage present)."""
-    order = _order(model, stages)
+    order = [(sweep, *visit) for sweep in range(sweeps) for visit in _order(model, stages, is_final=sweep == sweeps - 1)]
     uses: dict[int | None, list[int]] = {}
-    for index, (_, _, owner) in enumerate(order):
+    for index, (_, _, _, owner) in enumerate(order):
         uses.setdefault(owner, []).append(index)
     visits: list[Visit] = []
-    for index, (phase, stage, owner) in enumerate(order):
+    for index, (sweep, phase, stage, owner) in enumerate(order):
+        is_final, sums = sweep == sweeps - 1, phase in ("head", "backward")
+        has_sum = sums and model.stages[model.owner(stage)].params > 0
         held_since, distance = _distances(uses[owner], index, len(order))
         on_ssd = owner is not None and stages[owner].weights == "ssd" and model.stages[owner].params > 0
         visits.append(
@@ -87,10 +99,12 @@ def expand(
                 update=_update(model, stages, owner, uses[owner], index),
                 stash=phase == "forward" and model.stages[stage].keeps_input,
                 take=phase == "backward" and model.stages[stage].keeps_input,
-                sum_gradients=phase in ("head", "backward"),
-                rest=phase == "head" and model.has_two_users(model.owner(stage)),
-                resume=phase == "backward" and model.has_two_users(stage),
-                flops=_flops(model, phase, stage, stages[stage].kept) * micro_batches,
+                sum_gradients=sums,
+                rest=(phase == "head" and model.has_two_users(model.owner(stage))) or (has_sum and not is_final),
+                resume=(phase == "backward" and model.has_two_users(stage)) or (has_sum and sweep > 0),
+                flops=_flops(model, phase, stage, stages[stage].kept) * (micro_batches // sweeps),
+                sweep=sweep,
+                is_final=is_final,
             )
         )
     return Schedule(visits=tuple(visits), traffic=_traffic(model, stages, visits, commit_every))
@@ -108,11 +122,13 @@ def plan_schedule(model: ModelSpec, plan: Plan) -> Schedule:
         lookahead=plan.lookahead,
         micro_batches=plan.numerics.micro_batches,
         commit_every=plan.commit_every,
+        sweeps=plan.sweeps,
     )
 
 
-def _order(model: ModelSpec, stages: tuple[StagePlan, ...]) -> list[tuple[Pass, int, int | None]]:
-    """Lists (phase, stage, owner of the weights). An embedding's backward has weights only if its update follows at once."""
+def _order(model: ModelSpec, stages: tuple[StagePlan, ...], *, is_final: bool) -> list[tuple[Pass, int, int | None]]:
+    """Lists (phase, stage, owner of the weights) of a sweep. An embedding's backward has weights only where its update follows
+    at once."""
     body = [stage for stage in model.stages if stage.kind != "head"]
     heads = [stage.index for stage in model.stages if stage.kind == "head"]
     order: list[tuple[Pass, int, int | None]] = [("forward", stage.index, stage.index) for stage in body]
@@ -120,7 +136,7 @@ def _order(model: ModelSpec, stages: tuple[StagePlan, ...]) -> list[tuple[Pass, 
         order += [("logits", head, model.owner(head)) for head in heads]
     order += [("head", head, model.owner(head)) for head in reversed(heads)]
     for stage in reversed(body):
-        needs_weights = stage.kind != "embedding" or not stages[stage.index].deferred
+        needs_weights = stage.kind != "embedding" or (is_final and not stages[stage.index].deferred)
         order.append(("backward", stage.index, stage.index if needs_weights else None))
     return order
 
@@ -176,6 +192,10 @@ def _traffic(model: ModelSpec, stages: tuple[StagePlan, ...], visits: Sequence[V
         if visit.stash and plan.boundary == "ssd" and plan.boundary_extent is not None:
             written["boundaries"] += plan.boundary_extent.size
             read["boundaries"] += plan.boundary_extent.size
+        gradients = stages[visit.stage if visit.owner is None else visit.owner].gradients_extent
+        if gradients is not None:
+            written["gradients"] += gradients.size * visit.rest
+            read["gradients"] += gradients.size * visit.resume
     for stage, plan in zip(model.stages, stages, strict=True):
         if stage.params == 0:
             continue
@@ -185,9 +205,8 @@ def _traffic(model: ModelSpec, stages: tuple[StagePlan, ...], visits: Sequence[V
         if plan.states == "ssd":
             read["states"] += model.state_item * stage.params
         if plan.gradients_extent is not None:
-            rests = int(plan.deferred) + int(model.has_two_users(stage.index))  # until the update; from the head to here
-            read["gradients"] += rests * plan.gradients_extent.size
-            written["gradients"] += rests * plan.gradients_extent.size
+            read["gradients"] += plan.gradients_extent.size * plan.deferred
+            written["gradients"] += plan.gradients_extent.size * plan.deferred
     return Traffic(read=read, written=written)
 
 
@@ -208,8 +227,9 @@ def phase_traffic(
         if plan.boundary_extent is not None:
             written += plan.boundary_extent.size * visit.stash
             read += plan.boundary_extent.size * visit.take
-        if visit.sum_gradients and plan.deferred and plan.gradients_extent is not None:
-            written += plan.gradients_extent.size
+        if visit.sum_gradients and plan.gradients_extent is not None:
+            written += plan.gradients_extent.size * (plan.deferred or not visit.is_final)
+            read += plan.gradients_extent.size * (visit.sweep > 0)
     for plan in updated:
         written += sum(written_by_update(model, plan, commit_every))
         if plan.states == "ssd":

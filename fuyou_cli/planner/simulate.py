@@ -59,7 +59,7 @@ def simulate(
     found = Timeline(
         begin=begin,
         step_seconds=machine.now - begin,
-        forward_seconds=forward - begin,
+        forward_seconds=forward,
         in_use={name: seconds - before.in_use.get(name, 0.0) for name, seconds in sorted(machine.in_use.items())},
         stalls={
             cause: seconds - before.stalls.get(cause, 0.0)
@@ -84,8 +84,8 @@ class _Before:
 
 
 def _step(run: Imagined, number: int, visits: int) -> float:
-    """Runs one step (the first is number 1). Returns when its forward was over."""
-    run.generation, forward = number, run.machine.now
+    """Runs one step, the first being number 1; returns the seconds of forward, of all sweeps."""
+    run.generation, forward, begin = number, 0.0, run.machine.now
 
     def update(stage: int) -> None:
         if run.plan.stages[stage].deferred:
@@ -94,9 +94,14 @@ def _step(run: Imagined, number: int, visits: int) -> float:
             run.residency.update_now(stage, True)
 
     run.lookahead.begin_step(last=False)
+    sweep, turn = 0, begin  # when its forward was over
     for _ in range(visits):
-        if run.visit(update=update).phase == "forward":
-            forward = run.machine.now
+        before = run.machine.now
+        visit = run.visit(update=update)
+        if visit.sweep > sweep:
+            sweep, forward, begin = visit.sweep, forward + turn - begin, before
+        if visit.phase == "forward":
+            turn = run.machine.now
     run.settle()
     run.residency.update_later(True)
-    return forward
+    return forward + (turn - begin)

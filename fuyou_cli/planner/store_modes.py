@@ -52,4 +52,4 @@ def planned_with_room(choose: Choose, model: ModelSpec, hardware: HardwareProfil
 
 def _may_be_redone(model: ModelSpec, request: PlanRequest, disk: int) -> bool:
     is_free = request.gradients != "cpu" and request.states != "gpu"  # whose gradients never leave the device
-    return request.may_redo and is_free and at_rest(model, request, "redo") <= disk
+    return request.may_redo and not request.is_swept and is_free and at_rest(model, request, "redo") <= disk

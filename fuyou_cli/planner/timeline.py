@@ -24,7 +24,7 @@ class Timeline:
 
     begin: float  # on the clock of `work`
     step_seconds: float
-    forward_seconds: float  # to the end of the last forward visit; the rest is the head and backward
+    forward_seconds: float  # to the end of the last forward visit, of all sweeps; the rest is head and backward
     in_use: dict[str, float]  # resource -> seconds times the share in use
     stalls: dict[str, float]  # what compute waited for -> seconds
     read: int  # bytes of the store

@@ -135,6 +135,9 @@ def _commits(recipe: Recipe) -> Broken:
         yield snapshots, f"`{snapshots}` but no snapshots", "add `checkpoint.mode: snapshot`"
     if mode == "redo" and every not in (1, "auto"):
         yield commits, "`checkpoint.mode: redo` makes every step durable by its gradients", leave_out
+    if mode == "redo" and recipe.train.sweep_tokens != "auto":
+        message = "`train.sweep_tokens` but `checkpoint.mode: redo` has the ssd's gradients of one sweep alone"
+        yield "train.sweep_tokens", message, "leave it auto, or use `checkpoint.mode: in_place`"
     if mode == "redo" and recipe.offload.gradients == "cpu":
         yield "offload.gradients", "`offload.gradients: cpu` but `checkpoint.mode: redo` keeps them on the ssd", "use ssd"
 

@@ -110,6 +110,7 @@ class TrainSection(Section):
     max_time: Time | None = None  # seconds of one process
     batch_size: Positive = 64
     micro_batch_size: AutoPositive = "auto"
+    sweep_tokens: AutoPositive = "auto"  # at most, of the rows that go through the model and back at once; results are the same
     head_chunk_tokens: AutoCount = "auto"  # 0: a whole micro-batch at once
     head_chunk_vocab: AutoCount = "auto"  # rows of embedding and head; 0: not cut along the vocabulary
     threads: AutoThreads = "auto"

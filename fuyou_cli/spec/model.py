@@ -100,6 +100,7 @@ class ModelSpec:
     tied_head: bool  # the head computes with the embedding stage's weights
     boundary_bytes_per_token: int
     choreography_bytes_per_token: int  # held by the model's own forward between stages, whole batch
+    may_sweep: bool = False  # its sums are of single rows or micro-batches, in their order, however a batch is grouped
     inactive_parameters: int = 0  # of experts that one token is not sent to
     float32_parameters: int = 0  # that the family keeps in float32 whatever the compute dtype
 

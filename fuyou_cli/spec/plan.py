@@ -5,7 +5,7 @@ Sizes are bytes, offsets are bytes from the start of the arena or of the store's
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .model import Dtype
@@ -43,6 +43,10 @@ class Numerics:
     def tokens(self) -> int:
         """Counts those of a step, with padding."""
         return self.batch_size * self.max_seq_len
+
+    def of_sweep(self, sweeps: int) -> Numerics:
+        """Returns those of one group of rows, where a step passes over the model in so many sweeps."""
+        return self if sweeps == 1 else replace(self, batch_size=self.batch_size // sweeps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,6 +198,12 @@ class Plan:
     batch_slots: tuple[Span, ...] = ()
     batch_on_device: bool = False  # stages hand on there: only what is kept for backward crosses
     staging_slots: tuple[Span, ...] = ()  # through which what rests on the device alone is loaded and committed
+    sweeps: int = 1  # passes over the model in a step, forward and backward, each over as many micro-batches
+
+    @property
+    def group(self) -> Numerics:
+        """Returns the numerics of one sweep: what stages hand on and keep is of its rows alone."""
+        return self.numerics.of_sweep(self.sweeps)
 
     @property
     def has_apart_commits(self) -> bool:

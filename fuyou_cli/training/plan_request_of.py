@@ -64,8 +64,7 @@ def plan_request(
     from ..swap.kernels import scratch_size
 
     offload, checkpoint = recipe.offload, recipe.checkpoint
-    asked_mode: StoreMode = "redo" if checkpoint.mode == "redo" else "in_place"
-    mode = asked_mode if saved is None else saved.mode
+    mode: StoreMode = saved.mode if saved is not None else "redo" if checkpoint.mode == "redo" else "in_place"
     everything: Tier | None = "cpu" if offload.strategy == "none" else None
     depth = 16 if offload.io.queue_depth == "auto" else offload.io.queue_depth
     threads = update_threads_for(hardware, device=device, torch_threads=numerics.torch_threads)
@@ -98,7 +97,26 @@ def plan_request(
         may_redo=checkpoint.mode == "auto" and checkpoint.commit_every_steps in (1, "auto") and saved is None,
         keep=saved.keep if saved is not None else checkpoint.keep_last if checkpoint.mode == "snapshot" else 1,
         wear=offload.wear,
+        sweeps=_sweeps(recipe.train.sweep_tokens, numerics, mode),
     )
+
+
+def _sweeps(asked: int | Literal["auto"], numerics: Numerics, mode: StoreMode) -> int | None:
+    """Returns how many equally long sweeps have at most so many tokens; None leaves it to the planner."""
+    if asked == "auto":
+        return None
+    whole, one = numerics.micro_batches, numerics.micro_batch_tokens
+    if asked < one:
+        raise UsageError(
+            f"train.sweep_tokens: {asked:,} is less than a micro-batch of {one:,} tokens",
+            hint="use auto or more, or set train.micro_batch_size",
+        )
+    sweeps = next(count for count in range(1, whole + 1) if whole % count == 0 and whole // count * one <= asked)
+    if sweeps > 1 and mode == "redo":
+        raise UsageError(
+            "train.sweep_tokens: the saved run has redo, whose gradients are of one sweep", hint="leave train.sweep_tokens auto"
+        )
+    return sweeps
 
 
 def _tier(value: str, device: str) -> Tier | None:

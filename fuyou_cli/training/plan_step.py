@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..checkpoint.hub import Hub, Progress
-from ..core.errors import FuyouError, PlanError
+from ..core.errors import FuyouError, PlanError, UsageError
 from ..planner.choice import Choice
 from ..planner.commit_interval import timed_plan
 from ..planner.place import least_memory, made_of
@@ -150,7 +150,7 @@ class _Planner:
 
     def _asked(self, numerics: Numerics, model: ModelSpec) -> PlanRequest:
         resolved, device = self._inspected.resolved, self._inspected.device
-        return plan_request(
+        asked = plan_request(
             resolved.recipe,
             numerics,
             self._hardware,
@@ -159,6 +159,12 @@ class _Planner:
             disks=self._disks,
             parameters=model.parameters,
         )
+        if asked.is_swept and not model.may_sweep:
+            raise UsageError(
+                f"train.sweep_tokens: {model.architecture} goes through a step's rows at once",
+                hint="leave it auto: its embedding or what is between its layers sums or draws over all rows",
+            )
+        return asked
 
     def _searched(self, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
         found = self._found.get(request)

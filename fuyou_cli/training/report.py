@@ -107,10 +107,14 @@ def busy_seconds(timeline: Sequence[Busy]) -> dict[str, float]:
 
 
 def phases(timeline: Sequence[Busy]) -> list[tuple[str, float, float]]:
-    """Returns (name, begin, end) of forward and backward, from the labels of the compute intervals."""
-    found = []
-    for name in ("forward", "backward"):
-        items = [item for item in timeline if item.resource == "compute" and item.label.startswith(name)]
-        if items:
-            found.append((name, min(item.begin for item in items), max(item.end for item in items)))
+    """Returns (name, begin, end) of forward and backward, of every sweep, from the labels of the compute intervals."""
+    found: list[tuple[str, float, float]] = []
+    for item in sorted((item for item in timeline if item.resource == "compute"), key=lambda item: item.begin):
+        name = item.label.partition(" ")[0]
+        if name not in ("forward", "backward"):
+            continue
+        if found and found[-1][0] == name:
+            found[-1] = name, found[-1][1], max(found[-1][2], item.end)
+        else:
+            found.append((name, item.begin, item.end))
     return found

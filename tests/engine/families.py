@@ -40,9 +40,9 @@ def gpt_neo() -> PreTrainedConfig:
     )  # fmt: skip
 
 
-def gptj() -> PreTrainedConfig:
+def gptj(embd_pdrop: float = 0.0) -> PreTrainedConfig:
     return transformers.GPTJConfig(
-        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, rotary_dim=4, embd_pdrop=0.0,
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, rotary_dim=4, embd_pdrop=embd_pdrop,
         resid_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
 

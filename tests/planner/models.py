@@ -79,9 +79,15 @@ def models(draw: st.DrawFn, unit: int = STAGE_ALIGN, most: int = 4 << 20, blocks
     )  # fmt: skip
 
 
+def divisors(count: int) -> list[int]:
+    return [number for number in range(1, count + 1) if count % number == 0]
+
+
 @st.composite
-def request_for(draw: st.DrawFn, spec: ModelSpec, *, budget: int = 1 << 40, pinned: bool = True) -> PlanRequest:
-    """Random numerics, clipping or a share of deferred updates, lookahead, device and pins."""
+def request_for(
+    draw: st.DrawFn, spec: ModelSpec, *, budget: int = 1 << 40, pinned: bool = True, swept: bool = False
+) -> PlanRequest:
+    """Random numerics, clipping or a share of deferred updates, lookahead, device and pins; `swept`: sweeps as well."""
     tier = st.sampled_from([None, None, "cpu", "ssd"]) if pinned else st.none()
     micro = draw(st.integers(1, 4))
     clip = draw(st.sampled_from([None, 1.0]))
@@ -96,6 +102,7 @@ def request_for(draw: st.DrawFn, spec: ModelSpec, *, budget: int = 1 << 40, pinn
         cpu_budget=budget, weights=draw(tier), states=draw(tier), boundaries=draw(tier),
         gradients=draw(tier) if clip or defer else None, lookahead=draw(st.sampled_from([None, 1, 2, 4])), defer=defer,
         scratch_size=draw(st.integers(1, 8)) * MiB, kept=draw(st.sampled_from([None, None, "all"])),
+        sweeps=draw(st.sampled_from(divisors(numerics.micro_batches))) if swept and not spec.tied_head else None,
     )  # fmt: skip
 
 

@@ -105,7 +105,7 @@ def changed(path: tuple[str | int, ...], value: Any) -> str:
     ("path", "value", "words"),
     [
         (("surprise",), 1, "surprise: unknown key"),
-        (("fuyou_plan",), 3, "format 5 is wanted, not 3"),
+        (("fuyou_plan",), 3, "format 6 is wanted, not 3"),
         (("memory",), "large", "memory: expected a whole number"),
         (("memory",), True, "memory: expected a whole number"),
         (("memory",), -4, "memory: must be at least 0"),
@@ -135,7 +135,7 @@ def test_what_is_wrong_is_named(path: tuple[str | int, ...], value: Any, words: 
     [
         ("", "not valid JSON"),
         ("[]", "this is no plan file"),
-        ('{"fuyou_plan": 5}', "model: missing"),
+        ('{"fuyou_plan": 6}', "model: missing"),
         ("[" * 100_000, "nested too deeply"),
         (TEXT.replace('"memory": ', '"memory": NaN, "x": '), "NaN is no number"),
         (TEXT.replace('"memory": ', '"memory": 7, "memory": '), "the key 'memory' is there twice"),

@@ -39,7 +39,7 @@ def _simulated(spec: ModelSpec, hardware: HardwareProfile, request: PlanRequest,
 @examples(60)
 @given(data=st.data(), spec=specs, device=st.sampled_from(["cpu", "emulated", "cuda"]))
 def test_a_step_takes_at_least_its_busiest_resource(data: st.DataObject, spec: ModelSpec, device: str) -> None:
-    request = replace(data.draw(request_for(spec)), device=device)
+    request = replace(data.draw(request_for(spec, swept=True)), device=device)
     made, step = _simulated(spec, COPYING if device == "cuda" else SHARED, request)
     assert 0 <= step.forward_seconds <= step.step_seconds
     assert all(seconds <= step.step_seconds * (1 + 1e-9) for seconds in step.in_use.values())
@@ -59,7 +59,7 @@ def test_every_second_of_a_step_is_compute_or_a_wait_with_a_name(
     data: st.DataObject, spec: ModelSpec, device: str, h2d: float
 ) -> None:
     hardware = DEAR_TRANSFERS if device == "cpu" else replace(COPYING, h2d=h2d, d2h=h2d / 2)
-    _, step = _simulated(spec, hardware, replace(data.draw(request_for(spec)), device=device))
+    _, step = _simulated(spec, hardware, replace(data.draw(request_for(spec, swept=True)), device=device))
     assert step.under_way["compute"] + sum(step.stalls.values()) == pytest.approx(step.step_seconds, rel=1e-6)
     if device == "cpu":
         assert not {WEIGHTS_UP, BOUNDARIES_ACROSS, GRADIENTS_ACROSS} & set(step.stalls)
@@ -70,7 +70,7 @@ def test_every_second_of_a_step_is_compute_or_a_wait_with_a_name(
 @examples(25)
 @given(data=st.data(), spec=specs)
 def test_the_same_inputs_give_the_same_timeline(data: st.DataObject, spec: ModelSpec) -> None:
-    request = data.draw(request_for(spec))
+    request = data.draw(request_for(spec, swept=True))
     assert _simulated(spec, DEAR_TRANSFERS, request)[1] == _simulated(spec, DEAR_TRANSFERS, request)[1]
 
 
@@ -78,7 +78,7 @@ def test_the_same_inputs_give_the_same_timeline(data: st.DataObject, spec: Model
 @given(data=st.data(), spec=specs, factor=st.sampled_from([0.25, 4.0]))
 def test_time_scales_with_the_machine(data: st.DataObject, spec: ModelSpec, factor: float) -> None:
     """A machine that is slower in everything takes that much longer, and nothing else changes."""
-    request = data.draw(request_for(spec))
+    request = data.draw(request_for(spec, swept=True))
     rates = ("matmul_flops", "store_read", "store_write", "store_read_mixed", "store_write_mixed")
     slower = replace(
         DEAR_TRANSFERS, **{name: getattr(DEAR_TRANSFERS, name) / factor for name in rates},

@@ -96,6 +96,8 @@ def _understood(facts: RunFacts, shapes: Symbols) -> list[tuple[str, str]]:
         pieces.append(f"head in chunks of {numerics.head_chunk_tokens:,} tokens")
     if numerics.vocabulary_rows:
         pieces.append(f"vocabulary in pieces of {numerics.vocabulary_rows:,} tokens")
+    if plan.sweeps > 1:
+        pieces.append(f"{plan.sweeps} sweeps of {plan.group.tokens:,} tokens")
     batch = f"{numerics.batch_size} {shapes.times} {numerics.max_seq_len:,} = {facts.tokens:,} tokens per step"
     return [
         ("model", f"{plan.model}: {model.architecture}, {count(model.parameters)} parameters{active}, {blocks} blocks{tied}"),

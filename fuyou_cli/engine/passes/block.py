@@ -94,12 +94,12 @@ class BlockPasses:
         visits = self.visits
         visit, flat = visits.enter("backward", call.stage)
         boundary = visits.boundaries.take(call.stage, visits.residency.wait_until) if visit.take else []
-        total = visits.sums.open(call.stage)
+        total = visits.sums.open(call.stage, resume=visit.resume)
         begin = time.monotonic()
         grad_x = self.differentiated(call, boundary if ids is None else [ids], grad_y, flat, total)
         if visit.take:
             visits.boundaries.drop(call.stage)
-        visits.sums.close(call.stage, total)
+        visits.sums.end(visit, call.stage, total)
         visits.leave(visit, begin)
         return grad_x
 

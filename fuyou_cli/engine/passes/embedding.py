@@ -12,7 +12,7 @@ from ...core.errors import UsageError
 from ..activations import Activations
 from ..crossings import Gathering, Leaving
 from ..gradients import GradientSum
-from ..lookup import StepIds, add_rows, is_lookup, is_plain, padding_at, scales_rows
+from ..lookup import OfMicroBatches, StepIds, add_rows, is_lookup, is_plain, padding_at, scales_rows
 from ..skeleton import TORCH_DTYPE
 from ..streamed import Call
 from ..visits import Visits
@@ -58,10 +58,12 @@ class EmbeddingPasses(BlockPasses):
         parts = [ids[rows] for rows in self.visits.micro_batches(ids.shape[0])]
         return StepIds(parts, pieces, self.visits.crossings.told)
 
-    def _ids_of(self, call: Call, ids: torch.Tensor) -> StepIds:
+    def _ids_of(self, call: Call, ids: torch.Tensor) -> OfMicroBatches:
         """Returns what is known of the ids of a call."""
-        given = next((given for given in self._given if given.is_of(ids)), None)
-        return given or self._looked_up(call.stage, ids.cpu())  # sync: ids that the model's own code has made
+        known = next((part for given in self._given if (part := given.part(ids)) is not None), None)
+        if known is None:
+            return self._looked_up(call.stage, ids.cpu()).looked  # sync: ids that the model's own code has made
+        return known
 
     def forward(self, call: Call, x: torch.Tensor) -> torch.Tensor:
         """Hands ids to the passes. x: (batch, tokens) int64, where the batch is."""
@@ -98,7 +100,7 @@ class EmbeddingPasses(BlockPasses):
         if call.stage in self._lookups and grad_y.shape[0] == ids.shape[0]:
             looked = self._ids_of(call, ids)
             for number, (chosen, grad) in enumerate(self._by_token(ids, grad_y)):
-                add_rows(self._module(call.stage), call.run, looked.of(number), chosen, grad, total, first=0)
+                add_rows(self._module(call.stage), call.run, looked[number][0], chosen, grad, total, first=0)
                 visits.between()
             return
         whole_ids, whole_grad = visits.inputs([lambda: [ids, grad_y]]).take()
@@ -118,7 +120,9 @@ class EmbeddingPasses(BlockPasses):
         assert y is not None
         return y
 
-    def _look_up(self, stage: int, call: Call, ids: torch.Tensor, looked: StepIds, y: torch.Tensor | None) -> torch.Tensor:
+    def _look_up(
+        self, stage: int, call: Call, ids: torch.Tensor, looked: OfMicroBatches, y: torch.Tensor | None
+    ) -> torch.Tensor:
         """Puts the rows of one piece in their places in `y`, on the device: there go up those of the pieces before, if any."""
         visits = self.visits
         visit, flat = visits.enter("forward", stage)
@@ -132,7 +136,7 @@ class EmbeddingPasses(BlockPasses):
         with torch.no_grad(), padding_at(module, None), visits.installed(stage, flat, trainable=False):
             for number, rows in enumerate(parts):
                 part_ids, *found = arriving.take()
-                here = looked.of(number, stage - call.stage).here
+                here = looked[number][stage - call.stage].here
                 assert here is not None
                 looked_up = call.run(part_ids.reshape(-1)[here] - first)
                 if y is None:
@@ -157,11 +161,11 @@ class EmbeddingPasses(BlockPasses):
             begin, (first, _) = time.monotonic(), visits.stages[stage].rows
             assert total is not None
             for number, (chosen, grad) in enumerate(self._by_token(ids, grad_y)):
-                of_piece = looked.of(number, stage - call.stage)
+                of_piece = looked[number][stage - call.stage]
                 if of_piece.distinct.numel():
                     add_rows(self._module(call.stage), call.run, of_piece, chosen, grad, total, first=first)
                 visits.between()
-            visits.sums.close(stage, total)
+            visits.sums.end(visit, stage, total)
             visits.leave(visit, begin)
 
     def _by_token(self, ids: torch.Tensor, grad_y: torch.Tensor) -> Iterator[list[torch.Tensor]]:

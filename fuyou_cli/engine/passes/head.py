@@ -15,26 +15,35 @@ import torch
 from transformers import PreTrainedModel
 
 from ...core.errors import UsageError
+from ...planner.schedule import Visit
 from ..crossings import Leaving
 from ..gradients import add_in_pieces
-from ..loss import Head, Part, TokenLoss, pieces
+from ..loss import Head, Part, TokenLoss, mean, pieces
 from ..visits import Visits
 
 
 class HeadPasses:
-    """Computes the loss and differentiates it. `check_loss` hears of the step's loss and its stage before any update."""
+    """Computes the loss and differentiates it. `check_loss` hears of the step's loss and its stage before any update.
+
+    `loss`: the step's mean, once its last sweep has gone through the head."""
 
     def __init__(self, visits: Visits, model: PreTrainedModel, check_loss: Callable[[float, int], None]) -> None:
         self.visits, self.head, self._check_loss = visits, Head(model), check_loss
+        self.loss, self._normaliser = 0.0, 1
+        self._losses: list[torch.Tensor] = []  # of label tokens, of sweeps through a cut head so far
 
-    def run(self, hidden: torch.Tensor, targets: torch.Tensor, *, label_tokens: int) -> tuple[float, torch.Tensor]:
-        """Returns the step's mean loss and its gradient with respect to the last hidden state.
+    def begin_step(self, label_tokens: int) -> None:
+        self.loss, self._normaliser = 0.0, max(1, label_tokens)
+        self._losses.clear()
 
-        hidden: (batch, tokens, width), and the gradient where that is; targets: (batch, tokens) int64, already shifted, where
+    def run(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Returns the gradient of the step's mean loss with respect to a sweep's last hidden state.
+
+        hidden: (rows, tokens, width), and the gradient where that is; targets: (rows, tokens) int64, already shifted, where
         `placed` puts them.
         """
         compute = self._in_pieces if self.visits.model.head_is_cut else self._whole
-        return compute(hidden, targets, normaliser=max(1, label_tokens))
+        return compute(hidden, targets, normaliser=self._normaliser)
 
     def placed(self, targets: torch.Tensor) -> torch.Tensor:
         """Returns a step's targets, in host memory, where `run` wants them. Raises UsageError for one that no piece has."""
@@ -48,15 +57,15 @@ class HeadPasses:
 
     # ---- whole -----------------------------------------------------------------------------------------------------
 
-    def _whole(self, hidden: torch.Tensor, targets: torch.Tensor, *, normaliser: int) -> tuple[float, torch.Tensor]:
+    def _whole(self, hidden: torch.Tensor, targets: torch.Tensor, *, normaliser: int) -> torch.Tensor:
         """Runs one visit, forward and backward at once."""
         visits, head = self.visits, self.head
         stage = visits.model.stages[-1].index
         visit, flat = visits.enter("head", stage)
-        total = visits.sums.open(visit.owner if visit.owner is not None else stage)
+        total = visits.sums.open(visit.owner if visit.owner is not None else stage, resume=visit.resume)
         begin = time.monotonic()
         gradient = visits.crossings.batches.lend(tuple(hidden.shape), hidden.dtype)
-        loss, unread = 0.0, list[torch.Tensor]()
+        loss, unread = self.loss, list[torch.Tensor]()
         batch = visits.micro_batches(hidden.shape[0])
         arriving = visits.inputs(partial(lambda rows: [hidden[rows], targets[rows]], rows) for rows in batch)
         leaving = Leaving(visits.crossings)
@@ -78,23 +87,27 @@ class HeadPasses:
         leaving.settle()
         for piece_loss in unread:
             loss += float(piece_loss)  # sync: only here, at the end of the visit, and added in order
-        self._check_loss(loss, stage)
+        self.loss = loss
+        if visit.is_final:
+            self._check_loss(loss, stage)
         if not visits.model.tied_head:
-            visits.sums.close(stage, total)
+            visits.sums.end(visit, stage, total)
         visits.leave(visit, begin)
-        return loss, gradient
+        return gradient
 
     # ---- in pieces -------------------------------------------------------------------------------------------------
 
-    def _in_pieces(self, hidden: torch.Tensor, targets: torch.Tensor, *, normaliser: int) -> tuple[float, torch.Tensor]:
+    def _in_pieces(self, hidden: torch.Tensor, targets: torch.Tensor, *, normaliser: int) -> torch.Tensor:
         """Makes two passes over the pieces of the vocabulary, each piece's weights fetched once per pass."""
         visits = self.visits
         heads = [stage.index for stage in visits.model.stages if stage.kind == "head"]
-        tokens = TokenLoss.of(targets)
+        tokens, is_final = TokenLoss.of(targets), True
         for stage in heads:
-            self._fold_piece(stage, hidden, tokens)
-        loss = tokens.mean(normaliser)
-        self._check_loss(loss, heads[-1])
+            is_final = self._fold_piece(stage, hidden, tokens).is_final
+        self._losses.append(tokens.losses())
+        if is_final:
+            self.loss = mean(self._losses, normaliser)
+            self._check_loss(self.loss, heads[-1])
         # Summed in float32 whatever the dtypes: a rounding per piece would make the result depend on their number.
         gradient = visits.crossings.batches.lend(tuple(hidden.shape), torch.float32)
         is_result = gradient.dtype == hidden.dtype
@@ -102,10 +115,10 @@ class HeadPasses:
         for stage in reversed(heads):
             target = result if visits.stages[stage].rows[0] == 0 else gradient  # the last of all has the sum
             self._differentiate_piece(stage, hidden, tokens, gradient, target, normaliser=normaliser)
-        return loss, result
+        return result
 
-    def _fold_piece(self, stage: int, hidden: torch.Tensor, tokens: TokenLoss) -> None:
-        """Folds the piece's logits of every token into its loss."""
+    def _fold_piece(self, stage: int, hidden: torch.Tensor, tokens: TokenLoss) -> Visit:
+        """Folds the piece's logits of every token into its loss; the visit that did."""
         visits = self.visits
         visit, flat = visits.enter("logits", stage)
         begin = time.monotonic()
@@ -118,6 +131,7 @@ class HeadPasses:
                     tokens.fold(part, self.head.logits(piece), first=visits.stages[stage].rows[0])
                     visits.between()
         visits.leave(visit, begin)
+        return visit
 
     def _differentiate_piece(
         self, stage: int, hidden: torch.Tensor, tokens: TokenLoss, gradient: torch.Tensor, target: torch.Tensor,
@@ -128,7 +142,7 @@ class HeadPasses:
         visits, first = self.visits, self.visits.stages[stage].rows[0]
         visit, flat = visits.enter("head", stage)
         assert visit.owner is not None
-        total = visits.sums.open(visit.owner)
+        total = visits.sums.open(visit.owner, resume=visit.resume)
         begin = time.monotonic()
         begins = stage == visits.model.stages[-1].index
         batch = visits.micro_batches(hidden.shape[0])
@@ -154,8 +168,7 @@ class HeadPasses:
                 leaving.put(sums[0], target[rows])
                 del states, sums, piece
         leaving.settle()
-        hand_on = visits.sums.rest if visit.rest else visits.sums.close
-        hand_on(visit.owner, total)
+        visits.sums.end(visit, visit.owner, total)
         visits.leave(visit, begin)
 
     def _chunks(self, rows: slice, batch: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:

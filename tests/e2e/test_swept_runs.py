@@ -1,0 +1,82 @@
+"""Runs whose steps go through the model in several sweeps: stopped, resumed with other sweeps, and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig
+
+from fuyou_cli.core.errors import Interrupted, UsageError
+from fuyou_cli.recipe.load import load_recipe
+
+from .conftest import Project, Whole
+from .running import STEPS, exported, interrupt, manifest_of, planned, train
+
+ONE = 24  # tokens of a micro-batch
+
+
+@pytest.fixture(scope="module")
+def llama(materials: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Untied, with the tokenizer of the others."""
+    folder = tmp_path_factory.mktemp("llama") / "model"
+    shutil.copytree(materials / "model", folder)
+    for file in (*folder.glob("*.safetensors"), *folder.glob("*config.json")):
+        if file.name != "tokenizer_config.json":
+            file.unlink()
+    config = transformers.LlamaConfig(
+        vocab_size=AutoConfig.from_pretrained(materials / "model").vocab_size, hidden_size=32, intermediate_size=64,
+        num_hidden_layers=2, num_attention_heads=4, bos_token_id=0, eos_token_id=0, attention_dropout=0.1,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def _changes(model: str, **more: Any) -> dict[str, Any]:
+    return {
+        "model.name_or_path": model, "train.max_steps": STEPS, "train.batch_size": 6, "train.micro_batch_size": 1,
+        **{key.replace("__", "."): value for key, value in more.items()},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
+def test_stopped_and_resumed_with_other_sweeps_is_the_run_in_one(
+    clip: float | None, llama: str, new_project: Callable[..., Project], whole: Callable[..., Whole], tmp_path: Path
+) -> None:
+    expected = whole(_changes(llama, train__clip_grad_norm=clip))
+    broken = new_project("broken", _changes(llama, train__clip_grad_norm=clip, train__sweep_tokens=3 * ONE))
+    for step, phase in ((2, "forward"), (3, "backward")):
+        with pytest.raises(Interrupted):
+            train(broken, interrupt(step, phase))
+        assert manifest_of(broken).step == step - 1  # in its first sweep nothing is updated yet
+        broken.write_recipe(_changes(llama, train__clip_grad_norm=clip, train__sweep_tokens=2 * ONE))
+    losses, resumed = train(broken)
+    assert losses == expected.losses
+    ours, theirs = exported(resumed, tmp_path / "ours"), exported(expected.store, tmp_path / "theirs")
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+
+
+@pytest.mark.parametrize(("tokens", "sweeps"), [("auto", None), (6 * ONE, 1), (5 * ONE, 2), (ONE, 6), (100 * ONE, 1)])
+def test_a_sweep_has_at_most_so_many_tokens(
+    tokens: int | str, sweeps: int | None, llama: str, new_project: Callable[..., Project]
+) -> None:
+    recipe = load_recipe(new_project("plan", _changes(llama, train__sweep_tokens=tokens)).recipe).recipe
+    found = planned(recipe)
+    assert found.request.sweeps == sweeps
+    assert found.plan.sweeps == (sweeps or 1)
+
+
+def test_what_cannot_be_swept_is_refused(materials: Path, llama: str, new_project: Callable[..., Project]) -> None:
+    for model, tokens, said in (
+        (str(materials / "model"), ONE, "goes through a step's rows at once"),
+        (llama, ONE - 1, "less than a micro-batch of 24 tokens"),
+    ):
+        recipe = load_recipe(new_project(said, _changes(model, train__sweep_tokens=tokens)).recipe).recipe
+        with pytest.raises(UsageError, match=said):
+            planned(recipe)

@@ -1,0 +1,151 @@
+"""A step in several sweeps over the model gives the bits of one sweep, and moves the bytes that its plan says."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedConfig
+
+from fuyou_cli.engine.executor import StepAbandoned
+from fuyou_cli.planner.schedule import Visit
+
+from .families import gpt2, gptj, llama
+from .rig import Rig, Shape, Subject, unequal
+
+STEPS = 3
+SWEEPS = (2, 3, 6)
+SHAPES = {
+    "plain": Shape(batch=6, micro=1),
+    "pieces": Shape(batch=6, micro=1, vocabulary=40, chunk=8),
+    "bf16": Shape(batch=12, micro=2, dtype="bfloat16"),
+    "bf16 pieces": Shape(batch=12, micro=2, dtype="bfloat16", vocabulary=40, accumulate="bfloat16"),
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "on the ssd": dict(clip=0.5),
+    "updated at once": dict(clip=None),
+    "some updated at once": dict(clip=None, defer=0.5, lookahead=1),
+    "lookahead 4": dict(clip=0.5, lookahead=4),
+    "lookahead further than the step": dict(clip=None, lookahead=1000),
+    "gradients in RAM": dict(clip=None, gradients="cpu"),
+    "outputs kept": dict(clip=None, home="cpu", kept="all"),
+    "outputs kept on the ssd": dict(clip=0.5, kept="all"),
+    "emulated": dict(clip=0.5, device="emulated"),
+    "emulated, updated at once": dict(clip=None, device="emulated", lookahead=2),
+    "emulated, across": dict(clip=0.5, device="emulated", batch_on_device=False, home="cpu"),
+    "emulated, outputs kept": dict(clip=None, device="emulated", kept="all", home="cpu"),
+    "emulated, states there": dict(clip=0.5, device="emulated", states="gpu"),
+    "emulated, some states there": dict(clip=None, device="emulated", device_states=(0, 2), defer=0.5),
+    "emulated, outputs kept, across": dict(clip=None, device="emulated", kept="all", batch_on_device=False),
+}
+
+Outcome = tuple[list[float], dict[str, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def subject(request: pytest.FixtureRequest) -> Subject:
+    """Untied, with dropout in attention: which numbers it draws depends on the micro-batch alone."""
+    config = llama(num_hidden_layers=3, attention_dropout=0.1)
+    return Subject(config, SHAPES[request.param])
+
+
+@pytest.fixture(scope="module")
+def expected(subject: Subject, tmp_path_factory: pytest.TempPathFactory) -> dict[float | None, Outcome]:
+    return {clip: _outcome(subject, tmp_path_factory.mktemp("one"), clip=clip) for clip in (0.5, None)}
+
+
+def _outcome(subject: Subject, folder: Path, **way: Any) -> Outcome:
+    with Rig(subject, folder, **way) as rig:
+        losses = rig.run(STEPS)
+        assert rig.device.peak_memory() <= rig.plan.predicted.gpu_peak
+        return losses, rig.weights()
+
+
+def _cases() -> list[tuple[str, str, int]]:
+    """Every way with two shapes, and of sweeps one, in turn."""
+    pairs = [(shape, way) for first, shape in enumerate(SHAPES) for way in list(WAYS)[first % 2 :: 2]]
+    return [(*pair, SWEEPS[number % len(SWEEPS)]) for number, pair in enumerate(pairs)]
+
+
+@pytest.mark.parametrize(("subject", "way", "sweeps"), _cases(), indirect=["subject"])
+def test_bitwise_as_in_one_sweep(
+    subject: Subject, way: str, sweeps: int, expected: dict[float | None, Outcome], tmp_path: Path
+) -> None:
+    losses, weights = _outcome(subject, tmp_path, sweeps=sweeps, **WAYS[way])
+    assert losses == expected[WAYS[way]["clip"]][0]
+    assert unequal(weights, expected[WAYS[way]["clip"]][1]) == []
+
+
+@pytest.mark.parametrize("sweeps", SWEEPS)
+@pytest.mark.parametrize("clip", [0.5, None], ids=["clipped", "unclipped"])
+@pytest.mark.parametrize("subject", ["plain", "bf16 pieces"], indirect=True)
+def test_one_more_step_moves_exactly_what_was_predicted(
+    subject: Subject, clip: float | None, sweeps: int, tmp_path: Path
+) -> None:
+    def moved(steps: int) -> tuple[int, int]:
+        with Rig(subject, tmp_path / str(steps), clip=clip, lookahead=1, sweeps=sweeps) as rig:
+            before = rig.counters()
+            rig.run(steps, settle=True)
+            after = rig.counters()
+            predicted.append((rig.plan.predicted.read_per_step, rig.plan.predicted.written_per_step))
+        return after.read_bytes - before.read_bytes, after.written_bytes - before.written_bytes
+
+    predicted: list[tuple[int, int]] = []
+    three, four = moved(3), moved(4)
+    assert (four[0] - three[0], four[1] - three[1]) == predicted[0]
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+@pytest.mark.parametrize("subject", ["plain"], indirect=True)
+def test_a_step_given_up_in_its_second_sweep_can_be_done_again(
+    device: Any, subject: Subject, expected: dict[float | None, Outcome], tmp_path: Path
+) -> None:
+    with Rig(subject, tmp_path, clip=0.5, device=device, sweeps=3, lookahead=3) as rig:
+        batches = list(subject.batches(STEPS))
+        rig.step(*batches[0], 1)
+
+        def give_up(visit: Visit, phase: str) -> None:
+            if visit.sweep == 1 and visit.phase == phase and rig.spec.stages[visit.stage].kind == "block":
+                raise StepAbandoned
+
+        for phase in ("forward", "backward", "backward", "backward"):
+            rig.executor.after_visit = partial(give_up, phase=phase)
+            with pytest.raises(StepAbandoned):
+                rig.step(*batches[1], 2)
+            rig.executor.abandon()
+            rig.executor.drain()
+        rig.executor.after_visit = lambda visit: None
+        for number in range(2, STEPS + 1):
+            rig.step(*batches[number - 1], number, last=number == STEPS)
+        rig.executor.drain()
+        assert (rig.losses, unequal(rig.weights(), expected[0.5][1])) == (expected[0.5][0], [])
+
+
+FAMILIES: list[tuple[str, PreTrainedConfig, int, bool]] = [
+    ("untied", llama(), 0, True),
+    ("untied, cut", llama(), 40, True),
+    ("tied", llama(tie_word_embeddings=True), 0, False),
+    ("learned positions, tied", gpt2(), 0, False),
+    ("no dropout between stages", gptj(), 0, True),
+    ("dropout between stages", gptj(embd_pdrop=0.1), 0, False),
+]
+
+
+@pytest.mark.parametrize(("config", "vocabulary", "may"), [f[1:] for f in FAMILIES], ids=[f[0] for f in FAMILIES])
+def test_which_models_may_be_swept(config: PreTrainedConfig, vocabulary: int, may: bool) -> None:
+    """A tied head's and an embedding's gradients come in one order only; what is drawn or summed is of the whole batch."""
+    assert Subject(config, Shape(vocabulary=vocabulary)).spec.may_sweep == may
+
+
+def test_boundaries_take_a_sweep_of_rows(tmp_path: Path) -> None:
+    """What rests from forward to backward falls with the number of sweeps; gradients rest in between."""
+    subject = Subject(llama(), SHAPES["plain"])
+    sizes = []
+    for sweeps in (1, 3):
+        with Rig(subject, tmp_path / str(sweeps), home="cpu", kept="all", sweeps=sweeps) as rig:
+            sizes.append(sum(stage.boundary_ram.size for stage in rig.plan.stages if stage.boundary_ram))
+            assert all(stage.gradients_ram is not None for stage in rig.plan.stages if rig.spec.stages[stage.stage].params)
+    assert sizes[0] == 3 * sizes[1]
