@@ -15,7 +15,9 @@ from fuyou_cli import __version__
 from fuyou_cli.core.errors import FuyouError, UsageError
 
 from . import error_screen
+from .arguments import Calibrated, Json, OptionalRecipe, Overrides, RecipeArgument, Trace
 from .console import prepare_streams, write_result, write_status
+from .recipes_app import recipes
 
 if TYPE_CHECKING:
     from fuyou_cli.recipe.load import LoadedRecipe
@@ -46,23 +48,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-recipes = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, show and copy the shipped recipes.")
 app.add_typer(recipes, name="recipes")
-
-_RECIPE_HELP = "A recipe file, or the name of a shipped one (default: ./recipe.yaml)."
-_OVERRIDES_HELP = "Change keys of the recipe, e.g. optimizer.lr=3e-6; key=null clears one."
-
-RecipeArgument = Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped one.")]
-OptionalRecipe = Annotated[str | None, typer.Argument(help=_RECIPE_HELP, show_default=False)]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="key=value", help=_OVERRIDES_HELP, show_default=False)]
-Calibrated = Annotated[bool, typer.Option("--calibrated", help="Use the rates that the latest run on this machine showed.")]
-Trace = Annotated[
-    Path | None,
-    typer.Option(
-        "--trace", metavar="FILE", help="Write what was busy when in the newest steps, for ui.perfetto.dev.", show_default=False
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Write the result as JSON.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -229,6 +215,24 @@ def doctor(
 
 
 @app.command()
+def report(
+    source: Annotated[Path, typer.Argument(metavar="RUN", help="A run's output_dir, its recipe, or its log.jsonl.")],
+    json_output: Json = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write one page that opens in any browser.", show_default=False)
+    ] = None,
+) -> None:
+    """Show what a run did.
+
+    Loss, learning rate and speed over the steps, memory, the ssd and its wear, predicted beside measured. Also of a run that
+    goes on.
+    """
+    from .report_command import run_report
+
+    run_report(source, json_output=json_output, html=html)
+
+
+@app.command()
 def export(
     source: Annotated[Path, typer.Argument(metavar="STORE|RECIPE", help="A run's store, or its recipe.")],
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
@@ -274,33 +278,6 @@ def clean(
     from .clean import run_clean
 
     run_clean(directory, yes=yes)
-
-
-@recipes.command("ls")
-def recipes_ls(json_output: Json = False) -> None:
-    """List the shipped recipes."""
-    from .recipes_cmd import run_ls
-
-    run_ls(json_output=json_output)
-
-
-@recipes.command("show")
-def recipes_show(name: Annotated[str, typer.Argument(help="Its name, as in `recipes ls`.")]) -> None:
-    """Print a shipped recipe."""
-    from .recipes_cmd import run_show
-
-    run_show(name)
-
-
-@recipes.command("cp")
-def recipes_cp(
-    name: Annotated[str, typer.Argument(help="Its name, as in `recipes ls`.")],
-    target: Annotated[Path, typer.Argument(help="The file to write; it must not exist.")] = Path("recipe.yaml"),
-) -> None:
-    """Copy a shipped recipe, to be edited."""
-    from .recipes_cmd import run_cp
-
-    run_cp(name, target)
 
 
 def _plan(loaded: LoadedRecipe, **options: Any) -> None:

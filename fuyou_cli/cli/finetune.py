@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -144,7 +145,9 @@ def _end_log(log: JsonlLog, run: Run, before: Counters, report: RunReport) -> No
     after = run.daemon.counters()
     moved = {key: getattr(after, key) - getattr(before, key) for key in ("read_bytes", "written_bytes")}
     try:
-        log.write("end", {**moved, "saved_bytes": run.saver.saved_bytes, "compared": as_records(report.compared)})
+        log.timeline(report)
+        totals = {"written_total": report.written_total, "settled": report.settled}
+        log.write("end", {**moved, **totals, "saved_bytes": run.saver.saved_bytes, "compared": as_records(report.compared)})
         log.close()
     except FuyouError as error:
         write_status(f"note: {error.message}")
@@ -155,11 +158,22 @@ def _promises(planned: Planned) -> dict[str, object]:
     from fuyou_cli.advice.compare import placed_in_words
 
     plan, predicted = planned.plan, planned.plan.predicted
-    keys = ("cpu_peak", "read_per_step", "written_per_step", "read_by", "written_by", "step_seconds")
+    keys = (
+        "cpu_peak", "gpu_peak", "ssd_bytes", "read_per_step", "written_per_step", "read_by", "written_by", "step_seconds",
+    )  # fmt: skip
     return {
         "budget": plan.cpu_budget,
         "arena": plan.arena_size,
         "process_bytes": planned.hardware.process_bytes,
+        "model": planned.recipe.model.name_or_path,
+        "device": f"{planned.hardware.device} ({planned.hardware.device_name})",
+        "began": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "assumed": planned.hardware.measured == "assumed",
+        "memory": [{"what": line.what, "tier": line.tier, "size": line.size} for line in plan.memory],
+        "drives": [
+            {"model": drive.model, "rated_bytes": drive.rated_bytes, "used_bytes": drive.used_bytes}
+            for drive in planned.hardware.drives
+        ],
         "parameters": planned.model.parameters,
         "total_steps": planned.total_steps,
         "numerics": asdict(plan.numerics),

@@ -11,12 +11,22 @@ _CHUNK = 1 << 20
 _KINDS = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"))
 
 
-def read_plain(path: Path, *, limit: int) -> bytes:
-    """Reads the first `limit` bytes. Raises OSError where there is no plain file, ValueError for an impossible name."""
+def open_plain(path: Path) -> int:
+    """Opens a plain file to read. Raises OSError where there is none, ValueError for an impossible name."""
     _refuse(path, path.stat())  # a device may do something when it is opened, and a socket has no words for it
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     try:
         _refuse(path, os.fstat(descriptor))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read_plain(path: Path, *, limit: int) -> bytes:
+    """Reads the first `limit` bytes. Raises OSError where there is no plain file, ValueError for an impossible name."""
+    descriptor = open_plain(path)
+    try:
         parts: list[bytes] = []
         while limit > 0 and (part := os.read(descriptor, min(limit, _CHUNK))):
             parts.append(part)

@@ -20,7 +20,7 @@ from types import TracebackType
 
 from ..core.disk import failed_writing
 from ..core.errors import FuyouError, UsageError
-from .report import StepReport
+from .report import RunReport, StepReport
 
 SCHEMA_VERSION = 1
 
@@ -54,6 +54,11 @@ class JsonlLog:
     def step(self, report: StepReport) -> None:
         """Writes a finished step: every field but the timeline, which `busy` sums up."""
         self.write("step", {name: value for name, value in asdict(report).items() if name != "timeline"})
+
+    def timeline(self, report: RunReport) -> None:
+        """Writes when what was busy in the last step, to the microsecond."""
+        places = [{**asdict(item), "begin": round(item.begin, 6), "end": round(item.end, 6)} for item in report.timeline]
+        self.write("timeline", {"intervals": places, "stalls": report.timeline_stalls})
 
     def write(self, event: str, fields: Mapping[str, object]) -> None:
         """Writes one line: schema_version, event, then `fields`. Numbers that are not finite become null."""

@@ -88,8 +88,8 @@ def run_report(
         timeline=steps.last.timeline if steps.last else (),
         timeline_stalls=steps.last.stalls if steps.last else {},
         output_dir=str(Path(output_dir).expanduser()),
-        busy=_medians([step.busy for step in typical]),
-        waits=_medians([step.stalls for step in typical]),
+        busy=medians([step.busy for step in typical]),
+        waits=medians([step.stalls for step in typical]),
         update_cpu=_median([step.update_cpu_seconds for step in typical]),
     )
 
@@ -98,7 +98,7 @@ def _median(values: Sequence[float]) -> float:
     return statistics.median(values) if values else 0.0
 
 
-def _medians(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+def medians(steps: Sequence[dict[str, float]]) -> dict[str, float]:
     """Returns the median of each name over all steps; a step without it has none of it."""
     names = dict.fromkeys(name for step in steps for name in step)
     return {name: statistics.median(step.get(name, 0.0) for step in steps) for name in names}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -156,6 +156,22 @@ def _described(folder: Path) -> object:
     from fuyou_cli.machine.described import described
 
     return described(folder / "machine.yaml")
+
+
+def _history(folder: Path) -> object:
+    """As `fuyou report` does, up to what it shows."""
+    from fuyou_cli.cli.render.report_page import page
+    from fuyou_cli.training.history import read_history
+
+    return page(read_history(folder / "log.jsonl"))
+
+
+def _log_bytes() -> list[bytes]:
+    from fuyou_cli.training.history import End, Promised, Step, Timeline
+
+    kinds: tuple[tuple[str, Any], ...] = (("plan", Promised), ("step", Step), ("timeline", Timeline), ("end", End))
+    lines = [json.dumps({"event": event, **asdict(example(kind))}).encode() + b"\n" for event, kind in kinds]
+    return [b"".join(lines), b"".join(lines[:2])]
 
 
 # ---- recipes ---------------------------------------------------------------------------------------------------------
@@ -331,6 +347,7 @@ LIGHT = (
     Parser(name="part", file=PART_FILE, read=read_part, seeds=_part_bytes),
     Parser(name="plan", file="plan.json", read=_planned, seeds=_plan_bytes),
     Parser(name="profile", file="profile.json", read=_profiled, seeds=_profile_bytes),
+    Parser(name="log", file="log.jsonl", read=_history, seeds=_log_bytes, share=0.1),
     Parser(
         name="index", file=INDEX_NAME, read=_index, seeds=_index_bytes,
         beside={name: framed(table) for name, table in zip(_SHARDS, _TABLES, strict=True)},

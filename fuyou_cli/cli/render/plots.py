@@ -49,14 +49,14 @@ def loss_lines(losses: Sequence[float], *, first_step: int, width: int, shades: 
     """Draw HEIGHT lines with the highest and the lowest loss beside them, and the first and last step below. `shades` are a
     cell's levels. Values that are not finite are left out; each column is the mean of its steps."""
     columns, top = width - _LABEL - 1, len(shades) - 1
-    means = _means(losses, columns) if width >= 24 else []
-    finite = [mean for mean in means if math.isfinite(mean)]
+    heights = means(losses, columns) if width >= 24 else []
+    finite = [mean for mean in heights if math.isfinite(mean)]
     if not finite:
         return []
     low, high = min(finite), max(finite)
     labels = [f"{high:.4g}", *[""] * (HEIGHT - 2), f"{low:.4g}"]
     levels = [  # in cells from the bottom; the lowest loss is still seen
-        0.0 if math.isnan(mean) else 1 + (mean - low) / ((high - low) or 1) * (HEIGHT - 1) for mean in means
+        0.0 if math.isnan(mean) else 1 + (mean - low) / ((high - low) or 1) * (HEIGHT - 1) for mean in heights
     ]
     lines = []
     for row, label in enumerate(labels):
@@ -66,15 +66,15 @@ def loss_lines(losses: Sequence[float], *, first_step: int, width: int, shades: 
     return [*lines, " " * (_LABEL + 1) + first + (last.rjust(columns - len(first)) if len(losses) > 1 else "")]
 
 
-def _means(losses: Sequence[float], columns: int) -> list[float]:
-    """Return the mean loss of the steps at each column; NaN where none is finite."""
-    means = []
+def means(losses: Sequence[float], columns: int) -> list[float]:
+    """Return the mean of the steps at each column; NaN where none is finite."""
+    found = []
     for column in range(columns):
         begin = column * len(losses) // columns
         here = losses[begin : max(begin + 1, (column + 1) * len(losses) // columns)]
         finite = [value for value in here if math.isfinite(value)]
-        means.append(sum(finite) / len(finite) if finite else math.nan)
-    return means
+        found.append(sum(finite) / len(finite) if finite else math.nan)
+    return found
 
 
 # ---- a step on the terminal ------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from fuyou_cli.core.units import brief, duration, gb, gib
 from fuyou_cli.training.report import Compared, RunReport
 
 from .plots import show_loss, show_timeline, waiting
-from .theme import Symbols, column, heading, pairs, ruled, say, show, some, speed, symbols, tera
+from .theme import column, heading, pairs, ruled, say, show, some, speed, symbols, tera
 
 
 def show_summary(console: Console, report: RunReport) -> None:
@@ -24,29 +24,44 @@ def show_summary(console: Console, report: RunReport) -> None:
         ("output", report.output_dir),
     ]
     pairs(console, rows)
-    _compared(console, report, shapes)
+    show_compared(console, report)
     show_loss(console, report.losses)
     show_timeline(console, report.timeline)
 
 
-def _compared(console: Console, report: RunReport, shapes: Symbols) -> None:
-    heading(console, "Predicted and measured", _typical(report) + ("; the plan's rates were assumed" if report.assumed else ""))
-    content = ruled(shapes)
+def show_compared(console: Console, report: RunReport) -> None:
+    """Print a row per figure of the plan, beside what was measured."""
+    note = typical(report) + ("; the plan's rates were assumed" if report.assumed else "")
+    heading(console, "Predicted and measured", note)
+    content = ruled(symbols(console))
     column(content, "what", wrap=True)
     for title in ("predicted", "measured", "difference"):
         column(content, title, right=True)
-    for line in report.compared:
-        shown = gib if line.what.startswith("peak ") else gb if line.unit == "bytes" else brief
-        content.add_row(Text(line.what), shown(line.predicted), shown(line.measured), _difference(line))
+    for what, *figures in compared_rows(report):
+        content.add_row(Text(what), *figures)
     show(console, content, indent=2)
     over = report.ram_peak > report.ram_budget
-    verdict = f"Peak RAM is {'over' if over else 'within'} the budget of {gib(report.ram_budget)}."
-    say(console, verdict, style="red" if over else "", indent=2)
+    say(console, verdict(report), style="red" if over else "", indent=2)
     if report.assumed:
         say(console, "Run `fuyou bench RECIPE` to plan with measured rates next time.", style="dim", indent=2)
 
 
-def _typical(report: RunReport) -> str:
+def verdict(report: RunReport) -> str:
+    """Say whether the run kept to its memory."""
+    over = report.ram_peak > report.ram_budget
+    return f"Peak RAM is {'over' if over else 'within'} the budget of {gib(report.ram_budget)}."
+
+
+def compared_rows(report: RunReport) -> list[tuple[str, str, str, str]]:
+    """Return each figure's name, as predicted, as measured, and the difference."""
+    rows = []
+    for line in report.compared:
+        shown = gib if line.what.startswith("peak ") else gb if line.unit == "bytes" else brief
+        rows.append((line.what, shown(line.predicted), shown(line.measured), _difference(line)))
+    return rows
+
+
+def typical(report: RunReport) -> str:
     """Say which steps the figures are of."""
     first = report.steps - report.settled if report.settled else min(1, report.steps - 1)
     without = "" if first < 1 else " without the first" if first == 1 else f" without the first {first}"

@@ -18,7 +18,7 @@ from ..length import sampler_of
 from ..plan_request_of import StoreDisks
 from ..plan_step import plan, settle
 from ..report import StepReport
-from ..reporting import settling_steps
+from ..reporting import medians, settling_steps
 from ..run import Run
 from ..state import fingerprints
 from ..steps import Inspected, Planned, Ready, Resolved, inspect, run_directories
@@ -97,8 +97,8 @@ def measure(loaded: LoadedRecipe, planned: Planned, place: Place) -> Measured:
         step_seconds=_median([report.seconds for report in settled]),
         block_seconds=_median([seconds_of(report, blocks) for report in settled]),
         tokens=settled[-1].batch_tokens,
-        busy=_medians([report.busy for report in settled]),
-        waits=_medians([report.stalls for report in settled]),
+        busy=medians([report.busy for report in settled]),
+        waits=medians([report.stalls for report in settled]),
         losses=losses,
     )
 
@@ -147,8 +147,3 @@ def rows_of(planned: Planned, place: Place) -> Rows:
 
 def _median(values: list[float]) -> float:
     return statistics.median(values)
-
-
-def _medians(found: list[dict[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for one in found for name in one)
-    return {name: _median([one.get(name, 0.0) for one in found]) for name in names}

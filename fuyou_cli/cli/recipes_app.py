@@ -1,0 +1,39 @@
+"""Define `fuyou recipes`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .arguments import Json
+
+recipes = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, show and copy the shipped recipes.")
+
+
+@recipes.command("ls")
+def recipes_ls(json_output: Json = False) -> None:
+    """List the shipped recipes."""
+    from .recipes_cmd import run_ls
+
+    run_ls(json_output=json_output)
+
+
+@recipes.command("show")
+def recipes_show(name: Annotated[str, typer.Argument(help="Its name, as in `recipes ls`.")]) -> None:
+    """Print a shipped recipe."""
+    from .recipes_cmd import run_show
+
+    run_show(name)
+
+
+@recipes.command("cp")
+def recipes_cp(
+    name: Annotated[str, typer.Argument(help="Its name, as in `recipes ls`.")],
+    target: Annotated[Path, typer.Argument(help="The file to write; it must not exist.")] = Path("recipe.yaml"),
+) -> None:
+    """Copy a shipped recipe, to be edited."""
+    from .recipes_cmd import run_cp
+
+    run_cp(name, target)

@@ -1,0 +1,66 @@
+"""Write a run's history as one HTML page that needs nothing else: no network, no script; light or dark as the reader's
+system is. The template is report.html; whatever comes from the log is escaped in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from fuyou_cli.core.printable import one_line
+from fuyou_cli.core.units import brief, gb, gib
+from fuyou_cli.training.history import History
+
+from .line_chart import line_svg
+from .plots import timeline_svg
+from .report_rows import COLUMNS, about, memory, series_of, store, wear
+from .summary import compared_rows, typical, verdict
+from .theme import speed
+
+_TEMPLATE = Path(__file__).with_name("report.html")
+
+
+def page(history: History) -> str:
+    """Return the page as text."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_shown)
+    template, report, series = (
+        environment.from_string(_TEMPLATE.read_text(encoding="utf-8")),
+        history.report,
+        series_of(history),
+    )
+    first = history.steps[0].step
+    timeline = timeline_svg(report.timeline, title="The last step", stalls=report.timeline_stalls) if report.timeline else ""
+    return template.render(
+        model=history.promised.model,
+        log=str(history.log),
+        tiles=_tiles(history),
+        about=about(history),
+        charts=[(one.name, Markup(line_svg(one, first_step=first))) for one in series],
+        columns=COLUMNS,
+        over=[one.row for one in series],
+        compared=compared_rows(report),
+        typical=typical(report).removeprefix("of one step, "),
+        verdict=verdict(report),
+        memory=memory(history),
+        ssd=[*store(history), *wear(history)],
+        timeline=Markup(timeline),
+    )
+
+
+def _shown(value: object) -> object:
+    """Spell out control characters of text from a log."""
+    return one_line(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def _tiles(history: History) -> list[tuple[str, str]]:
+    """Return the figures that are looked for first."""
+    report, known = history.report, [step.loss for step in history.steps if step.loss is not None]
+    return [
+        ("loss of the last step", f"{known[-1]:.4f}" if known else "?"),
+        ("loss of the first step", f"{known[0]:.4f}" if known else "?"),
+        ("tokens per second", speed(report.tokens_per_second)),
+        ("one step", brief(report.step_seconds)),
+        (f"peak RAM, {gib(report.ram_budget)} allowed", gib(report.ram_peak)),
+        ("written to the ssd", gb(report.written_total)),
+    ]

@@ -1,0 +1,136 @@
+"""Put a run's history into words and rows, for the terminal and for the page alike."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fuyou_cli.core.units import GiB, MiB, brief, gb, gib
+from fuyou_cli.training.history import History, Step
+
+from .plots import waiting
+from .theme import percent, rate, some, speed, tera
+
+Pairs = list[tuple[str, str]]
+_TIERS = {"gpu": "GPU", "cpu": "RAM", "ssd": "ssd"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Series:
+    """Hold one figure of every step: its values, None where there is none, and how one is written."""
+
+    name: str
+    values: tuple[float | None, ...]
+    shown: Callable[[float], str]
+    limit: float = 0.0  # that a line is drawn at, 0: none
+    from_zero: bool = True
+
+    @property
+    def unit(self) -> int:
+        """Return what round values of it are multiples of."""
+        highest = max((value for value in self.values if value is not None), default=0.0)
+        return 1 if self.shown is not gib else GiB if max(highest, self.limit) >= GiB else MiB
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """Return its name, its first and last value, the median, the least and the most."""
+        known = [value for value in self.values if value is not None]
+        if not known:
+            return (self.name, *["?"] * 5)
+        found = known[0], known[-1], statistics.median(known), min(known), max(known)
+        return (self.name, *map(self.shown, found))
+
+
+COLUMNS = ("figure", "first", "last", "median", "least", "most")
+
+
+def series_of(history: History) -> list[Series]:
+    """Return loss, rate, speed, memory and traffic over the steps; nothing that no step has."""
+    steps, budget = history.steps, history.promised.budget
+
+    def each(name: str, value: Callable[[Step], float | None], shown: Callable[[float], str], limit: float = 0.0) -> Series:
+        return Series(name=name, values=tuple(map(value, steps)), shown=shown, limit=limit)
+
+    def per_second(amount: Callable[[Step], int]) -> Callable[[Step], float | None]:
+        return lambda step: amount(step) / step.seconds if step.seconds else None
+
+    found = [
+        Series(name="loss", values=tuple(step.loss for step in steps), shown="{:.4g}".format, from_zero=False),
+        each("learning rate", lambda step: step.lr, "{:.2e}".format),
+        each("gradient norm", lambda step: step.grad_norm, "{:.3g}".format),
+        each("tokens per second", per_second(lambda step: step.batch_tokens), speed),
+        each("seconds per step", lambda step: step.seconds, brief),
+        each("peak RAM so far", lambda step: step.ram_peak, gib, budget),
+        each("read from the ssd", per_second(lambda step: step.read_bytes), rate),
+        each("written to the ssd", per_second(lambda step: step.written_bytes), rate),
+    ]
+    return [series for series in found if any(value is not None for value in series.values)]
+
+
+def about(history: History) -> Pairs:
+    """Say which run this is, and how far it came."""
+    promised, report, last = history.promised, history.report, history.steps[-1].step
+    total = max(promised.total_steps, last)
+    state = "all steps are done" if history.ended else "it goes on, or was stopped"
+    rows = [
+        ("model", promised.model),
+        ("machine", promised.device),
+        ("last begun", promised.began),
+        ("steps", f"{last:,} of {total:,}: {state}"),
+        ("time", f"{brief(report.seconds)} in {some(report.steps, 'step')}, loading and saving not counted"),
+        ("speed", f"{speed(report.tokens_per_second)} tokens/s, {tera(report.tflops * 1e12)} TFLOPS (6N)"),
+        ("waiting", f"{waiting(report.stalls)}, in all steps together"),
+        ("placed", promised.choice),
+    ]
+    if skipped := sum(bool(step.skipped) for step in history.steps):
+        rows.append(("skipped", f"{some(skipped, 'step')} updated nothing: their numbers were not finite"))
+    return [(name, text) for name, text in rows if text]
+
+
+def memory(history: History) -> list[tuple[str, str, str, str]]:
+    """Return tier, what is kept there, its size and what that is measured against; the sum of a tier first."""
+    promised, report = history.promised, history.report
+    gpu = next((line.measured for line in report.compared if line.what == "peak GPU memory"), 0)
+    sums = {
+        "gpu": (promised.predicted_gpu_peak, f"measured {gib(gpu)}" if gpu else ""),
+        "cpu": (promised.predicted_cpu_peak, f"measured {gib(report.ram_peak)} of {gib(promised.budget)} allowed"),
+        "ssd": (promised.predicted_ssd_bytes, ""),
+    }
+    rows = []
+    for tier, (peak, note) in sums.items():
+        places = [place for place in promised.memory if place.tier == tier and place.size]
+        if peak or places:
+            rows.append((_TIERS[tier], "planned peak" if tier != "ssd" else "store", gib(peak), note))
+        rows += [("", place.what, gib(place.size), percent(place.size, peak)) for place in places]
+    return rows
+
+
+def store(history: History) -> Pairs:
+    """Say what a step moves from and to the ssd, and how fast."""
+    report, rows = history.report, []
+    for name, resource, size in (
+        ("read", "ssd read", report.read_per_step),
+        ("written", "ssd write", report.written_per_step),
+    ):
+        busy = report.busy.get(resource, 0.0)
+        while_busy = f", {rate(size / busy)} while {brief(busy)} of it are under way" if busy and size else ""
+        over = f", {rate(size / report.step_seconds)} over the whole step" if report.step_seconds and size else ""
+        rows.append((name, f"{gb(size)} per step{while_busy}{over}"))
+    return rows
+
+
+def wear(history: History) -> Pairs:
+    """Say what the run wrote to its drives, and what share of their rated writes that is."""
+    report, drives = history.report, history.promised.drives
+    rows = [("in all", f"{gb(report.written_total)} written by the store, by this run and those it resumed")]
+    each = report.written_total / max(1, len(drives))
+    for drive in drives:
+        if not drive.rated_bytes:
+            rows.append((drive.model or "drive", "what it is rated for is not known"))
+            continue
+        left = (drive.rated_bytes - drive.used_bytes - each) / max(1.0, report.written_per_step / len(drives))
+        more = f"; {left:,.0f} more such steps reach it" if 0 < left < 1e9 and report.written_per_step else ""
+        share = f"{100 * each / drive.rated_bytes:.2g}% of the {gb(drive.rated_bytes)} it is rated for"
+        rows.append((drive.model or "drive", share + more))
+    return rows

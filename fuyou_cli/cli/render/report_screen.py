@@ -1,0 +1,42 @@
+"""Show a run's history on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from fuyou_cli.training.history import History
+
+from .plots import show_loss, show_timeline
+from .report_rows import COLUMNS, about, memory, series_of, store, wear
+from .summary import show_compared
+from .theme import column, heading, pairs, ruled, show, symbols
+
+
+def show_report(console: Console, history: History) -> None:
+    """Print what the log says of the run: figures over the steps, predicted beside measured, memory, the ssd, one step."""
+    heading(console, "Run", str(history.log))
+    pairs(console, about(history))
+    show_loss(console, history.report.losses, first_step=history.steps[0].step)
+    heading(console, "Over the steps")
+    _table(console, COLUMNS, [series.row for series in series_of(history)])
+    if history.report.compared:
+        show_compared(console, history.report)
+    if rows := memory(history):
+        heading(console, "Memory", "as planned")
+        _table(console, ("tier", "what", "size", "share"), rows)
+    heading(console, "The ssd")
+    pairs(console, [*store(history), *wear(history)])
+    show_timeline(console, history.report.timeline)
+
+
+def _table(console: Console, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print names on the left, figures on the right; the last column of few is words."""
+    content, names = ruled(symbols(console)), 1 if len(titles) > 4 else 2
+    for number, title in enumerate(titles):
+        column(content, title, right=number >= names, wrap=number == names - 1)
+    for row in rows:
+        content.add_row(*map(Text, row))
+    show(console, content, indent=2)

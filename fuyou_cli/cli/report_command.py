@@ -1,0 +1,69 @@
+"""Run `fuyou report`: what a run did, from its own log."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.training.history import History, read_history
+
+from .console import result_console, write_json, write_status
+
+if TYPE_CHECKING:
+    from fuyou_cli.training.report import RunReport
+
+LOG = "log.jsonl"
+
+
+def run_report(source: Path, *, json_output: bool, html: Path | None) -> None:
+    """Show a run's log. `html`: the file to write as a page instead."""
+    history = read_history(find_log(source))
+    if json_output:
+        write_json(_as_data(history))
+    if html is not None:
+        _write_page(html, history)
+    elif not json_output:
+        from .render.report_screen import show_report
+
+        show_report(result_console(), history)
+
+
+def find_log(source: Path) -> Path:
+    """Return the log of an output_dir, of a recipe, or the file itself."""
+    if source.is_dir():
+        return source / LOG
+    from fuyou_cli.recipe.shipped import shipped_recipes
+
+    if source.suffix not in (".yaml", ".yml") and str(source) not in shipped_recipes():
+        return source
+    from fuyou_cli.recipe.load import load_recipe
+
+    from .recipes_cmd import find_recipe
+
+    return Path(load_recipe(*find_recipe(str(source), ())).recipe.output_dir).expanduser() / LOG
+
+
+def _as_data(history: History) -> dict[str, Any]:
+    report: RunReport = history.report
+    left_out = ("losses", "timeline", "timeline_stalls", "compared", "waits", "update_cpu")
+    return {
+        "log": str(history.log),
+        "ended": history.ended,
+        "planned": asdict(history.promised),
+        "measured": {name: value for name, value in asdict(report).items() if name not in left_out},
+        "compared": [{**asdict(line), "what": line.what.strip(), "difference": line.difference} for line in report.compared],
+        "steps": [asdict(step) for step in history.steps],
+    }
+
+
+def _write_page(path: Path, history: History) -> None:
+    from .render.report_page import page
+
+    text = page(history)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}", hint="name another file") from None
+    write_status(f"wrote {path}")

@@ -1,0 +1,249 @@
+"""Reads a run's log back: its plan, its steps, and how it ended. Part of a log, of a run that goes on, is enough.
+
+A log may be somebody else's: a line that is no record of this layout is one error with its number.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from ..core.errors import UsageError
+from ..core.json_files import parsed
+from ..core.plain_files import open_plain
+from ..core.typed import from_json
+from .report import Busy, Compared, RunReport
+from .reporting import medians
+
+LONGEST_LINE = 256 << 20  # bytes; only a step's timeline is long
+
+Number = Annotated[float, Field(le=1e30)]
+Seconds = Annotated[float, Field(le=1e10)]
+Signed = Annotated[float, Field(ge=-1e30, le=1e30)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Holds what a plan keeps in one tier, in bytes."""
+
+    what: str
+    tier: Literal["gpu", "cpu", "ssd"]
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RatedDrive:
+    """Holds what a drive had written when the run began, and is rated for; 0: not known."""
+
+    model: str
+    rated_bytes: int
+    used_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Promised:
+    """Holds what the run's plan said. Logs of older versions say less."""
+
+    budget: int = 0
+    parameters: int = 0
+    total_steps: int = 0
+    choice: str = ""
+    model: str = ""
+    device: str = ""
+    began: str = ""
+    assumed: bool = False  # its rates were
+    predicted_cpu_peak: int = 0
+    predicted_gpu_peak: int = 0
+    predicted_ssd_bytes: int = 0
+    predicted_step_seconds: Seconds = 0.0
+    predicted_read_per_step: int = 0
+    predicted_written_per_step: int = 0
+    memory: tuple[Place, ...] = ()
+    drives: tuple[RatedDrive, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """Holds one step, as `StepReport` says it; null is what was not finite."""
+
+    step: Annotated[int, Field(ge=1)]
+    loss: Number | None
+    lr: Number
+    grad_norm: Number | None
+    batch_tokens: int
+    seconds: Seconds
+    ram_peak: int
+    read_bytes: int
+    written_bytes: int
+    stalls: dict[str, Seconds]
+    skipped: str = ""
+    busy: dict[str, Seconds]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Line:
+    what: str
+    unit: Literal["bytes", "seconds"]
+    predicted: Number
+    measured: Number
+    difference: Signed | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class End:
+    """Holds what is known only where the run ended well."""
+
+    compared: tuple[_Line, ...] = ()
+    written_total: int = 0
+    settled: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Interval:
+    resource: str
+    label: str
+    begin: Signed
+    end: Signed
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timeline:
+    intervals: tuple[_Interval, ...]
+    stalls: dict[str, Seconds]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class History:
+    """Holds a run as its log tells it."""
+
+    log: Path
+    promised: Promised
+    steps: tuple[Step, ...]  # in order; of a step that was done again, the last time
+    report: RunReport
+    ended: bool
+
+    @property
+    def typical(self) -> Sequence[Step]:
+        """Returns the steps without the first of this process, where there are others."""
+        return self.steps[1:] or self.steps
+
+
+class _Reading:
+    """Takes one record after the other."""
+
+    def __init__(self) -> None:
+        self.promised, self.end, self.timeline = Promised(), End(), Timeline(intervals=(), stalls={})
+        self.steps: list[Step] = []
+        self.ended = False
+
+    def take(self, record: dict[str, Any]) -> None:
+        event = record.get("event")
+        if event == "plan":
+            self.promised, self.end, self.ended = _of(Promised, record), End(), False
+        elif event == "step":
+            step = _of(Step, record)
+            while self.steps and self.steps[-1].step >= step.step:  # a resumed run goes back to what was saved
+                self.steps.pop()
+            self.steps.append(step)
+        elif event == "timeline":
+            self.timeline = _of(Timeline, record)
+        elif event == "end":
+            self.end, self.ended = _of(End, record), True
+
+
+def read_history(log: Path) -> History:
+    """Reads a log. Raises UsageError where there is none, none of a run, or a line is no record."""
+    reading = _Reading()
+    for number, line in enumerate(_lines(log), start=1):
+        try:
+            record = parsed(line.decode())
+            if not isinstance(record, dict):
+                raise UsageError("not a JSON object")
+            reading.take(record)
+        except (UsageError, UnicodeDecodeError) as error:
+            told = error.message if isinstance(error, UsageError) else "not UTF-8"
+            raise UsageError(f"{log}:{number}: {told}", hint="this is no log of a fuyou run, or it was changed") from None
+    if not reading.steps:
+        raise UsageError(f"{log}: no step is in it yet", hint="a run writes its first line of figures after its first step")
+    return History(
+        log=log, promised=reading.promised, steps=tuple(reading.steps), report=_report(reading, log), ended=reading.ended
+    )
+
+
+def _lines(log: Path) -> Iterator[bytes]:
+    """Gives whole lines; what a run is just writing, or a crash cut short, is none."""
+    try:
+        with os.fdopen(open_plain(log), "rb") as file:
+            while line := file.readline(LONGEST_LINE):
+                if line.endswith(b"\n"):
+                    yield line
+                elif len(line) >= LONGEST_LINE:
+                    raise UsageError(f"{log}: a line of more than {LONGEST_LINE:,} bytes, which no log has")
+    except FileNotFoundError:
+        hint = "name a run's output_dir, its recipe or its log.jsonl; logging.backends must have jsonl"
+        raise UsageError(f"{log}: there is no such log", hint=hint) from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{log} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _of(kind: Any, record: dict[str, Any]) -> Any:
+    """Makes one of the keys that are needed: a newer version may write more."""
+    return from_json(kind, {item.name: record[item.name] for item in fields(kind) if item.name in record}, defaults=True)
+
+
+def _report(reading: _Reading, log: Path) -> RunReport:
+    """Sums the steps up as the run itself does at its end."""
+    steps, promised = reading.steps, reading.promised
+    settled = min(reading.end.settled, len(steps))
+    typical = steps[-settled:] if settled else steps[1:] or steps
+    rate = sum(step.batch_tokens for step in typical) / (sum(step.seconds for step in typical) or 1e-9)
+    stalls: dict[str, float] = {}
+    for step in steps:
+        for cause, waited in step.stalls.items():
+            stalls[cause] = stalls.get(cause, 0.0) + waited
+    report = RunReport(
+        steps=len(steps),
+        settled=settled,
+        seconds=sum(step.seconds for step in steps),
+        losses=tuple(math.nan if step.loss is None else step.loss for step in steps),
+        tokens_per_second=rate,
+        tflops=6.0 * promised.parameters * rate / 1e12,
+        ram_budget=promised.budget,
+        ram_peak=max(step.ram_peak for step in steps),
+        step_seconds=statistics.median(step.seconds for step in typical),
+        read_per_step=round(statistics.median(step.read_bytes for step in typical)),
+        written_per_step=round(statistics.median(step.written_bytes for step in typical)),
+        written_total=reading.end.written_total or sum(step.written_bytes for step in steps),
+        stalls=stalls,
+        timeline=tuple(Busy(**asdict(item)) for item in reading.timeline.intervals),
+        timeline_stalls=reading.timeline.stalls,
+        output_dir=str(log.parent),
+        busy=medians([step.busy for step in typical]),
+        assumed=promised.assumed,
+    )
+    return replace(report, compared=_compared(report, reading))
+
+
+def _compared(report: RunReport, reading: _Reading) -> tuple[Compared, ...]:
+    """Puts measured beside predicted: as the run did at its end, else with what its plan says of a step."""
+    promised = reading.promised
+    lines = [
+        ("  " * line.what.startswith("for ") + line.what, line.unit, line.predicted, line.measured)
+        for line in reading.end.compared
+    ]
+    if not lines and promised.predicted_step_seconds:
+        lines = [
+            ("peak RAM", "bytes", promised.predicted_cpu_peak, report.ram_peak),
+            ("step", "seconds", promised.predicted_step_seconds, report.step_seconds),
+            ("ssd read", "bytes", promised.predicted_read_per_step, report.read_per_step),
+            ("ssd written", "bytes", promised.predicted_written_per_step, report.written_per_step),
+        ]
+    return tuple(Compared(what=what, unit=unit, predicted=plan, measured=run) for what, unit, plan, run in lines)

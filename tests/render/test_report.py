@@ -1,0 +1,231 @@
+"""`fuyou report`: what is read back from a log, and how it is shown on a terminal, as JSON and as a page."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fuyou_cli.cli.render.line_chart import line_svg
+from fuyou_cli.cli.render.report_page import page
+from fuyou_cli.cli.render.report_rows import Series, series_of
+from fuyou_cli.cli.render.report_screen import show_report
+from fuyou_cli.cli.report_command import run_report
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.core.units import GiB, MiB
+from fuyou_cli.training.history import History, read_history
+from fuyou_cli.training.jsonl import JsonlLog
+from fuyou_cli.training.report import RunReport, StepReport
+from fuyou_cli.training.reporting import as_records
+
+from .conftest import Printer
+
+PLAN = {
+    "budget": 2 * GiB, "parameters": 1_100_048_384, "total_steps": 40, "choice": "2 ahead", "model": "TinyLlama-1.1B",
+    "device": "cpu (AMD EPYC)", "began": "2026-11-24T10:00:00+00:00", "predicted_cpu_peak": 1884 * MiB,
+    "predicted_gpu_peak": 0, "predicted_ssd_bytes": 28_600 * MiB, "predicted_read_per_step": 17_600_000_000,
+    "predicted_written_per_step": 15_400_000_000, "predicted_step_seconds": 88.4, "new in a later version": {"x": 1},
+    "memory": [
+        {"what": "weights", "tier": "cpu", "size": 420 * MiB}, {"what": "states", "tier": "ssd", "size": 22_000 * MiB},
+    ],
+    "drives": [{"model": "990 PRO", "rated_bytes": 1_200 * 10**12, "used_bytes": 100 * 10**12}],
+}  # fmt: skip
+
+
+def step(number: int, **changes: Any) -> StepReport:
+    report = StepReport(
+        step=number, total_steps=40, loss=4.0 - 0.05 * number, lr=1e-5, grad_norm=1.5, tokens=7000, batch_tokens=8000,
+        seconds=80.0, tflops=0.6, ram_now=MiB, ram_peak=1850 * MiB, read_bytes=17_610_000_000, written_bytes=15_400_000_000,
+        update_cpu_seconds=1.0, io_cpu_seconds=1.0, stalls={"update": 0.5}, busy={"ssd read": 10.0, "ssd write": 20.0},
+    )  # fmt: skip
+    return replace(report, **changes)
+
+
+@pytest.fixture
+def log(tmp_path: Path, run_report: RunReport) -> Path:
+    """Of 40 steps that ended well, of which 8 to 10 were done twice and the ninth had no finite loss."""
+    with JsonlLog(tmp_path / "log.jsonl") as file:
+        file.write("plan", {**PLAN, "began": "earlier"})
+        for number in range(1, 11):
+            file.step(step(number, loss=9.0))
+        file.write("plan", PLAN)
+        for number in range(8, 41):
+            file.step(step(number, loss=math.nan if number == 9 else 4.0 - 0.05 * number, seconds=80.0 + number))
+        file.timeline(run_report)
+        file.write(
+            "end",
+            {"compared": as_records(run_report.compared), "written_total": 616_000_000_000, "settled": 30, "saved_bytes": 0},
+        )
+    return file.path
+
+
+@pytest.fixture
+def history(log: Path) -> History:
+    return read_history(log)
+
+
+def test_a_step_that_was_done_again_counts_once(history: History) -> None:
+    assert [one.step for one in history.steps] == list(range(1, 41))
+    assert [one.loss for one in history.steps[6:10]] == [9.0, 4.0 - 0.05 * 8, None, 4.0 - 0.05 * 10]
+    assert history.ended and history.promised.began == PLAN["began"]
+
+
+def test_figures_are_of_the_settled_steps(history: History, run_report: RunReport) -> None:
+    report = history.report
+    assert report.step_seconds == 80 + 25.5 and report.settled == 30  # the median of steps 11 to 40
+    assert report.tokens_per_second == pytest.approx(30 * 8000 / sum(80 + number for number in range(11, 41)))
+    assert report.compared == run_report.compared and report.timeline == run_report.timeline
+    assert report.written_total == 616_000_000_000 and report.stalls == {"update": 40 * 0.5}
+
+
+def test_a_run_that_goes_on_is_compared_with_its_plan(log: Path) -> None:
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(lines[:-2]) + '{"schema_version": 1, "event": "st')  # it is writing the next step
+    found = read_history(log)
+    assert not found.ended and len(found.steps) == 40 and not found.report.timeline
+    (peak, seconds, *_) = found.report.compared
+    assert (peak.predicted, peak.measured) == (1884 * MiB, 1850 * MiB)
+    assert (seconds.predicted, seconds.measured) == (88.4, found.report.step_seconds)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("[1]", "not a JSON object"),
+        ('{"event": "step", "step": 0}', "step: must be at least 1"),
+        ('{"event": "plan", "budget": "much"}', "budget: expected a whole number"),
+        ('{"event": "step", "step": 41, "step": 42}', "is there twice"),
+        ("x", "not valid JSON"),
+    ],
+)
+def test_what_is_no_record_is_named_by_its_line(log: Path, line: str, told: str) -> None:
+    with log.open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(UsageError) as refused:
+        read_history(log)
+    assert f"{log}:{len(log.read_text().splitlines())}: " in refused.value.message and told in refused.value.message
+
+
+def test_no_log_and_no_step_are_said(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no such log") as missing:
+        run_report(tmp_path, json_output=False, html=None)
+    assert "logging.backends" in str(missing.value.hint)
+    (tmp_path / "log.jsonl").write_text(json.dumps({"event": "plan"}) + "\n")
+    with pytest.raises(UsageError, match="no step is in it yet"):
+        run_report(tmp_path, json_output=False, html=None)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("ascii", [False, True])
+def test_the_screen_fits_and_says_it_all(history: History, printer: Printer, width: int, ascii: bool) -> None:
+    console, printed = printer(width, ascii=ascii)
+    show_report(console, history)
+    lines = printed().splitlines()
+    assert max(map(len, lines)) <= width
+    said = " ".join(" ".join(lines).split())
+    for part in (
+        "TinyLlama-1.1B", "40 of 40: all steps are done", "learning rate 1.00e-05", "loss 9 2", "peak RAM 1.84 GiB 1.81 GiB",
+        "planned peak 1.84 GiB", "weights 420 MiB", "states 21.48 GiB", "17.6 GB per step, 1.76 GB/s while 10.0 s",
+        "616 GB written", "0.051% of the 1,200 TB", "ssd read",
+    ):  # fmt: skip
+        assert part in said, part
+
+
+def test_an_axis_has_round_values(history: History) -> None:
+    (memory,) = [series for series in series_of(history) if series.name == "peak RAM so far"]
+    drawn = line_svg(memory, first_step=1)
+    assert [text for text in (">0 MiB<", ">1.00 GiB<", ">2.00 GiB<") if text not in drawn] == []
+    for value in (0.0, 1e-30, 1e30, 5.0):  # alone, or beside none
+        found = line_svg(Series(name="x", values=(value, None, value), shown=str, from_zero=False), first_step=1)
+        assert "nan" not in found.replace("not finite", "") and found.count("c-dot") == 2
+
+
+class _Page(HTMLParser):
+    """Collects what a page loads, and whether its tags are paired."""
+
+    VOID = ("meta", "br", "link", "img", "hr", "input")
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.loads: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        self.loads += [f"{name}={value}" for name, value in attrs if name in ("src", "href", "xlink:href", "srcset")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_needs_nothing_else(history: History) -> None:
+    text = page(history)
+    parsed = _Page()
+    parsed.feed(text)
+    assert not parsed.open and not parsed.loads and not {"script", "link", "iframe", "img", "object"} & set(parsed.seen)
+    assert "prefers-color-scheme:dark" in text and "url(" not in text and "@import" not in text and "default-src 'none'" in text
+    assert parsed.seen.count("svg") == len(series_of(history)) + 1 and parsed.seen.count("html") == 1
+    for part in ("TinyLlama-1.1B", "Predicted and measured", "1.84 GiB", "990 PRO", "One step", "step 40: 2", "not finite"):
+        assert part in parsed.text
+    assert text.startswith("<!doctype html>")
+
+
+def test_what_a_log_says_is_text_on_the_page(log: Path) -> None:
+    hostile = "</title><script>alert(1)</script>\x1b\u202e"
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    for record in lines:
+        record["model"] = record["choice"] = hostile
+        if record["event"] == "timeline":
+            record["intervals"][0] |= {"label": hostile, "resource": hostile}
+            record["stalls"] = {hostile: 2.0}
+        if record["event"] == "end":
+            record["compared"][0]["what"] = hostile
+    log.write_text("".join(json.dumps(record) + "\n" for record in lines))
+    text = page(read_history(log))
+    assert "<script" not in text and "&lt;script" in text and "\x1b" not in text and "\u202e" not in text
+    parsed = _Page()
+    parsed.feed(text)
+    assert not parsed.open and "script" not in parsed.seen
+
+
+def test_json_and_page_at_once(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_report(log.parent, json_output=True, html=tmp_path / "run.html")
+    told = json.loads(capsys.readouterr().out)
+    assert told["schema_version"] == 1 and told["ended"] and len(told["steps"]) == 40
+    assert told["planned"]["budget"] == 2 * GiB and told["measured"]["ram_peak"] == 1850 * MiB
+    assert told["steps"][8]["loss"] is None and told["compared"][0]["what"] == "peak RAM"
+    assert (tmp_path / "run.html").read_text().startswith("<!doctype html>")
+    with pytest.raises(UsageError, match="cannot be written"):
+        run_report(log, json_output=False, html=tmp_path)
+
+
+def test_a_recipe_names_its_log(log: Path, tmp_path: Path, fresh: Callable[[str], Path]) -> None:
+    recipe = fresh(f"output_dir: {log.parent}\nmodel: {{name_or_path: m}}\ndataset: {{train: [{{path: d.jsonl}}]}}\n")
+    run_report(recipe, json_output=True, html=None)
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Callable[[str], Path]:
+    def make(text: str) -> Path:
+        path = tmp_path / "recipe.yaml"
+        path.write_text(text)
+        return path
+
+    return make
