@@ -6,6 +6,7 @@ the run is written before it runs. `say` hears of what takes a while and of what
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,7 +25,6 @@ from .plan_request_of import StoreDisks
 from .rates import learning_rate
 from .state import fingerprints
 from .state.resume import check_unchanged_run, saved_state, steps_left
-from .state.storage import run_name
 from .state.stored import Manifest
 
 if TYPE_CHECKING:
@@ -175,8 +175,9 @@ def _check_backend(recipe: Recipe) -> None:
 
 
 def run_directories(recipe: Recipe) -> tuple[Path, ...]:
-    """Returns the folders of this run's store, one per striped directory."""
-    name = run_name(folder(recipe.output_dir, key="output_dir"))
+    """Returns the folders of this run's store, one per striped directory: their name is readable, and of one output_dir."""
+    out = folder(recipe.output_dir, key="output_dir").resolve()
+    name = f"{out.name}-{hashlib.sha256(str(out).encode()).hexdigest()[:8]}"
     found: dict[Path, Path] = {}
     for directory in recipe.offload_directories(os.environ):
         if (other := found.setdefault(directory.resolve(), directory)) is not directory:

@@ -9,19 +9,22 @@ import re
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from hooks import doing
 
+from fuyou_cli.advice.room import export_folder
 from fuyou_cli.cli.quickstart import command, toy
 from fuyou_cli.core.errors import FuyouError
 from fuyou_cli.machine.groups import Ended
+from fuyou_cli.recipe.load import load_recipe
+from fuyou_cli.recipe.shipped import shipped_recipes
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = [
-    "train.max_steps=3", "train.batch_size=4", "train.micro_batch_size=auto", "train.threads=auto",
+    "train.batch_size=4", "train.micro_batch_size=auto", "train.threads=auto",
     "lr_scheduler.warmup_steps=null", "lr_scheduler.warmup_ratio=0.4", "offload.max_memory.cpu=90%", "offload.measure=false",
 ]  # fmt: skip
 
@@ -70,62 +73,78 @@ def test_somebodys_text_in_its_place_is_left_alone(tmp_path: Path) -> None:
     assert text.read_text() == "precious\n" and [path.name for path in text.parent.iterdir()] == ["train.jsonl"]
 
 
-def _small_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the quickstart would make its own; one that is there is left alone."""
-    for name, value in (("HIDDEN", 32), ("INTERMEDIATE", 64), ("LAYERS", 2), ("HEADS", 4), ("KV_HEADS", 4)):
-        monkeypatch.setattr(toy, name, value)
-    toy.make_model(folder / "outputs" / "quickstart" / "model", seed=1)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ran:
+    """What quickstarts of a small model left below `folder`."""
+
+    folder: Path
+    overrides: list[str]
+    stopped: subprocess.CompletedProcess[str]
+    again: subprocess.CompletedProcess[str]  # the same command after that
+
+    @property
+    def out(self) -> Path:
+        return self.folder / "people" / "here"
 
 
-def test_the_second_time_shows_its_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _small_model(tmp_path, monkeypatch)
-    first = _quickstart(tmp_path, *QUICK)
-    assert first.returncode == 0, first.stderr
-    assert (tmp_path / "outputs" / "quickstart" / "train.jsonl").read_bytes() == toy.CORPUS.read_bytes()
-    assert "in 3 steps" in first.stderr and "starting over" not in first.stderr
-    assert "outputs/quickstart/model-finetuned: Auto" in first.stdout
-    log = tmp_path / "outputs" / "quickstart" / "log.jsonl"
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """One that was stopped in its second step, and started again went on to its end; in another folder than usual."""
+    folder = tmp_path_factory.mktemp("ran")
+    with pytest.MonkeyPatch.context() as patch:  # where the quickstart would make its own; one that is there is left alone
+        for name, value in (("HIDDEN", 32), ("INTERMEDIATE", 64), ("LAYERS", 2), ("HEADS", 4), ("KV_HEADS", 4)):
+            patch.setattr(toy, name, value)
+        toy.make_model(folder / "outputs" / "quickstart" / "model", seed=1)
+    (folder / "people").mkdir()
+    overrides = [*QUICK, "train.max_steps=null", "train.epochs=1", "output_dir=~/here", "export.dtype=float32"]
+    hook = folder / "hook"
+    hook.mkdir()
+    # As a terminal does: to everyone in the foreground, the run that the quickstart has started among them.
+    (hook / "sitecustomize.py").write_text(doing(f"os.killpg(0, {signal.SIGINT:d})", 2))
+    environment = _environment(folder)
+    stopped = subprocess.run(
+        [sys.executable, "-m", "fuyou_cli", "quickstart", *overrides], cwd=folder, stdin=subprocess.DEVNULL,
+        env={**environment, "PYTHONPATH": f"{hook}{os.pathsep}{environment['PYTHONPATH']}"},
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    return Ran(folder=folder, overrides=overrides, stopped=stopped, again=_quickstart(folder, *overrides))
+
+
+def test_stopped_and_started_again_it_goes_on_in_another_folder(ran: Ran) -> None:
+    assert ran.stopped.returncode == 130, ran.stopped.stderr
+    assert ran.again.returncode == 0, ran.again.stderr
+    assert "resuming after step" in ran.again.stderr and "starting over" not in ran.again.stderr
+    assert "in 32 steps" in ran.again.stderr[ran.again.stderr.index("Quickstart  ") :]  # 126 rows, four a step, and two
+    assert f"{ran.out}/model: Auto" in ran.again.stdout
+    assert (ran.out / "model" / "config.json").exists()
+    assert not (ran.folder / "~").exists()
+    assert (ran.folder / "outputs" / "quickstart" / "train.jsonl").read_bytes() == toy.CORPUS.read_bytes()
+
+
+def test_the_second_time_shows_its_own_run(ran: Ran) -> None:
+    log = ran.out / "log.jsonl"
     records = [json.loads(line) for line in log.read_text().splitlines()]
     grown = [{**record, "ram_peak": 1 << 50} if record["event"] == "step" else record for record in records]
     log.write_text("".join(json.dumps(record) + "\n" for record in grown))
-    # A third of an epoch's rows, and the run of before is not what is shown
-    second = _quickstart(tmp_path, *QUICK[1:], "train.max_steps=2", "optimizer.lr=1e-3")
+    # A few of an epoch's rows, and the run of before is not what is shown
+    second = _quickstart(ran.folder, *ran.overrides, "train.epochs=null", "train.max_steps=2", "optimizer.lr=1e-3")
     assert second.returncode == 0, second.stderr
     assert "an earlier quickstart ended" in second.stderr and "starting over" in second.stderr
     shown = second.stderr[second.stderr.index("Quickstart  ") :]
     assert "in 2 steps" in shown and "1048576" not in shown.replace(",", "")  # GiB, the peak of the run before
     compared = re.search(r"equal within (\S+) \(losses of the first 2 steps\)", shown)
     assert compared is None or float(compared[1]) < 1e-2
-    # A child that refuses has said why; its code is ours
-    third = _quickstart(tmp_path, *QUICK, "offload.max_memory.ssd=1MB")
-    assert third.returncode == 3, third.stderr
-    assert "offload.max_memory.ssd allows 1 MB" in third.stderr
 
 
-def test_stopped_and_started_again_it_goes_on_in_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _small_model(tmp_path, monkeypatch)
-    out = tmp_path / "people" / "here"
-    out.parent.mkdir()
-    epochs = ["train.max_steps=null", "train.epochs=1"]
-    overrides = [*QUICK[1:], *epochs, "output_dir=~/here", "export.dtype=float32"]
-    hook = tmp_path / "hook"
-    hook.mkdir()
-    # As a terminal does: to everyone in the foreground, the run that the quickstart has started among them.
-    (hook / "sitecustomize.py").write_text(doing(f"os.killpg(0, {signal.SIGINT:d})", 2))
-    environment = _environment(tmp_path)
-    started = subprocess.run(
-        [sys.executable, "-m", "fuyou_cli", "quickstart", *overrides], cwd=tmp_path, stdin=subprocess.DEVNULL,
-        env={**environment, "PYTHONPATH": f"{hook}{os.pathsep}{environment['PYTHONPATH']}"},
-        stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    assert started.returncode == 130, started.stderr
-    again = _quickstart(tmp_path, *overrides)
-    assert again.returncode == 0, again.stderr
-    assert "resuming after step" in again.stderr and "starting over" not in again.stderr
-    assert "in 32 steps" in again.stderr[again.stderr.index("Quickstart  ") :]  # 126 rows, four a step, and two
-    assert f"{out}/model: Auto" in again.stdout
-    assert (out / "model" / "config.json").exists()
-    assert not (tmp_path / "~").exists()
+def test_a_child_that_refuses_has_said_why_and_its_code_is_ours(ran: Ran) -> None:
+    done = _quickstart(ran.folder, *QUICK, "train.max_steps=3", "offload.max_memory.ssd=1MB")
+    assert done.returncode == 3, done.stderr
+    assert "offload.max_memory.ssd allows 1 MB" in done.stderr
+
+
+def test_the_model_it_started_from_is_not_written_over() -> None:
+    recipe = load_recipe(shipped_recipes()["quickstart"]).recipe
+    assert export_folder(recipe, Path(recipe.model.name_or_path)) == Path("outputs/quickstart/model-finetuned")
 
 
 def test_a_peak_above_the_budget_is_an_error_where_nothing_held_it() -> None:

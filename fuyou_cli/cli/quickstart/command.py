@@ -63,8 +63,7 @@ def run_quickstart(overrides: Sequence[str]) -> int:
     model, out = recipe.model.name_or_path, folder(recipe.output_dir, key="output_dir")
     _write_corpus(Path(recipe.dataset.train[0].path))
     write_status(f"making a small model and its tokenizer in {model}")
-    _module("toy", "make", model)
-    samples = {"before:": _module("toy", "complete", model, PROMPT)}
+    samples = {"before:": _module("toy", "make", model, PROMPT)}
     if recipe.offload.measure:  # here: the memory group has no room for it
         probe_once(loaded, recipe.offload.device)
     budget = recipe.offload.max_memory.cpu.resolve(total=probe.memory_limit(), auto=int(usable_memory() * 0.9))

@@ -1,7 +1,7 @@
 """Make a toy Llama of random weights and its tokenizer without any hub, and let such a model complete a prompt.
 
-`python -m fuyou_cli.cli.quickstart.toy make DIR` and `... complete DIR PROMPT` run in processes of their own: a whole model
-in memory is more than the training is allowed.
+`python -m fuyou_cli.cli.quickstart.toy make DIR PROMPT` and `... complete DIR PROMPT` print what is completed. They run in
+processes of their own: a whole model in memory is more than the training is allowed.
 """
 
 from __future__ import annotations
@@ -126,5 +126,4 @@ def complete(directory: Path, prompt: str) -> str:
 if __name__ == "__main__":
     if sys.argv[1] == "make":
         make_model(Path(sys.argv[2]))
-    else:
-        print(complete(Path(sys.argv[2]), sys.argv[3]))
+    print(complete(Path(sys.argv[2]), sys.argv[3]))

@@ -5,7 +5,6 @@ Loading streams each tensor through a weight slot, or the stage's home in RAM: i
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,12 +30,6 @@ from .manifest import NAME
 from .stored import TENSORS, Manifest, StoredExtent, StoredStage, StoredTensor
 
 _PIECE = 1 << 22  # elements of a float32 checkpoint split at a time
-
-
-def run_name(output_dir: Path) -> str:
-    """Names a run's store folder: readable, and different for different output directories."""
-    digest = hashlib.sha256(str(output_dir.resolve()).encode()).hexdigest()[:8]
-    return f"{output_dir.resolve().name}-{digest}"
 
 
 def check_space(paths: Sequence[Path], size: int, free_space: Callable[[Path], int]) -> None:
