@@ -53,6 +53,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "offload.gradients": "ssd",
         "offload.boundaries": "ssd",
         "train.batch_size": 48,
+        "train.micro_batch_size": 8,
     },
     "in_place, every third step": {**UNCLIPPED, "checkpoint.commit_every_steps": 3},
     "in_place, over two folders": TWO_FOLDERS,

@@ -22,7 +22,7 @@ OFTEN = 0.004  # seconds between looks
 
 @pytest.fixture
 def project(new_project: Callable[..., Project], materials: Path, tmp_path: Path) -> Project:
-    """A small Llama of 32,000 words, tied to nothing: its head's logits are mapped, all else is in the heap. Four micro-batches
+    """A small Llama of 32,000 words, tied to nothing: its head's logits are mapped, all else is in the heap. Two micro-batches
     of four rows, clipped."""
     import torch
     import transformers
@@ -37,7 +37,7 @@ def project(new_project: Callable[..., Project], materials: Path, tmp_path: Path
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (model / file).write_bytes((materials / "model" / file).read_bytes())
     rows = tmp_path / "rows.jsonl"
-    rows.write_bytes((materials / "rows.jsonl").read_bytes() * 24)
+    rows.write_bytes((materials / "rows.jsonl").read_bytes() * 12)
     project = new_project(
         changes={
             "model.name_or_path": str(model),
@@ -45,7 +45,7 @@ def project(new_project: Callable[..., Project], materials: Path, tmp_path: Path
             "dataset.train": [{"path": str(rows), "format": "text"}],
             "dataset.packing": "concat",
             "dataset.max_seq_len": 512,
-            "train.batch_size": 16,
+            "train.batch_size": 8,
             "train.micro_batch_size": 4,
             "train.max_steps": 2,
             "train.clip_grad_norm": 1.0,

@@ -147,14 +147,31 @@ def test_a_test_that_hangs_is_named_with_its_stacks_and_what_passed_before_it_is
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a lock, or in a driver that does not return: Python's own handlers would not run there."""
-    folder = tmp_path / "tests"
+    folder, began = tmp_path / "tests", tmp_path / "began"
     folder.mkdir()
     lines = ["import ctypes, pytest", "", "def test_emulated_first(): pass", "", "@pytest.mark.parametrize('x', ['a b, c'])"]
-    lines += ["def test_emulated_hangs(x):", "    ctypes.PyDLL(None).sleep(600)", "", "# mark.gpu"]
+    lines += [
+        "def test_emulated_hangs(x):",
+        f"    open({str(began)!r}, 'w')",
+        "    ctypes.PyDLL(None).sleep(600)",
+        "# mark.gpu",
+    ]
     (folder / "test_it.py").write_text("\n".join(lines))
     monkeypatch.setattr(stages, "ROOT", tmp_path)
+
+    class Limited(subprocess.Popen):  # type: ignore[type-arg]
+        """Whose limit is reached when the second test hangs, however busy the machine is."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is None or began.exists():
+                return super().wait(timeout)
+            while not began.exists() and self.poll() is None:
+                time.sleep(0.02)
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Limited)
     record = Record(tmp_path / "records" / "tests.json")
-    stages.tests(stages.Context(work=tmp_path, device="emulated", record=record, until=time.monotonic() + 8))
+    stages.tests(stages.Context(work=tmp_path, device="emulated", record=record, until=time.monotonic() + 600))
     (row,), kept = record.rows, record.values["gpu tests"]
     assert (row.verdict, row.measured) == ("FAIL", "1 passed, 1 failed, 0 skipped")
     assert row.note == "ended by the stage's limit; test_emulated_hangs[a b, c] did not end"
