@@ -84,6 +84,7 @@ def _request(
         "tokenizer_dir": str(tokenizer_dir),
         "chat_template": _read_template(chat_template),
         "pad_token": pad_token,
+        "mixed": bool(dataset.weights),
         **dataset.model_dump(include={"packing", "overlong", "max_seq_len", "loss_on"}),
     }, [source.entry.path for source in sources]
 

@@ -46,7 +46,8 @@ class DataSummary:
     preview: tuple[tuple[str, bool], ...]
     special: int
     special_example: str
-    never_stops: bool  # rows mark their own loss, and never a stop token
+    entry_rows: tuple[int, ...] = ()  # of a mixture: how many rows each entry has; they lie one entry after the other
+    never_stops: bool = False  # rows mark their own loss, and never a stop token
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -105,6 +106,7 @@ def _read_summary(file: Path, paths: Sequence[str] | None) -> DataSummary:
     found["formats"] = tuple(
         (f"source {number + 1}" if paths is None else paths[number], name) for number, name in found["formats"]
     )
+    found["entry_rows"] = tuple(found.get("entry_rows", ()))
     found["preview"] = tuple((text, learnt) for text, learnt in found["preview"])
     return DataSummary(**found)
 

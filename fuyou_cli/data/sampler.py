@@ -2,32 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import numpy as np
 from numpy.typing import NDArray
+
+from .mixture import Mixture
+
+
+class _Order:
+    """Holds the endless order of one entry's rows, `first` and so many after it: every epoch a permutation of all of them.
+
+    The permutation is the stable sort order of Philox's raw output for (seed, epoch, entry), which numpy keeps the same
+    between releases (`Generator.permutation` it does not). One permutation is held: 8 bytes per row."""
+
+    def __init__(self, rows: int, *, first: int, entry: int, shuffle: bool, seed: int) -> None:
+        self._rows, self._first, self._entry = rows, first, entry
+        self._shuffle, self._seed = shuffle, seed % (1 << 64)
+        self._epoch: int | None = None
+        self._order: NDArray[np.int64] = np.arange(0)
+
+    def take(self, position: int, count: int) -> list[int]:
+        """Returns the rows at `count` positions of the order."""
+        chosen: list[int] = []
+        while len(chosen) < count:
+            epoch, begin = divmod(position + len(chosen), self._rows)
+            chosen += (self._permutation(epoch)[begin : begin + count - len(chosen)] + self._first).tolist()
+        return chosen
+
+    def _permutation(self, epoch: int) -> NDArray[np.int64]:
+        if self._epoch is None or (self._shuffle and self._epoch != epoch):
+            self._order, self._epoch = np.arange(0), None  # not beside the next one
+            if self._shuffle:
+                key, counter = np.array([self._seed, epoch], np.uint64), np.array([0, 0, 0, self._entry], np.uint64)
+                self._order = np.argsort(np.random.Philox(key=key, counter=counter).random_raw(self._rows), kind="stable")
+            else:
+                self._order = np.arange(self._rows)
+            self._epoch = epoch
+        return self._order
 
 
 class Sampler:
     """Draws the rows of every global step.
 
-    Epochs follow each other without a seam: the permutation of epoch e fills positions [e * rows, (e + 1) * rows) of
-    one endless sequence and step n takes positions [n * batch_size, (n + 1) * batch_size).
-
-    The permutation is the stable sort order of Philox's raw output for (seed, epoch), which numpy keeps the same
-    between releases (`Generator.permutation` it does not). One permutation is held: 8 bytes per row; while it is made,
-    `PEAK_BYTES` per row.
+    Epochs follow each other without a seam: step n takes positions [n * batch_size, (n + 1) * batch_size) of one endless
+    sequence. Without weights the permutation of epoch e fills positions [e * rows, (e + 1) * rows). In a mixture every entry
+    has an endless sequence of its own, `Mixture` says whose row is next, and an epoch is as many rows as there are.
     """
 
-    PEAK_BYTES = 24  # 8 drawn, 8 of their order, and what the sort works with
+    PEAK_BYTES = 24  # per row of the order that is made: 8 drawn, 8 of their order, and what the sort works with
 
-    def __init__(self, rows: int, *, batch_size: int, shuffle: bool, seed: int) -> None:
+    def __init__(
+        self,
+        rows: int,
+        *,
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        entry_rows: Sequence[int] = (),
+        weights: Sequence[float] = (),
+    ) -> None:
+        """Takes for a mixture how many rows each of its entries has, one entry after the other, and their weights."""
         if rows < 1 or batch_size < 1:
             raise ValueError(f"a sampler needs rows and a batch size of at least 1, not {rows} and {batch_size}")
+        sizes = list(entry_rows) if weights else [rows]
+        if sum(sizes) != rows or min(sizes) < 1 or (weights and len(weights) != len(sizes)):
+            raise ValueError(f"entries of {sizes} rows and the weights {list(weights)} do not make a mixture of {rows} rows")
         self.rows = rows
         self.batch_size = batch_size
-        self._shuffle = shuffle
-        self._seed = seed % (1 << 64)
-        self._epoch: int | None = None
-        self._order: NDArray[np.int64] = np.arange(0)
+        firsts = accumulate(sizes, initial=0)
+        self._sizes = sizes
+        self._orders = [
+            _Order(size, first=first, entry=entry, shuffle=shuffle, seed=seed)
+            for entry, (size, first) in enumerate(zip(sizes, firsts, strict=False))
+        ]
+        self._mixture = Mixture(weights) if len(weights) > 1 else None
 
     @property
     def peak_bytes(self) -> int:
@@ -59,26 +109,18 @@ class Sampler:
         """Says how many times the data has been seen before global step `step`."""
         return step * self.batch_size / self.rows
 
+    def entry_epochs(self, steps: int) -> list[float]:
+        """Says how many times each entry of a mixture is seen in so many steps."""
+        given = [steps * self.batch_size] if self._mixture is None else self._mixture.before(steps * self.batch_size)
+        return [rows / size for rows, size in zip(given, self._sizes, strict=True)]
+
     def batch(self, step: int) -> list[int]:
         """Returns the row indices of global step `step`; 0 is the first."""
         if step < 0:
             raise ValueError(f"step {step} is negative")
-        chosen: list[int] = []
-        position, end = step * self.batch_size, (step + 1) * self.batch_size
-        while position < end:
-            epoch, begin = divmod(position, self.rows)
-            part = self._permutation(epoch)[begin : begin + end - position].tolist()
-            chosen += part
-            position += len(part)
-        return chosen
-
-    def _permutation(self, epoch: int) -> NDArray[np.int64]:
-        if self._epoch is None or (self._shuffle and self._epoch != epoch):
-            self._order, self._epoch = np.arange(0), None  # not beside the next one
-            if self._shuffle:
-                drawn = np.random.Philox(key=np.array([self._seed, epoch], np.uint64)).random_raw(self.rows)
-                self._order = np.argsort(drawn, kind="stable")
-            else:
-                self._order = np.arange(self.rows)
-            self._epoch = epoch
-        return self._order
+        position = step * self.batch_size
+        if self._mixture is None:
+            return self._orders[0].take(position, self.batch_size)
+        given, entries = self._mixture.picks(position, self.batch_size)
+        parts = [iter(order.take(given[n], entries.count(n))) for n, order in enumerate(self._orders)]
+        return [next(parts[entry]) for entry in entries]

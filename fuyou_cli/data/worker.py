@@ -48,13 +48,12 @@ def build(request: dict[str, Any]) -> None:
     key = None if request["chat_template"] is None else "tokenizer.chat_template"
     reading = _Reading(request, Tokeniser(tokenizer, directory=directory, template_key=key))
     options = {name: request[name] for name in ("packing", "overlong", "max_seq_len")}
-    summary, learns_to_stop = _write(
-        lay_out(reading.samples(), counts=reading.counts, **options), out, reading.tokeniser.stop_ids
-    )
+    summary, learns_to_stop = _write(reading.rows(options), out, reading.tokeniser.stop_ids)
     reading.check(summary["label_tokens"], learns_to_stop)
     summary |= {
         "pad_id": reading.tokeniser.pad_id,
         "never_stops": not learns_to_stop and "marked" in reading.targets,
+        "entry_rows": reading.entry_rows,
         "formats": sorted(reading.formats.items()),  # by number of the source: the rows do not depend on where it is
         "preview": decode_pieces(tokenizer, reading.shown) if reading.shown else (),
         **asdict(reading.counts),
@@ -100,6 +99,7 @@ class _Reading:
         self.tokeniser = tokeniser
         self.counts = Counts()
         self.formats: dict[int, str] = {}  # by number of the source
+        self.entry_rows: list[int] = []  # of a mixture: how many each source gives; else all in one
         self.shown: Row | None = None  # the first sample with a label that carries loss within a row
         self._request = request
         self._cut = bool(request["packing"]) and request["overlong"] in ("truncate", "split")
@@ -110,10 +110,21 @@ class _Reading:
         """Returns what carries loss in the sources that were read."""
         return {loss_target(self._request["loss_on"], name) for name in self.formats.values()}
 
-    def samples(self) -> Iterator[Sample]:
-        """Yields the tokenised samples of all sources."""
+    def rows(self, options: dict[str, Any]) -> Iterator[Row]:
+        """Yields the rows of all sources; no row of a mixture has samples of two of them."""
+        numbers = list(range(len(self._request["sources"])))
+        for group in [[number] for number in numbers] if self._request["mixed"] else [numbers]:
+            made = 0
+            for row in lay_out(self._samples(group), counts=self.counts, **options):
+                made += 1
+                yield row
+            self.entry_rows.append(made)
+
+    def _samples(self, numbers: list[int]) -> Iterator[Sample]:
+        """Yields the tokenised samples of these sources."""
         longest = self._request["max_seq_len"]
-        for number, source in enumerate(self._request["sources"]):
+        for number in numbers:
+            source = self._request["sources"][number]
             left = source["max_samples"]
             for name in source["files"]:
                 if left == 0:
@@ -191,6 +202,10 @@ class _Reading:
             if counts.truncated:
                 hint = "raise dataset.max_seq_len, or check loss_on"
             raise UsageError(f"no token of the data carries loss ({lost}; {limit})", hint=hint)
+        if not all(self.entry_rows):
+            empty = self._request["sources"][self.entry_rows.index(0)]["files"][0]
+            hint = "leave the entry out, or check its columns, loss_on and max_seq_len"
+            raise UsageError(f"{empty}: this entry of the mixture gives no row with a token that carries loss", hint=hint)
         if self.targets - {"all", "marked"} and not learns_to_stop:
             names = ", ".join(str(number) for number in sorted(self.tokeniser.stop_ids)) or "none"
             cut = f"{counts.truncated:,} of {counts.samples:,} samples were truncated; {limit}"

@@ -72,6 +72,13 @@ def _divisor_near(batch: int, micro: int) -> int:
     return max(divisor for pair in small for divisor in (pair, batch // pair) if divisor <= micro)
 
 
+def _mixture(recipe: Recipe) -> Broken:
+    for number, entry in enumerate(recipe.dataset.train):
+        if entry.weight is None and any(other.weight is not None for other in recipe.dataset.train):
+            message = f"`dataset.train[{number}]` has no weight, but another entry has one"
+            yield "dataset.train", message, "give every entry a weight, or none: without weights entries are taken whole"
+
+
 def _device(recipe: Recipe) -> Broken:
     device, gpu = recipe.offload.device, recipe.offload.max_memory.gpu
     if device == "emulated" and gpu.share is not None:
@@ -162,6 +169,6 @@ def _backends(recipe: Recipe) -> Broken:
 
 
 _RULES: tuple[Callable[[Recipe], Broken], ...] = (
-    _revision, _length, _warmup, _decay, _batch, _device, _together, _strategy, _deferral, _commits, _skipping, _compiled,
-    _backends,
+    _revision, _length, _warmup, _decay, _batch, _mixture, _device, _together, _strategy, _deferral, _commits, _skipping,
+    _compiled, _backends,
 )  # fmt: skip

@@ -62,7 +62,7 @@ class DatasetEntry(Section):
         "auto"  # auto: by the columns of the first row
     )
     columns: dict[str, str] = Field(default_factory=dict)
-    weight: PositiveFloat = 1.0
+    weight: PositiveFloat | None = None  # share of the rows among all entries' weights; null: entries are taken whole
     max_samples: Positive | None = None
 
 
@@ -77,6 +77,12 @@ class DatasetSection(Section):
     shuffle: bool = True
     num_workers: Annotated[int, Field(ge=0, le=1024)] = 4
     cache_dir: Text | None = None
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Returns the weights of a mixture; nothing where entries are taken whole, one after the other."""
+        weights = tuple(entry.weight for entry in self.train if entry.weight is not None)
+        return weights if len(weights) > 1 else ()
 
 
 class OptimizerSection(Section):

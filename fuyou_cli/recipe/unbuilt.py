@@ -46,10 +46,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt(
         "dataset.train.*.split", _a_part, "a slice of a split", "write the split's name, and max_samples for a part of it"
     ),
-    Unbuilt(
-        "dataset.train.*.weight", _other_than(1), "weighted mixing of data sets",
-        "leave it 1: entries are taken whole, one after the other",
-    ),
     Unbuilt("dataset.packing", _one_of("isolated"), "packing that keeps documents apart", "use concat or false"),
     Unbuilt("optimizer.name", _other_than("adamw"), "this optimizer", "use adamw"),
     Unbuilt("optimizer.state_dtype", _one_of("bfloat16", "int8"), "smaller optimizer states", "use float32"),

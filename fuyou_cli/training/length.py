@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,8 +60,26 @@ def steps_of(recipe: Recipe, rows: int | None) -> int:
     return sampler_of(recipe, rows).steps(recipe.train.epochs or 1)
 
 
-def sampler_of(recipe: Recipe, rows: int) -> Sampler:
-    return Sampler(rows, batch_size=recipe.train.batch_size, shuffle=recipe.dataset.shuffle, seed=recipe.seed)
+def sampler_of(recipe: Recipe, rows: int, *, entry_rows: Sequence[int] = ()) -> Sampler:
+    """Makes the order of so many rows, weighted where there are `entry_rows` and the recipe has weights for them."""
+    return Sampler(
+        rows,
+        batch_size=recipe.train.batch_size,
+        shuffle=recipe.dataset.shuffle,
+        seed=recipe.seed,
+        entry_rows=entry_rows,
+        weights=recipe.dataset.weights if entry_rows else (),
+    )
+
+
+def mixture_of(recipe: Recipe, sampler: Sampler, steps: int) -> str | None:
+    """Says what share of the rows each entry of a mixture has, and how many times it is seen; None without weights."""
+    weights = recipe.dataset.weights
+    told = [
+        f"{entry.path} {weight / sum(weights):.3g} of the rows, seen {times:.3g} times"
+        for entry, weight, times in zip(recipe.dataset.train, weights, sampler.entry_epochs(steps), strict=False)
+    ]
+    return "; ".join(told) if told else None
 
 
 def _asked(recipe: Recipe, tokenizer_dir: Path) -> dict[str, Any]:

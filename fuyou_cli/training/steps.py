@@ -19,7 +19,7 @@ from ..core.paths import folder
 from ..spec.hardware import HardwareProfile
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
-from .length import sampler_of, steps_of, tokenised_rows
+from .length import mixture_of, sampler_of, steps_of, tokenised_rows
 from .limits import check_positions, check_tokens
 from .plan_request_of import StoreDisks
 from .rates import learning_rate
@@ -284,10 +284,12 @@ def tokenise(fetched: Fetched, *, say: Say) -> Ready:
     check_tokens(recipe, planned.anatomy, rows.summary)
     for note in rows.summary.notes:
         say(f"note: {note}")
-    sampler, total = sampler_of(recipe, len(rows)), steps_of(recipe, len(rows))
+    sampler, total = sampler_of(recipe, len(rows), entry_rows=rows.summary.entry_rows), steps_of(recipe, len(rows))
     learning_rate(recipe, total)  # refuses a warm-up longer than the epochs are
     if repeated := sampler.note(total, recipe.train.epochs):
         say(f"note: {repeated}")
+    if mixture := mixture_of(recipe, sampler, total):
+        say(f"data: {mixture}")
     made_of = fingerprints.of(
         recipe,
         planned.model_dir,

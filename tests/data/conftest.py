@@ -78,23 +78,26 @@ def write(tmp_path: Path) -> Callable[[str, list[dict[str, Any]]], Path]:
 
 @pytest.fixture
 def tokenise(tokenizer_dir: Path, tmp_path: Path) -> Callable[..., Rows]:
-    """The rows of one source, made by the worker's entry in this process."""
+    """The rows of one source, made by the worker's entry in this process; `apart`: of a mixture, each file an entry."""
     made = 0
 
-    def rows_of(*files: Path, chat_template: str | None = None, pad_token: str | None = None, **options: Any) -> Rows:
+    def rows_of(
+        *files: Path, chat_template: str | None = None, pad_token: str | None = None, apart: bool = False, **options: Any
+    ) -> Rows:
         nonlocal made
         made += 1
         out = tmp_path / f"rows-{made}"
         out.mkdir()
         source: dict[str, Any] = {"files": [str(file) for file in files]}
         source |= {name: options.pop(name, value) for name, value in SOURCE_DEFAULTS.items()}
-        request = {"sources": [source], "out": str(out)}
+        sources = [source] if not apart else [{**source, "files": [file]} for file in source["files"]]
+        request = {"sources": sources, "out": str(out), "mixed": apart}
         request |= {"tokenizer_dir": str(options.pop("tokenizer_dir", tokenizer_dir))}
         request |= {"chat_template": chat_template, "pad_token": pad_token, "template_seconds": 20}
         request |= {name: options.pop(name, value) for name, value in OPTION_DEFAULTS.items()}
         assert not options, options
         build(request)
-        return Rows(out, paths=[str(files[0])])
+        return Rows(out, paths=[str(file) for file in (files if apart else files[:1])])
 
     return rows_of
 

@@ -22,7 +22,7 @@ from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.parts import STORE_FILE
 from fuyou_cli.training.state.resume import check_unchanged_run
 
-from .conftest import Project, Whole
+from .conftest import ROWS, Project, Whole
 from .running import STEPS, exported, interrupt, manifest_of, prepared_run, store_of, train
 
 RAM = {f"offload.{kind}": "cpu" for kind in ("weights", "optimizer_states", "gradients", "boundaries")}
@@ -37,6 +37,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "unclipped, vocabulary cut": {"train.head_chunk_vocab": 100, "train.clip_grad_norm": None},
     "unclipped, half deferred": {"train.clip_grad_norm": None, "offload.defer_updates": 0.5},
     "all deferred, in RAM": {**RAM, "train.clip_grad_norm": None, "offload.defer_updates": 1},
+    "clipped, a packed mixture": {"dataset.packing": "concat", "dataset.max_seq_len": 16},
 }
 
 
@@ -44,7 +45,17 @@ def _changes(project_folder: Path, place: str) -> dict[str, Any]:
     changes = {**PLACES[place], "train.max_steps": STEPS}
     if "two directories" in place:
         changes["offload.dir"] = [str(project_folder / f"disk{number}") for number in range(2)]
+    if "mixture" in place:
+        changes["dataset.train"] = _mixture(project_folder)
     return changes
+
+
+def _mixture(folder: Path) -> list[dict[str, Any]]:
+    """Two entries in files of the folder: the smaller one is repeated within a few steps."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, texts in (("many", ROWS[:30]), ("few", ROWS[40:43])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return [{"path": str(folder / "many.jsonl"), "weight": 0.3}, {"path": str(folder / "few.jsonl"), "weight": 0.7}]
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -42,6 +42,14 @@ def test_impossible_pairs(refused, text, key):
     assert {path: diagnostic.code for path, diagnostic in found.items()} == {key: "conflict"}
 
 
+def test_all_entries_have_weights_or_none(load, refused):
+    found = refused("", "dataset.train=[{path: a.jsonl, weight: 2}, {path: b.jsonl}]")
+    assert found["dataset.train"].message == "`dataset.train[1]` has no weight, but another entry has one"
+    both = load("", "dataset.train=[{path: a.jsonl, weight: 2}, {path: b.jsonl, weight: 0.5}]")
+    alone = load("", "dataset.train=[{path: a.jsonl, weight: 2}]")
+    assert (both.dataset.weights, alone.dataset.weights) == ((2, 0.5), ())
+
+
 def test_a_folder_has_no_revision(load, refused, tmp_path):
     for name in (str(tmp_path), "./not-yet"):
         found = refused("", f"model.name_or_path={name}", "model.revision=nope")
@@ -82,7 +90,6 @@ NOT_BUILT = {
     "dataset.eval": "dataset.eval=[{path: x.jsonl}]",
     "dataset.eval_fraction": "dataset.eval_fraction=0.1",
     "dataset.train[0].name": "dataset.train[0].name=sub",
-    "dataset.train[0].weight": "dataset.train.0.weight=0.5",
     "dataset.train[0].split": "dataset.train[0].split='train[:10%]'",
     "dataset.packing": "dataset.packing=isolated",
     "optimizer.name": "optimizer.name=sgd",

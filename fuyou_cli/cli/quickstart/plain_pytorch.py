@@ -74,7 +74,7 @@ def _accumulate(model: Any, masters: dict[str, Any], batch: Batch, micro_batch_s
 
 def _batches(recipe: Recipe, steps: int) -> Iterator[Batch]:
     rows = tokenised_rows(recipe, Path(recipe.model.name_or_path))
-    sampler = sampler_of(recipe, len(rows))
+    sampler = sampler_of(recipe, len(rows), entry_rows=rows.summary.entry_rows)
     for step in range(steps):
         yield collate(rows, sampler.batch(step), pad_id=rows.summary.pad_id, max_len=recipe.dataset.max_seq_len)
 

@@ -39,6 +39,8 @@ def of(
         described["deterministic"] = True
     if recipe.train.compile:
         described["compile"] = True
+    if recipe.dataset.weights:
+        described["mixture"] = recipe.dataset.weights
     if recipe.model.trust_remote_code and "auto_map" in config:
         described["code"] = own_code(model_dir)
     digests = {

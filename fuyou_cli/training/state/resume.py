@@ -35,6 +35,7 @@ _CHANGED = {
     "schedule": "lr_scheduler, or the number of steps it is for (train.max_steps, train.epochs)",
     "clipping": "train.clip_grad_norm",
     "shuffle": "dataset.shuffle",
+    "mixture": "the weights in dataset.train",
     "deterministic": "train.deterministic",
     "compile": "train.compile",
     "data": "the tokens of the data (dataset, tokenizer)",
