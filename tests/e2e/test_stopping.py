@@ -46,7 +46,7 @@ def _changes(project_folder: Path, place: str) -> dict[str, Any]:
     if "two directories" in place:
         changes["offload.dir"] = [str(project_folder / f"disk{number}") for number in range(2)]
     if "mixture" in place:
-        changes["dataset.train"] = _mixture(project_folder)
+        changes["dataset.train"] = _mixture(project_folder.parent / "data")
     return changes
 
 
