@@ -100,7 +100,13 @@ def _turned(knobs: Family, best: Choice) -> Iterator[list[tuple[str, Choice]]]:
     """Yield, knob by knob, every choice that differs from the best in that knob alone, in words."""
     pipelines = [pair for pair in knobs.pipelines if pair != (best.lookahead, best.gradient_slots)]
     yield [(_pipeline(*pair), replace(best, lookahead=pair[0], gradient_slots=pair[1])) for pair in pipelines]
-    for knob, words in (("states", _states), ("defer", _defer), ("activations", _kept), ("swap", _swap)):
+    for knob, words in (
+        ("states", _states),
+        ("defer", _defer),
+        ("activations", _kept),
+        ("swap", _swap),
+        ("kept_there", _kept_there),
+    ):
         others = [share for share in getattr(knobs, knob) if share != getattr(best, knob)]
         yield [(words(share), replace(best, **{knob: share})) for share in others]
 
@@ -116,7 +122,9 @@ def placed_in_words(plan: Plan, model: ModelSpec) -> str:
         parts.append(f"{there / (sum(params) or 1):.0%} of the {what} in RAM")
     keeping = [stage for stage in plan.stages if stage.boundary_ram or stage.boundary_extent]
     parts.append(f"{sum(stage.boundary == 'cpu' for stage in keeping)} of {len(keeping)} boundaries in RAM")
-    parts.append(f"{sum(len(stage.kept) for stage in plan.stages)} outputs kept")
+    kept_there = sum(len(stage.kept_there) for stage in plan.stages)
+    parts.append(f"{sum(len(stage.given) for stage in plan.stages)} outputs kept")
+    parts += [f"{kept_there} of them on the GPU"] if kept_there else []
     return ", ".join(parts)
 
 
@@ -140,3 +148,7 @@ def _kept(share: float) -> str:
 
 def _swap(share: float) -> str:
     return f"{share:.0%} of the outputs to the ssd" if share else "no outputs to the ssd"
+
+
+def _kept_there(share: float) -> str:
+    return f"{share:.0%} of the GPU's spare memory for outputs first" if share else "no outputs on the GPU"

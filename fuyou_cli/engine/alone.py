@@ -12,8 +12,8 @@ from torch import nn
 
 from ..core.errors import UsageError
 from ..spec.model import Dtype, StageSpec
+from .activations.outputs import Arrived, GivingBack, Outputs
 from .activations.recompute import Sparing
-from .activations.swap import Arrived, GivingBack, Outputs
 from .anatomy import Anatomy
 from .calls import StageCall, one_row_masks, only_refusals, own_forward, put_back, replaced_forwards
 from .gradients import GradientSum

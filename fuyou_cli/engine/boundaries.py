@@ -1,6 +1,6 @@
 """Holds each stage's boundary (its input, for the whole step's batch) as tensors, copied to where the ledger keeps it.
 
-The outputs of operators that the plan keeps (`activations.swap`) are stored with it: each micro-batch's after its own rows.
+Outputs of operators that the plan keeps in RAM or on the ssd are stored with it: each micro-batch's after its own rows.
 """
 
 from __future__ import annotations

@@ -86,9 +86,7 @@ def _predict(costs: Costs, request: PlanRequest, placed: Layout, schedule: Sched
 
 def _memory_lines(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, placed: Layout) -> tuple[MemoryLine, ...]:
     """Lists what each kind takes in each tier. Weights with a home on a device are in RAM as well, where updates write them."""
-    item = ITEM_SIZE[model.compute_dtype]
-    states_item = model.state_item
-    params = model.stored_parameters
+    item, states_item, params = ITEM_SIZE[model.compute_dtype], model.state_item, model.stored_parameters
     lines: list[MemoryLine] = []
 
     def add(what: str, tier: Tier, size: int, total: int, policy: str) -> None:
@@ -143,6 +141,7 @@ def _device_lines(model: ModelSpec, request: PlanRequest, placed: Layout) -> lis
         ("weights", device.homes + device.turns, weights, "on the GPU home and two turns"),
         ("optimizer states", device.states, states, "home, updated there"),
         ("gradients", device.sums + device.gradients, gradients, "sums on the GPU"),
+        ("kept outputs", device.outputs, 0, "from forward to backward, never copied"),
         ("crossing", device.batch, 0, "the batch between stages, on the device"),
         ("update chunks", device.scratch, 0, "AdamW on the GPU"),
         ("compute", device.compute, 0, "a micro-batch and its neighbours"),

@@ -1,5 +1,6 @@
 """Lays out what is kept with a stage's boundary from forward to backward. Each micro-batch has its rows, then the outputs of
-its kept operators. Backward uses those outputs and does not compute them again.
+its kept operators. Backward uses those outputs and does not compute them again. Outputs that stay on the device have the same
+layout, without rows.
 
 The planner and the engine share this one layout.
 """
@@ -13,6 +14,7 @@ from ..spec.model import ModelSpec, StageSpec
 from ..spec.plan import Numerics, Span
 
 OUTPUT_ALIGN = 64  # bytes: a cache line, and any dtype
+DEVICE_ALIGN = 512  # bytes, of outputs that stay on a device: as of all its memory, on which libraries choose kernels
 RECORD_ALIGN = 4096  # bytes: with O_DIRECT one micro-batch's record could move alone
 
 Kept = tuple[tuple[int, ...], ...]  # per stage, the indexes of the operators whose outputs are kept
@@ -34,17 +36,23 @@ class BoundaryLayout:
 
 
 def boundary_layout(
-    stage: StageSpec, kept: tuple[int, ...], *, rows: int, row_bytes: int, micro_batch_size: int
+    stage: StageSpec,
+    kept: tuple[int, ...],
+    *,
+    rows: int,
+    row_bytes: int,
+    micro_batch_size: int,
+    align: int = OUTPUT_ALIGN,
 ) -> BoundaryLayout:
-    """Lays out a batch of `rows` rows of `row_bytes` each."""
+    """Lays out a batch of `rows` rows of `row_bytes` each. `align`: of outputs."""
     micro_batch = micro_batch_size * row_bytes
     if not kept:
         return BoundaryLayout(size=align_up(rows * row_bytes, RECORD_ALIGN), record=micro_batch, outputs={})
     outputs: dict[int, Span] = {}
-    end = align_up(micro_batch, OUTPUT_ALIGN)
+    end = align_up(micro_batch, align)
     for operator in (operator for operator in stage.operators if operator.index in kept):
         outputs[operator.index] = Span(offset=end, size=operator.bytes)
-        end = align_up(end + operator.bytes, OUTPUT_ALIGN)
+        end = align_up(end + operator.bytes, align)
     record = align_up(end, RECORD_ALIGN)
     return BoundaryLayout(size=record * -(-rows // micro_batch_size), record=record, outputs=outputs)
 
@@ -58,6 +66,24 @@ def planned_boundary(model: ModelSpec, numerics: Numerics, stage: int, kept: tup
         row_bytes=model.boundary_bytes_per_token * numerics.max_seq_len,
         micro_batch_size=numerics.micro_batch_size,
     )
+
+
+def device_layouts(model: ModelSpec, numerics: Numerics, every: Kept) -> list[tuple[int, BoundaryLayout]]:
+    """Returns, by stage, the offset of its outputs in the device's memory for outputs, and their layout from there, for all
+    rows of a batch, or of a sweep's. `every`: the operators of each stage."""
+    found, end = [], 0
+    for stage, kept in zip(model.stages, every, strict=True):
+        layout = boundary_layout(
+            stage, kept, rows=numerics.batch_size, row_bytes=0, micro_batch_size=numerics.micro_batch_size, align=DEVICE_ALIGN
+        )
+        found.append((end, layout))
+        end += layout.size
+    return found
+
+
+def device_bytes(model: ModelSpec, numerics: Numerics, every: Kept) -> int:
+    """Returns the bytes of the device's memory that these outputs take."""
+    return sum(layout.size for _, layout in device_layouts(model, numerics, every))
 
 
 def every_operator(model: ModelSpec) -> Kept:

@@ -8,6 +8,7 @@ from itertools import product
 from math import gcd, prod
 
 from ..spec.model import ModelSpec
+from .device_memory import bytes_left
 from .plan_request import PlanRequest
 
 _PIPELINES = ((1, 1), (1, 2), (2, 2), (2, 3), (3, 3), (3, 4), (3, 6), (4, 8))  # (lookahead, gradient slots), by memory
@@ -28,12 +29,13 @@ class Choice:
     defer: float = 0.0  # share of the parameters whose updates wait for the next forward; without meaning under clipping
     activations: float = 0.0  # share of the spare RAM that goes to outputs of operators before anything else; what is left does
     swap: float = 0.0  # share of the outputs' bytes that rest with boundaries on the ssd
+    kept_there: float = 0.0  # share of what the device has room for that goes to outputs which stay there, before weights
 
     def values(self) -> tuple[tuple[str, object], ...]:
         """Returns every knob's name and value."""
         return (
             ("pipeline", (self.lookahead, self.gradient_slots)), ("states", self.states), ("defer", self.defer),
-            ("activations", self.activations), ("swap", self.swap),
+            ("activations", self.activations), ("swap", self.swap), ("kept_there", self.kept_there),
         )  # fmt: skip
 
 
@@ -46,34 +48,36 @@ class Family:
     defer: tuple[float, ...]
     activations: tuple[float, ...]
     swap: tuple[float, ...]
+    kept_there: tuple[float, ...] = (0.0,)
 
     def __len__(self) -> int:
-        return prod(map(len, (self.pipelines, self.states, self.defer, self.activations, self.swap)))
+        return prod(map(len, (self.pipelines, *self._shares)))
+
+    @property
+    def _shares(self) -> tuple[tuple[float, ...], ...]:
+        """Returns the knobs beside pipelines, in the order of `_choice`."""
+        return self.states, self.defer, self.activations, self.swap, self.kept_there
 
     def __iter__(self) -> Iterator[Choice]:
-        for values in product(self.pipelines, self.states, self.defer, self.activations, self.swap):
-            yield _choice(*values)
+        for pipeline, shares in product(self.pipelines, product(*self._shares)):
+            yield _choice(pipeline, *shares)
 
     def mixed(self) -> Iterator[Choice]:
         """Returns all choices, ordered so that the first few already vary every knob."""
-        sizes = [len(knob) for knob in (self.states, self.defer, self.activations, self.swap)]
         count = len(self)
         step = next(step for step in range(int(count * _GOLDEN), count + 2) if gcd(step, count) == 1)
         for number in range(count):
-            left, places = number * step % count, []
-            for size in sizes:
-                left, place = divmod(left, size)
-                places.append(place)
-            states, late, kept, swapped = places
-            yield _choice(
-                self.pipelines[left], self.states[states], self.defer[late], self.activations[kept], self.swap[swapped]
-            )
+            left, values = number * step % count, []
+            for knob in self._shares:
+                left, place = divmod(left, len(knob))
+                values.append(knob[place])
+            yield _choice(self.pipelines[left], *values)
 
     def corners(self) -> Iterator[Choice]:
         """Returns a few choices that differ much, with a medium lookahead and number of gradient slots."""
         middle = _USUAL if _USUAL in self.pipelines else self.pipelines[len(self.pipelines) // 2]
         some = self.defer[: len(self.defer) // 2 + 1]
-        for values in product(_ends(self.states), _ends(some), _ends(self.activations), _ends(self.swap)):
+        for values in product(_ends(self.states), _ends(some), _ends(self.activations), _ends(self.swap), self.kept_there[-1:]):
             yield _choice(middle, *values)
 
     def smallest(self) -> Iterator[Choice]:
@@ -82,21 +86,25 @@ class Family:
 
     def bare(self, pipeline: tuple[int, int]) -> Choice:
         """Returns the choice that keeps and defers nothing unless the recipe asks for it, and fills RAM in the usual order."""
-        return _choice(pipeline, self.states[0], self.defer[0], self.activations[0], self.swap[0])
+        states, defer, activations, swap, kept_there = (knob[0] for knob in self._shares)
+        return _choice(pipeline, states, defer, activations, swap, kept_there)
 
     def lines(self, choice: Choice) -> Iterator[Choice]:
         """Returns the choices that differ from this one in one knob."""
         for lookahead, slots in self.pipelines:
             yield replace(choice, lookahead=lookahead, gradient_slots=slots)
-        for knob in ("states", "defer", "activations", "swap"):
+        for knob in ("states", "defer", "activations", "swap", "kept_there"):
             for value in getattr(self, knob):
                 yield replace(choice, **{knob: value})
 
 
-def _choice(pipeline: tuple[int, int], states: float, defer: float, activations: float, swap: float) -> Choice:
+def _choice(
+    pipeline: tuple[int, int], states: float, defer: float, activations: float, swap: float, kept_there: float
+) -> Choice:
     return Choice(
-        lookahead=pipeline[0], gradient_slots=pipeline[1], states=states, defer=defer, activations=activations, swap=swap
-    )
+        lookahead=pipeline[0], gradient_slots=pipeline[1], states=states, defer=defer, activations=activations, swap=swap,
+        kept_there=kept_there,
+    )  # fmt: skip
 
 
 def _ends(values: tuple[float, ...]) -> tuple[float, ...]:
@@ -128,4 +136,5 @@ def family(model: ModelSpec, request: PlanRequest) -> Family:
         defer=_DEFER if may_defer else (request.defer or 0.0,),
         activations=(NONE_KEPT, *shares) if can_keep and request.boundaries != "ssd" else (0.0,),
         swap=_SHARES if can_keep and request.boundaries != "cpu" else (0.0,),
+        kept_there=(0.0, 1.0) if can_keep and request.kept_there is None and bytes_left(model, request) else (0.0,),
     )

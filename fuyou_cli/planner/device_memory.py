@@ -9,7 +9,7 @@ from functools import partial
 from ..spec.model import ITEM_SIZE, ModelSpec, StageSpec
 from ..spec.plan import StagePlan
 from .bound import uploads
-from .boundary_layout import Kept, every_operator, kept_bytes
+from .boundary_layout import Kept, device_bytes, every_operator, kept_bytes
 from .costs import looked_up_bytes
 from .device import WEIGHTS_ON_DEVICE, square_lanes
 from .device_homes import device_homes, gradients_rest, stages_there, summing_spans
@@ -29,17 +29,18 @@ class DeviceMemory:
     states: int = 0  # of stages that are updated there
     gradients: int = 0  # of these that rest
     scratch: int = 0  # of their updates
+    outputs: int = 0  # of operators, of all rows of a sweep, from forward to backward
     batch: int = 0  # what stages hand on of the whole batch, where it stays there; what the model's own forward makes of it
     compute: int = 0  # the hungriest pass of one micro-batch beside its neighbours; what is known of every token
 
     @property
     def total(self) -> int:
         updated = self.states + self.gradients + self.scratch
-        return self.homes + self.turns + self.sums + updated + self.batch + self.compute
+        return self.homes + self.turns + self.sums + updated + self.outputs + self.batch + self.compute
 
 
 def device_memory(model: ModelSpec, request: PlanRequest, stages: tuple[StagePlan, ...]) -> DeviceMemory:
-    return _memory(
+    found = _memory(
         model,
         request,
         {stage.stage for stage in stages if stage.weights == "gpu"},
@@ -47,6 +48,7 @@ def device_memory(model: ModelSpec, request: PlanRequest, stages: tuple[StagePla
         updated={stage.stage for stage in stages if stage.updated_there},
         resting={stage.stage for stage in stages if gradients_rest(model, stage, request.sweeps or 1)},
     )
+    return replace(found, outputs=device_bytes(model, request.group, tuple(stage.kept_there for stage in stages)))
 
 
 def _memory(
@@ -58,8 +60,9 @@ def _memory(
     updated: set[int],
     resting: set[int],
 ) -> DeviceMemory:
-    """Sums up the memory. `at_home`: stages whose weights rest there; `every_kept`: kept operators of each stage; `updated`:
-    stages that are updated there; `resting`: of these, whose gradients rest."""
+    """Sums up the memory without outputs that stay there. `at_home`: stages whose weights rest there; `every_kept`: operators
+    of each stage whose outputs rest with its boundary; `updated`: stages that are updated there; `resting`: of these, whose
+    gradients rest."""
     if request.device == "cpu":
         return DeviceMemory()
     item = ITEM_SIZE[model.compute_dtype]
@@ -100,14 +103,26 @@ def with_batch(model: ModelSpec, request: PlanRequest) -> PlanRequest:
     if request.batch_on_device is not None or request.device == "cpu" or request.gpu_budget is None:
         return request
     staying = replace(request, batch_on_device=True)
+    fits = _most(model, staying).total <= request.gpu_budget
+    return staying if fits else replace(request, batch_on_device=False)
+
+
+def _most(model: ModelSpec, request: PlanRequest) -> DeviceMemory:
+    """Returns the memory without what a plan may leave out, enough for any outputs that are kept with boundaries."""
     at_home = range(len(model.stages)) if request.weights == "gpu" else ()
     every_kept = request.kept if isinstance(request.kept, tuple) else every_operator(model)
     if request.kept == "none":
         every_kept = ((),) * len(model.stages)
     updated = stages_there(model, request)
-    memory = _memory(model, staying, {*at_home, *updated}, every_kept, updated=updated, resting=updated)
-    fits = memory.total <= request.gpu_budget
-    return staying if fits else replace(request, batch_on_device=False)
+    return _memory(model, request, {*at_home, *updated}, every_kept, updated=updated, resting=updated)
+
+
+def bytes_left(model: ModelSpec, request: PlanRequest) -> int:
+    """Returns the bytes of the device that a plan may fill, whatever it keeps in RAM. It is 0 on device cpu, whose memory is
+    RAM, and for a device whose memory is not known."""
+    if request.device == "cpu" or request.gpu_budget is None:
+        return 0
+    return max(0, request.gpu_budget - _most(model, request).total)
 
 
 def _pass_peak(model: ModelSpec, request: PlanRequest, spec: StageSpec, outputs: tuple[int, ...]) -> int:

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 from ..core.units import align_up
 from ..spec.model import ITEM_SIZE, STATE_SIZES, ModelSpec, OperatorSpec, StageSpec
-from ..spec.plan import StagePlan
+from ..spec.plan import Numerics, StagePlan
+from .boundary_layout import RECORD_ALIGN, Kept
 from .memory import ARENA_UNIT, Homes, Layout
 from .placement_context import PlacementContext
 from .plan_request import PlanRequest
@@ -130,6 +131,17 @@ def outputs_of(model: ModelSpec, request: PlanRequest) -> list[Output]:
     return sorted(found, key=lambda output: output.order)
 
 
+def fitting(model: ModelSpec, outputs: list[Output], numerics: Numerics, room: int) -> Kept:
+    """Returns, by stage, the outputs that fit in `room` bytes of the device, taken in their order."""
+    found: list[list[int]] = [[] for _ in model.stages]
+    for output in outputs:
+        size = align_up(output.operator.bytes, RECORD_ALIGN) * numerics.micro_batches
+        if size <= room:
+            room -= size
+            found[output.stage].append(output.operator.index)
+    return tuple(tuple(sorted(kept)) for kept in found)
+
+
 @dataclass(slots=True)
 class GreedyFill:
     """Moves tensors to RAM while there is room. `before` remembers what each move changed, so that moves can be undone."""
@@ -153,6 +165,7 @@ class GreedyFill:
                 "gradients": homes.gradients,
                 "boundaries": homes.boundaries,
                 "kept": homes.kept,
+                "kept_there": homes.kept_there,
             },
             spare=int((request.cpu_budget - peaks["train"]) / _HUGE_PAGES),
             spare_loading=request.cpu_budget - peaks["load"],
@@ -188,7 +201,7 @@ class GreedyFill:
         limit = self.spare - int(self.spare * share)  # what is to be left
         for output in outputs:
             kept = self.fields["kept"][output.stage]
-            if output.operator.index in kept:
+            if output.operator.index in (*kept, *self.fields["kept_there"][output.stage]):
                 continue
             taken = tuple(sorted((*kept, output.operator.index)))
             at_home = self.fields["boundaries"][output.stage] == "cpu"

@@ -31,13 +31,15 @@ BASE_SLACK = 24 * MiB
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Homes:
-    """Says where each stage's tensors rest. `kept`: operators whose outputs rest with the boundary."""
+    """Says where each stage's tensors rest. `kept`: operators whose outputs rest with the boundary; `kept_there`: those whose
+    outputs stay on the device."""
 
     weights: tuple[Tier, ...]
     states: tuple[Tier, ...]
     gradients: tuple[Tier, ...]
     boundaries: tuple[Tier, ...]
     kept: Kept
+    kept_there: Kept
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,6 +221,7 @@ def _stage(
         gradients_ram=arena.take_if(is_resting and homes.gradients[index] == "cpu", gradient_size),
         boundary_ram=arena.take_if(homes.boundaries[index] != "ssd", boundary),
         kept=homes.kept[index],
+        kept_there=homes.kept_there[index],
     )
 
 

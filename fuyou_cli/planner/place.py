@@ -22,8 +22,8 @@ from .commit_interval import guessed_interval, with_interval
 from .costs import Costs
 from .defer import deferrals
 from .device_homes import stages_there
-from .device_memory import with_batch, with_homes_on_device
-from .greedy_fill import KINDS, GreedyFill, Item, outputs_of, traffic_items
+from .device_memory import bytes_left, with_batch, with_homes_on_device
+from .greedy_fill import KINDS, GreedyFill, Item, fitting, outputs_of, traffic_items
 from .memory import Homes, Layout, layout, rests
 from .placement_context import PlacementContext
 from .plan_request import PlanRequest
@@ -70,7 +70,8 @@ class Placing:
         self._placed: dict[tuple[object, ...], Placed] = {}
         self._filled: dict[tuple[_Start, float, float], Placed] = {}
         self._deferring: dict[float, tuple[PlanRequest, tuple[bool, ...]]] = {}  # by share
-        self._kept: dict[float, Kept] = {}  # by share swapped
+        self._kept: dict[tuple[float, float], tuple[Kept, Kept]] = {}  # by shares swapped and of the device
+        self._room = bytes_left(model, request)
 
     def placed(self, choice: Choice) -> Placed | None:
         """Returns the plan of this choice, or None if it does not fit."""
@@ -145,16 +146,28 @@ class Placing:
 
     def _started(self, asked: PlanRequest, choice: Choice, pipeline: tuple[object, ...]) -> _Start | None:
         """Returns homes with nothing moved to RAM yet, or None if even that does not fit."""
-        if choice.swap not in self._kept:
-            self._kept[choice.swap] = _kept(self.model, asked, choice.swap)
-        key = (self._kept[choice.swap], pipeline)
+        shares = (choice.swap, choice.kept_there)
+        if shares not in self._kept:
+            staying = self._staying(choice.kept_there)
+            self._kept[shares] = _without(_kept(self.model, asked, choice.swap), staying), staying
+        key = (self._kept[shares], pipeline)
         if key not in self._starts:
-            homes = _start(self.model, asked, choice.swap)
+            homes = _start(self.model, asked, *self._kept[shares])
             spans = self._layout(asked, homes, choice)
             peaks = host_peaks(self.model, self.hardware, asked, spans)
             fits = max(peaks.values()) <= asked.cpu_budget
             self._starts[key] = self._begun(asked, choice, homes, spans, peaks) if fits else None
         return self._starts[key]
+
+    def _staying(self, share: float) -> Kept:
+        """Returns operators whose outputs stay on the device. If the planner chooses, they fill `share` of its free memory."""
+        asked = self.request.kept_there
+        if isinstance(asked, tuple):
+            return asked
+        if asked == "room" and self.request.gpu_budget is None:
+            return every_operator(self.model)
+        room = self._room if asked == "room" else int(share * self._room)
+        return fitting(self.model, self._outputs, self.request.group, room)
 
     def _begun(self, asked: PlanRequest, choice: Choice, homes: Homes, spans: Layout, peaks: dict[str, int]) -> _Start:
         items = sorted(traffic_items(self._context, asked, homes, spans), key=lambda item: item.order)
@@ -202,7 +215,8 @@ def as_chosen(request: PlanRequest, choice: Choice) -> PlanRequest:
 def least_memory(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> int:
     """Returns the bytes of the whole process when everything that may rest on the ssd does."""
     request = with_batch(model, request)
-    context, homes = PlacementContext(model, request), _start(model, request, 0.0)
+    nothing: Kept = ((),) * len(model.stages)
+    context, homes = PlacementContext(model, request), _start(model, request, _kept(model, request, 0.0), nothing)
     spans = (
         layout(context, request, homes, lookahead=lookahead, gradient_slots=slots)
         for lookahead, slots in pipelines(request, stages=len(model.stages))
@@ -234,13 +248,12 @@ def _settled(homes: Homes, items: list[Item], kind: str) -> tuple[Tier, ...]:
     return tuple("cpu" if stage in moved else tier for stage, tier in enumerate(tiers))
 
 
-def _start(model: ModelSpec, request: PlanRequest, swap: float) -> Homes:
-    """Puts everything on the ssd except what the recipe fixes, with `swap` of the outputs. A stage without such a tensor
-    says cpu."""
+def _start(model: ModelSpec, request: PlanRequest, kept: Kept, kept_there: Kept) -> Homes:
+    """Puts everything on the ssd except what the recipe fixes, with these outputs. A stage without such a tensor says cpu."""
     count = len(model.stages)
     keeps = [stage.keeps_input for stage in model.stages]
     deferred = deferrals(model, request)
-    boundaries: tuple[Tier, ...] = tuple((request.boundaries or "ssd") if kept else "cpu" for kept in keeps)
+    boundaries: tuple[Tier, ...] = tuple((request.boundaries or "ssd") if keep else "cpu" for keep in keeps)
     resting = [rests(model, request, index, deferred[index]) for index in range(count)]
     gradients: list[Tier] = [_beside(request.gradients) if is_resting else "cpu" for is_resting in resting]
     there = stages_there(model, request)
@@ -249,13 +262,18 @@ def _start(model: ModelSpec, request: PlanRequest, swap: float) -> Homes:
         states=tuple("gpu" if index in there else _beside(request.states) for index in range(count)),
         gradients=tuple("gpu" if index in there else gradients[index] for index in range(count)),
         boundaries=boundaries,
-        kept=_kept(model, request, swap),
+        kept=kept,
+        kept_there=kept_there,
     )
 
 
 def _beside(asked: Tier | None) -> Tier:
     """Returns the home of what a stage does not have on the device; the planner begins with the ssd."""
     return "ssd" if asked in (None, "gpu") else asked
+
+
+def _without(kept: Kept, others: Kept) -> Kept:
+    return tuple(tuple(one for one in some if one not in beside) for some, beside in zip(kept, others, strict=True))
 
 
 def _kept(model: ModelSpec, request: PlanRequest, swap: float) -> Kept:

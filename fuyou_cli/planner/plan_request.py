@@ -33,7 +33,10 @@ class PlanRequest:
     states: Tier | None = None
     gradients: Tier | None = None
     boundaries: Tier | None = None
-    kept: Kept | Literal["all", "none"] | None = None  # operators whose outputs are kept, per stage
+    kept: Kept | Literal["all", "none"] | None = None  # operators whose outputs rest with the boundary, per stage
+    # Operators whose outputs stay on the device: "room" for as many as it has room for. None leaves that to the planner where
+    # `kept` does as well; else none.
+    kept_there: Kept | Literal["room"] | None = None
     lookahead: int | None = None
     defer: float | None = None  # share of the parameters updated in the next forward, 0 to 1; clipping defers all
     io_backend: str = "auto"

@@ -102,7 +102,7 @@ def expand(
                 sum_gradients=sums,
                 rest=(phase == "head" and model.has_two_users(model.owner(stage))) or (has_sum and not is_final),
                 resume=(phase == "backward" and model.has_two_users(stage)) or (has_sum and sweep > 0),
-                flops=_flops(model, phase, stage, stages[stage].kept) * (micro_batches // sweeps),
+                flops=_flops(model, phase, stage, stages[stage].given) * (micro_batches // sweeps),
                 sweep=sweep,
                 is_final=is_final,
             )

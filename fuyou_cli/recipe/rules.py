@@ -89,6 +89,9 @@ def _device(recipe: Recipe) -> Broken:
     for tier in _TIERS:
         if getattr(recipe.offload, tier) == "gpu":
             yield f"offload.{tier}", f"`offload.{tier}: gpu` on `offload.device: cpu`, which has no gpu tier", "use cpu"
+    if recipe.offload.activations == "keep":
+        why = "which has no memory of its own to keep them in"
+        yield "offload.activations", f"`offload.activations: keep` on `offload.device: cpu`, {why}", "use swap or auto"
     if not gpu.is_auto:
         yield "offload.max_memory.gpu", "`offload.device: cpu` has no gpu memory to limit", "leave it auto"
     if recipe.model.attn_implementation == "flash_attention_2":
@@ -158,8 +161,9 @@ def _skipping(recipe: Recipe) -> Broken:
 
 
 def _compiled(recipe: Recipe) -> Broken:
-    if recipe.train.compile and recipe.offload.activations == "swap":
-        message = "`offload.activations: swap` keeps outputs of operators, and `train.compile: true` leaves none"
+    activations = recipe.offload.activations
+    if recipe.train.compile and activations in ("keep", "swap"):
+        message = f"`offload.activations: {activations}` keeps outputs of operators, and `train.compile: true` leaves none"
         yield "offload.activations", message, "use auto or recompute, or leave train.compile false"
 
 

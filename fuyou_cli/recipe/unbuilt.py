@@ -57,7 +57,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
         "leave it false: float32 is computed in float32",
     ),
     Unbuilt("offload.boundaries", _one_of("gpu"), "boundaries that rest on the GPU", "use auto, cpu or ssd"),
-    Unbuilt("offload.activations", _one_of("keep"), "activations kept on the GPU", "use auto, swap or recompute"),
     Unbuilt("export.push_to_hub", _set, "uploading", "upload the exported folder yourself"),
     Unbuilt("export.private", _other_than(True), "uploading", "leave it out"),
     Unbuilt("logging.backends", _one_of("tensorboard", "wandb"), "this logger", "use console and jsonl"),

@@ -100,7 +100,13 @@ class StagePlan:
     variance_ram: Span | None
     gradients_ram: Span | None
     boundary_ram: Span | None
-    kept: tuple[int, ...] = ()  # operators whose outputs rest with the boundary, by index; the others are recomputed
+    kept: tuple[int, ...] = ()  # operators whose outputs rest with the boundary, by index
+    kept_there: tuple[int, ...] = ()  # operators whose outputs stay in the device's memory; those of neither are recomputed
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        """Returns operators that backward does not compute again, for which their outputs are kept."""
+        return tuple(sorted((*self.kept, *self.kept_there)))
 
     @property
     def updated_there(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal, TypedDict, cast
 
 from ..core.errors import UsageError
 from ..planner.plan_request import PlanRequest, update_chunks_for, update_threads_for
@@ -17,7 +17,21 @@ if TYPE_CHECKING:
     from ..recipe.schema import Recipe
 
 CHUNK_PARAMS = 1 << 19
-_KEPT: dict[str, Literal["all", "none"] | None] = {"auto": None, "swap": "all", "recompute": "none"}
+
+
+class _Kept(TypedDict):
+    """Holds what `PlanRequest` is told of outputs."""
+
+    kept: Literal["all", "none"] | None
+    kept_there: Literal["room"] | None
+
+
+_KEPT: dict[str, _Kept] = {
+    "auto": {"kept": None, "kept_there": None},
+    "keep": {"kept": "none", "kept_there": "room"},
+    "swap": {"kept": "all", "kept_there": None},
+    "recompute": {"kept": "none", "kept_there": None},
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +95,7 @@ def plan_request(
         states=_tier(offload.optimizer_states, device) or everything,
         gradients="ssd" if mode == "redo" else _tier(offload.gradients, device) or everything,
         boundaries=_tier(offload.boundaries, device) or everything,
-        kept=_KEPT[offload.activations],
+        **_kept(offload.activations, device),
         lookahead=None if offload.lookahead == "auto" else offload.lookahead,
         defer=None if offload.defer_updates == "auto" else offload.defer_updates,
         io_backend=offload.io.backend,
@@ -123,6 +137,14 @@ def _tier(value: str, device: str) -> Tier | None:
     if value == "gpu" and device == "cpu":
         raise UsageError("a tensor is pinned to gpu, but offload.device is cpu", hint="use cpu, ssd or auto")
     return None if value == "auto" else cast(Tier, value)
+
+
+def _kept(activations: str, device: str) -> _Kept:
+    if activations == "keep" and device == "cpu":
+        raise UsageError(
+            "offload.activations is keep, but offload.device is cpu, which has no memory of its own", hint="use swap or auto"
+        )
+    return _KEPT[activations]
 
 
 def _usual_budget(hardware: HardwareProfile, device: str) -> int:

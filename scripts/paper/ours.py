@@ -227,7 +227,7 @@ def _figures(named: dict[str, object], outcome: Outcome, *, clipped: Outcome | N
         weights_in_ram=share(lambda index: stages[index].weights != "ssd"),
         states_in_ram=share(lambda index: stages[index].states == "cpu"),
         deferred=share(lambda index: stages[index].deferred),
-        kept=sum(len(stage.kept) for stage in stages) / max(1, operators),
+        kept=sum(len(stage.given) for stage in stages) / max(1, operators),
         waits=max(plan.predicted.stalls, key=lambda cause: plan.predicted.stalls[cause], default=""),
     )
 

@@ -132,6 +132,7 @@ class Rig:
         optimizer: Optimizer = OPTIMIZER,
         boundaries: Tier | None = None,
         kept: Kept | Literal["all"] | None = None,
+        kept_there: Kept | Literal["room"] | None = None,
         store_mode: Literal["in_place", "redo"] = "in_place",
         sweeps: int | None = None,
         opened: Device | None = None,  # instead of one that is opened by its name
@@ -147,7 +148,7 @@ class Rig:
             numerics=subject.numerics, model_name="tiny", device=device, clip_grad_norm=clip, cpu_budget=budget,
             gpu_budget=gpu_budget, batch_on_device=batch_on_device and device != "cpu",
             weights=home, states=states or home, gradients=gradients or home, boundaries=boundaries or home, kept=kept,
-            store_mode=store_mode, device_states=device_states, sweeps=sweeps,
+            kept_there=kept_there, store_mode=store_mode, device_states=device_states, sweeps=sweeps,
             lookahead=lookahead, defer=defer, io_backend=backend, update_threads=update_threads, chunk_params=CHUNK,
             scratch_size=scratch_size(CHUNK, chunks), read_depth=4, write_depth=4, block_size=64 << 10, stripe=64 << 10,
         )  # fmt: skip

@@ -39,6 +39,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "emulated, outputs kept": dict(clip=None, device="emulated", kept="all", home="cpu"),
     "emulated, states there": dict(clip=0.5, device="emulated", states="gpu"),
     "emulated, some states there": dict(clip=None, device="emulated", device_states=(0, 2), defer=0.5),
+    "emulated, outputs kept there": dict(clip=0.5, device="emulated", kept_there="room", home="cpu"),
     "emulated, outputs kept, across": dict(clip=None, device="emulated", kept="all", batch_on_device=False),
 }
 

@@ -219,7 +219,8 @@ def _stages(console: Console, plan: Plan, model: ModelSpec, shapes: Symbols) -> 
     for title in ("stage", "kind", "params", "weights", "", "states", "", "grads", "input"):
         column(content, title, right=title in ("params", "weights", "states"))
     position = 0
-    for (kind, params, weights, states, gradients, boundary, kept), same in groupby(map(_homes, plan.stages, model.stages)):
+    for homes, same in groupby(map(_homes, plan.stages, model.stages)):
+        kind, params, weights, states, gradients, boundary, kept, kept_there = homes
         number = len(list(same))
         content.add_row(
             f"{position}" if number == 1 else f"{position}-{position + number - 1}",
@@ -230,16 +231,17 @@ def _stages(console: Console, plan: Plan, model: ModelSpec, shapes: Symbols) -> 
             gib(params * model.state_item),
             _TITLE[states],
             _TITLE[gradients],
-            _TITLE[boundary] + (f" +{kept}" if kept else ""),
+            _TITLE[boundary] + (f" +{kept}" if kept else "") + (f" {_TITLE['gpu']} +{kept_there}" if kept_there else ""),
         )
         position += number
     show(console, content, indent=2)
-    outputs = "; +n: with the outputs of n operators" if any(stage.kept for stage in plan.stages) else ""
+    outputs = "; +n: with the outputs of n operators" if any(stage.given for stage in plan.stages) else ""
     say(console, f"Sizes are of one stage{outputs}.", style="dim", indent=2)
 
 
-def _homes(stage: StagePlan, spec: StageSpec) -> tuple[str, int, Tier, Tier, Tier, Tier, int]:
-    return spec.kind, spec.params, stage.weights, stage.states, stage.gradients, stage.boundary, len(stage.kept)
+def _homes(stage: StagePlan, spec: StageSpec) -> tuple[str, int, Tier, Tier, Tier, Tier, int, int]:
+    outputs = len(stage.kept), len(stage.kept_there)
+    return spec.kind, spec.params, stage.weights, stage.states, stage.gradients, stage.boundary, *outputs
 
 
 # ---- other plans -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""Defines what backward gets from each stage's forward: its input (`recompute`), or outputs of operators as well (`swap`)."""
+"""Defines what backward gets from each stage's forward: its input (`recompute`), or outputs of operators as well (`outputs`).
+These are stored with the input (`swap`) or stay in the device's memory (`keep`)."""
 
 from __future__ import annotations
 
@@ -12,8 +13,10 @@ from ..boundaries import Boundaries
 from ..devices.base import Device
 from ..host_memory import HostMemory
 from ..moves import Waiting
+from .keep import keep_places
+from .outputs import KeptOutputs, Leaving, Place
 from .recompute import Recompute, Run
-from .swap import Leaving, Swap
+from .swap import Swap
 
 
 class Activations(Protocol):
@@ -39,11 +42,16 @@ def open_activations(
 ) -> list[Activations]:
     """Chooses for every stage what its plan says."""
     leaving: Leaving = []
+    kept_there = keep_places(model, plan, device)
 
     def of(stage: int) -> Activations:
-        spec, kept = model.stages[stage], plan.stages[stage].kept
-        if not kept:
-            return Recompute(spec)
-        return Swap(spec, kept, boundaries=boundaries, memory=memory, device=device, waiting=waiting, leaving=leaving)
+        with_boundary: Place = Swap(stage, boundaries=boundaries, memory=memory, device=device)
+        places = dict.fromkeys(plan.stages[stage].kept, with_boundary) | kept_there[stage]
+        if not places:
+            return Recompute(model.stages[stage])
+        return KeptOutputs(
+            model.stages[stage], places,
+            began=boundaries.awaits, waiting=waiting, leaving=leaving, separate=device.separate,
+        )  # fmt: skip
 
     return [of(stage.index) for stage in model.stages]

@@ -1,0 +1,43 @@
+"""Keeps outputs of operators in the device's memory from forward to backward, so that they are never copied to the host. One
+block of memory for all of them is allocated when a run begins."""
+
+from __future__ import annotations
+
+import torch
+
+from ...planner.boundary_layout import BoundaryLayout, device_layouts
+from ...spec.model import ModelSpec
+from ...spec.plan import Plan
+from ..devices.base import Device, Event
+from .outputs import Place
+
+
+class Keep:
+    """Implements `Place` for one stage. `memory`: for its outputs of a sweep's rows (uint8, 1-D). Compute writes and reads it
+    in order, so nothing waits."""
+
+    def __init__(self, memory: torch.Tensor, layout: BoundaryLayout) -> None:
+        self._memory, self._layout = memory, layout
+
+    def memory(self, micro_batch: int, operator: int) -> torch.Tensor:
+        span = self._layout.output(micro_batch, operator)
+        return self._memory[span.offset : span.offset + span.size]
+
+    def put(self, value: torch.Tensor, there: torch.Tensor) -> Event | None:
+        there.copy_(value)
+        return None
+
+    def take(self, there: torch.Tensor) -> tuple[torch.Tensor, Event | None]:
+        return there, None
+
+
+def keep_places(model: ModelSpec, plan: Plan, device: Device) -> list[dict[int, Place]]:
+    """Allocates the memory that the plan has for outputs on the device. Returns their places by stage and operator."""
+    every = tuple(stage.kept_there for stage in plan.stages)
+    layouts = device_layouts(model, plan.group, every)
+    size = sum(layout.size for _, layout in layouts)
+    if not size:
+        return [{} for _ in layouts]
+    memory = device.empty(size)
+    places: list[Place] = [Keep(memory[begin : begin + layout.size], layout) for begin, layout in layouts]
+    return [dict.fromkeys(kept, place) for kept, place in zip(every, places, strict=True)]

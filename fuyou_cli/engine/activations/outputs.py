@@ -1,0 +1,207 @@
+"""Keeps outputs of operators from forward to backward. Forward puts them in their places; the recompute gets them back and
+computes only what was not kept.
+
+Each output is given back once, so the model's code may change it in place. Forward runs as the recompute will: with autograd
+on, but dropping what autograd would save. Some kernels return more, or other kernels run, when a gradient is wanted. An output
+is never a parameter, and two outputs never share memory: so nothing is kept twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ...core.errors import UsageError
+from ...core.units import align_up
+from ...planner.boundary_layout import OUTPUT_ALIGN
+from ...planner.device import BOUNDARIES_ACROSS
+from ...spec.model import OperatorSpec, StageSpec
+from ..devices.base import Event
+from ..moves import Waiting
+from .operators import Operators
+from .recompute import Run, Sparing
+
+
+@dataclass(frozen=True, slots=True)
+class Resting:
+    """Holds the layout of one tensor of an output. It begins `offset` bytes after the output's start."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """Returns a view, with the strides that it had. `memory`: the output's (uint8, 1-D)."""
+        size = self.shape.numel() * self.dtype.itemsize
+        return memory[self.offset : self.offset + size].view(self.dtype).as_strided(self.shape, self.stride)
+
+
+Output = tuple[list[Any], bool]  # tensors that rest and values as they are; whether the operator returns a tuple
+Leaving = list[list[Event]]  # copies to the host by micro-batch, of all stages in order
+Outputs = dict[int, Output]  # by operator
+Arrived = dict[int, tuple[list[Any], list[Event]]]  # by operator: values where they are computed with, and copies to wait for
+
+
+class Place(Protocol):
+    """Defines where outputs of one stage are kept."""
+
+    def memory(self, micro_batch: int, operator: int) -> torch.Tensor:
+        """Returns an output's memory (uint8, 1-D)."""
+        ...
+
+    def put(self, value: torch.Tensor, there: torch.Tensor) -> Event | None:
+        """Copies a tensor that was computed. Returns the end of the copy if compute does not wait for it."""
+        ...
+
+    def take(self, there: torch.Tensor) -> tuple[torch.Tensor, Event | None]:
+        """Returns the tensor in memory that backward computes with, and the end of the copy to that memory, if there is one."""
+        ...
+
+
+class KeptOutputs:
+    """Implements `Activations` for a stage that keeps outputs. Remembers their layouts from forward to backward. `places`: by
+    operator; `began`: called with the stage and copies between the device and where its boundary is kept."""
+
+    as_backward = True
+
+    def __init__(
+        self,
+        stage: StageSpec,
+        places: Mapping[int, Place],
+        *,
+        began: Callable[..., None],
+        waiting: Waiting,
+        leaving: Leaving,
+        separate: bool,
+    ) -> None:
+        self._stage, self.places, self._began, self._waiting, self._separate = stage, places, began, waiting, separate
+        self.chosen = {operator.index: operator for operator in stage.operators if operator.index in places}
+        self._resting: dict[int, Outputs] = {}  # by micro-batch
+        self._leaving = leaving
+        self._arriving: dict[int, Arrived] = {}
+
+    def forward(self, run: Run, x: torch.Tensor, micro_batch: int) -> torch.Tensor:
+        """Runs the forward; the copies of the micro-batch before are over at its end."""
+        mode = _Keeping(self, micro_batch)
+        hooks = torch.autograd.graph.saved_tensors_hooks(_drop, _refuse)
+        with torch.enable_grad(), hooks, mode:
+            y = run(x.detach().requires_grad_(True))
+        self._resting[micro_batch] = mode.outputs
+        self._leaving.append(list(mode.copies.values()))
+        self._began(self._stage.index, *mode.copies.values())
+        while len(self._leaving) > 1:
+            events = self._leaving.pop(0)
+            with self._waiting(BOUNDARIES_ACROSS) if events else nullcontext():
+                for event in events:
+                    event.synchronize()  # sync: the outputs of the micro-batch before
+        return y.detach()
+
+    def begin(self, micro_batch: int) -> None:
+        self._arriving[micro_batch] = self._given(micro_batch)
+
+    def again(self, run: Run, x: torch.Tensor, micro_batch: int, flat: torch.Tensor | None) -> torch.Tensor:
+        given = self._arriving.pop(micro_batch) if self._separate else self._given(micro_batch)
+        with GivingBack(given, self._resting.pop(micro_batch), self._stage, flat):
+            return run(x)
+
+    def forget(self) -> None:
+        self._resting.clear()
+        self._leaving.clear()
+        self._arriving.clear()
+
+    def _given(self, micro_batch: int) -> Arrived:
+        """Returns the kept values of every operator, where backward computes with them; copies to there may be under way."""
+        arrived: Arrived = {}
+        for index, (values, _) in sorted(self._resting[micro_batch].items()):
+            place, events = self.places[index], list[Event]()
+            memory = place.memory(micro_batch, index)
+            here = list[Any](values)
+            for number, value in enumerate(values):
+                if isinstance(value, Resting):
+                    here[number], copied = place.take(value.view(memory))
+                    events += [copied] if copied is not None else []
+            arrived[index] = here, events
+            self._began(self._stage.index, *events)
+        return arrived
+
+
+class _Keeping(Operators):
+    """Copies outputs as soon as they are computed. An operator that writes into a tensor waits until its copy is over."""
+
+    def __init__(self, stage: KeptOutputs, micro_batch: int) -> None:
+        super().__init__()
+        self.outputs: Outputs = {}
+        self._stage, self._micro_batch = stage, micro_batch
+        self.copies: dict[int, Event] = {}  # by storage; the last one of a storage is behind its others
+
+    def operator(self, index: int, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        spec = self._stage.chosen.get(index)
+        if spec is not None:
+            if spec.kind != kind:
+                raise UsageError(
+                    f"operator {index} of a stage is {kind} here, the plan was made for {spec.name}",
+                    hint="set offload.activations=recompute, which asks nothing of a model's operators",
+                )
+            self.outputs[index] = self._keep(spec, out)
+        return out
+
+    def beside(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self.copies and func._schema.is_mutable:
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata in self.copies:
+                    self.copies[leaf.untyped_storage()._cdata].wait()
+        return func(*args, **kwargs)
+
+    def _keep(self, spec: OperatorSpec, out: Any) -> Output:
+        place, end = self._stage.places[spec.index], 0
+        memory = place.memory(self._micro_batch, spec.index)
+        values: list[Any] = []
+        for value in out if isinstance(out, tuple) else (out,):
+            if not isinstance(value, torch.Tensor) or value.numel() * value.element_size() < OUTPUT_ALIGN:
+                # a number, or as good as one (a kernel's random state): it stays where it is
+                values.append(value.clone() if isinstance(value, torch.Tensor) else value)
+                continue
+            resting = Resting(end, value.dtype, value.shape, torch.empty_like(value, device="meta").stride())
+            size = value.numel() * value.element_size()
+            if end + size > memory.numel():
+                raise UsageError(
+                    f"the output of {spec.name} takes {end + size} bytes here, planned {memory.numel()}",
+                    hint="set offload.activations=recompute, which keeps no outputs",
+                )
+            values.append(resting)
+            copied = place.put(value, resting.view(memory))
+            if copied is not None:
+                self.copies[value.untyped_storage()._cdata] = copied
+            end = align_up(end + size, OUTPUT_ALIGN)
+        return values, isinstance(out, tuple)
+
+
+class GivingBack(Sparing):
+    """Returns what was kept instead of computing it, once it has arrived."""
+
+    def __init__(self, given: Arrived, outputs: Outputs, stage: StageSpec, flat: torch.Tensor | None) -> None:
+        super().__init__(stage, flat)
+        self._given, self._outputs = given, outputs
+
+    def operator(self, index: int, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
+        if index not in self._outputs:
+            return super().operator(index, kind, func, args, kwargs)
+        values, events = self._given.pop(index)
+        for event in events:
+            event.wait()
+        return tuple(values) if self._outputs[index][1] else values[0]
+
+
+def _drop(tensor: torch.Tensor) -> None:
+    """Drops what autograd would save in a forward that is recomputed."""
+
+
+def _refuse(nothing: None) -> NoReturn:
+    raise AssertionError("a forward that is recomputed has no backward of its own")

@@ -1,0 +1,96 @@
+"""Outputs that stay in a device's memory: as many as it has room for, charged to the byte, and simulated as spared compute."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from drawn import examples
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuyou_cli.planner.boundary_layout import device_bytes, device_layouts, every_operator
+from fuyou_cli.planner.device_memory import bytes_left, device_memory
+from fuyou_cli.planner.place import plan
+from fuyou_cli.planner.plan_request import PlanRequest
+from fuyou_cli.planner.schedule import plan_schedule
+from fuyou_cli.planner.search import fastest, search
+from fuyou_cli.planner.simulate import simulate
+from fuyou_cli.spec.model import ModelSpec
+
+from .models import HARDWARE, NUMERICS, SPEC, models, request_for
+
+# Copies that hide nothing and drives that are not in the way: compute is what a step takes.
+QUICK = replace(HARDWARE, store_read=1e12, store_write=1e12, store_read_mixed=1e12, store_write_mixed=1e12, h2d=1e12, d2h=1e12)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[ModelSpec, PlanRequest]:
+    spec = draw(models(blocks=6))
+    asked = replace(draw(request_for(spec)), device=draw(st.sampled_from(["cuda", "emulated"])), gpu_budget=1 << 40)
+    least = (1 << 40) - bytes_left(spec, asked)
+    every = device_bytes(spec, asked.numerics, every_operator(spec))
+    return spec, replace(asked, gpu_budget=least + int(draw(st.floats(0, 1.5)) * every))
+
+
+@examples(30)
+@given(case=requests())
+def test_no_plan_takes_more_than_the_device_has(case: tuple[ModelSpec, PlanRequest]) -> None:
+    """Of what a search finds and what a recipe asks for; an output is in one place."""
+    spec, asked = case
+    for placed in (fastest(spec, HARDWARE, asked), plan(spec, HARDWARE, replace(asked, kept="none", kept_there="room"))):
+        assert asked.gpu_budget is not None and placed.predicted.gpu_peak <= asked.gpu_budget
+        assert all(not set(stage.kept) & set(stage.kept_there) for stage in placed.stages)
+        memory = device_memory(spec, asked, placed.stages)
+        lines = {line.what: line.size for line in placed.memory if line.tier == "gpu"}
+        assert lines.get("kept outputs", 0) == memory.outputs
+
+
+def test_spans_are_apart_and_aligned() -> None:
+    spec, numerics = SPEC, replace(NUMERICS, batch_size=5, micro_batch_size=2)
+    every = every_operator(spec)
+    taken = [
+        (begin + span.offset, begin + span.offset + span.size)
+        for (begin, layout), kept in zip(device_layouts(spec, numerics, every), every, strict=True)
+        for micro_batch in range(3)
+        for span in (layout.output(micro_batch, operator) for operator in kept)
+    ]
+    assert taken and all(begin % 512 == 0 for begin, _ in taken)
+    taken.sort()
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(taken))
+    assert taken[-1][1] <= device_bytes(spec, numerics, every)
+
+
+def _asked(**changes: object) -> PlanRequest:
+    asked = PlanRequest(
+        numerics=NUMERICS, model_name="test", device="cuda", clip_grad_norm=1.0, cpu_budget=1 << 40, boundaries="cpu",
+    )  # fmt: skip
+    return replace(asked, **changes)  # type: ignore[arg-type]
+
+
+def test_what_stays_is_not_computed_again_and_does_not_cross() -> None:
+    spec, room = SPEC, 1 << 40
+    recomputed = plan(spec, QUICK, _asked(gpu_budget=room))
+    kept = plan(spec, QUICK, _asked(gpu_budget=room, kept_there="room"))
+    swapped = plan(spec, QUICK, _asked(gpu_budget=room, kept="all"))
+    assert [stage.kept_there for stage in kept.stages] == list(every_operator(spec))
+    flops = [sum(visit.flops for visit in plan_schedule(spec, one).visits) for one in (recomputed, kept, swapped)]
+    assert flops[0] > flops[1] == flops[2]
+    for way in ("h2d", "d2h"):
+        assert kept.predicted.seconds[way] == recomputed.predicted.seconds[way] < swapped.predicted.seconds[way]
+    sizes = [sum(s.boundary_ram.size for s in one.stages if s.boundary_ram) for one in (recomputed, kept, swapped)]
+    assert sizes[0] == sizes[1] < sizes[2]
+    seconds = [simulate(spec, QUICK, one, plan_schedule(spec, one)).step_seconds for one in (recomputed, kept)]
+    compute = [one.predicted.seconds["compute"] for one in (recomputed, kept)]
+    assert seconds[0] - seconds[1] == pytest.approx(compute[0] - compute[1], rel=0.05)
+
+
+def test_the_search_takes_them_where_compute_is_what_a_step_takes() -> None:
+    """And leaves nothing else worse for them: without room on the device it is the plan that it was."""
+    none = replace(_asked(), gpu_budget=None)
+    without, room = search(SPEC, QUICK, none).best, search(SPEC, QUICK, _asked(gpu_budget=1 << 40)).best
+    assert room.choice.kept_there == 1.0 and room.seconds < without.seconds
+    assert not any(stage.kept_there for stage in without.plan.stages)
+    on_cpu = search(SPEC, QUICK, _asked(device="cpu", gpu_budget=1 << 40)).best
+    assert not any(stage.kept_there for stage in on_cpu.plan.stages), "memory of device cpu is RAM"
