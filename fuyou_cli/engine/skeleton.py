@@ -145,7 +145,9 @@ def build(config: PreTrainedConfig, *, dtype: str, attention: str, trust_remote_
                 model = AutoModelForCausalLM.from_config(config, **options)
     except LIBRARY_ERRORS as error:
         if isinstance(error, ImportError) and attention.startswith("flash"):
-            hint = "install it, or use model.attn_implementation=sdpa"
+            hint = (
+                'pip install "fuyou[flash]" (builds flash-attn: a GPU of sm80 or newer), or use model.attn_implementation=sdpa'
+            )
             raise UsageError(f"model.attn_implementation: {attention}: {error}", hint=hint) from error
         raise UsageError(
             f"cannot build a causal language model of this configuration: {said(error)}",

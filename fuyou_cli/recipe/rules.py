@@ -96,6 +96,8 @@ def _device(recipe: Recipe) -> Broken:
         yield "offload.max_memory.gpu", "`offload.device: cpu` has no gpu memory to limit", "leave it auto"
     if recipe.model.attn_implementation == "flash_attention_2":
         yield "model.attn_implementation", "flash_attention_2 does not run on `offload.device: cpu`", "use sdpa"
+    if recipe.model.kernels == "liger":
+        yield "model.kernels", "Liger's kernels do not run on `offload.device: cpu`", "use torch"
 
 
 def _together(recipe: Recipe) -> Broken:
@@ -167,6 +169,12 @@ def _compiled(recipe: Recipe) -> Broken:
         yield "offload.activations", message, "use auto or recompute, or leave train.compile false"
 
 
+def _kernels(recipe: Recipe) -> Broken:
+    if recipe.model.attn_implementation == "flash_attention_2" and recipe.precision.compute == "float32":
+        message = "flash_attention_2 does not compute in `precision.compute: float32`"
+        yield "model.attn_implementation", message, "use sdpa, or compute in bfloat16"
+
+
 def _backends(recipe: Recipe) -> Broken:
     if len(set(recipe.logging.backends)) != len(recipe.logging.backends):
         yield "logging.backends", "`logging.backends` names one backend twice", None
@@ -174,5 +182,5 @@ def _backends(recipe: Recipe) -> Broken:
 
 _RULES: tuple[Callable[[Recipe], Broken], ...] = (
     _revision, _length, _warmup, _decay, _batch, _mixture, _device, _together, _strategy, _deferral, _commits, _skipping,
-    _compiled, _backends,
+    _compiled, _kernels, _backends,
 )  # fmt: skip

@@ -45,6 +45,7 @@ class ModelSection(Section):
     name_or_path: Text
     revision: Text | None = None
     attn_implementation: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa"
+    kernels: Literal["torch", "liger"] = "torch"  # of norms, rotary embeddings and gated products
     trust_remote_code: bool = False
 
 

@@ -19,6 +19,7 @@ from ..engine.devices import open_device
 from ..engine.devices.repeatable import compute_repeatably, naming_operators
 from ..engine.executor import Executor, StepAbandoned
 from ..engine.host_memory import HostMemory
+from ..engine.liger import apply_liger
 from ..engine.updates import Optimizer
 from ..planner.schedule import Visit
 from ..spec.model import ModelSpec
@@ -121,6 +122,8 @@ class Run:
         plan, planned, memory = self.plan, self.planned, self.host_memory
         if refused := self.device.pin(memory.tensor(Span(offset=0, size=memory.arena.size), torch.uint8)):
             self._announce(out_of_device_memory.unpinned(refused, memory.arena.size))
+        if planned.recipe.model.kernels == "liger":
+            apply_liger(planned.anatomy.model)
         with self._naming_device_errors():
             self.executor = Executor(
                 anatomy=planned.anatomy,

@@ -223,6 +223,10 @@ def outline_of(recipe: Recipe, model_dir: Path, *, strict: bool) -> Outlined:
         attention=recipe.model.attn_implementation,
         trust_remote_code=trusted,
     )
+    if strict and recipe.model.kernels == "liger":
+        from ..engine.liger import check_liger
+
+        check_liger(model)
     return outlined(model, strict=strict)
 
 

@@ -54,7 +54,7 @@ def test_refused_in_words(tmp_path: Path, changes: dict[str, Any], message: str)
 def test_an_attention_whose_package_is_absent() -> None:
     with pytest.raises(UsageError, match="flash_attention_2: FlashAttention2") as caught:
         build(llama(), dtype="bfloat16", attention="flash_attention_2")
-    assert "sdpa" in (caught.value.hint or "")
+    assert "sdpa" in (caught.value.hint or "") and "fuyou[flash]" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize(

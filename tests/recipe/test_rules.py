@@ -59,7 +59,7 @@ def test_a_folder_has_no_revision(load, refused, tmp_path):
     assert load("", f"model.name_or_path={tmp_path}", "model.revision=null").model.revision is None
 
 
-def test_flash_attention_needs_a_gpu(write):
+def test_kernels_that_need_a_gpu(write):
     from fuyou_cli.recipe.diagnostics import RecipeErrors
     from fuyou_cli.recipe.load import load_recipe
 
@@ -70,6 +70,11 @@ def test_flash_attention_needs_a_gpu(write):
     with pytest.raises(RecipeErrors, match="does not run on"):
         load_recipe(path, [flash, "offload.device=cpu"])
     assert load_recipe(path, [flash, "offload.device=cuda"]).recipe.model.attn_implementation == "flash_attention_2"
+    with pytest.raises(RecipeErrors, match="does not compute in"):
+        load_recipe(path, [flash, "offload.device=cuda", "precision.compute=float32"])
+    with pytest.raises(RecipeErrors, match="Liger's kernels do not run on"):
+        load_recipe(path, ["model.kernels=liger", "offload.device=cpu"])
+    assert load_recipe(path, ["model.kernels=liger"]).recipe.model.kernels == "liger"
 
 
 def test_a_divisor_is_suggested(refused):

@@ -37,6 +37,8 @@ def of(
     }
     if recipe.train.deterministic and device != "cpu":
         described["deterministic"] = True
+    if recipe.model.kernels != "torch":
+        described["kernels"] = recipe.model.kernels
     if recipe.train.compile:
         described["compile"] = True
     if recipe.dataset.weights:

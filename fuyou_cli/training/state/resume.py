@@ -38,6 +38,7 @@ _CHANGED = {
     "mixture": "the weights in dataset.train",
     "deterministic": "train.deterministic",
     "compile": "train.compile",
+    "kernels": "model.kernels",
     "data": "the tokens of the data (dataset, tokenizer)",
     "device": "the kind of device it computes on (offload.device; left auto: whether a GPU is found)",
 }

@@ -1,0 +1,50 @@
+"""Puts Liger's kernels in place of a model's own norms, rotary embedding and gated products, by way of transformers.
+
+It is done when a run opens, on a model that is inspected and planned already: Triton's kernels take no tensors without memory.
+Logits and loss stay fuyou's, which computes them in pieces. What Liger changes in the model's module stays for the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from importlib import import_module
+from importlib.util import find_spec
+
+from transformers import PreTrainedModel
+
+from ..core.errors import UsageError
+
+_INSTALL = 'pip install "fuyou[liger]" (needs Triton and a GPU), or leave model.kernels at torch'
+
+
+def check_liger(model: PreTrainedModel) -> None:
+    """Raises UsageError where Liger is not installed, or has nothing for this model."""
+    if find_spec("liger_kernel") is None:
+        raise UsageError("model.kernels: liger: the package liger-kernel is not installed", hint=_INSTALL)
+    kind = model.config.model_type
+    if kind not in _families():
+        raise UsageError(
+            f"model.kernels: liger: liger-kernel has no kernels for models of type {kind}",
+            hint="leave model.kernels at torch, or update liger-kernel",
+        )
+
+
+def apply_liger(model: PreTrainedModel) -> None:
+    """Changes the model's blocks to compute with Liger's kernels."""
+    from transformers.integrations.liger import apply_liger_kernel
+
+    check_liger(model)
+    try:
+        apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
+    except ImportError as error:
+        raise UsageError(f"model.kernels: liger: {error}", hint=_INSTALL) from error
+
+
+def _families() -> Container[str]:
+    """Returns the model types that it has kernels for."""
+    try:
+        patches = import_module("liger_kernel.transformers.monkey_patch")
+    except ImportError as error:
+        raise UsageError(f"model.kernels: liger: {error}", hint=_INSTALL) from error
+    families: Container[str] = patches.MODEL_TYPE_TO_APPLY_LIGER_FN
+    return families
