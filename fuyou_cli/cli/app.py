@@ -200,6 +200,18 @@ def validate(
 
 
 @app.command()
+def schema() -> None:
+    """Print the JSON Schema of recipes, for editors.
+
+    Write it to a file, and name that in a recipe's first line, `# yaml-language-server: $schema=FILE`: then the editor
+    completes keys and marks mistakes.
+    """
+    from .recipes_cmd import run_schema
+
+    run_schema()
+
+
+@app.command()
 def doctor(
     json_output: Json = False,
     directory: Annotated[Path | None, typer.Option("--dir", help="The folder a store would use.", show_default=False)] = None,

@@ -96,6 +96,15 @@ def config_text(loaded: LoadedRecipe) -> str:
     return shown if printable(shown) == shown else text(unicode=False)
 
 
+def run_schema() -> None:
+    """Print the schema as it is: editors take no other layout."""
+    import json
+
+    from fuyou_cli.recipe.json_schema import recipe_schema
+
+    write_document(json.dumps(recipe_schema(), indent=2))
+
+
 def run_ls(*, json_output: bool) -> None:
     if json_output:
         entries = [{"name": name, "path": str(path), "summary": summary(path)} for name, path in shipped_recipes().items()]

@@ -20,6 +20,7 @@ _EXAMPLES = {
     "model.name_or_path": "write the folder of a model, or its hub id",
     "dataset.train": "write a list of files: `train: [{path: data.jsonl}]`",
 }
+_FIRST = {"model": "name_or_path", "tokenizer": "name_or_path", "optimizer": "name", "lr_scheduler": "name"}  # of a section
 _OUT_OF_RANGE = {
     "greater_than", "greater_than_equal", "less_than", "less_than_equal", "too_short", "too_long", "string_too_short",
 }  # fmt: skip
@@ -43,15 +44,16 @@ def _finding(detail: ErrorDetails) -> Diagnostic:
     kind, shown = detail["type"], show_path(path)
     if kind == "extra_forbidden":
         dotted = ".".join(part for part in path if isinstance(part, str))
-        remedy = suggest_key(dotted, shown_section=show_path(path[:-1]))
-        return Diagnostic(path=path, code="unknown-key", message=f"unknown key `{shown}`", help=remedy, at_key=True)
+        found = suggest_key(dotted, shown_section=show_path(path[:-1]))
+        return Diagnostic(path=path, code="unknown-key", message=f"unknown key `{shown}`", help=found, at_key=True)
     if kind == "missing":
         return _missing(path)
     if kind == "literal_error":
         return _choice(path, detail["input"], str(detail["ctx"]["expected"]))
-    return Diagnostic(
-        path=path, code=_code(kind), message=f"`{shown}`: {reason(detail)}", help=_type_help(kind, detail["input"])
-    )
+    remedy = _type_help(kind, detail["input"])
+    if kind == "model_type" and shown in _FIRST and isinstance(detail["input"], str):
+        remedy = f"write `{shown}: {{{_FIRST[shown]}: {show_value(detail['input'])}}}`"
+    return Diagnostic(path=path, code=_code(kind), message=f"`{shown}`: {reason(detail)}", help=remedy)
 
 
 def _code(kind: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator, model_validator
+from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from fuyou_cli.core.units import LARGEST_SIZE, LONGEST_TIME, format_time, parse_size, parse_time
@@ -162,16 +162,46 @@ def _folders(value: object) -> tuple[str, ...]:
     return tuple(folders)
 
 
-Size = Annotated[int, PlainValidator(_size), PlainSerializer(format_size)]
-Time = Annotated[int, PlainValidator(_time), PlainSerializer(format_time)]
-Limit = Annotated[MemoryLimit, PlainValidator(_memory_limit), PlainSerializer(lambda limit: limit.text)]
-AutoPositive = Annotated[int | Auto, _auto_or(_whole(1))]
-AutoDepth = Annotated[int | Auto, _auto_or(_whole(1, _DEEPEST_QUEUE))]
-AutoThreads = Annotated[int | Auto, _auto_or(_whole(1, _MOST_THREADS))]
-AutoCount = Annotated[int | Auto, _auto_or(_whole(0))]
-AutoShare = Annotated[float | Auto, _auto_or(_share)]
-AutoBlock = Annotated[int | Auto, _auto_or(_block), PlainSerializer(lambda v: v if v == "auto" else format_size(v))]
-Folders = Annotated[tuple[str, ...], PlainValidator(_folders), PlainSerializer(list)]
+_SIZE: dict[str, Any] = {"type": ["integer", "string"], "pattern": r"^\s*\d+(\.\d+)?\s*([KMGTP]i?B|B)?\s*$", "minimum": 1}
+
+
+def _spelt(**schema: Any) -> WithJsonSchema:
+    """Describe what is taken to an editor."""
+    return WithJsonSchema(schema)
+
+
+def _auto_spelt(kind: str, least: int, most: float | None = None) -> WithJsonSchema:
+    bounds = {"minimum": least} if most is None else {"minimum": least, "maximum": most}
+    return _spelt(anyOf=[{"const": "auto"}, {"type": kind, **bounds}])
+
+
+Size = Annotated[int, PlainValidator(_size), PlainSerializer(format_size), _spelt(**_SIZE)]
+Time = Annotated[
+    int, PlainValidator(_time), PlainSerializer(format_time), _spelt(type="string", pattern=r"^\s*(\d+[dhms]\s*)+$")
+]
+Limit = Annotated[
+    MemoryLimit,
+    PlainValidator(_memory_limit),
+    PlainSerializer(lambda limit: limit.text),
+    _spelt(anyOf=[{"const": "auto"}, _SIZE, {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*%\s*$"}]),
+]
+AutoPositive = Annotated[int | Auto, _auto_or(_whole(1)), _auto_spelt("integer", 1)]
+AutoDepth = Annotated[int | Auto, _auto_or(_whole(1, _DEEPEST_QUEUE)), _auto_spelt("integer", 1, _DEEPEST_QUEUE)]
+AutoThreads = Annotated[int | Auto, _auto_or(_whole(1, _MOST_THREADS)), _auto_spelt("integer", 1, _MOST_THREADS)]
+AutoCount = Annotated[int | Auto, _auto_or(_whole(0)), _auto_spelt("integer", 0)]
+AutoShare = Annotated[float | Auto, _auto_or(_share), _auto_spelt("number", 0, 1)]
+AutoBlock = Annotated[
+    int | Auto,
+    _auto_or(_block),
+    PlainSerializer(lambda v: v if v == "auto" else format_size(v)),
+    _spelt(anyOf=[{"const": "auto"}, _SIZE]),
+]
+Folders = Annotated[
+    tuple[str, ...],
+    PlainValidator(_folders),
+    PlainSerializer(list),
+    _spelt(anyOf=[{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": 16}]),
+]
 
 
 class Section(BaseModel):

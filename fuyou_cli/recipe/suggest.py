@@ -8,46 +8,75 @@ from typing import Any, get_args
 
 from .fields import Section
 from .schema import Recipe
+from .unbuilt import UNBUILT
 
 # The names other trainers use for the same idea, by their last part. They are suggested, never accepted: a recipe reads
 # the same for everybody.
 _OTHER_NAMES = {
-    "model.name_or_path": "base_model model_name_or_path model_name checkpoint_dir",
-    "model.attn_implementation": "flash_attention attn_impl",
-    "dataset.max_seq_len": "max_length max_seq_length sequence_len cutoff_len",
+    "model.name_or_path": "base_model model_name_or_path model_name model_id pretrained_model_name_or_path checkpoint_dir",
+    "model.attn_implementation": "flash_attention attn_impl flash_attn use_flash_attention_2 sdp_attention xformers_attention",
+    "dataset.max_seq_len": "max_length max_seq_length sequence_len cutoff_len seq_len model_max_length",
     "dataset.packing": "packed sample_packing neat_packing",
     "dataset.loss_on": (
         "train_on_input train_on_inputs train_on_prompt mask_history mask_prompt roles_to_train "
         "completion_only_loss assistant_only_loss"
     ),
     "dataset.eval_fraction": "val_set_size val_size test_split_size val_split_fraction",
-    "dataset.eval": "dataset_val",
-    "dataset.train": "datasets",
-    "train.micro_batch_size": "per_device_train_batch_size",
-    "train.batch_size": "gradient_accumulation_steps global_batch_size",
-    "train.epochs": "num_epochs num_train_epochs",
+    "dataset.eval": "dataset_val eval_dataset test_datasets",
+    "dataset.train": "datasets dataset_name dataset_path train_file train_dataset data data_path",
+    "dataset.num_workers": "dataloader_num_workers dataset_num_proc preprocessing_num_workers dataset_processes",
+    "dataset.train.format": "type ds_type",
+    "tokenizer.name_or_path": "tokenizer_name tokenizer_name_or_path",
+    "train.micro_batch_size": "per_device_train_batch_size per_device_batch_size",
+    "train.batch_size": "gradient_accumulation_steps global_batch_size train_batch_size",
+    "train.epochs": "num_epochs num_train_epochs n_epochs",
+    "train.max_steps": "max_train_steps num_steps total_steps iters max_iters",
+    "train.compile": "torch_compile",
+    "train.early_stopping": "early_stopping_patience",
     "train.clip_grad_norm": "max_grad_norm max_norm gradient_clipping",
     "train.threads": "num_threads",
     "optimizer.lr": "learning_rate",
-    "optimizer.eps": "adam_epsilon",
-    "lr_scheduler.name": "lr_scheduler_type",
-    "lr_scheduler.min_lr_ratio": "min_lr",
+    "optimizer.name": "optim optimizer_type",
+    "optimizer.betas": "adam_beta1 adam_beta2 beta1 beta2",
+    "optimizer.eps": "adam_epsilon epsilon",
+    "optimizer.weight_decay": "wd",
+    "lr_scheduler.name": "lr_scheduler_type lr_schedule",
+    "lr_scheduler.min_lr_ratio": "min_lr cosine_min_lr_ratio",
+    "lr_scheduler.warmup_steps": "num_warmup_steps lr_warmup_steps",
     "precision.compute": "dtype torch_dtype bf16 fp16",
     "precision.allow_tf32": "tf32",
     "offload.activations": (
         "gradient_checkpointing enable_activation_checkpointing enable_activation_offloading "
         "activation_offloading use_unsloth_gc"
     ),
-    "offload.weights": "fsdp_cpu_offload layer_offloading",
-    "offload": "deepspeed",
+    "offload.weights": "fsdp_cpu_offload layer_offloading cpu_offload device_map",
+    "offload": "deepspeed fsdp fsdp_config accelerate_config",
     "offload.max_memory.gpu": "gpu_memory_limit",
     "offload.dir": "nvme_path offload_folder",
     "checkpoint.resume": "resume_from_checkpoint auto_resume_from_checkpoints",
-    "checkpoint.commit_every_steps": "save_steps",
+    "checkpoint.commit_every_steps": "save_steps save_strategy saves_per_epoch save_every",
     "checkpoint.keep_last": "save_total_limit",
-    "eval": "eval_steps",
-    "logging.every_steps": "logging_steps",
-    "logging.backends": "report_to",
+    "eval": "eval_steps eval_strategy evaluation_strategy evals_per_epoch do_eval per_device_eval_batch_size",
+    "logging.every_steps": "logging_steps steps_per_report",
+    "logging.backends": "report_to use_wandb use_tensorboard",
+    "logging.wandb.project": "wandb_project",
+    "logging.wandb.name": "wandb_name wandb_run_id run_name",
+    "output_dir": "output_path save_dir logging_dir",
+    "export.push_to_hub": "hub_model_id hub_id",
+    "adapter": (
+        "lora_r lora_rank lora_alpha lora_dropout lora_target_modules lora_target target_modules use_peft use_lora lora qlora "
+        "peft_config finetuning_type load_in_4bit load_in_8bit quantization_bit"
+    ),
+}
+_MEANINGS = {  # where ours is another measure of the same idea
+    "gradient_accumulation_steps": "the rows of one optimizer step, micro-batches times accumulation",
+    "per_device_train_batch_size": "the rows computed at once; auto takes the fastest that fits",
+    "min_lr": "a share of optimizer.lr",
+    "adam_beta1": "a list of two: [0.9, 0.95]",
+    "device_map": "auto, gpu, cpu or ssd",
+    "save_strategy": "auto commits as often as costs little, and a run is always saved where it stops",
+    "bf16": "bfloat16 or float32",
+    "fp16": "bfloat16 or float32",
 }
 ALIASES = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
 
@@ -84,7 +113,7 @@ def suggest_key(dotted: str, *, shown_section: str) -> str:
     if "." in name or dotted in known_keys():
         return f"sections are nested: write `{dotted.partition('.')[0]}:` and the rest below it, indented"
     if name in ALIASES:
-        return f"fuyou calls this `{ALIASES[name]}`"
+        return _ours(name)
     if len(elsewhere) == 1:
         return f"`{name}` belongs at `{elsewhere[0]}`"
     if close := _closest(name, siblings):
@@ -93,6 +122,15 @@ def suggest_key(dotted: str, *, shown_section: str) -> str:
     if close := _closest(name, leaves):
         return f"did you mean `{next(key for key in known_keys() if key.rpartition('.')[2] == close)}`?"
     return f"keys here: {', '.join(siblings)}" if siblings else "this key takes a value, it is not a section"
+
+
+def _ours(name: str) -> str:
+    """Name our key for another trainer's, with what it means, or what to do where its feature does not exist yet."""
+    key = ALIASES[name]
+    meaning = f": {_MEANINGS[name]}" if name in _MEANINGS else ""
+    row = next((row for row in UNBUILT if row.path == key and row.asks("a value")), None)
+    later = f"; {row.feature} are not built yet, so {row.instead}" if row is not None else ""
+    return f"fuyou calls this `{key}`{meaning}{later}"
 
 
 def suggest_choice(value: object, choices: list[str]) -> str | None:

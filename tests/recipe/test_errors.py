@@ -9,7 +9,8 @@ import pytest
 
 from fuyou_cli.recipe.diagnostics import RecipeErrors
 from fuyou_cli.recipe.load import load_recipe
-from fuyou_cli.recipe.suggest import ALIASES, known_keys
+from fuyou_cli.recipe.suggest import ALIASES, known_keys, suggest_key
+from fuyou_cli.recipe.unbuilt import UNBUILT
 
 from .conftest import VALID
 
@@ -244,3 +245,32 @@ def test_many_errors_are_counted_and_the_first_shown(tmp_path):
     path.write_text(VALID + "".join(f"k{i}: 1\n" for i in range(300)))
     with pytest.raises(RecipeErrors, match=r"Found 300 errors in .*\(260 more not shown\)"):
         load_recipe(path)
+
+
+@pytest.mark.parametrize(
+    ("written", "help_"),
+    [
+        ("learning_rate: 1e-5", "fuyou calls this `optimizer.lr`"),
+        ("num_epochs: 3", "fuyou calls this `train.epochs`"),
+        ("gradient_accumulation_steps: 8", "fuyou calls this `train.batch_size`: the rows of one optimizer step"),
+        ("per_device_train_batch_size: 8", "fuyou calls this `train.micro_batch_size`: the rows computed at once"),
+        ("val_set_size: 0.1", "fuyou calls this `dataset.eval_fraction`"),
+        ("optim: adamw_torch", "fuyou calls this `optimizer.name`"),
+        ("lora_r: 16", "fuyou calls this `adapter`"),
+        ("lr_scheduler: cosine", "write `lr_scheduler: {name: 'cosine'}`"),
+        ("optimizer: adamw", "write `optimizer: {name: 'adamw'}`"),
+    ],
+)
+def test_what_other_trainers_call_it_names_ours(tmp_path, written, help_):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(VALID + written + "\n")
+    with pytest.raises(RecipeErrors) as caught:
+        load_recipe(path)
+    assert f"help: {help_}" in caught.value.message
+
+
+def test_what_is_not_built_yet_is_said_with_its_name():
+    later = {row.path: row for row in UNBUILT if row.asks("a value")}
+    for name, key in ALIASES.items():
+        found = suggest_key(name, shown_section="")
+        assert f"`{key}`" in found and ("not built yet" in found) == (key in later), name

@@ -1,0 +1,46 @@
+"""Describes a recipe as JSON Schema, by which editors complete and check it. Generated from `schema`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from .fields import Section
+from .schema import Recipe
+from .suggest import section_in
+from .unbuilt import UNBUILT, is_built
+
+
+def recipe_schema() -> dict[str, Any]:
+    """Makes the schema, of what is built today: other choices are left out, and keys without any take null alone."""
+    schema = Recipe.model_json_schema()
+    sections = {"Recipe": schema, **schema.get("$defs", {})}
+    for name, path in _places(Recipe, ()):
+        for key, field in sections[name]["properties"].items():
+            _narrow(field, (*path, key))
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "fuyou recipe",
+        "description": "A fine-tuning run, as `fuyou finetune` takes it.",
+    }  # fmt: skip
+
+
+def _places(section: type[Section], path: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Lists each section's name with its place; `*` is each entry of a list."""
+    yield section.__name__, path
+    for name, field in section.model_fields.items():
+        if (nested := section_in(field.annotation)) is not None:
+            yield from _places(nested, (*path, name) if nested is field.annotation else (*path, name, "*"))
+
+
+def _narrow(field: dict[str, Any], path: tuple[str, ...]) -> None:
+    """Takes out of a key's schema what `unbuilt` refuses."""
+    if isinstance(field.get("default"), dict) and "text" in field["default"]:  # a memory limit, as it is written
+        field["default"] = field["default"]["text"]
+    for part in (field, field.get("items", {}), *field.get("anyOf", ())):
+        if "enum" in part:
+            part["enum"] = [value for value in part["enum"] if is_built(path, value)]
+    row = next((row for row in UNBUILT if row.path == ".".join(path) and row.asks("a value") and row.asks([1])), None)
+    if row is not None and not any("enum" in part for part in (field, *field.get("anyOf", ()))):
+        kept = field.get("default")
+        field.clear()
+        field |= {"const": kept, "default": kept, "description": f"Not built yet: {row.feature}."}
