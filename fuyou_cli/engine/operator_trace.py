@@ -3,6 +3,7 @@ backward never looks at, and FLOPs."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class OperatorTrace(Operators):
         self.found: list[OperatorSpec] = []
         self._weights = flat.untyped_storage()  # held, so that its address stays its own
         self._influence = _Influence()
+        self._outputs: dict[int, tuple[Any, int]] = {}  # by storage, held so that its address stays its own: places in `found`
         self.tensors, self.names = tensors, names
 
     @property
@@ -49,16 +51,26 @@ class OperatorTrace(Operators):
         self._influence.pass_on((args, kwargs), out, by=index)
         name = f"{kind} {weight.removesuffix('.weight')}" if weight else kind
         size = _attention_bytes(args[0], out) if kind == "attention" else _bytes(out)
+        self._outputs |= {leaf.untyped_storage()._cdata: (leaf.untyped_storage(), len(self.found)) for leaf in _tensors(out)}
         self.found.append(OperatorSpec(index=index, name=name, flops=flops, bytes=size, weight=offset))
         return out
 
     def beside(self, func: Any, args: Any, kwargs: Any) -> Any:
         self._work(func, args)
         out = func(*args, **kwargs)
+        if func._schema.is_mutable:
+            self._overwrites(_tensors((args, kwargs)))
         if not name_of(func).startswith(_SHAPE_ONLY):
             written = (args, kwargs) if func._schema.is_mutable else ()
             self._influence.pass_on((args, kwargs), (out, written))
         return out
+
+    def _overwrites(self, tensors: list[torch.Tensor]) -> None:
+        """Notes that an operator writes into some of these."""
+        for tensor in tensors:
+            _, place = self._outputs.get(tensor.untyped_storage()._cdata, (None, None))
+            if place is not None:
+                self.found[place] = replace(self.found[place], overwritten=True)
 
     def _work(self, func: Any, args: Any) -> tuple[float, str, int]:
         """Returns FLOPs of one operator, the weight it uses and where that begins ("" and -1 for none). What multiplies two

@@ -50,6 +50,7 @@ class OperatorSpec:
     flops: float
     bytes: int  # of its output, with what its own backward needs beside it
     weight: int = -1  # where its weight begins, in elements of the stage; -1 where it uses none
+    overwritten: bool = False  # whether the model's code writes into its output
 
     @property
     def kind(self) -> str:

@@ -3,6 +3,7 @@ that the plan does not charge."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ import torch
 from drawn import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.devices.emulated import EmulatedDevice
 from fuyou_cli.engine.executor import StepAbandoned
+from fuyou_cli.engine.inspect import inspect
 from fuyou_cli.planner.boundary_layout import every_operator
 from fuyou_cli.planner.device_memory import device_memory
 from fuyou_cli.spec.model import Dtype
@@ -75,12 +79,52 @@ def test_any_places(data: st.DataObject, recomputed: _Recomputed, tmp_path_facto
 
 
 def test_an_output_changed_in_place_is_kept_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is found when the model is inspected: it is copied, where others are computed in their places."""
     subject = Subject(llama(), Shape())
+    assert not any(operator.overwritten for operator in subject.spec.stages[1].operators)
     for layer in subject.anatomy.model.base_model.layers:
         monkeypatch.setattr(layer.mlp, "forward", _changing(layer.mlp))
     expected = _outcome(subject, tmp_path / "recompute")
     way = make_late(monkeypatch)
-    _assert_same(_outcome(subject, tmp_path / "kept", kept_there=every_operator(subject.spec), **way), expected)
+    with (
+        pytest.raises(UsageError, match=r"add_ changes the output of mm"),
+        Rig(subject, tmp_path / "unexpected", home="cpu", kept_there="room", **way) as rig,
+    ):
+        rig.run(1)
+    subject.spec = inspect(
+        subject.anatomy, dtype="float32", micro_batch_size=subject.shape.micro, max_seq_len=subject.shape.tokens,
+        head_chunk_tokens=0,
+    )  # fmt: skip
+    changed = [operator.name for operator in subject.spec.stages[1].operators if operator.overwritten]
+    assert changed == ["mm mlp.gate_proj"]
+    _assert_same(_outcome(subject, tmp_path / "kept", kept_there="room", **way), expected)
+
+
+class _Made(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_products_are_computed_where_they_are_kept(tmp_path: Path) -> None:
+    """Without a copy, in the device as well."""
+    subject = Subject(llama(num_hidden_layers=2), Shape(batch=4, micro=2))
+    products = [o for stage in subject.spec.stages for o in stage.operators if o.kind == "mm"]
+    counts = []
+    for kept_there in (None, "room"):
+        with Rig(subject, tmp_path / str(kept_there), home="cpu", device="emulated", kept_there=kept_there) as rig:  # type: ignore[arg-type]
+            with _Made() as made:
+                rig.step(*next(subject.batches(1)), 1, last=True)
+            rig.executor.drain()
+            counts.append(made.count)
+    assert counts[1]["aten.mm.out"] == 2 * len(products) and counts[0]["aten.mm.out"] == 0
+    assert counts[0]["aten.mm.default"] - counts[1]["aten.mm.default"] == 2 * 2 * len(products)  # recomputed, and in forward
 
 
 def test_nothing_crosses_for_them(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ class Keep:
     """Implements `Place` for one stage. `memory`: for its outputs of a sweep's rows (uint8, 1-D). Compute writes and reads it
     in order, so nothing waits."""
 
+    direct = True
+
     def __init__(self, memory: torch.Tensor, layout: BoundaryLayout) -> None:
         self._memory, self._layout = memory, layout
 

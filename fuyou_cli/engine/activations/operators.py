@@ -7,6 +7,7 @@ others stay the same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Literal
@@ -21,6 +22,12 @@ _FACTORS = {  # operator -> places of the two factors among its arguments
     _aten.addmm.default: (1, 2),
     _aten.bmm.default: (0, 1),
     _aten.baddbmm.default: (1, 2),
+}
+_INTO = {  # operator -> the same one, which writes into memory that it is given
+    _aten.mm.default: _aten.mm.out,
+    _aten.addmm.default: _aten.addmm.out,
+    _aten.bmm.default: _aten.bmm.out,
+    _aten.baddbmm.default: _aten.baddbmm.out,
 }
 _ATTENTION = frozenset(
     f"_scaled_dot_product_{kernel}"
@@ -45,6 +52,21 @@ def factors(func: Any, args: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]
         return None
     left, right = (args[place] for place in places)
     return (left, right) if left.shape[-1] > 1 else None
+
+
+def product_into(func: Any, args: Sequence[Any], kwargs: Any, memory: torch.Tensor) -> torch.Tensor | None:
+    """Returns what the product `func` returns, computed in `memory` (uint8, 1-D), or None if `func` is no product or its result
+    takes more."""
+    places = _FACTORS.get(func)
+    if places is None:
+        return None
+    left, right = (args[place] for place in places)
+    shape = (*left.shape[:-1], right.shape[-1])
+    size = math.prod(shape) * left.element_size()
+    if size > memory.numel():
+        return None
+    product: torch.Tensor = _INTO[func](*args, **kwargs, out=memory[:size].view(left.dtype).view(shape))
+    return product
 
 
 def is_attention(func: Any) -> bool:

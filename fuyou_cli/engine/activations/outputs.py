@@ -23,7 +23,7 @@ from ...planner.device import BOUNDARIES_ACROSS
 from ...spec.model import OperatorSpec, StageSpec
 from ..devices.base import Event
 from ..moves import Waiting
-from .operators import Operators
+from .operators import Operators, name_of, product_into
 from .recompute import Run, Sparing
 
 
@@ -50,6 +50,8 @@ Arrived = dict[int, tuple[list[Any], list[Event]]]  # by operator: values where 
 
 class Place(Protocol):
     """Defines where outputs of one stage are kept."""
+
+    direct: bool  # whether compute may write there, so that a product needs no copy
 
     def memory(self, micro_batch: int, operator: int) -> torch.Tensor:
         """Returns an output's memory (uint8, 1-D)."""
@@ -132,32 +134,53 @@ class KeptOutputs:
 
 
 class _Keeping(Operators):
-    """Copies outputs as soon as they are computed. An operator that writes into a tensor waits until its copy is over."""
+    """Copies outputs as soon as they are computed. An operator that writes into a tensor waits until its copy is over. Products
+    that are kept in direct places are computed there: the model's code computes with what is kept, and must not change it."""
 
     def __init__(self, stage: KeptOutputs, micro_batch: int) -> None:
         super().__init__()
         self.outputs: Outputs = {}
         self._stage, self._micro_batch = stage, micro_batch
         self.copies: dict[int, Event] = {}  # by storage; the last one of a storage is behind its others
+        self._computed_there: dict[int, OperatorSpec] = {}  # by storage
 
     def operator(self, index: int, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
-        out = func(*args, **kwargs)
         spec = self._stage.chosen.get(index)
-        if spec is not None:
-            if spec.kind != kind:
-                raise UsageError(
-                    f"operator {index} of a stage is {kind} here, the plan was made for {spec.name}",
-                    hint="set offload.activations=recompute, which asks nothing of a model's operators",
-                )
+        if spec is None:
+            return func(*args, **kwargs)
+        if spec.kind != kind:
+            raise UsageError(
+                f"operator {index} of a stage is {kind} here, the plan was made for {spec.name}",
+                hint="set offload.activations=recompute, which asks nothing of a model's operators",
+            )
+        place, out = self._stage.places[index], None
+        if place.direct and not spec.overwritten:
+            out = product_into(func, args, kwargs, place.memory(self._micro_batch, index))
+        if out is None:
+            out = func(*args, **kwargs)
             self.outputs[index] = self._keep(spec, out)
+        else:
+            self.outputs[index] = [Resting(0, out.dtype, out.shape, out.stride())], False
+            self._computed_there[out.untyped_storage()._cdata] = spec
         return out
 
     def beside(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self.copies and func._schema.is_mutable:
+        if func._schema.is_mutable and (self.copies or self._computed_there):
             for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata in self.copies:
-                    self.copies[leaf.untyped_storage()._cdata].wait()
+                if isinstance(leaf, torch.Tensor):
+                    self._before_change(leaf.untyped_storage()._cdata, func)
         return func(*args, **kwargs)
+
+    def _before_change(self, storage: int, func: Any) -> None:
+        """Makes sure that what is kept of this storage stays as it is."""
+        if storage in self.copies:
+            self.copies[storage].wait()
+        if storage in self._computed_there:
+            raise UsageError(
+                f"{name_of(func)} changes the output of {self._computed_there[storage].name}, or one beside it, in place, "
+                "which the plan did not expect",
+                hint="set offload.activations=recompute, which asks nothing of a model's operators",
+            )
 
     def _keep(self, spec: OperatorSpec, out: Any) -> Output:
         place, end = self._stage.places[spec.index], 0

@@ -13,6 +13,8 @@ class Swap:
     """Implements `Place`. A device with its own memory copies outputs to the host and back while it computes. On device cpu
     backward uses them where they are."""
 
+    direct = False
+
     def __init__(self, stage: int, *, boundaries: Boundaries, memory: HostMemory, device: Device) -> None:
         self._stage, self._boundaries, self._memory, self._device = stage, boundaries, memory, device
 
