@@ -43,7 +43,7 @@ app = typer.Typer(
     help="Fine-tune Hugging Face models that do not fit the machine: fully, exactly, on one device.",
     epilog=_EPILOG,
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -104,6 +104,27 @@ def quickstart(overrides: Overrides = None) -> None:
 
     if code := run_quickstart(overrides or []):
         raise typer.Exit(code)
+
+
+@app.command()
+def init(
+    target: Annotated[Path, typer.Argument(metavar="FILE", help="The recipe to write; it must not exist.")] = Path(
+        "recipe.yaml"
+    ),
+    model: Annotated[str | None, typer.Option(help="A folder, or a hub id.", show_default=False)] = None,
+    data: Annotated[str | None, typer.Option(help="A file of jsonl, json, csv, parquet or txt.", show_default=False)] = None,
+    memory: Annotated[str | None, typer.Option(help="RAM it may take: 16GiB, 50%, auto.", show_default=False)] = None,
+    directory: Annotated[
+        str | None, typer.Option("--dir", help="A folder on the fastest drive, for what RAM does not hold.", show_default=False)
+    ] = None,
+) -> None:
+    """Write a first recipe.
+
+    Asks for the model, the data and the memory; with --model and --data it asks nothing.
+    """
+    from .init import run_init
+
+    run_init(target, model=model, data=data, memory=memory, directory=directory)
 
 
 @app.command()

@@ -10,9 +10,31 @@ import typer
 _RECIPE_HELP = "A recipe file, or the name of a shipped one (default: ./recipe.yaml)."
 _OVERRIDES_HELP = "Change keys of the recipe, e.g. optimizer.lr=3e-6; key=null clears one."
 
-RecipeArgument = Annotated[str, typer.Argument(help="A recipe file, or the name of a shipped one.")]
-OptionalRecipe = Annotated[str | None, typer.Argument(help=_RECIPE_HELP, show_default=False)]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="key=value", help=_OVERRIDES_HELP, show_default=False)]
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """List shipped recipes, and the recipes here, for the shell."""
+    from fuyou_cli.recipe.shipped import shipped_recipes
+
+    here = (str(path) for pattern in ("*.yaml", "*.yml") for path in Path().glob(pattern))
+    return sorted(name for name in (*shipped_recipes(), *here) if name.startswith(incomplete))
+
+
+def complete_key(incomplete: str) -> list[str]:
+    """List keys of a recipe, for the shell."""
+    from fuyou_cli.recipe.suggest import known_keys
+
+    keys = known_keys()
+    leaves = (key for key in keys if not any(other.startswith(f"{key}.") for other in keys))
+    return [f"{key}=" for key in leaves if key.startswith(incomplete)]
+
+
+RecipeArgument = Annotated[
+    str, typer.Argument(help="A recipe file, or the name of a shipped one.", autocompletion=complete_recipe)
+]
+OptionalRecipe = Annotated[str | None, typer.Argument(help=_RECIPE_HELP, show_default=False, autocompletion=complete_recipe)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="key=value", help=_OVERRIDES_HELP, show_default=False, autocompletion=complete_key)
+]
 Calibrated = Annotated[bool, typer.Option("--calibrated", help="Use the rates that the latest run on this machine showed.")]
 Trace = Annotated[
     Path | None,

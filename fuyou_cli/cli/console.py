@@ -141,6 +141,17 @@ def styled(text: str, code: str, stream: TextIO) -> str:
     return f"\033[{code}m{text}\033[0m"
 
 
+def asked(question: str, *, otherwise: str) -> str:
+    """Ask the person at the terminal for a line; an empty one is `otherwise`. Raises UsageError where there is no terminal."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise UsageError("there is no terminal to ask at", hint="say it all by options: see --help")
+    print(f"{one_line(question)}{f' [{otherwise}]' if otherwise else ''}: ", end="", file=sys.stderr, flush=True)
+    line = sys.stdin.readline()
+    if not line:
+        raise UsageError("the terminal was closed before it answered")
+    return line.strip() or otherwise
+
+
 def agreed(question: str, *, yes: bool, otherwise: str) -> bool:
     """Ask the person at the terminal, unless `yes` says it already. Raises UsageError where there is nobody to ask.
     `otherwise`: what a no comes to."""

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from .arguments import Json
+from .arguments import Json, complete_recipe
 
+ShippedName = Annotated[str, typer.Argument(help="Its name, as in `recipes ls`.", autocompletion=complete_recipe)]
 recipes = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, show and copy the shipped recipes.")
 
 
@@ -21,16 +22,16 @@ def recipes_ls(json_output: Json = False) -> None:
 
 
 @recipes.command("show")
-def recipes_show(name: Annotated[str, typer.Argument(help="Its name, as in `recipes ls`.")]) -> None:
+def recipes_show(name: ShippedName, json_output: Json = False) -> None:
     """Print a shipped recipe."""
     from .recipes_cmd import run_show
 
-    run_show(name)
+    run_show(name, json_output=json_output)
 
 
 @recipes.command("cp")
 def recipes_cp(
-    name: Annotated[str, typer.Argument(help="Its name, as in `recipes ls`.")],
+    name: ShippedName,
     target: Annotated[Path, typer.Argument(help="The file to write; it must not exist.")] = Path("recipe.yaml"),
 ) -> None:
     """Copy a shipped recipe, to be edited."""

@@ -114,8 +114,13 @@ def run_ls(*, json_output: bool) -> None:
         write_result(line)
 
 
-def run_show(name: str) -> None:
-    write_document(_shipped(name).read_text(encoding="utf-8").rstrip("\n"))
+def run_show(name: str, *, json_output: bool) -> None:
+    path = _shipped(name)
+    text = path.read_text(encoding="utf-8")
+    if json_output:
+        write_json({"name": path.stem, "path": str(path), "summary": summary(path), "text": text})
+    else:
+        write_document(text.rstrip("\n"))
 
 
 def run_cp(name: str, target: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -13,7 +12,7 @@ from fuyou_cli.core.errors import UsageError
 from fuyou_cli.core.paths import folder
 from fuyou_cli.core.units import gb
 
-from .console import status_console, write_document, write_result, write_status
+from .console import status_console, write_json, write_result, write_status
 
 if TYPE_CHECKING:
     from fuyou_cli.training.state.at_rest import Verified
@@ -93,7 +92,7 @@ def run_verify(source: Path, *, json_output: bool) -> bool:
         task = progress.add_task("reading", total=2 * size_of(newest) if newest is not None else None)
         found = verify_store(store, progress=lambda size: progress.advance(task, size), say=write_status)
     if json_output:
-        write_document(json.dumps({"store": str(store), "states": [_as_data(state) for state in found]}, indent=1))
+        write_json({"store": str(store), "states": [_as_data(state) for state in found]})
         return found[0].is_whole
     for state in found:
         _show(state)
