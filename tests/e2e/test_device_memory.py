@@ -48,6 +48,17 @@ def test_a_step_that_runs_out_names_the_key_and_is_gone_on_from(
     assert train(project)[0] == whole(EMULATED).losses
 
 
+def test_outputs_that_stay_there_change_no_loss(new_project: NewProject, whole: Callable[..., Whole]) -> None:
+    """As a recipe asks for it, as far as the device has room; all of it is within the limit at any time."""
+    keeping = {**EMULATED, "offload.max_memory.gpu": "64MiB", "offload.activations": "keep"}
+    project, peaks = new_project(changes=keeping), list[int]()
+    plan = prepared_run(project).planned.plan
+    assert any(stage.kept_there for stage in plan.stages) and not any(stage.kept for stage in plan.stages)
+    losses, _ = train(project, lambda run: peaks.append(run.device.peak_memory()))
+    assert losses == whole(EMULATED).losses
+    assert plan.predicted.gpu_peak - plan.predicted.gpu_peak // 2 < max(peaks) <= plan.predicted.gpu_peak <= 64 * MiB
+
+
 def test_a_run_does_not_open_beyond_its_limit(new_project: NewProject) -> None:
     """As where others have taken the device since it was planned for."""
     project = new_project(changes=EMULATED)
