@@ -62,6 +62,7 @@ class RunFacts:
     endings: tuple[Ending, ...] = ()  # before the last step
     spared: Spared | None = None  # by `offload.wear`
     notes: tuple[str, ...] = ()  # from planning
+    kernels: str = ""  # of the blocks
 
     @property
     def problems(self) -> list[str]:
@@ -133,7 +134,21 @@ def facts_of(prepared: Planned, room: Room, *, described: bool = False, command:
         region=region,
         endings=endings(prepared, region),
         spared=_spared(prepared),
+        kernels=_kernels(prepared),
     )
+
+
+def _kernels(prepared: Planned) -> str:
+    """Says by what blocks are computed; of sdpa, among which kernels torch chooses."""
+    from fuyou_cli.engine.attention import allowed_kernels
+
+    train, model, plan = prepared.recipe.train, prepared.recipe.model, prepared.plan
+    attention = str(prepared.anatomy.model.config._attn_implementation)
+    if attention == "sdpa":
+        allowed = allowed_kernels(plan.device, plan.numerics.compute_dtype, deterministic=train.deterministic)
+        attention += f" ({' or '.join(allowed)})"
+    others = {"Liger": model.kernels == "liger", "blocks compiled": train.compile, "deterministic": train.deterministic}
+    return ", ".join([f"attention by {attention}", *(name for name, chosen in others.items() if chosen)])
 
 
 def _spared(prepared: Planned) -> Spared | None:

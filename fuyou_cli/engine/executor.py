@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -22,6 +23,7 @@ from ..spec.plan import Plan
 from ..swap.daemon import SwapDaemon
 from .activations import open_activations
 from .anatomy import Anatomy
+from .attention import AttentionSeen
 from .calls import one_row_masks
 from .compiled import CompiledBlocks
 from .devices.base import Device
@@ -88,6 +90,8 @@ class Executor:
         self.head = HeadPasses(visits, anatomy.model, self._check_loss)
         self.may_skip = False  # whether a step whose numbers are not finite goes on, to update nothing in the end
         self.skipped = 0  # steps so far that did: AdamW counts the others
+        self.attention = AttentionSeen()  # by what it is computed; a compiler that traces blocks would trace this as well
+        self._sees_attention = compiled is None
         self.reached: set[str] = set()  # tensors that have had a gradient other than zero
         at_once = [visit.index for visit in visits.schedule.visits if visit.update == "after"]
         self._first_update = min(at_once, default=len(visits.schedule.visits))  # the visit whose end begins it
@@ -133,7 +137,9 @@ class Executor:
     def _sweep(self, input_ids: torch.Tensor, positions: torch.Tensor, targets: torch.Tensor) -> None:
         """Goes through the model and back, with some rows of the step's batch."""
         model = self.anatomy.model
-        with one_row_masks(model):
+        seeing = self.attention if self._sees_attention else nullcontext()
+        self._sees_attention = False  # it is the same in every step
+        with one_row_masks(model), seeing:
             hidden = model.base_model(input_ids=input_ids, position_ids=positions, use_cache=False).last_hidden_state
         edge, output = get_gradient_edge(hidden), [hidden.detach()]
         del hidden  # tensors of all rows are let go of as soon as they were used: each is as large as a boundary

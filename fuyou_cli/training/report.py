@@ -85,6 +85,7 @@ class RunReport:
     update_cpu: float = 0.0  # CPU seconds of the update threads per step, median
     compared: tuple[Compared, ...] = ()  # with the plan, line by line
     assumed: bool = False  # the plan's rates were
+    attention: str = ""  # by what it was computed; empty where nobody knows
 
 
 def merged(intervals: Sequence[Busy]) -> list[tuple[float, float]]:

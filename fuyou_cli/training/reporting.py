@@ -64,6 +64,7 @@ def run_report(
     ram_peak: int,
     written_total: int,
     output_dir: str,
+    attention: str = "",
 ) -> RunReport:
     """Sums up a run. Where only some steps write for a commit, bytes and seconds are means over whole intervals."""
     typical = steps.typical
@@ -91,6 +92,7 @@ def run_report(
         busy=medians([step.busy for step in typical]),
         waits=medians([step.stalls for step in typical]),
         update_cpu=_median([step.update_cpu_seconds for step in typical]),
+        attention=attention,
     )
 
 

@@ -331,7 +331,13 @@ class Run:
             ram_peak=self.memory.peak,
             written_total=self._written,
             output_dir=self.planned.recipe.output_dir,
+            attention=self._attention(),
         )
+
+    def _attention(self) -> str:
+        """Says by what attention was computed; of sdpa, by which of its kernels, where it was seen."""
+        asked, seen = self.planned.anatomy.model.config._attn_implementation, self.executor.attention.kernel
+        return f"{asked}, {seen}" if seen else str(asked)
 
 
 def _unreached(model: ModelSpec, reached: set[str]) -> str:

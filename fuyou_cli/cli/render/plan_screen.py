@@ -103,6 +103,7 @@ def _understood(facts: RunFacts, shapes: Symbols) -> list[tuple[str, str]]:
         ("model", f"{plan.model}: {model.architecture}, {count(model.parameters)} parameters{active}, {blocks} blocks{tied}"),
         ("method", f"full fine-tuning, {dtypes}, float32 AdamW; {_clipping(plan, model)}"),
         ("batch", ", ".join([batch, *pieces])),
+        *([("kernels", facts.kernels)] if facts.kernels else []),
     ]
 
 

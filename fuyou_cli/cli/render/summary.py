@@ -21,6 +21,7 @@ def show_summary(console: Console, report: RunReport) -> None:
         ("speed", f"{speed(report.tokens_per_second)} tokens/s, {tera(report.tflops * 1e12)} TFLOPS (6N)"),
         ("waiting", f"{waiting(report.stalls)}, in all steps together"),
         ("written", f"{gb(report.written_total)} to the ssd"),
+        *([("attention", report.attention)] if report.attention else []),
         ("output", report.output_dir),
     ]
     pairs(console, rows)

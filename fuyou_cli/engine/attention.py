@@ -1,0 +1,40 @@
+"""Names the kernel of a model's attention: which ones torch may take on a device, and which one it takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_KERNELS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}  # as torch numbers them
+
+
+def allowed_kernels(device: str, dtype: str, *, deterministic: bool = False) -> tuple[str, ...]:
+    """Returns the kernels that scaled_dot_product_attention chooses among, for compute of `dtype` on a device by name."""
+    if device != "cuda":
+        return "flash", "math"
+    from torch.backends import cuda
+
+    allowed = {
+        "flash": cuda.flash_sdp_enabled() and dtype != "float32",
+        "cudnn": cuda.cudnn_sdp_enabled() and dtype != "float32" and not deterministic,
+        "efficient": cuda.mem_efficient_sdp_enabled(),
+        "math": cuda.math_sdp_enabled(),
+    }
+    return tuple(name for name, is_allowed in allowed.items() if is_allowed)
+
+
+class AttentionSeen(TorchFunctionMode):
+    """Hears inside which kernel torch takes for the first attention. `kernel`: its name; empty so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = ""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention and not self.kernel:
+            chosen = int(torch._fused_sdp_choice(*args, **kwargs))
+            self.kernel = _KERNELS.get(chosen, f"kernel {chosen}")
+        return func(*args, **kwargs)

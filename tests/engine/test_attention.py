@@ -1,0 +1,67 @@
+"""The names of attention's kernels: those that are allowed, and the one that is taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fuyou_cli.engine.attention import AttentionSeen, allowed_kernels
+from fuyou_cli.engine.compiled import CompiledBlocks, load_compiler
+
+from .families import FAMILIES, gpt2, llama
+from .rig import Rig, Shape, Subject
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "deterministic", "expected"),
+    [
+        ("cuda", "bfloat16", False, ("flash", "cudnn", "efficient", "math")),
+        ("cuda", "bfloat16", True, ("flash", "efficient", "math")),
+        ("cuda", "float32", False, ("efficient", "math")),
+        ("cpu", "bfloat16", True, ("flash", "math")),
+    ],
+)
+def test_allowed(device: str, dtype: str, deterministic: bool, expected: tuple[str, ...]) -> None:
+    assert allowed_kernels(device, dtype, deterministic=deterministic) == expected
+
+
+def test_what_the_user_turned_off_is_not_allowed() -> None:
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION]):
+        assert allowed_kernels("cuda", "bfloat16") == ("efficient", "math")
+
+
+@pytest.mark.parametrize(
+    ("subject", "backends", "expected"),
+    [
+        (lambda: Subject(llama(), Shape()), [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], "flash"),
+        (lambda: Subject(llama(), Shape()), [SDPBackend.MATH], "math"),
+        (lambda: Subject(gpt2(dropout=0.1), Shape()), [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], "math"),
+        (lambda: Subject(FAMILIES["gemma2"], Shape()), [SDPBackend.MATH], ""),  # which has no attention by sdpa
+    ],
+)
+def test_the_one_taken_is_seen_in_the_first_step(subject: Any, backends: Any, expected: str, tmp_path: Path) -> None:
+    with Rig(subject(), tmp_path, home="cpu", kept="all") as rig, sdpa_kernel(backends):
+        rig.run(2)
+        assert rig.executor.attention.kernel == expected
+
+
+def test_a_compiled_block_is_not_looked_into(tmp_path: Path) -> None:
+    load_compiler()
+    torch._dynamo.reset()
+    blocks = CompiledBlocks(backend="aot_eager")
+    with Rig(Subject(llama(), Shape()), tmp_path, home="cpu", compiled=blocks) as rig:
+        rig.run(2)
+        assert (rig.executor.attention.kernel, blocks.graphs) == ("", 1)
+
+
+def test_it_is_asked_once() -> None:
+    q = torch.randn(1, 2, 4, 8)
+    with AttentionSeen() as seen:
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        assert seen.kernel == "flash"
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+    assert seen.kernel == "flash"
