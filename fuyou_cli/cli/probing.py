@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fuyou_cli.core.units import duration
-from fuyou_cli.machine.profile_store import is_measured, why_not_kept
+from fuyou_cli.machine.background_load import are_busy, cores_now
+from fuyou_cli.machine.profile_store import measured_beside, why_not_kept
 from fuyou_cli.machine.scratch import remove_left
 
 from .console import write_status
@@ -26,16 +27,21 @@ PATIENCE = 300.0  # seconds: the quick bench of a recipe takes a fifth of that
 
 
 def probe_once(loaded: LoadedRecipe, device: str) -> None:
-    """Measure quickly, where no profile is kept of this machine and the recipe's drives; kept for the plans to come. What
-    cannot be measured is said, and left to assumed rates."""
+    """Measure quickly, where no profile is kept of this machine and the recipe's drives; kept for the plans to come. One that
+    was measured beside busy programs is replaced as soon as a run finds the machine quiet. What cannot be measured is said, and
+    left to the rates that are known, or assumed."""
     directories = loaded.recipe.offload_directories(os.environ)
     device = "cpu" if device == "emulated" else device
-    if is_measured(*directories, device=device):
+    before = measured_beside(*directories, device=device)
+    if before is not None and not _is_due(before):
         return
     if why := why_not_kept(*directories, device=device):
-        write_status(f"note: rates are assumed: measured ones could not be kept ({why}); XDG_CACHE_HOME names another folder")
+        write_status(
+            f"note: rates are {_known(before)}: measured ones could not be kept ({why}); XDG_CACHE_HOME names another folder"
+        )
         return
-    write_status("measuring this machine, once: about a minute, at most 2 GB written (offload.measure=false skips it)")
+    once = "once" if before is None else "again"
+    write_status(f"measuring this machine, {once}: about a minute, at most 2 GB written (offload.measure=false skips it)")
     ways = [[str(loaded.path), *loaded.overrides]]
     if len(directories) == 1:  # a model that cannot be trained yet has no stage to measure: then the machine alone
         ways.append(["--dir", str(directories[0])])
@@ -47,10 +53,32 @@ def probe_once(loaded: LoadedRecipe, device: str) -> None:
         if not code:
             seconds = duration(time.monotonic() - begin)
             write_status(f"measured in {seconds}; the rates are kept for the plans to come, what was written is removed")
+            if are_busy(cores := measured_beside(*directories, device=device) or 0.0):
+                write_status(f"note: {_beside(cores)}: the next run that finds the machine quiet measures it again")
             return
         if code != USAGE:  # it may have written, and would once more
             break
-    write_status(f"note: the machine could not be measured, rates are assumed: {reason}")
+    write_status(f"note: the machine could not be measured, rates are {_known(before)}: {reason}")
+
+
+def _is_due(before: float) -> bool:
+    """Tell whether to measure again what was measured while others used so many cores, and say why or why not."""
+    if not are_busy(before):
+        return False
+    now = cores_now()
+    if are_busy(now):
+        write_status(f"note: {_beside(before)}, and use {now:.1f} now: a run that finds the machine quiet measures it again")
+        return False
+    write_status(f"{_beside(before)}; it is quiet now")
+    return True
+
+
+def _beside(cores: float) -> str:
+    return f"other programs used {cores:.1f} cores while this machine was measured"
+
+
+def _known(before: float | None) -> str:
+    return "assumed" if before is None else "those measured before"
 
 
 def _remove_empty(folders: list[Path]) -> None:

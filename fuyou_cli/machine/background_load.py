@@ -9,6 +9,7 @@ from pathlib import Path
 from . import probe
 
 BUSY_CORES, BUSY_SHARE = 0.4, 0.1  # from here on it is said: of all cores, but not less than the kernel's own work
+LOOK = 1.0  # seconds, of the clock that counts in hundredths
 
 
 class BackgroundLoad:
@@ -22,6 +23,13 @@ class BackgroundLoad:
         """Returns the average, 0 where the system does not say."""
         used = (busy_seconds(self._root) - self._busy) - (own_seconds() - self._own)
         return round(max(0.0, used) / max(time.monotonic() - self._began, 1e-9), 3)
+
+
+def cores_now(seconds: float = LOOK) -> float:
+    """Returns the cores that others use while this process sleeps for so many seconds."""
+    others = BackgroundLoad()
+    time.sleep(seconds)
+    return others.cores()
 
 
 def are_busy(cores: float) -> bool:

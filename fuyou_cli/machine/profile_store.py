@@ -21,6 +21,7 @@ from fuyou_cli.core.units import MiB, in_steps
 from fuyou_cli.spec.hardware import SUSTAINED_RATES, HardwareProfile, merged_rates, wrong_rates
 
 from . import probe
+from .background_load import are_busy
 from .profile import FILE_KEYS, assumed_hardware, card, core_count, cpu_name, facts_now
 
 SCHEMA_VERSION = 2
@@ -106,11 +107,13 @@ def steady_process(now: int, *, measured: int) -> int:
     return start + max(0, -(-(now - start) // PROCESS_STEP)) * PROCESS_STEP
 
 
-def is_measured(*directories: Path, device: str) -> bool:
-    """Tells whether `hardware_for` would know this machine by a kept profile."""
+def measured_beside(*directories: Path, device: str) -> float | None:
+    """Returns the cores that others used while the profile was measured that `hardware_for` would know this machine by; None
+    where there is none."""
     profile = _kept(profile_path(*directories, device=device))
     name, _ = _device_facts(device)
-    return profile is not None and (name is None or profile.device_name == name)
+    same = profile is not None and (name is None or profile.device_name == name)
+    return profile.others_cores if profile is not None and same else None
 
 
 def why_not_kept(*directories: Path, device: str) -> str | None:
@@ -173,7 +176,10 @@ def _write(profile: HardwareProfile, path: Path, say: Say) -> None:
 
 
 def _joined(before: HardwareProfile, found: HardwareProfile) -> HardwareProfile:
-    joined = replace(found, stage_rates=merged_rates(before.stage_rates, found.stage_rates))
+    # What was found beside busy programs lasts until the machine is found quiet, also of shapes that are not measured now.
+    outdated = are_busy(before.others_cores) and not are_busy(found.others_cores)
+    rates = () if outdated else before.stage_rates
+    joined = replace(found, stage_rates=merged_rates(rates, found.stage_rates))
     if found.sustained_write or found.steady_bytes:
         return joined
     return replace(joined, **{key: getattr(before, key) for key in (*SUSTAINED_RATES, "burst_bytes", "steady_bytes")})

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,10 @@ from typing import Any
 import pytest
 
 from fuyou_cli.cli import probing
+from fuyou_cli.machine import background_load
+from fuyou_cli.machine.profile import assumed_hardware
+from fuyou_cli.machine.profile_store import hardware_for, keep
+from fuyou_cli.spec.hardware import StageRate
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -111,3 +116,63 @@ def test_nothing_is_measured_that_could_not_be_kept(
     probing.probe_once(SimpleNamespace(recipe=recipe, path="recipe.yaml", overrides=[]), "cpu")  # type: ignore[arg-type]
     said = capsys.readouterr().err
     assert said.startswith("note: rates are assumed: ") and f"{tmp_path}/file/fuyou: Not a directory" in said
+
+
+RATE = StageRate(kind="block", dtype="bfloat16", hidden=8, params=8, tokens=8, forward=1.0, backward=1.0)
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "again", "said"),
+    [
+        (0.1, 1.6, False, ""),  # measured on a quiet machine: nobody looks whether it is quiet now
+        (1.6, 1.5, False, "note: other programs used 1.6 cores while this machine was measured, and use 1.5 now: a run that"),
+        (1.6, 0.1, True, "other programs used 1.6 cores while this machine was measured; it is quiet now\nmeasuring this"),
+    ],
+)
+def test_what_was_measured_beside_others_is_measured_again_when_it_is_quiet(
+    then: float, now: float, again: bool, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(background_load.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(probing, "cores_now", lambda: now)
+    found = replace(assumed_hardware(tmp_path), measured="2026-01-02")
+    other = replace(RATE, hidden=16)
+    keep(replace(found, others_cores=then, matmul_flops=1.0, stage_rates=(RATE, other)), tmp_path, say=print)
+    asked: list[list[str]] = []
+
+    def measured(arguments: list[str], directories: Any) -> tuple[int, str]:
+        asked.append(arguments)
+        keep(replace(found, others_cores=now, matmul_flops=2.0, stage_rates=(replace(RATE, forward=2.0),)), tmp_path, say=print)
+        return 0, ""
+
+    monkeypatch.setattr(probing, "_measured", measured)
+    recipe = SimpleNamespace(offload_directories=lambda environment: (tmp_path,))
+    loaded: Any = SimpleNamespace(recipe=recipe, path="recipe.yaml", overrides=[])
+    probing.probe_once(loaded, "cpu")
+    assert len(asked) == again and capsys.readouterr().err.startswith(said)
+    kept = hardware_for(tmp_path, device="cpu", say=print)
+    assert kept.matmul_flops == 1.0 + again
+    assert [rate.forward for rate in kept.stage_rates] == ([2.0] if again else [1.0, 1.0])  # nothing that others slowed down
+    if again:
+        probing.probe_once(loaded, "cpu")
+        assert len(asked) == 1
+
+
+def test_a_machine_that_is_busy_the_first_time_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(background_load.os, "cpu_count", lambda: 2)
+
+    def measured(arguments: list[str], directories: Any) -> tuple[int, str]:
+        keep(replace(assumed_hardware(tmp_path), measured="2026-01-02", others_cores=1.2), tmp_path, say=print)
+        return 0, ""
+
+    monkeypatch.setattr(probing, "_measured", measured)
+    recipe = SimpleNamespace(offload_directories=lambda environment: (tmp_path,))
+    probing.probe_once(SimpleNamespace(recipe=recipe, path="recipe.yaml", overrides=[]), "cpu")  # type: ignore[arg-type]
+    said = capsys.readouterr().err.splitlines()
+    assert (
+        said[0].startswith("measuring this machine, once") and "used 1.2 cores" in said[-1] and "measures it again" in said[-1]
+    )

@@ -68,7 +68,8 @@ def run_quickstart(overrides: Sequence[str]) -> int:
         probe_once(loaded, recipe.offload.device)
     budget = recipe.offload.max_memory.cpu.resolve(total=probe.memory_limit(), auto=int(usable_memory() * 0.9))
     limit = min(budget, probe.memory_limit())
-    command = [sys.executable, "-m", "fuyou_cli", "finetune", str(loaded.path), *overrides, *_start_over(out)]
+    run = ["finetune", str(loaded.path), *overrides, *_start_over(out), "--assume-rates"]  # else it would measure in the group
+    command = [sys.executable, "-m", "fuyou_cli", *run]
     ended = run_limited(command, limit, environment=dict(os.environ))
     if ended.code in _PASSED_ON:
         return ended.code
