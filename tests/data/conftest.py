@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fuyou_cli.data import Rows
+from fuyou_cli.data import Rows, cache
 from fuyou_cli.data.worker import build
 from fuyou_cli.recipe.schema import DatasetEntry, DatasetSection
 
@@ -104,3 +104,13 @@ def tokenise(tokenizer_dir: Path, tmp_path: Path) -> Callable[..., Rows]:
 
 SOURCE_DEFAULTS: dict[str, Any] = {"format": "auto", "columns": {}, "max_samples": None}
 OPTION_DEFAULTS: dict[str, Any] = {"max_seq_len": 64, "overlong": "truncate", "packing": False, "loss_on": "auto"}
+
+
+@pytest.fixture
+def served_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`prepare` asks the worker's entry in this process, where finding rows again is the point."""
+
+    def serve(request: dict[str, Any], *, threads: int) -> None:
+        build({**request, "template_seconds": 20})
+
+    monkeypatch.setattr(cache, "_serve", serve)

@@ -28,6 +28,7 @@ def rows_of(file: Path, tokenizer_dir: Path, cache: Path, template: Path | None 
     return prepare(dataset=section(file), tokenizer_dir=tokenizer_dir, chat_template=template, pad_token=None, cache_dir=cache)
 
 
+@pytest.mark.usefixtures("served_here")
 @pytest.mark.parametrize("content", ["{}", "[", '{"model": 5}'])
 def test_a_tokenizer_that_is_none_is_named(content: str, write: Write, tokenizer_dir: Path, tmp_path: Path) -> None:
     broken = shutil.copytree(tokenizer_dir, tmp_path / "broken")

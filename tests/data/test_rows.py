@@ -30,6 +30,7 @@ def prepared(dataset: DatasetSection, tokenizer_dir: Path, cache_dir: Path) -> R
     return prepare(dataset=dataset, tokenizer_dir=tokenizer_dir, chat_template=None, pad_token=None, cache_dir=cache_dir)
 
 
+@pytest.mark.usefixtures("served_here")
 def test_rows_are_made_once_and_found_by_content(write: Write, tokenizer_dir: Path, tmp_path: Path) -> None:
     file = write("qa.jsonl", [{"prompt": f"{n} apples, less one?", "completion": f"{n - 1} apples"} for n in range(9)])
     store = tmp_path / "store"
@@ -51,6 +52,7 @@ def test_rows_are_made_once_and_found_by_content(write: Write, tokenizer_dir: Pa
     assert len({rows.fingerprint, changed.fingerprint, longer.fingerprint}) == 3
 
 
+@pytest.mark.usefixtures("served_here")
 def test_a_run_that_writes_below_its_model_finds_its_rows_again(write: Write, tokenizer_dir: Path, tmp_path: Path) -> None:
     model = shutil.copytree(tokenizer_dir, tmp_path / "model")
     dataset = section(write("t.jsonl", [{"text": "seven apples"}]))
@@ -64,6 +66,7 @@ def test_a_run_that_writes_below_its_model_finds_its_rows_again(write: Write, to
     assert len({rows.fingerprint, changed.fingerprint, prepared(dataset, model, model / "out").fingerprint}) == 3
 
 
+@pytest.mark.usefixtures("served_here")
 def test_damage_is_noticed(write: Write, tokenizer_dir: Path, tmp_path: Path) -> None:
     dataset = section(write("t.jsonl", [{"text": "seven apples"}]))
     rows = prepared(dataset, tokenizer_dir, tmp_path / "store")
@@ -109,27 +112,30 @@ def test_missing_data_is_refused_at_once(tokenizer_dir: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("packing", [False, "concat"])
-def test_the_workers_memory_does_not_grow_with_the_data(packing: str | bool, tokenizer_dir: Path, tmp_path: Path) -> None:
+def test_the_workers_memory_does_not_grow_with_the_data(
+    packing: str | bool, peak_of_hardly_any: int, tokenizer_dir: Path, tmp_path: Path
+) -> None:
     """The peak of a process of its own over rows of 100 kB, beside its peak over hardly any. Tokenised 256 at a time these
     rows take several hundred megabytes; the allowance is for one batch."""
     text = "A baker needs flour, water, salt and time; the oven does the rest. " * 1500
-    peaks = []
-    for number, rows in enumerate(([{"text": "short"}], [{"text": text}] * 60)):
-        file, out = tmp_path / f"{number}.json", tmp_path / f"rows-{number}"
-        file.write_text(json.dumps(rows))
-        out.mkdir()
-        source = {"files": [str(file)], "format": "auto", "columns": {}, "max_samples": None}
-        request = {"sources": [source], "tokenizer_dir": str(tokenizer_dir), "out": str(out), "chat_template": None}
-        request |= {
-            "pad_token": None,
-            "template_seconds": 20,
-            "max_seq_len": 512,
-            "overlong": "truncate",
-            "packing": packing,
-            "loss_on": "auto",
-        }
-        peaks.append(peak_of_worker(request))
-    assert peaks[1] - peaks[0] < 120 << 20, peaks
+    peak = peak_of_worker(_request(tmp_path / "long", [{"text": text}] * 60, tokenizer_dir, packing))
+    assert peak - peak_of_hardly_any < 120 << 20, (peak_of_hardly_any, peak)
+
+
+@pytest.fixture(scope="module")
+def peak_of_hardly_any(tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> int:
+    return peak_of_worker(_request(tmp_path_factory.mktemp("short"), [{"text": "short"}], tokenizer_dir, False))
+
+
+def _request(folder: Path, rows: list[dict[str, Any]], tokenizer_dir: Path, packing: str | bool) -> dict[str, Any]:
+    (folder / "rows").mkdir(parents=True)
+    (folder / "data.json").write_text(json.dumps(rows))
+    source = {"files": [str(folder / "data.json")], "format": "auto", "columns": {}, "max_samples": None}
+    return {
+        "sources": [source], "tokenizer_dir": str(tokenizer_dir), "out": str(folder / "rows"), "chat_template": None,
+        "pad_token": None, "template_seconds": 20, "max_seq_len": 512, "overlong": "truncate", "packing": packing,
+        "loss_on": "auto",
+    }  # fmt: skip
 
 
 def peak_of_worker(request: dict[str, Any]) -> int:
@@ -241,6 +247,7 @@ def test_real_questions_and_answers(tokenizer_dir: Path, tokenizer: Any, tmp_pat
     assert sum(batch.label_tokens for batch in batches) >= rows.summary.label_tokens
 
 
+@pytest.mark.usefixtures("served_here")
 def test_another_library_makes_the_same_rows_the_same_data(
     write: Write, tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
