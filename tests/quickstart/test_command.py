@@ -24,7 +24,7 @@ from fuyou_cli.recipe.shipped import shipped_recipes
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = [
-    "train.batch_size=4", "train.micro_batch_size=auto", "train.threads=auto",
+    "train.batch_size=16", "train.micro_batch_size=auto", "train.threads=auto",
     "lr_scheduler.warmup_steps=null", "lr_scheduler.warmup_ratio=0.4", "offload.max_memory.cpu=90%", "offload.measure=false",
 ]  # fmt: skip
 
@@ -114,7 +114,9 @@ def test_stopped_and_started_again_it_goes_on_in_another_folder(ran: Ran) -> Non
     assert ran.stopped.returncode == 130, ran.stopped.stderr
     assert ran.again.returncode == 0, ran.again.stderr
     assert "resuming after step" in ran.again.stderr and "starting over" not in ran.again.stderr
-    assert "in 32 steps" in ran.again.stderr[ran.again.stderr.index("Quickstart  ") :]  # 126 rows, four a step, and two
+    assert (
+        "in 8 steps" in ran.again.stderr[ran.again.stderr.index("Quickstart  ") :]
+    )  # 126 rows: seven times sixteen, and fourteen
     assert f"{ran.out}/model: Auto" in ran.again.stdout
     assert (ran.out / "model" / "config.json").exists()
     assert not (ran.folder / "~").exists()
