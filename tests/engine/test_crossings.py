@@ -326,8 +326,8 @@ def test_a_step_stays_within_what_is_charged(
         live = _OutsideOf(begin, begin + rig.memory.arena.size)
         visits = rig.executor.visits
         inputs = [] if visits.crossings.inputs is None else visits.crossings.inputs._places
-        for span in (*visits.sums._spans, *(place.memory for place in (*visits.weights.turns, *inputs))):
-            live._known.add(span.untyped_storage()._cdata)
+        for place in (*visits.sums._spans, *visits.weights.turns, *inputs):
+            live._known.add(place.memory.untyped_storage()._cdata)
         whole = visits.crossings.batches.whole
         first = 0 if whole is None else whole.data_ptr()
         live.aside = range(first, first + max(span.offset + span.size for span in rig.plan.batch_slots)) if stays else range(0)
