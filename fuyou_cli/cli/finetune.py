@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fuyou_cli.advice.room import check_output, export_folder
 from fuyou_cli.core.errors import FuyouError, Interrupted
@@ -51,19 +52,21 @@ def run_finetune(
     settle_allocator()
     settle_libraries(device=offload.device, expandable_segments=offload.expandable_segments, deterministic=repeated)
     from fuyou_cli.advice.plan_files import read_plan
+    from fuyou_cli.training.loggers import libraries
     from fuyou_cli.training.trace import Trace
 
     from .output_folder import claimed, note_of_an_earlier_run
 
     kept = None if plan_file is None else read_plan(plan_file, loaded.recipe)
     check_output(loaded.recipe)
+    logging = libraries(loaded.recipe.logging.backends)
     tracing = None if trace is None else Trace(trace)  # refuses a file that cannot be written, before anything is planned
     ready = made_ready(loaded, kept, measure=measure, calibrated=calibrated)
     planned = ready.planned
     with claimed(Path(planned.recipe.output_dir).expanduser()):
         if note := note_of_an_earlier_run(planned):
             write_status(note)
-        report, source, stopped = _train(ready, verbose=verbose, trace=tracing)
+        report, source, stopped = _train(ready, logging, verbose=verbose, trace=tracing)
         _conclude(planned, report)
         if stopped:
             raise Interrupted("stopped after the last step, before the export", hint=_again(source))
@@ -71,7 +74,7 @@ def run_finetune(
             _export(planned, source)
 
 
-def _train(ready: Ready, *, verbose: bool, trace: Trace | None) -> tuple[RunReport, Path, bool]:
+def _train(ready: Ready, logging: Mapping[str, Any], *, verbose: bool, trace: Trace | None) -> tuple[RunReport, Path, bool]:
     """Run to the end and save. Returns the report, the store's folder, and whether to stop before the export."""
     from fuyou_cli.machine.allocator import settle_for_training, trim
     from fuyou_cli.training.jsonl import JsonlLog
@@ -105,7 +108,7 @@ def _train(ready: Ready, *, verbose: bool, trace: Trace | None) -> tuple[RunRepo
                     run.trace(trace)
                     traced.callback(lambda: write_status(trace.told))
                     traced.enter_context(trace)  # which is written however the steps end
-                _steps(planned, run, log, verbose=verbose)
+                _steps(planned, run, log, logging, verbose=verbose)
             gpu_peak = run.device.peak_memory() if run.plan.device == "cuda" else 0  # others do not know what was given back
             report = _beside_plan(planned, run.report(), others.cores(), gpu_peak=gpu_peak)
             stopped = run.stopping.requested and planned.recipe.export.at_end  # the same command has the export left to do
@@ -202,12 +205,16 @@ def _load(planned: Planned, run: Run) -> None:
         write_status(f"{what}: done, all checksums match" if run.step == saved.step else f"resuming after step {run.step}")
 
 
-def _steps(planned: Planned, run: Run, log: JsonlLog | None, *, verbose: bool) -> None:
+def _steps(planned: Planned, run: Run, log: JsonlLog | None, libraries: Mapping[str, Any], *, verbose: bool) -> None:
     """Tell every step to the backends that the recipe names."""
+    from fuyou_cli.training.loggers import LoggedRun, Loggers
+
     from .render.progress import RunDisplay
 
     logging = planned.recipe.logging
     with ExitStack() as stack:
+        logged = LoggedRun(recipe=planned.recipe, identity=run.standing.run, done=run.step)
+        loggers = stack.enter_context(Loggers(libraries, logged, say=write_status))
         display = None
         if "console" in logging.backends:
             total, done = planned.total_steps, run.step
@@ -219,7 +226,10 @@ def _steps(planned: Planned, run: Run, log: JsonlLog | None, *, verbose: bool) -
                 log.step(report)
                 if report.skipped:
                     log.write("skipped", {"step": report.step, "reason": report.skipped})
-            if display is not None and (report.step % logging.every_steps == 0 or report.step == planned.total_steps):
+            if report.step % logging.every_steps and report.step != planned.total_steps:
+                return
+            loggers.step(report)
+            if display is not None:
                 display.step(report)
 
         run.train(on_step)

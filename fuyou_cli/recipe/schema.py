@@ -193,16 +193,30 @@ class ExportSection(Section):
 class WandbSection(Section):
     project: Text | None = None
     name: Text | None = None
-    mode: Literal["online", "offline"] = "online"
+    mode: Literal["offline", "online"] = "offline"  # offline: `wandb sync` uploads it later
+
+
+class MlflowSection(Section):
+    tracking_uri: Text | None = None  # null: MLFLOW_TRACKING_URI, else a file in output_dir
+    experiment: Text | None = None
+    name: Text | None = None
+
+
+class TrackioSection(Section):
+    project: Text | None = None
+    name: Text | None = None
+    space_id: Text | None = None  # null: TRACKIO_SPACE_ID, else this machine
+
+
+LogBackend = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio"]
 
 
 class LoggingSection(Section):
-    every_steps: Positive = 1
-    backends: Annotated[tuple[Literal["console", "jsonl", "tensorboard", "wandb"], ...], Field(strict=False)] = (
-        "console",
-        "jsonl",
-    )
+    every_steps: Positive = 1  # on the console and for other loggers; the jsonl has every step
+    backends: Annotated[tuple[LogBackend, ...], Field(strict=False)] = ("console", "jsonl")
     wandb: WandbSection = WandbSection()
+    mlflow: MlflowSection = MlflowSection()
+    trackio: TrackioSection = TrackioSection()
 
 
 class Recipe(Section):

@@ -35,7 +35,7 @@ def _a_part(value: Any) -> bool:
 
 
 _set = _other_than()
-_EVALUATION, _WANDB = "evaluation during training", "the wandb logger"
+_EVALUATION = "evaluation during training"
 UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("adapter", _set, "LoRA and other adapters", "leave it null: full fine-tuning"),
     Unbuilt("freeze", _other_than([]), "frozen parameters", "leave it out: everything is trained"),
@@ -59,10 +59,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("offload.boundaries", _one_of("gpu"), "boundaries that rest on the GPU", "use auto, cpu or ssd"),
     Unbuilt("export.push_to_hub", _set, "uploading", "upload the exported folder yourself"),
     Unbuilt("export.private", _other_than(True), "uploading", "leave it out"),
-    Unbuilt("logging.backends", _one_of("tensorboard", "wandb"), "this logger", "use console and jsonl"),
-    Unbuilt("logging.wandb.project", _set, _WANDB, "leave it null"),
-    Unbuilt("logging.wandb.mode", _other_than("online"), _WANDB, "leave it out"),
-    Unbuilt("logging.wandb.name", _set, _WANDB, "leave it null"),
 )  # fmt: skip
 
 

@@ -107,10 +107,6 @@ NOT_BUILT = {
     "offload.boundaries": "offload.boundaries=gpu",
     "export.push_to_hub": "export.push_to_hub=me/model",
     "export.private": "export.private=false",
-    "logging.backends": "logging.backends=[console,wandb]",
-    "logging.wandb.project": "logging.wandb.project=p",
-    "logging.wandb.mode": "logging.wandb.mode=offline",
-    "logging.wandb.name": "logging.wandb.name=n",
 }
 
 

@@ -259,14 +259,15 @@ def test_no_banned_imports() -> None:
 
 
 def test_no_catch_all() -> None:
-    """Nothing is swallowed: no `except:`, and `except Exception` or `except BaseException` only where it is raised again."""
+    """Nothing is swallowed: no `except:`, and `except Exception` or `except BaseException` only where it is raised again. One
+    place is another matter: loggers of other makers may raise anything, which is said, and must not end a run."""
     found = [
-        f"{source.name}:{node.lineno}"
+        source.name
         for source in sources()
         for node in ast.walk(source.tree)
         if isinstance(node, ast.ExceptHandler) and _catches_all(node)
     ]
-    assert found == []
+    assert found == ["fuyou_cli/training/loggers.py"]
 
 
 def _catches_all(node: ast.ExceptHandler) -> bool:

@@ -1,0 +1,234 @@
+"""Tells other programs of every step: TensorBoard, W&B, MLflow, trackio, each through its own library.
+
+Nothing goes over the network unless the recipe or the library's own environment asks for it. A logger that fails is said once
+and left out from then on: it never ends a run.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..core.errors import UsageError
+from ..core.units import GiB
+from .report import StepReport
+
+if TYPE_CHECKING:
+    from ..recipe.schema import Recipe
+
+_MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
+_AT_HOME = {  # reports about their users, which the libraries send unless told otherwise before they are imported
+    "WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_TELEMETRY": "true", "GRADIO_ANALYTICS_ENABLED": "False",
+}  # fmt: skip
+_MOST_TEXT = 500  # characters of a parameter, of which MLflow takes no more in some stores
+
+
+class Backend(Protocol):
+    """Takes the figures of steps. `close` hears whether the run came to its end."""
+
+    def log(self, values: Mapping[str, float], step: int) -> None: ...
+
+    def close(self, ended: bool) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoggedRun:
+    """Describes a run to a logger. `identity` stays the same when it is resumed, which it is after `done` steps."""
+
+    recipe: Recipe
+    identity: str
+    done: int
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.recipe.output_dir).expanduser().absolute()
+
+    @property
+    def name(self) -> str:
+        return f"{self.folder.name}-{self.identity[:8]}"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Returns every key of the recipe, dotted, with its value."""
+        return dict(_flat(self.recipe.model_dump(mode="json"), ""))
+
+
+def _flat(values: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        found += _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
+    return found
+
+
+# ---- one class for each library ----------------------------------------------------------------------------------------
+
+
+class TensorBoard:
+    """Writes event files to OUTPUT_DIR/tensorboard."""
+
+    def __init__(self, library: Any, run: LoggedRun) -> None:
+        # what was logged of steps that are done again is purged
+        self._writer = library.SummaryWriter(log_dir=str(run.folder / "tensorboard"), purge_step=run.done + 1)
+        self._writer.add_text("recipe", "\n".join(f"    {key}: {value}" for key, value in run.settings.items()), run.done)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        for key, value in values.items():
+            self._writer.add_scalar(key, value, step)
+
+    def close(self, ended: bool) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """Logs to W&B: to OUTPUT_DIR/wandb, from where `wandb sync` uploads it, unless `logging.wandb.mode` is online."""
+
+    def __init__(self, library: Any, run: LoggedRun) -> None:
+        section = run.recipe.logging.wandb
+        run.folder.mkdir(parents=True, exist_ok=True)
+        self._run = library.init(
+            project=section.project or "fuyou",
+            name=section.name or run.name,
+            id=run.identity,
+            resume="allow" if section.mode == "online" else None,  # which offline runs do not know
+            mode=section.mode,
+            dir=str(run.folder),
+            config=run.settings,
+            settings=library.Settings(console="off"),  # else it takes over what is printed
+        )
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self, ended: bool) -> None:
+        self._run.finish(exit_code=0 if ended else 1)
+
+
+class Mlflow:
+    """Logs to the tracking server of the recipe or of MLFLOW_TRACKING_URI, else to OUTPUT_DIR/mlflow.db."""
+
+    def __init__(self, library: Any, run: LoggedRun) -> None:
+        section, self._library = run.recipe.logging.mlflow, library
+        local = f"sqlite:///{run.folder / 'mlflow.db'}"
+        run.folder.mkdir(parents=True, exist_ok=True)
+        library.set_tracking_uri(section.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or local)
+        experiment = section.experiment or "fuyou"
+        library.set_experiment(experiment)
+        found = library.search_runs(
+            experiment_names=[experiment], filter_string=f"tags.`fuyou.run` = '{run.identity}'", max_results=1,
+            output_format="list",
+        )  # fmt: skip
+        if found:
+            library.start_run(run_id=found[0].info.run_id)
+            return
+        library.start_run(run_name=section.name or run.name, tags={"fuyou.run": run.identity})
+        library.log_params({key: str(value)[:_MOST_TEXT] for key, value in run.settings.items()})
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._library.log_metrics(dict(values), step=step, synchronous=False)  # a slow server does not hold a step up
+
+    def close(self, ended: bool) -> None:
+        self._library.flush_async_logging()
+        self._library.end_run("FINISHED" if ended else "KILLED")
+
+
+class Trackio:
+    """Logs to trackio's local store, or to the Space of the recipe or of TRACKIO_SPACE_ID. Where there is a token of the hub,
+    trackio asks there whose it is, unless HF_HUB_OFFLINE is set."""
+
+    def __init__(self, library: Any, run: LoggedRun) -> None:
+        section = run.recipe.logging.trackio
+        self._run = library.init(
+            project=section.project or "fuyou", name=section.name or run.name, space_id=section.space_id, resume="allow",
+            config=run.settings,
+        )  # fmt: skip
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self, ended: bool) -> None:
+        self._run.finish()
+
+
+_BACKENDS: dict[str, Callable[[Any, LoggedRun], Backend]] = {
+    "tensorboard": TensorBoard, "wandb": Wandb, "mlflow": Mlflow, "trackio": Trackio,
+}  # fmt: skip
+
+
+# ---- all of them ---------------------------------------------------------------------------------------------------------
+
+
+def libraries(backends: Sequence[str]) -> dict[str, Any]:
+    """Imports what the backends need: before a run is planned, so that its memory counts. Raises UsageError for what is not
+    installed, or cannot be imported."""
+    found = {}
+    for name in backends:
+        if name not in _MODULES:
+            continue
+        for variable, value in _AT_HOME.items():
+            os.environ.setdefault(variable, value)
+        try:
+            found[name] = import_module(_MODULES[name])
+        except ImportError as error:
+            hint = f"pip install 'fuyou[{name}]', or leave {name} out of logging.backends"
+            raise UsageError(f"logging.backends: {name} cannot be imported: {error}", hint=hint) from None
+    return found
+
+
+class Loggers:
+    """Holds the open loggers of a run, while its context lasts. `say` hears of each that fails, once."""
+
+    def __init__(self, found: Mapping[str, Any], run: LoggedRun, *, say: Callable[[str], None]) -> None:
+        self._say, self._open = say, dict[str, Backend]()
+        for name, library in found.items():
+            self._trying(name, self._begin, name, library, run)
+
+    def __enter__(self) -> Loggers:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for name, backend in list(self._open.items()):
+            self._trying(name, backend.close, error is None)
+
+    def step(self, report: StepReport) -> None:
+        """Logs a finished step."""
+        values = figures(report)
+        for name, backend in list(self._open.items()):
+            self._trying(name, backend.log, values, report.step)
+
+    def _begin(self, name: str, library: Any, run: LoggedRun) -> None:
+        self._open[name] = _BACKENDS[name](library, run)
+
+    def _trying(self, name: str, action: Callable[..., None], *arguments: Any) -> None:
+        try:
+            with redirect_stdout(sys.stderr):  # where a run's results are not
+                action(*arguments)
+        except Exception as error:  # of somebody else's library: whatever it is, the run matters more
+            self._open.pop(name, None)
+            told = str(error).strip().partition("\n")[0] or type(error).__name__
+            self._say(f"note: the logger {name} failed and is left out from here on: {told}")
+
+
+def figures(report: StepReport) -> dict[str, float]:
+    """Returns what is logged of a step, without what is not finite."""
+    seconds = report.seconds or 1e-9
+    found = {
+        "train/loss": report.loss,
+        "train/learning_rate": report.lr,
+        "train/gradient_norm": report.grad_norm,
+        "speed/tokens_per_second": report.batch_tokens / seconds,
+        "speed/seconds_per_step": report.seconds,
+        "speed/tflops": report.tflops,
+        "speed/waiting_seconds": sum(report.stalls.values()),
+        "memory/peak_ram_gib": report.ram_peak / GiB,
+        "ssd/read_gb_per_second": report.read_bytes / seconds / 1e9,
+        "ssd/written_gb_per_second": report.written_bytes / seconds / 1e9,
+    }
+    return {key: float(value) for key, value in found.items() if value is not None and math.isfinite(value)}
