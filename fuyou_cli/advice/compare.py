@@ -8,8 +8,9 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from fuyou_cli.core.units import brief, gb, gib
-from fuyou_cli.planner.choice import NONE_KEPT, Choice, Family, family
+from fuyou_cli.planner.choice import NONE_KEPT, Choice, family, sweep_counts
 from fuyou_cli.planner.place import made_of
+from fuyou_cli.planner.plan_request import PlanRequest
 from fuyou_cli.planner.search import Found, timed
 from fuyou_cli.spec.model import ModelSpec
 from fuyou_cli.spec.plan import Plan
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from fuyou_cli.training.steps import Planned
 
 MOST_ROWS = 9
+MOST_SWEEPS = 3  # numbers of them that are planned: steps of many sweeps take long to simulate
 LITTLE = 0.0005  # of a step: what is not worth a word
 
 
@@ -37,7 +39,7 @@ def comparison(prepared: Planned, found: Found) -> tuple[Row, ...]:
     """Plans and simulates every other value of each knob; all else stays. Returns the nearest first, those that do
     not fit last; values that give a plan already seen are left out."""
     request, by_knob, seen = prepared.request, [], [found.best.plan]
-    for choices in _turned(family(prepared.model, request), found.best.choice):
+    for choices in _turned(prepared.model, request, found.best.choice):
         rows = []
         for words, choice in choices:
             plan = made_of(prepared.model, prepared.hardware, request, choice)
@@ -59,7 +61,7 @@ def _order(row: Row) -> tuple[bool, float, str]:
 
 def _alike(one: Plan, other: Plan) -> bool:
     """Tells whether two plans do the same work."""
-    keys = ("stages", "slot_classes", "boundary_slots", "lookahead")
+    keys = ("stages", "slot_classes", "boundary_slots", "lookahead", "sweeps")
     return all(getattr(one, key) == getattr(other, key) for key in keys)
 
 
@@ -96,8 +98,9 @@ def where_time_goes(plan: Plan, best: Plan) -> str:
     return f"computes {brief(computing)} longer" if computing >= waiting else f"waits {brief(waiting)} more for {cause}"
 
 
-def _turned(knobs: Family, best: Choice) -> Iterator[list[tuple[str, Choice]]]:
+def _turned(model: ModelSpec, request: PlanRequest, best: Choice) -> Iterator[list[tuple[str, Choice]]]:
     """Yield, knob by knob, every choice that differs from the best in that knob alone, in words."""
+    knobs = family(model, request)
     pipelines = [pair for pair in knobs.pipelines if pair != (best.lookahead, best.gradient_slots)]
     yield [(_pipeline(*pair), replace(best, lookahead=pair[0], gradient_slots=pair[1])) for pair in pipelines]
     for knob, words in (
@@ -109,6 +112,8 @@ def _turned(knobs: Family, best: Choice) -> Iterator[list[tuple[str, Choice]]]:
     ):
         others = [share for share in getattr(knobs, knob) if share != getattr(best, knob)]
         yield [(words(share), replace(best, **{knob: share})) for share in others]
+    counts = [count for count in sweep_counts(model, request) if count != best.sweeps]
+    yield [(_sweeps(count), replace(best, sweeps=count)) for count in counts[:MOST_SWEEPS]]
 
 
 def placed_in_words(plan: Plan, model: ModelSpec) -> str:
@@ -124,12 +129,18 @@ def placed_in_words(plan: Plan, model: ModelSpec) -> str:
     parts.append(f"{sum(stage.boundary == 'cpu' for stage in keeping)} of {len(keeping)} boundaries in RAM")
     kept_there = sum(len(stage.kept_there) for stage in plan.stages)
     parts.append(f"{sum(len(stage.given) for stage in plan.stages)} outputs kept")
+    if plan.sweeps > 1:
+        parts.append(_sweeps(plan.sweeps))
     parts += [f"{kept_there} of them on the GPU"] if kept_there else []
     return ", ".join(parts)
 
 
 def _pipeline(lookahead: int, slots: int) -> str:
     return f"{lookahead} ahead, {slots} gradient slot{'s' * (slots != 1)}"
+
+
+def _sweeps(count: int) -> str:
+    return f"{count} sweeps over the model" if count > 1 else "one sweep over the model"
 
 
 def _states(share: float) -> str:

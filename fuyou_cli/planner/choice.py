@@ -29,6 +29,7 @@ class Choice:
     defer: float = 0.0  # share of the parameters whose updates wait for the next forward; without meaning under clipping
     activations: float = 0.0  # share of the spare RAM that goes to outputs of operators before anything else; what is left does
     swap: float = 0.0  # share of the outputs' bytes that rest with boundaries on the ssd
+    sweeps: int = 1  # of a step over the model, unless what is asked for says
     kept_there: float = 0.0  # share of what the device has room for that goes to outputs which stay there, before weights
 
     def values(self) -> tuple[tuple[str, object], ...]:
@@ -138,3 +139,17 @@ def family(model: ModelSpec, request: PlanRequest) -> Family:
         swap=_SHARES if can_keep and request.boundaries != "cpu" else (0.0,),
         kept_there=(0.0, 1.0) if can_keep and request.kept_there is None and bytes_left(model, request) else (0.0,),
     )
+
+
+def sweep_counts(model: ModelSpec, request: PlanRequest) -> tuple[int, ...]:
+    """Returns the numbers of sweeps open to the planner, which divide a step's micro-batches: each at least twice the one
+    before."""
+    if request.sweeps is not None or not model.may_sweep or request.store_mode == "redo":
+        return (1,)
+    micro_batches, counts = request.numerics.micro_batches, [1]
+    if request.numerics.batch_size % request.numerics.micro_batch_size:
+        return (1,)
+    for count in range(2, micro_batches + 1):
+        if micro_batches % count == 0 and count >= 2 * counts[-1]:
+            counts.append(count)
+    return tuple(counts)

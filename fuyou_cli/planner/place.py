@@ -42,7 +42,7 @@ def plan(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> P
 
 def made_of(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, choice: Choice) -> Plan | None:
     """Returns the plan of this choice, or None if it does not fit."""
-    found = Placing(model, hardware, request).placed(choice)
+    found = Placing(model, hardware, replace(request, sweeps=request.sweeps or choice.sweeps)).placed(choice)
     return found.plan if found is not None else None
 
 

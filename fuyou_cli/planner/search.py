@@ -28,6 +28,7 @@ from .place import Placing, too_small
 from .plan_request import PlanRequest
 from .search_state import Alternative, Effort, SearchState
 from .sparing import Sparing, balanced, spared
+from .swept import Swept
 
 SMALL, SMALL_STAGES = 66_000, 30  # stages of all choices, and of a model, whose family is placed whole: a second as well
 NEAR = 0.05  # of the step: nearly always it is the best itself
@@ -62,7 +63,7 @@ def search(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, *,
         with _uncollected():
             complete = _explored(looking, choices)
             if looking.best is not None:
-                return _found(looking, choices, complete=complete)
+                return _with_sweeps(looking, choices, _found(looking, choices, complete=complete))
     raise too_small(model, hardware, request)
 
 
@@ -100,6 +101,24 @@ def _found(every: SearchState, choices: Family, *, complete: bool) -> Found:
         every.learn_from(frugal)
         placed, visits = placed + frugal.placed, visits + frugal.visits
     return Found(best=best, fastest=fastest, others=every.others(best), complete=complete, placed=placed, visits=visits)
+
+
+def _with_sweeps(every: SearchState, choices: Family, found: Found) -> Found:
+    """Returns the same with a faster plan of several sweeps, if there is one."""
+    swept = Swept(every.placing, choices, found.best, every.with_room)
+    swept.look()
+    if not swept.seen:
+        return found
+    lost = [*swept.seen, found.best, *found.others]
+    return replace(
+        found,
+        best=swept.best,
+        fastest=min(found.fastest, swept.best, key=lambda one: one.seconds),
+        others=tuple(one for one in lost if one is not swept.best),
+        complete=False,
+        placed=found.placed + swept.placed,
+        visits=found.visits + swept.visits,
+    )
 
 
 def _explored(looking: SearchState, choices: Family) -> bool:

@@ -1,0 +1,111 @@
+"""Looks for a faster plan whose step is several sweeps over the model, beside the best of one sweep.
+
+With more sweeps each has fewer rows. So less rests from forward to backward, RAM has room for other things, and the device for
+the batch. But weights and gradients move once more per sweep, and updates run beside the first forward and the last backward
+alone. Twice as many sweeps (or the next divisor of the micro-batches) are tried until two numbers in a row help nothing. Of
+each number a few choices near the best are placed, more where one of them may be faster, and the likeliest are simulated. All
+of it is a fixed amount of work at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import product
+
+from .choice import NONE_KEPT, Choice, Family, sweep_counts
+from .place import Placed, Placing
+from .search_state import GAIN, Alternative
+from .simulate import STEPS, simulate
+
+MOST_SWEPT_VISITS = 5_000  # of all steps of several sweeps that one search simulates at most
+_TRIES = 2  # simulations of one number of sweeps
+_IN_VAIN = 2  # numbers of sweeps that help nothing, after which no other is tried
+_FAR = 1.05  # times the best: an estimate from further off is not simulated
+_KEPT = (NONE_KEPT, 0.0, 0.5, 1.0)  # values of `Choice.activations`
+
+
+@dataclass(slots=True)
+class Swept:
+    """Holds what was seen. `best` is the plan of one sweep until another is faster that writes no more, if that counts."""
+
+    one: Placing
+    choices: Family
+    best: Alternative
+    with_room: bool
+    seen: list[Alternative] = field(default_factory=list)  # simulated
+    placed: int = 0  # stages of all choices placed
+    visits: int = 0  # simulated
+
+    def __post_init__(self) -> None:
+        ignored = self.one.request.wear == "ignore"
+        self._most_written = float("inf") if ignored else self.best.plan.predicted.written_per_step
+
+    _most_written: float = field(default=0.0, init=False)
+
+    def look(self) -> None:
+        """Tries numbers of sweeps in order, then other pipelines of the best."""
+        in_vain = 0
+        for count in sweep_counts(self.one.model, self.one.request)[1:]:
+            if in_vain == _IN_VAIN or not self._may_simulate(2 * len(self.one.model.stages) * count):
+                break
+            in_vain = 0 if self._improved(count, *self._near(replace(self.best.choice, sweeps=count))) else in_vain + 1
+        if (count := self.best.choice.sweeps) > 1:
+            pipelines = (
+                replace(self.best.choice, lookahead=lookahead, gradient_slots=slots)
+                for lookahead, slots in self.choices.pipelines
+            )
+            self._improved(count, pipelines)
+
+    def _near(self, choice: Choice) -> tuple[list[Choice], list[Choice]]:
+        """Returns choices that keep other outputs, and such as fill RAM in other orders too."""
+        kept = [share for share in _KEPT if share in self.choices.activations]
+        other_outputs = [replace(choice, activations=share) for share in dict.fromkeys((choice.activations, *kept))]
+        other_orders = [
+            replace(one, states=states, kept_there=there)
+            for one, states, there in product(other_outputs, self.choices.states, self.choices.kept_there)
+        ]
+        return other_outputs, other_orders
+
+    def _improved(self, count: int, *choices: Iterable[Choice]) -> bool:
+        """Simulates the likeliest of these choices, which are placed one list after the other while there is hope. Returns
+        whether one is the best now."""
+        placing = Placing(self.one.model, self.one.hardware, replace(self.one.request, sweeps=count))
+        before, found = self.best, dict[Placed, Choice]()
+        for some in choices:
+            found |= {placed: choice for choice in some if (placed := self._placed(placing, choice)) is not None}
+            if not any(map(self._may_win, found)):
+                return False
+        likely = sorted(filter(self._may_win, found), key=lambda placed: (placed.estimate, found[placed]))
+        for placed in likely[:_TRIES]:
+            if placed.bound < self.best.seconds and self._may_simulate(len(placed.schedule.visits)):
+                self._simulate(placing, placed, found[placed])
+        return self.best is not before
+
+    def _may_win(self, placed: Placed) -> bool:
+        return placed.bound < self.best.seconds and placed.estimate < _FAR * self.best.seconds
+
+    def _placed(self, placing: Placing, choice: Choice) -> Placed | None:
+        self.placed += len(placing.model.stages)
+        placed = placing.placed(choice)
+        if placed is None or placed.plan.predicted.written_per_step > self._most_written:
+            return None
+        return placed if not self.with_room or placing.request.has_room_for(placed.plan, placing.hardware) else None
+
+    def _may_simulate(self, visits: int) -> bool:
+        return self.visits + STEPS * visits <= MOST_SWEPT_VISITS
+
+    def _simulate(self, placing: Placing, placed: Placed, choice: Choice) -> None:
+        timeline = simulate(placing.model, placing.hardware, placed.plan, placed.schedule, costs=placing.costs)
+        self.visits += STEPS * len(placed.schedule.visits)
+        found = Alternative(
+            choice=choice,
+            plan=placed.plan,
+            bound=placed.bound,
+            estimate=placed.estimate,
+            commits=placed.commits,
+            timeline=replace(timeline, work=(), asked=()),
+        )
+        self.seen.append(found)
+        if found.seconds < self.best.seconds * (1 - GAIN):
+            self.best = found

@@ -1,0 +1,97 @@
+"""The planner takes several sweeps where the simulated step is shorter, and looks for them within a fixed amount of work."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from drawn import examples
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuyou_cli.advice.plan_files import KeptPlan, from_text, plan_file, to_text
+from fuyou_cli.core.units import MiB
+from fuyou_cli.planner.choice import sweep_counts
+from fuyou_cli.planner.place import least_memory
+from fuyou_cli.planner.plan_request import PlanRequest
+from fuyou_cli.planner.schedule import plan_schedule
+from fuyou_cli.planner.search import search, timed
+from fuyou_cli.planner.simulate import simulate
+from fuyou_cli.planner.swept import MOST_SWEPT_VISITS
+from fuyou_cli.spec.model import ModelSpec
+from fuyou_cli.spec.plan import Numerics
+
+from .models import HARDWARE, NUMERICS, model, models, request_for
+
+UNIT = 1 << 20
+SPEC = replace(model(UNIT, *[UNIT] * 8, 1 << 11, UNIT), may_sweep=True)
+LARGE_BATCH = replace(NUMERICS, batch_size=48, micro_batch_size=1, max_seq_len=512)  # 48 MiB a boundary, nine of them
+
+
+def _request(numerics: Numerics = LARGE_BATCH) -> PlanRequest:
+    """With room in RAM for a part of the boundaries."""
+    asked = PlanRequest(
+        numerics=numerics, model_name="tiny", device="cpu", clip_grad_norm=1.0, cpu_budget=0, scratch_size=MiB, kept="none"
+    )
+    return replace(asked, cpu_budget=least_memory(SPEC, HARDWARE, asked) + 160 * MiB)
+
+
+def test_boundaries_that_have_no_room_are_worth_sweeps() -> None:
+    request = _request()
+    one, found = search(SPEC, HARDWARE, replace(request, sweeps=1)), search(SPEC, HARDWARE, request)
+    plan = timed(found.best, SPEC, HARDWARE, request)
+    assert plan.sweeps == found.best.choice.sweeps > 1
+    assert found.fastest.seconds <= found.best.seconds < one.best.seconds
+    assert plan.predicted.step_seconds == pytest.approx(simulate(SPEC, HARDWARE, plan, plan_schedule(SPEC, plan)).step_seconds)
+    assert plan.predicted.cpu_peak <= request.cpu_budget
+    boundaries = [sum(alternative.plan.predicted.written_by["boundaries"] for alternative in (f.best,)) for f in (one, found)]
+    assert boundaries[1] < boundaries[0]
+    assert any(alternative.choice == one.best.choice for alternative in found.others)
+
+
+@pytest.mark.parametrize(
+    ("spec", "changes"),
+    [
+        (replace(SPEC, may_sweep=False), {}),
+        (SPEC, {"sweeps": 1}),
+        (SPEC, {"store_mode": "redo", "gradients": "ssd"}),
+        (SPEC, {"numerics": replace(LARGE_BATCH, micro_batch_size=48)}),
+    ],
+    ids=["another model", "asked for", "redo", "one micro-batch"],
+)
+def test_one_sweep_where_no_other_is_open(spec: ModelSpec, changes: dict[str, object]) -> None:
+    request = replace(_request(), **changes)  # type: ignore[arg-type]
+    assert sweep_counts(spec, request) == (1,)
+    found = search(spec, HARDWARE, replace(request, cpu_budget=1 << 33))
+    assert found.best.plan.sweeps == 1
+
+
+def test_each_number_is_at_least_twice_the_one_before() -> None:
+    assert sweep_counts(SPEC, _request()) == (1, 2, 4, 8, 16, 48)
+    assert sweep_counts(SPEC, _request(replace(LARGE_BATCH, batch_size=45))) == (1, 3, 9, 45)
+
+
+@examples(12)
+@given(data=st.data(), spec=models(blocks=4))
+def test_never_slower_never_more_written_and_bounded(data: st.DataObject, spec: ModelSpec) -> None:
+    spec = replace(spec, may_sweep=not spec.tied_head)
+    request = replace(data.draw(request_for(spec, pinned=False)), wear=data.draw(st.sampled_from(["spare", "ignore"])))
+    numerics = replace(request.numerics, batch_size=16 * request.numerics.micro_batch_size)
+    request = replace(request, numerics=numerics)
+    request = replace(request, cpu_budget=least_memory(spec, HARDWARE, request) + data.draw(st.integers(0, 300)) * MiB)
+    one = search(spec, HARDWARE, replace(request, sweeps=1), effort="limited")
+    found = search(spec, HARDWARE, request, effort="limited")
+    assert found.best.seconds <= one.best.seconds
+    assert found.visits - one.visits <= MOST_SWEPT_VISITS
+    if request.wear != "ignore":
+        assert found.best.plan.predicted.written_per_step <= one.best.plan.predicted.written_per_step
+    assert found.best.plan.predicted.cpu_peak <= request.cpu_budget
+
+
+def test_a_plan_file_keeps_the_sweeps() -> None:
+    request = _request()
+    best = search(SPEC, HARDWARE, request).best
+    plan = timed(best, SPEC, HARDWARE, request)
+    text = to_text(plan_file(plan, SPEC, HARDWARE.process_bytes, request, best.choice))
+    assert KeptPlan(Path("plan.json"), from_text(text))(SPEC, HARDWARE, request) == plan
