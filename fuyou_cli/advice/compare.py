@@ -109,6 +109,7 @@ def _turned(model: ModelSpec, request: PlanRequest, best: Choice) -> Iterator[li
         ("activations", _kept),
         ("swap", _swap),
         ("kept_there", _kept_there),
+        ("there", _there),
     ):
         others = [share for share in getattr(knobs, knob) if share != getattr(best, knob)]
         yield [(words(share), replace(best, **{knob: share})) for share in others]
@@ -123,8 +124,11 @@ def placed_in_words(plan: Plan, model: ModelSpec) -> str:
     deferred = sum(params[stage.stage] for stage in plan.stages if stage.deferred) / (sum(params) or 1)
     parts = [_pipeline(plan.lookahead, slots), _defer(deferred)]
     for what in ("weights", "states"):
-        there = sum(params[stage.stage] for stage in plan.stages if getattr(stage, what) != "ssd")
-        parts.append(f"{there / (sum(params) or 1):.0%} of the {what} in RAM")
+        in_ram = [stage for stage in plan.stages if getattr(stage, what) != "ssd" and not stage.updated_there]
+        share = sum(params[stage.stage] for stage in in_ram) / (sum(params) or 1)
+        parts.append(f"{share:.0%} of the {what} in RAM")
+    there = sum(params[stage.stage] for stage in plan.stages if stage.updated_there)
+    parts += [f"{there / (sum(params) or 1):.0%} of both on the GPU"] if there else []
     keeping = [stage for stage in plan.stages if stage.boundary_ram or stage.boundary_extent]
     parts.append(f"{sum(stage.boundary == 'cpu' for stage in keeping)} of {len(keeping)} boundaries in RAM")
     kept_there = sum(len(stage.kept_there) for stage in plan.stages)
@@ -163,3 +167,7 @@ def _swap(share: float) -> str:
 
 def _kept_there(share: float) -> str:
     return f"{share:.0%} of the GPU's spare memory for outputs first" if share else "no outputs on the GPU"
+
+
+def _there(share: float) -> str:
+    return f"{share:.0%} of the GPU's spare memory for whole stages" if share else "no states on the GPU"

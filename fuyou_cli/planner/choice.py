@@ -8,6 +8,7 @@ from itertools import product
 from math import gcd, prod
 
 from ..spec.model import ModelSpec
+from .device_fill import SHARES, may_fill
 from .device_memory import bytes_left
 from .plan_request import PlanRequest
 
@@ -31,12 +32,13 @@ class Choice:
     swap: float = 0.0  # share of the outputs' bytes that rest with boundaries on the ssd
     sweeps: int = 1  # of a step over the model, unless what is asked for says
     kept_there: float = 0.0  # share of what the device has room for that goes to outputs which stay there, before weights
+    there: float = 0.0  # share of the device's spare memory that goes to stages which rest there, states and all
 
     def values(self) -> tuple[tuple[str, object], ...]:
         """Returns every knob's name and value."""
         return (
             ("pipeline", (self.lookahead, self.gradient_slots)), ("states", self.states), ("defer", self.defer),
-            ("activations", self.activations), ("swap", self.swap), ("kept_there", self.kept_there),
+            ("activations", self.activations), ("swap", self.swap), ("kept_there", self.kept_there), ("there", self.there),
         )  # fmt: skip
 
 
@@ -50,6 +52,7 @@ class Family:
     activations: tuple[float, ...]
     swap: tuple[float, ...]
     kept_there: tuple[float, ...] = (0.0,)
+    there: tuple[float, ...] = (0.0,)
 
     def __len__(self) -> int:
         return prod(map(len, (self.pipelines, *self._shares)))
@@ -57,7 +60,7 @@ class Family:
     @property
     def _shares(self) -> tuple[tuple[float, ...], ...]:
         """Returns the knobs beside pipelines, in the order of `_choice`."""
-        return self.states, self.defer, self.activations, self.swap, self.kept_there
+        return self.states, self.defer, self.activations, self.swap, self.kept_there, self.there
 
     def __iter__(self) -> Iterator[Choice]:
         for pipeline, shares in product(self.pipelines, product(*self._shares)):
@@ -78,8 +81,11 @@ class Family:
         """Returns a few choices that differ much, with a medium lookahead and number of gradient slots."""
         middle = _USUAL if _USUAL in self.pipelines else self.pipelines[len(self.pipelines) // 2]
         some = self.defer[: len(self.defer) // 2 + 1]
-        for values in product(_ends(self.states), _ends(some), _ends(self.activations), _ends(self.swap), self.kept_there[-1:]):
+        ends = (_ends(self.states), _ends(some), _ends(self.activations), _ends(self.swap))
+        for values in product(*ends, self.kept_there[-1:], self.there[:1]):
             yield _choice(middle, *values)
+        for there in self.there[1:]:
+            yield replace(self.bare(middle), there=there)
 
     def smallest(self) -> Iterator[Choice]:
         """Returns choices with no kept outputs and no deferred updates, from the most memory to the least."""
@@ -87,24 +93,29 @@ class Family:
 
     def bare(self, pipeline: tuple[int, int]) -> Choice:
         """Returns the choice that keeps and defers nothing unless the recipe asks for it, and fills RAM in the usual order."""
-        states, defer, activations, swap, kept_there = (knob[0] for knob in self._shares)
-        return _choice(pipeline, states, defer, activations, swap, kept_there)
+        return _choice(pipeline, *(knob[0] for knob in self._shares))
 
     def lines(self, choice: Choice) -> Iterator[Choice]:
         """Returns the choices that differ from this one in one knob."""
         for lookahead, slots in self.pipelines:
             yield replace(choice, lookahead=lookahead, gradient_slots=slots)
-        for knob in ("states", "defer", "activations", "swap", "kept_there"):
+        for knob in ("states", "defer", "activations", "swap", "kept_there", "there"):
             for value in getattr(self, knob):
                 yield replace(choice, **{knob: value})
 
 
 def _choice(
-    pipeline: tuple[int, int], states: float, defer: float, activations: float, swap: float, kept_there: float
+    pipeline: tuple[int, int],
+    states: float,
+    defer: float,
+    activations: float,
+    swap: float,
+    kept_there: float,
+    there: float,
 ) -> Choice:
     return Choice(
         lookahead=pipeline[0], gradient_slots=pipeline[1], states=states, defer=defer, activations=activations, swap=swap,
-        kept_there=kept_there,
+        kept_there=kept_there, there=there,
     )  # fmt: skip
 
 
@@ -138,6 +149,7 @@ def family(model: ModelSpec, request: PlanRequest) -> Family:
         activations=(NONE_KEPT, *shares) if can_keep and request.boundaries != "ssd" else (0.0,),
         swap=_SHARES if can_keep and request.boundaries != "cpu" else (0.0,),
         kept_there=(0.0, 1.0) if can_keep and request.kept_there is None and bytes_left(model, request) else (0.0,),
+        there=SHARES if may_fill(model, request) else (0.0,),
     )
 
 

@@ -20,7 +20,7 @@ BULK_PRIORITY = 1
 SQUARE_LANES = 1 << 21  # at most, float64: squares of gradients are summed in them
 
 UPDATE_SCRATCH = 4  # float32 values for each parameter of a chunk that is updated on a device
-UPDATE_CHUNK = 1 << 22  # parameters of one, at most: its 64 MiB take a GPU longer than their launches take the host
+UPDATE_CHUNK = 1 << 20  # parameters of one, at most: its 16 MiB stay in the cache of a GPU
 
 WEIGHTS_ON_DEVICE = 2  # stages whose streamed weights a device holds at a time; they take turns
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ..core.units import align_up
 from ..spec.model import ITEM_SIZE, STATE_SIZES, ModelSpec
 from ..spec.plan import Span, StagePlan, Tier
+from .defer import deferrals
 from .device import UPDATE_CHUNK, UPDATE_SCRATCH
 from .placement_context import STORE_UNIT, Room
 from .plan_request import PlanRequest
@@ -47,6 +48,12 @@ def update_scratch(largest: int) -> int:
 def gradients_rest(model: ModelSpec, stage: StagePlan, sweeps: int) -> bool:
     """Tells whether the stage's gradients need a home on the device."""
     return stage.updated_there and (stage.deferred or model.has_two_users(stage.stage) or sweeps > 1)
+
+
+def gradients_would_rest(model: ModelSpec, request: PlanRequest) -> tuple[bool, ...]:
+    """Tells the same of every stage, were it updated there."""
+    together = zip(model.stages, deferrals(model, request), strict=True)
+    return tuple(deferred or model.has_two_users(stage.index) or request.is_swept for stage, deferred in together)
 
 
 def summing_spans(model: ModelSpec, resting: set[int], sweeps: int) -> int:

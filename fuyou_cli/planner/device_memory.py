@@ -12,7 +12,7 @@ from .bound import uploads
 from .boundary_layout import Kept, device_bytes, every_operator, kept_bytes
 from .costs import looked_up_bytes
 from .device import WEIGHTS_ON_DEVICE, square_lanes
-from .device_homes import device_homes, gradients_rest, stages_there, summing_spans
+from .device_homes import device_homes, gradients_rest, gradients_would_rest, stages_there, summing_spans
 from .memory import DEVICE_UNIT, HEAD_BYTES_PER_TOKEN, HEAD_STEP_BYTES_PER_TOKEN, batch_slots, micro_boundary, micro_sums
 from .placement_context import Room
 from .plan_request import PlanRequest
@@ -103,18 +103,19 @@ def with_batch(model: ModelSpec, request: PlanRequest) -> PlanRequest:
     if request.batch_on_device is not None or request.device == "cpu" or request.gpu_budget is None:
         return request
     staying = replace(request, batch_on_device=True)
-    fits = _most(model, staying).total <= request.gpu_budget
+    fits = most_needed(model, staying).total <= request.gpu_budget
     return staying if fits else replace(request, batch_on_device=False)
 
 
-def _most(model: ModelSpec, request: PlanRequest) -> DeviceMemory:
+def most_needed(model: ModelSpec, request: PlanRequest) -> DeviceMemory:
     """Returns the memory without what a plan may leave out, enough for any outputs that are kept with boundaries."""
     at_home = range(len(model.stages)) if request.weights == "gpu" else ()
     every_kept = request.kept if isinstance(request.kept, tuple) else every_operator(model)
     if request.kept == "none":
         every_kept = ((),) * len(model.stages)
-    updated = stages_there(model, request)
-    return _memory(model, request, {*at_home, *updated}, every_kept, updated=updated, resting=updated)
+    updated, rest = stages_there(model, request), gradients_would_rest(model, request)
+    resting = {stage for stage in updated if rest[stage]}
+    return _memory(model, request, {*at_home, *updated}, every_kept, updated=updated, resting=resting)
 
 
 def bytes_left(model: ModelSpec, request: PlanRequest) -> int:
@@ -122,7 +123,7 @@ def bytes_left(model: ModelSpec, request: PlanRequest) -> int:
     RAM, and for a device whose memory is not known."""
     if request.device == "cpu" or request.gpu_budget is None:
         return 0
-    return max(0, request.gpu_budget - _most(model, request).total)
+    return max(0, request.gpu_budget - most_needed(model, request).total)
 
 
 def _pass_peak(model: ModelSpec, request: PlanRequest, spec: StageSpec, outputs: tuple[int, ...]) -> int:

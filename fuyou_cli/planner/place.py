@@ -21,6 +21,7 @@ from .choice import NONE_KEPT, Choice, pipelines
 from .commit_interval import guessed_interval, with_interval
 from .costs import Costs
 from .defer import deferrals
+from .device_fill import stages_filling
 from .device_homes import stages_there
 from .device_memory import bytes_left, with_batch, with_homes_on_device
 from .greedy_fill import KINDS, GreedyFill, Item, fitting, outputs_of, traffic_items
@@ -69,9 +70,8 @@ class Placing:
         self._starts: dict[tuple[object, ...], _Start | None] = {}
         self._placed: dict[tuple[object, ...], Placed] = {}
         self._filled: dict[tuple[_Start, float, float], Placed] = {}
-        self._deferring: dict[float, tuple[PlanRequest, tuple[bool, ...]]] = {}  # by share
-        self._kept: dict[tuple[float, float], tuple[Kept, Kept]] = {}  # by shares swapped and of the device
-        self._room = bytes_left(model, request)
+        self._chosen: dict[tuple[float, float], tuple[PlanRequest, tuple[bool, ...]]] = {}  # by shares deferred and there
+        self._kept: dict[tuple[object, ...], tuple[Kept, Kept]] = {}  # by shares swapped and of the device, and what is there
 
     def placed(self, choice: Choice) -> Placed | None:
         """Returns the plan of this choice, or None if it does not fit."""
@@ -88,11 +88,13 @@ class Placing:
         return self._filled[known]
 
     def _asked(self, choice: Choice) -> tuple[PlanRequest, tuple[bool, ...]]:
-        """Returns the request with the choice's share of deferred updates, and which stages are deferred."""
-        if choice.defer not in self._deferring:
-            asked = as_chosen(self.request, choice)
-            self._deferring[choice.defer] = asked, deferrals(self.model, asked)
-        return self._deferring[choice.defer]
+        """Returns the request with the choice's share of deferred updates and the stages that rest on the device, and which
+        stages are deferred."""
+        shares = (choice.defer, choice.there)
+        if shares not in self._chosen:
+            asked = as_chosen(self.model, self.request, choice)
+            self._chosen[shares] = asked, deferrals(self.model, asked)
+        return self._chosen[shares]
 
     def _placed_from(
         self, asked: PlanRequest, choice: Choice, start: _Start, pipeline: tuple[int, int, tuple[bool, ...]]
@@ -146,11 +148,11 @@ class Placing:
 
     def _started(self, asked: PlanRequest, choice: Choice, pipeline: tuple[object, ...]) -> _Start | None:
         """Returns homes with nothing moved to RAM yet, or None if even that does not fit."""
-        shares = (choice.swap, choice.kept_there)
+        shares = (choice.swap, choice.kept_there, asked.device_states)
         if shares not in self._kept:
-            staying = self._staying(choice.kept_there)
+            staying = self._staying(asked, choice.kept_there)
             self._kept[shares] = _without(_kept(self.model, asked, choice.swap), staying), staying
-        key = (self._kept[shares], pipeline)
+        key = (self._kept[shares], pipeline, asked.device_states)
         if key not in self._starts:
             homes = _start(self.model, asked, *self._kept[shares])
             spans = self._layout(asked, homes, choice)
@@ -159,15 +161,16 @@ class Placing:
             self._starts[key] = self._begun(asked, choice, homes, spans, peaks) if fits else None
         return self._starts[key]
 
-    def _staying(self, share: float) -> Kept:
-        """Returns operators whose outputs stay on the device. If the planner chooses, they fill `share` of its free memory."""
-        asked = self.request.kept_there
-        if isinstance(asked, tuple):
-            return asked
-        if asked == "room" and self.request.gpu_budget is None:
+    def _staying(self, asked: PlanRequest, share: float) -> Kept:
+        """Returns operators whose outputs stay on the device. If the planner chooses, they fill `share` of the memory that
+        stages which rest there have left."""
+        if isinstance(asked.kept_there, tuple):
+            return asked.kept_there
+        if asked.kept_there == "room" and asked.gpu_budget is None:
             return every_operator(self.model)
-        room = self._room if asked == "room" else int(share * self._room)
-        return fitting(self.model, self._outputs, self.request.group, room)
+        room = bytes_left(self.model, asked)
+        room = room if asked.kept_there == "room" else int(share * room)
+        return fitting(self.model, self._outputs, asked.group, room)
 
     def _begun(self, asked: PlanRequest, choice: Choice, homes: Homes, spans: Layout, peaks: dict[str, int]) -> _Start:
         items = sorted(traffic_items(self._context, asked, homes, spans), key=lambda item: item.order)
@@ -208,8 +211,10 @@ class Placing:
                 return filling.homes, spans
 
 
-def as_chosen(request: PlanRequest, choice: Choice) -> PlanRequest:
-    return replace(request, defer=choice.defer) if request.clip_grad_norm is None else request
+def as_chosen(model: ModelSpec, request: PlanRequest, choice: Choice) -> PlanRequest:
+    """Returns the request with what the choice says of updates that are deferred, and of stages that rest on the device."""
+    asked = replace(request, defer=choice.defer) if request.clip_grad_norm is None else request
+    return replace(asked, device_states=stages_filling(model, asked, choice.there)) if choice.there else asked
 
 
 def least_memory(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> int:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from fuyou_cli.core.errors import Interrupted, UsageError
+from fuyou_cli.engine.devices.emulated import EmulatedDevice
+from fuyou_cli.machine import probe
 from fuyou_cli.recipe.load import load_recipe
+from fuyou_cli.training.plan_step import plan
+from fuyou_cli.training.run import Run
 from fuyou_cli.training.state import manifest as manifests
 from fuyou_cli.training.state.stored import TENSORS
 
@@ -53,10 +58,32 @@ def test_a_run_goes_on_with_other_homes(
 
 
 def test_nothing_of_it_is_in_ram(new_project: NewProject) -> None:
-    plan = prepared_run(new_project(changes=THERE)).planned.plan
-    assert not any(slots.weight_slots or slots.gradient_slots for slots in plan.slot_classes)
-    assert all(not (stage.weights_ram or stage.momentum_ram or stage.gradients_ram) for stage in plan.stages)
-    assert plan.predicted.read_by["states"] == plan.predicted.read_by["weights"] == 0
+    made = prepared_run(new_project(changes=THERE)).planned.plan
+    assert not any(slots.weight_slots or slots.gradient_slots for slots in made.slot_classes)
+    assert all(not (stage.weights_ram or stage.momentum_ram or stage.gradients_ram) for stage in made.stages)
+    assert made.predicted.read_by["states"] == made.predicted.read_by["weights"] == 0
+
+
+@pytest.mark.parametrize("limit", ["1400KiB", "64MiB"])
+@pytest.mark.parametrize("clip", [0.5, None])
+def test_a_device_is_filled_and_never_passed(
+    limit: str, clip: float | None, new_project: NewProject, whole: Callable[..., Whole]
+) -> None:
+    """By a plan for a machine whose copies are slow: the same bits, within what the plan has of the device."""
+    same = {"train.clip_grad_norm": clip, "train.max_steps": STEPS}
+    auto = {key: "auto" for key in (*THERE, "offload.boundaries") if key != "offload.device"}
+    project = new_project(changes={**THERE, **auto, **same, "offload.max_memory.gpu": limit})
+    ready = prepared_run(project)
+    slow = replace(ready.planned.hardware, h2d=1e6, d2h=1e6, measured="described")
+    ready = replace(ready, planned=plan(ready.planned.inspected, slow, say=lambda text: None))
+    with Run(ready, memory_now=probe.process_bytes, free_space=probe.free_space) as run:
+        run.load(lambda count: None)
+        run.train(lambda report: None)
+        assert isinstance(run.device, EmulatedDevice)
+        most = load_recipe(project.recipe).recipe.offload.max_memory.gpu.resolve(total=0, auto=0)
+        assert run.device.peak_memory() <= run.plan.predicted.gpu_peak <= most
+        assert any(stage.updated_there for stage in run.plan.stages)
+        assert run.losses == whole({**HOST, **same}).losses
 
 
 @pytest.mark.parametrize(

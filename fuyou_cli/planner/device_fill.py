@@ -1,0 +1,48 @@
+"""Fills what a device has left with whole stages: weights, gradients and states that rest there are updated there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..spec.model import ITEM_SIZE, ModelSpec
+from .boundary_layout import device_bytes
+from .device_homes import gradients_would_rest, update_scratch
+from .device_memory import most_needed
+from .greedy_fill import spread
+from .plan_request import PlanRequest
+
+SHARES = (0.0, 0.5, 1.0)  # of the device's spare memory
+
+
+def may_fill(model: ModelSpec, request: PlanRequest) -> bool:
+    """Tells whether the planner chooses which stages rest on the device, and has room for one of them."""
+    asked = (request.weights, request.states, request.gradients, request.device_states)
+    if request.device == "cpu" or request.gpu_budget is None or request.store_mode == "redo" or any(asked):
+        return False
+    if request.kept_there == "room":  # all of which the recipe wants for outputs
+        return False
+    return bool(request.device_states is None and stages_filling(model, request, 1.0))
+
+
+def stages_filling(model: ModelSpec, request: PlanRequest, share: float) -> tuple[int, ...]:
+    """Returns the stages that fill `share` of the device's spare memory. Blocks and head save most per byte, because their
+    weights are needed twice in a step, an embedding's once; stages of one kind are taken from all over the step, as they are
+    for RAM. A device with room for all takes all: then no weights and no sums need memory of their own."""
+    every = [stage.index for stage in model.stages if stage.params]
+    if share <= 0 or request.gpu_budget is None:
+        return ()
+    outputs = device_bytes(model, request.group, request.kept_there) if isinstance(request.kept_there, tuple) else 0
+    everything = replace(request, device_states=tuple(every))
+    if share >= 1 and most_needed(model, everything).total + outputs <= request.gpu_budget:
+        return tuple(every)
+    left = share * (request.gpu_budget - outputs - most_needed(model, replace(request, device_states=())).total)
+    left -= update_scratch(max(model.stages[stage].params for stage in every))
+    rest, chosen = gradients_would_rest(model, request), list[int]()
+    gradient = ITEM_SIZE[request.numerics.accumulate_dtype]
+    each = ITEM_SIZE[model.compute_dtype] + model.state_item
+    for stage in sorted(every, key=lambda stage: (model.stages[stage].kind == "embedding", spread(stage))):
+        size = model.stages[stage].params * (each + gradient * rest[stage])
+        if size <= left:
+            chosen.append(stage)
+            left -= size
+    return tuple(sorted(chosen))

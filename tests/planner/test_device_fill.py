@@ -1,0 +1,93 @@
+"""What a device has left goes to whole stages where that is faster, and is never passed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuyou_cli.core.units import GiB, MiB
+from fuyou_cli.planner.bound import copied_bytes
+from fuyou_cli.planner.costs import Costs
+from fuyou_cli.planner.device_fill import may_fill, stages_filling
+from fuyou_cli.planner.device_memory import device_memory
+from fuyou_cli.planner.place import made_of
+from fuyou_cli.planner.plan_request import PlanRequest
+from fuyou_cli.planner.schedule import plan_schedule
+from fuyou_cli.planner.search import fastest, search
+from fuyou_cli.spec.plan import Plan
+
+from .models import HARDWARE, NUMERICS, SPEC
+
+CARD = replace(HARDWARE, device="cuda", device_memory=24 * GiB, matmul_flops=1e14, h2d=2e10, d2h=2e10, cores=8)
+CPU_BUDGET = 2 * GiB
+
+
+def _request(gpu_budget: int, *, clip: float | None = 1.0, **changes: object) -> PlanRequest:
+    fields = dict(numerics=NUMERICS, model_name="test", device="cuda", clip_grad_norm=clip, cpu_budget=CPU_BUDGET)
+    return PlanRequest(**{**fields, "gpu_budget": gpu_budget, "scratch_size": 8 * MiB, **changes})  # type: ignore[arg-type]
+
+
+def _there(plan: Plan) -> set[int]:
+    return {stage.stage for stage in plan.stages if stage.updated_there}
+
+
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_a_small_model_on_a_large_card_moves_nothing(clip: float | None) -> None:
+    """But the inputs that blocks keep for backward: weights, gradients and states stay, and no update runs on the host."""
+    request = _request(8 * GiB, clip=clip, kept="none")
+    plan = fastest(SPEC, CARD, request)
+    assert _there(plan) == {stage.index for stage in SPEC.stages if stage.params}
+    schedule = plan_schedule(SPEC, plan)
+    up, down = copied_bytes(Costs.of(SPEC, CARD, plan), schedule, stages=plan.stages)
+    boundary = SPEC.boundary_bytes_per_token * NUMERICS.tokens
+    assert plan.batch_on_device and up <= boundary * len(SPEC.stages) and down <= boundary * len(SPEC.stages)
+    assert plan.predicted.seconds["update"] == plan.predicted.read_by["weights"] == plan.predicted.read_by["states"] == 0
+    assert not any(slots.weight_slots or slots.gradient_slots for slots in plan.slot_classes)
+
+
+@given(
+    budget=st.integers(0, 200), clip=st.sampled_from([1.0, None]), defer=st.sampled_from([None, 0.0, 0.5, 1.0]),
+    share=st.sampled_from([0.25, 0.5, 1.0]),
+)  # fmt: skip
+def test_the_device_is_never_passed(budget: int, clip: float | None, defer: float | None, share: float) -> None:
+    request = _request(budget * MiB, clip=clip, defer=None if clip else defer)
+    chosen = stages_filling(SPEC, request, share)
+    asked = replace(request, device_states=chosen)
+    plan = made_of(SPEC, CARD, asked, next(iter(_choices(asked))))
+    if plan is None or not chosen:
+        return
+    assert _there(plan) == set(chosen)
+    memory = device_memory(SPEC, replace(asked, batch_on_device=plan.batch_on_device), plan.stages)
+    assert memory.total == plan.predicted.gpu_peak
+    assert memory.total - (memory.batch if request.batch_on_device is None else 0) <= budget * MiB
+
+
+def _choices(request: PlanRequest):  # type: ignore[no-untyped-def]
+    from fuyou_cli.planner.choice import family
+
+    yield from family(SPEC, request).smallest()
+
+
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_more_memory_makes_no_step_slower(clip: float | None) -> None:
+    """Up to what a search misses."""
+    steps = list[float]()
+    for megabytes in (90, 120, 160, 240, 1000):
+        found = search(SPEC, CARD, _request(megabytes * MiB, clip=clip))
+        assert found.best.plan.predicted.gpu_peak <= megabytes * MiB
+        steps.append(found.best.seconds)
+    assert all(later <= earlier * 1.05 for earlier, later in pairwise(steps)), steps
+    assert steps[-1] < steps[0]
+
+
+@pytest.mark.parametrize(
+    "fixed", [dict(states="cpu"), dict(weights="ssd"), dict(gradients="cpu"), dict(store_mode="redo"), dict(device="cpu")]
+)
+def test_what_the_recipe_says_stays_so(fixed: dict[str, object]) -> None:
+    request = _request(8 * GiB, **fixed)
+    assert not may_fill(SPEC, request)
+    assert _there(fastest(SPEC, CARD, request)) == set()
