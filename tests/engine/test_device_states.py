@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -60,19 +60,29 @@ def subjects() -> dict[tuple[str, bool], Subject]:
 @given(
     dtype=st.sampled_from(["float32", "bfloat16"]), tied=st.booleans(), clip=st.sampled_from([0.5, None]),
     there=st.sets(st.integers(0, 9)), home=st.sampled_from(["ssd", "cpu", None]), lookahead=st.integers(1, 3),
-    defer=st.sampled_from([0.0, 0.5, 1.0]), stays=st.booleans(),
+    defer=st.sampled_from([0.0, 0.5, 1.0]), stays=st.booleans(), sweeps=st.sampled_from([1, 2]),
+    kept_there=st.sampled_from([None, "room"]),
 )  # fmt: skip
 def test_any_mix_of_homes_is_the_same_run(
     dtype: str, tied: bool, clip: float | None, there: set[int], home: Tier | None, lookahead: int, defer: float, stays: bool,
+    sweeps: int, kept_there: Literal["room"] | None,
     subjects: dict[tuple[str, bool], Subject], tmp_path_factory: pytest.TempPathFactory,
 ) -> None:  # fmt: skip
     """And a device never has more in use than the plan says, nor has much less at the most."""
     subject = subjects[dtype, tied]
     chosen = tuple(stage for stage in sorted(there) if stage < len(subject.spec.stages))
-    way: dict[str, Any] = dict(clip=clip, lookahead=lookahead, defer=None if clip else defer, batch_on_device=stays)
+    way: dict[str, Any] = dict(
+        clip=clip, lookahead=lookahead, defer=None if clip else defer, batch_on_device=stays, sweeps=sweeps
+    )
     wanted, weights, _, _ = _run(subject, tmp_path_factory.mktemp("host"), home=home, **way)
     losses, found, peak, planned = _run(
-        subject, tmp_path_factory.mktemp("device"), home=home, device_states=chosen, gpu_budget=1 << 30, **way
+        subject,
+        tmp_path_factory.mktemp("device"),
+        home=home,
+        device_states=chosen,
+        gpu_budget=1 << 30,
+        kept_there=kept_there,
+        **way,
     )
     assert losses == wanted
     assert unequal(found, weights) == []
