@@ -42,7 +42,7 @@ def prepare(
     """Finds the rows of `dataset` that an earlier run made, or tokenises now.
 
     Call it before the arena is mapped: it starts a process. Raises UsageError for data that cannot be used."""
-    request, paths = _request(dataset, tokenizer_dir, chat_template, pad_token)
+    request, paths = _request(dataset, tokenizer_dir, chat_template, pad_token, fetching=True)
     final = cache_dir / _fingerprint(request)
     if not final.is_dir():
         with _scratch(cache_dir) as scratch:
@@ -72,10 +72,10 @@ def size_of(dataset: DatasetSection) -> int:
 
 
 def _request(
-    dataset: DatasetSection, tokenizer_dir: Path, chat_template: Path | None, pad_token: str | None
+    dataset: DatasetSection, tokenizer_dir: Path, chat_template: Path | None, pad_token: str | None, *, fetching: bool = False
 ) -> tuple[dict[str, Any], list[str]]:
     """Makes what the worker is asked, and lists the recipe's paths."""
-    sources = find_sources(dataset)
+    sources = find_sources(dataset, fetching=fetching)
     return {
         "sources": [
             {"files": list(map(str, one.files)), **one.entry.model_dump(include={"format", "columns", "max_samples"})}

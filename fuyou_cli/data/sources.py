@@ -16,6 +16,7 @@ from fuyou_cli.core.plain_files import kind_of
 
 from .data_files import BESIDE, KINDS, PACKED, kind_of_rows, suffixes
 from .formats import RowError, choose_format, loss_target, mapping_hint
+from .named_sets import fetch, fetched, is_named
 from .reading import read_rows
 
 if TYPE_CHECKING:
@@ -34,12 +35,17 @@ class Source:
     """Holds one entry of `dataset.train`, its files found."""
 
     entry: DatasetEntry
-    files: tuple[Path, ...]
+    files: tuple[Path, ...]  # none: a data set that is not fetched yet
     skipped: tuple[Path, ...]  # data files of the directory that are not of the split
 
     @property
     def choice(self) -> str | None:
         """Says which files were taken and which were not, where the path alone does not say it."""
+        if is_named(self.entry):
+            name = "" if self.entry.name is None else f", subset {self.entry.name}"
+            many = f"{len(self.files)} file{'s' * (len(self.files) != 1)}"
+            when = f"{many} in {self.files[0].parent}" if self.files else "fetched when a run begins"
+            return f"{self.entry.path}{name}, split {self.entry.split}: {when}"
         if not self.skipped and self.files == (expanded(self.entry.path, key="dataset.train"),):
             return None
         taken = f"{self.entry.path}: {len(self.files)} file{'s' * (len(self.files) != 1)} taken ({_names(self.files)})"
@@ -73,7 +79,7 @@ def locate(path: str, split: str) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
     if what and not here.is_dir():
         raise UsageError(f"dataset.train: {path}: it is {what}, not a plain file", hint="write the rows to a file")
     if not found:
-        hint = "give an existing file, directory or glob; data sets of the hub must be downloaded first"
+        hint = "give an existing file, directory or glob, or a data set of the hub as owner/name"
         raise MissingDataError(f"dataset.train: no data files at {path}", hint=f"{hint}. {_KNOWN_KINDS}")
     return tuple(sorted(found)), tuple(sorted(set(present) - set(found)))
 
@@ -116,19 +122,32 @@ def _split_in_name(place: Path) -> str | None:
     return next((_SPLIT_WORDS[word] for word in words if word in _SPLIT_WORDS), None)
 
 
-def find_sources(dataset: DatasetSection) -> tuple[Source, ...]:
-    """Finds the files of the entries of `dataset.train`. Raises UsageError, MissingDataError where there are none."""
-    return tuple(Source(entry, *locate(entry.path, entry.split)) for entry in dataset.train)
+def find_sources(dataset: DatasetSection, *, fetching: bool = False) -> tuple[Source, ...]:
+    """Finds the files of the entries of `dataset.train`; `fetching`: gets data sets of the hub that are not here.
+
+    Raises UsageError, MissingDataError where there are no files."""
+    sources = tuple(_source(entry, fetching) for entry in dataset.train)
+    for source in sources:
+        if not source.files:
+            raise MissingDataError(f"dataset.train: {source.entry.path} is not fetched yet", hint="`fuyou finetune` fetches it")
+    return sources
+
+
+def _source(entry: DatasetEntry, fetching: bool) -> Source:
+    if is_named(entry):
+        return Source(entry, fetch(entry) if fetching else fetched(entry), ())
+    return Source(entry, *locate(entry.path, entry.split))
 
 
 def look(dataset: DatasetSection) -> tuple[Source, ...]:
     """Finds the sources, and says in milliseconds, before anything is fetched, what is wrong with the first row of each.
 
     Raises MissingDataError where there are no files, UsageError where the row cannot be read, is of no format, or of one that
-    `loss_on` means nothing for. Parquet, Arrow and zst files are left to the worker: their library is large."""
-    sources = find_sources(dataset)
+    `loss_on` means nothing for. Parquet, Arrow and zst files are left to the worker: their library is large. So are data sets
+    that are not fetched yet."""
+    sources = tuple(_source(entry, fetching=False) for entry in dataset.train)
     for source in sources:
-        file = source.files[0]
+        file = source.files[0] if source.files else Path()
         if kind_of_rows(file) in ("json", "csv") and suffixes(file)[1] != ".zst":
             for place, row in read_rows(file):
                 try:

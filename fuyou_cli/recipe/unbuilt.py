@@ -29,11 +29,6 @@ def _other_than(*values: object) -> Callable[[Any], bool]:
     return lambda value: value is not None and value not in values
 
 
-def _a_part(value: Any) -> bool:
-    """Recognises a slice of a split, or a name that is no word: data files are told apart by the words in their names."""
-    return isinstance(value, str) and not value.isalpha()
-
-
 _set = _other_than()
 _EVALUATION = "evaluation during training"
 UNBUILT: tuple[Unbuilt, ...] = (
@@ -42,10 +37,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
     Unbuilt("eval", _set, _EVALUATION, "leave the section out"),
     Unbuilt("dataset.eval", _set, _EVALUATION, "leave it null"),
     Unbuilt("dataset.eval_fraction", _other_than(0), _EVALUATION, "leave it 0"),
-    Unbuilt("dataset.train.*.name", _set, "hub data sets with subsets", "use a local file"),
-    Unbuilt(
-        "dataset.train.*.split", _a_part, "a slice of a split", "write the split's name, and max_samples for a part of it"
-    ),
     Unbuilt("dataset.packing", _one_of("isolated"), "packing that keeps documents apart", "use concat or false"),
     Unbuilt("optimizer.name", _other_than("adamw"), "this optimizer", "use adamw"),
     Unbuilt("optimizer.state_dtype", _one_of("bfloat16", "int8"), "smaller optimizer states", "use float32"),

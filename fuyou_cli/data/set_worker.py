@@ -1,0 +1,46 @@
+"""Loads one data set with `datasets` in a process of its own: `python -m fuyou_cli.data.set_worker`.
+
+The request is one JSON object on stdin: path, name, split, and a folder `out`; the reply is {"files"} or {"error", "hint"}.
+Rows stay in the library's own cache, memory-mapped; a part of a split is copied to `out`: it has no files of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+_OLDEST = 4  # earlier versions run code that lies in a data set
+_INSTALL = f"pip install 'datasets>={_OLDEST}'"
+
+
+def load(request: dict[str, Any]) -> dict[str, Any]:
+    """Loads the set, and returns the reply."""
+    try:
+        import datasets  # type: ignore[import-untyped,unused-ignore]
+    except ImportError:
+        return {"error": "data sets of the hub, subsets and slices need the library `datasets`", "hint": _INSTALL}
+    if int(datasets.__version__.split(".")[0]) < _OLDEST:
+        return {"error": f"`datasets` {datasets.__version__} is too old", "hint": _INSTALL}
+    try:
+        rows = datasets.load_dataset(request["path"], request["name"], split=request["split"])
+        if any(character in request["split"] for character in "[+"):
+            rows.save_to_disk(request["out"])
+            return {"files": sorted(map(str, Path(request["out"]).glob("*.arrow")))}
+        return {"files": [file["filename"] for file in rows.cache_files]}
+    except Exception as error:
+        return {"error": " ".join(str(error).split()) or type(error).__name__}
+
+
+def main() -> None:
+    """Serves one request. What the library prints goes to standard error."""
+    reply_to = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    with reply_to:
+        json.dump(load(json.load(sys.stdin)), reply_to)
+
+
+if __name__ == "__main__":
+    main()
