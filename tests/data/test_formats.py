@@ -185,3 +185,36 @@ def test_a_start_token_the_tokenizer_adds_and_a_pad_token_of_the_recipe(
     assert rows.summary.pad_id == tokenizer.convert_tokens_to_ids("<|im_start|>")
     with pytest.raises(UsageError, match="<nope>"):
         tokenise(file, pad_token="<nope>")
+
+
+@pytest.mark.parametrize("template", [None, CHATML_UNMARKED], ids=["generation marks", "prefixes"])
+def test_messages_that_are_not_to_be_learnt(write: Write, tokenise: Tokenise, tokenizer: Any, template: str | None) -> None:
+    first = [*TURNS[:2], {**TURNS[2], "train": False}, *TURNS[3:]]
+    last = [*TURNS[:4], {**TURNS[4], "weight": 0}]
+    file = write("chat.jsonl", [{"messages": first}, {"messages": last}])
+    options = {"chat_template": template, "max_seq_len": 256}
+    rows = tokenise(file, **options)
+    assert [learnt(rows, tokenizer, number) for number in range(2)] == ["4 apples 🙂<|im_end|>", "7 apples<|im_end|>"]
+    rows = tokenise(file, loss_on="last_assistant", **options)
+    assert (len(rows), rows.summary.without_loss) == (1, 1) and learnt(rows, tokenizer) == "4 apples 🙂<|im_end|>"
+    rows = tokenise(file, loss_on="all", **options)
+    assert [int((rows.mask(number) == 0).sum()) for number in range(2)] == [
+        len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in ("7 apples<|im_end|>", "4 apples 🙂<|im_end|>")
+    ]
+
+
+def test_a_template_whose_marks_are_not_the_turns_is_refused(write: Write, tokenise: Tokenise) -> None:
+    """Turns without anything between them are one text to its marks: which of them is which cannot be known."""
+    template = "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|im_end|>"
+    template += "{% endgeneration %}{% endif %}{% endfor %}"
+    turns = [{"role": "assistant", "content": "one"}, {"role": "assistant", "content": "two", "train": False}]
+    with pytest.raises(UsageError, match=r"chat.jsonl:1: .* marks 1 texts for 2 messages of the assistant"):
+        tokenise(write("chat.jsonl", [{"messages": turns}]), chat_template=template)
+
+
+def test_tokens_that_never_stop_are_said(write: Write, tokenise: Tokenise) -> None:
+    """They may be pieces of documents, so it is no error."""
+    rows = tokenise(write("ids.jsonl", [{"input_ids": [5, 6, 7, 8]}]))
+    assert [note for note in rows.summary.notes if note.startswith("no stop token carries loss")]
+    assert tokenise(write("ids.jsonl", [{"input_ids": [5, 6, 7, 1]}])).summary.notes == ()
+    assert tokenise(write("ids.jsonl", [{"input_ids": [5, 6, 7, 8]}]), loss_on="all").summary.notes == ()
