@@ -12,7 +12,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from fuyou_cli.core.errors import UsageError
+
+from .sandbox import LibraryErrors
+
 _OLDEST = 4  # earlier versions run code that lies in a data set
+_LONGEST = 600  # characters of an error
 _INSTALL = f"pip install 'datasets>={_OLDEST}'"
 
 
@@ -25,13 +30,14 @@ def load(request: dict[str, Any]) -> dict[str, Any]:
     if int(datasets.__version__.split(".")[0]) < _OLDEST:
         return {"error": f"`datasets` {datasets.__version__} is too old", "hint": _INSTALL}
     try:
-        rows = datasets.load_dataset(request["path"], request["name"], split=request["split"])
-        if any(character in request["split"] for character in "[+"):
+        with LibraryErrors(UsageError):
+            rows = datasets.load_dataset(request["path"], request["name"], split=request["split"])
+            if not any(character in request["split"] for character in "[+"):
+                return {"files": [file["filename"] for file in rows.cache_files]}
             rows.save_to_disk(request["out"])
             return {"files": sorted(map(str, Path(request["out"]).glob("*.arrow")))}
-        return {"files": [file["filename"] for file in rows.cache_files]}
-    except Exception as error:
-        return {"error": " ".join(str(error).split()) or type(error).__name__}
+    except UsageError as error:  # of the library's words all lines: the second one says what there is
+        return {"error": " ".join(str(error.__cause__).split())[:_LONGEST] or error.message}
 
 
 def main() -> None:
