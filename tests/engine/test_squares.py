@@ -201,7 +201,7 @@ def test_a_sum_waits_for_the_oldest_download_alone(subject: Subject, tmp_path: P
     device = _HoldsDownloads()
     monkeypatch.setattr(rigs, "open_device", lambda kind: device)
     with Rig(subject, tmp_path, device="emulated", clip=None) as rig:
-        device.spans = {span.data_ptr() for span in rig.executor.visits.sums._spans}
+        device.spans = {span.memory.data_ptr() for span in rig.executor.visits.sums._spans}
         begin, opened = rig.executor.visits.sums.open, list[int]()
 
         def observed(owner: int, **how: Any) -> Any:

@@ -262,6 +262,7 @@ def test_what_is_said_of_the_consumer_drives_is_theirs(monkeypatch: pytest.Monke
 
 
 def test_weights_on_the_gpu_are_in_ram_too() -> None:
-    """Updates write their copy there: what a plan calls at home on the GPU takes RAM all the same."""
-    found = ours.plan_of(ours.Case(model="13B", batch=8, where="", hardware=described("rtx4090,2xgen4,768GiB"), settings=()))
+    """Updates write their copy there, where states are in RAM: what a plan calls at home on the GPU takes RAM all the same."""
+    settings, hardware = ("offload.optimizer_states=cpu",), described("rtx4090,2xgen4,768GiB")
+    found = ours.plan_of(ours.Case(model="13B", batch=8, where="", hardware=hardware, settings=settings))
     assert found.weights_in_ram == pytest.approx(1.0) and found.states_in_ram == pytest.approx(1.0)
