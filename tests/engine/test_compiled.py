@@ -80,7 +80,9 @@ def test_blocks_that_differ_are_compiled_each(tmp_path: Path, monkeypatch: pytes
 
 def test_by_the_real_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 1e-5 of the losses and weights without it, and of itself to the bit."""
-    monkeypatch.setenv("SETUPTOOLS_USE_DISTUTILS", "stdlib")  # another test may have imported that one: setuptools refuses it else
+    monkeypatch.setenv(
+        "SETUPTOOLS_USE_DISTUTILS", "stdlib"
+    )  # another test may have imported that one: setuptools refuses it else
     subject = Subject(llama(num_hidden_layers=4), Shape(batch=2, micro=1))
     plain = _outcome(subject, tmp_path / "plain", home="cpu")
     found = []

@@ -118,11 +118,8 @@ def test_unclipped_the_requests_are_the_same(device: Literal["cpu", "emulated"],
     assert paper.keys() == really.keys()
     for what in ("update", "write boundary", "read boundary"):
         assert paper[what] == really[what], what
-    planned = [visit.owner for visit in plan_schedule(subject.spec, plan).visits if visit.fetch]
     for asked in (paper, really):
-        assert len(asked["read weights"]) <= len(planned)
-        coming = iter([*planned, *planned[: plan.lookahead]])
-        assert all(stage in coming for stage in asked["read weights"]), asked["read weights"]
+        _check_order(subject, plan, asked)
 
 
 @pytest.mark.parametrize("there", [(0, 2, 3), (0, 1, 2, 3, 4, 5, 6, 7)])
@@ -137,7 +134,16 @@ def test_with_stages_on_the_device_the_requests_are_the_same(
     assert sorted(paper["update"]) == sorted(really["update"]) == sorted({stage.index for stage in _owners(subject)})
     for what in ("read weights", "write gradients", "read gradients"):
         assert not {*paper.get(what, ()), *really.get(what, ())} & set(there)
-    assert clip is None or paper.get("read weights") == really.get("read weights")
+    for asked in (paper, really):  # how long updated weights are still there is up to the clock
+        _check_order(subject, plan, asked)
+
+
+def _check_order(subject: Subject, plan: Plan, asked: Asked) -> None:
+    """Weights are read in the order of the schedule, as far as they are read at all."""
+    planned = [visit.owner for visit in plan_schedule(subject.spec, plan).visits if visit.fetch]
+    coming, read = iter([*planned, *planned[: plan.lookahead]]), asked.get("read weights", [])
+    assert len(read) <= len(planned)
+    assert all(stage in coming for stage in read), read
 
 
 def _owners(subject: Subject) -> list[StageSpec]:
