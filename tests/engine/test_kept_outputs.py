@@ -191,18 +191,23 @@ def test_a_step_given_up_leaves_nothing_behind(place: Any, tmp_path: Path) -> No
     subject = Subject(llama(), Shape())
     expected = _outcome(subject, tmp_path / "whole")
     with Rig(subject, tmp_path / "broken", home="cpu", boundaries=place, device="emulated", kept="all") as rig:
-        batches = list(subject.batches(STEPS))
-        rig.step(*batches[0], 1)
-        for phase in ("forward", "backward"):
-            rig.executor.between_micro_batches = lambda phase=phase: _give_up(rig, phase)  # type: ignore[misc]
-            with pytest.raises(StepAbandoned):
-                rig.executor.step(*batches[1], step=2, lr=rig.optimizer.lr)
-            rig.executor.abandon()
-        rig.executor.between_micro_batches = lambda: None
-        rig.step(*batches[1], 2, last=True)
-        rig.executor.drain()
+        _two_steps_one_given_up(rig, subject)
         _assert_same((rig.losses, rig.weights()), expected)
         assert len(rig.executor.visits.boundaries.ledger.free) == len(rig.plan.boundary_slots)
+
+
+def _two_steps_one_given_up(rig: Rig, subject: Subject) -> None:
+    """Runs two steps. The second is given up in its forward, then in its backward, then done."""
+    batches = list(subject.batches(2))
+    rig.step(*batches[0], 1)
+    for phase in ("forward", "backward"):
+        rig.executor.between_micro_batches = lambda phase=phase: _give_up(rig, phase)  # type: ignore[misc]
+        with pytest.raises(StepAbandoned):
+            rig.executor.step(*batches[1], step=2, lr=rig.optimizer.lr)
+        rig.executor.abandon()
+    rig.executor.between_micro_batches = lambda: None
+    rig.step(*batches[1], 2, last=True)
+    rig.executor.drain()
 
 
 def _give_up(rig: Rig, phase: str) -> None:

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuyou_cli.core.errors import UsageError
 from fuyou_cli.engine.devices.emulated import EmulatedDevice
-from fuyou_cli.engine.executor import StepAbandoned
 from fuyou_cli.engine.inspect import inspect
 from fuyou_cli.planner.boundary_layout import every_operator
 from fuyou_cli.planner.device_memory import device_memory
@@ -26,7 +25,7 @@ from fuyou_cli.spec.model import Dtype
 from .families import FAMILIES, gpt2, llama
 from .late import make_late
 from .rig import Rig, Shape, Subject, unequal
-from .test_kept_outputs import UNEVEN, Outcome, _assert_same, _changing, _give_up, _outcome
+from .test_kept_outputs import UNEVEN, Outcome, _assert_same, _changing, _outcome, _two_steps_one_given_up
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -190,14 +189,5 @@ def test_a_step_given_up_leaves_nothing_behind(tmp_path: Path) -> None:
     expected = _outcome(subject, tmp_path / "whole")
     every = every_operator(subject.spec)
     with Rig(subject, tmp_path / "broken", home="cpu", device="emulated", kept_there=every) as rig:
-        batches = list(subject.batches(2))
-        rig.step(*batches[0], 1)
-        for phase in ("forward", "backward"):
-            rig.executor.between_micro_batches = lambda phase=phase: _give_up(rig, phase)  # type: ignore[misc]
-            with pytest.raises(StepAbandoned):
-                rig.executor.step(*batches[1], step=2, lr=rig.optimizer.lr)
-            rig.executor.abandon()
-        rig.executor.between_micro_batches = lambda: None
-        rig.step(*batches[1], 2, last=True)
-        rig.executor.drain()
+        _two_steps_one_given_up(rig, subject)
         assert (rig.losses, unequal(rig.weights(), expected[1])) == (expected[0], [])
