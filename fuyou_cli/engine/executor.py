@@ -35,7 +35,7 @@ from .passes.embedding import EmbeddingPasses
 from .passes.head import HeadPasses
 from .streamed import Call, StreamedModel
 from .updates import Optimizer, Scalars
-from .visits import BETWEEN_STAGES, Interval, Visits
+from .visits import BETWEEN_STAGES, VisitInterval, Visits
 
 
 @dataclass(kw_only=True, slots=True)
@@ -44,7 +44,7 @@ class StepOutcome:
     grad_norm: float | None
     label_tokens: int
     skipped: str = ""  # why nothing is updated
-    intervals: list[Interval] = field(default_factory=list)
+    intervals: list[VisitInterval] = field(default_factory=list)
 
 
 class StepAbandoned(Exception):

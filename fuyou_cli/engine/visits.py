@@ -36,7 +36,7 @@ BETWEEN_STAGES = 1 << 30  # stands for the model's own forward where a random st
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Interval:
+class VisitInterval:
     """Tells when a visit computed, on the monotonic clock (seconds)."""
 
     phase: str
@@ -182,14 +182,14 @@ class Visits:
         self._watcher.after_visit(visit)
         self.tick()
 
-    def intervals(self) -> list[Interval]:
+    def intervals(self) -> list[VisitInterval]:
         """Returns when the device computed each visit of the step: it begins one when it is done with the one before. May wait
         for the last; what compute waited in the step is known then."""
         self.moves.book_waits()
-        found, over = list[Interval](), 0.0
+        found, over = list[VisitInterval](), 0.0
         for visit, begin, ended in self._left:
             begin, over = max(begin, over), ended()
-            found.append(Interval(phase=visit.phase, stage=visit.stage, begin=begin, end=max(begin, over)))
+            found.append(VisitInterval(phase=visit.phase, stage=visit.stage, begin=begin, end=max(begin, over)))
         return found
 
     # ---- groups and micro-batches -------------------------------------------------------------------------------------------

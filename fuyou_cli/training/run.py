@@ -27,7 +27,7 @@ from ..spec.plan import Span
 from ..swap.arena import Arena
 from ..swap.daemon import DaemonOptions, SwapDaemon
 from ..swap.store import Store
-from . import out_of_device_memory
+from . import device_errors
 from .limits import gpu_most
 from .rates import learning_rate
 from .report import RunReport, StepReport
@@ -121,7 +121,7 @@ class Run:
         """Opens what computes and what saves, over the store, the daemon and the device."""
         plan, planned, memory = self.plan, self.planned, self.host_memory
         if refused := self.device.pin(memory.tensor(Span(offset=0, size=memory.arena.size), torch.uint8)):
-            self._announce(out_of_device_memory.unpinned(refused, memory.arena.size))
+            self._announce(device_errors.unpinned(refused, memory.arena.size))
         if planned.recipe.model.kernels == "liger":
             apply_liger(planned.anatomy.model)
         with self._naming_device_errors():
@@ -160,7 +160,7 @@ class Run:
 
     @contextmanager
     def _naming_device_errors(self) -> Iterator[None]:
-        with out_of_device_memory.named(self.device, self.plan, self._device_most, self._where), naming_operators():
+        with device_errors.named(self.device, self.plan, self._device_most, self._where), naming_operators():
             yield
 
     def _claim_folders(self, free_space: Callable[[Path], int]) -> None:

@@ -14,7 +14,7 @@ from fuyou_cli.core.units import gib
 from fuyou_cli.engine.devices.emulated import EmulatedDevice
 from fuyou_cli.machine import probe
 from fuyou_cli.recipe.load import load_recipe
-from fuyou_cli.training.out_of_device_memory import named
+from fuyou_cli.training.device_errors import named
 from fuyou_cli.training.run import Run
 
 from .conftest import Project, Whole
