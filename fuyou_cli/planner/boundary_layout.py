@@ -1,8 +1,7 @@
-"""Lays out what is kept with a stage's boundary from forward to backward. Each micro-batch has its rows, then the outputs of
-its kept operators. Backward uses those outputs and does not compute them again. Outputs that stay on the device have the same
-layout, without rows.
+"""Lays out what is kept with a stage's boundary from forward to backward.
 
-The planner and the engine share this one layout.
+Each micro-batch has its rows, then the outputs of its kept operators. Backward uses those outputs and does not compute them
+again. Outputs that stay on the device have the same layout, without rows. The planner and the engine share this one layout.
 """
 
 from __future__ import annotations
@@ -13,19 +12,20 @@ from ..core.units import align_up
 from ..spec.model import ModelSpec, StageSpec
 from ..spec.plan import Numerics, Span
 
-OUTPUT_ALIGN = 64  # bytes: a cache line, and any dtype
-DEVICE_ALIGN = 512  # bytes, of outputs that stay on a device: as of all its memory, on which libraries choose kernels
-RECORD_ALIGN = 4096  # bytes: with O_DIRECT one micro-batch's record could move alone
+OUTPUT_ALIGN = 64  # bytes: a cache line, which also aligns any dtype
+# bytes, for outputs that stay on a device: the allocator's own alignment, because libraries choose kernels by alignment
+DEVICE_ALIGN = 512
+RECORD_ALIGN = 4096  # bytes: O_DIRECT can then move one micro-batch's record alone
 
 Kept = tuple[tuple[int, ...], ...]  # per stage, the indexes of the operators whose outputs are kept
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BoundaryLayout:
-    """The record of each micro-batch takes `record` bytes: its rows first, then outputs by operator index (spans within the
-    record). If no output is kept, the rows of the whole batch are contiguous."""
+    """Describes where rows and kept outputs lie. The record of each micro-batch takes `record` bytes: its rows first, then
+    outputs by operator index (spans within the record). If no output is kept, the rows of the whole batch are contiguous."""
 
-    size: int  # of everything, a multiple of RECORD_ALIGN
+    size: int  # bytes of all records, a multiple of RECORD_ALIGN
     record: int
     outputs: dict[int, Span]
 
@@ -44,7 +44,7 @@ def boundary_layout(
     micro_batch_size: int,
     align: int = OUTPUT_ALIGN,
 ) -> BoundaryLayout:
-    """Lays out a batch of `rows` rows of `row_bytes` each. `align`: of outputs."""
+    """Lays out a batch of `rows` rows of `row_bytes` each. `align`: the alignment of outputs, in bytes."""
     micro_batch = micro_batch_size * row_bytes
     if not kept:
         return BoundaryLayout(size=align_up(rows * row_bytes, RECORD_ALIGN), record=micro_batch, outputs={})
@@ -58,7 +58,7 @@ def boundary_layout(
 
 
 def planned_boundary(model: ModelSpec, numerics: Numerics, stage: int, kept: tuple[int, ...]) -> BoundaryLayout:
-    """Returns the boundary of all rows of a batch, or of a sweep's, as planned."""
+    """Returns the planned boundary for all rows of a batch, or of a sweep."""
     return boundary_layout(
         model.stages[stage],
         kept,
@@ -69,8 +69,8 @@ def planned_boundary(model: ModelSpec, numerics: Numerics, stage: int, kept: tup
 
 
 def device_layouts(model: ModelSpec, numerics: Numerics, every: Kept) -> list[tuple[int, BoundaryLayout]]:
-    """Returns, by stage, the offset of its outputs in the device's memory for outputs, and their layout from there, for all
-    rows of a batch, or of a sweep's. `every`: the operators of each stage."""
+    """Returns where each stage's outputs lie in the device's memory for outputs: an offset and a layout, for all rows of a
+    batch or of a sweep. `every`: the kept operators of each stage."""
     found, end = [], 0
     for stage, kept in zip(model.stages, every, strict=True):
         layout = boundary_layout(
@@ -82,7 +82,7 @@ def device_layouts(model: ModelSpec, numerics: Numerics, every: Kept) -> list[tu
 
 
 def device_bytes(model: ModelSpec, numerics: Numerics, every: Kept) -> int:
-    """Returns the bytes of the device's memory that these outputs take."""
+    """Returns the bytes that these outputs take on the device."""
     return sum(layout.size for _, layout in device_layouts(model, numerics, every))
 
 

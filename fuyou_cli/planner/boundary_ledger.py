@@ -12,7 +12,7 @@ from ..core.units import align_up
 from ..spec.plan import Plan, Span
 from .records import Transfers
 
-_WRITE_PRIORITY = 1  # behind weights being waited for, before updates: it frees a slot
+_WRITE_PRIORITY = 1  # after weights that compute waits for, before updates: the write frees a slot
 _READ_PRIORITY = 0
 _ALIGN = 4096
 
@@ -23,13 +23,14 @@ Wait = Callable[[Callable[[], bool], str], None]
 class _Kept:
     size: int
     span: Span | None  # None: on the ssd only
-    sealed: bool = False  # all of it was there
+    sealed: bool = False  # the boundary was complete
     write: int | None = None
     read: int | None = None
 
 
 class BoundaryLedger:
-    """Keeps boundaries: `room`, `stashed` and `seal` in forward, `ready` in backward, `drop` after the stage's backward."""
+    """Keeps track of boundaries. Forward uses `room`, `stashed` and `seal`; backward uses `ready`; `drop` ends a stage's
+    backward."""
 
     def __init__(self, *, plan: Plan, transfers: Transfers) -> None:
         self.plan, self.transfers = plan, transfers
@@ -52,7 +53,7 @@ class BoundaryLedger:
                 self._moving.discard(stage)
 
     def room(self, stage: int, wait_until: Wait) -> Span:
-        """Returns where the boundary goes: its home in RAM, or a slot."""
+        """Returns where the boundary goes: to its home in RAM, or into a slot."""
         span = self.plan.stages[stage].boundary_ram
         if span is None:
             wait_until(lambda: bool(self.free), "a slot for a boundary")
@@ -60,11 +61,11 @@ class BoundaryLedger:
         return span
 
     def stashed(self, stage: int, span: Span, size: int) -> None:
-        """Notes that the boundary's `size` bytes belong in `span`; they are there by `seal`."""
+        """Notes that the boundary's `size` bytes belong in `span`. The bytes are there when `seal` is called."""
         self.kept[stage] = _Kept(size=align_up(size, _ALIGN), span=span)
 
     def seal(self, stage: int) -> None:
-        """Notes that the boundary is complete, or being written to the ssd if its home is there."""
+        """Notes that the boundary is complete. Starts writing it if its home is on the ssd."""
         plan, kept = self.plan.stages[stage], self.kept[stage]
         kept.sealed = True
         if plan.boundary_ram is None:
@@ -75,7 +76,8 @@ class BoundaryLedger:
             )
 
     def try_prefetch(self, stage: int) -> bool:
-        """Starts reading a boundary from the ssd. False: no slot is free, or it is still being copied or written."""
+        """Starts reading a boundary from the ssd. Returns False if no slot is free, or if the boundary is still being copied or
+        written."""
         kept = self.kept[stage]
         if not kept.sealed or kept.write is not None:
             return False

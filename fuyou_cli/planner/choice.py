@@ -12,12 +12,13 @@ from .device_fill import SHARES, may_fill
 from .device_memory import bytes_left
 from .plan_request import PlanRequest
 
-_PIPELINES = ((1, 1), (1, 2), (2, 2), (2, 3), (3, 3), (3, 4), (3, 6), (4, 8))  # (lookahead, gradient slots), by memory
+_PIPELINES = ((1, 1), (1, 2), (2, 2), (2, 3), (3, 3), (3, 4), (3, 6), (4, 8))  # (lookahead, gradient slots), least memory first
 _USUAL = (2, 2)
 _DEFER = tuple(eighth / 8 for eighth in range(9))
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-_GOLDEN = 0.618  # multiples of it, without their whole part, fill an interval evenly
-NONE_KEPT = -1.0  # of `Choice.activations`: copying outputs takes time too, more than some are worth
+_GOLDEN = 0.618  # the fractional parts of its multiples fill an interval evenly
+# a value of `Choice.activations`: keep no outputs, because copying some takes longer than computing them again
+NONE_KEPT = -1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -26,13 +27,15 @@ class Choice:
 
     lookahead: int
     gradient_slots: int
-    states: float = 0.0  # share of the spare RAM that goes to optimizer states before weights, which save more per byte
-    defer: float = 0.0  # share of the parameters whose updates wait for the next forward; without meaning under clipping
-    activations: float = 0.0  # share of the spare RAM that goes to outputs of operators before anything else; what is left does
+    # share of the spare RAM that goes to optimizer states before weights (weights save more traffic per byte)
+    states: float = 0.0
+    defer: float = 0.0  # share of the parameters whose updates wait for the next forward; ignored with clipping
+    # share of the spare RAM that goes to outputs of operators first; they also get what is left at the end
+    activations: float = 0.0
     swap: float = 0.0  # share of the outputs' bytes that rest with boundaries on the ssd
-    sweeps: int = 1  # of a step over the model, unless what is asked for says
-    kept_there: float = 0.0  # share of what the device has room for that goes to outputs which stay there, before weights
-    there: float = 0.0  # share of the device's spare memory that goes to stages which rest there, states and all
+    sweeps: int = 1  # sweeps per step, unless the request sets them
+    kept_there: float = 0.0  # share of the device's spare memory that goes to outputs that stay there, before weights
+    there: float = 0.0  # share of the device's spare memory that goes to whole stages (weights, gradients, states)
 
     def values(self) -> tuple[tuple[str, object], ...]:
         """Returns every knob's name and value."""
@@ -44,7 +47,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """All combinations of these values. Each knob's values are in order of size."""
+    """Describes all combinations of these values. Each knob's values are sorted by size."""
 
     pipelines: tuple[tuple[int, int], ...]
     states: tuple[float, ...]
@@ -59,7 +62,7 @@ class Family:
 
     @property
     def _shares(self) -> tuple[tuple[float, ...], ...]:
-        """Returns the knobs beside pipelines, in the order of `_choice`."""
+        """Returns all knobs but the pipelines, in the order of `_choice`."""
         return self.states, self.defer, self.activations, self.swap, self.kept_there, self.there
 
     def __iter__(self) -> Iterator[Choice]:
@@ -138,7 +141,7 @@ def family(model: ModelSpec, request: PlanRequest) -> Family:
         in_flight = tuple((min(request.lookahead, stages), slots) for slots in (1, 2, 3, 4, 6, 8))
     else:
         in_flight = tuple(pair for pair in _PIPELINES if pair[0] <= max(1, stages))
-    # Gradients that must rest on the ssd would be written there for nothing but balance: 2 to 4 bytes more per parameter.
+    # Deferring an update writes its gradients to the ssd: 2 to 4 bytes more per parameter, only to balance the work.
     may_defer = request.clip_grad_norm is None and request.defer is None and request.gradients != "ssd"
     can_keep = request.kept is None and any(stage.operators for stage in model.stages)
     shares = _SHARES if request.boundaries is None else (0.0,)
@@ -154,8 +157,8 @@ def family(model: ModelSpec, request: PlanRequest) -> Family:
 
 
 def sweep_counts(model: ModelSpec, request: PlanRequest) -> tuple[int, ...]:
-    """Returns the numbers of sweeps open to the planner, which divide a step's micro-batches: each at least twice the one
-    before."""
+    """Returns the numbers of sweeps that the planner may choose. Each divides a step's micro-batches and is at least twice the
+    one before."""
     if request.sweeps is not None or not model.may_sweep or request.store_mode == "redo":
         return (1,)
     micro_batches, counts = request.numerics.micro_batches, [1]

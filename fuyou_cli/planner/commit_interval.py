@@ -20,20 +20,21 @@ from .schedule import Schedule, plan_schedule, recommitted
 from .simulate import STEPS, simulate
 from .timeline import Timeline
 
-MOST_TIME = 0.025  # of a run that its commits take as planned: one that takes a fifth longer than that is within 3 %
-MOST_WRITTEN = 0.3  # of what it writes
-MOST_LOST = 1800.0  # seconds of work that a kill may cost, for the sake of what is written
-COMMITS = "commits"  # of the stalls
-_SETTLING = 3  # steps, from one that commits on, until what it left to be written is written: updates run into the next
+# share of a run's time that commits may take by plan; with this limit a commit that takes 20 % longer stays within 3 %
+MOST_TIME = 0.025
+MOST_WRITTEN = 0.3  # share of a run's written bytes that commits may take
+MOST_LOST = 1800.0  # seconds of work that a kill may cost when the limit on bytes asks for rarer commits
+COMMITS = "commits"  # name of the stall
+_SETTLING = 3  # steps from a commit until all of it is written: updates run on into the next step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommitCosts:
-    """What the commits of a plan cost, as shares of a step's averages, and what a kill may cost."""
+    """Holds what the commits of a plan cost, as shares of a step's averages, and what a kill may cost."""
 
     time: float
     written: float
-    lost: float  # seconds of work, at most: what came after the last commit, whose own updates may run into the next step
+    lost: float  # seconds of work at most: everything since the last commit, whose updates may end in the next step
 
 
 def commit_costs(plan: Plan) -> CommitCosts | None:
@@ -50,8 +51,9 @@ def commit_costs(plan: Plan) -> CommitCosts | None:
 
 
 def least_interval(*, step: float, commit: float, written: int, resting: int) -> int:
-    """Returns steps. `step`: seconds of one that commits nothing, 0 where no rate is known; `commit`: what one commit adds;
-    `written`: bytes by a step without it; `resting`: bytes that it writes."""
+    """Returns the fewest steps between commits within the limits. `step`: seconds of a step without a commit, 0 if no rate is
+    known; `commit`: seconds that a commit adds; `written`: bytes that a step without a commit writes; `resting`: bytes that a
+    commit adds."""
     if not resting:
         return 1
     in_time = commit * (1 - MOST_TIME) / (MOST_TIME * step) if step else 0.0
@@ -62,7 +64,7 @@ def least_interval(*, step: float, commit: float, written: int, resting: int) ->
 
 
 def resting_in_ram(plan: Plan) -> int:
-    """Returns the bytes that a commit writes in addition to every step's: weights and states whose home is not the ssd."""
+    """Returns the bytes that a commit writes on top of a normal step: weights and states whose home is not the ssd."""
     return sum(
         (stage.weights != "ssd") * _size(stage.weights_at) + (stage.states != "ssd") * _states_size(stage)
         for stage in plan.stages
@@ -82,7 +84,7 @@ def _has_states_in_ram(plan: Plan) -> bool:
 
 
 def guessed_interval(costs: Costs, plan: Plan, *, step: float) -> tuple[int, float]:
-    """Returns, of a plan that commits nothing, in closed form, the interval and what a commit adds."""
+    """Estimates the interval and the seconds that a commit adds, in closed form, for a plan without commits."""
     if not _has_states_in_ram(plan):
         return 1, 0.0
     resting, rate = resting_in_ram(plan), costs.hardware.store_write
@@ -109,9 +111,8 @@ def with_interval(costs: Costs, plan: Plan, schedule: Schedule, every: int | Non
 
 
 def timed_plan(model: ModelSpec, hardware: HardwareProfile, plan: Plan, *, chosen: bool, step: Timeline | None = None) -> Plan:
-    """Returns the plan with figures of time that are simulated: averages of the steps from one commit to the next. `chosen`:
-    how many these are is for the planner to say, now that it knows what a step takes. `step`: the plan's, where that is
-    known."""
+    """Returns the plan with simulated times: averages over the steps from one commit to the next. `chosen`: the planner chooses
+    the interval now, from the time of a step. `step`: the simulated step of this plan, if it is known."""
     schedule, resting = plan_schedule(model, plan), resting_in_ram(plan)
     if chosen and not _has_states_in_ram(plan):
         plan, chosen = with_interval(Costs.of(model, hardware, plan), plan, schedule, 1), False
@@ -131,7 +132,7 @@ def timed_plan(model: ModelSpec, hardware: HardwareProfile, plan: Plan, *, chose
         each = simulate(model, hardware, plan, schedule)
         if each.step_seconds * (1 - MOST_TIME) <= plain.step_seconds:
             return _told(plan, each, commit=0.0)
-        every = 2  # what one commit leaves to be written is in the way of the next
+        every = 2  # what one commit leaves to be written slows the next one down
     return _told(with_interval(costs, plan, schedule, every), plain, commit=commit)
 
 

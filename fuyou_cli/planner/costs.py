@@ -1,11 +1,15 @@
-"""Gives the seconds of compute per visit, and what one update takes, from the rates of a machine.
+"""Computes the seconds of compute per visit and per update from the rates of a machine.
 
-Matrix products and attention go at the rate measured on a stage of this kind (`HardwareProfile.stage_rate`), which includes its
-gradients' sum; a backward that is given outputs lies between the rates without any and with all of them. Compute also moves
-bytes that no product hides: boundaries and what norms make of them to pages new to the process, which the kernel clears first;
-kept outputs, the embedding's gradients, and all gradients once more (for the norm, and whether they are finite) to pages that
-are there. A device with memory of its own is fed by a thread that moves some bytes itself (`staged_bytes`): a GPU computes
-meanwhile, and a visit takes the longer of the two.
+Matrix products and attention run at the rate measured on a stage of the same kind (`HardwareProfile.stage_rate`). That rate
+includes the sum of the stage's gradients. With kept outputs, backward runs at a rate between the one without kept outputs and
+the one with all of them.
+
+Compute also moves bytes that matrix products do not hide. Boundaries, and what norms compute from them, go to memory that is
+new to the process, which the kernel clears first. Kept outputs, the embedding's gradients, and a second pass over all gradients
+(for the norm and the check for NaN) use memory that the process already has.
+
+A device with its own memory is fed by a host thread that copies some bytes itself (`staged_bytes`). A GPU computes meanwhile,
+so a visit takes the longer of the two.
 """
 
 from __future__ import annotations
@@ -20,10 +24,10 @@ from ..spec.plan import Numerics, Plan, StagePlan
 from .plan_request import PlanRequest
 from .schedule import Visit
 
-_ID = 8  # bytes of a token's id, or of what it is to predict
-_DEVICE_UPDATE_BYTES = 80  # per parameter, of memory: 28 of them states, the rest for 200 of the cache, which is faster
-_FLOPS_PER_BYTE = 300  # of a GPU's memory: an H100's. Most cards have fewer: no update is thought faster than it is
-_NORM_PASSES = {"forward": 6, "backward": 16}  # over the boundary: float32 inside, one weight
+_ID = 8  # bytes of a token's id, or of its target
+_DEVICE_UPDATE_BYTES = 80  # bytes of memory per parameter: 28 for states, the rest stands for 200 bytes of the faster cache
+_FLOPS_PER_BYTE = 300  # of a GPU's memory, for an H100. Most cards have fewer, so no update is estimated too fast
+_NORM_PASSES = {"forward": 6, "backward": 16}  # passes over the boundary; norms compute in float32 and have one weight
 
 
 def update_bytes(numerics: Numerics) -> int:
@@ -34,7 +38,7 @@ def update_bytes(numerics: Numerics) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """Holds what visits and updates of one model and batch take on one machine."""
+    """Holds how long visits and updates of one model and batch take on one machine."""
 
     model: ModelSpec
     hardware: HardwareProfile
@@ -43,8 +47,10 @@ class Costs:
     update_threads: int = 1
     batch_on_device: bool = False
     sweeps: int = 1
-    speeds: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)  # of jobs beside each other
-    _known: dict[Hashable, float] = field(default_factory=dict, init=False, compare=False, repr=False)  # visits and updates
+    # cache: speeds of jobs that run at once
+    speeds: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    # cache: seconds of visits and updates
+    _known: dict[Hashable, float] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @classmethod
     def of(cls, model: ModelSpec, hardware: HardwareProfile, run: PlanRequest | Plan) -> Costs:
@@ -61,16 +67,16 @@ class Costs:
 
     @property
     def micro_batches(self) -> int:
-        """Counts those of a sweep."""
+        """Returns the micro-batches of one sweep."""
         return self.numerics.of_sweep(self.sweeps).micro_batches
 
     @property
     def boundary(self) -> int:
-        """Returns bytes of one boundary of a sweep's rows."""
+        """Returns the bytes of one boundary for a sweep's rows."""
         return self.model.boundary_bytes_per_token * self.numerics.of_sweep(self.sweeps).tokens
 
     def compute_seconds(self, visit: Visit, kept: int = 0) -> float:
-        """Returns seconds for a sweep's rows, nothing else running. `kept`: bytes of outputs that a micro-batch keeps."""
+        """Returns the seconds for a sweep's rows when nothing else runs. `kept`: bytes of outputs that a micro-batch keeps."""
         sums = (visit.sum_gradients, visit.resume, visit.is_final)
         key = (visit.phase, visit.stage, visit.owner, visit.flops, visit.stash, sums, not visit.index, kept)
         if key not in self._known:
@@ -86,14 +92,14 @@ class Costs:
         return max(products, feeding) if self.device == "cuda" else products + self._moving(visit, 0) + feeding
 
     def _moving(self, visit: Visit, kept: int) -> float:
-        """Returns the seconds in which compute moves bytes through host memory, in addition to its matrix products."""
+        """Returns the extra seconds in which compute moves bytes through host memory, on top of its matrix products."""
         hardware, copied = self.hardware, 2 * kept * self.micro_batches * visit.stash
         there = hardware.host_copy or self._memory_rate
         return self._moved(visit) / (hardware.host_fresh or there) + (copied + self._gradients_moved(visit)) / there
 
     def update_seconds(self, stage: StagePlan) -> float:
-        """Returns the seconds that one thread takes to update the stage, with all its bytes in memory. 0 where the device
-        updates it."""
+        """Returns the seconds that one thread takes to update the stage, with all its bytes in memory. It is 0 if the device
+        updates the stage."""
         if stage.updated_there:
             return 0.0
         if stage.stage not in self._known:
@@ -102,7 +108,7 @@ class Costs:
         return self._known[stage.stage]
 
     def device_update_seconds(self, stage: StagePlan) -> float:
-        """Returns the seconds of compute that the update of a stage takes which rests on the device; none of any other."""
+        """Returns the seconds that the device takes to update a stage that rests there, 0 for any other stage."""
         if not stage.updated_there:
             return 0.0
         there = self.hardware.matmul_flops / _FLOPS_PER_BYTE
@@ -111,15 +117,16 @@ class Costs:
 
     @property
     def updates_at_once(self) -> float:
-        """Returns how much faster all update threads are than one. Less than their number, because they share memory
-        bandwidth."""
+        """Returns how much faster all update threads are than one. They share memory bandwidth, so it is less than their
+        number."""
         one = self.hardware.adamw_bytes
         rates = [rate for threads, rate in self.hardware.adamw if threads <= self.update_threads]
         return max(rates) / one if one and rates else 1.0
 
     @property
     def _memory_rate(self) -> float:
-        """Returns the bytes per second that all compute threads move through memory. An estimate where it was not measured."""
+        """Returns the bytes per second that all compute threads move through memory. Estimates the rate if it was not
+        measured."""
         rates = [rate for threads, rate in self.hardware.adamw if threads <= self.numerics.torch_threads]
         return max(rates, default=self.hardware.adamw_bytes) or float("inf")
 
@@ -140,7 +147,8 @@ class Costs:
         return self._backward(visit, stage, rate) if rate.backward else 0.0
 
     def _backward(self, visit: Visit, stage: StageSpec, rate: StageRate) -> float:
-        """Returns the seconds of backward. They lie between those with no kept output and with all, by the FLOPs saved."""
+        """Returns the seconds of backward. They lie between those without kept outputs and those with all of them, by the FLOPs
+        saved."""
         whole = (3 * stage.forward_flops - stage.unneeded_flops) * self.micro_batches
         spared = sum(operator.flops for operator in stage.operators) * self.micro_batches
         if visit.phase != "backward" or not spared or not rate.given:
@@ -153,37 +161,37 @@ class Costs:
         stage = self.model.stages[visit.stage]
         whole = self.boundary
         first_piece = _begins_table(stage)
-        here = self.device == "cpu"  # elsewhere a device copies
-        moved = float(whole * 2 * visit.stash * here)  # the copy that is kept
+        here = self.device == "cpu"  # on another device the copy engine moves them
+        moved = float(whole * 2 * visit.stash * here)  # the copy of the input that is kept
         if stage.kind == "embedding":
             moved += (3 if visit.phase == "backward" else 2) * whole * first_piece
         elif stage.kind == "norm":
             moved += _NORM_PASSES["backward" if visit.phase == "backward" else "forward"] * whole
         elif self.micro_batches > 1 and here:
-            moved += 2 * whole  # outputs of micro-batches gathered
+            moved += 2 * whole  # outputs of micro-batches are gathered in one tensor
         return moved
 
     def _gradients_moved(self, visit: Visit) -> float:
-        """Returns bytes. Of the embedding and the norm: a gradient is made in the compute dtype by every micro-batch and added
-        to the one sum. A block's or a head's rate was measured with that (`engine.alone`). Each sum is looked at once:
-        elsewhere by the device, beside its compute."""
+        """Returns the bytes of gradients that compute moves. For embedding and norm each micro-batch makes a gradient in the
+        compute dtype and adds it to the sum. The measured rates of blocks and heads include that (`engine.alone`). Each sum is
+        read once more; another device does this beside its compute."""
         if not visit.sum_gradients:
             return 0.0
         stage = self.model.stages[visit.stage]
         params = self.model.stages[self.model.owner(visit.stage)].params
         item = ITEM_SIZE[self.numerics.accumulate_dtype]
-        # An embedding's are of rows: of few of the table's, so that all micro-batches count as one.
+        # An embedding has gradients for few rows of its table, so all micro-batches count as one.
         times = {"embedding": int(not visit.sweep), "norm": self.micro_batches}.get(stage.kind, 0)
         summed = params * times * (ITEM_SIZE[self.model.compute_dtype] + 2 * item)
         return float(summed + params * item * (self.device == "cpu" and visit.is_final))
 
 
 def staged_bytes(model: ModelSpec, numerics: Numerics, visit: Visit, *, on_device: bool = False, sweeps: int = 1) -> int:
-    """Returns bytes that the thread which feeds a device reads and writes itself: ids, targets and what a model's own operators
-    make between stages, copied to pinned memory. A run counts them as well (`engine/crossings`).
+    """Returns the bytes that the thread that feeds a device reads and writes itself: ids, targets, and what the model's own
+    operators compute between stages. They are copied to pinned memory. A run counts them as well (`engine/crossings`).
 
-    Targets of a cut head go to the device before the first visit of a step, those of a whole one with its visit. A model with
-    more than one table adds up what they give. `on_device`: the batch is there, with ids, positions and targets from the
+    Targets of a cut head go to the device before the first visit of a step, those of a whole head with its visit. A model with
+    several tables adds up their outputs. `on_device`: the batch stays on the device, with ids, positions and targets from the
     first visit on.
     """
     stage, is_first = model.stages[visit.stage], not visit.index
@@ -193,7 +201,7 @@ def staged_bytes(model: ModelSpec, numerics: Numerics, visit: Visit, *, on_devic
     targets += 2 * looked_up_bytes(model, numerics) * is_first
     if on_device:
         return targets + (step + positions) * is_first
-    if stage.kind == "embedding" and stage.index and _begins_table(stage):  # of positions, which all rows share
+    if stage.kind == "embedding" and stage.index and _begins_table(stage):  # a table of positions, which all rows share
         rows = 2 * model.boundary_bytes_per_token * numerics.max_seq_len
         return positions if visit.phase == "forward" else positions + rows
     if stage.kind == "embedding":
@@ -205,7 +213,7 @@ def staged_bytes(model: ModelSpec, numerics: Numerics, visit: Visit, *, on_devic
 
 
 def looked_up_bytes(model: ModelSpec, numerics: Numerics) -> int:
-    """Returns bytes that say, on a device with memory of its own, which ids of a step differ, and which are of a piece."""
+    """Returns the bytes on a device for the tables of distinct ids of a step, and of the ids in each piece of a vocabulary."""
     more = any(stage.kind == "embedding" and stage.index and _begins_table(stage) for stage in model.stages)
     return _ID * (numerics.tokens * (1 if model.stages[0].vocabulary is None else 2) + numerics.max_seq_len * more)
 

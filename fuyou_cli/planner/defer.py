@@ -1,8 +1,8 @@
 """Chooses the stages whose updates wait for the next forward: all if the gradient norm must be known first, else a share.
 
 A stage that is not deferred is updated as soon as its gradients are complete. The gradients of a deferred stage go to their
-home, and its update runs in the next forward, before the stage is used. The numbers are the same; the work moves to where the
-store has less to do.
+home, and its update runs in the next forward, before the stage is used. The results are the same. Deferring moves work to a
+time when the store has less to do.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from .plan_request import PlanRequest
 
 
 def deferrals(model: ModelSpec, request: PlanRequest) -> tuple[bool, ...]:
-    """Returns, per stage, whether its update waits for the next forward. False where the planner is still to choose."""
-    if request.store_mode == "redo":  # gradients are what makes a step durable
+    """Tells, per stage, whether its update waits for the next forward. It is False while the planner still has to choose."""
+    if request.store_mode == "redo":  # gradients make the step durable
         return deferred_stages(model, 1.0)
     return deferred_stages(model, 1.0 if request.clip_grad_norm is not None else request.defer or 0.0)
 
 
 def deferred_stages(model: ModelSpec, share: float) -> tuple[bool, ...]:
-    """Returns stages that hold `share` (0 to 1) of the parameters, to within half of the largest; all of them at 1.
+    """Returns stages that hold `share` (0 to 1) of the parameters, to within half of the largest stage. A share of 1 returns
+    all stages.
 
-    Evenly spread: an update that waits runs at most `lookahead` visits before its stage's use, and one that does not holds
-    slots until it is done, so neither can move far. With every n-th stage deferred each stretch of forward has the same
-    work for the store beside the same compute, and so has each stretch of backward. The first stages taken together would
-    make the beginning of forward as heavy as backward was and leave the rest of it idle.
+    The stages are evenly spread. A deferred update runs at most `lookahead` visits before its stage is used. An update that is
+    not deferred holds slots until it is done. So neither can move far. If every n-th stage is deferred, each stretch of forward
+    and of backward has the same work for the store beside the same compute. If the first stages were taken together, the start
+    of forward would be as heavy as backward was, and the store would idle during the rest of forward.
 
-    The embedding comes last of all, once everything else waits. Its backward ends the step and its forward begins the next
-    one: deferring moves its update nowhere, and adds a way out and back for its gradients between the two.
+    The embedding is deferred last. Its backward ends the step and its forward begins the next one. Deferring does not move its
+    update in time, and its gradients would have to go to their home and back.
     """
     stages = model.stages
     if not 0.0 < share < 1.0:
@@ -44,8 +45,8 @@ def deferred_stages(model: ModelSpec, share: float) -> tuple[bool, ...]:
 
 
 def _spread(indexes: Sequence[int], params: Sequence[int], wanted: float) -> set[int]:
-    """Returns those of `indexes` that hold about `wanted` parameters, evenly spread. An index is taken when the sum so far is
-    half of it too small."""
+    """Returns those of `indexes` that hold about `wanted` parameters, evenly spread. An index is taken if the sum so far is too
+    small by half of it or more."""
     total = sum(params[index] for index in indexes)
     chosen: set[int] = set()
     passed = taken = 0

@@ -8,53 +8,54 @@ from dataclasses import dataclass
 from ..spec.model import ITEM_SIZE, ModelSpec
 from ..spec.plan import StagePlan
 
-# What compute waits for, by the same names on paper and in a run.
+# What compute waits for. The simulation and a run use the same names.
 WEIGHTS_UP = "copies of weights to the device"
 BOUNDARIES_ACROSS = "copies of boundaries"
 GRADIENTS_ACROSS = "copies of gradients"
 
-# Of weights and gradients, which cross in pieces behind boundaries (priority 0). On paper a piece is a moment: a boundary has
-# its direction at once, where a run's may wait 1.5 ms for the piece under way.
+# Priority of weights and gradients. They are copied in pieces, after boundaries (priority 0). In the simulation a boundary
+# starts at once; in a run it may wait 1.5 ms for the piece under way.
 BULK_PRIORITY = 1
 
-SQUARE_LANES = 1 << 21  # at most, float64: squares of gradients are summed in them
+SQUARE_LANES = 1 << 21  # at most; float64 lanes in which squares of gradients are summed
 
-UPDATE_SCRATCH = 4  # float32 values for each parameter of a chunk that is updated on a device
-UPDATE_CHUNK = 1 << 20  # parameters of one, at most: its 16 MiB stay in the cache of a GPU
+UPDATE_SCRATCH = 4  # float32 values per parameter of a chunk that a device updates
+UPDATE_CHUNK = 1 << 20  # parameters per chunk at most: its 16 MiB fit in the cache of a GPU
 
-WEIGHTS_ON_DEVICE = 2  # stages whose streamed weights a device holds at a time; they take turns
+WEIGHTS_ON_DEVICE = 2  # spans for streamed weights on a device; stages use them in turn
 
 
 def square_lanes(count: int) -> int:
-    """Returns how many lanes the squares of `count` values are summed in: a power of two."""
+    """Returns the number of lanes in which the squares of `count` values are summed: a power of two."""
     return min(SQUARE_LANES, 1 << max(0, count - 1).bit_length())
 
 
 @dataclass(slots=True)
 class _There:
     generation: int
-    ticket: int  # of the copy
+    ticket: int  # the copy's ticket
 
 
 class DeviceSide:
-    """Keeps track of which stages' weights are on the device, and of which generation. `stages`: a plan's."""
+    """Keeps track of which stages' weights are on the device, and of their generation. `stages`: the stages of a plan."""
 
     def __init__(self, model: ModelSpec, stages: Sequence[StagePlan]) -> None:
         self.model = model
         self._at_home = {stage.stage for stage in stages if stage.weights == "gpu"}
         self._updated_there = {stage.stage for stage in stages if stage.updated_there}
-        self._there: dict[int, _There] = {}  # streamed ones in the order of their last use
+        self._there: dict[int, _There] = {}  # streamed stages, in the order of their last use
 
     @property
     def held(self) -> set[int]:
-        """Returns the stages whose weights take device memory: those with a home there, and those streamed for now."""
+        """Returns the stages whose weights take device memory: those with a home there, and those streamed now."""
         return self._at_home | self._there.keys()
 
     def upload(self, owner: int, generation: int, begin: Callable[[], int]) -> int | None:
-        """Makes sure that the weights of `owner` are on the device. Returns the ticket of their copy, or None for a stage
-        without weights and for one whose weights are updated there.
+        """Makes sure that the weights of `owner` are on the device. Returns the ticket of their copy. Returns None for a stage
+        without weights, and for one that is updated on the device.
 
-        They stay until `WEIGHTS_ON_DEVICE` other stages were needed since, or for the whole run if their home is there.
+        Streamed weights stay until `WEIGHTS_ON_DEVICE` other stages were used. Weights with a home on the device stay for the
+        whole run.
         """
         if self.model.stages[owner].params == 0 or owner in self._updated_there:
             return None
@@ -69,8 +70,8 @@ class DeviceSide:
 
 
 def crossing(model: ModelSpec, index: int, phase: str, *, stash: bool, on_device: bool = False) -> tuple[int, int]:
-    """Returns how many whole-batch boundaries a visit of stage `index` copies to the device and back. `on_device`: the batch
-    is there, so only what is kept for backward is copied.
+    """Returns how many whole-batch boundaries a visit of stage `index` copies to the device and back. `on_device`: the batch is
+    on the device, so only what is kept for backward is copied.
 
     The ids of an embedding are small and not counted. Each piece of a vocabulary continues with the rows of the pieces before
     it. A cut head sums in float32, and in the compute dtype at the end. `stash`: the input is kept for backward, copied from
@@ -85,5 +86,5 @@ def crossing(model: ModelSpec, index: int, phase: str, *, stash: bool, on_device
     if phase == "head" and model.head_is_cut:
         sums = ITEM_SIZE["float32"] // ITEM_SIZE[model.compute_dtype]
         return 1 + sums * (index != model.stages[-1].index), 1 if first_piece else sums
-    # backward: the input and the output's gradient in, the input's gradient back
+    # backward: the input and the output's gradient go up, the input's gradient comes back
     return {"forward": (1, 1 + stash), "logits": (1, 0), "head": (1, 1), "backward": (2, 1)}[phase]

@@ -1,4 +1,4 @@
-"""Fills what a device has left with whole stages: weights, gradients and states that rest there are updated there."""
+"""Fills the device's spare memory with whole stages. Their weights, gradients and states rest there and are updated there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .device_memory import most_needed
 from .greedy_fill import spread
 from .plan_request import PlanRequest
 
-SHARES = (0.0, 0.5, 1.0)  # of the device's spare memory
+SHARES = (0.0, 0.5, 1.0)  # shares of the device's spare memory
 
 
 def may_fill(model: ModelSpec, request: PlanRequest) -> bool:
@@ -19,15 +19,15 @@ def may_fill(model: ModelSpec, request: PlanRequest) -> bool:
     asked = (request.weights, request.states, request.gradients, request.device_states)
     if request.device == "cpu" or request.gpu_budget is None or request.store_mode == "redo" or any(asked):
         return False
-    if request.kept_there == "room":  # all of which the recipe wants for outputs
+    if request.kept_there == "room":  # the recipe wants all spare memory for outputs
         return False
     return bool(request.device_states is None and stages_filling(model, request, 1.0))
 
 
 def stages_filling(model: ModelSpec, request: PlanRequest, share: float) -> tuple[int, ...]:
-    """Returns the stages that fill `share` of the device's spare memory. Blocks and head save most per byte, because their
-    weights are needed twice in a step, an embedding's once; stages of one kind are taken from all over the step, as they are
-    for RAM. A device with room for all takes all: then no weights and no sums need memory of their own."""
+    """Returns the stages that fill `share` of the device's spare memory. Blocks and the head come first: their weights are
+    needed twice in a step, an embedding's once. Stages of one kind are spread over the step, as they are for RAM. If all stages
+    fit, all are taken: then weights and sums need no other memory."""
     every = [stage.index for stage in model.stages if stage.params]
     if share <= 0 or request.gpu_budget is None:
         return ()

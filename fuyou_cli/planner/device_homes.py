@@ -1,7 +1,7 @@
-"""Says what rests on a device with memory of its own: of some stages everything that an update reads and writes.
+"""Computes what rests on a device with its own memory: everything that the updates of some stages read and write.
 
-Such a stage's weights, states and, where they rest, gradients lie in one allocation there. Nothing of them crosses in a step;
-its update runs on the device. A commit copies them to the store by way of a few small slots of the arena.
+The weights and states of such a stage lie in one allocation on the device, with its gradients if these rest. A step copies none
+of it; the update runs on the device. A commit copies it to the store through a few small slots of the arena.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from .device import UPDATE_CHUNK, UPDATE_SCRATCH
 from .placement_context import STORE_UNIT, Room
 from .plan_request import PlanRequest
 
-STAGING_SLOTS = 4  # one is filled, one summed, one written, and one waits
+STAGING_SLOTS = 4  # one is filled, one is checksummed, one is written, one waits
 STAGING_PIECE = 4 << 20  # bytes of a slot at most
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceHomes:
-    """Holds bytes of the device that stages take which rest there, beside their weights."""
+    """Holds the bytes of the device that stages resting there take, in addition to their weights."""
 
     states: int = 0
-    gradients: int = 0  # that rest until a deferred update, from a tied head's backward to its own, or between sweeps
-    scratch: int = 0  # that one chunk of an update is computed in
+    # gradients that rest: until a deferred update, from a tied head's backward to the embedding's, or between sweeps
+    gradients: int = 0
+    scratch: int = 0  # memory in which one chunk of an update is computed
 
 
 def device_homes(model: ModelSpec, request: PlanRequest, there: set[int], resting: set[int]) -> DeviceHomes:
-    """Sums up the memory of the stages `there`, of which the gradients of `resting` rest."""
+    """Sums up the memory of the stages `there`. `resting`: those of them whose gradients rest."""
     params = {stage: model.stages[stage].params for stage in there}
     gradient = ITEM_SIZE[request.numerics.accumulate_dtype]
     return DeviceHomes(
@@ -41,7 +42,8 @@ def device_homes(model: ModelSpec, request: PlanRequest, there: set[int], restin
 
 
 def update_scratch(largest: int) -> int:
-    """Returns bytes of the device that updates are computed in. `largest`: parameters of a stage that is updated there."""
+    """Returns the bytes of the device in which updates are computed. `largest`: parameters of the largest stage that is updated
+    there."""
     return 4 * UPDATE_SCRATCH * min(largest, UPDATE_CHUNK)
 
 
@@ -51,29 +53,29 @@ def gradients_rest(model: ModelSpec, stage: StagePlan, sweeps: int) -> bool:
 
 
 def gradients_would_rest(model: ModelSpec, request: PlanRequest) -> tuple[bool, ...]:
-    """Tells the same of every stage, were it updated there."""
+    """Tells, for every stage, whether its gradients would need a home on the device if the stage were updated there."""
     together = zip(model.stages, deferrals(model, request), strict=True)
     return tuple(deferred or model.has_two_users(stage.index) or request.is_swept for stage, deferred in together)
 
 
 def summing_spans(model: ModelSpec, resting: set[int], sweeps: int) -> int:
-    """Returns the spans that gradients are summed in which do not rest on the device: two take turns, and one more stays with
-    a tied head that is not cut. With several sweeps one more is on its way up for the next visit."""
+    """Returns how many spans sum gradients that do not rest on the device. Stages use two in turn. A tied head that is not cut
+    holds one more. With several sweeps one more is uploaded for the next visit."""
     stays = model.tied_head and not model.head_is_cut and 0 not in resting
     return 2 + int(stays) + int(sweeps > 1)
 
 
 def staging_slots(arena: Room, model: ModelSpec, states: tuple[Tier, ...]) -> tuple[Span, ...]:
-    """Returns slots for what is copied to the host and back outside of steps, and by commits."""
+    """Returns the slots through which states are copied to the host and back, by commits and outside of steps."""
     there = [stage.params for stage, tier in zip(model.stages, states, strict=True) if tier == "gpu"]
     if not any(there):
         return ()
-    largest = align_up(4 * max(there), STORE_UNIT)  # momentum, variance
+    largest = align_up(4 * max(there), STORE_UNIT)  # bytes of momentum, or of variance
     return tuple(arena.take(min(STAGING_PIECE, largest)) for _ in range(STAGING_SLOTS))
 
 
 def stages_there(model: ModelSpec, request: PlanRequest) -> set[int]:
-    """Returns the stages that are asked to rest on the device."""
+    """Returns the stages that the request puts on the device."""
     if request.device_states is not None:
         return {stage for stage in request.device_states if model.stages[stage].params}
     return {stage.index for stage in model.stages if stage.params} if request.states == "gpu" else set()
