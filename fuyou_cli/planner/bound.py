@@ -18,7 +18,8 @@ from .costs import Costs
 from .device import DeviceSide, crossing
 from .schedule import Schedule, Visit, phase_traffic, written_by_update
 
-# Share of each resource's work that is added to a phase's estimate: it orders phases whose slots limit them equally.
+# Share of every resource's work that is added to the longest time. Of two phases that slots limit equally, the one with less
+# work is then estimated as shorter.
 _BESIDE = 0.02
 
 
@@ -203,9 +204,9 @@ def copied_bytes(costs: Costs, schedule: Schedule, *, stages: tuple[StagePlan, .
     model, numerics, there, again = costs.model, costs.numerics, costs.batch_on_device, costs.sweeps - 1
     gradient = ITEM_SIZE[numerics.accumulate_dtype]
     params = [stage.params for stage in model.stages]
-    # gradients: bytes that leave the device
+    # Elements of gradients that leave the device.
     leaving = [0 if plan.updated_there else size for size, plan in zip(params, stages, strict=True)]
-    # these gradients rest between two visits
+    # These gradients rest between two visits.
     shared = sum(leaving[stage.index] for stage in model.stages if model.has_two_users(stage.index))
     boundary = costs.boundary
     moved = [crossing(model, visit.stage, visit.phase, stash=visit.stash, on_device=there) for visit in schedule.visits]

@@ -13,7 +13,7 @@ from ..spec.model import ModelSpec, StageSpec
 from ..spec.plan import Numerics, Span
 
 OUTPUT_ALIGN = 64  # bytes: a cache line, which also aligns any dtype
-# bytes, for outputs that stay on a device: the allocator's own alignment, because libraries choose kernels by alignment
+# Bytes, for outputs that stay on a device: the allocator's own alignment, because libraries choose kernels by alignment.
 DEVICE_ALIGN = 512
 RECORD_ALIGN = 4096  # bytes: O_DIRECT can then move one micro-batch's record alone
 

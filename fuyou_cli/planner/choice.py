@@ -17,7 +17,7 @@ _USUAL = (2, 2)
 _DEFER = tuple(eighth / 8 for eighth in range(9))
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 _GOLDEN = 0.618  # the fractional parts of its multiples fill an interval evenly
-# a value of `Choice.activations`: keep no outputs, because copying some takes longer than computing them again
+# A value of `Choice.activations`: keep no outputs, because copying some takes longer than computing them again.
 NONE_KEPT = -1.0
 
 
@@ -27,10 +27,10 @@ class Choice:
 
     lookahead: int
     gradient_slots: int
-    # share of the spare RAM that goes to optimizer states before weights (weights save more traffic per byte)
+    # Share of the spare RAM that goes to optimizer states before weights (weights save more traffic per byte).
     states: float = 0.0
     defer: float = 0.0  # share of the parameters whose updates wait for the next forward; ignored with clipping
-    # share of the spare RAM that goes to outputs of operators first; they also get what is left at the end
+    # Share of the spare RAM that goes to outputs of operators first; they also get what is left at the end.
     activations: float = 0.0
     swap: float = 0.0  # share of the outputs' bytes that rest with boundaries on the ssd
     sweeps: int = 1  # sweeps per step, unless the request sets them

@@ -20,7 +20,7 @@ from .schedule import Schedule, plan_schedule, recommitted
 from .simulate import STEPS, simulate
 from .timeline import Timeline
 
-# share of a run's time that commits may take by plan; with this limit a commit that takes 20 % longer stays within 3 %
+# Share of a run's time that commits may take by plan; with this limit a commit that takes 20 % longer stays within 3 %.
 MOST_TIME = 0.025
 MOST_WRITTEN = 0.3  # share of a run's written bytes that commits may take
 MOST_LOST = 1800.0  # seconds of work that a kill may cost when the limit on bytes asks for rarer commits

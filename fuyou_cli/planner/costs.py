@@ -47,9 +47,9 @@ class Costs:
     update_threads: int = 1
     batch_on_device: bool = False
     sweeps: int = 1
-    # cache: speeds of jobs that run at once
+    # Cache: speeds of jobs that run at once.
     speeds: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
-    # cache: seconds of visits and updates
+    # Cache: seconds of visits and updates.
     _known: dict[Hashable, float] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @classmethod

@@ -25,7 +25,7 @@ class DeviceHomes:
     """Holds the bytes of the device that stages resting there take, in addition to their weights."""
 
     states: int = 0
-    # gradients that rest: until a deferred update, from a tied head's backward to the embedding's, or between sweeps
+    # Gradients that rest: until a deferred update, from a tied head's backward to the embedding's, or between sweeps.
     gradients: int = 0
     scratch: int = 0  # memory in which one chunk of an update is computed
 

@@ -1,4 +1,4 @@
-"""Computes what a plan takes of a device's own memory, and which weights may stay there."""
+"""Computes how much of a device's own memory a plan takes, and which weights may stay there."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from .schedule import Schedule
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceMemory:
-    """The most bytes that a plan takes of the device's memory."""
+    """Holds the most bytes that a plan takes of the device's memory."""
 
-    homes: int = 0  # weights that rest there, beside their copy in RAM where updates write that
-    turns: int = 0  # weights of other stages, which take turns
-    sums: int = 0  # gradients of stages that take turns (`summing_spans`), and lanes of their squares
-    states: int = 0  # of stages that are updated there
-    gradients: int = 0  # of these that rest
-    scratch: int = 0  # of their updates
-    outputs: int = 0  # of operators, of all rows of a sweep, from forward to backward
-    batch: int = 0  # what stages hand on of the whole batch, where it stays there; what the model's own forward makes of it
-    compute: int = 0  # the hungriest pass of one micro-batch beside its neighbours; what is known of every token
+    homes: int = 0  # weights that rest there; if updates run in RAM, a copy is there too
+    turns: int = 0  # spans for the weights of all other stages, used in turn
+    sums: int = 0  # spans in which gradients are summed (`summing_spans`), and the lanes of their squares
+    states: int = 0  # states of stages that are updated there
+    gradients: int = 0  # gradients of these stages that rest
+    scratch: int = 0  # memory in which their updates are computed
+    outputs: int = 0  # outputs of operators for all rows of a sweep, from forward to backward
+    # Whole-batch tensors between stages, if the batch stays there, and what the model's own forward makes of them.
+    batch: int = 0
+    compute: int = 0  # the pass that needs most for one micro-batch, with copies for its neighbours, and values for every token
 
     @property
     def total(self) -> int:
@@ -40,6 +41,7 @@ class DeviceMemory:
 
 
 def device_memory(model: ModelSpec, request: PlanRequest, stages: tuple[StagePlan, ...]) -> DeviceMemory:
+    """Returns the device memory that these stages take, by kind."""
     found = _memory(
         model,
         request,
@@ -60,9 +62,9 @@ def _memory(
     updated: set[int],
     resting: set[int],
 ) -> DeviceMemory:
-    """Sums up the memory without outputs that stay there. `at_home`: stages whose weights rest there; `every_kept`: operators
-    of each stage whose outputs rest with its boundary; `updated`: stages that are updated there; `resting`: of these, whose
-    gradients rest."""
+    """Sums up the memory without outputs that stay there. `at_home`: stages whose weights rest there; `every_kept`: the
+    operators of each stage whose outputs rest with its boundary; `updated`: stages that are updated there; `resting`: those of
+    them whose gradients rest."""
     if request.device == "cpu":
         return DeviceMemory()
     item = ITEM_SIZE[model.compute_dtype]
@@ -97,9 +99,9 @@ def _batch(model: ModelSpec, request: PlanRequest) -> int:
 
 
 def with_batch(model: ModelSpec, request: PlanRequest) -> PlanRequest:
-    """Says whether the batch stays on the device: where there is room for it beside weights that take turns, sums and the
-    hungriest pass, whatever that keeps. It saves more copies per byte than anything else there. A device whose memory nobody
-    knows has none."""
+    """Decides whether the batch stays on the device. It stays if it fits beside spans for weights, sums, and the pass that
+    needs most, whatever that pass keeps. Nothing else on the device saves more copies per byte. If the device's memory is not
+    known, the batch does not stay."""
     if request.batch_on_device is not None or request.device == "cpu" or request.gpu_budget is None:
         return request
     staying = replace(request, batch_on_device=True)
@@ -108,7 +110,8 @@ def with_batch(model: ModelSpec, request: PlanRequest) -> PlanRequest:
 
 
 def most_needed(model: ModelSpec, request: PlanRequest) -> DeviceMemory:
-    """Returns the memory without what a plan may leave out, enough for any outputs that are kept with boundaries."""
+    """Returns the memory that a plan needs on the device at most, without what it may leave out. It is enough for any outputs
+    that are kept with boundaries."""
     at_home = range(len(model.stages)) if request.weights == "gpu" else ()
     every_kept = request.kept if isinstance(request.kept, tuple) else every_operator(model)
     if request.kept == "none":
@@ -127,16 +130,19 @@ def bytes_left(model: ModelSpec, request: PlanRequest) -> int:
 
 
 def _pass_peak(model: ModelSpec, request: PlanRequest, spec: StageSpec, outputs: tuple[int, ...]) -> int:
-    """Returns bytes beside what a pass allocates for one micro-batch: those of its neighbours which crosses meanwhile. In
-    backward the next one's boundary, gradient and kept outputs arrive, and the gradient of the one before is on its way back.
-    In forward there is the input, which is not among what the stage allocates, and the next one's; input and output of the one
-    before, and kept outputs of both, on their way back. A cut head has the sums of all three, and this one's and the next one's
-    input. Of a batch that stays there, kept boundaries and outputs cross alone."""
+    """Returns the most bytes that a pass of one micro-batch needs: what it allocates itself, and what is copied for its
+    neighbours at the same time.
+
+    In backward, the next micro-batch's boundary, gradient and kept outputs arrive, and the gradient of the one before leaves.
+    In forward, this input (which the stage does not allocate) and the next input are there, and the input, output and kept
+    outputs of the one before leave. A cut head has the sums of all three, and the inputs of this one and the next. If the batch
+    stays on the device, only kept boundaries and outputs are copied.
+    """
     one = request.group.batch_size <= request.numerics.micro_batch_size
     kept, boundary = kept_bytes(spec, outputs), micro_boundary(model, request)
     if request.batch_on_device:
         arriving = (1 if one else 2) * boundary * spec.keeps_input
-        # Of kept outputs a set more than computes: the allocator has one back when the copies behind it are over.
+        # One more set of kept outputs than micro-batches that compute: a set is freed only after its copies end.
         return max(spec.backward_peak + arriving + kept * (1 if one else 2), spec.forward_peak + kept * (1 if one else 2))
     if spec.kind == "head" and model.head_is_cut:
         return spec.backward_peak + 2 * boundary + micro_sums(model, request) * (1 if one else 3)
@@ -148,9 +154,9 @@ def _pass_peak(model: ModelSpec, request: PlanRequest, spec: StageSpec, outputs:
 def with_homes_on_device(
     model: ModelSpec, request: PlanRequest, schedule: Schedule, stages: tuple[StagePlan, ...]
 ) -> tuple[StagePlan, ...]:
-    """Lets weights that rest in RAM stay on the device as well, once there, as far as it has room beside all else; those first
-    that would go up most often. It takes nothing else: the plan is no slower for it. What the recipe pins stays so, and a
-    device whose memory nobody knows keeps nothing."""
+    """Lets weights that rest in RAM also stay on the device, as far as it has room beside all else. Weights that would be
+    uploaded most often come first. It takes no room from anything else, so the plan is no slower. It changes nothing that the
+    recipe pins, and keeps nothing on a device whose memory is not known."""
     if request.device == "cpu" or request.gpu_budget is None or request.weights is not None:
         return stages
     sizes = [ITEM_SIZE[model.compute_dtype] * stage.params for stage in model.stages]
@@ -161,7 +167,7 @@ def with_homes_on_device(
     streamed = max(turning, default=0)
     beside = device_memory(model, request, stages)
     homes, left = sum(sizes[owner] for owner in order), request.gpu_budget - (beside.total - beside.turns)
-    count = len(order)  # of those that stay: where all do, the others' turns may be smaller
+    count = len(order)  # how many stay; with fewer streamed stages the spans may be smaller
     while count and homes + WEIGHTS_ON_DEVICE * streamed > left:
         count -= 1
         homes -= sizes[order[count]]

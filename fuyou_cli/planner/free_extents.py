@@ -1,13 +1,13 @@
 """Decides which generations a run commits, and therefore which places of the store may be overwritten.
 
-A committed generation is named by a manifest on stable storage. Generation 0, or the one a run was resumed at, is named when
-the run begins; after that every `every`-th. The update of a named generation moves its stage to the next place of its ring
-(`spec.plan.Ring`), once no manifest that is still needed names what lies there. No manifest names the other generations, so
-they are updated in place. What was committed last is never touched (design.md, section 4).
+A committed generation is named by a manifest on stable storage. The generation at which a run begins is committed at its start
+(0, or the one it resumes from), then every `every`-th. The update to a committed generation moves its stage to the next place
+of its ring (`spec.plan.Ring`), as soon as no manifest that is still needed names what lies there. Generations between commits
+are updated in place. What was committed last is never touched (design.md, section 4).
 
-`in_place`: every stage has places of its own, usually two, and moves on once its last generation is durable. `redo`: stages
-share places, and the gradients make a step durable. Stages then move one after the other to places that other stages have
-left, each as soon as a manifest says so. After a crash the remaining stages are updated again.
+`in_place`: every stage has its own places, usually two, and moves on once its last committed generation is durable. `redo`:
+stages share places, and the gradients make a step durable. Stages then move one after the other to places that other stages
+have left, each as soon as a manifest says so. After a crash the remaining stages are updated again.
 """
 
 from __future__ import annotations
@@ -16,22 +16,23 @@ from dataclasses import dataclass
 
 from ..spec.plan import Ring
 
-FOREVER = 1 << 62  # a turn that is never come to: nothing waits
+FOREVER = 1 << 62  # a turn that is never reached: nothing waits for it
 
 
 @dataclass(slots=True)
 class CommitLedger:
-    """Knows which generations are committed: `base`, where a run begins, and each `every`-th (None: no other until its end)."""
+    """Knows which generations are committed: `base`, where a run begins, and each `every`-th (None: no other until the run
+    ends)."""
 
     every: int | None
     base: int = 0
 
     def is_named(self, generation: int) -> bool:
-        """Tells whether a manifest names this generation before the run goes on from it."""
+        """Tells whether a manifest names this generation before the run continues from it."""
         return generation == self.base or self.is_written(generation)
 
     def is_written(self, generation: int) -> bool:
-        """Returns whether the update to this generation also writes what rests in RAM."""
+        """Tells whether the update to this generation also writes what rests in RAM."""
         return self.every is not None and generation % self.every == 0
 
     def next_turn(self, turn: int, generation: int) -> int:
@@ -40,8 +41,8 @@ class CommitLedger:
 
 
 def left_before(ring: Ring, turn: int) -> tuple[int, int]:
-    """Returns which stage was in the place that a stage takes after `turn` (its index in the ring), and the least turn of that
-    stage that a durable manifest must name before."""
+    """Returns which stage was in the place that a stage takes after `turn` (its index in the ring), and the lowest turn of that
+    stage that a durable manifest must name first."""
     if ring.stages == 1:
         return 0, turn
     if ring.index >= ring.spares:

@@ -17,18 +17,19 @@ from .plan_request import PlanRequest
 
 KINDS = ("weights", "boundaries", "gradients", "states")  # fields of `Homes`
 _LOADED = ("weights", "states")
-_HUGE_PAGES = 1 + 1 / 512  # page tables of the arena
+_HUGE_PAGES = 1 + 1 / 512  # adds the page tables of the arena
 _Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """Tensors of one kind that can rest in RAM instead of on the ssd: one stage's, or those of all stages that share slots."""
+    """Describes tensors of one kind that can rest in RAM instead of on the ssd: one stage's, or those of all stages that share
+    slots."""
 
     kind: str
     stages: tuple[int, ...]
     sizes: tuple[int, ...]  # bytes of RAM, per stage
-    freed: int  # bytes of slots that nobody needs once all of them rest in RAM
+    freed: int  # bytes of slots that are free once all of them rest in RAM
     saved: float  # bytes of traffic per step
 
     @property
@@ -45,7 +46,7 @@ def spread(stage: int) -> int:
 
 
 def traffic_items(context: PlacementContext, request: PlanRequest, homes: Homes, spans: Layout) -> list[Item]:
-    """Returns what may move to RAM."""
+    """Returns the tensors that may move to RAM."""
     single = [
         item
         for stage in context.model.stages
@@ -64,11 +65,12 @@ def _items_of(
     sweeps = request.sweeps or 1
     rests = int(plan.deferred) + sweeps * int(model.has_two_users(index)) + sweeps - 1
     boundary = context.boundary_size(index, homes.kept[index])
-    # In forward and in backward; what is visited twice in a row is kept, at a sweep's end as well.
+    # Used in forward and in backward. Weights that two visits in a row need are kept, at a sweep's end too.
     uses = sweeps * (2 if stage.keeps_input else 1)
-    # Where the planner says when to commit the order is that of frequent commits; choices that put states first have the other.
+    # If the planner chooses the commit interval, the order is the one for frequent commits. Choices that put states first stand
+    # for rare commits.
     every = 1 if request.commit_every == "auto" else request.commit_every
-    spared = 1.0 - (1.0 / every if every else 0.0)  # writes: commits have theirs from RAM as well
+    spared = 1.0 - (1.0 / every if every else 0.0)  # writes saved: commits also write what rests in RAM
     options: tuple[tuple[str, tuple[int, ...], float, bool], ...] = (
         ("weights", (item * params,), (uses + spared) * item * params, request.weights is None),
         ("boundaries", (boundary,), 2.0 * sweeps * boundary, request.boundaries is None),
@@ -82,8 +84,8 @@ def _items_of(
 
 
 def _together(single: list[Item], homes: Homes, spans: Layout) -> Iterator[Item]:
-    """Joins the tensors of all stages that share slots, because the slots are free once the last of these stages rests in RAM.
-    For a few large stages (an embedding and a head) the slots take as much as the homes."""
+    """Joins the tensors of all stages that share slots, because the slots are free only once the last of these stages rests in
+    RAM. For a few large stages (an embedding and a head) the slots take as much as the homes."""
     shared: dict[tuple[str, int], list[Item]] = {}
     for item in single:
         stage = spans.stages[item.stages[0]]
@@ -110,7 +112,7 @@ def _together(single: list[Item], homes: Homes, spans: Layout) -> Iterator[Item]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Output:
-    """Describes an operator's outputs of all rows of a sweep."""
+    """Describes an operator's output for all rows of a sweep."""
 
     stage: int
     operator: OperatorSpec
@@ -132,7 +134,7 @@ def outputs_of(model: ModelSpec, request: PlanRequest) -> list[Output]:
 
 
 def fitting(model: ModelSpec, outputs: list[Output], numerics: Numerics, room: int) -> Kept:
-    """Returns, by stage, the outputs that fit in `room` bytes of the device, taken in their order."""
+    """Returns, by stage, the outputs that fit in `room` bytes of the device, taken in order."""
     found: list[list[int]] = [[] for _ in model.stages]
     for output in outputs:
         size = align_up(output.operator.bytes, RECORD_ALIGN) * numerics.micro_batches
@@ -148,14 +150,14 @@ class GreedyFill:
 
     context: PlacementContext
     request: PlanRequest
-    fields: dict[str, Any]  # of `Homes`
+    fields: dict[str, Any]  # fields of `Homes`
     spare: int
-    spare_loading: int  # while a checkpoint is read straight to the homes of weights and states
+    spare_loading: int  # spare RAM while a checkpoint is read directly into the homes of weights and states
     before: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def of(cls, context: PlacementContext, request: PlanRequest, homes: Homes, peaks: dict[str, int]) -> GreedyFill:
-        """Begins from homes that take `peaks`."""
+        """Begins with homes that take `peaks`."""
         return cls(
             context=context,
             request=request,
@@ -172,7 +174,7 @@ class GreedyFill:
         )
 
     def copy(self) -> GreedyFill:
-        """Returns one that goes on from here, whose moves are its own."""
+        """Returns a copy that makes its own moves."""
         return GreedyFill(self.context, self.request, dict(self.fields), self.spare, self.spare_loading)
 
     @property
@@ -181,7 +183,7 @@ class GreedyFill:
 
     def settle(self, items: Sequence[Item], *, share: float = 1.0) -> None:
         """Moves tensors to RAM in order, as long as they fit in `share` of the spare RAM."""
-        limit = self.spare - int(self.spare * share)  # what is to be left
+        limit = self.spare - int(self.spare * share)  # RAM that must stay free
         for item in items:
             tiers = self.fields[item.kind]
             left = [place for place, stage in enumerate(item.stages) if tiers[stage] == "ssd"]
@@ -198,7 +200,7 @@ class GreedyFill:
 
     def keep(self, outputs: list[Output], *, share: float) -> None:
         """Keeps outputs of operators in order, within `share` of the spare RAM. Their boundary moves to RAM with them."""
-        limit = self.spare - int(self.spare * share)  # what is to be left
+        limit = self.spare - int(self.spare * share)  # RAM that must stay free
         for output in outputs:
             kept = self.fields["kept"][output.stage]
             if output.operator.index in (*kept, *self.fields["kept_there"][output.stage]):
@@ -216,7 +218,7 @@ class GreedyFill:
             self._take(size, moved)
 
     def _size(self, stage: int, kept: tuple[int, ...]) -> int:
-        """Returns bytes of RAM that the stage's boundary takes with these outputs."""
+        """Returns the bytes of RAM that the stage's boundary takes with these outputs."""
         return align_up(self.context.boundary_size(stage, kept), ARENA_UNIT)
 
     def _take(self, size: int, moved: dict[str, Any]) -> None:

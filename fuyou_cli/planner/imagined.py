@@ -1,8 +1,8 @@
-"""Runs a schedule in simulation. It is the ledgers' runner; transfers, updates and copies are jobs of a virtual machine.
+"""Runs a schedule in simulation. It is the ledgers' runner: transfers, updates and copies are jobs of a virtual machine.
 
-`visit` does what the executor does, in the same order: get the weights, the boundary and a place for gradients; start whatever
-can start next; compute; then send the gradients to rest or to their update. The ledgers make all decisions (which slot, what
-is prefetched, when an update may begin). A run uses the same ledgers.
+`visit` does what the executor does, in the same order: it gets the weights, the boundary and a place for gradients, starts
+whatever can start next, computes, and sends the gradients to rest or to their update. The ledgers make all decisions (which
+slot, what is prefetched, when an update may begin). A run uses the same ledgers.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from .schedule import Schedule, Visit, written_by_update
 from .simulated_machine import Parts, VirtualMachine
 from .timeline import Asked
 
-_FIRST = -1  # of priorities
-_LOOKS = 4  # at most, per visit: a run looks around after every micro-batch
-_MANY_VISITS = 150  # from here on half as many: with so many stages when within a visit something starts says little
+_FIRST = -1  # the highest priority
+_LOOKS = 4  # looks per visit at most; a run looks after every micro-batch
+# Visits from which half as many looks are enough: with so many, it hardly matters when in a visit something starts.
+_MANY_VISITS = 150
 
 
 class Imagined:
-    """The ledgers' runner on a virtual machine. Transfers and updates become jobs, and waiting advances the clock."""
+    """Runs the ledgers on a virtual machine. Transfers and updates become jobs, and waiting advances the clock."""
 
     def __init__(
         self,
@@ -49,14 +50,14 @@ class Imagined:
         self.boundaries = BoundaryLedger(plan=plan, transfers=self)
         self.lookahead = Lookahead(schedule=schedule, residency=self.residency, boundaries=self.boundaries, tick=self.tick)
         self.device = DeviceSide(model, plan.stages) if plan.device != "cpu" else None
-        self.moved_in, self.moved_out = 0, 0  # bytes of the store
+        self.moved_in, self.moved_out = 0, 0  # bytes read from the store, and written
         self.asked: list[Asked] = []
-        self.after: list[tuple[int, Callable[[], None]]] = []  # downloads under way and what follows them
-        self._sums_up: dict[int, int] = {}  # tickets of sums on their way to a device, to be summed on there
+        self.after: list[tuple[int, Callable[[], None]]] = []  # downloads under way, and what to do after each
+        self._sums_up: dict[int, int] = {}  # tickets of sums that are uploaded to continue there
         self._state_bytes = state_bytes
         if not commits and plan.commit_every != 1:
             self.residency.commits.every = None
-        # Micro-batches at either end of a visit that cross beside nothing.
+        # Micro-batches at each end of a visit whose copies nothing hides.
         self._unhidden = 0 if batch_on_device or plan.batch_on_device else 1
         self._looks = _LOOKS if len(schedule.visits) < _MANY_VISITS else _LOOKS // 2
 
@@ -99,7 +100,7 @@ class Imagined:
         self.moved_in += read
         self.moved_out += written
         self.asked.append(Asked(what="update", stage=record.stage))
-        if plan.updated_there:  # the next compute that is submitted comes behind it
+        if plan.updated_there:  # compute submitted later runs after the update
             there: Parts = (("compute", self.costs.device_update_seconds(plan)), ("d2h", written), ("ssd write", written))
             return self.machine.submit(there, what="update", stage=record.stage, priority=_FIRST)
         parts: Parts = (("update", self.costs.update_seconds(plan)), ("ssd read", read), ("ssd write", written))
@@ -115,7 +116,7 @@ class Imagined:
         pass
 
     def durable(self, stage: int) -> int:
-        return FOREVER  # flushing and naming is beside everything, and small
+        return FOREVER  # flushing and writing a manifest is short and delays nothing
 
     def blocked(self) -> None:
         pass
@@ -167,7 +168,8 @@ class Imagined:
             self.boundaries.seal(visit.stage)
 
     def _seals_at_once(self, stage: int) -> bool:
-        """Tells whether a boundary is whole when its visit begins: a device of its own puts it in its place as it goes up."""
+        """Tells whether a boundary is complete when its visit begins. On a separate device it is copied to its place during the
+        visit."""
         return self.device is None and not self.plan.stages[stage].kept
 
     def tick(self) -> None:
@@ -179,7 +181,7 @@ class Imagined:
         self.lookahead.advance(self._begin_upload)
 
     def _stays(self, visit: Visit) -> bool:
-        """Returns whether the sum stays on the device: a tied head that is not cut continues it in the embedding's backward."""
+        """Tells whether the sum stays on the device: a tied head that is not cut continues it in the embedding's backward."""
         return visit.phase == "head" and self.model.tied_head and not self.model.head_is_cut
 
     def _close_sum(self, visit: Visit, total: int, update: Callable[[int], None]) -> None:
@@ -193,7 +195,7 @@ class Imagined:
             handed_over()
             return
         record = self.residency.records[total]
-        self.residency.hold(record)  # as in a run: the update that follows reads and writes the host's weights
+        self.residency.hold(record)  # as in a run: the update that follows uses the host's weights
 
         def arrived() -> None:
             handed_over()
@@ -202,7 +204,7 @@ class Imagined:
         size = ITEM_SIZE[self.plan.numerics.accumulate_dtype] * self.model.stages[total].params
         ticket = self.machine.submit((("d2h", size),), what="gradients", stage=total, priority=BULK_PRIORITY)
         self.after.append((ticket, arrived))
-        if len(self.after) > 1:  # the next sum has the span of the first
+        if len(self.after) > 1:  # the next sum needs the span of the oldest download
             first = self.after[0]
             self.residency.wait_until(lambda: first not in self.after, GRADIENTS_ACROSS)
 
@@ -215,7 +217,7 @@ class Imagined:
         kept = kept_bytes(self.model.stages[visit.stage], self.plan.stages[visit.stage].kept)
         seconds = self.costs.compute_seconds(visit, kept)
         looks = min(self._looks, self.costs.micro_batches)
-        share = self.costs.micro_batches / looks  # of the micro-batches, between two looks
+        share = self.costs.micro_batches / looks  # micro-batches between two looks
         last = (down - self.costs.boundary / self.costs.micro_batches * (visit.stash and down > 0)) * self._unhidden
         self._cross(first)
         for look in range(looks):
@@ -229,14 +231,14 @@ class Imagined:
         self._cross(self._begin_copies(visit, down=last))
 
     def _cross(self, copies: list[int]) -> None:
-        """Notes that boundaries are across."""
+        """Waits for copies of boundaries."""
         if copies:
             self._stand_still(lambda: all(self.machine.is_done(copy) for copy in copies), BOUNDARIES_ACROSS)
         for copy in copies:
             self.machine.collect(copy)
 
     def _crossing(self, visit: Visit) -> tuple[float, float]:
-        """Returns bytes of one micro-batch that go to the device, and back: boundaries and kept outputs."""
+        """Returns the bytes that one micro-batch copies to the device and back: boundaries and kept outputs."""
         if self.device is None:
             return 0.0, 0.0
         up, down = micro_batch_crossing(self.costs, visit, self.plan.stages[visit.stage])
@@ -244,7 +246,7 @@ class Imagined:
         return up, down - twice * self.costs.boundary / self.costs.micro_batches
 
     def _begin_copies(self, visit: Visit, *, up: float = 0.0, down: float = 0.0) -> list[int]:
-        """Begins copies and returns tickets, up and down: the two directions do not wait for each other."""
+        """Begins copies and returns their tickets. The two directions do not wait for each other."""
         copies: tuple[Parts, ...] = ((("h2d", up),), (("d2h", down),))
         return [self.machine.submit(copy, what="boundary", stage=visit.stage) for copy in copies if copy[0][1] > 0]
 
@@ -253,7 +255,7 @@ class Imagined:
         self._stand_still(lambda: ticket is None or self.machine.is_done(ticket), WEIGHTS_UP)
 
     def _stand_still(self, done: Callable[[], bool], cause: str) -> None:
-        """Waits for copies as a run does: nothing else is started in the meantime."""
+        """Waits for copies as a run does: nothing else starts in the meantime."""
         begin = self.machine.now
         while not done():
             self.pass_time()
@@ -269,7 +271,7 @@ class Imagined:
         self.machine.collect(self._sums_up.pop(owner))
 
     def _send_sum(self, owner: int) -> None:
-        """Sends the sum of a stage's gradients to the device, where it is summed on."""
+        """Uploads the sum of a stage's gradients, so that the device continues it."""
         if owner not in self._sums_up:
             size = ITEM_SIZE[self.plan.numerics.accumulate_dtype] * self.model.stages[owner].params
             self._sums_up[owner] = self.machine.submit((("h2d", size),), what="gradients", stage=owner, priority=BULK_PRIORITY)
@@ -293,7 +295,7 @@ class Imagined:
         return record.generation >= self.generation
 
     def _upload(self, owner: int, generation: int) -> int | None:
-        """Returns the ticket of the copy under way, None where the weights are there."""
+        """Returns the ticket of the copy under way, or None if the weights are there."""
         assert self.device is not None
         size = ITEM_SIZE[self.model.compute_dtype] * self.model.stages[owner].params
 
@@ -308,11 +310,11 @@ class Imagined:
         assert span is not None
         return span.size
 
-    generation = 0  # of the step under way, once its updates are done
+    generation = 0  # the generation after this step's updates
 
 
 def _content(plan: StagePlan, store_offset: int) -> str:
-    """Returns what this place of the store holds."""
+    """Names what this place of the store holds."""
     if plan.gradients_extent is not None and store_offset == plan.gradients_extent.offset:
         return "gradients"
     if plan.boundary_extent is not None and store_offset == plan.boundary_extent.offset:

@@ -1,6 +1,9 @@
-"""Goes through the visits in order. Each visit takes its slots first; then what the next visits need is started, in order, as
-long as slots are free. So a later visit never holds a slot that an earlier one waits for. Once a visit has its own slots,
-prefetching goes on even while the visit waits for its data."""
+"""Walks through the visits in order and prefetches for the next ones.
+
+Each visit takes its slots first. Then it starts what the next visits need, in order, as long as slots are free. So a later
+visit never holds a slot that an earlier one waits for. Once a visit has its own slots, prefetching goes on even while it waits
+for its data.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ from .boundary_ledger import BoundaryLedger
 from .residency import Residency
 from .schedule import Schedule, Visit
 
-_BEYOND = 6  # visits that slots may be free for beyond the lookahead: some need none. More made no step faster, on paper.
+_BEYOND = 6  # visits beyond the lookahead that may be prefetched if slots are free. More made no simulated step faster.
 
 
 class Lookahead:
-    """Runs the current visit and prefetches for the `plan.lookahead` visits after it, across the end of the step as well.
-    `tick` moves everything that can move and calls `advance`."""
+    """Runs the current visit and prefetches for the `plan.lookahead` visits after it, also across the end of the step. `tick`
+    moves everything that can move and calls `advance`."""
 
     def __init__(
         self, *, schedule: Schedule, residency: Residency, boundaries: BoundaryLedger, tick: Callable[[], None]
@@ -26,11 +29,11 @@ class Lookahead:
         self._started: set[int] = set()
         self._last_step = False
         self.cursor = -1
-        # Of the visit under way: it has its slots for weights and boundary, for gradients, and its weights on the device.
+        # What the visit under way has: slots for weights and boundary, a slot for gradients, weights on the device.
         self._settled = self._summing = self._uploaded = False
 
     def begin_step(self, *, last: bool) -> None:
-        """Begins a step; `last` stops prefetching for a step that will not come."""
+        """Begins a step. `last`: no step follows, so nothing is prefetched for it."""
         self.cursor, self._last_step = -1, last
 
     def enter(self, stash: Callable[[Visit], None]) -> Visit:
@@ -42,7 +45,7 @@ class Lookahead:
         self._take_slots(visit, stash)
         self._settled = True
         self._tick()
-        # Not before its last step's gradients were used: they may still be where the new ones are to be summed.
+        # Only once the gradients of the last step were used: they may still lie where the new ones will be summed.
         if summed is not None and self._residency.is_current(summed):
             self._take_sum(visit, summed)
         self._residency.acquire(visit)
@@ -51,12 +54,12 @@ class Lookahead:
         return visit
 
     def on_device(self) -> None:
-        """Notes that the visit's weights are where it computes: the next visit's may take their turn there."""
+        """Notes that the visit's weights are where it computes. The next visit's weights may now be uploaded."""
         self._uploaded = True
         self._tick()
 
     def _take_slots(self, visit: Visit, stash: Callable[[Visit], None]) -> None:
-        """Takes the slots for weights and boundary. Their contents are there or being transferred."""
+        """Takes the slots for weights and boundary. Their contents are there or on the way."""
         if visit.index in self._started:
             self._started.remove(visit.index)
         else:
@@ -67,7 +70,7 @@ class Lookahead:
             self._residency.wait_until(lambda: self._boundaries.try_prefetch(visit.stage), "a slot for a boundary")
 
     def _take_sum(self, visit: Visit, owner: int) -> None:
-        """Takes a place for the owner's gradient sum. If a sum is resumed, its resting gradients are already being read."""
+        """Takes a place for the owner's gradient sum. A resumed sum is already being read."""
         if visit.resume:
             self._residency.wait_until(lambda: self._residency.try_resume_gradients(owner), "a slot for gradients")
         elif self._residency.model.stages[owner].params:
@@ -75,14 +78,14 @@ class Lookahead:
         self._summing = True
 
     def advance(self, nearest: Callable[[Visit, bool], None]) -> None:
-        """Starts what can be started. Calls `nearest` with the very next visit, once its weights are being read and the device
-        is ready for them, and with whether that visit is in the next step."""
+        """Starts what can be started. Once the weights of the very next visit are being read and the device is ready for them,
+        calls `nearest` with that visit and whether it is in the next step."""
         if self._settled and self._start_near(nearest):
             self._fetch_beyond()
 
     def _start_near(self, nearest: Callable[[Visit, bool], None]) -> bool:
         """Starts what the visits within the lookahead need. Returns whether all of it has started."""
-        resuming = self._summing  # so far; a visit that begins a new sum must not find its slot taken by one behind it
+        resuming = self._summing  # so far; a visit that begins a new sum must not lose its slot to a later visit
         for ahead in range(1, self._distance + 1):
             index, next_step = self._place(ahead)
             if next_step and self._last_step:
@@ -93,7 +96,7 @@ class Lookahead:
             if visit.take and visit.stage in self._boundaries.kept and not self._boundaries.try_prefetch(visit.stage):
                 return False
             if index in self._started:
-                if ahead == 1 and self._uploaded:  # its turn on the device is not the one this visit is to have
+                if ahead == 1 and self._uploaded:  # this visit has its span on the device, so the next may take the other
                     nearest(visit, next_step)
                 continue
             if not self._residency.try_prefetch(visit):
@@ -102,8 +105,8 @@ class Lookahead:
         return True
 
     def _fetch_beyond(self) -> None:
-        """Fetches weights of visits further ahead in the step, in order. Those that a nearer visit still has in a slot are left
-        to it, and are read again when their turn comes: what a step reads is as planned."""
+        """Fetches weights for visits further ahead in the step, in order. Weights that a nearer visit still has in a slot stay
+        there and are read again later, so a step reads exactly what the plan says."""
         for ahead in range(self._distance + 1, self._reach + 1):
             index, next_step = self._place(ahead)
             if next_step:
@@ -126,11 +129,11 @@ class Lookahead:
         return index - len(self._visits) * next_step, next_step
 
     def pause(self) -> None:
-        """Stops starting more until the next visit."""
+        """Starts nothing more until the next visit."""
         self._settled = False
 
     def give_up(self) -> None:
-        """Gives up what was started and is not needed. The stages release it."""
+        """Releases what was started and is no longer needed."""
         for index in sorted(self._started):
             self._residency.release(self._visits[index])
         self._started.clear()

@@ -1,6 +1,6 @@
 """Computes how much memory a placement takes: slots, homes, what compute allocates, and the process itself.
 
-Only `layout` hands out spans, for the arena and for the store. The run uses the same spans, so the sums here are the plan's
+Only `layout` gives out spans, for the arena and for the store. The run uses the same spans, so the sums here are the plan's
 peaks.
 """
 
@@ -18,21 +18,22 @@ from .device_homes import staging_slots
 from .placement_context import STORE_UNIT, PlacementContext, Room
 from .plan_request import PlanRequest
 
-ARENA_UNIT = 2 * MiB  # hugepages round what is touched to this
-DEVICE_UNIT = 512  # bytes, that a device's allocator rounds to
-COPY_ALIGN = 64  # of tensors that cross together
-_SUM = ITEM_SIZE["float32"]  # of a value of what a cut head sums
-HEAD_BYTES_PER_TOKEN = 8 + 4 * 4  # of a cut head on the device: target, maximum, sum, the target's logit, one of them anew
-HEAD_STEP_BYTES_PER_TOKEN = 8 + 4  # of all sweeps: targets, and losses, which are summed together
-# What comes on top of the libraries once they are warm: kernels for other shapes and their workspaces, the log, the display,
-# batches, and what the kernel holds for the process. Measured: scripts/results/TRIED.md.
+ARENA_UNIT = 2 * MiB  # bytes: hugepages round up to this
+DEVICE_UNIT = 512  # bytes: a device's allocator rounds up to this
+COPY_ALIGN = 64  # bytes: alignment of tensors that are copied together
+_SUM = ITEM_SIZE["float32"]  # bytes per value that a cut head sums
+# Of a cut head on the device: target, maximum, sum, the target's logit, and a new copy of one of these.
+HEAD_BYTES_PER_TOKEN = 8 + 4 * 4
+HEAD_STEP_BYTES_PER_TOKEN = 8 + 4  # for all sweeps: targets, and losses, which are summed at the end
+# Memory on top of the warm libraries: kernels for other shapes and their workspaces, the log, the display, batches, and what
+# the operating system holds for the process. Measured: scripts/results/TRIED.md.
 BASE_SLACK = 24 * MiB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Homes:
-    """Says where each stage's tensors rest. `kept`: operators whose outputs rest with the boundary; `kept_there`: those whose
-    outputs stay on the device."""
+    """Tells where each stage's tensors rest. `kept`: operators whose outputs rest with the boundary; `kept_there`: operators
+    whose outputs stay on the device."""
 
     weights: tuple[Tier, ...]
     states: tuple[Tier, ...]
@@ -44,6 +45,8 @@ class Homes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
+    """Holds every span of arena and store."""
+
     stages: tuple[StagePlan, ...]
     slot_classes: tuple[SlotClass, ...]
     boundary_slots: tuple[Span, ...]
@@ -59,7 +62,7 @@ def layout(context: PlacementContext, request: PlanRequest, homes: Homes, *, loo
     """Returns every span of arena and store for this placement."""
     model = context.model
     arena = Room(ARENA_UNIT)
-    # What survives a run comes first and depends on the model alone: a resumed run may place everything else anew.
+    # What survives a run comes first and depends only on the model. So a resumed run may place everything else differently.
     transient = Room(STORE_UNIT, used=context.durable_size)
     classes = context.classes
     boundaries = [context.boundary_size(index, kept) for index, kept in enumerate(homes.kept)]
@@ -103,24 +106,25 @@ def layout(context: PlacementContext, request: PlanRequest, homes: Homes, *, loo
 
 
 def micro_boundary(model: ModelSpec, request: PlanRequest) -> int:
-    """Returns bytes of one micro-batch's boundary."""
+    """Returns the bytes of one micro-batch's boundary."""
     return model.boundary_bytes_per_token * request.numerics.micro_batch_tokens
 
 
 def batch_boundary(model: ModelSpec, request: PlanRequest) -> int:
-    """Returns bytes of one boundary of all rows of a sweep."""
+    """Returns the bytes of one boundary for all rows of a sweep."""
     return model.boundary_bytes_per_token * request.group.tokens
 
 
 def micro_sums(model: ModelSpec, request: PlanRequest) -> int:
-    """Returns bytes of one micro-batch's gradient of the last hidden state, as pieces of a cut head sum it: float32."""
+    """Returns the bytes of one micro-batch's gradient of the last hidden state, which the pieces of a cut head sum in
+    float32."""
     return _SUM * model.hidden_size * request.numerics.micro_batch_tokens
 
 
 def _upload_slots(arena: Room, model: ModelSpec, request: PlanRequest) -> tuple[Span, ...]:
-    """Returns slots for copies from memory that is not pinned. Copies beside compute need pinned memory. The arena is pinned,
-    but ids, targets and what the model's own operators compute between stages are not. They pass through these slots on their
-    way up: one is filled while the other is copied."""
+    """Returns slots for uploads from memory that is not pinned. Copies beside compute need pinned memory. The arena is pinned,
+    but ids, targets and what the model's own operators compute between stages are not. These pass through the slots: one is
+    filled while the other is copied."""
     if request.device == "cpu" or request.batch_on_device:
         return ()
     numerics = request.group
@@ -129,9 +133,9 @@ def _upload_slots(arena: Room, model: ModelSpec, request: PlanRequest) -> tuple[
 
 
 def batch_slots(room: Room, model: ModelSpec, request: PlanRequest) -> tuple[Span, ...]:
-    """Returns what stages hand on, on a device with memory of its own or where it copies to and from: in and out of one stage
-    take turns, and the model's own forward holds the embedding's. The sums of a cut head are one of these in float32, and else
-    larger."""
+    """Returns slots for whole-batch tensors between stages, on a separate device or in the arena that it copies to and from.
+    Input and output of a stage use two in turn, and the model's own forward holds the embedding's. A cut head sums in one of
+    them if it is in float32, else in one larger slot."""
     if request.device == "cpu":
         return ()
     spans = [room.take(batch_boundary(model, request)) for _ in range(3)]
@@ -152,9 +156,12 @@ def _slot_class(
     lookahead: int,
     gradient_slots: int,
 ) -> SlotClass:
-    """Sizes slots of weights: one computing, `lookahead` on their way, and one per update under way after backward; a deferred
-    update has the slot of the visit it comes before. Gradients: one being summed, the others being updated or written; one more
-    where the gradients of a tied head that is not cut stay through backward."""
+    """Counts and sizes the slots of a class.
+
+    Weights: one slot computes, `lookahead` slots are being filled, and each update that runs after backward has one. A deferred
+    update uses the slot of the visit that follows it. Gradients: one slot is being summed, the others are being updated or
+    written. One more holds the gradients of a tied head that is not cut, through backward.
+    """
     members = [i for i, c in enumerate(classes) if c == number and model.stages[i].params]
     largest = max((model.stages[i].params for i in members), default=0)
     weight_size = largest * ITEM_SIZE[model.compute_dtype]
@@ -176,8 +183,8 @@ def _slot_class(
 
 
 def rests(model: ModelSpec, request: PlanRequest, stage: int, deferred: bool) -> bool:
-    """Returns whether the stage's gradients need a home: until a deferred update, from a tied head's backward to its own, or
-    from sweep to sweep."""
+    """Tells whether the stage's gradients need a home: until a deferred update, from a tied head's backward to the embedding's,
+    or from sweep to sweep."""
     return deferred or model.has_two_users(stage) or request.is_swept
 
 
@@ -227,7 +234,7 @@ def _stage(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComputeMemory:
-    """The most bytes that compute allocates on the host, outside the arena."""
+    """Holds the most bytes that compute allocates on the host, outside the arena."""
 
     whole_batch: int
     stage: int
@@ -239,21 +246,25 @@ class ComputeMemory:
 
 
 def compute_memory(model: ModelSpec, request: PlanRequest) -> ComputeMemory:
-    """Returns two boundaries of a sweep's rows (in and out, or their gradients) and what the model's own forward holds between
-    stages; of these a device with memory of its own has three in the arena, or all itself. And the hungriest stage, but not on
-    such a device. A cut head has the last hidden state, its gradient in float32 (there as well) and at the end in the compute
-    dtype, and maximum, sum and target of every token."""
+    """Returns the most bytes that compute allocates on the host, outside the arena.
+
+    It counts two boundaries of a sweep's rows (in and out, or their gradients) and what the model's own forward holds between
+    stages. A separate device has three such boundaries in the arena, or all of this in its own memory. On device cpu it also
+    counts the stage that needs most. A cut head has the last hidden state, its gradient in float32 and at the end in the
+    compute dtype, and maximum, sum and target of every token.
+    """
     numerics, step_tokens = request.group, request.numerics.tokens
     tokens = numerics.tokens
     boundary, hidden = batch_boundary(model, request), _SUM * model.hidden_size * tokens
     between = model.choreography_bytes_per_token * tokens
     if request.device != "cpu":
         boundary, hidden, between = 0, 0, 0 if request.batch_on_device else max(0, between - boundary)
-    if numerics.batch_size <= numerics.micro_batch_size:  # else ours are in memory of their own (engine/host_memory.py)
+    if numerics.batch_size <= numerics.micro_batch_size:  # else they have their own mapping (engine/host_memory.py)
         boundary, hidden = held(boundary), held(hidden)
     whole = held(between)
-    if model.head_is_cut:  # the model's own forward is over by then
-        losses = 4 * step_tokens if request.is_swept else 0  # of every token, to be summed as if there were one sweep
+    if model.head_is_cut:  # the model's own forward has ended by then
+        # Losses of every token, summed at the end in the order of one sweep.
+        losses = 4 * step_tokens if request.is_swept else 0
         whole = max(whole, hidden + held(12 * tokens) + losses)
     whole += 2 * boundary + 64 * step_tokens
     hungriest = max(model.stages, key=lambda stage: (stage.backward_peak, stage.index))

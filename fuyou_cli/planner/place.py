@@ -1,8 +1,8 @@
 """Turns a `Choice` into homes: which stages' tensors rest in RAM.
 
-Everything rests on the ssd first. Outputs of operators get their share of what RAM is spare (the paper's Algorithm 1: the
-most FLOPs saved per byte first); then the tensors whose home in RAM saves most bytes of traffic per byte move there, in a
-fixed order (`greedy_fill`); what is left goes to outputs again. `plan` is the first choice that fits, without a search.
+Everything rests on the ssd first. Outputs of operators get their share of the spare RAM (the paper's Algorithm 1: the most
+FLOPs saved per byte first). Then tensors move to RAM in a fixed order, those first that save most bytes of traffic per byte
+(`greedy_fill`). Outputs get what is left. `plan` returns the first choice that fits, without a search.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from .schedule import Schedule, expand, recommitted
 
 
 def plan(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
-    """Returns the first choice that fits, no outputs kept unless asked for. Raises PlanError with the memory that is enough."""
+    """Returns the plan of the first choice that fits, without kept outputs unless the request asks for them. Raises PlanError
+    with the memory that would be enough."""
     request = replace(request, kept=request.kept or "none")
     for lookahead, slots in pipelines(request, stages=len(model.stages)):
         made = made_of(model, hardware, request, Choice(lookahead=lookahead, gradient_slots=slots, defer=request.defer or 0.0))
@@ -49,17 +50,17 @@ def made_of(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, c
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Placed:
-    """A plan, and what the closed form says about its step. Times are in seconds."""
+    """Holds a plan, and what the closed form says about its step. Times are in seconds."""
 
     plan: Plan
     schedule: Schedule
-    bound: float  # that the step cannot beat
+    bound: float  # no step is faster
     estimate: float
-    commits: float  # seconds of both that commits take, where they are more than a step apart
+    commits: float  # the part of both that commits take, if they are more than a step apart
 
 
 class Placing:
-    """Places the choices of one run. What several choices share is computed once; equal homes give the same object."""
+    """Places the choices of one run. What several choices share is computed once, and equal homes give the same object."""
 
     def __init__(self, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> None:
         request = with_batch(model, request)
@@ -70,8 +71,10 @@ class Placing:
         self._starts: dict[tuple[object, ...], _Start | None] = {}
         self._placed: dict[tuple[object, ...], Placed] = {}
         self._filled: dict[tuple[_Start, float, float], Placed] = {}
-        self._chosen: dict[tuple[float, float], tuple[PlanRequest, tuple[bool, ...]]] = {}  # by shares deferred and there
-        self._kept: dict[tuple[object, ...], tuple[Kept, Kept]] = {}  # by shares swapped and of the device, and what is there
+        # By the shares of `defer` and `there`.
+        self._chosen: dict[tuple[float, float], tuple[PlanRequest, tuple[bool, ...]]] = {}
+        # By the shares of `swap` and `kept_there`, and by the stages on the device.
+        self._kept: dict[tuple[object, ...], tuple[Kept, Kept]] = {}
 
     def placed(self, choice: Choice) -> Placed | None:
         """Returns the plan of this choice, or None if it does not fit."""
@@ -81,7 +84,7 @@ class Placing:
         if start is None:
             return None
         if start.everything is not None and choice.activations <= 0:
-            choice = replace(choice, states=0.0)  # where all of them rest in RAM, none come first
+            choice = replace(choice, states=0.0)  # if all tensors rest in RAM, the order does not matter
         known = (start, choice.activations, choice.states)
         if known not in self._filled:
             self._filled[known] = self._placed_from(asked, choice, start, pipeline)
@@ -108,7 +111,7 @@ class Placing:
         return self._placed[key]
 
     def _assembled(self, asked: PlanRequest, spans: Layout, choice: Choice) -> Placed:
-        at_most_one = asked.commit_every in (None, 1)  # step between two commits
+        at_most_one = asked.commit_every in (None, 1)  # at most one step between two commits
         plain = asked if at_most_one else replace(asked, commit_every=None)
         schedule = expand(
             self.model,
@@ -162,8 +165,8 @@ class Placing:
         return self._starts[key]
 
     def _staying(self, asked: PlanRequest, share: float) -> Kept:
-        """Returns operators whose outputs stay on the device. If the planner chooses, they fill `share` of the memory that
-        stages which rest there have left."""
+        """Returns the operators whose outputs stay on the device. If the planner chooses, they fill `share` of the memory that
+        stages resting there have left."""
         if isinstance(asked.kept_there, tuple):
             return asked.kept_there
         if asked.kept_there == "room" and asked.gpu_budget is None:
@@ -181,7 +184,7 @@ class Placing:
         )
 
     def _everything(self, asked: PlanRequest, choice: Choice, homes: Homes, items: list[Item]) -> GreedyFill | None:
-        """Returns the filling with everything in RAM, or None if that does not fit."""
+        """Returns a fill with everything in RAM, or None if that does not fit."""
         weights, boundaries, gradients, states = (_settled(homes, items, kind) for kind in KINDS)
         everything = replace(homes, weights=weights, boundaries=boundaries, gradients=gradients, states=states)
         peaks = host_peaks(self.model, self.hardware, asked, self._layout(asked, everything, choice))
@@ -189,7 +192,7 @@ class Placing:
 
     def _fill(self, asked: PlanRequest, choice: Choice, start: _Start) -> GreedyFill:
         if start.everything is not None and choice.activations <= 0:
-            # Tensor by tensor, slots that the last one would free are in the way of it.
+            # Everything moves at once: tensor by tensor, the slots that only the last move frees would be in its way.
             filling = start.everything.copy()
         else:
             filling = start.nothing.copy()
@@ -203,7 +206,7 @@ class Placing:
         return filling
 
     def _within(self, filling: GreedyFill, choice: Choice) -> tuple[Homes, Layout]:
-        """Undoes the last moves until the layout fits: the estimate before it may be slightly too small."""
+        """Undoes the last moves until the layout fits. The estimate used before may be slightly too small."""
         while True:
             spans = self._layout(filling.request, filling.homes, choice)
             peaks = host_peaks(self.model, self.hardware, filling.request, spans)
@@ -212,13 +215,13 @@ class Placing:
 
 
 def as_chosen(model: ModelSpec, request: PlanRequest, choice: Choice) -> PlanRequest:
-    """Returns the request with what the choice says of updates that are deferred, and of stages that rest on the device."""
+    """Returns the request with the choice's deferred updates and its stages that rest on the device."""
     asked = replace(request, defer=choice.defer) if request.clip_grad_norm is None else request
     return replace(asked, device_states=stages_filling(model, asked, choice.there)) if choice.there else asked
 
 
 def least_memory(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> int:
-    """Returns the bytes of the whole process when everything that may rest on the ssd does."""
+    """Returns the bytes of the whole process when everything that may rest on the ssd rests there."""
     request = with_batch(model, request)
     nothing: Kept = ((),) * len(model.stages)
     context, homes = PlacementContext(model, request), _start(model, request, _kept(model, request, 0.0), nothing)
@@ -230,31 +233,32 @@ def least_memory(model: ModelSpec, hardware: HardwareProfile, request: PlanReque
 
 
 def too_small(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> PlanError:
-    """Builds the error. Suggestions are added by callers that can plan changed recipes."""
+    """Returns the error for a budget that is too small. Callers that can plan changed recipes add suggestions."""
     smallest = least_memory(model, hardware, request)
     return PlanError(
-        f"does not fit: the run needs at least {gib(smallest)} of RAM, offload.max_memory.cpu is {gib(request.cpu_budget)}"
+        f"does not fit: the run needs at least {gib(smallest)} of RAM, but offload.max_memory.cpu is {gib(request.cpu_budget)}"
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Start:
-    """Where the filling of RAM begins, and what may move there, in order."""
+    """Describes where filling RAM begins, and what may move there, in order."""
 
-    nothing: GreedyFill  # in RAM yet
-    everything: GreedyFill | None  # that may be; None where it does not fit
+    nothing: GreedyFill  # homes with nothing in RAM yet
+    everything: GreedyFill | None  # homes with everything in RAM; None if that does not fit
     items: tuple[Item, ...]
 
 
 def _settled(homes: Homes, items: list[Item], kind: str) -> tuple[Tier, ...]:
-    """Returns the tiers of one kind when all that may be in RAM is there."""
+    """Returns the tiers of one kind if everything that may move to RAM is there."""
     tiers: tuple[Tier, ...] = getattr(homes, kind)
     moved = {stage for item in items if item.kind == kind for stage in item.stages}
     return tuple("cpu" if stage in moved else tier for stage, tier in enumerate(tiers))
 
 
 def _start(model: ModelSpec, request: PlanRequest, kept: Kept, kept_there: Kept) -> Homes:
-    """Puts everything on the ssd except what the recipe fixes, with these outputs. A stage without such a tensor says cpu."""
+    """Puts everything on the ssd except what the recipe fixes, with these outputs. A stage without a tensor of some kind says
+    cpu for it."""
     count = len(model.stages)
     keeps = [stage.keeps_input for stage in model.stages]
     deferred = deferrals(model, request)
@@ -273,7 +277,7 @@ def _start(model: ModelSpec, request: PlanRequest, kept: Kept, kept_there: Kept)
 
 
 def _beside(asked: Tier | None) -> Tier:
-    """Returns the home of what a stage does not have on the device; the planner begins with the ssd."""
+    """Returns the home of tensors that do not rest on the device. The planner begins with the ssd."""
     return "ssd" if asked in (None, "gpu") else asked
 
 
@@ -294,7 +298,7 @@ def _kept(model: ModelSpec, request: PlanRequest, swap: float) -> Kept:
 
 
 def _swapped(operators: tuple[OperatorSpec, ...], share: float) -> tuple[int, ...]:
-    """Returns outputs, the most FLOPs saved per byte first, as long as they are within `share` of all the bytes."""
+    """Returns outputs within `share` of all the bytes, the most FLOPs saved per byte first."""
     left = share * sum(operator.bytes for operator in operators)
     chosen: list[int] = []
     for operator in sorted(operators, key=lambda operator: (-operator.flops / max(1, operator.bytes), operator.index)):

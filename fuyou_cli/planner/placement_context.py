@@ -1,4 +1,4 @@
-"""Computes, once, what all placements of one model and batch share: a search makes hundreds of placements."""
+"""Computes once what all placements of one model and batch share, because a search makes hundreds of placements."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .boundary_layout import planned_boundary
 from .plan_request import PlanRequest
 
 STORE_UNIT = 4096
-MOST_SPARES = 2  # places that updates may fill before what they leave is free: one is written while another is committed
+MOST_SPARES = 2  # spare places for updates while their old places are not free yet: one is written while another is committed
 
 
 @dataclass(slots=True)
 class Room:
-    """Hands out spans one after the other."""
+    """Gives out spans one after the other."""
 
     unit: int
     used: int = 0
@@ -32,14 +32,14 @@ class Room:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AtRest:
-    """What survives a run, for one stage: spans within a place of its ring and, in redo, its durable gradients."""
+    """Describes what survives a run, for one stage: spans within a place of its ring and, in redo, its durable gradients."""
 
     ring: Ring
     weights: Span
-    remainder: Span | None  # in bfloat16
+    remainder: Span | None  # only with bfloat16 weights
     momentum: Span
     variance: Span
-    gradients: Span | None  # of the store
+    gradients: Span | None  # a span of the store
 
 
 class PlacementContext:
@@ -54,12 +54,12 @@ class PlacementContext:
         self.at_rest = tuple(
             _at_rest(room, model, stage.params, ring, gradient) for stage, ring in zip(model.stages, rings, strict=True)
         )
-        self.durable_size = room.used  # bytes
+        self.durable_size = room.used  # bytes of the store that survive a run
         self.parameters = model.parameters
         self._boundaries: dict[tuple[int, tuple[int, ...]], int] = {}
 
     def boundary_size(self, stage: int, kept: tuple[int, ...]) -> int:
-        """Returns a stage's boundary of a sweep's rows, with its outputs, in bytes; 0 for a stage without."""
+        """Returns the bytes of a stage's boundary for a sweep's rows, with its outputs; 0 for a stage without a boundary."""
         if not self.model.stages[stage].keeps_input:
             return 0
         key = (stage, kept)
@@ -69,7 +69,8 @@ class PlacementContext:
 
 
 def _classes(model: ModelSpec) -> tuple[int, ...]:
-    """Returns a slot class per stage: stages within a factor of two of a class's largest share it. Class 0 is the largest."""
+    """Returns a slot class per stage. Stages within a factor of two of the largest of a class share it. Class 0 has the largest
+    stages."""
     by_size = sorted(range(len(model.stages)), key=lambda i: (-model.stages[i].params, i))
     classes = [0] * len(model.stages)
     largest, current = 0, -1
@@ -89,13 +90,14 @@ def _place_size(model: ModelSpec, params: int) -> int:
 
 
 def _own_rings(room: Room, model: ModelSpec, keep: int) -> list[Ring]:
-    """Returns one for each stage, with a spare place for every state that is kept."""
+    """Returns one ring for each stage, with a spare place for every state that is kept."""
     sizes = [_place_size(model, stage.params) for stage in model.stages]
     return [Ring(offset=room.take((1 + keep) * size).offset, size=size, index=0, stages=1, spares=keep) for size in sizes]
 
 
 def _shared_rings(room: Room, model: ModelSpec, classes: tuple[int, ...]) -> list[Ring]:
-    """Returns one for each slot class: its stages are updated one after the other, into places that others have just left."""
+    """Returns one ring for each slot class. Its stages are updated one after the other, into places that others have just
+    left."""
     found: dict[int, Ring] = {}
     for number in range(max(classes) + 1):
         members = [index for index, one in enumerate(classes) if one == number and model.stages[index].params]
@@ -106,7 +108,7 @@ def _shared_rings(room: Room, model: ModelSpec, classes: tuple[int, ...]) -> lis
         offset = room.take((len(members) + spares) * size).offset
         for place, index in enumerate(members):
             found[index] = Ring(offset=offset, size=size, index=place, stages=len(members), spares=spares)
-    nothing = Ring(offset=room.used, size=0, index=0, stages=1, spares=1)  # of a stage that owns no parameters
+    nothing = Ring(offset=room.used, size=0, index=0, stages=1, spares=1)  # the ring of a stage without parameters
     return [found.get(index, nothing) for index in range(len(classes))]
 
 

@@ -1,9 +1,9 @@
-"""Keeps the residency ledger: which stage's weights are where, of which generation, and what is on its way.
+"""Keeps the residency ledger: where each stage's weights are, their generation, and what is on its way.
 
-Weights of a stage carry the number of the step whose update they contain; a visit gets exactly the generation it asks for or
-waits for it, and nothing else waits. The ledger moves no bytes and reads no clock: whoever runs a step (the executor, with the
-swap daemon) or imagines one (the simulator, with rates) gives it what does, so that both follow the same rules. It is used from
-one thread, which looks for finished requests whenever it waits and between micro-batches (`advance`).
+The weights of a stage carry the number of the step whose update they contain. A visit gets exactly the generation it asks for,
+or waits for it; nothing else waits. The ledger moves no bytes and reads no clock. Its runner does: the executor with the swap
+daemon, or the simulator with rates. So both follow the same rules. One thread uses it, and looks for finished requests whenever
+it waits and between micro-batches (`advance`).
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ class Residency:
         self.free_gradients = [list(slots.gradient_slots) for slots in plan.slot_classes]
         self.commits = CommitLedger(every=plan.commit_every)
         self.stalls: dict[str, float] = {}
-        self.due: Any = None  # of the last step whose updates were deferred
+        self.due: Any = None  # what deferred updates of the last such step need
         self._owners = sum(stage.params > 0 for stage in model.stages)
         self._sharing = _sharing(model, plan)
         self._reached: dict[int, int] = {}  # generation -> stages that have come to it, while some have not
-        self._moving: set[int] = set()  # stages with something under way or due: the others need no look
+        self._moving: set[int] = set()  # stages with something under way or due; only these are looked at
         for record, stage in zip(self.records, plan.stages, strict=True):
             record.span = ON_DEVICE if stage.updated_there else stage.weights_ram
 
     # ---- waiting -------------------------------------------------------------------------------------------------
 
     def wait_until(self, done: Callable[[], bool], cause: str) -> None:
-        """Returns when `done()`; meanwhile everything keeps moving. The time is a stall of `cause`."""
+        """Returns when `done()` is true; meanwhile everything keeps moving. The time is a stall of `cause`."""
         self.advance()
         if not done():
             self._runner.wait(done, cause)
@@ -73,7 +73,7 @@ class Residency:
             record.gradient_read = None
         if record.fetch is not None and self.transfers.poll(record.fetch) is not None:
             record.fetch = None
-            self._free_if_idle(record)  # who asked for it may have let go meanwhile
+            self._free_if_idle(record)  # the visit that asked for it may have let go meanwhile
         if record.update is not None:
             result = self.transfers.poll(record.update)
             if result is not None:
@@ -84,7 +84,8 @@ class Residency:
     # ---- weights -------------------------------------------------------------------------------------------------
 
     def try_prefetch(self, visit: Visit) -> bool:
-        """Starts what `visit` needs, if a slot is free now. False: nothing was started, try later."""
+        """Starts what `visit` needs if a slot is free now. Returns False if nothing was started; the caller tries again
+        later."""
         record = self._computed_with(visit)
         if record is None:
             return True
@@ -95,7 +96,7 @@ class Residency:
         return True
 
     def _computed_with(self, visit: Visit) -> Record | None:
-        """Returns the stage whose weights the visit needs; None where it needs none."""
+        """Returns the stage whose weights the visit needs, or None if it needs none."""
         return None if visit.owner is None or not self.model.stages[visit.owner].params else self.records[visit.owner]
 
     def needs_slot(self, visit: Visit) -> bool:
@@ -108,13 +109,13 @@ class Residency:
         return visit.owner is not None and self.records[visit.owner].slotted
 
     def take_slot(self, visit: Visit) -> None:
-        """Gives the visit a span for its weights; what is missing there is on its way."""
+        """Gives the visit a span for its weights. If they are missing, their transfer has started."""
         if visit.owner is not None:
             kind = self.model.stages[visit.owner].kind
             self.wait_until(lambda: self.try_prefetch(visit), f"a slot for the weights of the {kind}")
 
     def acquire(self, visit: Visit) -> Span | None:
-        """Returns the span holding the weights this visit computes with, of the right generation."""
+        """Returns the span with the weights of the right generation for this visit."""
         record = self._computed_with(visit)
         if record is None:
             return None
@@ -136,7 +137,7 @@ class Residency:
             self.let_go(record)
 
     def hold(self, record: Record) -> None:
-        """Adds one holder of the span. An update that is due may begin."""
+        """Adds one holder of the span. An update that is due may start now."""
         record.held += 1
         self._moving.add(record.stage)
 
@@ -187,7 +188,7 @@ class Residency:
         record.gradients = "resting"
         if plan.gradients_extent is None or record.gradient_slot is None:
             return
-        if self.plan.store_mode == "redo":  # a manifest may still name what rests there
+        if self.plan.store_mode == "redo":  # a manifest may still name the gradients that rest there
             self.wait_until(lambda: self._runner.durable(stage) >= record.turn, "commit of the step before")
         self._moving.add(stage)
         record.gradient_write = self.transfers.write(
@@ -199,7 +200,8 @@ class Residency:
         )
 
     def try_resume_gradients(self, stage: int) -> bool:
-        """Starts reading resting gradients back, to continue their sum. False: they do not rest yet, or no slot is free."""
+        """Starts reading resting gradients back, to continue their sum. Returns False if they do not rest yet, or if no slot is
+        free."""
         record, plan = self.records[stage], self.plan.stages[stage]
         if record.gradients == "resumed":
             return True
@@ -223,7 +225,8 @@ class Residency:
         return True
 
     def resume_gradients(self, stage: int) -> Span:
-        """Returns the span of gradients that rested, to continue their sum. Reading them back must have been started."""
+        """Returns the span of gradients that rested, to continue their sum, once they are there. `try_resume_gradients` has
+        started reading them."""
         record, plan = self.records[stage], self.plan.stages[stage]
         assert record.gradients == "resumed"
         self.wait_until(lambda: record.gradient_read is None, f"gradients of the {self.model.stages[stage].kind}")
@@ -239,7 +242,7 @@ class Residency:
     # ---- updates -------------------------------------------------------------------------------------------------
 
     def update_now(self, stage: int, due: object) -> None:
-        """Starts AdamW with complete gradients, once no crash needs what it overwrites."""
+        """Starts AdamW with complete gradients, once nothing that it overwrites is needed after a crash."""
         record = self.records[stage]
         if not self._may_follow(record):
             self.wait_until(lambda: self._may_follow(record), "commit of the step before")
@@ -247,7 +250,7 @@ class Residency:
         self._submit_due(record)
 
     def update_later(self, due: object) -> None:
-        """Defers the update of every such stage to before its first visit of the next step (or when drained)."""
+        """Defers the update of every such stage to its first visit in the next step, or to `drain`."""
         self.due = due
         for record, stage in zip(self.records, self.model.stages, strict=True):
             if stage.params and self.plan.stages[stage.index].deferred:
@@ -255,7 +258,7 @@ class Residency:
                 self._moving.add(record.stage)
 
     def update_again(self, stages: Collection[int], due: object) -> None:
-        """Updates stages of a resumed run again, with their gradients, which rest on the ssd."""
+        """Repeats updates of stages of a resumed run, with their gradients, which rest on the ssd."""
         self.due = due
         self._reached[self.commits.base] = self._owners - len(stages)
         for stage in stages:
@@ -274,7 +277,7 @@ class Residency:
         )
 
     def _may_follow(self, record: Record) -> bool:
-        """Returns whether what the record's update overwrites is no longer needed."""
+        """Tells whether what the record's update overwrites is no longer needed."""
         if not self.commits.is_named(record.generation):
             return True
         ring = self.plan.stages[record.stage].ring
@@ -310,7 +313,8 @@ class Residency:
             self._runner.completed(generation)
 
     def let_go_of_all(self) -> None:
-        """Forgets a step that was given up: nobody needs a span or its gradients. Updates due or under way go on."""
+        """Forgets a step that was given up: no visit needs a span or its gradients any more. Updates that are due or under way
+        go on."""
         self.wait_until(
             lambda: all(
                 record.fetch is None and record.gradient_write is None and record.gradient_read is None
@@ -346,7 +350,7 @@ class Residency:
 
 
 def _gradients_home(plan: StagePlan) -> Span | None:
-    """Returns where a stage's gradients are summed, wherever they rest; None where they take a slot."""
+    """Returns where a stage's gradients are summed if they have a home; None if they take a slot."""
     return ON_DEVICE if plan.updated_there else plan.gradients_ram
 
 
@@ -360,6 +364,6 @@ def _sharing(model: ModelSpec, plan: Plan) -> dict[int, list[int]]:
 
 
 def _has_work(record: Record) -> bool:
-    """Returns whether a transfer of the record is under way, or an update is due and something holds its span."""
+    """Tells whether a transfer of the record is under way, or an update is due and something holds its span."""
     under_way = (record.fetch, record.update, record.gradient_write, record.gradient_read)
     return any(ticket is not None for ticket in under_way) or (record.due is not None and record.held > 0)

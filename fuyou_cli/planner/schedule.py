@@ -1,14 +1,14 @@
-"""Lists one training step as visits in order. The executor follows it and the simulator runs it; no other description of a step
-exists.
+"""Lists one training step as visits in order. The executor follows the list and the simulator runs it. A step has no other
+description.
 
-A visit is one pass over one stage. The order is forward through all stages, the head (forward and backward at once),
-then backward through all stages. A head cut along the vocabulary is passed over twice: "logits" folds the loss of every
-token over the pieces, "head" differentiates piece by piece, in reverse, so that it begins with weights just used. A step of
-several sweeps does all this for one group of micro-batches after the other; gradients rest in between, and the last sweep's
-backward hands them to the updates.
+A visit is one pass over one stage. The order is forward through all stages, the head (forward and backward at once), then
+backward through all stages. A head cut along the vocabulary has two passes: "logits" folds the loss of every token over the
+pieces; "head" differentiates piece by piece in reverse, so that it begins with weights just used. A step of several sweeps does
+all this for one group of micro-batches after the other. Gradients rest in between, and the last sweep's backward hands them to
+the updates.
 
-Weights come from the ssd unless they rest in RAM or were kept since the visit before; updates run after a stage's backward, or,
-where they are deferred, before its forward in the next step.
+Weights come from the ssd unless they rest in RAM or were kept since the visit before. Updates run after a stage's backward, or,
+if deferred, before its forward in the next step.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ Pass = Literal["forward", "logits", "head", "backward"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Visit:
-    """Describes one pass over one stage in a steady-state step. `owner` is the stage whose weights are computed with (the
-    embedding for a tied head). Byte counts are store traffic."""
+    """Describes one pass over one stage in a steady-state step. `owner` is the stage whose weights compute uses (the embedding
+    for a tied head). Byte counts are store traffic."""
 
     index: int
     phase: Pass
     stage: int
-    owner: int | None  # None: no weights needed at all
+    owner: int | None  # None: the visit needs no weights
     fetch: bool  # weights are read from the store for this visit
     keep: bool  # weights stay in their slot until the owner's next visit
     update: Literal["none", "before", "after"]
     stash: bool  # the input boundary is kept for backward
     take: bool  # the input boundary is needed again
     sum_gradients: bool
-    rest: bool  # what was summed goes to rest at the gradients' home, until the owner's own backward
-    resume: bool  # sums on to gradients that rest there
+    rest: bool  # the sum goes to the gradients' home until the owner's own backward
+    resume: bool  # continues the sum that rests there
     flops: float
     sweep: int = 0
-    is_final: bool = True  # in the step's last sweep: what is summed is complete, but for a second user's share
+    is_final: bool = True  # in the step's last sweep: the sum is complete, except for a second user's share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +64,8 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
+    """Holds the visits of a step, and the store bytes that they move."""
+
     visits: tuple[Visit, ...]
     traffic: Traffic
 
@@ -77,7 +79,7 @@ def expand(
     commit_every: int | None,
     sweeps: int = 1,
 ) -> Schedule:
-    """Returns the steady-state step (states no longer all zero, gradients of every stage present)."""
+    """Returns the steady-state step: states are no longer all zero, and every stage has gradients."""
     order = [(sweep, *visit) for sweep in range(sweeps) for visit in _order(model, stages, is_final=sweep == sweeps - 1)]
     uses: dict[int | None, list[int]] = {}
     for index, (_, _, _, owner) in enumerate(order):
@@ -116,6 +118,7 @@ def recommitted(model: ModelSpec, stages: tuple[StagePlan, ...], schedule: Sched
 
 
 def plan_schedule(model: ModelSpec, plan: Plan) -> Schedule:
+    """Returns the steady-state step of a plan."""
     return expand(
         model,
         stages=plan.stages,
@@ -127,8 +130,8 @@ def plan_schedule(model: ModelSpec, plan: Plan) -> Schedule:
 
 
 def _order(model: ModelSpec, stages: tuple[StagePlan, ...], *, is_final: bool) -> list[tuple[Pass, int, int | None]]:
-    """Lists (phase, stage, owner of the weights) of a sweep. An embedding's backward has weights only where its update follows
-    at once."""
+    """Lists (phase, stage, owner of the weights) for a sweep. An embedding's backward has weights only if its update follows at
+    once."""
     body = [stage for stage in model.stages if stage.kind != "head"]
     heads = [stage.index for stage in model.stages if stage.kind == "head"]
     order: list[tuple[Pass, int, int | None]] = [("forward", stage.index, stage.index) for stage in body]
@@ -142,7 +145,8 @@ def _order(model: ModelSpec, stages: tuple[StagePlan, ...], *, is_final: bool) -
 
 
 def _distances(uses: list[int], index: int, visits: int) -> tuple[int, int]:
-    """Counts visits since the same weights were used, and until they are again. `uses`: the visits that use them, in order."""
+    """Counts the visits since the same weights were used last, and until they are used next. `uses`: the visits that use them,
+    in order."""
     place = uses.index(index)
     since = index - uses[place - 1] + (visits if place == 0 else 0)
     until = uses[(place + 1) % len(uses)] - index + (visits if place == len(uses) - 1 else 0)
@@ -152,7 +156,8 @@ def _distances(uses: list[int], index: int, visits: int) -> tuple[int, int]:
 def _update(
     model: ModelSpec, stages: tuple[StagePlan, ...], owner: int | None, uses: list[int], index: int
 ) -> Literal["none", "before", "after"]:
-    """Says whether AdamW runs before this visit (its first of the step, if deferred) or after it (its last)."""
+    """Tells whether AdamW runs before this visit (if deferred: before its first of the step) or after it (its last), or
+    neither."""
     if owner is None or model.stages[owner].params == 0:
         return "none"
     if stages[owner].deferred:
@@ -165,13 +170,13 @@ def _flops(model: ModelSpec, phase: Pass, stage: int, kept: tuple[int, ...]) -> 
     forward = model.stages[stage].forward_flops
     if model.stages[stage].kind == "embedding":
         return 0.0
-    # backward = recompute of what is needed and was not kept + twice forward; a head in one visit computes its logits once
+    # Backward = recompute of what is needed and was not kept, plus twice forward. A head in one visit computes its logits once.
     spared = spared_flops(model.stages[stage], kept) if phase == "backward" else 0.0
     return {"forward": 1, "logits": 1, "head": 3, "backward": 3}[phase] * forward - spared
 
 
 def written_by_update(model: ModelSpec, plan: StagePlan, commit_every: int | None) -> tuple[int, int]:
-    """Returns bytes of weights and states that one stage's update writes to the store, on the average of all steps."""
+    """Returns the bytes of weights and of states that one stage's update writes to the store, averaged over all steps."""
     params = model.stages[plan.stage].params
     weights, states = ITEM_SIZE[model.compute_dtype] * params, model.state_item * params
     in_ram = commit_every or 0
@@ -217,7 +222,7 @@ def phase_traffic(
     stages: tuple[StagePlan, ...],
     commit_every: int | None,
 ) -> tuple[int, int]:
-    """Returns store bytes read and written by these visits and by the updates of these stages."""
+    """Returns the store bytes that these visits, and the updates of these stages, read and write."""
     item = ITEM_SIZE[model.compute_dtype]
     read = written = 0
     for visit in visits:

@@ -1,15 +1,15 @@
-"""Finds the fastest plan of a family of choices, by simulation, that is worth what it writes.
+"""Finds the fastest plan of a family of choices, by simulation, that is worth the bytes it writes.
 
-To place a choice is cheap, and gives a bound that its step cannot beat and an estimate of it. The likeliest is simulated first.
-Around a choice that turns out best so far every other value of each of its knobs is placed and simulated in its turn. The
-search ends where nothing left can be better by its bound, where many simulations in a row found nothing better, or at a fixed
-amount of work, whatever the size of the model. No clock is read: the same inputs give the same plan.
+Placing a choice is cheap. It gives a lower bound and an estimate of the step. The likeliest choice is simulated first. When a
+choice is the best so far, the other values of each of its knobs are placed and simulated in turn. The search ends when no
+choice left can be better by its bound, when many simulations in a row found nothing better, or after a fixed amount of work
+that does not depend on the model's size. It reads no clock: the same inputs give the same plan.
 
-Of a small family every choice is placed, and as a rule all are simulated that their bounds do not rule out: then the best is
-the best of all, and `complete` says so. Of a hundred stages a few dozen choices are placed and eight simulated. A search that
-is limited like that finds, of small families, a step at most `NEAR` longer than the best (tests/planner/test_search.py).
+In a small family every choice is placed, and usually all are simulated that their bounds do not rule out. Then the best is the
+best of all, and `complete` says so. For a hundred stages a few dozen choices are placed and eight simulated. On small families
+such a limited search finds a step at most `NEAR` longer than the best (tests/planner/test_search.py).
 
-Where the fastest choice spends drives for little, those that do not are searched in the same way (`sparing`).
+If the fastest choice spends drives for little, the choices that do not are searched in the same way (`sparing`).
 """
 
 from __future__ import annotations
@@ -30,35 +30,38 @@ from .search_state import Alternative, Effort, SearchState
 from .sparing import Sparing, balanced, spared
 from .swept import Swept
 
-SMALL, SMALL_STAGES = 66_000, 30  # stages of all choices, and of a model, whose family is placed whole: a second as well
-NEAR = 0.05  # of the step: nearly always it is the best itself
+# Limits on the stages of all choices and of one model up to which a whole family is placed, which takes about a second.
+SMALL, SMALL_STAGES = 66_000, 30
+NEAR = 0.05  # share of the step; nearly always the search finds the best itself
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """What a search found."""
+    """Holds what a search found."""
 
     best: Alternative
-    fastest: Alternative  # whatever it writes: what `offload.wear: ignore` takes
+    fastest: Alternative  # whatever it writes; `offload.wear: ignore` takes this one
     others: tuple[Alternative, ...]  # simulated ones first, then by bound
     complete: bool  # no choice of the family is better
     placed: int  # stages of all choices placed
-    visits: int  # simulated
+    visits: int  # visits simulated
 
 
 def search(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, *, effort: Effort | None = None) -> Found:
-    """Finds the best choice and those that lost. Raises PlanError where nothing fits.
+    """Finds the best choice and those that lost. Raises PlanError if nothing fits.
 
-    `effort`: "limited" places and simulates few, "placed" places every choice, "exhaustive" simulates all that may be the best.
+    `effort`: "limited" places and simulates few choices, "placed" places all, "exhaustive" simulates all that may be the best.
     """
     choices = family(model, request)
-    if hardware.measured == "assumed":  # a guess may be far off: it is no reason to write more to a drive
+    if hardware.measured == "assumed":  # rates that are guesses may be far off, so they cannot justify writing more to a drive
         choices = replace(choices, activations=(0.0,), swap=choices.swap[:1])
     placing = Placing(model, hardware, request)
     stages = len(model.stages)
     is_small = stages <= SMALL_STAGES and len(choices) * stages <= SMALL
     effort = effort or ("placed" if is_small else "limited")
-    for with_room in (True, False):  # what overflows disk or device is refused by name, by who knows what is there already
+    # Plans without room on disk or device come second; the caller, who knows what is there already, refuses them with a clear
+    # error.
+    for with_room in (True, False):
         looking = SearchState(placing=placing, pipelines=choices.pipelines, with_room=with_room, effort=effort)
         with _uncollected():
             complete = _explored(looking, choices)
@@ -80,7 +83,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def fastest(model: ModelSpec, hardware: HardwareProfile, request: PlanRequest) -> Plan:
-    """Returns the best choice's plan, with what its step takes. Raises PlanError where nothing fits."""
+    """Returns the best choice's plan, with what its step takes. Raises PlanError if nothing fits."""
     return timed(search(model, hardware, request).best, model, hardware, request)
 
 
@@ -104,7 +107,7 @@ def _found(every: SearchState, choices: Family, *, complete: bool) -> Found:
 
 
 def _with_sweeps(every: SearchState, choices: Family, found: Found) -> Found:
-    """Returns the same with a faster plan of several sweeps, if there is one."""
+    """Returns the result with a faster plan of several sweeps, if there is one."""
     swept = Swept(every.placing, choices, found.best, every.with_room)
     swept.look()
     if not swept.seen:

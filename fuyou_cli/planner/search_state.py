@@ -13,29 +13,29 @@ from .place import Placed, Placing
 from .simulate import STEPS, simulate
 from .timeline import Timeline
 
-MOST_PLACED = 6_000  # stages of choices that one search places at most: a second on an old core, with the simulations
-MOST_VISITS = 5_800  # of all steps that one search simulates at most
-SHORTER = 0.2  # of both, that a search after another takes at most
-GAIN = 1e-3  # of the step: a choice that asks for more must be faster by more
-_LEAST = 4  # simulations, however large the model is
-_PATIENCE = 5_000  # visits simulated in a row that find nothing better,
-_TRIES = 8  # in so many simulations
-_ALIKE = 6  # simulations in vain, after which something else is tried as well
-_AGAIN = 4  # what it costs to place a choice is this many times what it costs where it comes to a plan known already
+MOST_PLACED = 6_000  # limit on stages of choices that one search places: a second on an old core, with the simulations
+MOST_VISITS = 5_800  # limit on visits that one search simulates, over all steps
+SHORTER = 0.2  # share of both limits for a search that follows another
+GAIN = 1e-3  # share of the step; a choice that needs more memory must be faster by more than this
+_LEAST = 4  # simulations that are always allowed, however large the model
+_PATIENCE = 5_000  # visits simulated in a row without a better choice, and
+_TRIES = 8  # simulations in a row without a better choice, after which the search ends
+_ALIKE = 6  # simulations in a row without a better choice, after which other choices are tried as well
+_AGAIN = 4  # placing a new plan costs this many times as much as placing a choice that leads to a known plan
 
 Effort = Literal["limited", "placed", "exhaustive"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Alternative:
-    """A choice that fits, with what is known about it so far. Seconds per step."""
+    """Describes a choice that fits, with what is known about it so far. Seconds are per step."""
 
     choice: Choice
     plan: Plan
-    bound: float = 0.0  # that its step cannot beat
+    bound: float = 0.0  # no step of it is faster
     estimate: float = 0.0
-    commits: float = 0.0  # of these, by commits that are more than a step apart
-    timeline: Timeline | None = None  # without such commits; None: ruled out by its bound, or not come to
+    commits: float = 0.0  # the part of these that commits take, if they are more than a step apart
+    timeline: Timeline | None = None  # without such commits; None: ruled out by its bound, or not simulated yet
 
     @property
     def seconds(self) -> float:
@@ -48,25 +48,26 @@ def _any(choice: Choice, plan: Plan) -> bool:
 
 @dataclass(slots=True)
 class SearchState:
-    """What a search has seen so far. Each choice is placed once, and each plan is simulated once."""
+    """Holds what a search has seen so far. Each choice is placed once, and each plan is simulated once."""
 
     placing: Placing
     pipelines: tuple[tuple[int, int], ...]
-    with_room: bool  # only plans that disk and device have room for
+    with_room: bool  # accept only plans that disk and device have room for
     effort: Effort
-    allows: Callable[[Choice, Plan], bool] = _any  # what it does not is passed over
-    share: float = 1.0  # of what a search places and simulates at most
+    allows: Callable[[Choice, Plan], bool] = _any  # the search skips all others
+    share: float = 1.0  # share of the limits of a search
     placed: int = 0
     visits: int = 0
-    in_vain: int = 0  # of the visits, since the best was found
-    best: Alternative | None = None  # the fastest
+    in_vain: int = 0  # visits simulated since the best was found
+    best: Alternative | None = None  # the fastest so far
     pool: dict[Placed, Alternative] = field(default_factory=dict)
     _seen: set[Placed] = field(default_factory=set, init=False)
     _tried: set[Choice] = field(default_factory=set, init=False)
     _looked_around: set[Choice] = field(default_factory=set, init=False)
     _simulations: int = field(default=0, init=False)
-    _values: dict[tuple[str, object], int] = field(default_factory=dict, init=False)  # of knobs: how often simulated
-    _longer: dict[tuple[int, int], list[float]] = field(default_factory=dict, init=False)  # by pipeline: steps / estimates
+    _values: dict[tuple[str, object], int] = field(default_factory=dict, init=False)  # knob and value -> how often simulated
+    # Pipeline -> ratios of simulated steps to estimates.
+    _longer: dict[tuple[int, int], list[float]] = field(default_factory=dict, init=False)
 
     # ---- placing -------------------------------------------------------------------------------------------------------
 
@@ -104,13 +105,13 @@ class SearchState:
         return has_room and self.allows(choice, plan)
 
     def among(self, allows: Callable[[Choice, Plan], bool]) -> SearchState:
-        """Returns a shorter search, only of what `allows` accepts, that starts with what this one has seen."""
+        """Returns a shorter search that sees only what `allows` accepts. It starts with what this one has seen."""
         other = replace(self, allows=allows, share=SHORTER, pool={}, best=None, placed=0, visits=0, in_vain=0)
         other.learn_from(self)
         return other
 
     def learn_from(self, other: SearchState) -> None:
-        """Takes over what another search with the same placing has seen, where this one allows it."""
+        """Takes over what another search with the same placing has seen, if this one allows it."""
         for key, found in other.pool.items():
             known = self.pool.get(key)
             if not self._fits(found.choice, found.plan) or (known is not None and known.timeline is not None):
@@ -134,7 +135,7 @@ class SearchState:
     # ---- simulating ----------------------------------------------------------------------------------------------------
 
     def likeliest(self) -> tuple[Placed | None, bool]:
-        """Returns the choice not simulated yet that is likeliest to be fast, and whether it is likely to be the best."""
+        """Returns the likeliest fast choice that is not simulated yet, and whether it is likely to be the best."""
         expected = self._expectation()
         left = {found.choice: (expected(found), key) for key, found in self.pool.items() if self._may_win(found)}
         if not left:
@@ -151,25 +152,25 @@ class SearchState:
         return lambda found: max(found.bound, found.estimate * longer[found.choice.lookahead, found.choice.gradient_slots])
 
     def _known_of(self, choice: Choice) -> int:
-        """Returns how often the least simulated value of the choice's knobs was simulated. Wrong estimates are wrong for all
-        similar choices, so every second choice simulated is one with a value that few had before."""
+        """Returns how often the least simulated of the choice's values was simulated. A wrong estimate is wrong for all similar
+        choices, so every second simulation takes a choice with a value that few had before."""
         return min(self._values.get(value, 0) for value in choice.values())
 
     def _longer_with(self, place: int) -> float:
-        """Returns the ratio of simulated steps to their estimates, with this pipeline or the next larger one. With fewer
-        slots, more work waits for them."""
+        """Returns the ratio of simulated steps to their estimates, for this pipeline or the next larger one. With fewer slots,
+        more work waits for them."""
         known = [self._longer[pipeline] for pipeline in self.pipelines[place:] if pipeline in self._longer]
         return sum(known[0]) / len(known[0]) if known else 1.0
 
     def knows_all_of(self, choices: Family) -> bool:
-        """Returns whether every choice was placed and none that is left can win."""
+        """Tells whether every choice was placed and none that is left can win."""
         return len(self._tried) == len(choices) and not any(self._may_win(found) for found in self.pool.values())
 
     def _may_win(self, found: Alternative) -> bool:
         return found.timeline is None and (self.best is None or found.bound < self.best.seconds)
 
     def is_patient(self) -> bool:
-        """Returns whether the search should go on: the best so far may not be the best."""
+        """Tells whether the search should go on because a better choice is still likely."""
         return self.effort != "limited" or self.in_vain < max(_PATIENCE, _TRIES * self._one)
 
     @property
@@ -178,7 +179,7 @@ class SearchState:
         return 2 * len(self.placing.model.stages) * STEPS
 
     def may_simulate(self) -> bool:
-        """Returns whether one more simulation stays within the search's limits."""
+        """Tells whether one more simulation stays within the search's limits."""
         one = self._one
         return self.effort == "exhaustive" or self.visits + one <= self.share * max(MOST_VISITS, _LEAST * one)
 
@@ -188,7 +189,7 @@ class SearchState:
         timeline = simulate(placing.model, placing.hardware, found.plan, key.schedule, costs=placing.costs)
         visits = STEPS * len(key.schedule.visits)
         self.visits, self.in_vain = self.visits + visits, self.in_vain + visits
-        # Of thousands of jobs, which nobody asks a search for, nothing is kept.
+        # A search needs none of the thousands of jobs, so they are dropped.
         found = self.pool[key] = replace(found, timeline=replace(timeline, work=(), asked=()))
         pipeline = (found.choice.lookahead, found.choice.gradient_slots)
         self._longer.setdefault(pipeline, []).append(found.seconds / found.estimate if found.estimate else 1.0)
@@ -201,8 +202,8 @@ class SearchState:
     # ---- the end -------------------------------------------------------------------------------------------------------
 
     def cheapest(self, *, at_most: float = inf) -> Alternative:
-        """Returns, among the choices about as fast as the fastest and not slower than `at_most` (seconds), the one that asks
-        for least."""
+        """Returns the choice that needs least among those about as fast as the fastest and not slower than `at_most`
+        (seconds)."""
         assert self.best is not None
         return min(self.simulated_within(min(self.best.seconds * (1 + GAIN), at_most)), key=asked_for)
 

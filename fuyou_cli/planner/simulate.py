@@ -11,11 +11,12 @@ from .schedule import Schedule
 from .simulated_machine import Sharing, VirtualMachine
 from .timeline import Timeline
 
-STEPS = 3  # simulated, the last one being the answer: the second is up to 1.4 % off where few updates are deferred
+STEPS = 3  # steps simulated; the last one counts. The second is up to 1.4 % off if few updates are deferred
 
 
 def sharing_of(hardware: HardwareProfile, plan: Plan, costs: Costs) -> Sharing:
-    """Tells what is shared: on device cpu compute and updates share the cores unless there are more than compute takes."""
+    """Tells how compute and updates share the cores. On device cpu they share them unless there are more cores than compute
+    takes."""
     threads, at_once = plan.io.update_threads, costs.updates_at_once
     if plan.device == "cuda":
         return Sharing(updates_at_once=at_once)
@@ -42,11 +43,11 @@ def simulate(
     batch_on_device: bool = False,
     commits: bool = False,
 ) -> Timeline:
-    """Returns the last of `steps` steps. Where commits are more than a step apart it has none, unless `commits` are to be
-    where the plan has them. `costs`: of the plan, kept from one simulation to the next.
+    """Returns the last of `steps` steps. If commits are more than a step apart, it contains none, unless `commits` puts them
+    where the plan has them. `costs`: the plan's, reused from one simulation to the next.
 
-    For steps of other systems than fuyou: `state_bytes` per parameter beside the weights, and `batch_on_device` where stages
-    hand their results on there, so that all copies run beside compute.
+    Two arguments describe steps of other systems than fuyou: `state_bytes` per parameter beside the weights, and
+    `batch_on_device`, which keeps whole-batch tensors on the device, so that all copies run beside compute.
     """
     costs = costs or Costs.of(model, hardware, plan)
     machine = VirtualMachine(costs.hardware, sharing_of(costs.hardware, plan, costs), costs.speeds)
@@ -76,7 +77,7 @@ def simulate(
 
 
 class _Before:
-    """What had happened when the step began."""
+    """Holds what had happened when the step began."""
 
     def __init__(self, run: Imagined) -> None:
         self.in_use, self.stalls = dict(run.machine.in_use), dict(run.residency.stalls)
@@ -84,7 +85,7 @@ class _Before:
 
 
 def _step(run: Imagined, number: int, visits: int) -> float:
-    """Runs one step, the first being number 1; returns the seconds of forward, of all sweeps."""
+    """Runs one step (the first has number 1). Returns the seconds of forward, over all sweeps."""
     run.generation, forward, begin = number, 0.0, run.machine.now
 
     def update(stage: int) -> None:
@@ -94,7 +95,7 @@ def _step(run: Imagined, number: int, visits: int) -> float:
             run.residency.update_now(stage, True)
 
     run.lookahead.begin_step(last=False)
-    sweep, turn = 0, begin  # when its forward was over
+    sweep, turn = 0, begin  # when the sweep's forward ended
     for _ in range(visits):
         before = run.machine.now
         visit = run.visit(update=update)

@@ -1,13 +1,13 @@
-"""Runs jobs on a machine that exists on paper: each takes the time its rates say, and jobs under way at once share them.
+"""Simulates a machine that runs jobs. Each job takes the time its rates say, and jobs that run at once share the rates.
 
-Time jumps from one completion to the next. In between every job moves at a constant speed, all its parts in step (an
-update reads, computes and writes chunk by chunk, so it is as fast as the slowest of the three). Jobs are served by
-priority, then in order of arrival, as the daemon serves them; what a job cannot use is left to the next.
+Time jumps from one completion to the next. In between every job moves at a constant speed, all its parts in step: an update
+reads, computes and writes chunk by chunk, so it is as fast as the slowest of the three. Jobs are served by priority, then in
+order of arrival, like the daemon does. What a job cannot use is left to the next.
 
-Reading and writing at once interfere, and so do copies to a device and back: each is held to its mixed rate while the other
-runs at its own, and gets back in proportion what the other leaves. An unknown mixed rate (zero) is the rate alone, and work
-of a resource without any rate takes no time. On device cpu compute and updates share cores: what one update thread takes,
-compute loses (all its threads wait for the slowest).
+Reading and writing at once slow each other down, and so do copies to a device and back. While both run, each gets its mixed
+rate, plus part of what the other leaves. If the mixed rate is unknown (zero), it is the rate alone. Work of a resource without
+any rate takes no time. On device cpu compute and updates share cores: compute loses what one update thread takes, because all
+its threads wait for the slowest.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from typing import Literal
 from ..spec.hardware import HardwareProfile
 
 Resource = Literal["compute", "update", "ssd read", "ssd write", "h2d", "d2h"]
-# What a job takes, all at once: bytes of transfers, seconds of one update thread, or seconds of compute, which is a job of its
-# own; with nothing beside it.
+# What a job takes, all parts at once: bytes of transfers, seconds of one update thread, or seconds of compute (always a job of
+# its own). Times are those without any other job.
 Parts = tuple[tuple[Resource, float], ...]
 
-_PAIRS: tuple[tuple[Resource, Resource], ...] = (("ssd read", "ssd write"), ("h2d", "d2h"))  # in each other's way
-_DONE = 1e-12  # of a job: left over by rounding
-_LEAST_COMPUTE = 0.05  # of its rate: compute never stands still beside updates and transfers, however busy the cores
+_PAIRS: tuple[tuple[Resource, Resource], ...] = (("ssd read", "ssd write"), ("h2d", "d2h"))  # pairs that slow each other down
+_DONE = 1e-12  # share of a job that is only a rounding error
+_LEAST_COMPUTE = 0.05  # share of its rate that compute keeps beside updates and transfers, however busy the cores
 _HALVINGS, _CLOSE = 8, 0.002
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Done:
-    """A finished job: when it first moved, and when it ended."""
+    """Describes a finished job: when it first moved, and when it ended."""
 
     what: str
     stage: int
@@ -53,7 +53,7 @@ class _Job:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Speeds:
-    """The speed of every job, in order, and the share of each resource that they use together."""
+    """Holds the speed of every job, in order, and the share of each resource that they use together."""
 
     jobs: tuple[float, ...]
     shares: dict[Resource, float]
@@ -61,31 +61,32 @@ class _Speeds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharing:
-    """How compute and updates slow each other down. On a device with its own cores they do not."""
+    """Describes how compute and updates slow each other down. On a device with its own cores they do not."""
 
-    compute_left: float = 1.0  # of compute's rate while update threads run at full speed beside it
-    update_left: float = 1.0  # of an update's rate while compute runs
+    compute_left: float = 1.0  # share of its rate that compute keeps while update threads run at full speed
+    update_left: float = 1.0  # share of its rate that an update keeps while compute runs
     io_cores: float = 0.0  # seconds of compute lost per byte moved
-    updates_at_once: float = 1.0  # how much faster all update threads are than one: an update is cut into chunks for all
+    updates_at_once: float = 1.0  # how much faster all update threads are than one; an update is cut into chunks for all
 
 
 @dataclass(slots=True)
 class VirtualMachine:
-    """Runs jobs; `now` is in seconds. `in_use` sums, by resource, seconds times the share of it that is in use."""
+    """Runs jobs. `now` is in seconds. `in_use` sums, by resource, seconds times the share of it that is in use."""
 
     hardware: HardwareProfile
     sharing: Sharing
-    known: dict[tuple[Parts, ...], _Speeds] = field(default_factory=dict)  # blocks alike make the same jobs again and again
+    # A cache: equal blocks make the same jobs again and again.
+    known: dict[tuple[Parts, ...], _Speeds] = field(default_factory=dict)
     now: float = 0.0
     in_use: dict[Resource, float] = field(default_factory=dict)
     log: list[Done] = field(default_factory=list)
     _jobs: list[_Job] = field(default_factory=list)
     _finished: set[int] = field(default_factory=set)
     _tickets: int = 0
-    _stale: bool = True  # speeds do not fit the jobs any more
-    _shares: dict[Resource, float] = field(default_factory=dict)  # share of what each resource can do now
+    _stale: bool = True  # the jobs have changed since their speeds were set
+    _shares: dict[Resource, float] = field(default_factory=dict)  # share of each resource that is in use now
     _alone: dict[Resource, float] = field(default_factory=dict)
-    _mixed: dict[Resource, float] = field(default_factory=dict)  # while the other of the pair moves
+    _mixed: dict[Resource, float] = field(default_factory=dict)  # rate while the other of the pair moves
 
     def __post_init__(self) -> None:
         machine = self.hardware
@@ -114,18 +115,18 @@ class VirtualMachine:
         return self._tickets
 
     def collect(self, ticket: int) -> bool:
-        """Returns whether the job is done. A finished job is forgotten."""
+        """Tells whether the job is done, and then forgets it."""
         if ticket not in self._finished:
             return False
         self._finished.discard(ticket)
         return True
 
     def is_done(self, ticket: int) -> bool:
-        """Returns whether the job is done, without forgetting it: several may wait for it."""
+        """Tells whether the job is done, without forgetting it: several may wait for it."""
         return ticket in self._finished
 
     def advance(self) -> None:
-        """Advances to the next completion. Raises RuntimeError where nothing moves: somebody waits for what never comes."""
+        """Advances to the next completion. Raises RuntimeError if nothing moves, because something waits for ever."""
         if self._stale:
             self._allot()
         ahead = min((job.left / job.speed for job in self._jobs if job.speed > 0), default=None)
@@ -207,9 +208,9 @@ class VirtualMachine:
     def _settle(
         self, pair: tuple[Resource, Resource], rates: dict[Resource, float], used: dict[Resource, float]
     ) -> dict[Resource, float]:
-        """Settles both directions: one that does not take all of its mixed rate leaves the other more than its own: at most
-        what lies on the line from both mixed rates to one direction alone. What a job then takes of both moves that line's
-        point, so it is looked for in a few halvings."""
+        """Settles two directions that slow each other down. If one does not take all of its mixed rate, the other gets more
+        than its own: at most the point on the line between both mixed rates and one direction alone. What a job takes of both
+        moves that point, so a few halvings find it."""
         alone, mixed = self._alone, self._mixed
         if all(alone[name] == mixed[name] for name in pair):
             return used

@@ -1,22 +1,26 @@
-"""Says what drives are spent for (`offload.wear`): a plan that writes more has to be worth it.
+"""Decides when a plan may write more to the drives (`offload.wear`): only if the time it saves is worth it.
 
-A plan *spends* drives where it writes more than it must:
+A plan *spends* drives if it writes more than it must. Both are measured against plans that keep no outputs and fill RAM in the
+usual order:
 
-- more bytes of boundaries, with the outputs that rest with them, than the plan of the same pipeline that keeps no outputs and
-  fills RAM in the usual order. Boundaries that have no room there are necessary; swapped outputs are not, nor boundaries whose
-  place outputs or states took;
-- or in all over `ALIKE` more bytes than such a plan with as little in flight as can be.
+- it writes more bytes of boundaries (with the outputs that rest with them) than the plan of the same pipeline. Boundaries that
+  do not fit in RAM are necessary. Swapped outputs are not, and neither are boundaries whose place in RAM outputs or states
+  took;
+- or it writes over `ALIKE` more bytes in all than the plan of the smallest pipeline.
 
-`spare` takes the fastest plan that does not spend, if it is at most `WORTH` slower than the fastest of all. Else spending is
-worth it. Then the plans count that are at most `WORTH` slower than the fastest of all, and faster by as much than all that do
-not spend. Of these it takes the one that writes least, or one that writes no more boundaries than that and where a percent of
-bytes buys more than a percent of the step.
-`balanced` takes the plan with the least sum of its seconds and of what it writes at the price of a byte in seconds
+`spare` takes the fastest plan that does not spend, if it is at most `WORTH` slower than the fastest of all. Otherwise spending
+is worth it. Then it looks at plans that are at most `WORTH` slower than the fastest of all and at least `WORTH` faster than
+every plan that does not spend. Of these it takes the one that writes least, or one that writes no more boundaries than that one
+and has the smallest product of time and bytes.
+
+`balanced` takes the plan with the smallest sum of its seconds and its written bytes, at a price per byte in seconds
 (`HardwareProfile.seconds_per_byte`).
-`ignore` takes the fastest. The other two never write more than it.
 
-Drives whose endurance nobody knows are spared like others. Steps are compared at the rates that the run is planned for
-(`lasting`). With commits as far apart as the planner says, bytes and seconds are compared as they are guessed in the search.
+`ignore` takes the fastest plan. The other two never write more than it.
+
+Drives with unknown endurance are spared like others. Steps are compared at the rates that the run is planned for
+(`sustained_rates`). If the planner chooses the commit interval, bytes and seconds are compared with the search's estimate of
+it.
 """
 
 from __future__ import annotations
@@ -28,19 +32,20 @@ from .choice import Choice, Family
 from .place import Placing
 from .search_state import Alternative, SearchState, asked_for
 
-WORTH = 0.05  # of the step, that spending drives has to save
-ALIKE = 0.05  # of the bytes that must be written: no more than that is no matter
+WORTH = 0.05  # share of the step that spending drives has to save
+ALIKE = 0.05  # share of the bytes that must be written; so little more does not count
 
 
 class Sparing:
-    """Tells which plans of a family spend drives, beside the fastest of it."""
+    """Tells which plans of a family spend drives, compared with the fastest of the family."""
 
     def __init__(self, placing: Placing, choices: Family, fastest: Alternative) -> None:
-        self.family = replace(choices, swap=choices.swap[:1])  # of what does not spend
+        self.family = replace(choices, swap=choices.swap[:1])  # choices that do not spend
         self._placing, self._fastest = placing, fastest
         self._bare: dict[tuple[int, int], Plan | None] = {}
 
     def spends(self, choice: Choice, plan: Plan) -> bool:
+        """Tells whether a plan writes more than it must."""
         alike, least = self._without_outputs(choice.lookahead, choice.gradient_slots), self._without_outputs(*self._smallest)
         boundaries, written = plan.predicted.written_by["boundaries"], plan.predicted.written_per_step
         if alike is not None and boundaries > alike.predicted.written_by["boundaries"]:
@@ -48,7 +53,7 @@ class Sparing:
         return least is not None and written > least.predicted.written_per_step * (1 + ALIKE)
 
     def allows(self, choice: Choice, plan: Plan) -> bool:
-        """Returns whether a plan neither spends drives nor writes more than the fastest."""
+        """Tells whether a plan neither spends drives nor writes more than the fastest."""
         most = self._fastest.plan.predicted.written_per_step
         return plan.predicted.written_per_step <= most and not self.spends(choice, plan)
 
@@ -57,7 +62,7 @@ class Sparing:
         return self.family.pipelines[0]
 
     def _without_outputs(self, lookahead: int, slots: int) -> Plan | None:
-        """Returns the plan without kept outputs. None if it does not fit: then no plan with this pipeline does."""
+        """Returns the plan without kept outputs. It is None if that does not fit; then no plan with this pipeline fits."""
         pipeline = (lookahead, slots)
         if pipeline not in self._bare:
             found = self._placing.placed(self.family.bare(pipeline))

@@ -1,7 +1,8 @@
-"""Chooses what makes a step durable: other extents for everything (`in_place`), or its gradients and spare places (`redo`).
+"""Chooses how a step becomes durable: with other extents for everything (`in_place`), or with its gradients and spare places
+(`redo`).
 
-In place costs no traffic and twice the disk. Redo has everything once: the gradients of a step go to the ssd, which they do
-with clipping anyway, and a crash updates again what had not been updated.
+`in_place` costs no traffic, but twice the disk space. `redo` stores everything once. The gradients of a step go to the ssd, as
+they do with clipping anyway, and after a crash the missing updates are repeated.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .sustained_rates import Choose, planned_for
 
 
 def at_rest(model: ModelSpec, request: PlanRequest, mode: StoreMode) -> int:
-    """Returns bytes of the store that survive a run, the gradients of redo among them."""
+    """Returns the bytes of the store that survive a run, with the gradients of redo."""
     return PlacementContext(model, replace(request, store_mode=mode)).durable_size
 
 
@@ -29,16 +30,16 @@ def redone(request: PlanRequest) -> PlanRequest:
 
 
 def with_fitting_mode(model: ModelSpec, request: PlanRequest, disk: int) -> PlanRequest:
-    """Chooses redo where the recipe allows it and `disk` (bytes) has room for its extents alone; else leaves in place."""
+    """Chooses redo if the recipe allows it and `disk` (bytes) has room only for its extents. Otherwise keeps in_place."""
     if not _may_be_redone(model, request, disk) or at_rest(model, request, "in_place") <= disk:
         return request
     return redone(request)
 
 
 def planned_with_room(choose: Choose, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, *, steps: int) -> Plan:
-    """Returns the plan of a run of `steps` in the store mode that its disks have room for. Only a plan knows what a step
-    stores in addition to the extents (gradients and boundaries). If no in-place plan fits with these, the redo plan is used
-    if it fits. The last call of `choose` is for the plan returned."""
+    """Returns the plan of a run of `steps` in the store mode that its disks have room for. Only a plan knows what a step stores
+    in addition to the extents (gradients and boundaries). If no in_place plan fits with these, it returns the redo plan if that
+    fits. The last call of `choose` is for the plan returned."""
     disk = request.disk(hardware)
     plan = planned_for(choose, model, hardware, with_fitting_mode(model, request, disk), steps=steps)
     if plan.store_mode == "redo" or plan.store_size <= disk or not _may_be_redone(model, request, disk):
@@ -51,5 +52,5 @@ def planned_with_room(choose: Choose, model: ModelSpec, hardware: HardwareProfil
 
 
 def _may_be_redone(model: ModelSpec, request: PlanRequest, disk: int) -> bool:
-    is_free = request.gradients != "cpu" and request.states != "gpu"  # whose gradients never leave the device
+    is_free = request.gradients != "cpu" and request.states != "gpu"  # with states on the device, gradients never leave it
     return request.may_redo and not request.is_swept and is_free and at_rest(model, request, "redo") <= disk

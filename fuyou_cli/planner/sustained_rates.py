@@ -1,8 +1,8 @@
-"""Chooses which of a drive's two rates a run is planned with, and computes how long the fast one lasts.
+"""Chooses which of a drive's two write rates a run is planned with, and computes how long the fast one lasts.
 
 A drive writes fast until its fast region is full. A run is planned with the sustained rate from its first step on, unless it
-is known to end before the region is full. A run of unknown length counts as long. Space that idle time or a trim frees again
-is not counted: nobody has measured how much.
+will certainly end before the region is full. A run of unknown length counts as long. Idle time or a trim may free space again;
+this is not counted, because nobody has measured how much.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ Choose = Callable[[ModelSpec, HardwareProfile, PlanRequest], Plan]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FastRegion:
-    """How long a plan's drives stay as fast as at first, and what a step takes then and later. Times are in seconds."""
+    """Tells how long a plan's drives stay fast, and what a step takes before and after. Times are in seconds."""
 
-    size: int  # bytes of all drives; 0: not known
-    steps: float  # that it lasts
-    first: float  # of one step
+    size: int  # bytes over all drives; 0: not known
+    steps: float  # steps until it is full
+    first: float  # seconds of one step until then
     later: float
 
     def seconds(self, steps: int) -> float:
-        """Returns the seconds that `steps` steps take, beginning with an empty region."""
+        """Returns the seconds that `steps` steps take if the region is empty at first."""
         fast = min(float(steps), self.steps)
         return fast * self.first + (steps - fast) * self.later
 
 
 def planned_for(choose: Choose, model: ModelSpec, hardware: HardwareProfile, request: PlanRequest, *, steps: int) -> Plan:
-    """Returns the plan that `choose` finds for a run of `steps` (0: unknown, counted as many), at the rates its drives have
-    for most of the run. These are the sustained rates if the best plan at first rates would write past the fast region."""
+    """Returns the plan that `choose` finds for a run of `steps` (0: unknown, counts as many), at the rates its drives have for
+    most of the run. These are the sustained rates if the best plan at first rates would write past the fast region."""
     if not hardware.slows_down:
         return choose(model, hardware, request)
     if steps and steps * least_written(model, request) <= hardware.burst_bytes:

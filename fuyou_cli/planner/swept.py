@@ -1,10 +1,10 @@
-"""Looks for a faster plan whose step is several sweeps over the model, beside the best of one sweep.
+"""Looks for a faster plan whose step has several sweeps over the model, and compares it with the best plan of one sweep.
 
-With more sweeps each has fewer rows. So less rests from forward to backward, RAM has room for other things, and the device for
-the batch. But weights and gradients move once more per sweep, and updates run beside the first forward and the last backward
-alone. Twice as many sweeps (or the next divisor of the micro-batches) are tried until two numbers in a row help nothing. Of
-each number a few choices near the best are placed, more where one of them may be faster, and the likeliest are simulated. All
-of it is a fixed amount of work at most.
+With more sweeps each has fewer rows. So less rests from forward to backward, RAM has room for other things, and the device may
+have room for the batch. But weights and gradients move once more per sweep, and updates run only beside the first forward and
+the last backward. The search doubles the number of sweeps (or takes the next divisor of the micro-batches) until two numbers in
+a row do not help. For each number it places a few choices near the best, more if one of them may be faster, and simulates the
+likeliest. All of it has a fixed limit on work.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from .place import Placed, Placing
 from .search_state import GAIN, Alternative
 from .simulate import STEPS, simulate
 
-MOST_SWEPT_VISITS = 5_000  # of all steps of several sweeps that one search simulates at most
-_TRIES = 2  # simulations of one number of sweeps
-_IN_VAIN = 2  # numbers of sweeps that help nothing, after which no other is tried
-_FAR = 1.05  # times the best: an estimate from further off is not simulated
+MOST_SWEPT_VISITS = 5_000  # limit on visits that one search simulates in steps of several sweeps
+_TRIES = 2  # simulations per number of sweeps
+_IN_VAIN = 2  # numbers of sweeps without a better plan, after which no other is tried
+_FAR = 1.05  # times the best step; choices with a larger estimate are not simulated
 _KEPT = (NONE_KEPT, 0.0, 0.5, 1.0)  # values of `Choice.activations`
 
 
 @dataclass(slots=True)
 class Swept:
-    """Holds what was seen. `best` is the plan of one sweep until another is faster that writes no more, if that counts."""
+    """Holds what was seen. `best` is the plan of one sweep until another plan is faster. If writes count, the other must write
+    no more."""
 
     one: Placing
     choices: Family
     best: Alternative
     with_room: bool
-    seen: list[Alternative] = field(default_factory=list)  # simulated
+    seen: list[Alternative] = field(default_factory=list)  # simulated plans
     placed: int = 0  # stages of all choices placed
-    visits: int = 0  # simulated
+    visits: int = 0  # visits simulated
 
     def __post_init__(self) -> None:
         ignored = self.one.request.wear == "ignore"
@@ -58,7 +59,7 @@ class Swept:
             self._improved(count, pipelines)
 
     def _near(self, choice: Choice) -> tuple[list[Choice], list[Choice]]:
-        """Returns choices that keep other outputs, and such as fill RAM in other orders too."""
+        """Returns choices that keep other outputs, and choices that fill RAM in other orders."""
         kept = [share for share in _KEPT if share in self.choices.activations]
         other_outputs = [replace(choice, activations=share) for share in dict.fromkeys((choice.activations, *kept))]
         other_orders = [
@@ -68,8 +69,8 @@ class Swept:
         return other_outputs, other_orders
 
     def _improved(self, count: int, *choices: Iterable[Choice]) -> bool:
-        """Simulates the likeliest of these choices, which are placed one list after the other while there is hope. Returns
-        whether one is the best now."""
+        """Places these choices, one list after the other while there is hope, and simulates the likeliest. Returns whether one
+        is the best now."""
         placing = Placing(self.one.model, self.one.hardware, replace(self.one.request, sweeps=count))
         before, found = self.best, dict[Placed, Choice]()
         for some in choices:

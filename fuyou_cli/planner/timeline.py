@@ -17,9 +17,10 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """One steady-state step. Times are in seconds. `work` ends within the step; longer jobs may have begun before it.
+    """Describes one steady-state step. Times are in seconds. `work` ends within the step; longer jobs may have begun before it.
 
-    `in_use` counts how much of a resource was taken (half its rate for a minute: 30 s), `under_way` how long it was in use.
+    `in_use` counts how much of a resource was taken (half its rate for a minute: 30 s); `under_way` counts how long it was in
+    use.
     """
 
     begin: float  # on the clock of `work`
@@ -30,7 +31,7 @@ class Timeline:
     read: int  # bytes of the store
     written: int
     work: tuple[Done, ...]
-    asked: tuple[Asked, ...]  # in order
+    asked: tuple[Asked, ...]  # requests in order
 
     @property
     def end(self) -> float:
