@@ -29,6 +29,8 @@
 /* cffi: begin */
 #define FY_ABI_VERSION 2
 #define FY_MAX_DIRECTORIES 16
+#define FY_NF4_BLOCK 64
+#define FY_DYNAMIC_BLOCK 256
 #define FY_MAX_SEGMENTS 1024
 #define FY_SEGMENT_FROZEN 1
 #define FY_STORE_CREATE 1
@@ -233,6 +235,23 @@ uint64_t fy_checksum(const void *data, uint64_t size, uint64_t position);
  * remainder. */
 int fy_adamw(const fy_update *update, const fy_segment *segments, void *weights, int16_t *remainder, float *momentum,
              float *variance, const void *gradients, uint64_t *nonfinite);
+
+/* ---- quantised weights in the layouts of bitsandbytes ----
+ * Blocks and rows are independent: a tensor may be cut between them, for several threads. Values of `dtype`; decoding rounds
+ * a float32 product to it, ties to even. Encoding counts values that are not finite; what it wrote is of no use then. */
+/* nf4: two values to a byte, the first in its high half, (count + 1) / 2 bytes; `maxima` of blocks of FY_NF4_BLOCK. */
+int fy_nf4_encode(const void *values, uint64_t count, uint32_t dtype, uint8_t *packed, float *maxima, uint64_t *nonfinite);
+int fy_nf4_decode(const uint8_t *packed, const float *maxima, uint64_t count, uint32_t dtype, void *values);
+/* Codes of 8 bits: places in a rising `table` of 256 levels in [-1, 1]; `maxima` of blocks of FY_DYNAMIC_BLOCK. `offset` is
+ * added to what is decoded. Double quantisation keeps the maxima of nf4 so, less their mean. */
+int fy_dynamic_encode(const float *values, uint64_t count, const float *table, uint8_t *codes, float *maxima,
+                      uint64_t *nonfinite);
+int fy_dynamic_decode(const uint8_t *codes, const float *maxima, uint64_t count, const float *table, float offset,
+                      float *values);
+/* int8: a row's largest value is 127; `maxima` of rows. */
+int fy_int8_encode(const void *values, uint64_t rows, uint64_t columns, uint32_t dtype, int8_t *codes, float *maxima,
+                   uint64_t *nonfinite);
+int fy_int8_decode(const int8_t *codes, const float *maxima, uint64_t rows, uint64_t columns, uint32_t dtype, void *values);
 
 const char *fy_build_info(void); /* compiler, liburing version or "no io_uring", clones */
 uint32_t fy_abi_version(void);

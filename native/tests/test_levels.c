@@ -21,6 +21,10 @@ struct level {
     int (*split)(const float *, uint16_t *, int16_t *, uint64_t, uint64_t *);
     int (*join)(const uint16_t *, const int16_t *, float *, uint64_t);
     uint64_t (*checksum)(const void *, uint64_t, uint64_t);
+    int (*nf4_encode)(const void *, uint64_t, uint32_t, uint8_t *, float *, uint64_t *);
+    int (*nf4_decode)(const uint8_t *, const float *, uint64_t, uint32_t, void *);
+    int (*int8_encode)(const void *, uint64_t, uint64_t, uint32_t, int8_t *, float *, uint64_t *);
+    int (*int8_decode)(const int8_t *, const float *, uint64_t, uint64_t, uint32_t, void *);
 };
 
 #define DECLARE(level)                                                                                                \
@@ -29,12 +33,18 @@ struct level {
     int fy_sum_squares_##level(const void *, uint64_t, uint32_t, double *, uint64_t *);                               \
     int fy_split_##level(const float *, uint16_t *, int16_t *, uint64_t, uint64_t *);                                 \
     int fy_join_##level(const uint16_t *, const int16_t *, float *, uint64_t);                                        \
-    uint64_t fy_checksum_##level(const void *, uint64_t, uint64_t)
+    uint64_t fy_checksum_##level(const void *, uint64_t, uint64_t);                                                   \
+    int fy_nf4_encode_##level(const void *, uint64_t, uint32_t, uint8_t *, float *, uint64_t *);                      \
+    int fy_nf4_decode_##level(const uint8_t *, const float *, uint64_t, uint32_t, void *);                            \
+    int fy_int8_encode_##level(const void *, uint64_t, uint64_t, uint32_t, int8_t *, float *, uint64_t *);            \
+    int fy_int8_decode_##level(const int8_t *, const float *, uint64_t, uint64_t, uint32_t, void *)
 
 #define LEVEL(label, level, test)                                                                                     \
     {                                                                                                                 \
         .name = label, .usable = test, .adamw = fy_adamw_##level, .sum_squares = fy_sum_squares_##level,              \
-        .split = fy_split_##level, .join = fy_join_##level, .checksum = fy_checksum_##level                           \
+        .split = fy_split_##level, .join = fy_join_##level, .checksum = fy_checksum_##level,                          \
+        .nf4_encode = fy_nf4_encode_##level, .nf4_decode = fy_nf4_decode_##level,                                     \
+        .int8_encode = fy_int8_encode_##level, .int8_decode = fy_int8_decode_##level                                  \
     }
 
 #ifdef FY_TEST_LEVELS
@@ -51,6 +61,12 @@ struct outcome {
     float momentum[2][COUNT];
     float variance[2][COUNT];
     double sums[2];
+    uint8_t packed[2][(COUNT + 1) / 2];
+    int8_t codes[2][COUNT];
+    float maxima[2][COUNT / 64 + 1];
+    float row_maximum[2];
+    float decoded32[2][COUNT];
+    uint16_t decoded16[2][COUNT];
     uint64_t checksum;
     uint64_t lost;
 };
@@ -66,6 +82,24 @@ static float next_float(uint64_t *state)
     const int exponent = (int)((*state >> 33) % 24);
     const float value = (float)mantissa / 16777216.0f / (float)(1u << exponent);
     return (*state >> 32) & 1 ? -value : value;
+}
+
+/* The gradients as nf4 and as one row of int8, of either dtype and back to either. */
+static int quantised(const struct level *level, struct outcome *out)
+{
+    const void *const values[2] = {gradients32, gradients16};
+    const uint32_t dtypes[2] = {FY_FLOAT32, FY_BFLOAT16};
+    uint64_t lost = 0;
+    int bad = 0;
+    for (uint32_t i = 0; i < 2; i++) {
+        bad |= level->nf4_encode(values[i], COUNT, dtypes[i], out->packed[i], out->maxima[i], &lost);
+        bad |= level->int8_encode(values[i], 1, COUNT, dtypes[i], out->codes[i], &out->row_maximum[i], &lost);
+    }
+    bad |= level->nf4_decode(out->packed[0], out->maxima[0], COUNT, FY_FLOAT32, out->decoded32[0]);
+    bad |= level->nf4_decode(out->packed[1], out->maxima[1], COUNT, FY_BFLOAT16, out->decoded16[0]);
+    bad |= level->int8_decode(out->codes[0], &out->row_maximum[0], 1, COUNT, FY_FLOAT32, out->decoded32[1]);
+    bad |= level->int8_decode(out->codes[1], &out->row_maximum[1], 1, COUNT, FY_BFLOAT16, out->decoded16[1]);
+    return bad;
 }
 
 static int run(const struct level *level, struct outcome *out)
@@ -100,6 +134,7 @@ static int run(const struct level *level, struct outcome *out)
     uint64_t lost = 0;
     bad |= level->sum_squares(gradients32, COUNT, FY_FLOAT32, &out->sums[0], &lost);
     bad |= level->sum_squares(gradients16, COUNT, FY_BFLOAT16, &out->sums[1], &lost);
+    bad |= quantised(level, out);
     out->checksum = level->checksum(out->momentum, sizeof out->momentum, 0);
     return bad;
 }
@@ -114,7 +149,9 @@ int main(void)
                                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd")),
     };
     const struct level built = {.name = "as built", .usable = 1, .adamw = fy_adamw, .sum_squares = fy_sum_squares,
-                                .split = fy_split, .join = fy_join, .checksum = fy_checksum};
+                                .split = fy_split, .join = fy_join, .checksum = fy_checksum,
+                                .nf4_encode = fy_nf4_encode, .nf4_decode = fy_nf4_decode,
+                                .int8_encode = fy_int8_encode, .int8_decode = fy_int8_decode};
     static struct outcome expected;
     static struct outcome got;
     if (run(&built, &expected) != 0 || expected.sums[0] <= 0.0) {

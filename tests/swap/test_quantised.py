@@ -1,0 +1,144 @@
+"""Goal: the codecs write and read the quantised layouts exactly. Method: bit for bit against a numpy reference over drawn
+sizes, scales and dtypes, and independent of the number of threads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fuyou_cli.core.errors import UsageError
+from fuyou_cli.swap import quantised
+from fuyou_cli.swap.quantised import Workers
+
+from . import quantised_reference as reference
+
+DTYPES = ("float32", "bfloat16")
+POWERS = st.sampled_from([-140, -126, -6, 0, 100])  # denormals among them
+SEEDS = st.integers(0, 2**32 - 1)
+SIZES = st.one_of(st.integers(1, 700), st.sampled_from([64, 128, 256, 4096]))
+
+
+def _drawn(count: int, seed: int, dtype: str, power: int) -> tuple[np.ndarray, np.ndarray]:
+    """Memory to encode, and the float32 values it stands for; zeros and exact levels among them, one block all zeros."""
+    draw = np.random.default_rng(seed)
+    values = draw.standard_normal(count).astype(np.float32) * np.float32(2.0**power)
+    values[draw.random(count) < 0.1] = 0
+    values[64:128] = 0
+    values[::7] = reference.NF4[np.arange(values[::7].size) % 16] * np.float32(2.0**power)
+    if dtype == "float32":
+        return values, values
+    bits = reference.bfloat16_bits(values)
+    return bits, (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _decoded(decode: object, count: int, dtype: str) -> np.ndarray:
+    memory = np.zeros(count, np.float32 if dtype == "float32" else np.uint16)
+    decode(memory, dtype)  # type: ignore[operator]
+    return memory
+
+
+def _rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+    return values.view(np.uint32) if dtype == "float32" else reference.bfloat16_bits(values)
+
+
+@settings(max_examples=60, deadline=None)
+@given(count=SIZES, seed=SEEDS, power=POWERS, dtype=st.sampled_from(DTYPES))
+def test_nf4_is_the_reference_bit_for_bit(count: int, seed: int, power: int, dtype: str) -> None:
+    memory, values = _drawn(count, seed, dtype, power)
+    packed, maxima = np.empty((count + 1) // 2, np.uint8), np.empty(-(-count // 64), np.float32)
+    quantised.nf4_encode(memory, dtype, packed, maxima)  # type: ignore[arg-type]
+    expected, most = reference.nf4(values)
+    np.testing.assert_array_equal(packed, expected)
+    np.testing.assert_array_equal(maxima.view(np.uint32), most.view(np.uint32))
+    back = reference.nf4_values(expected, most, count)
+    for out in DTYPES:
+        got = _decoded(lambda into, name: quantised.nf4_decode(packed, maxima, into, name), count, out)
+        np.testing.assert_array_equal(got.view(np.uint32 if out == "float32" else np.uint16), _rounded(back, out))
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 9), columns=st.integers(1, 300), seed=SEEDS, dtype=st.sampled_from(DTYPES))
+def test_int8_is_the_reference_bit_for_bit(rows: int, columns: int, seed: int, dtype: str) -> None:
+    memory, values = _drawn(rows * columns, seed, dtype, -5)
+    codes, maxima = np.empty((rows, columns), np.int8), np.empty(rows, np.float32)
+    quantised.int8_encode(memory, columns, dtype, codes, maxima)  # type: ignore[arg-type]
+    expected, most = reference.int8(values.reshape(rows, columns))
+    np.testing.assert_array_equal(codes, expected)
+    np.testing.assert_array_equal(maxima, most)
+    back = reference.int8_values(expected, most).reshape(-1)
+    for out in DTYPES:
+        got = _decoded(lambda into, name: quantised.int8_decode(codes, maxima, columns, into, name), rows * columns, out)
+        np.testing.assert_array_equal(got.view(np.uint32 if out == "float32" else np.uint16), _rounded(back, out))
+
+
+@settings(max_examples=40, deadline=None)
+@given(count=SIZES, seed=SEEDS, offset=st.sampled_from([0.0, 0.0371]))
+def test_dynamic_codes_are_the_reference_bit_for_bit(count: int, seed: int, offset: float) -> None:
+    _, values = _drawn(count, seed, "float32", -4)
+    levels = quantised.dynamic_levels()
+    codes, maxima = np.empty(count, np.uint8), np.empty(-(-count // 256), np.float32)
+    quantised.dynamic_encode(values, codes, maxima)
+    expected, most = reference.dynamic(values, levels)
+    np.testing.assert_array_equal(codes, expected)
+    np.testing.assert_array_equal(maxima, most)
+    back = np.empty(count, np.float32)
+    quantised.dynamic_decode(codes, maxima, back, offset=offset)
+    np.testing.assert_array_equal(back, levels[expected] * np.repeat(most, 256)[:count] + np.float32(offset))
+
+
+def test_dynamic_levels_are_rising_and_reach_from_minus_one_to_one() -> None:
+    levels = quantised.dynamic_levels()
+    assert levels.size == 256 and np.all(np.diff(levels) > 0)
+    assert levels[-1] == 1 and levels[0] == np.float32(-0.99296874) and 0 in levels
+    np.testing.assert_array_equal(levels[:127], -levels[254:127:-1])  # all but zero and one
+
+
+def test_double_quantisation_keeps_maxima_within_a_hundredth_of_their_spread() -> None:
+    maxima = np.abs(np.random.default_rng(3).standard_normal(5000).astype(np.float32)) * np.float32(0.02) + np.float32(0.05)
+    offset = float(maxima.mean())
+    codes, most, back = np.empty(5000, np.uint8), np.empty(20, np.float32), np.empty(5000, np.float32)
+    quantised.dynamic_encode(maxima - np.float32(offset), codes, most)
+    quantised.dynamic_decode(codes, most, back, offset=offset)
+    spread = np.repeat(most, 256)[:5000]
+    assert np.all(np.abs(back - maxima) <= 0.01 * spread)  # levels are at most 1/64 apart
+    assert codes.nbytes + most.nbytes < 0.27 * maxima.nbytes
+
+
+def test_any_number_of_workers_writes_the_same_bytes() -> None:
+    count, columns = 64 * 9000 + 31, 32
+    memory, _ = _drawn(count, 5, "bfloat16", -6)
+    rows = count // columns
+    found = []
+    for workers in (1, 2, 3):
+        packed, maxima = np.empty((count + 1) // 2, np.uint8), np.empty(-(-count // 64), np.float32)
+        codes, most = np.empty(rows * columns, np.int8), np.empty(rows, np.float32)
+        values = np.empty(count, np.uint16), np.empty(rows * columns, np.uint16)
+        with Workers(workers) as several:
+            quantised.nf4_encode(memory, "bfloat16", packed, maxima, workers=several)
+            quantised.nf4_decode(packed, maxima, values[0], "bfloat16", workers=several)
+            quantised.int8_encode(memory[: rows * columns], columns, "bfloat16", codes, most, workers=several)
+            quantised.int8_decode(codes, most, columns, values[1], "bfloat16", workers=several)
+        found.append(b"".join(array.tobytes() for array in (packed, maxima, codes, most, *values)))
+    assert found[0] == found[1] == found[2]
+
+
+def test_values_that_are_not_finite_are_refused() -> None:
+    values = np.zeros(200, np.float32)
+    values[7], values[190] = np.nan, np.inf
+    with pytest.raises(UsageError, match="2 values are NaN or Inf"):
+        quantised.nf4_encode(values, "float32", np.empty(100, np.uint8), np.empty(4, np.float32))
+    with pytest.raises(UsageError, match="2 values are NaN or Inf"):
+        quantised.int8_encode(values, 100, "float32", np.empty(200, np.int8), np.empty(2, np.float32))
+    with pytest.raises(UsageError, match="2 values are NaN or Inf"):
+        quantised.dynamic_encode(values, np.empty(200, np.uint8), np.empty(1, np.float32))
+
+
+def test_arrays_of_the_wrong_size_are_refused() -> None:
+    values = np.zeros(130, np.float32)
+    for packed, maxima in ((64, 3), (65, 2)):
+        with pytest.raises(ValueError, match="are needed"):
+            quantised.nf4_encode(values, "float32", np.empty(packed, np.uint8), np.empty(maxima, np.float32))
+    with pytest.raises(ValueError, match="are needed"):
+        quantised.int8_encode(values, 13, "float32", np.empty(130, np.int8), np.empty(11, np.float32))
