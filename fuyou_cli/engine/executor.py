@@ -167,10 +167,14 @@ class Executor:
 
     def abandon(self) -> None:
         """Forgets the step under way (or what was prefetched for the next). Updates of earlier steps stay due."""
-        self._streamed.tape.forget()
+        self.forget_calls()
         self.visits.abandon()
         for activations in self.activations:
             activations.forget()
+
+    def forget_calls(self) -> None:
+        """Forgets the calls of stages that no backward is to follow."""
+        self._streamed.tape.forget()
 
     # ---- updates -------------------------------------------------------------------------------------------------
 

@@ -121,6 +121,11 @@ class TokenLoss:
         losses = self.maximum + self.total.log() - self.target
         return losses[self.targets != IGNORED]
 
+    def by_row(self) -> torch.Tensor:
+        """Returns each row's sum of its label tokens' losses (float64), once every column has been seen."""
+        losses = self.maximum + self.total.log() - self.target
+        return losses.masked_fill(self.targets == IGNORED, 0.0).sum(-1, dtype=torch.float64)
+
     def gradient(self, part: Part, logits: torch.Tensor, *, first: int, normaliser: int) -> torch.Tensor:
         """Returns the gradient of the step's mean loss with respect to these columns of the logits of some tokens. The logits
         stay as they are."""

@@ -10,7 +10,7 @@ stage's results, and of weights about to change.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,7 +18,7 @@ import torch
 
 from ..core.patience import Patience
 from ..planner.lookahead import Lookahead
-from ..planner.schedule import Visit, plan_schedule
+from ..planner.schedule import Schedule, Visit, plan_schedule
 from ..spec.model import ModelSpec
 from ..spec.plan import Plan
 from ..swap.daemon import SwapDaemon
@@ -76,9 +76,7 @@ class Visits:
         )
         self.residency, waiting = self.moves.residency, self.moves.waiting
         self.boundaries = Boundaries(model=model, plan=plan, daemon=daemon, memory=memory)
-        self.lookahead = Lookahead(
-            schedule=self.schedule, residency=self.residency, boundaries=self.boundaries.ledger, tick=self.tick
-        )
+        self.lookahead = self._lookahead(self.schedule)
         self.crossings = Crossings(model=model, plan=plan, memory=memory, device=device, waiting=waiting)
         self.weights = ComputeWeights(model=model, plan=plan, memory=memory, device=device, states=self.states, waiting=waiting)
         self.sums = GradientSums(
@@ -91,14 +89,36 @@ class Visits:
         self._watcher = watcher
         self._shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by identity: masks and positions on the device
 
+    def _lookahead(self, schedule: Schedule) -> Lookahead:
+        return Lookahead(schedule=schedule, residency=self.residency, boundaries=self.boundaries.ledger, tick=self.tick)
+
     # ---- a step --------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: int, *, last: bool) -> None:
         """Begins a step; `last` stops prefetching for a step that will not come."""
-        self.step, self._before = step, 0
+        self.step = step
+        self.begin_round(last=last)
+
+    def begin_round(self, *, last: bool) -> None:
+        """Begins the schedule anew; `last` stops prefetching for the round after it."""
+        self._before = 0
         self._left.clear()
         self.lookahead.begin_step(last=last)
         self._shared.clear()
+
+    @contextmanager
+    def following(self, schedule: Schedule) -> Iterator[None]:
+        """Follows another schedule inside, between two steps. Nothing may be prefetched for the step to come, nor be left
+        prefetched inside but by an error."""
+        steps = self.schedule, self.lookahead
+        self.schedule, self.lookahead = schedule, self._lookahead(schedule)
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
+        finally:
+            self.schedule, self.lookahead = steps
 
     def drain(self) -> None:
         """Ends every update and every transfer: the stages rest at the same generation."""

@@ -47,13 +47,28 @@ class HeadPasses:
 
     def placed(self, targets: torch.Tensor) -> torch.Tensor:
         """Returns a step's targets, in host memory, where `run` wants them. Raises UsageError for one that no piece has."""
-        visits = self.visits
-        if not visits.model.head_is_cut:
-            return visits.crossings.placed(targets)
-        end = max(stage.rows[1] for stage in visits.stages if stage.kind == "head")
-        if int(targets.max()) >= end:
-            raise UsageError(f"the data holds a label outside of the model's vocabulary of {end} tokens")
-        return visits.crossings.told(targets)
+        return self.told(targets) if self.visits.model.head_is_cut else self.visits.crossings.placed(targets)
+
+    def told(self, targets: torch.Tensor) -> torch.Tensor:
+        """Returns targets on the device. Raises UsageError for one that no piece has."""
+        ends = [stage.vocabulary[1] for stage in self.visits.stages if stage.kind == "head" and stage.vocabulary is not None]
+        if ends and int(targets.max()) >= max(ends):
+            raise UsageError(f"the data holds a label outside of the model's vocabulary of {max(ends)} tokens")
+        return self.visits.crossings.told(targets)
+
+    # ---- the loss alone --------------------------------------------------------------------------------------------
+
+    def folded(self, hidden: torch.Tensor, targets: torch.Tensor) -> tuple[TokenLoss, bool]:
+        """Visits the head, or each of its pieces, for the loss of every token; the loss, and whether the visits were in the
+        last sweep.
+
+        hidden: (rows, tokens, width), where the batch is; targets: (rows, tokens) int64, shifted, on the device.
+        """
+        tokens, is_final = TokenLoss.of(targets), True
+        for stage in self.visits.model.stages:
+            if stage.kind == "head":
+                is_final = self._fold_piece(stage.index, hidden, tokens).is_final
+        return tokens, is_final
 
     # ---- whole -----------------------------------------------------------------------------------------------------
 
@@ -101,9 +116,7 @@ class HeadPasses:
         """Makes two passes over the pieces of the vocabulary, each piece's weights fetched once per pass."""
         visits = self.visits
         heads = [stage.index for stage in visits.model.stages if stage.kind == "head"]
-        tokens, is_final = TokenLoss.of(targets), True
-        for stage in heads:
-            is_final = self._fold_piece(stage, hidden, tokens).is_final
+        tokens, is_final = self.folded(hidden, targets)
         self._losses.append(tokens.losses())
         if is_final:
             self.loss = mean(self._losses, normaliser)
@@ -119,7 +132,7 @@ class HeadPasses:
 
     def _fold_piece(self, stage: int, hidden: torch.Tensor, tokens: TokenLoss) -> Visit:
         """Folds the piece's logits of every token into its loss; the visit that did."""
-        visits = self.visits
+        visits, rows_of = self.visits, self.visits.stages[stage].vocabulary
         visit, flat = visits.enter("logits", stage)
         begin = time.monotonic()
         with torch.no_grad(), self.head.stubbed(), visits.installed(visit.owner, flat, trainable=False):
@@ -128,7 +141,7 @@ class HeadPasses:
             for rows in parts:
                 (batch,) = arriving.take()
                 for part, piece in self._chunks(rows, batch):
-                    tokens.fold(part, self.head.logits(piece), first=visits.stages[stage].rows[0])
+                    tokens.fold(part, self.head.logits(piece), first=rows_of[0] if rows_of else 0)
                     visits.between()
         visits.leave(visit, begin)
         return visit

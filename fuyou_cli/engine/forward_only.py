@@ -1,0 +1,73 @@
+"""Computes losses without training: the executor's visits, forward alone, with the weights as they are after its last step.
+
+Weights pass through the slots of a step. Stages keep nothing: two boundaries of the rows are there at most, one going into a
+stage and one coming out. An update that is due runs when its stage is visited first, so the weights are those of a whole step.
+Dropout is off, and generators stay as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ..planner.evaluation_schedule import evaluation_schedule
+from .activations.recompute import Recompute
+from .calls import one_row_masks
+from .compiled import CompiledBlocks
+from .executor import Executor
+from .loss import shifted
+from .passes.block import BlockPasses
+
+
+class ForwardOnly:
+    """Evaluates rows beside the steps of one executor. The step before has to be told that it is the `last`: what it prefetched
+    would be in the way."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor, visits = executor, executor.visits
+        self.schedule = evaluation_schedule(visits.model, visits.plan)
+        kept = zip(visits.model.stages, executor.activations, strict=True)
+        as_in_steps = [own if isinstance(own, CompiledBlocks) else Recompute(stage) for stage, own in kept]
+        self._blocks = BlockPasses(visits, as_in_steps)
+
+    @property
+    def rows(self) -> int:
+        """Returns how many rows go through the model at once, as planned."""
+        return self._executor.plan.group.batch_size
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Prepares model and visits for `losses`, inside."""
+        executor, model = self._executor, self._executor.anatomy.model
+        blocks, random = executor.blocks, executor.device.random_state()
+        executor.blocks = self._blocks
+        model.eval()
+        try:
+            with torch.no_grad(), executor.visits.following(self.schedule):
+                yield
+        finally:
+            executor.forget_calls()
+            executor.blocks = blocks
+            model.train()
+            executor.device.restore_random_state(random)
+            executor.visits.moves.book_waits()
+
+    def losses(self, input_ids: torch.Tensor, labels: torch.Tensor, *, last: bool) -> torch.Tensor:
+        """Returns each row's sum of its labels' losses: (rows,) float64, in host memory. Only inside `open`.
+
+        input_ids, labels: (rows, tokens) int64 in host memory, at most `rows` of them; labels hold -100 where nothing counts.
+        `last` stops prefetching for rows that will not come.
+        """
+        executor, visits = self._executor, self._executor.visits
+        assert input_ids.shape[0] <= self.rows, (input_ids.shape, self.rows)
+        visits.begin_round(last=last)
+        targets = executor.head.told(shifted(labels))
+        ids, positions = executor.embeddings.placed(input_ids, torch.arange(input_ids.shape[1]).unsqueeze(0))
+        model = executor.anatomy.model
+        with one_row_masks(model):
+            hidden = model.base_model(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+        executor.forget_calls()
+        tokens, _ = executor.head.folded(hidden, targets)
+        return tokens.by_row().cpu()  # sync: at the end of a pass over the model

@@ -1,0 +1,118 @@
+"""Losses without training: as plain PyTorch computes them, beside steps that do not notice, with weights read once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from fuyou_cli.engine.forward_only import ForwardOnly
+from fuyou_cli.planner.schedule import plan_schedule
+from fuyou_cli.spec.model import ITEM_SIZE
+
+from .families import FAMILIES, gpt2, llama
+from .rig import Rig, Shape, Subject, relative, unequal
+
+STEPS = 3
+
+
+def evaluated(forward: ForwardOnly, subject: Subject, groups: int = 2) -> list[float]:
+    """Each row's loss, of as many batches; the last has a row less."""
+    batches = list(subject.batches(groups))
+    ids, labels = (torch.cat(parts)[:-1] for parts in zip(*batches, strict=True))
+    found: list[float] = []
+    with forward.open():
+        for begin in range(0, len(ids), forward.rows):
+            rows = slice(begin, begin + forward.rows)
+            found += forward.losses(ids[rows], labels[rows], last=rows.stop >= len(ids)).tolist()
+    return found
+
+
+@torch.no_grad()
+def plain(model: PreTrainedModel, subject: Subject, groups: int = 2) -> list[float]:
+    """The same by the model's own forward with its own loss, row by row."""
+    model.eval()
+    found: list[float] = []
+    for number, (ids, labels) in enumerate(subject.batches(groups)):
+        for row in range(len(ids) - (number == groups - 1)):
+            count = int((labels[row, 1:] != -100).sum())
+            found.append(count * float(model(input_ids=ids[row : row + 1], labels=labels[row : row + 1], use_cache=False).loss))
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_as_transformers_in_memory(family: str, tmp_path: Path) -> None:
+    subject = Subject(FAMILIES[family], Shape())
+    with Rig(subject, tmp_path) as rig:
+        rows = evaluated(ForwardOnly(rig.executor), subject)
+    model = subject.fresh()
+    model.load_state_dict(subject.initial)
+    assert relative(rows, plain(model, subject)) <= 1e-6
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+@pytest.mark.parametrize("vocabulary", [0, 40])
+def test_with_a_cut_or_tied_vocabulary(vocabulary: int, device: str, tied: bool, tmp_path: Path) -> None:
+    subject = Subject(llama(tie_word_embeddings=tied), Shape(vocabulary=vocabulary, chunk=5))
+    with Rig(subject, tmp_path, device=device) as rig:  # type: ignore[arg-type]
+        rows = evaluated(ForwardOnly(rig.executor), subject)
+    model = subject.fresh()
+    model.load_state_dict(subject.initial)
+    assert relative(rows, plain(model, subject)) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"clip": None},
+        {"clip": None, "home": "cpu"},
+        {"device": "emulated", "kept": "all"},
+        {"device": "emulated", "batch_on_device": False, "home": None},
+        {"store_mode": "redo", "gradients": "ssd"},
+        {"sweeps": 2, "clip": None},
+    ],
+    ids=str,
+)
+def test_training_does_not_notice(options: dict[str, object], tmp_path: Path) -> None:
+    """Losses, weights and generators are those of a run without evaluations; an evaluation has the weights of a whole step."""
+    subject = Subject(gpt2(dropout=0.1) if "sweeps" not in options else llama(), Shape())
+    with Rig(subject, tmp_path / "alone", **options) as rig:  # type: ignore[arg-type]
+        losses, weights, random = rig.run(STEPS), rig.weights(), torch.get_rng_state()
+    with Rig(subject, tmp_path / "beside", **options) as rig:  # type: ignore[arg-type]
+        forward, seen = ForwardOnly(rig.executor), []
+        evaluated(forward, subject)
+        for number, (ids, labels) in enumerate(subject.batches(STEPS), start=1):
+            rig.step(ids, labels, number, last=True)
+            seen.append(evaluated(forward, subject))
+        rig.executor.drain()
+        assert rig.losses == losses
+        assert unequal(rig.weights(), weights) == []
+        assert torch.equal(torch.get_rng_state(), random)
+        assert evaluated(forward, subject) == seen[-1]
+    model = subject.fresh()
+    model.load_state_dict(weights, strict=False)  # a tied head is not among them
+    assert relative(seen[-1], plain(model, subject)) <= 1e-6
+    assert seen[0] != seen[1] != seen[2]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_weights_are_read_once_per_group(clip: float | None, tied: bool, tmp_path: Path) -> None:
+    subject = Subject(llama(tie_word_embeddings=tied, vocab_size=2000), Shape())
+    with Rig(subject, tmp_path, clip=clip) as rig:
+        rig.step(*next(subject.batches(1)), 1, last=True)
+        rig.executor.drain()
+        forward, before = ForwardOnly(rig.executor), rig.counters()
+        evaluated(forward, subject, groups=1)
+        once = rig.counters().read_bytes - before.read_bytes
+        evaluated(forward, subject, groups=3)  # which may find what the group before still holds
+        after = rig.counters()
+        stored = ITEM_SIZE[rig.spec.compute_dtype] * rig.spec.stored_parameters
+        assert once == stored == forward.schedule.traffic.read_total
+        assert after.read_bytes - before.read_bytes <= 4 * stored
+        assert after.written_bytes == before.written_bytes
+        assert plan_schedule(rig.spec, rig.plan).traffic.read_total > stored
