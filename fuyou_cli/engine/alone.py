@@ -1,5 +1,5 @@
-"""Computes one stage of a model by itself, with random weights, in the same way as the executor computes a micro-batch. So
-its time is the time a run sees. No other stage's weights exist."""
+"""Computes one stage of a model by itself, with random weights, in the same way as the executor computes a micro-batch. So it
+takes the same time as in a run. No other stage's weights exist."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from .gradients import GradientSum
 from .loss import Head, Part, TokenLoss, pieces
 from .skeleton import TORCH_DTYPE
 
-_BEYOND_CACHES = 96 << 20  # bytes of weights and sums that no cache of a host's core holds; more are not worth their memory
+_BEYOND_CACHES = 96 << 20  # bytes of weights and sums that no CPU cache holds; more would waste memory
 _MOST_COPIES = 16
-_FILLING = 1 << 16  # random values that are repeated: drawing one for each weight would take longer than computing with them
+_FILLING = 1 << 16  # random values, repeated: drawing one for each weight would take longer than computing
 
 
 class BlockAlone:
-    """Describes a decoder block at micro-batches of `shape` (rows, tokens). A small one has several copies, which take turns
-    after a visit's `micro_batches`: in a run no cache holds the next block's weights."""
+    """Describes a decoder block at micro-batches of `shape` (rows, tokens). A small block has several copies. Each visit of
+    `micro_batches` uses the next copy, because in a run no cache holds the next block's weights."""
 
     def __init__(self, anatomy: Anatomy, spec: StageSpec, *, dtype: Dtype, accumulate: Dtype, shape: tuple[int, int],
                  device: torch.device, micro_batches: int = 1) -> None:  # fmt: skip
         self.flops, self.tokens = spec.forward_flops, shape[0] * shape[1]
         self.backward_flops = 3 * spec.forward_flops - spec.unneeded_flops  # recompute included
         every = sum(operator.flops for operator in spec.operators)
-        self.given_flops = self.backward_flops - every if every else 0.0  # where every output is given back; 0: none can be
+        self.given_flops = self.backward_flops - every if every else 0.0  # FLOPs if every output was kept; 0: none can be kept
         self._spec, self._stage = spec, anatomy.stages[spec.index]
         call, x = _call_of(anatomy, spec.index, dtype=dtype, shape=shape)
         self._call = call.placed(lambda value: value.to(device))
@@ -48,7 +48,7 @@ class BlockAlone:
         ]
         self._micro_batches, self._done = micro_batches, 0
         self._input = torch.randn(x.shape, dtype=TORCH_DTYPE[dtype], device=device)
-        self._kept: Outputs = {}  # of one forward
+        self._kept: Outputs = {}  # outputs of one forward
 
     def forward(self) -> None:
         flat, _ = self._visit()
@@ -56,11 +56,11 @@ class BlockAlone:
             self._call.run(self._input)
 
     def backward(self) -> None:
-        """Runs recompute and backward; gradients are added to a sum, as from the second micro-batch of a step on."""
+        """Runs recompute and backward. Adds gradients to a sum, like the second and later micro-batches of a step."""
         self._recompute(lambda flat: Sparing(self._spec, flat))
 
     def given(self) -> None:
-        """Runs the same where every output that can be kept was."""
+        """Runs backward as if every output that can be kept was kept."""
         kept = self._kept
         if not kept:
             self._recompute(lambda flat: _Remembering(self._spec, flat, kept))
@@ -94,7 +94,7 @@ class BlockAlone:
 
 
 class _Remembering(Sparing):
-    """Copies into `outputs` the result of every operator that can be kept."""
+    """Copies the result of every operator that can be kept into `outputs`."""
 
     def __init__(self, stage: StageSpec, flat: torch.Tensor, outputs: Outputs) -> None:
         super().__init__(stage, flat)
@@ -149,7 +149,7 @@ class HeadAlone:
                 torch.autograd.backward([y], slope, inputs=[piece, *parameters])
 
     def _seen(self) -> TokenLoss:
-        """Returns losses as after a first pass over every column: the totals are not zero."""
+        """Returns losses as they are after a first pass over every column, so that the totals are not zero."""
         tokens = TokenLoss.of(self._targets)
         tokens.maximum.zero_()
         tokens.total.fill_(1.0)
@@ -157,7 +157,7 @@ class HeadAlone:
 
 
 class _Reached(Exception):
-    """Raised when the wanted stage is called: nothing after it needs to run."""
+    """Stops a forward when the wanted stage is called: nothing after it needs to run."""
 
     def __init__(self, call: StageCall, x: torch.Tensor) -> None:
         super().__init__()
@@ -201,6 +201,6 @@ def _empty(params: int, dtype: Dtype, device: torch.device) -> torch.Tensor:
 
 
 def _filled(params: int, dtype: Dtype, device: torch.device) -> torch.Tensor:
-    """Returns weights (params,) of the size that training starts with: neither zeros nor large."""
+    """Returns weights (params,) of the size that training starts with: not zero, and not large."""
     values = torch.randn(_FILLING, dtype=torch.float32).mul_(0.02).to(dtype=TORCH_DTYPE[dtype], device=device)
     return values.repeat(-(-params // _FILLING))[:params]

@@ -1,4 +1,4 @@
-"""Holds each stage's boundary (its input, for the whole step's batch) as tensors, copied to where the ledger keeps it.
+"""Keeps each stage's boundary (its input for all rows) as tensors, copied to where the ledger keeps it.
 
 Outputs of operators that the plan keeps in RAM or on the ssd are stored with it: each micro-batch's after its own rows.
 """
@@ -37,11 +37,11 @@ class Boundaries:
         self.ledger = BoundaryLedger(plan=plan, transfers=daemon)
         self._kinds: dict[int, _Kind] = {}
         self._unsealed: set[int] = set()
-        self._copies: dict[int, deque[Event]] = {}  # by stage: into its place in forward, out of it in backward
-        self._after = deque[tuple[int, Callable[[int], None]]]()  # stages, and what follows their copies
+        self._copies: dict[int, deque[Event]] = {}  # by stage: copies into its place in forward, out of it in backward
+        self._after = deque[tuple[int, Callable[[int], None]]]()  # stages, and what to do after their copies
 
     def stash(self, stage: int, boundary: torch.Tensor, wait_until: Wait) -> None:
-        """Keeps a copy of `boundary` (host memory), which is all of it unless outputs are to be put beside it."""
+        """Keeps a copy of `boundary` (host memory). The copy is complete, unless outputs will be stored beside it."""
         self.room(stage, boundary, wait_until)
         for number, rows in enumerate(boundary.split(self.plan.numerics.micro_batch_size)):
             self.rows(stage, number).copy_(rows)
@@ -49,9 +49,11 @@ class Boundaries:
             self.seal(stage)
 
     def room(self, stage: int, boundary: torch.Tensor, wait_until: Wait) -> None:
-        """Finds a place for `boundary`, filled micro-batch by micro-batch, and outputs beside it, until it is sealed."""
+        """Finds a place for `boundary` and the outputs beside it. It is filled micro-batch by micro-batch until it is
+        sealed."""
         layout = self._layout(stage, boundary)
-        wait_until(lambda: stage not in self.ledger.kept, "a slot for a boundary")  # of the step before, until it was read
+        # The boundary of the step before, until it was read.
+        wait_until(lambda: stage not in self.ledger.kept, "a slot for a boundary")
         span = self.ledger.room(stage, wait_until)
         if layout.size > align_up(span.size, RECORD_ALIGN):
             raise UsageError(
@@ -80,7 +82,7 @@ class Boundaries:
             self._follow(stage, self.ledger.seal)
 
     def advance(self) -> None:
-        """Handles copies that are over, and then the ledger's own work. Never waits."""
+        """Handles copies that have ended, and then the ledger's own work. Never waits."""
         while self._after and self._are_over(self._after[0][0]):
             stage, follows = self._after.popleft()
             self._copies.pop(stage, None)
@@ -88,7 +90,7 @@ class Boundaries:
         self.ledger.advance()
 
     def _are_over(self, stage: int) -> bool:
-        """Returns whether the stage's copies are over. Finished copies are not asked again, because this runs after every
+        """Tells whether the stage's copies have ended. Finished copies are not asked again, because this runs after every
         layer."""
         left = self._copies.get(stage, ())
         while left and left[0].done():
@@ -96,7 +98,7 @@ class Boundaries:
         return not left
 
     def forget(self, wait_until: Wait) -> None:
-        """Drops every boundary. No copy is under way."""
+        """Drops every boundary. No copy may be under way."""
         self._after.clear()
         self._copies.clear()
         self._unsealed.clear()
@@ -113,7 +115,7 @@ class Boundaries:
         return [self.rows(stage, number) for number in range(-(-rows // self.plan.numerics.micro_batch_size))]
 
     def output(self, stage: int, micro_batch: int, operator: int) -> Span:
-        """Returns where in the arena an operator's output rests, between stash and seal and between take and drop."""
+        """Returns where in the arena an operator's output rests. Valid between stash and seal, and between take and drop."""
         within = self._kinds[stage].layout.output(micro_batch, operator)
         return Span(offset=self.ledger.where(stage).offset + within.offset, size=within.size)
 

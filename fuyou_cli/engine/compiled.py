@@ -1,8 +1,8 @@
-"""Compiles blocks with torch.compile: one compilation for all that are alike.
+"""Compiles blocks with torch.compile, once for all blocks that are alike.
 
-A block's parameters are inputs of its graph, like its boundary: what the executor installs for a visit changes no guard.
-Forward runs the graph that backward will, so both compute the same. Inside a graph there are no operators of the model's any
-more: none is kept or left out, and the gradients of all of a block's parameters come at once.
+A block's parameters are inputs of its graph, like its boundary. So the weights that the executor installs for a visit change no
+guard. Forward runs the same graph as backward, so both compute the same values. A graph hides the model's operators: none is
+kept or left out, and the gradients of all of a block's parameters arrive at once.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .activations.recompute import Run
 
 
 def load_compiler() -> None:
-    """Loads what compiles, so that the process is measured with it. It starts no workers: the arena would be theirs as well."""
+    """Loads the compiler, so that the process is measured with it. Starts no workers, because they would share the arena."""
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     import torch._dynamo
     import torch._inductor.compile_fx  # noqa: F401
 
 
 def as_compiled(model: ModelSpec) -> ModelSpec:
-    """Returns the specification of the model with its blocks compiled."""
+    """Returns the model's specification with compiled blocks."""
     item = ITEM_SIZE[model.compute_dtype]
 
     def of(stage: StageSpec) -> StageSpec:
@@ -42,8 +42,8 @@ def as_compiled(model: ModelSpec) -> ModelSpec:
 
 
 class CompiledBlocks:
-    """Holds the compiled forwards of one model's blocks, by class; implements `Activations` of them. `graphs`: compiled so far,
-    of forward and backward together; torch compiles again for a block that differs in what its code looks at."""
+    """Holds the compiled forwards of one model's blocks, by class. Implements `Activations` for them. `graphs`: compiled so
+    far, forward and backward together. torch compiles again for a block that differs in what its code looks at."""
 
     as_backward = True
 
@@ -53,7 +53,7 @@ class CompiledBlocks:
         self._forwards: dict[type[nn.Module], Callable[..., Any]] = {}
 
     def of(self, block: nn.Module) -> Callable[..., Any]:
-        """Returns what stands for the block's own forward."""
+        """Returns the replacement for the block's own forward."""
         return partial(self._call, block)
 
     def _call(self, block: nn.Module, *args: Any, **kwargs: Any) -> Any:

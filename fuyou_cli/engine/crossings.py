@@ -1,12 +1,12 @@
-"""Tells what crosses between the host and a device with memory of its own, micro-batch by micro-batch: while one computes, the
-inputs of the next are on their way up and the results of the one before on their way down.
+"""Copies between the host and a separate device, micro-batch by micro-batch. While one computes, the inputs of the next go up
+and the results of the one before come down.
 
-Such copies need pinned memory. The arena is: boundaries rest there, and what the model's own forward hands from stage to stage
-is there as well, in spans of the plan that take turns. So the host copies nothing, but what an operator of the model's own made
-between two stages, which passes through the plan's upload slots. Of a visit's copies only the first upload and the last
-download have no compute to run beside. On device cpu nothing is copied and nothing kept alive.
+Such copies need pinned memory. The arena is pinned: boundaries rest there, and so do whole-batch tensors between stages, in
+spans of the plan that are used in turn. So the host copies nothing, except what the model's own operators compute between two
+stages, which passes through the plan's upload slots. Of a visit's copies only the first upload and the last download have no
+compute to hide them. On device cpu nothing is copied and nothing kept alive.
 
-Where the plan has room for the batch on the device, stages hand on there, and what is kept for backward alone crosses.
+If the plan has room for the batch on the device, whole-batch tensors stay there, and only what is kept for backward is copied.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from .host_memory import HostMemory
 from .moves import Waiting
 from .whole_batches import WholeBatches
 
-Source = Callable[[], list[torch.Tensor]]  # what a micro-batch computes with, in host memory; asked for once
+Source = Callable[[], list[torch.Tensor]]  # gives a micro-batch's inputs in host memory; called once
 Beside = Callable[[int], None]
 
 
 def nothing_beside(number: int) -> None:
-    """Sends nothing up with a micro-batch's inputs."""
+    """Uploads nothing together with a micro-batch's inputs."""
 
 
 @dataclass(slots=True)
 class _Slot:
-    """One upload slot. `busy`: the last copy out of it."""
+    """Describes one upload slot. `busy`: the last copy out of it."""
 
     memory: torch.Tensor  # uint8, pinned
     busy: Event | None = None
@@ -51,37 +51,38 @@ class Crossings:
     def __init__(self, *, model: ModelSpec, plan: Plan, memory: HostMemory, device: Device, waiting: Waiting) -> None:
         self.memory, self.device, self.waiting = memory, device, waiting
         self.on_device = plan.batch_on_device
-        self.across = device.separate and not self.on_device  # what stages hand on passes through the host
+        self.across = device.separate and not self.on_device  # tensors between stages pass through the host
         self.slots = [_Slot(memory.tensor(span, torch.uint8)) for span in plan.upload_slots]
         self.inputs: Inputs | None = None
         if self.on_device:
             numerics = plan.numerics
             boundary = model.boundary_bytes_per_token * numerics.micro_batch_tokens
-            # Outputs that come up for one micro-batch each have memory of their own: fewer may be under way then.
+            # Kept outputs that are uploaded for a micro-batch have their own memory, so fewer may be under way.
             ahead = 1 if any(stage.kept for stage in plan.stages) else 2
             self.inputs = Inputs(device, boundary, min(2, numerics.micro_batches), ahead=ahead)
             self.batches = WholeBatches.on_device(device, plan.batch_slots)
         else:
             self.batches = WholeBatches.in_arena(memory, plan.batch_slots)
         self.staged = 0
-        self.computing: Computing | None = None  # whoever hears of micro-batches, for a trace
+        self.computing: Computing | None = None  # records micro-batches, for a trace
 
     def into(self, sources: Iterable[Source], beside: Beside = nothing_beside) -> Arriving:
-        """Begins to bring the inputs of a visit's micro-batches, in order. `beside` hears of each behind its upload, if any."""
+        """Begins to bring the inputs of a visit's micro-batches, in order. Calls `beside`, if given, with each micro-batch
+        after its upload was submitted."""
         return Arriving(self, sources, beside)
 
     def begun(self, host: torch.Tensor) -> torch.Tensor:
-        """Makes room on the device for what a visit computes first for these rows of a whole batch, to be `put` there."""
+        """Makes room on the device for the first result of a visit for these rows of a whole batch, which `put` fills."""
         return self.device.empty_like(host) if self.across else host
 
     def placed(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns ids or targets of the whole batch where a visit wants them: on the device, if the batch is there."""
+        """Returns ids or targets of the whole batch where a visit wants them: on the device if the batch is there."""
         if not self.on_device:
             return value
         return self.told(value)
 
     def told(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns what the host tells of the batch on the device, before anything is submitted."""
+        """Returns on the device what the host knows of the batch, before anything is submitted."""
         if self.device.separate:
             self.count_staged(value)
         return self.device.told(value)
@@ -92,26 +93,26 @@ class Crossings:
 
 @dataclass(slots=True)
 class _Input:
-    """Device memory for one micro-batch's boundary. `used`: the end of the compute that read it last."""
+    """Holds device memory for one micro-batch's boundary. `used`: the end of the last compute that read it."""
 
     memory: torch.Tensor  # uint8
     used: Event | None = None
 
 
 class Inputs:
-    """Boundaries on their way to a device that holds the rest of the batch. Two places take turns, also across the end of a
+    """Uploads boundaries to a device that holds the rest of the batch. Two places are used in turn, also across the end of a
     visit, so a visit's first boundary is uploaded while the visit before still computes. `ahead`: micro-batches that are
     submitted and not yet computed, not counting the next."""
 
     def __init__(self, device: Device, size: int, places: int, *, ahead: int) -> None:
         self._device, self._most_ahead = device, ahead
         self._places = [_Input(device.empty(size)) for _ in range(places)]
-        self._computing: _Input | None = None  # whose compute is submitted, or about to be
+        self._computing: _Input | None = None  # the one whose compute is submitted, or will be next
         self._next: _Input | None = None
-        self._begun = deque[Event]()  # micro-batches, each by the end of the compute before it
+        self._begun = deque[Event]()  # one event per micro-batch: the end of the compute before it
 
     def upload(self, host: torch.Tensor) -> tuple[torch.Tensor, Event]:
-        """Starts the copy of one micro-batch's boundary. At most one call between two turns."""
+        """Starts the copy of one micro-batch's boundary. Call it at most once between two turns."""
         size = host.numel() * host.element_size()
         self._places.append(self._places.pop(0))
         self._next = place = self._places[-1]
@@ -130,11 +131,12 @@ class Inputs:
         self._computing, self._next = self._next, None
         self._begun.append(before)
         if len(self._begun) > self._most_ahead:
-            self._begun.popleft().synchronize()  # sync: a micro-batch behind or two, nothing that the device waits for
+            self._begun.popleft().synchronize()  # sync: one or two micro-batches behind; the device does not wait for it
 
 
 class Arriving:
-    """The inputs of one visit's micro-batches, in order; the first is on its way. `uploads`: of all so far."""
+    """Brings the inputs of one visit's micro-batches, in order. The first is on its way. `uploads`: the uploads of all visits
+    so far."""
 
     def __init__(self, crossings: Crossings, sources: Iterable[Source], beside: Beside) -> None:
         self._crossings, self._sources, self._beside = crossings, iter(sources), beside
@@ -164,7 +166,8 @@ class Arriving:
         return [tensor for tensor, _ in here]
 
     def _begin(self) -> list[tuple[torch.Tensor, Event]]:
-        """Asks for uploads before the compute of the micro-batch in front is submitted: they run behind all that was."""
+        """Asks for uploads before the compute of the previous micro-batch is submitted, so that they run after all earlier
+        compute."""
         source = next(self._sources, None)
         if source is None:
             return []
@@ -175,7 +178,7 @@ class Arriving:
         return begun
 
     def _there(self, tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, Event]]:
-        """Uploads what is in the arena; everything else is on the device already."""
+        """Uploads tensors that are in the arena. All others are on the device already."""
         inputs, memory = self._crossings.inputs, self._crossings.memory
         assert inputs is not None
         return [inputs.upload(tensor) if memory.holds(tensor) else (tensor, Event()) for tensor in tensors]
@@ -192,10 +195,10 @@ class Arriving:
         return begun
 
     def _pinned(self, slot: _Slot, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies the tensors that are not in the arena into this turn's slot, as far as there is room."""
+        """Copies the tensors that are not in the arena into this turn's slot, as far as they fit."""
         if slot.busy is not None:
             with self._crossings.waiting(BOUNDARIES_ACROSS):
-                slot.busy.synchronize()  # sync: the upload of the micro-batch before last, which has been computed with
+                slot.busy.synchronize()  # sync: the upload of the micro-batch before last, which has been computed
         pinned, end = [], 0
         for tensor in tensors:
             size = tensor.numel() * tensor.element_size()
@@ -209,31 +212,31 @@ class Arriving:
 
 @dataclass(frozen=True, slots=True)
 class _Return:
-    """A result on its way to the host. `part`: held so that its device memory is not reused in the meantime."""
+    """Describes a result on its way to the host. `part`: held so that its device memory is not reused before the copy ends."""
 
     part: torch.Tensor
     event: Event
 
 
 class Leaving:
-    """The results that one visit copies to the host, micro-batch by micro-batch. One is copied while the next computes."""
+    """Copies the results of one visit to the host, micro-batch by micro-batch. One is copied while the next computes."""
 
     def __init__(self, crossings: Crossings) -> None:
         self._device, self._waiting, self._across = crossings.device, crossings.waiting, crossings.across
         self._batches = crossings.batches
-        self._beside: list[_Return] = []  # of the micro-batch under way
-        self._under_way: list[list[_Return]] = []  # of micro-batches
+        self._beside: list[_Return] = []  # results of the micro-batch under way
+        self._under_way: list[list[_Return]] = []  # copies under way, by micro-batch
 
     def put(self, part: torch.Tensor, host: torch.Tensor) -> None:
-        """Sends `part`, the micro-batch's result on the device, to `host`, which is contiguous, in its dtype. Its compute is
-        submitted; nobody writes into it any more. Where nothing crosses it may be there already."""
+        """Sends `part`, the micro-batch's result on the device, to `host`, which is contiguous and in its dtype. Its compute is
+        submitted, and nobody writes into it any more. If nothing is copied, it may be in its place already."""
         if self._across:
             self._submit(part.detach().to(host.dtype).contiguous(), host)
         elif part.data_ptr() != host.data_ptr():
             host.copy_(part)
 
     def keep(self, part: torch.Tensor, host: torch.Tensor) -> Event:
-        """Sends `part`, on the device, to `host` while the micro-batch computes with it, and writes nothing into it."""
+        """Sends `part`, on the device, to `host` while the micro-batch computes with it. Nobody may write into it."""
         part = part.contiguous()
         if not self._across:
             return self._batches.copied(part, lambda source: self._device.download(source, host))
@@ -247,7 +250,8 @@ class Leaving:
             self._arrive()
 
     def _submit(self, part: torch.Tensor, host: torch.Tensor) -> None:
-        """Sends the last of a micro-batch. The host waits for the one before: that bounds the device's memory."""
+        """Sends the last results of a micro-batch. The host waits for those of the one before, which bounds the device's
+        memory."""
         self._under_way.append([*self._beside, _Return(part, self._device.download(part, host))])
         self._beside.clear()
         while len(self._under_way) > 1:
@@ -256,11 +260,12 @@ class Leaving:
     def _arrive(self) -> None:
         for oldest in self._under_way.pop(0):
             with self._waiting(BOUNDARIES_ACROSS):
-                oldest.event.synchronize()  # sync: the results of the micro-batch before this one, or at the end the last
+                # Sync: the results of the micro-batch before this one, or of the last one at the end.
+                oldest.event.synchronize()
 
 
 class Gathering:
-    """A visit's results as one tensor of the whole batch, in host memory or on the device."""
+    """Gathers a visit's results in one tensor of the whole batch, in host memory or on the device."""
 
     def __init__(self, crossings: Crossings, rows: int) -> None:
         self.leaving, self._crossings, self._rows = Leaving(crossings), crossings, rows

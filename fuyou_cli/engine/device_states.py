@@ -1,9 +1,9 @@
 """Holds weights, states and gradients of the stages that rest on the device, updates them there, and copies them to the store
-where a commit names them.
+when a commit names them.
 
-An update is part of the device's work in its order: whatever computes with its weights comes behind it, so that its ticket is
-done as soon as it is submitted. Whether all masters are finite is known a little later (`look`). Where what it makes is to be
-committed, the ticket is done once all of it is on the store, copied through small slots: `StagedCopies`.
+The device runs an update in order with its other work. Whatever computes with the new weights runs later, so an update's ticket
+is done as soon as it is submitted. Whether all masters are finite is known a little later (`look`). If the result will be
+committed, the ticket is done once all of it is on the store, copied through small slots (`StagedCopies`).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class _Home:
     """Holds one stage's memory on the device."""
 
     state: DeviceState
-    gradients: torch.Tensor | None  # None: they do not rest
-    summed: torch.Tensor | None = None  # gradients that the next update is of
+    gradients: torch.Tensor | None  # None: gradients do not rest
+    summed: torch.Tensor | None = None  # gradients for the next update
 
     def tensor(self, name: StateTensor) -> torch.Tensor | None:
-        """Returns one of what survives a run."""
+        """Returns one of the tensors that survive a run."""
         found: torch.Tensor | None = getattr(self.state, name)
         return found
 
@@ -54,20 +54,20 @@ class _Updating:
 
 @dataclass(frozen=True, slots=True)
 class _Finite:
-    """Holds what tells whether an update's masters are finite, on its way to the host."""
+    """Holds the check of whether an update's masters are finite, on its way to the host."""
 
     stage: StageSpec
     generation: int
     worst: Squares
 
     def check(self, *, narrow: bool) -> None:
-        """Raises NumericsError where one is not; waits until that is known."""
+        """Raises NumericsError if one is not. Waits until that is known."""
         if is_lost(int(self.worst.result()[0]), narrow=narrow):
             raise lost(f"weights of {self.stage.name}", generation=self.generation)
 
 
 def lost(what: str, *, generation: int) -> NumericsError:
-    """Makes the error of weights that are not finite after the update that made a generation."""
+    """Returns the error for weights that are not finite after the update that made a generation."""
     return NumericsError(
         f"step {generation}: {what} are not finite after the update",
         hint="lower optimizer.lr, or set train.clip_grad_norm, which sees gradients before anything is updated",
@@ -76,7 +76,7 @@ def lost(what: str, *, generation: int) -> NumericsError:
 
 
 class DeviceStates:
-    """Holds them all, by stage; of a plan that has none there it does nothing."""
+    """Holds the stages' memory on the device. Does nothing for a plan without such stages."""
 
     def __init__(self, *, model: ModelSpec, plan: Plan, daemon: SwapDaemon, memory: HostMemory, device: Device) -> None:
         self.model, self.plan, self.device = model, plan, device
@@ -89,7 +89,7 @@ class DeviceStates:
         largest = max((model.stages[stage].params for stage in self.homes), default=0)
         self._adamw = DeviceAdamW(device.empty(update_scratch(largest))) if there else None
         self.copies = StagedCopies(slots=plan.staging_slots, daemon=daemon, memory=memory, device=device)
-        self._tickets = count(-1, -1)  # below those of the daemon
+        self._tickets = count(-1, -1)  # negative, so that they differ from the daemon's tickets
         self._updating: dict[int, _Updating | None] = {}
         self._unknown: deque[_Finite] = deque()
 
@@ -97,7 +97,7 @@ class DeviceStates:
         item, params = ITEM_SIZE[self.model.compute_dtype], stage.params
         gradient = ITEM_SIZE[self.plan.numerics.accumulate_dtype] if rests else 0
         sizes = {"weights": item, "remainder": 2 * self._narrow, "momentum": 4, "variance": 4, "gradients": gradient}
-        # Apart from each other: autograd takes a change of one for a change of all that share an allocation.
+        # Separate tensors: autograd treats a change of one as a change of all that share an allocation.
         parts = {name: self.device.empty(size * params) for name, size in sizes.items() if size}
         summed_in = TORCH_DTYPE[self.plan.numerics.accumulate_dtype]
         return _Home(
@@ -111,25 +111,25 @@ class DeviceStates:
         )
 
     def weights(self, stage: int) -> torch.Tensor | None:
-        """Returns the weights of a stage to compute with; None where they do not rest there alone."""
+        """Returns the weights of a stage to compute with, or None if they do not rest only on the device."""
         home = self.homes.get(stage)
         return None if home is None else home.state.weights
 
     def gradients(self, stage: int) -> torch.Tensor | None:
-        """Returns where gradients of a stage are summed that rest there; None where they do not."""
+        """Returns where gradients of a stage are summed if they rest on the device, otherwise None."""
         home = self.homes.get(stage)
         return None if home is None else home.gradients
 
     def summed(self, stage: int, gradients: torch.Tensor) -> None:
-        """Hears of complete gradients on the device: they stay until the update is submitted that they are for."""
+        """Takes complete gradients on the device. They stay until the update that uses them is submitted."""
         if stage in self.homes:
             self.homes[stage].summed = gradients
 
     # ---- updates -------------------------------------------------------------------------------------------------
 
     def update(self, record: Record, *, target: int, copied: bool) -> int:
-        """Updates a stage, whose `record.due` holds its `Scalars`; returns a ticket. `copied`: what it makes is written to the
-        stage's place at turn `target`."""
+        """Updates a stage, whose `record.due` holds its `Scalars`. Returns a ticket. `copied`: the result is also written to
+        the stage's place at turn `target`."""
         self.look()
         home, stage = self.homes[record.stage], self.model.stages[record.stage]
         scalars: Scalars = record.due
@@ -155,7 +155,7 @@ class DeviceStates:
             state.remainder.zero_()
 
     def poll(self, ticket: int) -> Result | None:
-        """Returns the result of an update once; None while what it made is on its way to the store."""
+        """Returns the result of an update once. Returns None while it is on its way to the store."""
         updating = self._updating[ticket]
         if updating is None:
             del self._updating[ticket]
@@ -168,19 +168,19 @@ class DeviceStates:
         return _NOTHING._replace(**{f"{name}_sum": total for name, total in sums.items()})
 
     def look(self) -> None:
-        """Raises NumericsError for an update whose masters are known by now not to be finite. Never waits."""
+        """Raises NumericsError if an update's masters are known by now not to be finite. Never waits."""
         while self._unknown and self._unknown[0].worst.done():
             self._unknown.popleft().check(narrow=self._narrow)
 
     def settle(self) -> None:
-        """Waits until all updates are known to be finite; raises NumericsError as `look` does."""
+        """Waits until all updates are known to be finite. Raises NumericsError like `look`."""
         while self._unknown:
             self._unknown.popleft().check(narrow=self._narrow)
 
     # ---- to and from the store -----------------------------------------------------------------------------------
 
     def at_rest(self, stage: int, turn: int, *, every: bool = False) -> dict[StateTensor, tuple[torch.Tensor, Span]]:
-        """Returns what rests of a stage on the device, by name: where, and its extent at a turn."""
+        """Returns what rests of a stage on the device, by name: the tensor, and its extent at a turn."""
         home, plan = self.homes.get(stage), self.plan.stages[stage]
         found: dict[StateTensor, tuple[torch.Tensor, Span]] = {}
         for name in _TENSORS if home is not None else ():
@@ -191,7 +191,7 @@ class DeviceStates:
         return found
 
     def close(self) -> None:
-        """Ends the thread of copies."""
+        """Ends the thread that copies."""
         self.copies.close()
 
 

@@ -1,8 +1,8 @@
-"""Describes one training step: the model's own forward drives visits in the schedule's order, the head turns back, its calls
-are walked in reverse for the backward visits, and every stage's gradients go to its update.
+"""Runs one training step. The model's own forward drives visits in the schedule's order, the head turns back, the calls are
+walked in reverse for the backward visits, and every stage's gradients go to its update.
 
-What moves around compute is in `visits`, what a visit computes in `passes`, what is kept between forward and backward in
-`activations`, how the model's forward gets to them in `streamed`.
+`visits` moves everything around compute, `passes` compute a visit, `activations` keep things between forward and backward, and
+`streamed` connects the model's forward to them.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class StepOutcome:
     loss: float
     grad_norm: float | None
     label_tokens: int
-    skipped: str = ""  # why nothing is updated
+    skipped: str = ""  # why the step updates nothing
     intervals: list[VisitInterval] = field(default_factory=list)
 
 
 class StepAbandoned(Exception):
-    """Says, between micro-batches, that a step is given up of which nothing has been applied."""
+    """Says, between micro-batches, that a step is given up before any of it was applied."""
 
 
 class Executor:
@@ -88,13 +88,14 @@ class Executor:
         self.blocks = BlockPasses(visits, self.activations)
         self.embeddings = EmbeddingPasses(visits, self.activations, anatomy.model.get_input_embeddings())
         self.head = HeadPasses(visits, anatomy.model, self._check_loss)
-        self.may_skip = False  # whether a step whose numbers are not finite goes on, to update nothing in the end
-        self.skipped = 0  # steps so far that did: AdamW counts the others
-        self.attention = AttentionSeen()  # by what it is computed; a compiler that traces blocks would trace this as well
+        self.may_skip = False  # a step whose numbers are not finite goes on and updates nothing
+        self.skipped = 0  # steps so far that updated nothing; AdamW does not count them
+        # The kernel that computes attention; a compiler that traces blocks would trace this as well.
+        self.attention = AttentionSeen()
         self._sees_attention = compiled is None
         self.reached: set[str] = set()  # tensors that have had a gradient other than zero
         at_once = [visit.index for visit in visits.schedule.visits if visit.update == "after"]
-        self._first_update = min(at_once, default=len(visits.schedule.visits))  # the visit whose end begins it
+        self._first_update = min(at_once, default=len(visits.schedule.visits))  # the visit at whose end the first update begins
         self._updating = False  # an update of the step under way has begun
         self._squares: dict[int, float] = {}
         self._scalars = Scalars(optimizer=optimizer, lr=0.0, step=1)
@@ -110,10 +111,10 @@ class Executor:
     # ---- a step --------------------------------------------------------------------------------------------------
 
     def step(self, input_ids: torch.Tensor, labels: torch.Tensor, *, step: int, lr: float, last: bool = False) -> StepOutcome:
-        """Runs forward, backward, and every update accepted, or due in the next forward where it is deferred.
+        """Runs forward, backward, and every update, or defers updates to the next forward.
 
-        input_ids, labels: (batch, tokens) int64 in host memory; labels hold -100 where nothing is learnt. Step counts
-        from 1. `last` stops prefetching for a step that will not come.
+        input_ids, labels: (batch, tokens) int64 in host memory; labels hold -100 for tokens without loss. Step counts from 1.
+        `last`: no step follows, so nothing is prefetched for it.
         """
         assert not self.may_skip or self.plan.clip_grad_norm is not None
         self._squares, self._updating = {}, False
@@ -124,7 +125,7 @@ class Executor:
         targets = shifted(labels)
         self._outcome.label_tokens = int((targets != IGNORED).sum())
         self.head.begin_step(self._outcome.label_tokens)
-        targets = self.head.placed(targets)  # before anything is submitted: such a copy waits for all that is
+        targets = self.head.placed(targets)  # before anything else is submitted, because such a copy waits for all of it
         input_ids, positions = self.embeddings.placed(input_ids, torch.arange(input_ids.shape[1]).unsqueeze(0))
         for rows in self.visits.sweeps(input_ids.shape[0]):
             self._sweep(input_ids[rows], positions, targets[rows])
@@ -135,22 +136,22 @@ class Executor:
         return self._outcome
 
     def _sweep(self, input_ids: torch.Tensor, positions: torch.Tensor, targets: torch.Tensor) -> None:
-        """Goes through the model and back, with some rows of the step's batch."""
+        """Runs forward and backward for some rows of the step's batch."""
         model = self.anatomy.model
         seeing = self.attention if self._sees_attention else nullcontext()
-        self._sees_attention = False  # it is the same in every step
+        self._sees_attention = False  # attention is the same in every step
         with one_row_masks(model), seeing:
             hidden = model.base_model(input_ids=input_ids, position_ids=positions, use_cache=False).last_hidden_state
         edge, output = get_gradient_edge(hidden), [hidden.detach()]
-        del hidden  # tensors of all rows are let go of as soon as they were used: each is as large as a boundary
+        del hidden  # free tensors of all rows as soon as they were used: each is as large as a boundary
         gradient = self.head.run(output.pop(), targets)
         self._streamed.tape.hand_on(edge, gradient)
         del gradient
         self._streamed.tape.backward()
 
     def forward(self, call: Call, x: torch.Tensor) -> torch.Tensor:
-        """Returns a stage's output for the whole batch. x: (batch, tokens, ...), ids or a boundary: in host memory, or
-        on the device where the plan has the batch there."""
+        """Returns a stage's output for the whole batch. x: (batch, tokens, ...), ids or a boundary, in host memory, or on the
+        device if the plan has the batch there."""
         return (self.blocks if x.is_floating_point() else self.embeddings).forward(call, x)
 
     def backward(self, call: Call, ids: torch.Tensor | None, grad_y: torch.Tensor) -> torch.Tensor | None:
@@ -158,11 +159,12 @@ class Executor:
         return (self.blocks if ids is None else self.embeddings).backward(call, ids, grad_y)
 
     def drain(self) -> None:
-        """Ends every update and every transfer: the stages rest at the same generation."""
+        """Ends every update and every transfer. Afterwards all stages rest at the same generation."""
         self.visits.drain()
 
     def may_abandon(self) -> bool:
-        """Tells if the step under way can be given up: no update of it has begun, nor will one at the end of this visit."""
+        """Tells whether the step under way can be given up: no update of it has begun, and none begins at the end of this
+        visit."""
         return self.lookahead.cursor < self._first_update
 
     def abandon(self) -> None:
@@ -179,8 +181,8 @@ class Executor:
     # ---- updates -------------------------------------------------------------------------------------------------
 
     def _hand_over(self, stage: int, gradients: torch.Tensor, squares: list[float]) -> None:
-        """Lets the stage's gradients rest, complete, or starts its update. `squares`: of each tensor."""
-        total = 0.0  # also without clipping: what is not finite would be found in the weights otherwise, wherever it began
+        """Sends the stage's complete gradients to rest, or starts its update. `squares`: one sum per tensor."""
+        total = 0.0  # also without clipping: otherwise NaN or Inf would be found only in the weights, without its origin
         try:
             total = squared_norm(
                 self.model.stages[stage],
@@ -205,7 +207,7 @@ class Executor:
             self._refuse(NumericsError(f"step {self.visits.step}: the loss ({name}) is {loss}", hint=LOOK, changed=False))
 
     def _refuse(self, error: NumericsError) -> None:
-        """Ends the step here; or at its end, with nothing updated, where it may be skipped."""
+        """Ends the step here with an error. A step that may be skipped goes on to its end and updates nothing."""
         if not self.may_skip:
             raise error
         self._outcome.skipped = self._outcome.skipped or error.message

@@ -1,4 +1,5 @@
-"""Holds host memory as tensors: views of the arena's planned spans without copies, and tensors of a whole batch beside it."""
+"""Gives host memory as tensors: views of the arena's planned spans without copies, and whole-batch tensors outside the
+arena."""
 
 from __future__ import annotations
 
@@ -10,37 +11,38 @@ import torch
 from ..spec.plan import Span
 from ..swap.arena import Arena
 
-PAGE = 4096  # bytes; larger ones are taken by the first of their parts
-_SMALL = 1 << 20  # bytes of a whole batch's tensor: fewer are not worth the page faults
+PAGE = 4096  # bytes; touching one part of a larger page takes the whole page
+_SMALL = 1 << 20  # bytes of a whole-batch tensor; smaller ones are not worth the page faults
 
 
 class HostMemory:
-    """Holds views of one arena. A view is valid until the arena is closed."""
+    """Gives views of one arena. A view is valid until the arena is closed."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
 
     def tensor(self, span: Span, dtype: torch.dtype, count: int | None = None) -> torch.Tensor:
-        """Makes a flat tensor over `span`; `count` elements from its start, or all of it."""
+        """Returns a flat tensor over `span`: `count` elements from its start, or all of it."""
         flat = torch.frombuffer(self.arena.view(span.offset, span.size), dtype=dtype)
         return flat if count is None else flat[:count]
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Returns whether the tensor is in the arena, which a device may have pinned."""
+        """Tells whether the tensor is in the arena, which a device may have pinned."""
         begin = torch.frombuffer(self.arena.view(0, 1), dtype=torch.uint8).data_ptr()
         return begin <= tensor.data_ptr() < begin + self.arena.size
 
     def take(self) -> None:
-        """Takes every page of the arena from the system: what does not fit is known before the first step, not when some step
-        first needs a slot that none before it needed. What the pages hold stays; nothing may be under way."""
+        """Takes every page of the arena from the system. So a lack of memory shows before the first step, not when some step
+        first needs a slot. The contents of pages stay. Nothing may be under way."""
         torch.frombuffer(self.arena.view(0, self.arena.size), dtype=torch.uint8)[::PAGE].add_(0)
 
 
 def whole_batch(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Makes a tensor of a whole batch, zeros or anything, in memory of its own that is given back with its last view.
+    """Returns a tensor of a whole batch, zeros or uninitialized, in its own mapping that is freed with its last view.
 
-    It stays while the blocks of every micro-batch come and go. In the heap it would hold all that was freed below it: a hole of
-    a hundred MiB, from which a head's logits were then taken that ought to be mapped and to go back to the system when freed.
+    It stays while the blocks of every micro-batch come and go. In the heap it would pin everything freed below it: a hole of a
+    hundred MiB, which would later serve a head's logits. Those should be mapped themselves, so that the system gets them back
+    when they are freed.
     """
     size = math.prod(shape) * dtype.itemsize
     if size < _SMALL:

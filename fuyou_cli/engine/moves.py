@@ -1,4 +1,4 @@
-"""Describes the residency ledger's runner where bytes really move: updates in the swap daemon, waits on the wall clock."""
+"""Runs the residency ledger for real: updates in the swap daemon or on the device, waits on the wall clock."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from .device_states import DeviceStates, lost
 from .devices.base import Device, Moment
 from .updates import build_update, sums_of
 
-Waiting = Callable[[str], AbstractContextManager[None]]  # of a cause: what compute waits for what is inside is a stall of it
+# Takes a cause; the time that compute waits inside the context is a stall of that cause.
+Waiting = Callable[[str], AbstractContextManager[None]]
 
-_MOST_WAITS = 1 << 14  # that are remembered until somebody asks
-_OPEN_WAITS = 64  # whose moments are not read yet: far more than the host makes while it is ahead of a device
-_FIRST_POLL_SECONDS, _POLL_SECONDS = 50e-6, 0.002  # a wait looks around often at first, then less often
+_MOST_WAITS = 1 << 14  # waits that are remembered until the caller asks
+_OPEN_WAITS = 64  # waits whose times are not read yet; far more than the host makes while it is ahead of a device
+_FIRST_POLL_SECONDS, _POLL_SECONDS = 50e-6, 0.002  # a wait polls often at first, then less often
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +39,11 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class _HostWait:
-    """Holds a wait of the host, from `begin` on, and when compute submitted before it was over, and such behind it could begin.
+    """Holds a wait of the host from `begin` on, the end of the compute submitted before it, and the earliest begin of compute
+    after it.
 
-    Only between the two has compute waited: the host may well wait while the device has work."""
+    Compute waited only between these two. The host may wait while the device still has work.
+    """
 
     cause: str
     begin: float
@@ -48,24 +51,24 @@ class _HostWait:
     goes_on: Moment
 
     def of_compute(self) -> Wait:
-        """Returns the wait of compute, of no length where there was none. May wait for the device."""
+        """Returns the time that compute waited, which may be none. May wait for the device."""
         begin = max(self.begin, self.over())
         return Wait(self.cause, begin, max(begin, self.goes_on()))
 
 
 class Committing(Protocol):
-    """The part of checkpointing that makes states durable."""
+    """Makes states durable; a part of checkpointing."""
 
     def complete(self, generation: int) -> None:
-        """Hears that every stage has reached `generation`, and stays at it until that is durable."""
+        """Takes note that every stage has reached `generation`. No stage goes on until that is durable."""
         ...
 
     def durable(self, stage: int) -> int:
-        """Returns the turn at which the newest manifest on stable storage names the stage. Raises where that failed."""
+        """Returns the turn at which the newest manifest on stable storage names the stage. Raises if committing failed."""
         ...
 
     def blocked(self) -> None:
-        """Hears that an update waits until a manifest names what other stages have come to."""
+        """Takes note that an update waits until a manifest names the generation that other stages have reached."""
         ...
 
 
@@ -117,7 +120,7 @@ class DaemonMoves:
     # ---- updates ---------------------------------------------------------------------------------------------------
 
     def update(self, record: Record) -> int:
-        """Starts the AdamW of one stage, wholly in C or on the device; its ticket."""
+        """Starts the AdamW of one stage, in the daemon or on the device. Returns its ticket."""
         commits = self.residency.commits
         target, copied = commits.next_turn(record.turn, record.generation), commits.is_written(record.generation + 1)
         if self.plan.stages[record.stage].updated_there:
@@ -162,14 +165,14 @@ class DaemonMoves:
 
     @contextmanager
     def waiting(self, cause: str) -> Iterator[None]:
-        """Records a stall of `cause`: inside, the host waits or makes compute wait."""
+        """Records a stall of `cause` while the host waits, or makes compute wait, inside."""
         begin, over = time.monotonic(), self._mark()
-        yield  # a device that has failed is not asked
+        yield  # do not ask a device that has failed
         self._open.append(_HostWait(cause, begin, over, self._mark()))
         self.book_waits(but=_OPEN_WAITS)
 
     def book_waits(self, *, but: int = 0) -> None:
-        """Sums what compute waited by cause, but for the last few. May wait for the device."""
+        """Sums the time that compute waited, by cause, except for the last few waits. May wait for the device."""
         while len(self._open) > but:
             wait = self._open.popleft().of_compute()
             if wait.end > wait.begin:
@@ -177,6 +180,6 @@ class DaemonMoves:
                 self.residency.stalled(wait.cause, wait.end - wait.begin)
 
     def waits(self) -> list[Wait]:
-        """Returns those of compute since the last call, as far as they are booked."""
+        """Returns the waits of compute since the last call, as far as they are summed."""
         waits, self._waits = self._waits, deque(maxlen=_MOST_WAITS)
         return list(waits)

@@ -1,10 +1,10 @@
-"""Describes the visits of a step, in the schedule's order: what each needs is there when it begins, and what it leaves goes on
-its way.
+"""Runs the visits of a step in the schedule's order. What a visit needs is there when it begins, and what it leaves goes on its
+way.
 
 A pass enters a visit, asks for the inputs of its micro-batches, installs weights, computes and differentiates, and leaves. It
-may wait for three things: weights (a slot, their fetch or update), a boundary (a slot, or the bytes) and gradients (a slot, or
-those that rest until their second user). Each wait is summed by cause. A device with memory of its own adds copies: those of a
-stage's results, and of weights about to change.
+may wait for three things: weights (a slot, their fetch or update), a boundary (a slot, or the bytes), and gradients (a slot, or
+those that rest until their second user). Each wait is summed by cause. A separate device adds copies: those of a stage's
+results, and those of weights that will change.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .gradients import GradientSum, GradientSums, HandOver
 from .host_memory import HostMemory
 from .moves import DaemonMoves
 
-BETWEEN_STAGES = 1 << 30  # stands for the model's own forward where a random stream needs a stage number
+BETWEEN_STAGES = 1 << 30  # the stage number of random streams in the model's own forward
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +46,7 @@ class VisitInterval:
 
 
 class Watcher(Protocol):
-    """Hears how a step goes on."""
+    """Watches how a step goes on."""
 
     between_micro_batches: Callable[[], None]
     after_visit: Callable[[Visit], None]
@@ -84,10 +84,11 @@ class Visits:
             hand_over=hand_over, waiting=waiting,
         )  # fmt: skip
         self.step = 0
-        self._before = 0  # micro-batches of the step in front of the sweep's
+        self._before = 0  # micro-batches of the step before this sweep
         self._left: list[tuple[Visit, float, Moment]] = []
         self._watcher = watcher
-        self._shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by identity: masks and positions on the device
+        # By identity of the source: masks and positions on the device.
+        self._shared: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def _lookahead(self, schedule: Schedule) -> Lookahead:
         return Lookahead(schedule=schedule, residency=self.residency, boundaries=self.boundaries.ledger, tick=self.tick)
@@ -95,7 +96,7 @@ class Visits:
     # ---- a step --------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: int, *, last: bool) -> None:
-        """Begins a step; `last` stops prefetching for a step that will not come."""
+        """Begins a step. `last`: no step follows, so nothing is prefetched for it."""
         self.step = step
         self.begin_round(last=last)
 
@@ -121,7 +122,7 @@ class Visits:
             self.schedule, self.lookahead = steps
 
     def drain(self) -> None:
-        """Ends every update and every transfer: the stages rest at the same generation."""
+        """Ends every update and every transfer. Afterwards all stages rest at the same generation."""
         self.sums.settle()
         self.lookahead.pause()
         self.weights.settle_all()
@@ -132,7 +133,7 @@ class Visits:
 
     def abandon(self) -> None:
         """Forgets the step under way (or what was prefetched for the next). Updates of earlier steps stay due."""
-        self.device.synchronize()  # sync: copies of what was under way, whose memory is used for something else from now on
+        self.device.synchronize()  # sync: copies under way, because their memory is reused from now on
         self.sums.forget()
         self.lookahead.pause()
         self.lookahead.forget()
@@ -143,13 +144,13 @@ class Visits:
     # ---- a visit -------------------------------------------------------------------------------------------------
 
     def enter(self, phase: str, stage: int, boundary: torch.Tensor | None = None) -> tuple[Visit, torch.Tensor | None]:
-        """Begins the next visit of the schedule: its weights are ready to compute with (None when it needs none), and
-        `boundary`, its input, is stashed where backward will want it. On a device with memory of its own `inputs` has to
-        follow: `boundary` has its place only, and is put there as it goes up.
+        """Begins the next visit of the schedule. Its weights are ready to compute with (None if it needs none), and `boundary`,
+        its input, is stashed for backward. On a separate device the caller must call `inputs` next: `boundary` only has its
+        place yet, and is filled as it is uploaded.
 
-        As soon as the visit has its own slots what comes next may be prefetched, also while it waits for what its slots are
-        to hold: until then a visit behind it could take the slot it waits for, and wait for it in turn. Gradients are an
-        exception: only visits that resume a sum take slots for them ahead of time, and not before this one has its own.
+        As soon as the visit has its own slots, later work may be prefetched, even while the visit waits for its data. Before
+        that, a later visit could take the slot that this one waits for, and both would wait for ever. Gradients are an
+        exception: only visits that resume a sum take slots for them ahead of time, and not before this visit has its own.
         """
         visit = self.lookahead.enter(lambda visit: self._stash(visit, boundary))
         assert (visit.phase, visit.stage) == (phase, stage), (visit, phase, stage)
@@ -168,7 +169,7 @@ class Visits:
         keep(visit.stage, boundary, self.residency.wait_until)
 
     def inputs(self, sources: Iterable[Source], beside: Beside = nothing_beside) -> Arriving:
-        """Begins to bring what the visit's micro-batches compute with; the first goes before the next visit's weights."""
+        """Begins to bring the inputs of the visit's micro-batches. The first goes before the next visit's weights."""
         arriving = self.crossings.into(sources, beside)
         if self.device.separate:
             self.lookahead.on_device()
@@ -177,7 +178,8 @@ class Visits:
     def installed(
         self, owner: int | None, flat: torch.Tensor | None, *, trainable: bool
     ) -> AbstractContextManager[list[torch.nn.Parameter]]:
-        """Shows the model the weights of stage `owner` in `flat`, inside; gives the list of its parameters."""
+        """Installs the weights of stage `owner` from `flat` in the model, inside the context. Gives the list of its
+        parameters."""
         if owner is None or flat is None:
             return nullcontext([])
         return self.stages[owner].installed(flat, trainable=trainable)
@@ -185,13 +187,13 @@ class Visits:
     def differentiate(
         self, y: torch.Tensor, grad_y: torch.Tensor | None, leaves: list[torch.Tensor], total: GradientSum | None
     ) -> None:
-        """Runs backward from `y` to `leaves`; gradients of parameters among them go to the sum."""
+        """Runs backward from `y` to `leaves`. Gradients of parameters among them go to the sum."""
         parameters = [leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter)]
         with nullcontext() if total is None else total.collecting(parameters):
             torch.autograd.backward([y], None if grad_y is None else [grad_y], inputs=leaves)
 
     def leave(self, visit: Visit, begin: float) -> None:
-        """Ends the visit. Its compute is submitted."""
+        """Ends the visit after its compute was submitted."""
         self._left.append((visit, begin, self.device.mark()))
         if self.crossings.computing is not None:
             self.crossings.computing.leave(visit.phase, visit.stage)
@@ -203,8 +205,8 @@ class Visits:
         self.tick()
 
     def intervals(self) -> list[VisitInterval]:
-        """Returns when the device computed each visit of the step: it begins one when it is done with the one before. May wait
-        for the last; what compute waited in the step is known then."""
+        """Returns when the device computed each visit of the step; each begins when the one before ends. May wait for the last
+        visit; the stalls of the step are known then."""
         self.moves.book_waits()
         found, over = list[VisitInterval](), 0.0
         for visit, begin, ended in self._left:
@@ -215,12 +217,12 @@ class Visits:
     # ---- groups and micro-batches -------------------------------------------------------------------------------------------
 
     def sweeps(self, rows: int) -> Iterator[slice]:
-        """Cuts the step's batch into the groups of its sweeps, in order; each begins when it is asked for."""
+        """Cuts the step's batch into the groups of its sweeps, in order. Each begins when the caller asks for it."""
         size = -(-rows // self.plan.sweeps)
         assert rows == size * self.plan.sweeps, (rows, self.plan.sweeps)
         for begin in range(0, rows, size):
             self._before = begin // self.plan.numerics.micro_batch_size
-            self._shared.clear()  # the model's own forward makes its masks and positions anew
+            self._shared.clear()  # the model's own forward makes new masks and positions
             yield slice(begin, begin + size)
 
     def micro_batches(self, rows: int) -> list[slice]:
@@ -229,22 +231,22 @@ class Visits:
         return [slice(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
 
     def between(self) -> None:
-        """Looks around between micro-batches, and lets the watcher stop."""
+        """Looks for finished work between micro-batches, and lets the watcher stop the step."""
         self.tick()
         self._watcher.between_micro_batches()
 
     def seed(self, stage: int, micro_batch: int) -> None:
-        """Seeds the device for dropout: the same in forward and recompute. `micro_batch`: of the sweep."""
+        """Seeds the device for dropout, the same in forward and recompute. `micro_batch`: its number within the sweep."""
         self.device.seed(random_stream(self.plan.numerics.seed, self.step, stage, self._before + micro_batch))
 
     def shared(self, value: torch.Tensor) -> torch.Tensor:
-        """Returns `value` on the device, copied once per step. Its source is kept too, so that its identity stays its own."""
+        """Returns `value` on the device, copied once per step. Its source is kept too, so that its identity stays unique."""
         if id(value) not in self._shared:
             self._shared[id(value)] = (value, value.to(self.device.torch_device))
         return self._shared[id(value)][1]
 
     def tick(self) -> None:
-        """Moves everything that can move; called whenever something may have finished. Never waits."""
+        """Moves everything that can move. Called whenever something may have finished. Never waits."""
         self.residency.advance()
         self.states.look()
         self.boundaries.advance()
@@ -266,7 +268,7 @@ class Visits:
 
 
 def random_stream(seed: int, *place: int) -> int:
-    """Mixes a seed of its own from the run's and a place: step, stage, micro-batch."""
+    """Mixes a seed from the run's seed and a place: step, stage, micro-batch."""
     mixed = seed & 0xFFFFFFFF
     for part in place:
         mixed = (mixed * 6364136223846793005 + part + 1442695040888963407) & (2**64 - 1)
