@@ -1,8 +1,8 @@
 """Finds the stages of a model: which modules are streamed, in which order they run, and which parameters they own.
 
-Blocks are found by `GradientCheckpointingLayer` (or `_no_split_modules`), never by attribute names of one family. Every
-other module of the base model that owns parameters directly is a stage of its own (embedding, final norm, a projection);
-what the base model does not own (the language-model head) is the head stage.
+Blocks are found by `GradientCheckpointingLayer` (or `_no_split_modules`), never by attribute names of one family. Every other
+module of the base model that owns parameters directly is its own stage (embedding, final norm, a projection). Parameters
+outside the base model (the language-model head) belong to the head stage.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .calls import TRIED, WORKING, refuse_by_configuration, stage_calls
 
 @dataclass(frozen=True, slots=True)
 class Slotted:
-    """Describes one parameter of a stage: its specification and every place in the module tree that reads it."""
+    """Describes one parameter of a stage: its specification, and every place in the module tree that reads it."""
 
     spec: TensorSpec
     places: tuple[tuple[nn.Module, str], ...]
@@ -41,8 +41,8 @@ class Stage:
     kind: StageKind
     module: nn.Module | None  # None for the head, which is the causal model itself
     parameters: tuple[Slotted, ...]
-    params: int  # elements with padding
-    vocabulary: tuple[int, int] | None = None  # None: not a piece
+    params: int  # elements, with padding
+    vocabulary: tuple[int, int] | None = None  # rows (first, end) of a piece; None: not a piece
 
     @classmethod
     def packed(
@@ -71,14 +71,14 @@ class Stage:
         return tuple(slotted.spec for slotted in self.parameters)
 
     def specified(self, index: int, **costs: Any) -> StageSpec:
-        """Makes the specification of the stage at place `index`."""
+        """Returns the specification of the stage at place `index`."""
         return StageSpec(
             index=index, kind=self.kind, name=self.name, params=self.params, tensors=self.tensors,
             vocabulary=self.vocabulary, **costs,
         )  # fmt: skip
 
     def call_inside(self, look: Callable[[], None]) -> list[RemovableHandle]:
-        """Has `look` called inside the stage's forward, after each innermost module, until the handles are removed."""
+        """Calls `look` inside the stage's forward, after each innermost module, until the handles are removed."""
         if self.module is None:
             return []
         inside = [part for part in self.module.modules() if part is not self.module and not any(part.children())]
@@ -86,7 +86,7 @@ class Stage:
 
     @contextmanager
     def installed(self, flat: torch.Tensor, *, trainable: bool) -> Iterator[list[nn.Parameter]]:
-        """Lets every place that reads one of the stage's parameters sees a view of `flat` (1-D, `params` elements)."""
+        """Sets every place that reads one of the stage's parameters to a view of `flat` (1-D, `params` elements)."""
         replaced: list[tuple[nn.Module, str, nn.Parameter | None]] = []
         parameters: list[nn.Parameter] = []
         try:
@@ -113,7 +113,8 @@ class Anatomy:
     tied_head: bool
 
     def modules(self) -> dict[nn.Module, str]:
-        """Names of the stages that are modules; pieces of one module have the last one's."""
+        """Returns the names of stages that are modules. For a module that was cut into pieces, the last piece's name is
+        used."""
         return {stage.module: stage.name for stage in self.stages if stage.module is not None}
 
     def owner(self, index: int) -> Stage:
@@ -125,7 +126,7 @@ class Anatomy:
 
 
 def dissect(model: PreTrainedModel) -> Anatomy:
-    """Finds the stages of `model`. Raises UsageError when it has no blocks, or is one that cannot be streamed."""
+    """Finds the stages of `model`. Raises UsageError if it has no blocks, or cannot be streamed."""
     blocks = _blocks(model)
     refuse_by_configuration(model)
     units = list(_units(model.base_model, blocks))
@@ -133,10 +134,10 @@ def dissect(model: PreTrainedModel) -> Anatomy:
 
 
 def outline(model: PreTrainedModel) -> Anatomy:
-    """Finds stages to plan with, not to run, of a model that `dissect` refuses. Every parameter is in exactly one.
+    """Finds stages for a plan (not for a run) of a model that `dissect` refuses. Every parameter is in exactly one stage.
 
-    The order is that of its forward where that can be followed, else embeddings come first.
-    Raises UsageError when no module says that it is a block.
+    The stages are in the order of the model's forward if that can be followed, otherwise embeddings come first. Raises
+    UsageError if no module says that it is a block.
     """
     blocks = _blocks(model)
     units = list(_units(model.base_model, blocks))
@@ -157,7 +158,7 @@ def _blocks(model: PreTrainedModel) -> set[nn.Module]:
 
 
 def _assembled(model: PreTrainedModel, order: list[tuple[str, nn.Module]], blocks: set[nn.Module]) -> Anatomy:
-    """Makes the stages of `order`, then the head with every parameter that is left."""
+    """Returns the stages of `order`, then the head with all remaining parameters."""
     left = _places(model)
     stages = []
     for name, module in order:
@@ -187,7 +188,7 @@ def _units(base: nn.Module, blocks: set[nn.Module], prefix: str = "") -> Iterato
 def _running_order(
     units: list[tuple[str, nn.Module]], model: PreTrainedModel, blocks: set[nn.Module]
 ) -> list[tuple[str, nn.Module]]:
-    """Finds the order in which the base model's own forward calls the units. One called twice, or never, is refused."""
+    """Finds the order in which the base model's own forward calls the units. Refuses a unit that is called twice, or never."""
     calls = stage_calls(model, {module: name for name, module in units}, shape=TRIED)
     called = [call.name for call, _ in calls]
     for name, _ in units:
@@ -215,7 +216,7 @@ def _places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str, str]]]:
 
 
 def _taken(owner: nn.Module, left: dict[int, list[tuple[nn.Module, str, str]]]) -> Iterator[Slotted]:
-    """Takes the parameters of `owner` out of those that no stage has yet."""
+    """Takes the parameters of `owner` out of those that no stage owns yet."""
     for parameter in owner.parameters():
         where = left.pop(id(parameter), None)
         if where is not None:

@@ -1,4 +1,4 @@
-"""Holds weights where compute can use them: the arena itself on device cpu, uploaded copies on a device with its own memory."""
+"""Keeps weights where compute can use them: in the arena itself on device cpu, as uploaded copies on a separate device."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class _Uploaded:
     owner: int | None = None
     generation: int = -1
     arrived: Event | None = None
-    used: Event | None = None  # the last compute with what is there; no upload may come before it
+    used: Event | None = None  # the last compute that reads this memory; an upload must wait for it
 
 
 class ComputeWeights:
-    """Holds weights for compute. Two device spans take turns, so that one stage's upload runs beside another's compute; stages
-    whose weights have their home on the device keep a span of their own and are uploaded again only when a new generation
-    exists, or never where they are updated there (`states`)."""
+    """Holds weights for compute. Two device spans are used in turn, so that one stage's upload runs beside another's compute.
+    Stages whose weights have their home on the device keep their own span. They are uploaded again only when there is a new
+    generation, or never if they are updated there (`states`)."""
 
     def __init__(
         self, *, model: ModelSpec, plan: Plan, memory: HostMemory, device: Device, states: DeviceStates, waiting: Waiting
@@ -67,20 +67,20 @@ class ComputeWeights:
             self._upload(owner, self.memory.tensor(span, self.dtype, self.model.stages[owner].params), generation)
 
     def computed(self, owner: int) -> None:
-        """Makes whatever is copied over these weights next wait for the visit that was submitted last."""
+        """Makes the next copy over these weights wait for the visit that was submitted last."""
         for uploaded in (*self.turns, *self.homes.values()):
             if uploaded.owner == owner:
                 uploaded.used = self.device.computed()
 
     def settle(self, owner: int) -> None:
-        """Waits (sync) until the upload from the host's weights of `owner` is over, so that they may be overwritten."""
+        """Waits (sync) until the upload from the host's weights of `owner` has ended, so that they may be overwritten."""
         for uploaded in (*self.turns, *self.homes.values()):
             if uploaded.owner == owner and uploaded.arrived is not None:
                 with self._waiting(WEIGHTS_UP):
                     uploaded.arrived.synchronize()
 
     def settle_all(self) -> None:
-        """Waits (sync) until no upload is under way, so that any of the host's slots may be used for something else."""
+        """Waits (sync) until no upload is under way, so that any of the host's slots may be reused."""
         for uploaded in (*self.turns, *self.homes.values()):
             if uploaded.arrived is not None:
                 uploaded.arrived.synchronize()
@@ -89,13 +89,13 @@ class ComputeWeights:
         target = self.homes.get(owner)
         if target is None:
             target = next((turn for turn in self.turns if turn.owner == owner), None)
-            if target is not None:  # now the one used last: the other turn is the one to give up next
+            if target is not None:  # now used last, so the other span is reused next
                 self.turns.remove(target)
                 self.turns.append(target)
         if target is not None and target.owner == owner and target.generation == generation:
             return target
         if target is None:
-            target = self.turns.pop(0)  # the one used longest ago
+            target = self.turns.pop(0)  # the span used longest ago
             self.turns.append(target)
         target.owner, target.generation = owner, generation
         there = target.memory.view(self.dtype)[: host.numel()]

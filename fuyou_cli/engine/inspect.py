@@ -1,8 +1,7 @@
-"""Describes `inspect(anatomy, ...)`: the ModelSpec of a skeleton at one batch shape, without weights and without computing.
+"""Inspects a skeleton and returns its ModelSpec at one batch shape, without weights and without computing.
 
-Every stage is run forward and backward on fake tensors of one micro-batch; a dispatch mode follows which storages are
-alive, so that the peak of what a stage allocates beside its weights is known in advance (what kernels allocate inside is
-not).
+Every stage runs forward and backward on fake tensors of one micro-batch. A dispatch mode tracks which storages are alive, so
+the peak of what a stage allocates beside its weights is known in advance. What kernels allocate inside is not.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ _NUMBERS = ("layer_idx", "layer_id", "layer_number", "block_idx", "training")
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts bytes that storages created inside and still alive are charged; `peak` is their maximum, `mapped_peak` that of the
-    storages the allocator maps on their own. `held` were there before."""
+    """Counts the bytes charged for storages that were created inside and are still alive. `peak` is their maximum,
+    `mapped_peak` that of the storages that the allocator maps separately. `held` existed before."""
 
     def __init__(self, *held: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -73,7 +72,8 @@ class _LiveBytes(TorchDispatchMode):
 
 
 def _beside(func: Any, values: object) -> int:
-    """Returns bytes that a kernel takes for itself while it works on these. A pointwise one and the loss take none."""
+    """Returns the bytes that a kernel takes for itself while it works on these tensors. Pointwise kernels and the loss take
+    none."""
     if func.is_view or torch.Tag.pointwise in func.tags or func.overloadpacket in _WITHOUT_ROOM:
         return 0
     sizes = {
@@ -86,19 +86,19 @@ def _beside(func: Any, values: object) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Peak:
-    """Holds bytes charged for what is alive at most; `mapped`: for blocks that are mapped on their own."""
+    """Holds the most bytes charged for live storages; `mapped`: those of blocks that are mapped separately."""
 
     total: int
     mapped: int
 
     @classmethod
     def of(cls, size: int, blocks: int = 1) -> _Peak:
-        """Returns the peak of so many blocks of `size` bytes."""
+        """Returns the peak of this many blocks of `size` bytes."""
         taken = blocks * alive(size)
         return cls(taken, taken if size >= MAPPED else 0)
 
 
-Costs = dict[str, Any]  # of a StageSpec, by field
+Costs = dict[str, Any]  # fields of a StageSpec, by name
 
 
 def _costs(flops: float, forward: _Peak, backward: _Peak, **more: object) -> Costs:
@@ -107,7 +107,7 @@ def _costs(flops: float, forward: _Peak, backward: _Peak, **more: object) -> Cos
 
 
 def inspect(anatomy: Anatomy, *, dtype: str, micro_batch_size: int, max_seq_len: int, head_chunk_tokens: int) -> ModelSpec:
-    """Specifies the model at micro-batches of (micro_batch_size, max_seq_len)."""
+    """Returns the model's specification at micro-batches of (micro_batch_size, max_seq_len)."""
     shape, text = (micro_batch_size, max_seq_len), anatomy.model.config.get_text_config()
     between = Between()
     with only_refusals(anatomy.model, shape=shape):
@@ -122,14 +122,14 @@ def inspect(anatomy: Anatomy, *, dtype: str, micro_batch_size: int, max_seq_len:
         stages=tuple(stage.specified(index, **costs[index]) for index, stage in enumerate(anatomy.stages)),
         tied_head=anatomy.tied_head,
         boundary_bytes_per_token=boundary,
-        # Sums of several embeddings, and dropout on them, keep a boundary and a mask for the model's own backward.
+        # If several embeddings are added, or dropout follows, the model's own backward keeps a boundary and a mask.
         choreography_bytes_per_token=boundary * (2 if len(embeddings) > 1 else 1),
         may_sweep=not (anatomy.tied_head or between.draws or len(embeddings) > 1) and all(map(_is_by_row, anatomy.stages)),
     )
 
 
 def _is_by_row(stage: Stage) -> bool:
-    """Tells whether the gradients of an embedding are summed micro-batch by micro-batch, as of all other stages."""
+    """Tells whether the gradients of an embedding are summed micro-batch by micro-batch, like those of all other stages."""
     module = stage.module
     if stage.kind != "embedding" or stage.vocabulary is not None:
         return True
@@ -139,7 +139,7 @@ def _is_by_row(stage: Stage) -> bool:
 def _all_costs(
     anatomy: Anatomy, between: Between, *, dtype: str, shape: tuple[int, int], head_chunk_tokens: int
 ) -> list[Costs]:
-    """Finds the costs of every stage; blocks of the same shapes are run once."""
+    """Finds the costs of every stage. Blocks of the same shapes run once."""
     calls = {call.name: (call, x) for call, x in stage_calls(anatomy.model, anatomy.modules(), shape=shape, between=between)}
     seen: dict[object, Costs] = {}
     costs: list[Costs] = []
@@ -159,7 +159,7 @@ def _all_costs(
 
 
 def _settings(stage: Stage) -> object:
-    """Returns what blocks of one class and shapes may still differ in: classes and plain attributes of their modules."""
+    """Returns what blocks of one class and shape may still differ in: the classes and plain attributes of their modules."""
     plain = (bool, int, float, str)
     if stage.module is None or stage.kind != "block":
         return ()
@@ -194,12 +194,13 @@ def _stage_cost(anatomy: Anatomy, stage: Stage, call: StageCall, x: torch.Tensor
 
 
 def _is_librarys(anatomy: Anatomy) -> bool:
-    """Tells whether the model's code is transformers' own: others' may keep for backward what no hook of autograd sees."""
+    """Tells whether the model's code is transformers' own. Other code may keep tensors for backward that no autograd hook
+    sees."""
     return type(anatomy.model).__module__.startswith("transformers.")
 
 
 def _look(stage: Stage, flat: torch.Tensor, call: StageCall, x: torch.Tensor) -> OperatorTrace:
-    """Finds the operators of one forward as it is recomputed for backward, and which of them that looks at."""
+    """Finds the operators of one forward as it is recomputed for backward, and which of them backward reads."""
     leaf = x.clone().requires_grad_(True)
     names = tuple(tensor.name.partition(f"{call.name}.")[2] for tensor in stage.tensors)
     trace = OperatorTrace(flat, stage.tensors, names)
@@ -212,7 +213,7 @@ def _look(stage: Stage, flat: torch.Tensor, call: StageCall, x: torch.Tensor) ->
 
 
 def _has_own_backward(y: torch.Tensor) -> bool:
-    """Tells whether some function on the way to `y` was written in Python, whose backward may look at anything."""
+    """Tells whether some function on the way to `y` was written in Python. Its backward may read anything."""
     waiting, seen = [y.grad_fn], set()
     while waiting:
         node = waiting.pop()
@@ -226,8 +227,8 @@ def _has_own_backward(y: torch.Tensor) -> bool:
 
 
 def _head_cost(anatomy: Anatomy, index: int, *, dtype: str, shape: tuple[int, int], chunk: int) -> Costs:
-    """Returns the cost of one chunk of tokens. A whole head: the loss and its gradients, at once. A piece of the vocabulary:
-    folding its logits into the loss, and computing them again for the gradients."""
+    """Returns the cost of one chunk of tokens. For a whole head: the loss and its gradients at once. For a piece of the
+    vocabulary: folding its logits into the loss, and computing them again for the gradients."""
     stage, owner, head = anatomy.stages[index], anatomy.owner(index), Head(anatomy.model)
     width = anatomy.model.get_output_embeddings().in_features
     first, end = stage.vocabulary or (0, anatomy.model.config.get_text_config().vocab_size)
@@ -261,7 +262,7 @@ def _head_cost(anatomy: Anatomy, index: int, *, dtype: str, shape: tuple[int, in
 
 
 def _backward(y: torch.Tensor, grad: torch.Tensor | None, leaves: list[torch.Tensor]) -> None:
-    """Runs backward as the executor does it: a parameter's gradient is dropped as soon as it exists."""
+    """Runs backward like the executor: a parameter's gradient is dropped as soon as it exists."""
 
     def drop(parameter: torch.Tensor) -> None:
         parameter.grad = None

@@ -1,7 +1,8 @@
-"""Puts Liger's kernels in place of a model's own norms, rotary embedding and gated products, by way of transformers.
+"""Puts Liger's kernels in place of a model's own norms, rotary embedding and gated products, through transformers.
 
-It is done when a run opens, on a model that is inspected and planned already: Triton's kernels take no tensors without memory.
-Logits and loss stay fuyou's, which computes them in pieces. What Liger changes in the model's module stays for the process.
+This happens when a run opens, after the model was inspected and planned: Triton's kernels take no tensors without memory.
+Logits and loss stay fuyou's, which computes them in pieces. What Liger changes in the model's Python module stays for the
+process.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _INSTALL = 'pip install "fuyou[liger]" (needs Triton and a GPU), or leave model.
 
 
 def check_liger(model: PreTrainedModel) -> None:
-    """Raises UsageError where Liger is not installed, or has nothing for this model."""
+    """Raises UsageError if Liger is not installed, or has nothing for this model."""
     if find_spec("liger_kernel") is None:
         raise UsageError("model.kernels: liger: the package liger-kernel is not installed", hint=_INSTALL)
     kind = model.config.model_type
@@ -41,7 +42,7 @@ def apply_liger(model: PreTrainedModel) -> None:
 
 
 def _families() -> Container[str]:
-    """Returns the model types that it has kernels for."""
+    """Returns the model types that Liger has kernels for."""
     try:
         patches = import_module("liger_kernel.transformers.monkey_patch")
     except ImportError as error:

@@ -1,6 +1,6 @@
-"""Looks rows of an embedding up, and their gradients: never a dense tensor per micro-batch.
+"""Looks up rows of an embedding and sums their gradients, without a dense tensor per micro-batch.
 
-How many ids are of a piece, and how many differ, the host knows: to ask a device would wait for all that is submitted to it.
+The host counts the ids in each piece, and the distinct ones. Asking a device would wait for all work submitted to it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .skeleton import LIBRARY_ERRORS
 
 
 def is_lookup(module: nn.Module | None) -> TypeGuard[nn.Embedding]:
-    """Tells whether it is an embedding whose rows and their gradients do not depend on how often each is looked up."""
+    """Tells whether the module is an embedding whose rows and gradients do not depend on how often each row is looked up."""
     return isinstance(module, nn.Embedding) and module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
 
 
 def is_plain(module: nn.Module | None) -> bool:
-    """Tells whether it is a lookup and nothing else, so that its gradient is a sum of rows."""
+    """Tells whether the module is only a lookup, so that its gradient is a sum of rows."""
     return (
         isinstance(module, nn.Embedding)
         and type(module).forward is nn.Embedding.forward
@@ -35,19 +35,19 @@ def is_plain(module: nn.Module | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """Tells what one micro-batch looks up in a table, or in one piece of it. Tensors are on the device, but `known`."""
+    """Describes what one micro-batch looks up in a table, or in one piece of it. All tensors but `known` are on the device."""
 
-    here: torch.Tensor | None  # places among the micro-batch's tokens; None: all of them
-    distinct: torch.Tensor  # ids in rising order
+    here: torch.Tensor | None  # places of these ids among the micro-batch's tokens; None: all tokens
+    distinct: torch.Tensor  # distinct ids in rising order
     known: torch.Tensor  # the same in host memory
 
 
-OfMicroBatches = Sequence[Sequence[Looked]]  # by micro-batch and piece
+OfMicroBatches = Sequence[Sequence[Looked]]  # indexed by micro-batch and piece
 
 
 class StepIds:
-    """Holds what all micro-batches of a step look up, found on the host and placed on the device at once. `ids`: whatever the
-    model's forward is given them as."""
+    """Holds what all micro-batches of a step look up, found on the host and placed on the device at once. `ids`: the ids in the
+    form that the model's forward is given."""
 
     def __init__(
         self,
@@ -55,13 +55,15 @@ class StepIds:
         pieces: Sequence[tuple[int, int]],
         place: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """Finds them. `parts`: ids of each micro-batch in host memory; `pieces`: rows (first, end) of each, none: not cut."""
+        """Finds what is looked up. `parts`: ids of each micro-batch in host memory; `pieces`: rows (first, end) of each piece,
+        empty if the table is not cut."""
         self.ids: torch.Tensor | None = None
         sizes = [0, *(part.numel() for part in parts)]
-        self._begins = {place: number for number, place in enumerate(accumulate(sizes))}  # of micro-batches, by id
+        # First id of a micro-batch -> its number.
+        self._begins = {place: number for number, place in enumerate(accumulate(sizes))}
         rows: Sequence[tuple[int, int] | None] = pieces or [None]
         known = [[_known(part.reshape(-1), of_piece) for of_piece in rows] for part in parts]
-        # Of one size whatever the ids: a plan charges it.
+        # The size does not depend on the ids, because a plan charges it.
         table = torch.zeros((2 if pieces else 1) * sum(sizes), dtype=torch.long)
         found, end = [tensor for part in known for of_piece in part for tensor in of_piece if tensor is not None], 0
         for tensor in found:
@@ -73,7 +75,8 @@ class StepIds:
         ]
 
     def part(self, ids: torch.Tensor) -> OfMicroBatches | None:
-        """Returns what is known of `ids`, in whatever shape: whole micro-batches of what the forward was given, or None."""
+        """Returns what is known of `ids`, in any shape, if they are whole micro-batches of the forward's ids; otherwise
+        None."""
         given = self.ids
         if given is None or given.device != ids.device or not ids.is_contiguous():
             return None
@@ -83,7 +86,7 @@ class StepIds:
 
 
 def _known(ids: torch.Tensor, rows: tuple[int, int] | None) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Finds the ids (host memory) that are of these rows, and which differ."""
+    """Finds which ids (host memory) are in these rows, and the distinct ones among them."""
     if rows is None:
         return None, ids.unique()
     here = ((ids >= rows[0]) & (ids < rows[1])).nonzero().view(-1)
@@ -100,7 +103,7 @@ def add_rows(
     *,
     first: int,
 ) -> None:
-    """Adds the gradient of one micro-batch's lookup, as many rows as there are distinct ids.
+    """Adds the gradient of one micro-batch's lookup: one row per distinct id.
 
     ids: (tokens,) int64, of the whole micro-batch; grad: (tokens, hidden). `first`: the id of the sum's first row.
     """
@@ -108,11 +111,12 @@ def add_rows(
         ids, grad = ids[looked.here], grad[looked.here]
     distinct, padding = looked.distinct, _place_of_padding(module, looked.known)
     renumbered = torch.searchsorted(distinct, ids)
-    if is_plain(module):  # summed by the kernel and in the order of a dense embedding backward
+    if is_plain(module):  # the kernel sums in the same order as a dense embedding backward
         size = distinct.numel()
         rows = torch.ops.aten.embedding_dense_backward(grad.contiguous(), renumbered, size, padding, False)
-    else:  # scaled: through its own forward
-        weight = torch.zeros(distinct.numel(), grad.shape[-1], dtype=module.weight.dtype, device=grad.device)  # any values
+    else:  # a scaled lookup: through its own forward
+        # Any values: the gradient does not depend on them.
+        weight = torch.zeros(distinct.numel(), grad.shape[-1], dtype=module.weight.dtype, device=grad.device)
         with torch.enable_grad(), holding(module, weight, padding=None if padding < 0 else padding) as parameter:
             torch.autograd.backward([run(renumbered)], [grad], inputs=[parameter])
         assert parameter.grad is not None
@@ -121,7 +125,7 @@ def add_rows(
 
 
 def _place_of_padding(module: nn.Embedding, distinct: torch.Tensor) -> int:
-    """Finds the id that learns nothing among the distinct ones (host memory); -1 where it is not."""
+    """Finds the id that learns nothing among the distinct ones (host memory). Returns -1 if it is not there."""
     if module.padding_idx is None:
         return -1
     match = (distinct == module.padding_idx).nonzero()
@@ -131,14 +135,15 @@ def _place_of_padding(module: nn.Embedding, distinct: torch.Tensor) -> int:
 def looked_up(
     module: nn.Embedding, run: Callable[[torch.Tensor], Any], ids: torch.Tensor, weight: torch.Tensor
 ) -> torch.Tensor:
-    """Runs the module's own forward (`run`) for these ids over other weights; no gradient."""
+    """Runs the module's own forward (`run`) for these ids with other weights, without gradient."""
     with torch.no_grad(), holding(module, weight, padding=None):
         y: torch.Tensor = run(ids)
     return y
 
 
 def scales_rows(embedding: nn.Embedding) -> bool:
-    """Tells whether the module's own forward gives a linear image of each id's row, whatever the id's number and neighbours."""
+    """Tells whether the module's own forward gives a linear image of each id's row that does not depend on the id's number or
+    its neighbours."""
     if type(embedding).forward is nn.Embedding.forward:
         return True
     rows = torch.arange(1.0, 1.0 + 6 * embedding.embedding_dim).view(6, embedding.embedding_dim).sin()
@@ -161,7 +166,8 @@ def scales_rows(embedding: nn.Embedding) -> bool:
 
 @contextmanager
 def holding(module: nn.Embedding, weight: torch.Tensor, *, padding: int | None) -> Iterator[nn.Parameter]:
-    """Has `weight` (any number of rows) as the embedding's weight inside, and `padding` the id that learns nothing."""
+    """Sets `weight` (any number of rows) as the embedding's weight inside the context, and `padding` as the id that learns
+    nothing."""
     before = module._parameters["weight"]
     parameter = nn.Parameter(weight)
     module._parameters["weight"] = parameter
@@ -174,7 +180,8 @@ def holding(module: nn.Embedding, weight: torch.Tensor, *, padding: int | None) 
 
 @contextmanager
 def padding_at(module: nn.Embedding, padding: int | None) -> Iterator[None]:
-    """Has `padding` inside as the id that learns nothing (None: no id). torch refuses one outside of a piece's rows."""
+    """Sets `padding` inside the context as the id that learns nothing (None: no id). torch refuses one outside of a piece's
+    rows."""
     before = module.padding_idx
     module.padding_idx = padding
     try:

@@ -1,5 +1,5 @@
-"""Tells what a stage's forward is made of, found on fake tensors: operators whose outputs can be kept, those whose outputs
-backward never looks at, and FLOPs."""
+"""Finds what a stage's forward consists of, on fake tensors: operators whose outputs can be kept, those whose outputs backward
+never reads, and FLOPs."""
 
 from __future__ import annotations
 
@@ -15,34 +15,36 @@ from ..spec.model import OperatorSpec, TensorSpec
 from .activations.operators import Operators, factors, is_attention, name_of
 
 _FLAT_PRODUCTS = ("mm", "addmm")
-_SHAPE_ONLY = ("empty", "zeros", "ones", "new_empty", "new_zeros", "new_ones")  # results have no value of their arguments
+# Operators whose results do not depend on the values of their arguments.
+_SHAPE_ONLY = ("empty", "zeros", "ones", "new_empty", "new_zeros", "new_ones")
 _SUMMARY_TOKENS = 32  # kernels round the tokens of attention's log-sum-exp up to this
 
 
 class OperatorTrace(Operators):
-    """Follows one forward. `flat` holds the stage's weights, laid out as `tensors`; `names` are theirs within the stage."""
+    """Traces one forward. `flat` holds the stage's weights, laid out as `tensors`; `names` are their names within the stage."""
 
     def __init__(self, flat: torch.Tensor, tensors: tuple[TensorSpec, ...], names: tuple[str, ...]) -> None:
         super().__init__()
         self.flops = 0.0
         self.found: list[OperatorSpec] = []
-        self._weights = flat.untyped_storage()  # held, so that its address stays its own
+        self._weights = flat.untyped_storage()  # held, so that no other storage gets its address
         self._influence = _Influence()
-        self._outputs: dict[int, tuple[Any, int]] = {}  # by storage, held so that its address stays its own: places in `found`
+        # By storage (held, so that no other gets its address): indexes in `found`.
+        self._outputs: dict[int, tuple[Any, int]] = {}
         self.tensors, self.names = tensors, names
 
     @property
     def unneeded(self) -> tuple[OperatorSpec, ...]:
-        """Returns products with a weight of which nothing was saved that depends on them."""
+        """Returns the products with a weight for which autograd saved nothing that depends on their value."""
         needed = self._influence.needed
         return tuple(o for o in self.found if o.index not in needed and o.weight >= 0 and o.kind in _FLAT_PRODUCTS)
 
     def needs_all(self) -> None:
-        """Notes that it is not known what backward looks at."""
+        """Notes that it is not known what backward reads."""
         self._influence.needed |= {operator.index for operator in self.found}
 
     def saved(self, tensor: torch.Tensor) -> None:
-        """Notes that autograd keeps `tensor` for backward."""
+        """Notes that autograd saves `tensor` for backward."""
         self._influence.look_at(tensor)
 
     def operator(self, index: int, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
@@ -66,15 +68,15 @@ class OperatorTrace(Operators):
         return out
 
     def _overwrites(self, tensors: list[torch.Tensor]) -> None:
-        """Notes that an operator writes into some of these."""
+        """Notes that an operator writes into some of these tensors."""
         for tensor in tensors:
             _, place = self._outputs.get(tensor.untyped_storage()._cdata, (None, None))
             if place is not None:
                 self.found[place] = replace(self.found[place], overwritten=True)
 
     def _work(self, func: Any, args: Any) -> tuple[float, str, int]:
-        """Returns FLOPs of one operator, the weight it uses and where that begins ("" and -1 for none). What multiplies two
-        activations is attention: of its scores causality leaves half."""
+        """Returns the FLOPs of one operator, the weight it uses, and where that weight begins ("" and -1 for none). A product
+        of two activations is attention; a causal mask leaves half of its scores."""
         weight, offset = "", -1
         if is_attention(func):
             query, key, value = args[:3]
@@ -98,14 +100,14 @@ class OperatorTrace(Operators):
 
 
 class _Influence:
-    """Tells which operators the values in a storage depend on, and which of them something that was looked at depends on."""
+    """Tracks which operators the values in a storage depend on, and which of them a saved tensor depends on."""
 
     def __init__(self) -> None:
         self.needed: set[int] = set()
-        self._of: dict[int, tuple[Any, frozenset[int]]] = {}  # by storage, held so that its address stays its own
+        self._of: dict[int, tuple[Any, frozenset[int]]] = {}  # by storage, held so that no other gets its address
 
     def pass_on(self, given: Any, made: Any, *, by: int | None = None) -> None:
-        """Hears that an operator made `made` of `given`, or wrote into it."""
+        """Notes that an operator made `made` from `given`, or wrote into it."""
         passed = frozenset().union(*(self._on(leaf) for leaf in _tensors(given)), () if by is None else (by,))
         for leaf in _tensors(made):
             storage = leaf.untyped_storage()
@@ -127,6 +129,6 @@ def _bytes(out: torch.Tensor) -> int:
 
 
 def _attention_bytes(query: torch.Tensor, outputs: Any) -> int:
-    """Returns bytes of the output and, per head and token, the float32 log-sum-exp that its backward needs: on any device."""
+    """Returns the bytes of the output and, per head and token, of the float32 log-sum-exp that backward needs on any device."""
     summaries = 4 * query.shape[:-2].numel() * align_up(query.shape[-2], _SUMMARY_TOKENS)
     return align_up(_bytes(outputs[0]), OUTPUT_ALIGN) + summaries

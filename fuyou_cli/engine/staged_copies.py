@@ -1,7 +1,7 @@
-"""Copies what rests on a device to the store, and back, through a few small slots of the arena.
+"""Copies tensors that rest on a device to the store and back, through a few small slots of the arena.
 
-To the store: a piece is copied to a slot, then written and summed at once, the sum on a thread of its own; meanwhile the other
-slots are at other stages of that. Nobody waits but who asks for the end (`finish`).
+On the way to the store, a piece is copied to a slot, then written and checksummed at once; another thread computes the
+checksum. Meanwhile the other slots are at other stages of this. Only a caller that asks for the end (`finish`) waits.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from ..swap.kernels import checksum
 from .devices.base import Device, Event
 from .host_memory import HostMemory
 
-MODULUS = 1 << 64  # of sums of parts
-_PAUSE = 1e-3  # seconds between two looks of who waits
+MODULUS = 1 << 64  # checksums of parts are added modulo this
+_PAUSE = 1e-3  # seconds between two polls of a waiting caller
 
-Extents = Mapping[StateTensor, tuple[torch.Tensor, Span]]  # bytes on the device, and where they belong
+Extents = Mapping[StateTensor, tuple[torch.Tensor, Span]]  # bytes on the device, and their place on the store
 
 
 @dataclass(slots=True)
 class _Piece:
-    """Holds a part of an extent on its way to the store."""
+    """Describes a part of an extent on its way to the store."""
 
     name: StateTensor
     source: torch.Tensor
-    target: int  # of the store
-    position: int  # within the extent
+    target: int  # offset in the store
+    position: int  # offset in the extent
     slot: Span
     arrived: Event
     total: Future[int] | None = None
@@ -41,7 +41,7 @@ class _Piece:
 
 
 class StagedCopies:
-    """Holds the slots, which the copies under way share. `daemon` reads and writes."""
+    """Holds the slots that the copies under way share. `daemon` reads and writes."""
 
     def __init__(self, *, slots: tuple[Span, ...], daemon: SwapDaemon, memory: HostMemory, device: Device) -> None:
         self.daemon, self.memory, self.device = daemon, memory, device
@@ -54,11 +54,11 @@ class StagedCopies:
         return StageCopy(self, stage, extents)
 
     def sum(self, span: Span, position: int) -> Future[int]:
-        """Sums what a slot holds, `position` bytes into an extent, on another thread."""
+        """Computes the checksum of what a slot holds, `position` bytes into an extent, on another thread."""
         return self._thread.submit(lambda: checksum(self.memory.arena.view(span.offset, span.size), position=position))
 
     def fetch(self, stage: int, target: torch.Tensor, extent: Span) -> int:
-        """Copies an extent to the device (1-D, bytes); returns when it is there, with its checksum."""
+        """Copies an extent to the device (1-D, bytes). Returns its checksum when it is there."""
         slot, total = self.free[0], 0
         for begin in range(0, extent.size, self.piece):
             part = Span(offset=slot.offset, size=min(self.piece, extent.size - begin))
@@ -68,16 +68,16 @@ class StagedCopies:
         return total % MODULUS
 
     def put(self, slot: Span, target: torch.Tensor) -> None:
-        """Copies what a slot holds to the device; returns when it is there."""
+        """Copies what a slot holds to the device. Returns when it is there."""
         self.device.upload(self.memory.tensor(slot, torch.uint8), target).synchronize()
 
     def close(self) -> None:
-        """Ends the thread; what is under way is given up."""
+        """Ends the thread. Gives up what is under way."""
         self._thread.shutdown()
 
 
 class StageCopy:
-    """Describes the copy of one stage's tensors to the store."""
+    """Copies one stage's tensors to the store."""
 
     def __init__(self, copies: StagedCopies, stage: int, extents: Extents) -> None:
         self._copies, self._stage = copies, stage
@@ -92,7 +92,7 @@ class StageCopy:
                 yield name, tensor[begin : begin + self._copies.piece], extent.offset + begin, begin
 
     def advance(self) -> dict[StateTensor, int] | None:
-        """Moves what can move; returns the checksum of every extent once all are written, None before. Never waits."""
+        """Moves what can move. Returns the checksum of every extent once all are written, None before. Never waits."""
         for piece in list(self._under_way):
             if self._is_over(piece):
                 self._under_way.remove(piece)
@@ -102,7 +102,7 @@ class StageCopy:
         return None if self._next is not None or self._under_way else self._sums
 
     def finish(self, wait: Callable[[float], None]) -> dict[StateTensor, int]:
-        """Returns the checksums when all is written. `wait`: sleeps so many seconds."""
+        """Returns the checksums when all is written. `wait`: sleeps for this many seconds."""
         while (sums := self.advance()) is None:
             wait(_PAUSE)
         return sums
@@ -119,7 +119,7 @@ class StageCopy:
         if piece.total is None:
             if not piece.arrived.done():
                 return False
-            piece.arrived.synchronize()  # raises what the copy has raised
+            piece.arrived.synchronize()  # raises the copy's error
             piece.total = copies.sum(piece.slot, piece.position)
             piece.write = copies.daemon.write(
                 piece.slot.offset, piece.target, piece.slot.size, priority=UPDATE_PRIORITY + self._stage, label=self._stage

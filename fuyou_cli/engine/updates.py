@@ -1,4 +1,4 @@
-"""Makes one update request of a stage and a step: homes, segments, scalars."""
+"""Builds one update request for a stage and a step: homes, segments, scalars."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class Scalars:
 
     optimizer: Optimizer
     lr: float
-    step: int  # 1 for the first: bias corrections
+    step: int  # 1 for the first step, for bias corrections
     gradient_scale: float = 1.0  # the clipping factor
-    skipped: bool = False  # every value stays as it is, and is this step's
+    skipped: bool = False  # every value stays as it is and counts as this step's
 
 
 def build_update(
     record: Record, stage: StageSpec, plan: StagePlan, *, dtypes: tuple[Dtype, Dtype], target: int, copied: bool
 ) -> Update:
-    """Makes the request for the AdamW of one stage, whose `record.due` holds its `Scalars`. `dtypes`: of weights and gradients;
-    `target`: the place of the stage's ring that is written; `copied`: what rests in RAM is written too."""
+    """Returns the request for the AdamW of one stage, whose `record.due` holds its `Scalars`. `dtypes`: of weights and
+    gradients; `target`: the place of the stage's ring to write; `copied`: also write what rests in RAM."""
     assert record.span is not None
     scalars: Scalars = record.due
-    optimizer, summed_in = scalars.optimizer, record.gradient_slot or plan.gradients_ram  # neither: they rest on the ssd
+    optimizer, summed_in = scalars.optimizer, record.gradient_slot or plan.gradients_ram  # neither: gradients rest on the ssd
 
     def offset(tensor: StateTensor, turn: int) -> int | None:
         extent = plan.extent(tensor, turn)
@@ -71,16 +71,16 @@ def build_update(
         step=scalars.step,
         priority=UPDATE_PRIORITY + stage.index,
         label=stage.index,
-        # Parameters of no segment keep every value they have: a step that is skipped moves the same bytes as any other, so
-        # that what rests where, and what is committed when, is the same as well.
+        # Parameters outside all segments keep their values. So a skipped step moves the same bytes as any other, and homes and
+        # commits stay the same.
         segments=[] if scalars.skipped else segments_of(stage, weight_decay=optimizer.weight_decay),
     )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sums:
-    """Holds checksums of one stage as it rests on the store (`kernels.checksum`); None where a tensor is not there in this
-    generation."""
+    """Holds checksums of one stage as it rests on the store (`kernels.checksum`). A sum is None if that tensor is not there in
+    this generation."""
 
     weights: int | None = None
     remainder: int | None = None
@@ -89,7 +89,7 @@ class Sums:
 
 
 def sums_of(result: Result, plan: StagePlan, *, copied: bool) -> Sums:
-    """Names what an update wrote. `copied`: also of what rests in RAM."""
+    """Returns the checksums of what an update wrote. `copied`: also of what rests in RAM."""
     states = copied or plan.states == "ssd"
     return Sums(
         weights=result.weights_sum if copied or plan.weights == "ssd" else None,
@@ -100,7 +100,8 @@ def sums_of(result: Result, plan: StagePlan, *, copied: bool) -> Sums:
 
 
 def segments_of(stage: StageSpec, *, weight_decay: float) -> list[Segment]:
-    """Joins parameters with the same settings to runs. Padding is in one: its gradients, so its weights, stay zero."""
+    """Joins consecutive parameters with the same settings. Padding is part of a segment: its gradients are zero, so its weights
+    stay zero."""
     segments: list[Segment] = []
     for tensor in stage.tensors:
         decay = weight_decay if tensor.decay else 0.0

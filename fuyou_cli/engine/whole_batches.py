@@ -1,4 +1,4 @@
-"""Describes memory for what stages hand on of the whole batch, in spans of the arena or the device that take turns."""
+"""Lends memory for whole-batch tensors between stages, in spans of the arena or the device that are reused."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .devices.base import Device, Event
 from .host_memory import HostMemory, whole_batch
 
 Shape = tuple[int, ...]
-Lent = tuple[torch.Tensor, weakref.ref[object]]  # a span as bytes, and what lives as long as a view of that tensor
+Lent = tuple[torch.Tensor, weakref.ref[object]]  # a span as bytes, and an object that lives as long as a view of that tensor
 
 
 class WholeBatches:
-    """Holds spans, each lent as one tensor at a time: until its last view is gone, wherever the model's own forward may keep
-    one. Where all are lent, or too small, a tensor has memory of its own."""
+    """Holds spans. Each is lent as one tensor at a time, until its last view is gone, wherever the model's own forward keeps
+    one. If all are lent or too small, a tensor gets its own memory."""
 
     def __init__(
         self,
@@ -28,16 +28,17 @@ class WholeBatches:
         beside: Callable[[Shape, torch.dtype], torch.Tensor],
         whole: torch.Tensor | None = None,
     ) -> None:
-        """`made` lends a span; `beside` makes a tensor where none is free. `whole`: the device's memory that spans are of."""
+        """Takes two functions: `made` lends a span, `beside` makes a tensor if none is free. `whole`: the device memory that
+        the spans are part of."""
         self._spans, self._made, self._beside, self.whole = list(spans), made, beside, whole
-        self._lent: dict[int, weakref.ref[object]] = {}  # by offset
-        self._read: dict[int, list[Event]] = {}  # copies out of a span, which are over before it is written into again
+        self._lent: dict[int, weakref.ref[object]] = {}  # by offset: the object that lives as long as the loan
+        self._read: dict[int, list[Event]] = {}  # copies out of a span, which must end before it is written again
 
     @classmethod
     def in_arena(cls, memory: HostMemory, spans: tuple[Span, ...]) -> WholeBatches:
         def made(span: Span, size: int) -> Lent:
             view = memory.arena.view(span.offset, size)
-            return torch.frombuffer(view, dtype=torch.uint8), weakref.ref(view)  # the tensor's memory holds it, and nobody else
+            return torch.frombuffer(view, dtype=torch.uint8), weakref.ref(view)  # only the tensor's memory holds it
 
         return cls(spans, made, whole_batch)
 
@@ -46,7 +47,7 @@ class WholeBatches:
         whole = device.empty(max(span.offset + span.size for span in spans))
 
         def made(span: Span, size: int) -> Lent:
-            # A tensor over the same memory with a storage of its own, which lives as long as the tensor's last view.
+            # A tensor over the same memory with its own storage, which lives as long as the tensor's last view.
             flat = from_dlpack(whole[span.offset : span.offset + size])
             return flat, weakref.ref(flat.untyped_storage())
 
@@ -56,12 +57,13 @@ class WholeBatches:
         return cls(spans, made, beside, whole)
 
     def lend(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        """Makes a tensor of the whole batch, zeros or anything, for compute submitted from now on: of the spans that are free
-        the one lent longest ago."""
+        """Returns a tensor of the whole batch, zeros or uninitialized, for compute submitted from now on. It lies in the free
+        span lent longest ago."""
         size = math.prod(shape) * dtype.itemsize
         for number, span in enumerate(self._spans):
             lent = self._lent.get(span.offset)
-            fills = span.size / 2 < size <= span.size  # little things, as what all rows share, take no batch's place
+            # Small tensors, like those that all rows share, take no span of a whole batch.
+            fills = span.size / 2 < size <= span.size
             if fills and (lent is None or lent() is None):
                 self._spans.append(self._spans.pop(number))
                 for event in self._read.pop(span.offset, []):
@@ -71,7 +73,7 @@ class WholeBatches:
         return self._beside(shape, dtype)
 
     def copied(self, part: torch.Tensor, copy: Callable[[torch.Tensor], Event]) -> Event:
-        """Copies from what may be a part of a span (contiguous). Who is lent the span next waits for the copy."""
+        """Notes a copy from what may be a part of a span (contiguous). The next user of the span waits for the copy."""
         if self.whole is None:
             return copy(part)
         place = part.data_ptr() - self.whole.data_ptr()

@@ -20,15 +20,15 @@ from .swap import Swap
 
 
 class Activations(Protocol):
-    """Defines what is done between forward and backward of one stage."""
+    """Defines what happens between forward and backward of one stage."""
 
-    as_backward: bool  # whether forward runs as backward will run it, with gradients wanted
+    as_backward: bool  # forward runs as backward will run it, with gradients wanted
 
     def forward(self, run: Run, x: torch.Tensor, micro_batch: int) -> torch.Tensor:
         """Returns `run(x)` without a graph, and keeps what backward needs."""
 
     def begin(self, micro_batch: int) -> None:
-        """Starts uploading what one micro-batch kept to a device with its own memory. Its backward comes soon."""
+        """Starts uploading what one micro-batch kept to a separate device. Its backward comes soon."""
 
     def again(self, run: Run, x: torch.Tensor, micro_batch: int, flat: torch.Tensor | None) -> torch.Tensor:
         """Returns `run(x)` with its graph, for backward. `flat`: the stage's weights; None: it has none."""
@@ -40,7 +40,7 @@ class Activations(Protocol):
 def open_activations(
     *, model: ModelSpec, plan: Plan, boundaries: Boundaries, memory: HostMemory, device: Device, waiting: Waiting
 ) -> list[Activations]:
-    """Chooses for every stage what its plan says."""
+    """Returns the activations that the plan chose for each stage."""
     leaving: Leaving = []
     kept_there = keep_places(model, plan, device)
 

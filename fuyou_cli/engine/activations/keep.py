@@ -13,7 +13,7 @@ from .outputs import Place
 
 
 class Keep:
-    """Implements `Place` for one stage. `memory`: for its outputs of a sweep's rows (uint8, 1-D). Compute writes and reads it
+    """Implements `Place` for one stage. `memory`: for its outputs for a sweep's rows (uint8, 1-D). Compute writes and reads it
     in order, so nothing waits."""
 
     direct = True
@@ -34,7 +34,7 @@ class Keep:
 
 
 def keep_places(model: ModelSpec, plan: Plan, device: Device) -> list[dict[int, Place]]:
-    """Allocates the memory that the plan has for outputs on the device. Returns their places by stage and operator."""
+    """Allocates the plan's memory for outputs on the device. Returns their places by stage and operator."""
     every = tuple(stage.kept_there for stage in plan.stages)
     layouts = device_layouts(model, plan.group, every)
     size = sum(layout.size for _, layout in layouts)

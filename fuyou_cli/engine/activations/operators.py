@@ -1,8 +1,8 @@
 """Numbers the operators of a stage's forward whose outputs can be kept. The numbers are the same wherever the forward runs.
 
 The operators are matrix products and attention, in running order. Attention always counts as one operator. If it runs as
-several (no fused kernel on the device) or draws random numbers (dropout), its output is not kept, and the numbers of the
-others stay the same.
+several (no fused kernel on the device) or draws random numbers (dropout), its output is not kept, and the other numbers stay
+the same.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _aten = torch.ops.aten
-_FACTORS = {  # operator -> places of the two factors among its arguments
+_FACTORS = {  # operator -> indexes of the two factors among its arguments
     _aten.mm.default: (0, 1),
     _aten.addmm.default: (1, 2),
     _aten.bmm.default: (0, 1),
     _aten.baddbmm.default: (1, 2),
 }
-_INTO = {  # operator -> the same one, which writes into memory that it is given
+_INTO = {  # operator -> its variant that writes into given memory
     _aten.mm.default: _aten.mm.out,
     _aten.addmm.default: _aten.addmm.out,
     _aten.bmm.default: _aten.bmm.out,
@@ -45,8 +45,8 @@ def name_of(func: Any) -> str:
 
 
 def factors(func: Any, args: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Returns the two matrices that `func` multiplies, or None if it is no product, or only of a column and a row (no real
-    work)."""
+    """Returns the two matrices that `func` multiplies. Returns None if it is no product, or only one of a column and a row (no
+    real work)."""
     places = _FACTORS.get(func)
     if places is None:
         return None
@@ -55,8 +55,8 @@ def factors(func: Any, args: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def product_into(func: Any, args: Sequence[Any], kwargs: Any, memory: torch.Tensor) -> torch.Tensor | None:
-    """Returns what the product `func` returns, computed in `memory` (uint8, 1-D), or None if `func` is no product or its result
-    takes more."""
+    """Returns what the product `func` returns, computed in `memory` (uint8, 1-D). Returns None if `func` is no product, or if
+    its result needs more memory."""
     places = _FACTORS.get(func)
     if places is None:
         return None
@@ -74,7 +74,7 @@ def is_attention(func: Any) -> bool:
 
 
 class Operators(TorchDispatchMode):
-    """Numbers the operators of a forward that runs inside. Subclasses decide what is done with them."""
+    """Numbers the operators of a forward that runs inside the mode. Subclasses decide what is done with them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -94,7 +94,7 @@ class Operators(TorchDispatchMode):
         kind = self._kind(func, args)
         if kind is None:
             return self.beside(func, args, kwargs)
-        self._products += kind != "attention"  # calls of attention are counted as they begin
+        self._products += kind != "attention"  # attention is counted when its call begins
         return self.operator(self._products + self._attention.calls - 1, kind, func, args, kwargs)
 
     def _kind(self, func: Any, args: Any) -> str | None:
@@ -114,7 +114,8 @@ class Operators(TorchDispatchMode):
 
 
 class _AttentionCalls(TorchFunctionMode):
-    """Counts calls of scaled_dot_product_attention; `inside` one with dropout, or one whose result is exactly repeatable."""
+    """Counts calls of scaled_dot_product_attention. `inside`: in a call with dropout, or in one whose result is exactly
+    repeatable."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""Keeps outputs of operators from forward to backward. Forward puts them in their places; the recompute gets them back and
+"""Keeps outputs of operators from forward to backward. Forward puts them in their places. The recompute gets them back and
 computes only what was not kept.
 
 Each output is given back once, so the model's code may change it in place. Forward runs as the recompute will: with autograd
-on, but dropping what autograd would save. Some kernels return more, or other kernels run, when a gradient is wanted. An output
-is never a parameter, and two outputs never share memory: so nothing is kept twice.
+on, but without saving what autograd would save. Some kernels return more when a gradient is wanted, or other kernels run. An
+output is never a parameter, and two outputs never share memory, so nothing is kept twice.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .recompute import Run, Sparing
 
 @dataclass(frozen=True, slots=True)
 class Resting:
-    """Holds the layout of one tensor of an output. It begins `offset` bytes after the output's start."""
+    """Describes one tensor of a kept output. It begins `offset` bytes after the output's start."""
 
     offset: int
     dtype: torch.dtype
@@ -37,28 +37,28 @@ class Resting:
     stride: tuple[int, ...]
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """Returns a view, with the strides that it had. `memory`: the output's (uint8, 1-D)."""
+        """Returns a view with the tensor's strides. `memory`: the output's (uint8, 1-D)."""
         size = self.shape.numel() * self.dtype.itemsize
         return memory[self.offset : self.offset + size].view(self.dtype).as_strided(self.shape, self.stride)
 
 
-Output = tuple[list[Any], bool]  # tensors that rest and values as they are; whether the operator returns a tuple
-Leaving = list[list[Event]]  # copies to the host by micro-batch, of all stages in order
+Output = tuple[list[Any], bool]  # descriptions of kept tensors, other values as they are; whether the operator returns a tuple
+Leaving = list[list[Event]]  # copies to the host, by micro-batch, over all stages in order
 Outputs = dict[int, Output]  # by operator
-Arrived = dict[int, tuple[list[Any], list[Event]]]  # by operator: values where they are computed with, and copies to wait for
+Arrived = dict[int, tuple[list[Any], list[Event]]]  # by operator: values ready for compute, and copies to wait for
 
 
 class Place(Protocol):
     """Defines where outputs of one stage are kept."""
 
-    direct: bool  # whether compute may write there, so that a product needs no copy
+    direct: bool  # compute may write there directly, so that a product needs no copy
 
     def memory(self, micro_batch: int, operator: int) -> torch.Tensor:
         """Returns an output's memory (uint8, 1-D)."""
         ...
 
     def put(self, value: torch.Tensor, there: torch.Tensor) -> Event | None:
-        """Copies a tensor that was computed. Returns the end of the copy if compute does not wait for it."""
+        """Copies a computed tensor. Returns the end of the copy if compute does not wait for it."""
         ...
 
     def take(self, there: torch.Tensor) -> tuple[torch.Tensor, Event | None]:
@@ -89,7 +89,7 @@ class KeptOutputs:
         self._arriving: dict[int, Arrived] = {}
 
     def forward(self, run: Run, x: torch.Tensor, micro_batch: int) -> torch.Tensor:
-        """Runs the forward; the copies of the micro-batch before are over at its end."""
+        """Runs the forward. At its end the copies of the previous micro-batch have ended."""
         mode = _Keeping(self, micro_batch)
         hooks = torch.autograd.graph.saved_tensors_hooks(_drop, _refuse)
         with torch.enable_grad(), hooks, mode:
@@ -101,7 +101,7 @@ class KeptOutputs:
             events = self._leaving.pop(0)
             with self._waiting(BOUNDARIES_ACROSS) if events else nullcontext():
                 for event in events:
-                    event.synchronize()  # sync: the outputs of the micro-batch before
+                    event.synchronize()  # sync: the outputs of the previous micro-batch
         return y.detach()
 
     def begin(self, micro_batch: int) -> None:
@@ -118,7 +118,7 @@ class KeptOutputs:
         self._arriving.clear()
 
     def _given(self, micro_batch: int) -> Arrived:
-        """Returns the kept values of every operator, where backward computes with them; copies to there may be under way."""
+        """Returns the kept values of every operator, where backward computes with them. Copies to there may be under way."""
         arrived: Arrived = {}
         for index, (values, _) in sorted(self._resting[micro_batch].items()):
             place, events = self.places[index], list[Event]()
@@ -134,15 +134,16 @@ class KeptOutputs:
 
 
 class _Keeping(Operators):
-    """Copies outputs as soon as they are computed. An operator that writes into a tensor waits until its copy is over. Products
-    that are kept in direct places are computed there: the model's code computes with what is kept, and must not change it."""
+    """Copies outputs as soon as they are computed. An operator that writes into a tensor waits until its copy has ended.
+    Products that are kept in direct places are computed there. The model's code then computes with the kept value itself and
+    must not change it."""
 
     def __init__(self, stage: KeptOutputs, micro_batch: int) -> None:
         super().__init__()
         self.outputs: Outputs = {}
         self._stage, self._micro_batch = stage, micro_batch
-        self.copies: dict[int, Event] = {}  # by storage; the last one of a storage is behind its others
-        self._computed_there: dict[int, OperatorSpec] = {}  # by storage
+        self.copies: dict[int, Event] = {}  # by storage; the last copy of a storage ends after its others
+        self._computed_there: dict[int, OperatorSpec] = {}  # by storage: products computed in their place
 
     def operator(self, index: int, kind: str, func: Any, args: Any, kwargs: Any) -> Any:
         spec = self._stage.chosen.get(index)
@@ -172,7 +173,7 @@ class _Keeping(Operators):
         return func(*args, **kwargs)
 
     def _before_change(self, storage: int, func: Any) -> None:
-        """Makes sure that what is kept of this storage stays as it is."""
+        """Makes sure that the kept copy of this storage stays as it is."""
         if storage in self.copies:
             self.copies[storage].wait()
         if storage in self._computed_there:
@@ -188,7 +189,7 @@ class _Keeping(Operators):
         values: list[Any] = []
         for value in out if isinstance(out, tuple) else (out,):
             if not isinstance(value, torch.Tensor) or value.numel() * value.element_size() < OUTPUT_ALIGN:
-                # a number, or as good as one (a kernel's random state): it stays where it is
+                # A number, or a small tensor like a kernel's random state: it stays where it is.
                 values.append(value.clone() if isinstance(value, torch.Tensor) else value)
                 continue
             resting = Resting(end, value.dtype, value.shape, torch.empty_like(value, device="meta").stride())
@@ -207,7 +208,7 @@ class _Keeping(Operators):
 
 
 class GivingBack(Sparing):
-    """Returns what was kept instead of computing it, once it has arrived."""
+    """Returns a kept output instead of computing it, once it has arrived."""
 
     def __init__(self, given: Arrived, outputs: Outputs, stage: StageSpec, flat: torch.Tensor | None) -> None:
         super().__init__(stage, flat)
@@ -223,7 +224,7 @@ class GivingBack(Sparing):
 
 
 def _drop(tensor: torch.Tensor) -> None:
-    """Drops what autograd would save in a forward that is recomputed."""
+    """Drops what autograd would save in a forward that will be recomputed."""
 
 
 def _refuse(nothing: None) -> NoReturn:

@@ -1,9 +1,9 @@
 """Runs a stage's forward again for its backward, from the stage's input, and computes only what backward needs.
 
-Some products have a value that backward never reads. The last product of a block is one if the block adds it to its input:
-only the sum leaves the block, and no gradient depends on the sum. Such a product is not computed again; zeros replace it.
-They are found when a block is inspected (`operator_trace`). Here they are recognised by their number and the weight they
-use.
+Backward never reads the value of some products. An example is the last product of a block that is added to the block's input:
+only the sum leaves the block, and no gradient depends on the product's value. Such a product is not computed again; zeros
+replace it. `operator_trace` finds these products when a block is inspected. Here they are recognised by their number and the
+weight they use.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Run = Callable[[torch.Tensor], torch.Tensor]  # a stage's forward of one micro-b
 
 
 class Recompute:
-    """Implements `Activations` of a stage that keeps nothing but its input."""
+    """Implements `Activations` for a stage that keeps only its input."""
 
     as_backward = False
 
@@ -47,7 +47,7 @@ class Sparing(Operators):
 
     def __init__(self, stage: StageSpec, flat: torch.Tensor | None) -> None:
         super().__init__()
-        self._weights: dict[int, int] = {}  # address by operator
+        self._weights: dict[int, int] = {}  # operator -> address of its weight
         if flat is not None:
             self._weights = {o.index: flat.data_ptr() + o.weight * flat.element_size() for o in stage.unneeded}
 

@@ -10,8 +10,8 @@ from ..host_memory import HostMemory
 
 
 class Swap:
-    """Implements `Place`. A device with its own memory copies outputs to the host and back while it computes. On device cpu
-    backward uses them where they are."""
+    """Implements `Place`. A separate device copies outputs to the host and back while it computes. On device cpu backward uses
+    them where they are."""
 
     direct = False
 
